@@ -452,7 +452,7 @@ class FakeCluster:
                 for place, name in enumerate(self.modules[rank])
             )
         if request.command.wrap == ("Blcok",):
-            raise UsageError("the model holds no Blcok; its classes are: Block (2)")
+            raise UsageError("the model has no module of class Blcok; its classes are: Block (2)")
         return self.job.header.units
 
     def position(self, rank: int) -> Position:

@@ -446,8 +446,8 @@ def test_ranks_whose_optimizer_stepped_alone_are_named(trained):
 
 
 def test_what_ranks_refuse_is_a_usage_error(wb):
-    wb.fake.script["shard"] = raises("UsageError", "the model holds no Blok; its classes are: Block (2)")
-    with pytest.raises(UsageError, match=r"^the model holds no Blok"):
+    wb.fake.script["shard"] = raises("UsageError", "the model has no module of class Blok; its classes are: Block (2)")
+    with pytest.raises(UsageError, match=r"^the model has no module of class Blok"):
         wb.shard("model", wrap=["Blok"])
     wb.fake.script["shard"] = [raises("UsageError", "sharded already"), *[blocks] * 3]
     with pytest.raises(UsageError, match=r"^rank 0: sharded already"):

@@ -277,7 +277,7 @@ export interface Ending {
   readonly line: string;
   /** its result or its error. */
   readonly text: string;
-  /** whether it failed or was given up. */
+  /** whether it failed or was given up, or its report has a problem, such as a loss that is NaN. */
   readonly is_error: boolean;
 }
 
@@ -562,11 +562,11 @@ export interface Attach {
   readonly word: "attach";
   /** ranks (default: all) */
   readonly num_ranks?: number | null;
-  /** IPython profile that it was started with */
+  /** IPython profile that the cluster was started with */
   readonly profile?: string | null;
-  /** which of that profile's */
+  /** which cluster of that profile */
   readonly cluster_id?: string;
-  /** its connection file for clients, instead */
+  /** connection file for clients, instead of a profile */
   readonly file?: string;
   /** where ranks compute (default auto) */
   readonly device?: "auto" | "cpu" | "cuda";
@@ -702,14 +702,14 @@ export interface Unshard {
   readonly model: string;
 }
 
-/** Train: call train_step() on every rank, so many times; a number that it returns is the loss. */
+/** Train: call train_step() on every rank, N times; a number that it returns is the loss. */
 export interface Step {
   readonly word: "step";
   /** training steps (default 1) */
   readonly count?: number;
   /** step function (default train_step) */
   readonly fn?: string;
-  /** stop before it, once: EVENT[:UNIT] */
+  /** stop once, before this event: EVENT[:UNIT] */
   readonly until?: string;
   /** go on with the notebook at once (default: no) */
   readonly background?: boolean;
@@ -730,7 +730,7 @@ export interface Next {
 /** Let stopped ranks go on, in the background if it began there. */
 export interface Continue {
   readonly word: "continue";
-  /** wait for what was begun with --background, too (default: no) */
+  /** wait also for a step that began with --background (default: no) */
   readonly foreground?: boolean;
   /** leave the notebook free from now on, wherever it began (default: no) */
   readonly background?: boolean;
@@ -774,11 +774,11 @@ export interface Inspect {
  */
 export interface Evaluate {
   readonly word: "eval";
-  /** a Python expression: the raw rest of the line; after -- nothing of it is a flag */
+  /** a Python expression: the rest of the line as typed; after -- nothing of it is a flag */
   readonly expr: string;
   /** ranks that evaluate it, such as 1,3 or 0-2 (default: all) */
   readonly ranks?: readonly number[];
-  /** look names up from the N-th function under way outwards; 0: the innermost (default 0) */
+  /** look names up in the N-th active function and its callers; 0: the innermost (default 0) */
   readonly frame?: number;
 }
 
@@ -891,7 +891,7 @@ export interface Compare {
   readonly a: string;
   /** likewise: what to compare it with */
   readonly b: string;
-  /** compare this rank (default: whose peak differs most) */
+  /** compare this rank (default: the one whose peak differs most) */
   readonly rank?: number | null;
   /** in sizes and colours for a projector */
   readonly talk?: boolean;

@@ -92,8 +92,8 @@ def recording(case: str, found: Tree) -> Iterator[str]:
     if not found["failed"]:
         yield (
             f"  step CPU recorded / plain {found['cpu_ratio']:.3f} "
-            f"(95 % interval {found['cpu_ratio_low']:.3f} to {found['cpu_ratio_high']:.3f}); "
-            f"{found['num_rows']} events x {found['row_ns']:.0f} ns = {found['rows_percent']:.2f} % "
+            f"(95% interval {found['cpu_ratio_low']:.3f} to {found['cpu_ratio_high']:.3f}); "
+            f"{found['num_rows']} events x {found['row_ns']:.0f} ns = {found['rows_percent']:.2f}% "
             f"of {found['plain_ms']:.1f} ms"
         )
 

@@ -258,7 +258,10 @@ def test_ranks_say_which_models_they_have_and_what_a_command_would_make_of_one(t
             assert all(sum(p.rows_per_rank) == p.shape[p.shard_dim] for unit in units for p in unit.params)
     for reply in training.ask(Plan(command=Shard("plain", wrap="Blcok")), timeout_s=PATIENCE_S).values():
         assert isinstance(reply, RankError)
-        assert (reply.ename, "the model holds no Blcok; its classes are: " in reply.evalue) == ("UsageError", True)
+        assert (reply.ename, "the model has no module of class Blcok; its classes are: " in reply.evalue) == (
+            "UsageError",
+            True,
+        )
 
 
 def test_a_breakpoint_that_cannot_be_is_refused(training):

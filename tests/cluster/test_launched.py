@@ -62,7 +62,9 @@ def test_the_launchers_are_those_that_ipyparallel_has_registered():
 
 
 def test_an_unknown_launcher_is_refused_with_the_list():
-    with pytest.raises(UsageError, match=r"no launcher of engines called 'slrum'; there are .*ssh"):
+    with pytest.raises(
+        UsageError, match=r"no launcher of engines called 'slrum', did you mean 'slurm'\? there are .*ssh"
+    ):
         Cluster(2, engines="slrum")
 
 
@@ -157,6 +159,20 @@ def test_ssh_without_hosts_says_where_to_name_them(ipython_directory):
     said = r"SSHEngineSetLauncher has no hosts: name them in .*profile_no_hosts/ipcluster_config\.py"
     with pytest.raises(UsageError, match=rf"{said}, c\.SSHEngineSetLauncher\.engines = .*--profile NAME"):
         Cluster(2, "cpu", "no_hosts", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count", "helps"),
+    [
+        ("{'here': 0}", 0, r"as in \{'HOST': 2\}$"),
+        ("{'here': 0, 'there': 1}", 1, r"as in \{'HOST': 2\}, or start as many as there are: -n 1$"),
+    ],
+)
+def test_ssh_with_too_few_engines_is_refused_before_anything_is_started(ipython_directory, hosts, count, helps):
+    write_profile(ipython_directory, "few", f"c.SSHEngineSetLauncher.engines = {hosts}\n")
+    said = rf"c\.SSHEngineSetLauncher\.engines in .*profile_few/ipcluster_config\.py has {count} engines?, and 2 ranks "
+    with pytest.raises(UsageError, match=rf"{said}need one each: add hosts, or engines of a host, {helps}"):
+        Cluster(2, "cpu", "few", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
 
 
 def test_an_interface_that_is_not_there_is_refused():

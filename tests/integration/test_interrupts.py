@@ -16,8 +16,11 @@ from tests.integration.model import CELL
 from tests.pairwise import quick
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
-from workbench.errors import Interrupted, RankDied, UsageError
+from workbench.errors import Interrupted, RankDied, RankError, UsageError
+from workbench.events import BESIDE
+from workbench.replay.spans import chosen, of_kind
 from workbench.session import standing
+from workbench.widgets.moments import describe
 
 pytestmark = pytest.mark.cluster
 
@@ -51,6 +54,25 @@ def bench():
     """Ranks of one test alone, which may kill them."""
     with trained() as wb:
         yield wb
+
+
+def newest_events(wb):
+    """Of each rank, in words, as the dashboard has them."""
+    trace = wb.trace
+    return {describe(trace.header, chosen(r.rows, ~of_kind(r.rows, BESIDE))[-1]) for r in trace.ranks}
+
+
+def test_after_a_failed_cell_the_newest_event_is_that_of_the_last_step(living):
+    living.step(1)
+    with pytest.raises(RankError, match="rank 0 raised ValueError"):
+        living.run_cell("if rank == 0:\n    raise ValueError('mine')")
+    assert newest_events(living) == {"step ends"}
+    with pytest.raises(RankError, match="rank 1 raised ValueError"):
+        living.run_cell(
+            "with torch.no_grad():\n    model(torch.ones(8, 16))\nif rank == 1:\n    raise ValueError('mine')"
+        )
+    assert newest_events(living) == {"reshard of (root)"}
+    assert living.step(1).steps_done == 1
 
 
 def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(living, every_rank_comes):

@@ -158,7 +158,7 @@ def test_a_saved_trace_is_the_one_recorded(trained, tmp_path):
 def test_a_wrong_class_names_those_there_are(trained):
     trained.unshard("model")
     try:
-        with pytest.raises(UsageError, match=r"holds no Blok; its classes are: .*Block \(3\)"):
+        with pytest.raises(UsageError, match=r"has no module of class Blok; its classes are: .*Block \(3\)"):
             trained.shard("model", wrap=["Blok"])
     finally:
         trained.shard("model", wrap=["Block"])

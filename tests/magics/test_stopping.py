@@ -53,12 +53,13 @@ def test_lines_become_commands(line, command):
     [
         ("break add", "needs an event, such as all_gather:blocks.2"),
         ("break", "required: add|list|clear"),
-        ("break dance x", "invalid choice"),
+        ("break dance x", "there is no 'dance'; there are: add, list, clear, "),
         ("break clear all_gather", "takes a number that %fsdp break list shows"),
         ("break list 3", "takes no event"),
         ("break clear 3 --rank 1", "takes no --rank"),
         ("break add forward --rank one", "expected a rank such as 1"),
-        ("next week", "invalid choice"),
+        ("next week", "there is no 'week'; there are: event, collective, unit, phase"),
+        ("next colective", "there is no 'colective', did you mean 'collective'? there are: event, "),
         ("eval", "required: EXPR"),
         ("eval -t 1", "required: EXPR"),
         ("eval -t 1 --", "required: EXPR"),
@@ -77,7 +78,7 @@ def test_wrong_lines_say_what_is_right(line, says):
 
 
 def test_help_of_eval_and_its_names():
-    with pytest.raises(HelpAsked, match="the raw rest of the line"):
+    with pytest.raises(HelpAsked, match="the rest of the line as typed"):
         parse_line("eval --help")
     assert parse_line("eval {who} -t {who}", {"who": "0,3"}.__getitem__) == Evaluate("{who}", (0, 3))
 

@@ -1,13 +1,14 @@
 """What a panel is answered, on a fake cluster."""
 
 import json
+import math
 import threading
 from dataclasses import replace
 from typing import get_args
 
 import pytest
 
-from tests.fake_cluster import SHARD_RESULT, FakeCluster, example_model, gives, inside, raises
+from tests.fake_cluster import SHARD_RESULT, FakeCluster, example_model, gives, inside, raises, step_result
 from tests.panel.conftest import FakeComm
 from tests.replay.test_shards import make_flat, make_unit
 from tests.trace.simulation import with_loss
@@ -349,7 +350,7 @@ def test_a_reshard_is_tried_as_well(started):
     [
         (
             {"word": "shard", "model": "model", "wrap": ["Blcok"]},
-            "the model holds no Blcok; its classes are: Block (2)",
+            "the model has no module of class Blcok; its classes are: Block (2)",
         ),
         ({"word": "shard", "model": "net"}, "no rank has a model named 'net'"),
         ({"word": "shard", "model": "model", "mesh": "3"}, "mesh 3 is not the number of ranks, 4; what fits: 4, 2x2"),
@@ -401,6 +402,16 @@ def test_a_step_goes_on_in_the_background_until_a_breakpoint_that_can_be_turned_
     assert state["request"] is None
     assert (state["ended"]["line"], state["ended"]["is_error"]) == ("%fsdp step 3 --background", False)
     assert (state["ended"]["count"], state["ended"]["text"][:6]) == (1, "1 step")
+
+
+def test_steps_whose_loss_is_nan_end_as_what_failed_does(started):
+    started.fake.sharded()
+    started.fake.script["step"] = gives(step_result(2) | {"losses": [1.0, math.nan]})
+    started.do("step", count=2)
+    wait_until(lambda: started.look()["ended"] is not None)
+    ended = started.look()["ended"]
+    assert "loss is NaN from step 1 on, on every rank" in ended["text"]
+    assert ended["is_error"]
 
 
 def test_an_error_on_a_rank_is_told_with_the_command_and_stays_in_the_state(started):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +8,19 @@ from tests.trace.holding import aborted
 from tests.trace.simulation import Setup, simulate
 from tests.trace.strategies import traces
 from workbench.events import Edge, Kind
-from workbench.replay.spans import closed, durations_ns, end_aborted, exclusive, last_ns, of_kind, owners, spans
+from workbench.replay.spans import (
+    closed,
+    durations_ns,
+    end_aborted,
+    exclusive,
+    extent_ns,
+    has_steps,
+    last_ns,
+    of_kind,
+    owners,
+    spans,
+    zero_ns,
+)
 from workbench.trace.columns import Trace
 from workbench.trace.schema import ROW_DTYPE
 
@@ -135,3 +149,13 @@ def test_an_aborted_gate_holds_nobody_in_later_steps():
     rows = rows_of((Kind.GATE, Edge.BEGIN, -1, 40), (Kind.LOG, Edge.INSTANT, -1, 50), (Kind.STEP, Edge.BEGIN, -1, 70))
     rows["step"] = 0, 0, 1
     assert durations_ns(rows, np.array([60]), np.array([70])).tolist() == [10]
+
+
+def test_an_axis_of_the_whole_trace_is_0_where_its_first_step_begins():
+    trace = simulate(Setup(num_ranks=2, num_units=2, steps=2))
+    begins = [int(r.rows["t_ns"][r.rows["kind"] == Kind.STEP][0]) for r in trace.ranks]
+    assert extent_ns(trace)[0] < zero_ns(trace) == min(begins)
+    before = Trace(trace.header, tuple(replace(r, rows=r.rows[r.rows["step"] < 0]) for r in trace.ranks))
+    assert not has_steps(before)
+    assert zero_ns(before) == extent_ns(before)[0] > 0
+    assert zero_ns(Trace.empty()) == 0

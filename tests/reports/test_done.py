@@ -1,11 +1,15 @@
+import html
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 
 import pytest
 
+from tests.browser import open_offline
 from tests.trace.strategies import example_trace
+from tests.views.test_theme import contrast
 from workbench.protocol.commands import ON_RANKS, Step, Stepped, Verified, Verify
 from workbench.protocol.messages import ModelInfo
 from workbench.reports.done import (
@@ -26,6 +30,7 @@ from workbench.reports.done import (
 )
 from workbench.reports.stopped import EndReport
 from workbench.trace.schema import Header, HostClock, Reading
+from workbench.views.theme import ERROR_TEXT
 
 EVIL = "<img src=x onerror=alert(1)>"
 SHARD = ShardReport(
@@ -323,7 +328,7 @@ NAN, INF = float("nan"), float("inf")
     ("losses", "said"),
     [
         ([(1.0, 2.0), (1.0, 2.0)], ""),
-        ([(1.0, NAN, NAN), (1.0, NAN, NAN)], "loss is NaN from step 6 on on every rank"),
+        ([(1.0, NAN, NAN), (1.0, NAN, NAN)], "loss is NaN from step 6 on, on every rank"),
         ([(1.0, 2.0, 3.0), (1.0, NAN, 3.0)], "loss is NaN in step 6, first on rank 1"),
         ([(INF, INF), (1.0, 2.0)], "loss is infinite from step 5 on, first on rank 0"),
         ([None, (1.0, NAN)], "loss is NaN from step 6 on, first on rank 1"),
@@ -335,3 +340,75 @@ def test_a_step_says_where_the_loss_first_was_not_finite(losses, said):
     assert report.not_finite == said
     assert said in str(report)
     assert bool(said) == ("loss is" in str(report))
+
+
+STEP = StepReport(
+    steps_done=3,
+    losses=(1.0, NAN, NAN),
+    seconds=(0.1, 0.1, 0.1),
+    optimizer_steps=3,
+    not_finite="loss is NaN from step 6 on, first on rank 1",
+)
+DIFFERENT = replace(VERIFY, ok=False)
+GONE = StatusReport(running=True, ranks=(RankStatus(rank=0, alive=False, host="h", device="cpu", pid=1),))
+BROKEN = StatusReport(running=True, obstacle="ranks 0-1 still run, and nobody waits:\n%fsdp stop, then %fsdp start")
+
+
+@pytest.mark.parametrize(
+    ("report", "red"),
+    [
+        (STEP, ["loss is NaN from step 6 on, first on rank 1"]),
+        (replace(STEP, unreduced="gradients of <a> were lost"), [f"{STEP.not_finite}; gradients of <a> were lost"]),
+        (DIFFERENT, [DIFFERENT.headline]),
+        (replace(VERIFY, not_finite=("a", "b")), [replace(VERIFY, not_finite=("a", "b")).headline]),
+        (GONE, [GONE.headline]),
+        (BROKEN, BROKEN.obstacle.split("\n")),
+    ],
+)
+def test_what_went_wrong_has_the_colour_of_errors(report, red):
+    marked = [f'<span style="color:{ERROR_TEXT}">{html.escape(text)}</span>' for text in red]
+    page = report._repr_html_()
+    assert [page.count(text) for text in marked] == [1] * len(red)
+    assert page.count(ERROR_TEXT) == len(red)
+    assert all(text in str(report) for text in red)
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+def test_what_went_well_has_none_of_that_colour(report):
+    assert report.problem == ""
+    assert ERROR_TEXT not in report._repr_html_()
+
+
+_SEEN = """() => {
+    const text = document.querySelector("span"), page = getComputedStyle(document.body).backgroundColor;
+    const paint = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d");
+    const pixel = (colour) => {
+        paint.fillStyle = colour;
+        paint.fillRect(0, 0, 1, 1);
+        return "#" + [...paint.getImageData(0, 0, 1, 1).data].slice(0, 3)
+            .map((part) => part.toString(16).padStart(2, "0")).join("");
+    };
+    return [pixel(page), pixel(getComputedStyle(text).color)];
+}"""
+THEMES = {
+    "theme-light": ":root {color-scheme: light}",
+    "theme-dark": ":root {color-scheme: dark}",
+    "": ":root {color-scheme: light dark}",  # a page that is no JupyterLab's
+}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("theme", THEMES)
+def test_an_error_is_red_and_legible_on_light_and_dark_pages(theme, chromium, tmp_path):
+    file = tmp_path / "page.html"
+    sheet = Path(sys.prefix) / f"share/jupyter/lab/themes/@jupyterlab/{theme}-extension/index.css"
+    rules = THEMES[theme] + (sheet.read_text("utf-8") if theme else "")
+    page = "background: var(--jp-layout-color0, Canvas); color: var(--jp-ui-font-color1, CanvasText)"
+    file.write_text(f"<!doctype html><style>{rules}</style><body style='{page}'>{STEP._repr_html_()}", "utf-8")
+    with open_offline(chromium, file) as opened:
+        for scheme in ("light", "dark"):
+            opened.page.emulate_media(color_scheme=scheme)
+            behind, colour = opened.page.evaluate(_SEEN)
+            assert contrast(colour, behind) >= 4.5
+            red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+            assert red > 2 * max(green, blue)

@@ -379,10 +379,38 @@ def evaluated(api, orig_params):
     return describe.unmanaged().params, sorted(names)
 
 
-@pytest.mark.parametrize(("api", "orig_params"), [("fully_shard", False), ("classic", False), ("classic", True)])
+APIS = pytest.mark.parametrize(("api", "orig_params"), [("fully_shard", False), ("classic", False), ("classic", True)])
+
+
+@APIS
 def test_an_unsharded_root_does_not_have_its_parameters_in_no_unit(api, orig_params):
     names = ["0.bias", "0.weight", "1.0.bias", "1.0.weight"]
     assert [tuple(map(tuple, found)) for found in run(2, evaluated, api, orig_params)] == [((), tuple(names))] * 2
+
+
+def hooked(api, orig_params):
+    """What is said of hooks that are never called: before and after an evaluation, and once they are removed."""
+    ns = namespace()
+    ns["model"] = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    execute(Shard(model="model", wrap=("Sequential",), api=api, orig_params=orig_params))
+    handles = [param.register_hook(lambda grad: grad) for param in ns["model"].parameters()]
+    said = [describe.unmanaged().hooks]
+    with torch.no_grad():
+        ns["model"](torch.ones(2, 4))
+    said.append(describe.unmanaged().hooks)
+    for handle in handles:
+        handle.remove()
+    return [*said, describe.unmanaged().hooks]
+
+
+@APIS
+def test_hooks_on_a_root_that_an_evaluation_left_unsharded_are_named_as_before(api, orig_params):
+    for before, after, removed in run(2, hooked, api, orig_params):
+        assert len(before) == (2 if (api, orig_params) == ("classic", False) else 3)
+        assert sorted(after) == sorted(before)
+        assert removed == ()
+        if len(before) == 3:
+            assert sorted(before) == ["model.0.weight", "model.1.0.bias", "model.1.0.weight"]
 
 
 def unmanaged():

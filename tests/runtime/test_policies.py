@@ -270,7 +270,7 @@ def reshards_that_cannot_be():
 
 def test_a_reshard_that_cannot_be_says_so_before():
     for said in run(1, reshards_that_cannot_be):
-        parts = ["'model' is not sharded; shard it first", "the model holds no Blok; its classes are: "]
+        parts = ["'model' is not sharded; shard it first", "the model has no module of class Blok; its classes are: "]
         parts += ["mesh 3 is not the number of ranks, 1", "mlp.0.weight' of 'blocks.0' is tied to one of another unit"]
         assert_refused(said, parts)
 
@@ -487,7 +487,7 @@ def test_a_policy_that_does_not_fit_says_what_does_and_changes_nothing():
             "mesh 3 is not the number of ranks, 2; what fits: 2, 2x1",
             "what fits: no number; auto, true, false",
             "mesh 3x1 = 3 is not the number of ranks, 2",
-            "the model holds no Blok; its classes are: ",
+            "the model has no module of class Blok; its classes are: ",
             "what fits: no number; auto, true, false",
         ]
         assert_refused(said, parts)

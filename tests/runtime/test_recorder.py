@@ -294,6 +294,43 @@ def test_a_reset_leaves_the_unit_sharded():
     assert frame.reducing == {}
 
 
+def told_after_a_reset(recorder):
+    """What is recorded of three units that recovery resets: sharded, unsharded, and with an all-gather in flight."""
+    recorder.give_up_step()
+    known = recorder.drain()
+    for unit in range(3):
+        emit(recorder, Kind.RESET, unit=unit)
+    told = rows_of(recorder.drain(known.first_seq + len(rows_of(known))))
+    assert recorder.drain().key_frame.unit_states == {}
+    return [(Kind(row["kind"]), int(row["unit"])) for row in told]
+
+
+def left_by_an_evaluation(recorder):
+    emit(recorder, Kind.UNSHARD, Edge.END, unit=1)
+    emit(recorder, Kind.ALL_GATHER, Edge.BEGIN, unit=2, comm=COMM)
+
+
+def test_after_a_cell_that_failed_between_steps_no_step_is_said_to_be_aborted():
+    recorder = Recorder(Header())
+    recorder.begin_step()
+    recorder.end_step()
+    assert told_after_a_reset(recorder) == []
+    left_by_an_evaluation(recorder)
+    assert told_after_a_reset(recorder) == [(Kind.RESHARD, 1), (Kind.RESET, 2)]
+
+
+@pytest.mark.parametrize("begin", [Recorder.begin_step, lambda recorder: recorder.phase(Phase.FORWARD)])
+def test_what_was_under_way_is_said_to_be_aborted_also_when_it_is_given_up_twice(begin):
+    recorder = Recorder(Header())
+    begin(recorder)
+    left_by_an_evaluation(recorder)
+    recorder.give_up_step()  # where it raised; then all ranks recover
+    assert told_after_a_reset(recorder) == [(Kind.RESET, 0), (Kind.RESET, 1), (Kind.RESET, 2)]
+    recorder.begin_step()
+    recorder.end_step()
+    assert told_after_a_reset(recorder) == []
+
+
 # ---- on a device
 
 

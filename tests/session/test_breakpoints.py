@@ -16,7 +16,7 @@ def test_they_are_numbered_and_taken_away():
     with pytest.raises(UsageError, match="there is no breakpoint 1; there are: 2"):
         points.clear(1)
     assert points.clear(None) == 1
-    with pytest.raises(UsageError, match="there are: none"):
+    with pytest.raises(UsageError, match="there is no breakpoint 7; none is set"):
         points.clear(7)
 
 

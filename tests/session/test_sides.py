@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from tests.trace.strategies import example_trace
@@ -107,3 +109,11 @@ def test_what_no_file_can_be_called_is_refused_to_read_and_to_write(name):
 def test_a_folder_that_does_not_exist_is_named_before_a_file_is_written(tmp_path):
     with pytest.raises(UsageError, match=r"cannot write .*/nodir/a.trace: there is no folder .*/nodir$"):
         export(Trace(Header(world_size=1), ()), tmp_path / "nodir" / "a.trace")
+
+
+def test_a_file_that_is_nearly_named_is_named_before_what_a_side_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("seven.trace").touch()
+    said = r"^there is no file 'sevn\.trace', did you mean 'seven\.trace'\? a side is a trace file, 'last', or steps"
+    with pytest.raises(UsageError, match=said):
+        side("sevn.trace", Trace.empty)

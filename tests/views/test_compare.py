@@ -91,7 +91,7 @@ def test_the_root_is_named_without_a_second_pair_of_brackets():
 def test_a_slower_step_is_explained_by_what_took_longer():
     a = example_trace()
     fig = draw(a, slower(a, Kind.FORWARD, 1, 3_000_000))
-    assert title(fig) == "the same, event for event; step time +44 %: forward of blocks.1 +3.00 ms"
+    assert title(fig) == "the same, event for event; step time +44%: forward of blocks.1 +3.00 ms"
     fig = draw(a, slower(a, Kind.WAIT, 1, 3_000_000))
     assert "exposed all-gather of blocks.1" in title(fig)
 

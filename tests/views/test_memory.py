@@ -13,7 +13,7 @@ from workbench.replay.shards import shards, totals
 from workbench.replay.spans import extent_ns
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.keyframe import advance
-from workbench.views import theme
+from workbench.views import draw, theme
 from workbench.views.memory import MAX_PANELS, MAX_POINTS, memory
 
 MIB = 2**20
@@ -186,3 +186,26 @@ def test_long_unit_names_are_shortened():
     fig = memory(Trace(replace(trace.header, units=units), trace.ranks))
     assert "xxxxxxxxxx.1)" in title(fig)
     assert len(title(fig)) < 100
+
+
+def on_page(fig, width):
+    """What is other in the layout of a figure on a page that is so many pixels wide."""
+    return [each["layout"] for each in fig.layout.meta["narrow"] if width < each["below"]][-1]
+
+
+@pytest.mark.parametrize("step", [2, 1])
+def test_the_legend_lies_below_where_it_would_take_a_third_of_the_page(step):
+    fig = draw("memory", example_trace(), step=step)
+    assert fig.layout.legend.y is None
+    for width in (600, 700, 899):
+        assert on_page(fig, width)["legend"]["orientation"] == "h"
+    for width in (900, 1400):
+        assert "orientation" not in on_page(fig, width)["legend"]
+
+
+def test_no_line_of_a_subtitle_begins_with_the_dot_before_its_sentence():
+    fig = draw("memory", example_trace())
+    for width in (300, 500, 700, 900, 1400):
+        lines = on_page(fig, width)["title"]["subtitle"]["text"].split("<br>")
+        assert not any(line.startswith("·") for line in lines)
+        assert theme.plain("<br>".join(lines)) == subtitle(fig)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import numpy as np
 import plotly.io as pio
@@ -239,3 +240,23 @@ def test_an_empty_figure_says_its_sentence():
     assert not fig.data
     assert [a.text for a in fig.layout.annotations] == ["Nothing &lt;here&gt; yet."]
     assert "Nothing" in json.loads(fig.to_json())["layout"]["annotations"][0]["text"]
+
+
+def test_a_share_is_in_per_cent_without_a_space_as_english_has_it():
+    assert [theme.format_share(part) for part in (0, 0.41, 1, 1.5)] == ["0%", "41%", "100%", "150%"]
+    assert theme.format_share(0.41234, 2) == "41.23%"
+
+
+def test_no_other_place_writes_a_share():
+    """Figures, reports, the dashboard and the panel have the sign from one function of Python and one of JavaScript."""
+    package, panel = REPO / "workbench", REPO / "extension" / "src"
+    files = [path for path in package.rglob("*.py") if "labextension" not in path.parts]
+    files += [*(package / "widgets" / "static").glob("*.js"), *panel.rglob("*.ts"), *panel.rglob("*.tsx")]
+    apart = re.compile(r"[\d}] %(?! ?[\w{(=])|\.\w*%\}")
+    found = {
+        str(path.relative_to(REPO)): line.strip()
+        for path in files
+        for line in path.read_text("utf-8").splitlines()
+        if apart.search(line) and "{part:" not in line
+    }
+    assert found.keys() <= {"workbench/runtime/verify.py", "workbench/reports/by_rank.py"}  # on a rank; not ours

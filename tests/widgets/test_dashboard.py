@@ -26,10 +26,12 @@ from workbench.magics.shell import register, unregister
 from workbench.panel.dashboards import DashboardComm
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.messages import Hold, Place, Position
+from workbench.replay.spans import extent_ns, zero_ns
 from workbench.reports.cursor import back, cut
 from workbench.session.pulse import Pulse, pulse
-from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import HostClock, Reading
+from workbench.views import draw
 from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard, read_question
 from workbench.widgets.moments import Moments
 from workbench.widgets.pace import IDLE_S, Pace
@@ -248,12 +250,49 @@ def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
 def test_a_window_on_a_shortened_axis_has_the_changes_that_are_shown_there(made):
     widget = made(Pretender(held_run()))
     told, _ = ask(widget)
-    about = {"from_us": 0.0, "to_us": told["now"]["t_us"]}
+    about = {"from_us": told["begin_us"], "to_us": told["now"]["t_us"]}
     answer, buffers = ask(widget, "window", number=1, **about)
     times = np.frombuffer(buffers[0], "<f8", answer["counts"]["memory"])
     assert answer["exact"]
-    assert times.min() >= 0
+    assert times.min() >= told["begin_us"]
     assert times.max() <= told["now"]["t_us"]
+
+
+def later(trace, step, by_ns):
+    """The same trace, everything from a step on later by so much, and what was before the first step earlier."""
+
+    def moved(rows):
+        rows = rows.copy()
+        rows["t_ns"] += by_ns * (np.cumsum(rows["step"] == step) > 0) - HOLD_NS // 40 * (rows["step"] < 0)
+        return rows
+
+    return Trace(trace.header, tuple(replace(r, rows=moved(r.rows)) for r in trace.ranks))
+
+
+@pytest.mark.parametrize("trace", [example_trace(), held_run(), later(example_trace(), 2, 7 * 10**9)])
+def test_its_axis_ends_where_that_of_views_of_all_steps_ends(made, trace):
+    """Of a record that begins before the first step, as a model that is sharded then has it."""
+    told, _ = ask(made(Pretender(trace)))
+    assert told["begin_us"] < 0
+    for name in ("timeline", "memory", "states"):
+        axis = draw(name, trace, steps=len(steps(trace))).layout.xaxis
+        unit_us = {"time from the start [s]": 1e6, "time from the start [ms]": 1e3}[axis.title.text]
+        assert told["now"]["t_us"] / unit_us == pytest.approx(axis.range[1], rel=1e-9)
+
+
+def test_its_axis_begins_anew_with_the_first_step(made):
+    whole = example_trace()
+    before = Trace(whole.header, tuple(replace(r, rows=r.rows[r.rows["step"] < 0]) for r in whole.ranks))
+    workbench = Pretender(before)
+    widget = made(workbench)
+    first, _ = ask(widget)
+    assert (first["restart"], first["begin_us"]) == (True, 0)
+    assert not ask(widget)[0]["restart"]
+    workbench.trace = whole
+    told, _ = ask(widget)
+    assert told["restart"]
+    assert told["begin_us"] == -(zero_ns(whole) - extent_ns(whole)[0]) / 1e3 < 0
+    assert not ask(widget)[0]["restart"]
 
 
 def test_views_are_told_once_where_the_word_moves_the_cursor(made):
@@ -261,7 +300,7 @@ def test_views_are_told_once_where_the_word_moves_the_cursor(made):
     widget = made(workbench)
     now = ask(widget)[0]
     assert not now["has_moved"]
-    origin_ns = min(int(r.rows["t_ns"][0]) for r in workbench.trace.ranks)
+    origin_ns = zero_ns(workbench.trace)
     workbench.cursor, _ = back(workbench.trace, None, 12)
     told = ask(widget)[0]["cursor"]
     assert told["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]

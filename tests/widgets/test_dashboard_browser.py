@@ -349,7 +349,7 @@ def test_at_a_glance(shown):
     assert page.locator(".fw-badge").inner_text() == "\u25b6 training"
     assert page.locator(".fw-foot").inner_text().startswith("4 ranks on ")
     assert "unsharded on rank" in page.evaluate("view.states.note.textContent")
-    assert page.evaluate("view.lines[2].number.textContent").endswith(" %")
+    assert page.evaluate("view.lines[2].number.textContent").endswith("%")
     page.locator(".fw-hold").click()
     step = page.evaluate("[view.steps.columns.t, view.steps.columns.ms].map((column) => column[view.steps.length - 1])")
     held = page.evaluate("({live: view.isLive, cursor: view.cursor, view: view.timeline.stats().view})")

@@ -297,18 +297,21 @@ def test_a_loss_that_is_not_finite_is_shown_however_it_crosses(page):
 def test_numbers_read_as_in_the_other_views(page):
     sizes = [0, 1, 1023, 1024, 1025, 1179648, 1185000, 10475274, 104_805_000, 5 * 2**29, 1100 * 2**40]
     times_us = [0, 0.125, 0.004, 1, 1.125, 9.995, 12.25, 99.95, 999.9996, 1000, 1125, 62_500, 1e6, 3.6e9]
+    shares = [0, 0.004, 0.005, 0.125, 0.41, 0.415, 0.995, 1, 12.345]
     ranks = [[0, 1, 2, 5], [3], list(range(0, 16, 2)), [0, 1, *range(15, 512, 15)], [*range(37), *range(38, 512)]]
     said = page.evaluate(
-        """async ([sizes, times, ranks]) => {
-            const {formatBytes, formatDuration, ranksInWords, ranksWithin} = await load(given.format);
-            const few = ranks.map((some) => ranksWithin(some, 13));
-            return [sizes.map(formatBytes), times.map(formatDuration), ranks.map(ranksInWords), few];
+        """async ([sizes, times, shares, ranks]) => {
+            const {formatBytes, formatDuration, formatShare, ranksInWords, ranksWithin} = await load(given.format);
+            const few = ranks.map((some) => ranksWithin(some, 13)), numbers = [sizes.map(formatBytes),
+                times.map(formatDuration), shares.map(formatShare)];
+            return [...numbers, ranks.map(ranksInWords), few];
         }""",
-        [sizes, times_us, ranks],
+        [sizes, times_us, shares, ranks],
     )
     assert said == [
         [theme.format_bytes(size) for size in sizes],
         [theme.format_duration(time_us * 1000) for time_us in times_us],
+        [theme.format_share(share) for share in shares],
         [label(some) for some in ranks],
         ["ranks 0-2, 5", "rank 3", "8 ranks", "36 ranks", "511 ranks"],
     ]

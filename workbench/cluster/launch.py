@@ -62,7 +62,7 @@ def profile_directory(name: str) -> Path:
     if name not in names:
         known = f"there are: {', '.join(names)}" if names else "there is none"
         raise UsageError(
-            f"IPython profile {name!r} does not exist in {home}; {known}. Create it: ipython profile create"
+            f"IPython profile {name!r} does not exist in {home}; {known}. Create it: ipython profile create {name}"
         )
     return home / f"profile_{name}"
 

@@ -12,6 +12,7 @@ authenticated (CURVE), unless that is configured otherwise.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import glob
 import logging
 import secrets
@@ -84,7 +85,11 @@ def check_launcher(name: str) -> None:
         UsageError: there is none; the message lists those there are.
     """
     if name.lower() not in launchers():
-        raise UsageError(f"ipyparallel has no launcher of engines called {name!r}; there are {', '.join(launchers())}")
+        near = difflib.get_close_matches(name.lower(), launchers(), n=1)
+        meant = f", did you mean {near[0]!r}?" if near else ";"
+        raise UsageError(
+            f"ipyparallel has no launcher of engines called {name!r}{meant} there are {', '.join(launchers())}"
+        )
 
 
 def configures_launcher(profile: str) -> bool:
@@ -226,7 +231,7 @@ class Launched(Place):
         """Raise unless what starts the engines is there: before the controller is started, which takes seconds.
 
         Raises:
-            UsageError: its program is not on PATH, or it knows no hosts.
+            UsageError: its program is not on PATH, or it knows no hosts, or too few engines on them.
         """
         configured, name = self._settings(self._launcher_class), self._launcher_class.__name__
         file = f"{Path(self._cluster.profile_dir) / 'ipcluster_config.py'}"
@@ -235,6 +240,15 @@ class Launched(Place):
                 f"{self._words} has no hosts: name them in {file}, c.{name}.engines = {{'HOST': {self._num_ranks}}}, "
                 "and start with --profile NAME"
             )
+        if self._is_ssh and hasattr(configured, "engines"):
+            count = sum(each.get("n", 1) if isinstance(each, dict) else each for each in configured.engines.values())
+            if count < self._num_ranks:
+                there = f"{count} engine{'s' * (count != 1)}"
+                fewer = f", or start as many as there are: -n {count}" if count else ""
+                raise UsageError(
+                    f"c.{name}.engines in {file} has {there}, and {self._num_ranks} ranks need one each: add hosts, or "
+                    f"engines of a host, as in {{'HOST': {self._num_ranks}}}{fewer}"
+                )
         trait, command = next(
             ((trait, getattr(configured, trait)) for trait in _PROGRAMS if getattr(configured, trait, None)), ("", [])
         )
@@ -358,11 +372,6 @@ class Launched(Place):
             self._wait_a_moment(f"{begun} of {self._num_ranks} engines are being started")
         self._check(self._engines_started, f"start {self._num_ranks} engines")
         engine_set = self._cluster.engine_set
-        if engine_set.n < self._num_ranks:
-            raise ClusterError(
-                f"{self._words} is configured to start {engine_set.n} engines, not {self._num_ranks}: add hosts to "
-                f"c.{type(engine_set).__name__}.engines, or %fsdp start -n {engine_set.n}"
-            )
         if isinstance(engine_set, BatchSystemLauncher):
             self.deadline = float("inf")
         self._reaper.leave(self._commands_to_end(), self._note_batch_file())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
@@ -106,6 +107,15 @@ class Parser(argparse.ArgumentParser):
                 return f"; {word!r} reads as a flag, write -- before it: {self.prog} {line}"
         return ""
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401 - argparse's signature
+        """Refuse what is none of an argument's words, and name the nearest."""
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = did_you_mean(str(value), known) or ";"
+            raise argparse.ArgumentError(
+                action, f"there is no {as_written(value)!r}{near} there are: {', '.join(known)}"
+            )
+
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError with the usage line."""
         raise UsageError(f"{self.prog}: {message}{self._hint}\n{self.usage_line()}")
@@ -113,6 +123,12 @@ class Parser(argparse.ArgumentParser):
     def usage_line(self) -> str:
         """Return the usage on one line."""
         return " ".join(self.format_usage().split())
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return ``", did you mean 'shard'?"`` for the nearest of ``known``, or nothing."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def _is_number(word: str) -> bool:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, cast, get_type_hints
 
 from workbench.errors import UsageError
-from workbench.magics.parser import AskHelp, Behind, HelpAsked, Parser, as_written
+from workbench.magics.parser import AskHelp, Behind, HelpAsked, Parser, as_written, did_you_mean
 from workbench.magics.view_options import Option, options_of
 from workbench.protocol.arguments import Argument, Names, Variable, argument, argument_of, truth, with_variables
 from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, is_by_place, summary
@@ -269,12 +268,6 @@ def _parse_raw(name: str, rest: str, variable: Variable) -> Command:
             after = [found["flag"], with_variables(found["value"], variable), *after]
             rest = found["rest"]
     return _command(parser, WORDS[name], [*before, *after, *([Behind(rest)] if rest else [])])
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return ``", did you mean 'shard'?"`` for the nearest of ``known``, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else ""
 
 
 _BEGINS = {

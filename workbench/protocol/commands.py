@@ -168,10 +168,11 @@ class Attach(Command):
     num_ranks: int | None = field(
         default=None, metadata=argument("ranks (default: all)", flags=("-n", "--num-ranks"), metavar="N", read=number)
     )
-    profile: str | None = field(default=None, metadata=argument("IPython profile that it was started with"))
-    cluster_id: str = field(default="", metadata=argument("which of that profile's", metavar="ID"))
+    profile: str | None = field(default=None, metadata=argument("IPython profile that the cluster was started with"))
+    cluster_id: str = field(default="", metadata=argument("which cluster of that profile", metavar="ID"))
     file: str = field(
-        default="", metadata=argument("its connection file for clients, instead", metavar="FILE", flags=("--file",))
+        default="",
+        metadata=argument("connection file for clients, instead of a profile", metavar="FILE", flags=("--file",)),
     )
     device: str = field(default=AUTO, metadata=argument(f"where ranks compute (default {AUTO})", choices=CHOICES))
     interface: str = field(default="", metadata=_INTERFACE)
@@ -524,7 +525,7 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Command):
-    """Train: call train_step() on every rank, so many times; a number that it returns is the loss.
+    """Train: call train_step() on every rank, N times; a number that it returns is the loss.
 
     Raises:
         ValueError: ``count`` < 1, ``fn`` is not a name, or ``until`` not an event.
@@ -539,7 +540,7 @@ class Step(Command):
     )
     fn: str = field(default="train_step", kw_only=False, metadata=_FN)
     until: str = field(
-        default="", metadata=argument("stop before it, once: EVENT[:UNIT]", metavar="EVENT", completes="events")
+        default="", metadata=argument("stop once, before this event: EVENT[:UNIT]", metavar="EVENT", completes="events")
     )
     background: bool = field(default=False, metadata=argument("go on with the notebook at once (default: no)"))
 
@@ -600,7 +601,7 @@ class Continue(Command, Request[None]):
     more: ClassVar[str] = "`--background` and `--foreground` choose where"
     method: ClassVar[str] = "resume"
     foreground: bool = field(
-        default=False, metadata=argument("wait for what was begun with --background, too (default: no)")
+        default=False, metadata=argument("wait also for a step that began with --background (default: no)")
     )
     background: bool = field(
         default=False, metadata=argument("leave the notebook free from now on, wherever it began (default: no)")
@@ -704,7 +705,7 @@ class Evaluate(Command):
     expr: str = field(
         kw_only=False,
         metadata=argument(
-            "a Python expression: the raw rest of the line; after -- nothing of it is a flag",
+            "a Python expression: the rest of the line as typed; after -- nothing of it is a flag",
             metavar="EXPR",
             completes="variables",
             is_code=True,
@@ -723,7 +724,7 @@ class Evaluate(Command):
     frame: int = field(
         default=0,
         metadata=argument(
-            "look names up from the N-th function under way outwards; 0: the innermost (default 0)",
+            "look names up in the N-th active function and its callers; 0: the innermost (default 0)",
             metavar="N",
             read=count("0 for the innermost"),
         ),
@@ -835,7 +836,7 @@ class Compare(Command):
         kw_only=False, metadata=argument("likewise: what to compare it with", metavar="B", completes="traces")
     )
     rank: int | None = field(
-        default=None, metadata=argument("compare this rank (default: whose peak differs most)", read=rank)
+        default=None, metadata=argument("compare this rank (default: the one whose peak differs most)", read=rank)
     )
     talk: bool = field(default=False, metadata=TALK)
 

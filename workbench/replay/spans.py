@@ -105,6 +105,22 @@ def extent_ns(trace: Trace) -> tuple[int, int]:
     return min((int(t_ns[0]) for t_ns in there), default=0), max((int(t_ns.max()) for t_ns in there), default=0)
 
 
+def has_steps(trace: Trace) -> bool:
+    """Whether any rank has begun a step."""
+    return any(rank_trace.place_after(-1) < len(rank_trace.rows) for rank_trace in trace.ranks)
+
+
+def zero_ns(trace: Trace) -> int:
+    """Return the time that an axis of the whole trace calls 0: where its first step begins.
+
+    The first row's where no rank has begun a step; 0 without rows. What came before, as when a model was sharded, lies
+    at negative times.
+    """
+    places = [(rank_trace.rows, rank_trace.place_after(-1)) for rank_trace in trace.ranks]
+    begun = [int(rows["t_ns"][place]) for rows, place in places if place < len(rows)]
+    return min(begun) if begun else extent_ns(trace)[0]
+
+
 def end_aborted(found: Spans, rows: Rows) -> Spans:
     """Return spans with an end for each that was aborted; only those that go on have none.
 

@@ -39,7 +39,7 @@ from workbench.reports.clocks import clock_words
 from workbench.reports.places import live_units
 from workbench.trace.schema import Header, HostClock
 from workbench.views import VIEWS
-from workbench.views.theme import format_bytes, format_duration, format_loss, plural
+from workbench.views.theme import ERROR_TEXT, format_bytes, format_duration, format_loss, format_share, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
@@ -51,6 +51,11 @@ class Report(ABC):
     @abstractmethod
     def headline(self) -> str:
         """The result in one sentence."""
+
+    @property
+    def problem(self) -> str:
+        """The part of the headline that says what went wrong, which is shown as an error; empty: nothing did."""
+        return ""
 
     def facts(self) -> list[tuple[str, str]]:
         """Return further facts as (name, value), in the order they are read."""
@@ -70,8 +75,15 @@ class Report(ABC):
             for name, value in self.facts()
         )
         table = f'<table style="margin:4px 0 0 0">{rows}</table>' if rows else ""
-        first, *others = html.escape(self.headline).split("\n")
+        first, *others = self._headline_lines()
         return f"<div><strong>{first}</strong>{''.join(f'<br>{line}' for line in others)}{table}</div>"
+
+    def _headline_lines(self) -> list[str]:
+        """Return the lines of the headline as HTML, what went wrong in the colour of errors."""
+        said = html.escape(self.headline)
+        for line in filter(None, html.escape(self.problem).split("\n")):
+            said = said.replace(line, f'<span style="color:{ERROR_TEXT}">{line}</span>', 1)
+        return said.split("\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +212,15 @@ class StatusReport(Report):
         if not self.running:
             shown = f", {self.record} is open" if self.record else ""
             return f"no ranks are running{shown}: %fsdp start -n 4"
+        return self.problem or self.stopped or f"{plural(len(self.ranks), 'rank')} running"
+
+    @property
+    def problem(self) -> str:
+        """Which ranks are gone, or why no step is possible any more, and what to do; empty: neither."""
         dead = [r.rank for r in self.ranks if not r.alive]
-        if dead:
+        if self.running and dead:
             return f"{label(dead)} of {len(self.ranks)} gone: %fsdp stop, then %fsdp start"
-        return self.obstacle or self.stopped or f"{plural(len(self.ranks), 'rank')} running"
+        return self.obstacle if self.running else ""
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the ranks, then what is sharded and recorded."""
@@ -273,7 +290,7 @@ class ShardReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the units and the bytes before and after."""
         whole = max(self.bytes_unsharded, 1)
-        kept = [f"{format_bytes(n)} ({n / whole:.0%})" for n in self.bytes_at_rest]
+        kept = [f"{format_bytes(n)} ({format_share(n / whole)})" for n in self.bytes_at_rest]
         at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
         return [
             ("units", listed(self.units)),
@@ -359,8 +376,13 @@ class StepReport(Report):
             parts.append(f"loss {' -> '.join(map(format_loss, ends))}")
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
-        missed = f"; {self.missed} did not come" if self.missed else ""
-        return ", ".join(parts) + "".join(f"; {said}" for said in (self.not_finite, self.unreduced) if said) + missed
+        missed = f"{self.missed} did not come" if self.missed else ""
+        return "; ".join(filter(None, [", ".join(parts), self.problem, missed]))
+
+    @property
+    def problem(self) -> str:
+        """Where the loss is not finite, and which gradients were not reduced; empty: neither."""
+        return "; ".join(filter(None, [self.not_finite, self.unreduced]))
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what came instead of the event that did not; nothing otherwise."""
@@ -413,6 +435,11 @@ class VerifyReport(Report):
         return (
             f"sharded training is {verdict} unsharded: {plural(self.num_params, 'parameter')} compared after one step"
         )
+
+    @property
+    def problem(self) -> str:
+        """The headline, unless all is the same and finite."""
+        return "" if self.ok and not self.not_finite else self.headline
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the differences, term by term."""
@@ -695,8 +722,10 @@ def _not_finite(by_rank: Sequence[Stepped]) -> str:
         return ""
     kind = "NaN" if any(math.isnan(loss) for loss in steps[first].values()) else "infinite"
     number = by_rank[0].first_step + first
-    begin = f"loss is {kind} from step {number} on" if all(steps[first:]) else f"loss is {kind} in step {number}"
-    return begin + _first_on(list(steps[first]), len(by_rank))
+    where = _first_on(list(steps[first]), len(by_rank))
+    if not all(steps[first:]):
+        return f"loss is {kind} in step {number}{where}"
+    return f"loss is {kind} from step {number} on, {where.lstrip(', ')}"
 
 
 def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ...] | None:

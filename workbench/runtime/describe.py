@@ -47,10 +47,9 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
 
 def unmanaged_in(model: nn.Module, *, buffers: bool = True) -> Unmanaged:
     """Return what of a sharded model the engine does not manage; buffers, which have to be read, if asked to."""
-    owned = _owned(units_of(states_below(model)))
     return Unmanaged(
         params=tuple(names[0] for param, names in _in_no_unit(model).items() if param.requires_grad),
-        hooks=tuple(clean(n) for n, param in model.named_parameters() if param in owned and has_grad_hooks(param)),
+        hooks=_never_called(model),
         buffers={clean(n): _checksum(b) for n, b in model.named_buffers() if _is_plain(b)} if buffers else {},
     )
 
@@ -101,6 +100,28 @@ def _in_no_unit(model: nn.Module) -> dict[nn.Parameter, list[str]]:
             if param not in owned and (module, name) not in managed:
                 found.setdefault(param, []).append(clean(f"{path}.{name}" if path else name))
     return found
+
+
+def _never_called(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the sharded parameters that have a ``register_hook``: autograd never sees them.
+
+    Modules of a unit that is unsharded, as a root is after an evaluation, have others instead, with the engine's hooks.
+    """
+    hooked = {
+        param: info.places[0]
+        for unit in units_of(states_below(model))
+        for each in unit.fsdp_params
+        for param, info in zip(each.owned, each.infos, strict=False)  # a flat one has many, and is registered itself
+        if has_grad_hooks(param)
+    }
+    if not hooked:
+        return ()
+    names = {param: name for name, param in model.named_parameters() if param in hooked}
+    paths = {module: path for path, module in model.named_modules()}
+    return tuple(
+        clean(names.get(param) or ".".join(filter(None, (paths[module], name))))
+        for param, (module, name) in hooked.items()
+    )
 
 
 def _owned(units: Iterable[FSDPParamGroup]) -> set[nn.Parameter]:

@@ -139,6 +139,7 @@ class Recorder:
         self._strings: dict[str, int] = {}
         self._groups: dict[int, int] = {}
         self._unrecorded: _Unrecorded | None = None
+        self._is_given_up = False  # a step, or a forward outside of one, since the last step began
         self._begun_unrecorded: set[tuple[int, int]] = set()  # collectives, as (comm_seq, comm_group)
         self._ends: dict[tuple[int, int], Mark] = {}  # of collectives in flight on a device, as (comm_seq, comm_group)
 
@@ -161,6 +162,9 @@ class Recorder:
     ) -> None:
         """Record an event."""
         self.ordinal += 1
+        if kind == Kind.RESET and self.is_recording and not self._is_in_work:
+            self._reset_at_rest(unit)
+            return
         pair = (-1, -1)
         if comm is not None:
             pair = (comm.seq, self._groups.get(comm.group, -1))
@@ -241,6 +245,7 @@ class Recorder:
             with self._lock:
                 self._take_marks(self.device_clock)
                 self.device_clock.compare_if_idle()
+        self._is_given_up = False
         self.step = self.next_step
         self.next_step += 1
         self.ordinal = 0
@@ -296,8 +301,24 @@ class Recorder:
         for mark in self._ends.values():
             mark.row = NOBODYS
         self._ends.clear()
+        self._is_given_up = self._is_in_work
         self.step = NO_STEP
         self._phase = Phase.IDLE
+
+    @property
+    def _is_in_work(self) -> bool:
+        """Whether there is, or was when it was given up, a step or a forward that has not ended."""
+        return self._is_given_up or self.step != NO_STEP or self._phase != Phase.IDLE
+
+    def _reset_at_rest(self, unit: int) -> None:
+        """Record what a reset changes between steps, as after a cell that failed: no step was aborted."""
+        with self._lock:
+            self._fold()
+            state, is_reducing = self._key_frame.unit_states.get(unit), unit in self._key_frame.reducing
+        if is_reducing or state == UnitState.ALL_GATHER_IN_FLIGHT:
+            self._append_marked(Kind.RESET, Edge.INSTANT, unit, 0)
+        elif state == UnitState.UNSHARDED:  # as an evaluation leaves a root
+            self._append_marked(Kind.RESHARD, Edge.INSTANT, unit, 0)
 
     def optimizer_edge(self, edge: Edge) -> None:
         """Record the begin or end of an optimizer's step."""

@@ -570,7 +570,9 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
         there = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
         near = [close for name in sorted(unknown) for close in get_close_matches(name, counts, n=1)]
         meant = f"; did you mean {', '.join(near)}?" if near else ""
-        raise UsageError(f"the model holds no {', '.join(sorted(unknown))}; its classes are: {there}{meant}")
+        raise UsageError(
+            f"the model has no module of class {', '.join(sorted(unknown))}; its classes are: {there}{meant}"
+        )
     return [module for module in reversed(inner) if class_name(module) in names]
 
 

@@ -21,7 +21,7 @@ LEISURE = 0.75
 """While ranks work, each of them adds so many times as long as it takes them to answer to how long they are left alone.
 
 The more ranks share the cores, the less of a core each of them has to answer with. Of 8 ranks on 2 cores, which answer
-within 40 ms, watching takes 3 % of a step's CPU time then, and 4 to 6 % where they are left alone a third of that time.
+within 40 ms, watching takes 3% of a step's CPU time then, and 4 to 6% where they are left alone a third of that time.
 """
 
 MAX_LEISURE_S = 0.25

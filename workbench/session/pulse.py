@@ -47,7 +47,7 @@ class Ending:
         count: how many have ended; another one than before: this is news.
         line: what it was, such as ``%fsdp step 40``, or ``a cell``.
         text: its result or its error.
-        is_error: whether it failed or was given up.
+        is_error: whether it failed or was given up, or its report has a problem, such as a loss that is NaN.
     """
 
     count: int

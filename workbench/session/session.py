@@ -753,7 +753,7 @@ class Session:
         try:
             outcome = self._watch(request)
             report = self._stopped(request, outcome) if isinstance(outcome, Stop) else self._result(request, outcome)
-            request.ending, request.failed = report.headline, False
+            request.ending, request.failed = report.headline, bool(report.problem)
         except BaseException as error:
             request.ending, request.failed = str(error), True
             raise

@@ -41,7 +41,7 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
     if isinstance(text, Trace):
         return "a trace", text
     source, part = _split(os.fspath(text))
-    trace = last() if source == LAST else opened(source, "; a side is a trace file, 'last', or steps such as 3..5")
+    trace = last() if source == LAST else opened(source, "a side is a trace file, 'last', or steps such as 3..5")
     if source == LAST and not trace.num_rows:
         raise UsageError("nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3")
     name = "this run" if source == LAST else Path(source).name
@@ -100,7 +100,7 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
 
     Args:
         path: of the file.
-        if_missing: what else to say where there is none.
+        if_missing: what else to say where there is none, a sentence that begins with a small letter.
 
     Raises:
         UsageError: there is no such file, or it is no trace; the message says why.
@@ -112,7 +112,8 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
         there = sorted(other.name for other in file.parent.glob("*.trace"))
         near = difflib.get_close_matches(file.name, there, n=1)
         hint = f", did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"there is no file {os.fspath(path)!r}{hint}{if_missing}") from None
+        more = f"{' ' if near else '; '}{if_missing}" if if_missing else ""
+        raise UsageError(f"there is no file {os.fspath(path)!r}{hint}{more}") from None
     except TraceError as error:
         raise UsageError(str(error)) from error
     except OSError as error:

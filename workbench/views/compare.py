@@ -97,7 +97,7 @@ def draw(
 def sentence(found: Differences) -> str:
     """Say what changed; plain text, names as they are.
 
-    Example: ``"peak +3.10 MiB: blocks.2 unsharded through backward; step time +12 %: exposed all-gather of blocks.1
+    Example: ``"peak +3.10 MiB: blocks.2 unsharded through backward; step time +12%: exposed all-gather of blocks.1
     +3.40 ms"``; ``"the same, event for event"``.
     """
     parts = [_peak_words(found.peak), _collective_words(found.collectives), _time_words(found)]
@@ -154,7 +154,7 @@ def _time_words(found: Differences) -> str:
     before, after = found.step_ns
     if not (before > 0 and after > 0) or abs(after - before) < NOTICED * before or found.is_chance:
         return ""
-    words = f"step time {_signed(f'{abs(after / before - 1):.0%}'.replace('%', ' %'), after - before)}"
+    words = f"step time {_signed(theme.format_share(abs(after / before - 1)), after - before)}"
     return f"{words}: {_cost_words(found.slower[0])}" if found.slower else words
 
 

@@ -163,11 +163,12 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
     copies = max(unit.replicate_size for unit in live)
     each = f" in each of {copies} copies" if copies > 1 else ""
     whole = max(total.bytes_unsharded, 1)
-    waste = f"padding wastes {theme.format_bytes(total.bytes_wasted)} ({total.bytes_wasted / whole:.2%}){each}"
+    wasted = theme.format_share(total.bytes_wasted / whole, 2)
+    waste = f"padding wastes {theme.format_bytes(total.bytes_wasted)} ({wasted}){each}"
     sentences = [
         f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}{_flat(total)}",
         _policy_of_all(header).removeprefix(", "),
-        f"each rank keeps {total.bytes_at_rest / whole:.1%} of the full parameters between uses",
+        f"each rank keeps {theme.format_share(total.bytes_at_rest / whole, 1)} of the full parameters between uses",
         waste if total.bytes_wasted else "no padding",
         f"{theme.plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
         _in_training(header),

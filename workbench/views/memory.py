@@ -218,7 +218,7 @@ def _who(header: Header, panel: Panel, panels: Sequence[Panel]) -> str:
     if len(panel.ranks) == 1:
         return who(header, panel.ranks)
     named = who(header, panel.ranks, [rank for other in panels for rank in other.ranks])
-    return f"{named} are alike within {ALIKE:.0%}, {label([panel.shown.rank])} is drawn"
+    return f"{named} are alike within {theme.format_share(ALIKE)}, {label([panel.shown.rank])} is drawn"
 
 
 def _left_out(header: Header, groups: Sequence[Sequence[tuple[RankTrace, MemoryState]]]) -> str:

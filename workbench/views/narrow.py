@@ -22,7 +22,7 @@ from workbench.views import theme
 LEAST = 300
 """Pixels of the narrowest page into which every figure fits."""
 
-WIDTHS = (1200, 900, theme.NARROWEST, 500, 400, 350, LEAST, 250)
+WIDTHS = (1200, 900, 700, theme.NARROWEST, 500, 400, 350, LEAST, 250)
 """Pixels of pages for which figures are laid out apart; a page between two has what is for the narrower one."""
 
 SIDE = 12
@@ -39,6 +39,7 @@ _AXIS_TITLE = 24  # pixels beside the labels
 _MARK = 45  # pixels before the words of an entry of a legend
 _LEGEND_PADDING = 10  # pixels above and below the entries together
 _LEAST_PLOT = 170  # pixels
+_LEAST_BESIDE = 0.6  # of the page's width: a plot that a legend beside it makes narrower has it below
 _TAG = re.compile("<[^>]*>")
 
 
@@ -85,11 +86,11 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
     margin |= own.pop("margin", {})
     beside = sum(sides(fig)) if own.get("yaxis", {}).get("automargin", True) else margin["l"] + margin["r"]
     entries = legend_entries(fig).values()
-    below = None
-    if (
-        width < theme.NARROWEST and entries and (fig.layout.legend.y is None or fig.layout.legend.yref == "container")
-    ):  # beside the plot, or below
-        below = theme.legend_below(len(entries), drawn - beside, _MARK + max(map(_width, entries)))
+    below, entry = None, _MARK + max(map(_width, entries), default=0)
+    is_beside, is_below = fig.layout.legend.y is None, fig.layout.legend.yref == "container"
+    is_tight = is_beside and drawn - beside - entry < _LEAST_BESIDE * width
+    if entries and (is_tight or (width < theme.NARROWEST and (is_beside or is_below))):
+        below = theme.legend_below(len(entries), drawn - beside, entry)
         margin["b"] = below["margin_b"]
         found["legend"] |= below["legend"] | {"x": 0.01, "xanchor": "left"}
     under = margin["b"] - theme.BELOW_AXIS + _LEGEND_PADDING

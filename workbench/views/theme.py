@@ -41,6 +41,12 @@ CLEAR = "rgba(0,0,0,0)"
 WRONG = "#d6336c"
 """What differs from what was expected, and nothing else in a table."""
 
+ERROR_TEXT = (
+    "color-mix(in srgb, var(--jp-error-color1, var(--vscode-errorForeground, #d32f2f)) 75%, "
+    "var(--jp-ui-font-color1, currentcolor))"
+)
+"""CSS: the colour of what went wrong in text. JupyterLab's own red is legible on its light pages alone."""
+
 NARROWEST = 600
 """Pixels that a page is wide for which figures are made, or more; how they are on others: :mod:`.narrow`."""
 
@@ -185,6 +191,11 @@ def format_loss(loss: float, spec: str = ".4g") -> str:
     return "NaN" if math.isnan(loss) else format(loss, spec)
 
 
+def format_share(part: float, digits: int = 0) -> str:
+    """Return a part of a whole in per cent: ``0.41`` -> ``"41%"``; ``digits``: after the point."""
+    return f"{part:.{digits}%}"
+
+
 def _three_digits(number: float) -> str:
     size = abs(number)
     return f"{number:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
@@ -236,6 +247,7 @@ _TITLE_SIZE, _SMALL_TITLE_SIZE, _SMALL_PAGE = 17, 15, 300  # pixels: of letters,
 _TITLE_LETTER, _SUBTITLE_LETTER = 0.546, 7.38  # width of a letter, in the mean: of its size; pixels
 _EMPTY_LETTER = 9.2  # pixels, where there is nothing else
 _BESIDE_TITLE = 24  # pixels
+_UNBROKEN = "\u00a0"  # a space at which no line ends: a dot between two sentences stays with the first
 _FIRST_OF_MANY = 12  # pixels: the first line of several is so much higher than the only one
 
 
@@ -250,7 +262,9 @@ def heading(title: str, subtitle: str, width: int = NARROWEST) -> tuple[dict[str
     size = _SMALL_TITLE_SIZE if width < _SMALL_PAGE else _TITLE_SIZE
     room = width - _BESIDE_TITLE
     titles = textwrap.wrap(title, int(room / (size * _TITLE_LETTER)), break_on_hyphens=False)
-    subtitles = textwrap.wrap(subtitle, int(room / _SUBTITLE_LETTER), break_on_hyphens=False)
+    subtitles = textwrap.wrap(
+        subtitle.replace(" ·", f"{_UNBROKEN}·"), int(room / _SUBTITLE_LETTER), break_on_hyphens=False
+    )
     found: dict[str, Any] = {
         "text": _lines(titles),
         "font": {"size": size},
@@ -324,7 +338,7 @@ def add_sentence(fig: go.Figure, sentence: str) -> go.Figure:
 
 
 def _lines(lines: list[str]) -> str:
-    return "<br>".join(escape(line) for line in lines)
+    return "<br>".join(escape(line.replace(_UNBROKEN, " ")) for line in lines)
 
 
 def empty(sentence: str, title: str = "") -> go.Figure:

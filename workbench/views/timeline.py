@@ -187,7 +187,7 @@ def _title(
     begin_ns, end_ns = drawn.extent_ns
     has_ended = all(shown.has_ended(part) for part in parts)
     shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
-    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    low, high = theme.format_share(min(shares)), theme.format_share(max(shares))
     share = low if low == high else f"{low.rstrip('%')} to {high}"
     waits = f"for communication {share} of the time" if any(shares) else "for no communication"
     duration = theme.format_duration(end_ns - begin_ns)

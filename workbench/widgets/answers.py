@@ -14,6 +14,7 @@ from workbench.codec import encode
 from workbench.replay.clocks import error_ns
 from workbench.replay.device import Clock, clock_of
 from workbench.replay.holds import Cuts
+from workbench.replay.spans import has_steps, zero_ns
 from workbench.replay.units import model_order, unit_name
 from workbench.reports.cursor import Cursor
 from workbench.session.pulse import Pulse
@@ -67,6 +68,7 @@ class Answers:
         self._first_bytes, self._new_feed = first_bytes, partial(Feed, history_rows, least_spans)
         self._feed, self._moments, self._peaks = self._new_feed(), Moments(), Peaks()
         self._origin_ns = 0
+        self._is_zero_a_step = False  # whether a step begins there
         self._units: Sequence[object] = ()
         self._num_cuts = 0
         self._cursor: Cursor | None = None
@@ -78,7 +80,7 @@ class Answers:
 
     @property
     def origin_ns(self) -> int:
-        """The time that the view calls 0, in nanoseconds."""
+        """Where the view's axis is 0 (:func:`zero_ns`), in nanoseconds of shown time."""
         return self._origin_ns
 
     @property
@@ -116,12 +118,14 @@ class Answers:
         begin = clock()
         ago = None if self._asked_at is None else min(begin - self._asked_at, 1.0)
         self._asked_at = begin
-        if pulse.record != self._record:  # it may be of the same job, with other rows
-            self._record, self._feed = pulse.record, self._new_feed()
         trace = pulse.trace
+        begins = not self._is_zero_a_step and has_steps(trace)  # so that 0 is elsewhere from now on
+        if begins or pulse.record != self._record:  # which may be of the same job, with other rows
+            self._record, self._feed = pulse.record, self._new_feed()
         new = self._feed.take(trace, self._first_bytes if ago is None else int(BYTES_PER_S * ago))
         if new.restart:
-            self._origin_ns, self._units, self._cursor = _origin_ns(trace), (), None
+            self._origin_ns, self._is_zero_a_step = self._feed.cuts.shown_at(zero_ns(trace)), has_steps(trace)
+            self._units, self._cursor = (), None
             self._moments, self._peaks = Moments(), Peaks()
             self._turns = Turns() if new.is_another else self._turns
         counts, buffer = pack(new, self._origin_ns)
@@ -148,7 +152,7 @@ class Answers:
             tracks=new.ranks,
             open=told_open(new.open, self._origin_ns),
             counts=counts,
-            begin_us=self._us(_origin_ns(trace)),
+            begin_us=self._us(_first_ns(trace)),
             health=health(pulse),
             breakpoints=breakpoints(pulse),
             status=status(pulse, begin - self._newest_at),
@@ -210,5 +214,5 @@ def _clock(trace: Trace) -> tuple[str, str]:
     return " · ".join(timeline), "" if clock is Clock.HOST else "in the host's order, at its times"
 
 
-def _origin_ns(trace: Trace) -> int:
+def _first_ns(trace: Trace) -> int:
     return min((int(r.rows["t_ns"][0]) for r in trace.ranks if len(r.rows)), default=0)

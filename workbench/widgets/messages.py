@@ -346,7 +346,7 @@ class News:
         tracks: the ranks with tracks in the timeline.
         open: what has not ended, in place of what was said to be so before.
         counts: of the tables.
-        begin_us: where the record begins that the kernel has.
+        begin_us: where the record begins that the kernel has; negative where that is before the first step.
         health: how the ranks are, alike ones together; none without ranks.
         breakpoints: in the order they were added, but for that of ``step --until``.
         status: what they do, in a word, and why.

@@ -11,7 +11,7 @@ import sys
 from typing import Any, Literal, TextIO
 
 from workbench.reports.follow import Progress
-from workbench.views.theme import format_duration, format_long, format_loss, plural
+from workbench.views.theme import ERROR_TEXT, format_duration, format_long, format_loss, plural
 
 State = Literal["running", "done", "failed"]
 
@@ -46,7 +46,8 @@ def to_html(progress: Progress, state: State = "running", note: str = "") -> str
     """Return the bar as a piece of HTML; ``note`` is plain text, escaped here."""
     percent = 100 * progress.done / max(progress.total, 1)
     words = " &nbsp;·&nbsp; ".join(html.escape(fact) for fact in facts(progress, state))
-    after = f' &nbsp;·&nbsp; <span style="color:{_COLOURS[state]}">{html.escape(note)}</span>' if note else ""
+    colour = ERROR_TEXT if state == "failed" else _COLOURS[state]
+    after = f' &nbsp;·&nbsp; <span style="color:{colour}">{html.escape(note)}</span>' if note else ""
     return (
         '<div style="max-width:46em;font-family:var(--jp-ui-font-family, sans-serif);font-size:13px">'
         f'<div role="progressbar" aria-valuemin="0" aria-valuemax="{progress.total}" aria-valuenow="{progress.done}" '

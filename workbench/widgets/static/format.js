@@ -65,9 +65,9 @@ export function formatLoss(loss) {
   return size === 0 || (size >= 1e-3 && size < 1e4) ? loss.toPrecision(4) : loss.toExponential(3);
 }
 
-/** @param {number} part of a whole */
+/** @param {number} part of a whole, in per cent */
 export function formatShare(part) {
-  return `${(100 * part).toFixed(0)} %`;
+  return `${fixed(100 * part, 0)}%`;
 }
 
 /**

@@ -228,7 +228,7 @@ export interface News {
   readonly open: readonly OpenSpan[];
   /** of the tables. */
   readonly counts: Counts;
-  /** where the record begins that the kernel has. */
+  /** where the record begins that the kernel has; negative where that is before the first step. */
   readonly begin_us: number;
   /** how the ranks are, alike ones together; none without ranks. */
   readonly health: readonly HealthOfRanks[];
