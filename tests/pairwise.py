@@ -13,12 +13,13 @@ pairs_and_rest = pytest.mark.parametrize("part", ["pairs", pytest.param("rest", 
 
 
 def quick(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
-    """Return ``values`` for ``parametrize``: those that are not ``chosen`` run with ``-m thorough`` only."""
-    return [value if value in chosen else _left_to_ci(value) for value in values]
+    """Return ``values`` for ``parametrize``; those that are not ``chosen`` are marked `thorough`: CI runs them."""
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
 
-def _left_to_ci(value: Any) -> Any:
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.thorough)
+def quick_rows(rows: Iterable[Row], chosen: Container[Row]) -> list[Any]:
+    """Return ``rows`` for a ``parametrize`` of several names, as :func:`quick` does values of one."""
+    return [row if row in chosen else pytest.param(*row, marks=pytest.mark.thorough) for row in rows]
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Row]:

@@ -24,7 +24,7 @@ from tests.engine.recording import Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
 from tests.engine.test_shared_comm import begin, drop_some
 from tests.engine.test_waits import FakeWork
-from tests.pairwise import quick
+from tests.pairwise import quick, quick_rows
 from tests.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, StepAborted, groups
 from workbench.engine.backends import hosts, shared_memory
@@ -366,7 +366,7 @@ def issued(num_copies: int) -> list[tuple[Kind, tuple[int, ...], int, str]]:
 @on_hosts
 @pytest.mark.parametrize(
     ("counts", "choice", "num_copies"),
-    quick(
+    quick_rows(
         [
             ((2, 2), "", 1),
             ((2, 2, 2), "", 1),
