@@ -37,6 +37,7 @@ Rows = dict[str, str | None]
 
 _NONE = "none"
 _SHOWN = 3
+_NOBODYS, _LOWEST = -1, -(2**62)  # what ranks without elements give as highest and as lowest number
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ class Agreement:
 
     def __init__(self, what: str, units: Iterable[FSDPParamGroup]) -> None:
         self._what = what
-        self._group, self._has_all = _group_over(units)
+        of = list(units)
+        self._device = of[0].device if of else None
+        self._group, self._has_all = _group_over(of)
 
     def check(self, holds: Callable[[], Holdings]) -> None:
         """Return once it is known that all ranks hold the same; collective.
@@ -148,6 +151,35 @@ class Agreement:
                 raise RanksDisagreeError(difference) from error
         if error is not None:
             raise error
+
+    def is_same(self, codes: Callable[[], Sequence[int | None]], count: int) -> bool:
+        """Return whether all ranks have the same numbers; collective: one small all-reduce, no look into the store.
+
+        Args:
+            codes: returns ``count`` numbers from 0 on; None agrees with any; raises if this rank cannot take part.
+            count: equal on all ranks.
+
+        Returns:
+            False, on every rank, where ranks differ or one cannot take part; :meth:`check` says in what.
+        """
+        if self._group is None:
+            return False
+        try:
+            own = torch.tensor([_NOBODYS if code is None else code for code in codes()], dtype=torch.int64)
+            highest = torch.cat([own, torch.where(own < 0, _LOWEST, -own), torch.tensor([0])])
+        except Exception:  # noqa: BLE001 - check meets it again
+            highest = torch.full((2 * count + 1,), 1)
+        highest = highest.to(self._device)
+        pending = self._group.start(
+            lambda group: dist.all_reduce(highest, dist.ReduceOp.MAX, group=group, async_op=True), self._collective
+        )
+        pending.block()
+        pending.finish()
+        self._group.finished(pending)
+        if self._group.purpose:  # nobody else ends its iterations
+            self._group.end_iteration()
+        spread = highest[:count] + highest[count:-1]  # the highest and the lowest number that a rank has
+        return not (bool(highest[-1]) or bool((spread > 0).any()))
 
     @property
     def _collective(self) -> Collective:

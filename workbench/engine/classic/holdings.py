@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import is_of_old_shards
 from workbench.engine.agreement import Agreement, Holdings
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.state import WrapperState, check_idle
+from workbench.engine.classic.state import WrapperState, check_idle, flat_of
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import units_of
 
@@ -68,13 +70,47 @@ def flats_holdings(
     return found
 
 
+def check_same_grads(states: Sequence[WrapperState], what: str) -> None:
+    """Return once it is known that all ranks hold the same gradients of wrappers; collective, one small all-reduce.
+
+    Only where they do not are descriptions compared. Arguments and errors as of :func:`check_alike`.
+    """
+    flats = [(state, unit, flat_of(unit)) for state in states for unit in units_of([state])]
+
+    def codes() -> list[int | None]:
+        check_idle(states, what)
+        for state, unit, flat in flats:
+            if not state.is_summoned:
+                unit.reshard()
+                if not flat.is_on_modules:
+                    unit.adopt_registered()
+        return [code for state, _, flat in flats for code in _grad_codes(state, flat)]
+
+    if not Agreement(what, units_of(states)).is_same(codes, sum(len(flat.owned) for *_, flat in flats)):
+        check_alike(states, what, grads=True)
+
+
+def _grad_codes(state: WrapperState, flat: FlatParam) -> Iterator[int | None]:
+    """Yield a number for what this rank has of each gradient, as :func:`flats_holdings` describes it."""
+    for param, is_here in zip(flat.owned, flat.is_here, strict=True):
+        if state.is_summoned or not is_here:
+            yield None
+        else:
+            yield 0 if param.grad is None else _number_of(param.dtype, param.grad.dtype)
+
+
+@cache
+def _number_of(*dtypes: torch.dtype) -> int:
+    return 1 + crc32(" ".join(map(str, dtypes)).encode())
+
+
 def _owned(flat: FlatParam) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Yield name and object of what an optimizer is given, and whether this rank has elements of it."""
     if not flat.use_orig_params:
         yield flat.fqn, flat.sharded_param, True
         return
-    for part, piece in zip(flat.parts, flat.pieces_of(flat.slot), strict=True):
-        yield part.fqn, part.held, bool(piece.numel()) or (flat.owns_wholes and part.tp_spec is None)
+    for part, is_here in zip(flat.parts, flat.is_here, strict=True):
+        yield part.fqn, part.held, is_here
 
 
 def _form(value: object) -> str:
