@@ -28,8 +28,10 @@ from workbench.engine._torch import default_store
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError
 from workbench.engine.groups import CommGroup, group_of
 from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
+from workbench.engine.param import ParamModuleInfo
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.signature import holders, name_ranks
+from workbench.engine.tree import full_name, names_below
 from workbench.engine.waits import cancellation
 
 Rows = dict[str, str | None]
@@ -109,6 +111,15 @@ def describe(value: object) -> str:
         return type(value).__name__
     split = f" {' '.join(map(str, value.placements))}" if isinstance(value, DTensor) else ""
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{split}"
+
+
+def names_from(module: nn.Module) -> Callable[[ParamModuleInfo, str], str]:
+    """Return what gives the name from ``module`` of what is registered somewhere, or the other name if it is not there.
+
+    Each of several roots in ``module`` has names of its own, which may be the same in all of them.
+    """
+    names = names_below((module,))
+    return lambda info, otherwise: full_name(names, info.module, info.name) if info.module in names else otherwise
 
 
 class Agreement:
@@ -318,7 +329,10 @@ class _Vote:
         return bytes(self._store.compare_set("outcome", "", outcome)).decode()
 
 
-def units_holdings(units: Iterable[FSDPParamGroup], optimizers: Sequence[torch.optim.Optimizer]) -> Holdings:
-    """Describe the sharded parameters of ``fully_shard``'s units, which are sharded now."""
-    named: list[tuple[str, nn.Parameter]] = [(p.fqn, own) for u in units for p in u.fsdp_params for own in p.owned]
+def units_holdings(
+    module: nn.Module, units: Iterable[FSDPParamGroup], optimizers: Sequence[torch.optim.Optimizer]
+) -> Holdings:
+    """Describe the sharded parameters of ``fully_shard``'s units in ``module``, which are sharded now."""
+    name_of = names_from(module)
+    named = [(name_of(p.info, p.fqn), own) for u in units for p in u.fsdp_params for own in p.owned]
     return holdings(named, optimizers)

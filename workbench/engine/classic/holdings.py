@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 from zlib import crc32
@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import is_of_old_shards
-from workbench.engine.agreement import Agreement, Holdings
+from workbench.engine.agreement import Agreement, Holdings, names_from
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.state import WrapperState, check_idle, flat_of
+from workbench.engine.param import ParamModuleInfo
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import units_of
 
@@ -39,6 +40,7 @@ def sharded_flat(state: WrapperState) -> tuple[FSDPParamGroup, FlatParam] | None
 
 def flats_holdings(
     flats: Sequence[tuple[FSDPParamGroup, FlatParam]],
+    module: nn.Module,
     optimizers: Sequence[tuple[str, Mapping[Any, Mapping[str, Any]]]] = (),
     *,
     grads: bool = False,
@@ -48,15 +50,16 @@ def flats_holdings(
 
     Args:
         flats: sharded now.
+        module: holds them all; what they are called is from there.
         optimizers: name and state of each, by parameter.
         grads: gradients are gathered as well.
         held: what the one optimizer holds, if ranks are to agree on that too.
     """
-    found = Holdings()
+    found, name_of = Holdings(), names_from(module)
     if optimizers:
         found.states["the optimizers"] = ", ".join(name for name, _ in optimizers)
     for _, flat in flats:
-        for name, param, is_here in _owned(flat):
+        for name, param, is_here in _owned(flat, name_of):
             found.params[name] = _form(param)
             if grads:
                 had = "none" if param.grad is None else _form(param.grad)
@@ -70,7 +73,7 @@ def flats_holdings(
     return found
 
 
-def check_same_grads(states: Sequence[WrapperState], what: str) -> None:
+def check_same_grads(module: nn.Module, states: Sequence[WrapperState], what: str) -> None:
     """Return once it is known that all ranks hold the same gradients of wrappers; collective, one small all-reduce.
 
     Only where they do not are descriptions compared. Arguments and errors as of :func:`check_alike`.
@@ -87,7 +90,7 @@ def check_same_grads(states: Sequence[WrapperState], what: str) -> None:
         return [code for state, _, flat in flats for code in _grad_codes(state, flat)]
 
     if not Agreement(what, units_of(states)).is_same(codes, sum(len(flat.owned) for *_, flat in flats)):
-        check_alike(states, what, grads=True)
+        check_alike(module, states, what, grads=True)
 
 
 def _grad_codes(state: WrapperState, flat: FlatParam) -> Iterator[int | None]:
@@ -104,13 +107,13 @@ def _number_of(*dtypes: torch.dtype) -> int:
     return 1 + crc32(" ".join(map(str, dtypes)).encode())
 
 
-def _owned(flat: FlatParam) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def _owned(flat: FlatParam, name_of: Callable[[ParamModuleInfo, str], str]) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Yield name and object of what an optimizer is given, and whether this rank has elements of it."""
     if not flat.use_orig_params:
-        yield flat.fqn, flat.sharded_param, True
+        yield name_of(flat.info, flat.fqn), flat.sharded_param, True
         return
     for part, is_here in zip(flat.parts, flat.is_here, strict=True):
-        yield part.fqn, part.held, is_here
+        yield name_of(part.info, part.fqn), part.held, is_here
 
 
 def _form(value: object) -> str:
@@ -125,11 +128,12 @@ def _form(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{f' number {value.item()!r}' if value.ndim == 0 else ''}"
 
 
-def check_alike(states: Sequence[WrapperState], what: str, *, grads: bool = False) -> None:
+def check_alike(module: nn.Module, states: Sequence[WrapperState], what: str, *, grads: bool = False) -> None:
     """Return once it is known that the ranks can gather what wrappers hold; collective.
 
     Args:
-        states: of the wrappers.
+        module: holds the wrappers.
+        states: theirs.
         what: name of the operation, for messages.
         grads: gradients are gathered as well.
 
@@ -140,7 +144,7 @@ def check_alike(states: Sequence[WrapperState], what: str, *, grads: bool = Fals
 
     def holds() -> Holdings:
         check_idle(states, what)
-        return flats_holdings(sharded_flats(states), grads=grads)
+        return flats_holdings(sharded_flats(states), module, grads=grads)
 
     Agreement(what, units_of(states)).check(holds)
 
