@@ -1,7 +1,7 @@
 """Cross products of options: all pairs of values in every run, the rest of the product with ``-m exhaustive``."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,15 @@ Row = tuple[Any, ...]
 
 pairs_and_rest = pytest.mark.parametrize("part", ["pairs", pytest.param("rest", marks=pytest.mark.exhaustive)])
 """Runs a test with the rows that :func:`pairwise` chooses, and apart from that with all others; see :func:`rows_of`."""
+
+
+def quick(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
+    """Return ``values`` for ``parametrize``: those that are not ``chosen`` run with ``-m exhaustive`` only."""
+    return [value if value in chosen else _left_to_ci(value) for value in values]
+
+
+def _left_to_ci(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.exhaustive)
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Row]:

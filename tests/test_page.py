@@ -124,6 +124,7 @@ default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:\">"
         assert opened.page.title() == "T"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 def test_figures_follow_the_width_of_the_window(tmp_path, chromium):
     given = json.loads(draw("timeline", example_trace()).to_json())

@@ -83,6 +83,7 @@ def test_what_failed_is_not_started_again():
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 def test_a_comparison_measures_everything_of_everyone(monkeypatch):
     monkeypatch.setattr("tests.bench.training.WARM_UP", 1)

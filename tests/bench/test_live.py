@@ -156,6 +156,7 @@ def test_what_a_panel_does_not_answer_to_is_told():
         viewer.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.cluster
 @pytest.mark.parametrize("viewer", VIEWERS)
 def test_a_cluster_is_watched(viewer):

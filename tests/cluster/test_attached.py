@@ -66,6 +66,7 @@ def engines_of(cluster):
     return [psutil.Process(info.pid) for info in cluster.rank_info]
 
 
+@pytest.mark.exhaustive
 def test_engines_are_not_taken_for_busy_while_they_count_their_devices(profile, monkeypatch):
     begin = "def _devices() -> dict[str, int]:\n"
     slow = cluster_module.PROGRAM.replace(

@@ -73,6 +73,7 @@ print(json.dumps([same, own]))
 """
 
 
+@pytest.mark.exhaustive
 def test_what_ranks_did_to_themselves_is_not_found_by_those_after_them(make_cluster, monkeypatch):
     cluster, found, zygotes = make_cluster(), [], set()
     for test in ("one", "another"):

@@ -12,7 +12,13 @@ from tests.extension.page import dashboard, headline, panel, run, section, shot,
 from tests.integration.model import UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 EVIL = "<img src=x onerror=alert(1)>"
 MODEL = f"""%%fsdp

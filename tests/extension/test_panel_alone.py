@@ -11,7 +11,13 @@ from tests.extension.page import dashboard, headline, panel, reply, run, section
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 from workbench.views import VIEWS
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 NARROW = 250  # pixels of the panel
 

@@ -13,7 +13,13 @@ from tests.extension.page import SHOW, headline, panel, process_of, reply, secti
 from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import jupyterlab, opened, write_notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 profile = running_profile
 

@@ -9,7 +9,7 @@ from tests.trace.simulation import example_trace
 from tests.widgets.test_page import LOOKS, READY
 from workbench.export import export
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.browser, pytest.mark.timeout(600)]
 
 SHARES = (0.3, 0.55, 0.8)
 SETTLED = "() => !document.querySelector('.fw-dashboard').dashboard.isWaiting"

@@ -12,7 +12,7 @@ from workbench.errors import UsageError
 from workbench.events import Kind
 from workbench.workbench import Workbench
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.exhaustive, pytest.mark.cluster]
 
 profile = running_profile
 

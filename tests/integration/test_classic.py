@@ -7,6 +7,7 @@ import pytest
 
 from tests.integration.keys import Pressing
 from tests.integration.model import CELL, fresh_cell
+from tests.pairwise import quick
 from tests.views.figures import subtitle
 from tests.waiting import wait_until
 from workbench import Workbench
@@ -111,7 +112,7 @@ def assert_all_at_one_event(report):
     assert len({p.held.place for p in report.stop.positions.values()}) == 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ("full", "none")))
 def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed, strategy):
     fresh(wb, strategy)
     first = wb.step(1)
@@ -131,7 +132,7 @@ def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed
 
 
 @pytest.mark.parametrize("event", ["forward.end:blocks.1", "backward:blocks.1", "optimizer", "a collective"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ("full", "none")))
 def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, strategy, event):
     fresh(wb, strategy)
     first = wb.step(2)
@@ -245,6 +246,7 @@ def test_an_offloaded_model_is_saved_loaded_and_resharded_with_its_optimizer(wb,
     assert check(wb.trace) == []
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_in_a_step_is_named_and_the_others_are_free():
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)

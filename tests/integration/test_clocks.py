@@ -24,7 +24,7 @@ HOURS = (5, 0, 26)
 S = 10**9
 
 
-pytestmark = [pytest.mark.cluster, pytest.mark.needs("clocks")]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.cluster, pytest.mark.needs("clocks")]
 
 
 @pytest.fixture(scope="module")

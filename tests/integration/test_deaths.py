@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests.integration.model import CELL
+from tests.pairwise import quick
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import RankDied, UsageError
@@ -32,7 +33,8 @@ def victims_of(bench, who):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "who"), [(1, "every rank"), (2, "every rank"), (2, "the controller"), (2, "the zygote")]
+    ("num_ranks", "who"),
+    quick([(1, "every rank"), (2, "every rank"), (2, "the controller"), (2, "the zygote")], [(2, "every rank")]),
 )
 def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(num_ranks, who, tmp_path):
     with Workbench(num_ranks, device="cpu") as bench:
@@ -79,6 +81,7 @@ def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(
             assert bench.trace.num_rows == 0
 
 
+@pytest.mark.exhaustive
 def test_while_a_rank_lives_a_start_says_who_died_and_what_to_do():
     with Workbench(2, device="cpu") as bench:
         os.kill(bench.status().ranks[1].pid, signal.SIGKILL)

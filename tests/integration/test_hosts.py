@@ -20,6 +20,7 @@ from workbench.trace import steps
 from workbench.workbench import Workbench
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.cluster,
     pytest.mark.needs("hosts"),
     pytest.mark.timeout(900),  # SSH starts one engine after the other, each with three Pythons before it

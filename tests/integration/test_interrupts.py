@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.keys import TOGETHER, Pressing
 from tests.integration.model import CELL
+from tests.pairwise import quick
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, UsageError
@@ -98,7 +99,7 @@ def test_a_killed_rank_is_named_and_the_others_keep_their_variables(bench):
     assert bench.run_cell("print(type(model).__name__)", ranks=[0]).texts[0].strip() == "FSDPNet"
 
 
-@pytest.mark.parametrize("word", ["resume", "abort"])
+@pytest.mark.parametrize("word", quick(["resume", "abort"], ["resume"]))
 def test_a_rank_killed_while_all_are_stopped_is_named_whatever_is_asked_next(bench, word):
     bench.step(5, until="backward:blocks.1")
     os.kill(bench.status().ranks[1].pid, signal.SIGKILL)
@@ -143,7 +144,7 @@ def gone(processes):
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", quick([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]))
 def test_nothing_outlives_a_kernel_that_dies_in_a_step(how, tmp_path):
     root = str(Path(__file__).parents[2])
     child = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, cwd=root)

@@ -10,6 +10,7 @@ from jupyter_client.manager import KernelManager
 
 from tests.integration.keys import TOGETHER
 from tests.integration.model import CELL
+from tests.pairwise import quick
 from tests.waiting import wait_until
 from workbench import ports
 
@@ -72,7 +73,7 @@ def shard(client):
     run(client, "%fsdp shard model --wrap Block\n%fsdp step 1")
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", quick([False, True], [False]))
 @pytest.mark.parametrize("how", ["restart", "shutdown", "kill"])
 def test_nothing_outlives_the_kernel(kernel, how, inside):
     manager, client = kernel

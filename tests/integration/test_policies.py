@@ -11,7 +11,7 @@ from workbench.widgets.answers import Answers
 from workbench.widgets.messages import AskFeed
 from workbench.widgets.steps import Steps
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.exhaustive, pytest.mark.cluster]
 
 CELL = """
 import torch

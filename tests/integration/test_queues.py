@@ -16,7 +16,7 @@ from workbench.cluster.processes import is_running
 from workbench.errors import ClusterError, Interrupted
 from workbench.workbench import Workbench
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

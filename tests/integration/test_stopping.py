@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.keys import TOGETHER, Pressing
 from tests.integration.model import CELL
+from tests.pairwise import quick
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankError, UsageError
@@ -290,7 +291,7 @@ def test_where_waits_for_no_rank_that_does_not_answer(ready):
     ready.abort()
 
 
-@pytest.mark.parametrize("how", ["stopped", "background", "one rank"])
+@pytest.mark.parametrize("how", quick(["stopped", "background", "one rank"], ["stopped"]))
 def test_stopping_the_cluster_ends_everything(how):
     with Workbench(2, device="cpu") as bench:
         bench.run_cell(CELL)

@@ -5,7 +5,13 @@ import pytest
 from tests.integration.model import CELL, UNHURRIED
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 CELLS = [
     "%load_ext workbench",

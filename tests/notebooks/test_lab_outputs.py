@@ -6,7 +6,13 @@ import pytest
 
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 NUM_RANKS = 3
 EVIL = "</pre><script>document.title = 'evil'</script>"

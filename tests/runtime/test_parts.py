@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.nn import functional
 
 from tests.runtime.job import assert_refused, execute, namespace, run
 from tests.runtime.test_policies import trace_here
@@ -164,6 +165,25 @@ def test_a_part_is_resharded_by_its_path_and_keeps_its_name(api):
         assert sorted(names) == UNITS[api]
         assert_refused(mixed, ["with the classic wrapper in"] * 2)
         assert losses == pytest.approx(plainly[2:], rel=1e-4)
+
+
+class Tied(Coder):
+    """Reads a parameter of a part outside of the forward of that."""
+
+    def forward(self, x):
+        return functional.linear(self.encoder(x), self.decoder[0].weight)
+
+
+def reads_another_part():
+    ns = prepare("fully_shard")
+    ns["model"].__class__ = Tied
+    execute(Step(count=1))
+
+
+def test_errors_name_a_unit_by_its_path():
+    said = r"parameter 'decoder\.0\.weight' .* unit 'decoder', on which fully_shard was called"
+    with pytest.raises(AssertionError, match=said):
+        run(1, reads_another_part)
 
 
 def around_on_one_rank(api):

@@ -13,7 +13,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from tests.browser import open_offline
-from tests.pairwise import pairs_and_rest, rows_of
+from tests.pairwise import pairs_and_rest, quick, rows_of
 from tests.replay.test_shards import make_flat, make_param, make_unit
 from tests.trace.holding import stopped_before
 from tests.trace.scale import Scale, trace_of
@@ -177,7 +177,7 @@ def figures_at(width, widths, part):
 
 
 @pairs_and_rest
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", quick(WIDTHS, (300, 700, 1400)))
 def test_nothing_overlaps_and_nothing_is_cut_off(page, width, part):
     found = []
     for name, figure in figures_at(width, WIDTHS, part).items():
@@ -187,7 +187,7 @@ def test_nothing_overlaps_and_nothing_is_cut_off(page, width, part):
 
 
 @pairs_and_rest
-@pytest.mark.parametrize("width", TALK_WIDTHS)
+@pytest.mark.parametrize("width", quick(TALK_WIDTHS, (600,)))
 def test_a_figure_for_a_projector_is_readable_as_well(page, width, part):
     found = []
     for name, figure in figures_at(width, TALK_WIDTHS, part).items():

@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from tests.pairwise import quick
 from tests.source import PACKAGE
 from tests.trace.simulation import Setup, simulate
 from workbench.export import export
@@ -127,9 +128,7 @@ def growth(do, sizes):
 
 
 # ranks are what a run has more of; the other two ways are seldom other work
-in_each_way = pytest.mark.parametrize(
-    "more", ["ranks", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("steps", "units"))]
-)
+in_each_way = pytest.mark.parametrize("more", quick(["ranks", "steps", "units"], ["ranks"]))
 
 
 @in_each_way
@@ -145,7 +144,7 @@ def test_a_comparison_is_no_more_than_linear(more):
 
 
 @in_each_way
-@pytest.mark.parametrize("suffix", ["trace", "json", pytest.param("html", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("suffix", quick(["trace", "json", "html"], ["trace", "json"]))
 def test_an_export_is_no_more_than_linear(suffix, more, tmp_path):
     assert max(growth(lambda trace: export(trace, tmp_path / f"run.{suffix}"), EXPORTED[more])) < MOST
 

@@ -442,6 +442,7 @@ def carry_out(page, widget):
     return question["word"], question["argument"], page.evaluate(STOPS)
 
 
+@pytest.mark.exhaustive
 def test_breakpoints_are_listed_switched_and_cleared_with_the_keyboard_alone(chromium, tmp_path, kept):
     workbench = Breaks()
     with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):

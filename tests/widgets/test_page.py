@@ -58,6 +58,7 @@ def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_pa
     assert (opened.outside, opened.complaints) == ([], [])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chromium, tmp_path):
     trace, kernel = example_trace(), Answers()
@@ -86,6 +87,7 @@ def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chrom
         assert opened.complaints == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
     """Not on a slow machine either, before its record is read."""
@@ -104,6 +106,7 @@ def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
     assert said == ["", "\u25cb latest"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 def test_a_page_opens_at_the_last_whole_step_and_not_at_what_an_abort_left(chromium, tmp_path):
     with opened_page(chromium, tmp_path, aborted(example_trace(num_ranks=2, steps=3), 2, 0.5)) as opened:
@@ -189,6 +192,7 @@ FOCUSED = """() => {
 }"""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 def test_all_of_it_is_reached_by_keyboard_in_the_order_in_which_one_reads(chromium, tmp_path):
     with opened_page(chromium, tmp_path, example_trace(num_ranks=4)) as opened:
@@ -203,6 +207,7 @@ def test_all_of_it_is_reached_by_keyboard_in_the_order_in_which_one_reads(chromi
         assert all(is_shown for *_, is_shown in found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 def test_figures_are_in_the_colours_of_the_page_and_follow_them(chromium, tmp_path):
     with opened_page(chromium, tmp_path, example_trace()) as opened:
@@ -218,6 +223,7 @@ def test_figures_are_in_the_colours_of_the_page_and_follow_them(chromium, tmp_pa
         assert "rgb(255, 255, 255)" not in drawn["filled"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 def test_figures_follow_the_width_of_the_window(chromium, tmp_path):
     with opened_page(chromium, tmp_path, example_trace()) as opened:
@@ -230,6 +236,7 @@ def in_hex(colour):
     return "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", colour)[:3])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.browser
 def test_a_record_of_nothing_is_a_page_too(chromium, tmp_path):
     (tmp_path / "run.html").write_text(page(Trace.empty(), "nothing"), encoding="utf-8")

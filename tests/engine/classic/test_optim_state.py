@@ -23,6 +23,7 @@ from tests.engine.classic.test_undo import train, two_groups, wrapped
 from tests.engine.classic.wrapped import OURS, THEIRS, adam, assert_same_values, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import on_one_rank, run_ranks
+from tests.pairwise import quick
 from workbench.engine.classic.settings import settings_of
 
 FSDP, Keys = OURS.FullyShardedDataParallel, OURS.OptimStateKeyType
@@ -73,7 +74,7 @@ def every_form_of_it() -> None:
             assert got["param_groups"] == expected["param_groups"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world_size", quick([1, 2, 4], [1, 2]))
 def test_every_way_of_sharding_has_the_plain_models_state(world_size):
     run_ranks(world_size, every_form_of_it)
 
@@ -135,7 +136,7 @@ def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any], **tolerance
 @pytest.mark.filterwarnings("ignore:FSDP.state_dict_type.. and FSDP.set_state_dict_type:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")  # torch's own
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world_size", quick([2, 4], [2]))
 def test_it_is_what_torchs_wrapper_makes(world_size):
     run_ranks(world_size, torchs_and_ours)
 
