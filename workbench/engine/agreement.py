@@ -172,9 +172,14 @@ class Agreement:
 
         Returns:
             False, on every rank, where ranks differ or one cannot take part; :meth:`check` says in what.
+
+        Raises:
+            Exception: what ``codes`` raised, where there is one rank.
+            StepAborted, CollectiveFailed, RanksDisagreeError: another rank does something else, or was interrupted.
         """
         if self._group is None:
-            return False
+            codes()
+            return True
         try:
             own = torch.tensor([_NOBODYS if code is None else code for code in codes()], dtype=torch.int64)
             highest = torch.cat([own, torch.where(own < 0, _LOWEST, -own), torch.tensor([0])])
