@@ -303,3 +303,33 @@ def interrupted_too_late() -> bool:
 
 def test_an_interrupt_that_comes_when_all_are_ready_comes_too_late():
     assert run_ranks(2, interrupted_too_late) == [False, True]
+
+
+def of_two_roots(api: str) -> list[str]:
+    """Parts that are sharded by themselves have parameters of the same names; a difference is in the first of them."""
+    models = [made(api) for _ in range(2)]
+    around = nn.ModuleList(model for model, _ in models)
+    for model, _ in models:
+        loss_of(model, batch(dist.get_rank(), 0)).backward()
+    if dist.get_rank() == ODD:
+        models[0][0].zero_grad()
+    found = []
+    undo = {"fully_shard": unshard_module}.get(api, unwrap)
+    for refuse in (undo, *([] if api != "originals" else [with_grads_of])):
+        with pytest.raises(agreement.RanksDisagreeError, match="ranks differ in the gradient of '0") as refused:
+            refuse(around)
+        found.append(str(refused.value))
+    around.zero_grad()
+    undo(around)
+    return found
+
+
+def with_grads_of(around: nn.Module) -> None:
+    with F.summon_full_params(around, with_grads=True):
+        pass
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "flat", "originals"])
+def test_parameters_of_several_roots_are_told_apart(api):
+    first, second = run_ranks(2, of_two_roots, api)
+    assert first == second

@@ -32,6 +32,34 @@ WEIGHTS = """
 with model.summon_full_params(model, writeback=False):
     print([p.double().sum().item() for p in model.parameters()])
 """
+WHOLE = """
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from workbench.engine.classic import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+
+only_first = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+in_full = model.state_dict_type(model, StateDictType.FULL_STATE_DICT, *only_first)
+"""
+CHECKPOINTS = {
+    "the wrapper's": (
+        """
+with in_full:
+    saved = model.state_dict(), model.optim_state_dict(model, opt)
+torch.distributed.broadcast_object_list(saved := list(saved), 0)
+""",
+        """
+model.load_state_dict(saved[0])
+opt.load_state_dict(model.optim_state_dict_to_load(model, opt, saved[1]))
+""",
+    ),
+    "torch's": (
+        "saved = get_state_dict(model, opt, options=StateDictOptions(full_state_dict=True))",
+        """
+options = StateDictOptions(full_state_dict=True)
+set_state_dict(model, opt, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
+""",
+    ),
+}
+"""Cells that save a model and its optimizer on every rank, and that load both."""
 GATHERS, COPIES = "all_gather:blocks.1", "all_reduce:blocks.1"
 STRATEGIES = {
     "full": ("--strategy full", GATHERS),
@@ -189,6 +217,33 @@ def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(w
     after = wb.trace.slice(step=last + 3)
     assert "in 4 flat ones -&gt; by themselves" in subtitle(draw(before, after))
     say(wb, "unshard model")
+
+
+@pytest.mark.parametrize("orig_params", quick(["", "--orig-params"], ["--orig-params"]))
+def test_an_offloaded_model_is_saved_loaded_and_resharded_with_its_optimizer(wb, undisturbed, orig_params):
+    expected = undisturbed["full, pieces" if orig_params else "full"]
+    shards = f"shard model --api classic --wrap Block {orig_params}"
+
+    def begins(offloads):
+        wb.run_cell(FRESH)
+        say(wb, f"{shards} {offloads}")
+
+    for saves, loads in CHECKPOINTS.values():
+        begins("--offload")
+        first = wb.step(2).losses
+        wb.run_cell(WHOLE + saves)
+        assert (first + wb.step(2).losses, wb.run_cell(WEIGHTS).texts) == expected
+        for offloads in ("--offload", "--no-offload"):
+            begins(offloads)
+            wb.run_cell(f"{loads}\ncount = 2")
+            assert (first + wb.step(2).losses, wb.run_cell(WEIGHTS).texts) == expected
+    begins("--no-offload")
+    losses = wb.step(1).losses
+    for line in ("--offload", "--no-offload", "--offload"):
+        assert ("host memory" in str(say(wb, f"reshard model {line}"))) == (line == "--offload")
+        losses += wb.step(1).losses
+    assert (losses, wb.run_cell(WEIGHTS).texts) == expected
+    assert check(wb.trace) == []
 
 
 @pytest.mark.thorough

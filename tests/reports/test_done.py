@@ -243,6 +243,13 @@ def test_before_the_first_forward_the_units_of_a_model_are_one_model():
     assert [str(model) for model in sharded_models(header)] == ["2 units: (root), layers.0"]
 
 
+def test_parts_that_are_sharded_each_for_itself_are_one_model_in_a_file_too():
+    units = (make_unit(0, 0, name="encoder"), make_unit(1, 1, name="decoder"), make_unit(2, 1, name="decoder.0"))
+    alone = make_unit(3, 3, name="")
+    models = [str(model) for model in sharded_models(Header(units=(*units, alone)))]
+    assert models == ["3 units: decoder, decoder.0, encoder", "1 unit: (root)"]
+
+
 def model_info(name, *units):
     """A variable with a model that has these units."""
     counts = {"num_params": 1, "num_elements": 1, "num_bytes": 4}

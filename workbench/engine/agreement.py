@@ -28,8 +28,10 @@ from workbench.engine._torch import default_store
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError
 from workbench.engine.groups import CommGroup, group_of
 from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
+from workbench.engine.param import ParamModuleInfo
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.signature import holders, name_ranks
+from workbench.engine.tree import full_name, names_below
 from workbench.engine.waits import cancellation
 
 Rows = dict[str, str | None]
@@ -37,6 +39,7 @@ Rows = dict[str, str | None]
 
 _NONE = "none"
 _SHOWN = 3
+_NOBODYS, _LOWEST = -1, -(2**62)  # what ranks without elements give as highest and as lowest number
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,15 @@ def describe(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{split}"
 
 
+def names_from(module: nn.Module) -> Callable[[ParamModuleInfo, str], str]:
+    """Return what gives the name from ``module`` of what is registered somewhere, or the other name if it is not there.
+
+    Each of several roots in ``module`` has names of its own, which may be the same in all of them.
+    """
+    names = names_below((module,))
+    return lambda info, otherwise: full_name(names, info.module, info.name) if info.module in names else otherwise
+
+
 class Agreement:
     """An operation that all ranks of some units do together.
 
@@ -120,7 +132,9 @@ class Agreement:
 
     def __init__(self, what: str, units: Iterable[FSDPParamGroup]) -> None:
         self._what = what
-        self._group, self._has_all = _group_over(units)
+        of = list(units)
+        self._device = of[0].device if of else None
+        self._group, self._has_all = _group_over(of)
 
     def check(self, holds: Callable[[], Holdings]) -> None:
         """Return once it is known that all ranks hold the same; collective.
@@ -148,6 +162,40 @@ class Agreement:
                 raise RanksDisagreeError(difference) from error
         if error is not None:
             raise error
+
+    def is_same(self, codes: Callable[[], Sequence[int | None]], count: int) -> bool:
+        """Return whether all ranks have the same numbers; collective: one small all-reduce, no look into the store.
+
+        Args:
+            codes: returns ``count`` numbers from 0 on; None agrees with any; raises if this rank cannot take part.
+            count: equal on all ranks.
+
+        Returns:
+            False, on every rank, where ranks differ or one cannot take part; :meth:`check` says in what.
+
+        Raises:
+            Exception: what ``codes`` raised, where there is one rank.
+            StepAborted, CollectiveFailed, RanksDisagreeError: another rank does something else, or was interrupted.
+        """
+        if self._group is None:
+            codes()
+            return True
+        try:
+            own = torch.tensor([_NOBODYS if code is None else code for code in codes()], dtype=torch.int64)
+            highest = torch.cat([own, torch.where(own < 0, _LOWEST, -own), torch.tensor([0])])
+        except Exception:  # noqa: BLE001 - check meets it again
+            highest = torch.full((2 * count + 1,), 1)
+        highest = highest.to(self._device)
+        pending = self._group.start(
+            lambda group: dist.all_reduce(highest, dist.ReduceOp.MAX, group=group, async_op=True), self._collective
+        )
+        pending.block()
+        pending.finish()
+        self._group.finished(pending)
+        if self._group.purpose:  # nobody else ends its iterations
+            self._group.end_iteration()
+        spread = highest[:count] + highest[count:-1]  # the highest and the lowest number that a rank has
+        return not (bool(highest[-1]) or bool((spread > 0).any()))
 
     @property
     def _collective(self) -> Collective:
@@ -286,7 +334,10 @@ class _Vote:
         return bytes(self._store.compare_set("outcome", "", outcome)).decode()
 
 
-def units_holdings(units: Iterable[FSDPParamGroup], optimizers: Sequence[torch.optim.Optimizer]) -> Holdings:
-    """Describe the sharded parameters of ``fully_shard``'s units, which are sharded now."""
-    named: list[tuple[str, nn.Parameter]] = [(p.fqn, own) for u in units for p in u.fsdp_params for own in p.owned]
+def units_holdings(
+    module: nn.Module, units: Iterable[FSDPParamGroup], optimizers: Sequence[torch.optim.Optimizer]
+) -> Holdings:
+    """Describe the sharded parameters of ``fully_shard``'s units in ``module``, which are sharded now."""
+    name_of = names_from(module)
+    named = [(name_of(p.info, p.fqn), own) for u in units for p in u.fsdp_params for own in p.owned]
     return holdings(named, optimizers)

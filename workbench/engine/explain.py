@@ -15,7 +15,6 @@ from workbench.engine.full_param import FullParam, full_of_version
 from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import FSDPParamGroup, units
 from workbench.engine.refusal import is_sharded, used_after_reshard
-from workbench.events import unit_words
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _STALE = re.compile(r"modified by an inplace operation.*expected version (\d+) instead", re.DOTALL)
@@ -58,9 +57,9 @@ def _of_stale(version: int) -> str:
     if full is None or unit is None:
         return ""
     return (
-        f"backward needs the full parameter {full.fqn!r}, but unit {unit_words(unit.name)!r} was resharded since the "
-        "forward that used it, and no output of the unit leads to this backward. Compute the loss from what the module "
-        "returns (a tensor kept on self does not count), or keep the parameters until the last backward: "
+        f"backward needs the full parameter {unit.in_model(full.fqn)!r}, but unit {unit.title!r} was resharded since "
+        "the forward that used it, and no output of the unit leads to this backward. Compute the loss from what the "
+        "module returns (a tensor kept on self does not count), or keep the parameters until the last backward: "
         "reshard_after_forward=False, and before the first of several backwards through the same graph "
         "set_reshard_after_backward(False)"
     )
@@ -78,10 +77,10 @@ def _of_view(traceback: TracebackType | None) -> str:
         unit = None if full.is_open else _unit_of(full)
         if unit is not None:
             return (
-                f"the loss is computed from a view of the full parameter {full.fqn!r}, such as its transpose, that was "
-                f"made before unit {unit_words(unit.name)!r} was resharded: its values may be out of date. Make the "
-                "view again in each forward and use it there (not one kept on self), or keep the parameters until the "
-                "last backward: reshard_after_forward=False"
+                f"the loss is computed from a view of the full parameter {unit.in_model(full.fqn)!r}, such as its "
+                f"transpose, that was made before unit {unit.title!r} was resharded: its values may be out of date. "
+                "Make the view again in each forward and use it there (not one kept on self), or keep the parameters "
+                "until the last backward: reshard_after_forward=False"
             )
     return ""
 
@@ -94,7 +93,7 @@ def _of_kept(traceback: TracebackType | None) -> str:
             full = fulls.get(id(value))
             unit = None if full is None or full.is_open else _unit_of(full)
             if full is not None and unit is not None:
-                return used_after_reshard(full.fqn, unit_words(unit.name))
+                return used_after_reshard(unit.in_model(full.fqn), unit.title)
     return ""
 
 
@@ -137,15 +136,15 @@ def _of_mixed(traceback: TracebackType | None) -> str:
         found = list(_params_read_in(frame))
         if found:
             unit, param, owner = found[0]
-            others = f" (likewise {', '.join(p.fqn for _, p, _ in found[1:])})" if len(found) > 1 else ""
+            others = f" (likewise {', '.join(u.in_model(p.fqn) for u, p, _ in found[1:])})" if len(found) > 1 else ""
             if any(_is_forward_around(param, each) for each in frames):
                 return (
-                    f"parameter {param.fqn!r}{others} was resharded within the forward of its unit "
-                    f"{unit_words(unit.name)!r}, by a backward or a reshard() in there; do that after the forward"
+                    f"parameter {unit.in_model(param.fqn)!r}{others} was resharded within the forward of its unit "
+                    f"{unit.title!r}, by a backward or a reshard() in there; do that after the forward"
                 )
             inner = f", not the {type(owner).__name__} in it" if "." in param.info.path else ""
-            call = f"the module of unit {unit_words(unit.name)!r}, on which fully_shard was called{inner}"
-            return is_sharded(param.fqn, call, f"between its unshard() and reshard(){others}")
+            call = f"the module of unit {unit.title!r}, on which fully_shard was called{inner}"
+            return is_sharded(unit.in_model(param.fqn), call, f"between its unshard() and reshard(){others}")
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import cast
@@ -60,6 +61,8 @@ class FSDPParamGroup:
     Attributes:
         index: number of the unit in this process, never reused; equal on all ranks that make the same calls.
         name: path of its module from the root.
+        above: path of that root in the model that people know, if it is only a part of it; what ranks compare is
+            without it.
         fsdp_params: its parameters, in the order of the flat shard.
         params_as_defined: the same, in the order of their definition.
         shards: this rank's slots, what ``sharded_param`` s are views of.
@@ -95,6 +98,7 @@ class FSDPParamGroup:
         self.index = next(_indices)
         units[self.index] = self
         self.name = ""
+        self.above = ""
         self.root_index = -1
         self.mesh_info = mesh_info
         self.device = mesh_info.device
@@ -276,6 +280,25 @@ class FSDPParamGroup:
         self.name = name
         self._unit = self._reducer.unit = UnitId(self.index, name)
 
+    def set_above(self, above: str) -> None:
+        """Be described from now on as a part of a model in which the root is at the path ``above``.
+
+        A rank may know of a module around the root that others have not: :attr:`name` and the names of parameters,
+        which ranks compare, stay as they are.
+        """
+        if above != self.above:
+            self.above = above
+            self.announce()
+
+    def in_model(self, name: str) -> str:
+        """Return the name from the model, :attr:`above` included, of what is called ``name`` from the root."""
+        return ".".join(part for part in (self.above, name) if part)
+
+    @property
+    def title(self) -> str:
+        """What people call the unit."""
+        return unit_words(self.in_model(self.name))
+
     def use_comm(self, pair: CommPair) -> None:
         """Communicate with ``pair`` from now on."""
         self.comm, self.needs_comm = pair, False
@@ -328,7 +351,7 @@ class FSDPParamGroup:
         """
         if self.comm is not None and self.comm.name == CUSTOM:
             raise ValueError(
-                f"unit {unit_words(self.name)!r} communicates with a custom "
+                f"unit {self.title!r} communicates with a custom "
                 f"{type(self.comm.gather).__name__} and {type(self.comm.reduce).__name__}, which allocate by "
                 "themselves: set_allocate_memory_from_process_group_for_comm does not go with set_custom_all_gather or "
                 "set_custom_reduce_scatter"
@@ -380,7 +403,7 @@ class FSDPParamGroup:
     def _check_not_retired(self) -> None:
         if self._retired:
             raise RuntimeError(
-                f"unit {unit_words(self.name)!r} was undone, or sharded in another way, since; a backward through a "
+                f"unit {self.title!r} was undone, or sharded in another way, since; a backward through a "
                 "forward from before that cannot run: run the forward again"
             )
 
@@ -680,10 +703,25 @@ class FSDPParamGroup:
     def announce(self) -> None:
         """Tell the probe what this unit is now."""
         if probe.active is not None:
-            probe.active.unit(self.describe())
+            probe.active.unit(self.describe_in_model())
+
+    def describe_in_model(self) -> events.Unit:
+        """Return the probe's description: all names as :meth:`in_model` has them."""
+        known = self.describe()
+        if not self.above:
+            return known
+        params = tuple(
+            replace(
+                param,
+                fqn=self.in_model(param.fqn),
+                parts=tuple(replace(part, fqn=self.in_model(part.fqn)) for part in param.parts),
+            )
+            for param in known.params
+        )
+        return replace(known, name=self.in_model(known.name), params=params)
 
     def describe(self) -> events.Unit:
-        """Return the probe's description."""
+        """Return the same with names from the root, as ranks compare it."""
         return events.Unit(
             index=self.index,
             name=self.name,
@@ -710,6 +748,6 @@ def _before_grad(unit_ref: weakref.ref[FSDPParamGroup], full_ref: weakref.ref[Fu
     """
     unit, full = unit_ref(), full_ref()  # weak: the parameter that has this hook belongs to the unit
     if unit is not None and full is not None and not full.is_open and not grad.dim() and full.data.dim():
-        raise RuntimeError(used_after_reshard(full.fqn, unit_words(unit.name)))
+        raise RuntimeError(used_after_reshard(unit.in_model(full.fqn), unit.title))
     if unit is not None and unit.training_state is TrainingState.IDLE and unit.on_inner_grad is not None:
         unit.on_inner_grad(unit)

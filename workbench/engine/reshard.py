@@ -18,7 +18,6 @@ from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitP
 from workbench.engine.replacement import Replacement, ShardCall
 from workbench.engine.state import FSDPState, roots, state_of, states_below, units_of
 from workbench.engine.undo import NewParams, check_undoable, optimizers_in
-from workbench.events import unit_words
 
 
 class Keep:
@@ -103,7 +102,7 @@ def reshard_module(
         for unit in units:
             unit.reshard()
             unit.adopt_registered()
-        return units_holdings(units, held)
+        return units_holdings(module, units, held)
 
     ranks = Agreement("reshard_module", units)
     ranks.check(holds)
@@ -207,7 +206,7 @@ class Change:
                 raise ValueError(f"the model lies on ranks {present}; a mesh of ranks {wanted} must hold the same ones")
             if unit.sync.hook_stream is not None and self.mesh.ndim > 1:
                 raise ValueError(
-                    f"unit {unit_words(unit.name)!r} has an all-reduce hook with a stream, which replicas do not "
+                    f"unit {unit.title!r} has an all-reduce hook with a stream, which replicas do not "
                     "allow; call set_all_reduce_hook without one first"
                 )
         return mesh_info(self.mesh)

@@ -20,8 +20,10 @@ class EngineSource:
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return what this rank has of the parameters of a unit, by their names."""
         found = units.get(unit)
-        params = () if found is None else found.params_as_defined
-        return {name: tensors for param in params for name, tensors in param.tensors().items()}
+        if found is None:
+            return {}
+        own = (param.tensors() for param in found.params_as_defined)
+        return {found.in_model(name): tensors for each in own for name, tensors in each.items()}
 
 
 SOURCE = EngineSource()

@@ -546,6 +546,21 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return state
 
 
+def roots_below(module: nn.Module) -> list[tuple[str, FSDPState]]:
+    """Return the ``fully_shard`` calls in ``module``'s tree that no other one in it is around, with their paths.
+
+    That is the one on ``module`` itself, at ``""``, or what the models in it were sharded by, each for itself.
+    """
+    found: dict[FSDPState, str] = {}
+    inner: set[nn.Module] = set()
+    for path, each in module.named_modules():  # parents first
+        state = state_of(each)
+        if state is not None and each not in inner:
+            found.setdefault(state, tree.clean(path))
+            inner.update(each.modules())
+    return [(path, state) for state, path in found.items()]
+
+
 def states_below(module: nn.Module) -> list[FSDPState]:
     """Return the state of every ``fully_shard`` call in ``module``'s tree, each once, parents first."""
     return list(_states_of(module.modules()))
@@ -731,7 +746,7 @@ def raised_in() -> int:
 
 def missed_grads() -> list[str]:
     """Return the names of the units of any model whose gradients no reduction has taken, outside of a backward."""
-    return [unit.name for root in tuple(roots) for unit in units_of(root._states) if unit.has_missed_grads]
+    return [u.in_model(u.name) for root in tuple(roots) for u in units_of(root._states) if u.has_missed_grads]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature

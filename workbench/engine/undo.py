@@ -60,7 +60,7 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
         for unit in units:
             unit.reshard()
             unit.adopt_registered()
-        return agreement.units_holdings(units, held)
+        return agreement.units_holdings(module, units, held)
 
     ranks = agreement.Agreement("unshard_module", units)
     ranks.check(holds)

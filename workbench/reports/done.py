@@ -149,13 +149,15 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Sh
     Args:
         header: of the trace.
         models: the variables that hold a model. Of several that hold a unit, the one with the most units names it. A
-            unit that none of them holds belongs to the model of its root.
+            unit that none of them holds belongs to the model of its root; roots that have a path in a model are taken
+            for parts of one.
     """
     holders = sorted(models, key=lambda model: -len(model.units))
     parts: dict[tuple[str, int], list[Unit]] = {}
     for unit in live_units(header):
         name = next((model.name for model in holders if unit.index in model.units), "")
-        parts.setdefault((name, -1 if name else unit.root), []).append(unit)
+        is_alone = not name and unit.root >= 0 and not header.units[unit.root].name
+        parts.setdefault((name, unit.root if is_alone else -1), []).append(unit)
     return tuple(
         ShardedModel(
             name=name,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import has_grad_hooks
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.state import state_of, states_below, units_of
+from workbench.engine.state import roots_below, state_of, states_below, units_of
 from workbench.engine.tree import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
 from workbench.protocol.commands import Sharded, Unmanaged
@@ -59,14 +59,31 @@ def unmanaged(*, buffers: bool = True) -> Unmanaged:
 
     Example: ``"model.scale"``: what ``model.get_parameter("scale")`` returns.
     """
-    models = {name: find_module(name) for name in module_names()}
-    sharded = outermost({name: model for name, model in models.items() if states_below(model)})
-    found = {name: unmanaged_in(model, buffers=buffers) for name, model in sharded.items()}
+    found = {name: unmanaged_in(model, buffers=buffers) for name, model in sharded_models().items()}
     return Unmanaged(
         params=tuple(f"{name}.{param}" for name, own in found.items() for param in own.params),
         hooks=tuple(f"{name}.{param}" for name, own in found.items() for param in own.hooks),
         buffers={f"{name}.{buffer}": crc32 for name, own in found.items() for buffer, crc32 in own.buffers.items()},
     )
+
+
+def sharded_models() -> dict[str, nn.Module]:
+    """Return the models among the variables in which something is sharded, but for those that are part of another."""
+    models = {name: find_module(name) for name in module_names()}
+    return outermost({name: model for name, model in models.items() if states_below(model)})
+
+
+def name_from_models() -> None:
+    """Let units and parameters be called as from the models among the variables, whatever their roots are.
+
+    Example: of a plain ``model`` whose ``encoder`` and ``decoder`` are sharded each for itself, the units are
+    ``encoder`` and ``decoder``, rather than two roots.
+    """
+    for model in sharded_models().values():
+        for path, root in roots_below(model):
+            is_one = len(root.modules) == 1  # a call on a list names its modules by their numbers
+            for unit in units_of({state: None for module in root.modules for state in states_below(module)}):
+                unit.set_above(path if is_one else "")
 
 
 def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

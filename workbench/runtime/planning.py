@@ -53,7 +53,7 @@ def _model(name: str, model: nn.Module) -> ModelInfo:
     return ModelInfo(
         name=name,
         class_name=sharding.class_name(model),
-        is_sharded=sharding.is_sharded(model),
+        is_sharded=bool(states_below(model)),
         num_params=len(sizes),
         num_elements=sum(size.numel for size in sizes),
         num_bytes=sum(size.numel * size.itemsize for size in sizes),

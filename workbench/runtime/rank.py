@@ -98,7 +98,7 @@ class RankRuntime:
             with self.gate.passing(), self.gate.interrupts.guarded():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
-                self.trainer.note_unmanaged()
+                self.trainer.note_models()
                 return result
         finally:
             self.doing = ""
@@ -246,7 +246,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
 
 
 def _look_after_cells() -> None:
-    """Have IPython, if this process runs it, note after each cell what of the models the engine does not manage."""
+    """Have IPython, if this process runs it, note after each cell what units are called, and what none manages."""
     get_ipython = user_namespace().get("get_ipython")
     if get_ipython is not None:
         get_ipython().events.register("post_run_cell", _after_cell)  # once, also if the process was a rank before
@@ -255,7 +255,7 @@ def _look_after_cells() -> None:
 def _after_cell(_: object) -> None:
     if _runtime is not None:
         with suppress(RuntimeError):  # after an error of its device nothing can be read there
-            _runtime.trainer.note_unmanaged()
+            _runtime.trainer.note_models()
 
 
 def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data

@@ -27,10 +27,11 @@ from workbench.engine import (
     unshard_module,
 )
 from workbench.engine.classic import FullyShardedDataParallel
+from workbench.engine.classic.state import WrapperState, wrapper_states_below
 from workbench.engine.classic.undo import unwrap
 from workbench.engine.mesh import _get_post_forward_mesh_info, mesh_info
 from workbench.engine.signature import check_same_lines
-from workbench.engine.state import FSDPState, state_of, states_below, units_of
+from workbench.engine.state import FSDPState, roots_below, state_of, states_below, units_of
 from workbench.engine.tree import clean
 from workbench.engine.undo import remap_optimizer
 from workbench.errors import UsageError
@@ -52,7 +53,7 @@ from workbench.protocol.policy import (
 from workbench.runtime import wrapping
 from workbench.runtime.describe import describe, describe_units, sizes_of, unit_infos
 from workbench.runtime.doing import Rank, does
-from workbench.runtime.namespace import find_module, lookup, module_names, optimizers_of, rebind
+from workbench.runtime.namespace import exchange, find_module, lookup, module_names, optimizers_of, rebind
 from workbench.runtime.prefetch import set_prefetch
 
 T = TypeVar("T")
@@ -137,6 +138,12 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
             f"{command.model!r} is sharded already; change how: %fsdp reshard {command.model}, or undo it first: "
             f"%fsdp unshard {command.model}"
         )
+    ran = [path for path, state in roots_below(model) if state._is_root]
+    if ran:
+        raise UsageError(
+            f"{', '.join(ran)} of {command.model!r} {'are' if len(ran) > 1 else 'is'} sharded already, and ran without "
+            f"the rest; undo that first: %fsdp unshard {command.model}"
+        )
     inner = _modules_to_wrap(model, command.wrap)
     ignored = _ignored(model, command.ignore)
     _check_fits(command, world_size)
@@ -202,6 +209,7 @@ def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module], FSDPStat
             _check_fits(command, unit.mesh_info.shard_mesh_size)
         return find_module(whole), [], only
     model = find_sharded(command.model)
+    _check_is_one(command.model, model)
     inner = _modules_to_wrap(model, command.wrap) if command.wrap else []
     if is_anew(command, model):
         wanted = anew(command, model)
@@ -262,6 +270,7 @@ def unshard(command: Unshard, rank: Rank) -> Unsharded:
         UsageError: no such model, or not sharded.
     """
     model = find_sharded(command.model)
+    check_one_api(command.model, model)
     optimizers, num_params = optimizers_of(model), sum(size.is_managed for size in sizes_of(model))
     _undo(command.model, model, optimizers)
     return Unsharded(model=command.model, num_params=num_params, optimizers=len(optimizers))
@@ -269,9 +278,11 @@ def unshard(command: Unshard, rank: Rank) -> Unsharded:
 
 def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
     """Make a sharded model a plain module again, and return it."""
-    if isinstance(model, FullyShardedDataParallel):
+    if api_of(model) == CLASSIC:
+        wrapped = [(state.wrapper, state.wrapped) for state in wrapper_states_below(model)]
         plain, _ = unwrap(model, optimizers)
         rebind(name, plain)
+        exchange(wrapped)
     else:
         plain = model
         unshard_module(model, optimizers)
@@ -281,7 +292,11 @@ def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimize
 
 def api_of(model: nn.Module) -> Api:
     """Return what a sharded model is sharded with, as ``--api`` has it."""
-    return CLASSIC if isinstance(model, FullyShardedDataParallel) else FULLY_SHARD
+    return _api(roots_below(model)[0][1])
+
+
+def _api(root: FSDPState) -> Api:
+    return CLASSIC if isinstance(root, WrapperState) else FULLY_SHARD
 
 
 def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module]) -> Sharded:
@@ -397,20 +412,41 @@ def anew(command: Reshard, model: nn.Module) -> Shard:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether either API sharded a model."""
+    """Return whether either API sharded a model as one."""
     return isinstance(model, (FSDPModule, FullyShardedDataParallel))
 
 
 def find_sharded(name: str) -> nn.Module:
-    """Return the sharded model that ``name`` stands for.
+    """Return the model that ``name`` stands for, which is sharded as one, or in parts, each for itself.
 
     Raises:
-        UsageError: there is none, or it is not sharded.
+        UsageError: there is none, or nothing in it is sharded.
     """
     model = find_module(name)
-    if not is_sharded(model):
+    if not states_below(model):
         raise UsageError(f"{name!r} is not sharded; shard it first: %fsdp shard {name}")
     return model
+
+
+def _check_is_one(name: str, model: nn.Module) -> None:
+    """Raise UsageError if a model is sharded in parts."""
+    if not is_sharded(model):
+        paths = [path for path, _ in roots_below(model)]
+        raise UsageError(
+            f"{name!r} is not sharded as one, but each of {', '.join(paths)} for itself, with a policy of its own; "
+            f"reshard one of them: %fsdp reshard {name}.{paths[0]}"
+        )
+
+
+def check_one_api(name: str, model: nn.Module) -> None:
+    """Raise UsageError if parts of a model are sharded by different APIs."""
+    by_api = {_api(state): path for path, state in roots_below(model)}
+    if len(by_api) > 1:
+        raise UsageError(
+            f"{name!r} is sharded with fully_shard in {by_api[FULLY_SHARD]!r} and with the classic wrapper in "
+            f"{by_api[CLASSIC]!r}; this goes with one of them for all: %fsdp reshard {name}.{by_api[CLASSIC]} --api "
+            "fully_shard"
+        )
 
 
 def _check_fits(command: Shard | Reshard, shard_size: int, world_size: int | None = None) -> None:
@@ -433,9 +469,9 @@ def _policy(command: Shard | Reshard) -> dict[str, Any]:
 
 
 def policy_of(model: nn.Module) -> ModelPolicy | None:
-    """Return how ``model`` is sharded; None: it is not."""
-    root = state_of(model)
-    if root is None:
+    """Return how ``model`` is sharded, as one or in parts; None: nothing of it is."""
+    roots = [root for _, root in roots_below(model)]
+    if not roots:
         return None
     states = states_below(model)
     units = [unit.describe() for unit in units_of(states)]
@@ -451,10 +487,10 @@ def policy_of(model: nn.Module) -> ModelPolicy | None:
         api=api,
         strategy=wrapping.strategy_of(model) if api == CLASSIC else like,
         orig_params=wrapping.has_originals(model),
-        wrap=tuple(sorted({class_name(m) for state in states for m in state.modules if m is not model})),
+        wrap=tuple(sorted({class_name(m) for state in states for m in state.modules if state not in roots})),
         mesh=mesh,
         reshard_after_forward=after,
-        mp=_shared({_precision_words(_cast_at_root(root, state)) for state in states}, ""),
+        mp=_shared({_precision_words(_cast_at_root(roots[0], state)) for state in states}, ""),
         offload=_shared(offload, None),
         prefetch=_prefetch.get(model, 0),
     )

@@ -25,7 +25,7 @@ from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category, Edge
 from workbench.protocol.commands import Step, Stepped
-from workbench.runtime.describe import unmanaged
+from workbench.runtime.describe import name_from_models, unmanaged
 from workbench.runtime.namespace import lookup
 from workbench.runtime.recorder import Recorder
 
@@ -73,6 +73,7 @@ class Trainer:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._running = False
+        self._named_at = -1  # version of the header when units got their names
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
         self.optimizer_steps = 0
         self.not_finite_since: int | None = None
@@ -96,7 +97,7 @@ class Trainer:
         losses, seconds = [], []
         unreduced: dict[str, None] = {}
         first_step = self._recorder.next_step
-        self.note_unmanaged()
+        self.note_models()
         self._running = True
         try:
             for _ in range(command.count):
@@ -150,12 +151,16 @@ class Trainer:
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of :meth:`run`; evaluation is not a step."""
         if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
+            if self._recorder.header_version != self._named_at:  # a root became known just now, or a unit anew
+                name_from_models()
+                self._named_at = self._recorder.header_version
             found = unmanaged(buffers=False)
             self._recorder.note_unmanaged(found.params, found.hooks)
             self._recorder.begin_step()
 
-    def note_unmanaged(self) -> None:
-        """Put into the trace's header what of the sharded models the engine does not manage."""
+    def note_models(self) -> None:
+        """Put into the trace's header what units are called, and what of their models the engine does not manage."""
+        name_from_models()
         found = unmanaged()
         self._recorder.note_unmanaged(found.params, found.hooks)
         self._recorder.note_buffers(found.buffers)

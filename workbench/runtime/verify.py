@@ -24,14 +24,15 @@ from workbench.engine._torch import local_of
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic import undo as classic_undo
 from workbench.engine.full_param import local_tensor
-from workbench.engine.state import states_below, units_of
+from workbench.engine.state import roots_below, states_below, units_of
 from workbench.engine.tree import clean
 from workbench.engine.undo import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.protocol.commands import Verified, Verify
+from workbench.protocol.policy import CLASSIC
 from workbench.runtime import sharding
-from workbench.runtime.describe import outermost, sizes_of, unit_infos, unmanaged_in
-from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
+from workbench.runtime.describe import sharded_models, sizes_of, unit_infos, unmanaged_in
+from workbench.runtime.namespace import optimizers_of, user_namespace
 from workbench.runtime.reference import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.training import find_step_function, loss_of
 
@@ -74,24 +75,25 @@ def verify(command: Verify) -> Verified:
 
 
 def _find_sharded(name: str) -> nn.Module:
-    if name:
-        return sharding.find_sharded(name)
-    names = list(outermost({n: find_module(n) for n in module_names() if sharding.is_sharded(find_module(n))}))
+    names = [name] if name else list(sharded_models())
     if len(names) != 1:
         raise UsageError(
             f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
             if names
             else "no model is sharded; shard one first: %fsdp shard MODEL"
         )
-    return find_module(names[0])
+    model = sharding.find_sharded(names[0])
+    sharding.check_one_api(names[0], model)
+    return model
 
 
 def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[nn.Module, dict[int, Any]]:
     """Return a plain copy of ``model``, and the copies of it and its optimizers by the id of the original."""
     memo: dict[int, Any] = {}
-    if isinstance(model, FullyShardedDataParallel):
+    if sharding.api_of(model) == CLASSIC:
         reference, copied = classic_undo.plain_copy(model, memo, optimizers)
-        _take_calls_of_a_wrapper(reference)
+        for _, root in roots_below(model):
+            _take_calls_of_a_wrapper(memo[id(root.modules[0])])
     else:
         reference = plain_copy(model, memo, optimizers)
         _take_setters(model, memo)
@@ -103,7 +105,8 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
     for name, plain in reference.named_parameters():
         if name in meshes and plain.requires_grad:
             plain.register_post_accumulate_grad_hook(functools.partial(_average, meshes[name]))
-    return reference, {id(model): reference, **copies}
+    modules = {id(module): memo[id(module)] for module in model.modules() if id(module) in memo}
+    return reference, {**modules, id(model): reference, **copies}
 
 
 def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
@@ -160,10 +163,10 @@ def _gathered(async_op: bool = False) -> UnshardHandle | None:
 
 def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole parameters and their names without wrappers; collective."""
-    if not isinstance(model, FullyShardedDataParallel):
+    if sharding.api_of(model) != CLASSIC:
         yield from ((name, full_tensor(param)) for name, param in model.named_parameters())
         return
-    with model.summon_full_params(model, writeback=False):
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         yield from ((clean(name), full_tensor(param)) for name, param in model.named_parameters())
 
 

@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
 from tests.pairwise import pairs_and_rest, quick, rows_of
-from workbench.engine import MixedPrecisionPolicy
+from workbench.engine import MixedPrecisionPolicy, order
 
 
 def both(*args, **options):
@@ -272,6 +273,25 @@ def clips():
 
 def test_gradients_are_clipped_as_torchs_are():
     run_ranks(2, clips)
+
+
+def asks_while_clipping(use_orig: bool) -> list[int]:
+    """Return how often each clipping asks the store, until the first iteration, which began without, is forgotten."""
+    model = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig)
+    found = []
+    for step in range(order.REMEMBERED + 4):
+        loss_of(model, batch(dist.get_rank(), step)).backward()
+        with mock.patch.object(order.Board, "_add", autospec=True, side_effect=order.Board._add) as add:
+            model.clip_grad_norm_(0.05)
+        found.append(add.call_count)
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("use_orig", [False, True])
+def test_what_is_clipped_every_step_is_known_to_be_alike_without_the_store(use_orig):
+    for found in run_ranks(2, asks_while_clipping, use_orig):
+        assert found[-2:] == [0, 0]
 
 
 def skips_a_batch(model, to_none, between):

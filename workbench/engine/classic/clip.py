@@ -43,7 +43,7 @@ def clip_grad_norm(
     """
     # in the same order on all ranks, whether or not there are gradients
     by_mesh: dict[FSDPMeshInfo, dict[TPGroups, list[torch.Tensor]]] = {}
-    for flat in flats.values():
+    for flat in dict.fromkeys(flats.values()):
         by_mesh.setdefault(flat.mesh_info, {}).update({part.tp_groups: [] for part in flat.parts})
     others: list[torch.Tensor] = []
     for param in params:

@@ -423,6 +423,14 @@ class FlatParam(FSDPParam):
         begin = self.mesh_info.shard_mesh_rank * self.slot_numel
         return begin, begin + self.slot_numel
 
+    @property
+    def is_here(self) -> list[bool]:
+        """Whether this rank has elements of each that :attr:`owned` names, or all there are of it."""
+        if not self.use_orig_params:
+            return [True]
+        pieces = zip(self.parts, self._pieces, strict=True)
+        return [bool(piece.numel()) or (self.is_whole and part.tp_spec is None) for part, piece in pieces]
+
     def pieces_of(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """Return what lies of each part in a slot ``[c]`` of this rank, as views ``[k]``, or of their shapes."""
         if self.is_whole:
@@ -491,14 +499,21 @@ class FlatParam(FSDPParam):
         return self.owned
 
     @property
+    def is_on_modules(self) -> bool:
+        """True if the parameters on the modules are the objects known here, wherever their data is."""
+        if not self.use_orig_params:
+            return parameter_of(self.info.module, FLAT_PARAM) is self.sharded_param
+        return all(parameter_of(part.info.module, part.info.name) is part.held for part in self.parts)
+
+    @property
     def is_registered(self) -> bool:
         """True if the parameters on the modules are those known here, and in this rank's slot."""
+        if not self.is_on_modules:
+            return False
         if not self.use_orig_params:
-            param = parameter_of(self.info.module, FLAT_PARAM)
-            return param is self.sharded_param and is_same_memory(param, self._slot)
+            return is_same_memory(self.sharded_param, self._slot)
         return all(
-            parameter_of(part.info.module, part.info.name) is part.held
-            and part.held.dtype == self.orig_dtype
+            part.held.dtype == self.orig_dtype
             and (part.held.shape == piece.shape and (not piece.numel() or is_same_memory(part.held, piece)))
             for part, piece in zip(self.parts, self._pieces, strict=True)
         )

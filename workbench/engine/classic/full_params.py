@@ -84,7 +84,7 @@ def summon_full_params(
     else:
         own = state_of(module)
         states = [own] if isinstance(own, WrapperState) else []
-    check_alike(states, "summon_full_params", grads=with_grads)
+    check_alike(module, states, "summon_full_params", grads=with_grads)
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(

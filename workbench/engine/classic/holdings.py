@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import is_of_old_shards
-from workbench.engine.agreement import Agreement, Holdings
+from workbench.engine.agreement import Agreement, Holdings, names_from
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.state import WrapperState, check_idle
+from workbench.engine.classic.state import WrapperState, check_idle, flat_of
+from workbench.engine.param import ParamModuleInfo
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.state import units_of
 
@@ -37,6 +40,7 @@ def sharded_flat(state: WrapperState) -> tuple[FSDPParamGroup, FlatParam] | None
 
 def flats_holdings(
     flats: Sequence[tuple[FSDPParamGroup, FlatParam]],
+    module: nn.Module,
     optimizers: Sequence[tuple[str, Mapping[Any, Mapping[str, Any]]]] = (),
     *,
     grads: bool = False,
@@ -46,15 +50,16 @@ def flats_holdings(
 
     Args:
         flats: sharded now.
+        module: holds them all; what they are called is from there.
         optimizers: name and state of each, by parameter.
         grads: gradients are gathered as well.
         held: what the one optimizer holds, if ranks are to agree on that too.
     """
-    found = Holdings()
+    found, name_of = Holdings(), names_from(module)
     if optimizers:
         found.states["the optimizers"] = ", ".join(name for name, _ in optimizers)
     for _, flat in flats:
-        for name, param, is_here in _owned(flat):
+        for name, param, is_here in _owned(flat, name_of):
             found.params[name] = _form(param)
             if grads:
                 had = "none" if param.grad is None else _form(param.grad)
@@ -68,13 +73,47 @@ def flats_holdings(
     return found
 
 
-def _owned(flat: FlatParam) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def check_same_grads(module: nn.Module, states: Sequence[WrapperState], what: str) -> None:
+    """Return once it is known that all ranks hold the same gradients of wrappers; collective, one small all-reduce.
+
+    Only where they do not are descriptions compared. Arguments and errors as of :func:`check_alike`.
+    """
+    flats = [(state, unit, flat_of(unit)) for state in states for unit in units_of([state])]
+
+    def codes() -> list[int | None]:
+        check_idle(states, what)
+        for state, unit, flat in flats:
+            if not state.is_summoned:
+                unit.reshard()
+                if not flat.is_on_modules:
+                    unit.adopt_registered()
+        return [code for state, _, flat in flats for code in _grad_codes(state, flat)]
+
+    if not Agreement(what, units_of(states)).is_same(codes, sum(len(flat.owned) for *_, flat in flats)):
+        check_alike(module, states, what, grads=True)
+
+
+def _grad_codes(state: WrapperState, flat: FlatParam) -> Iterator[int | None]:
+    """Yield a number for what this rank has of each gradient, as :func:`flats_holdings` describes it."""
+    for param, is_here in zip(flat.owned, flat.is_here, strict=True):
+        if state.is_summoned or not is_here:
+            yield None
+        else:
+            yield 0 if param.grad is None else _number_of(param.dtype, param.grad.dtype)
+
+
+@cache
+def _number_of(*dtypes: torch.dtype) -> int:
+    return 1 + crc32(" ".join(map(str, dtypes)).encode())
+
+
+def _owned(flat: FlatParam, name_of: Callable[[ParamModuleInfo, str], str]) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Yield name and object of what an optimizer is given, and whether this rank has elements of it."""
     if not flat.use_orig_params:
-        yield flat.fqn, flat.sharded_param, True
+        yield name_of(flat.info, flat.fqn), flat.sharded_param, True
         return
-    for part, piece in zip(flat.parts, flat.pieces_of(flat.slot), strict=True):
-        yield part.fqn, part.held, bool(piece.numel()) or (flat.owns_wholes and part.tp_spec is None)
+    for part, is_here in zip(flat.parts, flat.is_here, strict=True):
+        yield name_of(part.info, part.fqn), part.held, is_here
 
 
 def _form(value: object) -> str:
@@ -89,11 +128,12 @@ def _form(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{f' number {value.item()!r}' if value.ndim == 0 else ''}"
 
 
-def check_alike(states: Sequence[WrapperState], what: str, *, grads: bool = False) -> None:
+def check_alike(module: nn.Module, states: Sequence[WrapperState], what: str, *, grads: bool = False) -> None:
     """Return once it is known that the ranks can gather what wrappers hold; collective.
 
     Args:
-        states: of the wrappers.
+        module: holds the wrappers.
+        states: theirs.
         what: name of the operation, for messages.
         grads: gradients are gathered as well.
 
@@ -104,7 +144,7 @@ def check_alike(states: Sequence[WrapperState], what: str, *, grads: bool = Fals
 
     def holds() -> Holdings:
         check_idle(states, what)
-        return flats_holdings(sharded_flats(states), grads=grads)
+        return flats_holdings(sharded_flats(states), module, grads=grads)
 
     Agreement(what, units_of(states)).check(holds)
 

@@ -342,7 +342,7 @@ def _by_names(
         is_named = not set(named.registered.values()).isdisjoint(used)
         keys.update(named.keys(model, optim, is_named=is_named))
         states.update({param: given["state"][key] for param, key in keys.items() if key in given["state"]})
-        return flats_holdings(named.units, [(type(optim).__name__, states)], held=keys)
+        return flats_holdings(named.units, model, [(type(optim).__name__, states)], held=keys)
 
     Agreement("optim_state_dict", (unit for unit, _ in named.units)).check(holds)
     found: dict[Key, Any] = {}

@@ -181,7 +181,8 @@ def _agreed(
 
     def holds() -> Holdings:
         check_undoable(module, states, what, WrapperState)
-        return flats_holdings(sharded_flats(wrappers), [(type(o).__name__, o.state) for o in optimizers], grads=True)
+        held = [(type(o).__name__, o.state) for o in optimizers]
+        return flats_holdings(sharded_flats(wrappers), module, held, grads=True)
 
     ranks = Agreement(what, units_of(states))
     ranks.check(holds)

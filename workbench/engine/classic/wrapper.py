@@ -31,7 +31,7 @@ from workbench.engine.classic.checkpoints import Checkpoints
 from workbench.engine.classic.clip import clip_grad_norm
 from workbench.engine.classic.flat_param import FlatParam
 from workbench.engine.classic.full_params import summon_full_params
-from workbench.engine.classic.holdings import check_alike, sharded_flats
+from workbench.engine.classic.holdings import check_alike, check_same_grads, sharded_flats
 from workbench.engine.classic.ignored import Ignored
 from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
 from workbench.engine.classic.optim_state import OptimStateDicts
@@ -384,7 +384,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         kept = state.was_kept = is_kept(state)
         is_outermost = destination is None and not state.is_summoned
         if is_outermost and state.settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
-            check_alike(wrapper_states_below(self), "state_dict")
+            check_alike(self, wrapper_states_below(self), "state_dict")
         with nullcontext() if state.is_summoned else shown(state):
             made = super().state_dict(
                 destination=destination if kept else OrderedDict(), prefix=prefix, keep_vars=keep_vars
@@ -480,7 +480,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             RanksDisagreeError: only some ranks hold a gradient. No gradient is scaled then.
         """
         self._check_root("clip_grad_norm_")
-        check_alike(wrapper_states_below(self), "clip_grad_norm_", grads=True)
+        check_same_grads(self, wrapper_states_below(self), "clip_grad_norm_")
         units = units_of(self._state._states)
         flats = {param: flat for flat in map(flat_of, units) for param in flat.owned}
         device = self._state._comm_ctx.device
