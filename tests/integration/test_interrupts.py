@@ -19,8 +19,8 @@ from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.events import BESIDE
 from workbench.replay.spans import chosen, of_kind
-from workbench.session import standing
-from workbench.widgets.moments import describe
+from workbench.session import stall_notice
+from workbench.widgets.state_at import describe
 
 pytestmark = pytest.mark.cluster
 
@@ -90,8 +90,8 @@ def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(living):
 
 
 def test_a_cell_that_hangs_says_who_waits_and_where(living, monkeypatch):
-    monkeypatch.setattr(standing, "QUIET_S", 0.1)
-    monkeypatch.setattr(standing, "AGAIN_S", 0.1)
+    monkeypatch.setattr(stall_notice, "QUIET_S", 0.1)
+    monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
     expected = r"rank 1 has run for \d+ s, in dist.barrier\(\) at line 3 of the cell; rank 0 has ended"
     told = []
 

@@ -15,11 +15,11 @@ from workbench.engine import classic
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
-from workbench.reports.done import sharded_models
-from workbench.runtime import planning
+from workbench.reports.results import sharded_models
 from workbench.runtime import rank as rank_module
+from workbench.runtime import shard_planning
 from workbench.runtime.inspection import inspect
-from workbench.trace.rules import check
+from workbench.trace.invariants import check
 
 CPU = torch.device("cpu")
 APIS = ("classic", "fully_shard")
@@ -87,8 +87,8 @@ def commanded(api):
     trace = trace_here()
     out["names"] = [(unit.name, [p.fqn for p in unit.params]) for unit in trace.header.units]
     out["rules"] = check(trace)
-    out["status"] = [str(model) for model in sharded_models(trace.header, planning.models())]
-    out["model"] = planning.models()
+    out["status"] = [str(model) for model in sharded_models(trace.header, shard_planning.models())]
+    out["model"] = shard_planning.models()
     out["verify"] = [execute(Verify()), execute(Verify(model="model"))]
     recorder = rank_module._this_rank().recorder
     out["inspect"] = inspect("encoder.0.weight", recorder).unit, inspect("model.decoder.0.weight", recorder).unit

@@ -259,4 +259,4 @@ def test_no_other_place_writes_a_share():
         for line in path.read_text("utf-8").splitlines()
         if apart.search(line) and "{part:" not in line
     }
-    assert found.keys() <= {"workbench/runtime/verify.py", "workbench/reports/by_rank.py"}  # on a rank; not ours
+    assert found.keys() <= {"workbench/runtime/verify.py", "workbench/reports/per_rank_tabs.py"}  # on a rank; not ours

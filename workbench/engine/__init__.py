@@ -20,13 +20,13 @@ Follow one all-gather from hook to wire: ``state.py`` (hooks) -> ``param_group.p
 from workbench.engine.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from workbench.engine.comm import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
-from workbench.engine.groups import rebuild_all as rebuild_groups
+from workbench.engine.fsdp_module import FSDPModule, UnshardHandle
 from workbench.engine.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from workbench.engine.module import FSDPModule, UnshardHandle
-from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from workbench.engine.process_groups import rebuild_all as rebuild_groups
 from workbench.engine.reshard import reshard_module, reshard_unit
-from workbench.engine.undo import unshard_module
+from workbench.engine.shard_placement import ShardPlacementResult
+from workbench.engine.unsharding import unshard_module
 
 __all__ = [
     "AllGather",

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import set_parameter
 from workbench.engine.backends.base import Grads
 from workbench.engine.full_param import FullParam, FullView
-from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.shard_layout import ShardLayout
 from workbench.events import Param, ParamTensors
 
 

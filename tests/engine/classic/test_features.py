@@ -27,7 +27,7 @@ from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
 from tests.pairwise import pairs_and_rest, quick, rows_of
-from workbench.engine import MixedPrecisionPolicy, order
+from workbench.engine import MixedPrecisionPolicy, collective_order
 
 
 def both(*args, **options):
@@ -279,9 +279,11 @@ def asks_while_clipping(use_orig: bool) -> list[int]:
     """Return how often each clipping asks the store, until the first iteration, which began without, is forgotten."""
     model = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig)
     found = []
-    for step in range(order.REMEMBERED + 4):
+    for step in range(collective_order.REMEMBERED + 4):
         loss_of(model, batch(dist.get_rank(), step)).backward()
-        with mock.patch.object(order.Board, "_add", autospec=True, side_effect=order.Board._add) as add:
+        with mock.patch.object(
+            collective_order.Board, "_add", autospec=True, side_effect=collective_order.Board._add
+        ) as add:
             model.clip_grad_norm_(0.05)
         found.append(add.call_count)
         model.zero_grad()

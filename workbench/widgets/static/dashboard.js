@@ -1,6 +1,6 @@
 // The live dashboard in the browser. It asks the kernel for what is new, keeps it, and draws it; what it shows under the
 // cursor, and of a view that holds still, it asks for as well. Python joins this module and those that it imports to one:
-// see workbench/widgets/modules.py. What goes over the wire: workbench/widgets/messages.py.
+// see workbench/widgets/js_bundle.py. What goes over the wire: workbench/widgets/dashboard_messages.py.
 
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
 import { enable, keepBareKeys, make, onPress, refill, swatch, write } from "./dom.js";
