@@ -99,7 +99,7 @@ def check_stops() -> None:
     from workbench.events import Edge, Kind
     from workbench.magics.shell import EVENTS
     from workbench.protocol.breakpoints import parse_event, split_event
-    from workbench.reports.places import event_words
+    from workbench.reports.stop_positions import event_words
 
     assert parse_event("all-to-all.end:blocks.0", ["blocks.0"]) == ("all_to_all.end", "blocks.0")
     assert split_event("all_to_all.end") == (Kind.ALL_TO_ALL, Edge.END)
@@ -112,9 +112,9 @@ def check_pictures(trace) -> None:
     """The views and the live timeline."""
     from workbench.events import Kind
     from workbench.views import VIEWS, draw, theme
-    from workbench.widgets.moments import describe
-    from workbench.widgets.spans import RankSpans
-    from workbench.widgets.words import programs
+    from workbench.widgets.generate_js import programs
+    from workbench.widgets.live_spans import RankSpans
+    from workbench.widgets.state_at import describe
 
     for view in VIEWS:
         draw(view, trace)

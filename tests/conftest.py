@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import browser, hosts, leaks, tools
 from tests.cpu_time import CpuTime
-from workbench.cluster.keeper import KEEPER
+from workbench.cluster.zygote_cache import KEEPER
 
 # time is no law here: machines are shared; CI looks at many examples, and what it says does not depend on chance
 IN_CI = "CI" in os.environ

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine import backends
-from workbench.engine.backends.clock import DeviceClock
-from workbench.engine.backends.pending import PendingWork
+from workbench.engine.backends.async_work import PendingWork
+from workbench.engine.backends.device_clock import DeviceClock
 from workbench.engine.backends.streams import StreamBackend, StreamTransport
-from workbench.engine.layout import ShardLayout
+from workbench.engine.shard_layout import ShardLayout
 
 LATENCY_NS = 3_000  # from the host's call until an idle device comes to it
 COLLECTIVE_NS = 1_000_000

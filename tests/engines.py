@@ -11,14 +11,14 @@ import ipyparallel
 
 from tests.hosts import find
 from tests.waiting import end, wait_until
-from workbench.cluster.attached import Target
-from workbench.cluster.launch import is_complete
+from workbench.cluster.attached import AttachTarget
+from workbench.cluster.local_launch import is_complete
 
 LONG_S, GRACE_S = 60.0, 3.0
 
 
 @contextmanager
-def engines_on(namespaces: Sequence[str], address: str) -> Iterator[Target]:
+def engines_on(namespaces: Sequence[str], address: str) -> Iterator[AttachTarget]:
     """Let an engine of ipyparallel run in each of some network namespaces, and their controller here, on ``address``.
 
     Each namespace is a host, and called by its name there.
@@ -33,7 +33,7 @@ def engines_on(namespaces: Sequence[str], address: str) -> Iterator[Target]:
             _run(last, "ipyparallel.engine", *where, f"--file={file}", in_namespace=namespace)
         client_file = security / "ipcontroller-client.json"
         wait_for_engines(client_file, len(namespaces))
-        yield Target(file=str(client_file))
+        yield AttachTarget(file=str(client_file))
 
 
 def _run(last: ExitStack, module: str, *words: str, in_namespace: str = "") -> None:

@@ -8,46 +8,46 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from tests.trace.strategies import example_trace
-from workbench.cluster.pending import Answer, Output, Pending, select, settle
+from workbench.cluster.pending_replies import Answer, Output, PendingReplies, select, settle
 from workbench.codec import encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import STOPS, Edge, Kind, Phase
 from workbench.protocol.breakpoints import Breakpoint, Condition, split_event
-from workbench.protocol.commands import Continue, Next, Pause, Request, Step, Unmanaged, from_dict
-from workbench.protocol.messages import (
+from workbench.protocol.commands import Continue, Next, Pause, RankRequest, Step, UnmanagedState, from_dict
+from workbench.protocol.rank_messages import (
     CellLine,
-    Done,
     Drain,
+    DrainReply,
     Forget,
     Frame,
     GiveUp,
     Hold,
     Job,
     JobError,
-    Known,
-    Line,
+    JobReply,
     ListModels,
     ListNames,
     Locate,
+    LocateLine,
     ModelInfo,
     Names,
-    Place,
     Plan,
     Position,
-    Recorded,
+    RecordSummary,
     RunTo,
     SetBreakpoints,
     Shut,
     Stacks,
+    StepPosition,
     Thread,
     WrapClass,
 )
-from workbench.protocol.starting import Connected
+from workbench.protocol.starting import ConnectReply
 from workbench.replay.shards import shards, totals
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import Header, KeyFrame
-from workbench.trace.wire import to_wire
 
 R = TypeVar("R")
 
@@ -114,10 +114,10 @@ class FakeGate:
         self.answer: Answer | None = None
         self.ordinal = 0
         self.held: Hold | None = None
-        self.mode: Request[None] = Continue()
+        self.mode: RankRequest[None] = Continue()
         self.breakpoints: tuple[Breakpoint, ...] = ()
-        self.tickets: dict[str, Done] = {}
-        self.jobs: Callable[[int, Job], Done] = lambda rank, job: said(f"{rank}: {text_of(job)}")
+        self.tickets: dict[str, JobReply] = {}
+        self.jobs: Callable[[int, Job], JobReply] = lambda rank, job: said(f"{rank}: {text_of(job)}")
         self.late = self.waits = self.synchronised = False
         self.since_ns = 0
 
@@ -144,7 +144,7 @@ class FakeGate:
             return
         self.since_ns += 1
         self.held = Hold(
-            place=Place(0, self.ordinal),
+            place=StepPosition(0, self.ordinal),
             kind=STOPS[kind],
             edge=Edge[edge.upper()],
             phase=Phase.FORWARD,
@@ -166,12 +166,12 @@ class FakeGate:
     def _is_wanted(self, kind: str) -> bool:
         match self.mode:
             case RunTo(place=place):
-                return Place(0, self.ordinal) >= place
+                return StepPosition(0, self.ordinal) >= place
             case Next(what=what):
                 return what in {"event", kind}
         return isinstance(self.mode, Pause)
 
-    def ask(self, request: Request[Any]) -> bool | None:
+    def ask(self, request: RankRequest[Any]) -> bool | None:
         match request:
             case Job():
                 if self.held:
@@ -191,7 +191,7 @@ class FakeGate:
                 self._let_go(request)
         return None
 
-    def _let_go(self, mode: Request[None]) -> None:
+    def _let_go(self, mode: RankRequest[None]) -> None:
         if self.held:
             self.ordinal, self.held = self.ordinal + (not isinstance(mode, RunTo)), None
         self.mode = mode
@@ -202,7 +202,7 @@ class FakeGate:
         return Position(
             rank=self.rank,
             doing="step" if inside else "",
-            place=Place(0 if inside else -1, len(self.program) if self.waits else self.ordinal),
+            place=StepPosition(0 if inside else -1, len(self.program) if self.waits else self.ordinal),
             held=self.held,
             waiting=self.waits,
             tickets=dict(self.tickets),
@@ -225,12 +225,12 @@ def text_of(job: Job) -> str:
     return str(text)
 
 
-def said(text: str) -> Done:
-    return Done(text=text)
+def said(text: str) -> JobReply:
+    return JobReply(text=text)
 
 
-def failed(ename: str, evalue: str) -> Done:
-    return Done(error=JobError(ename=ename, evalue=evalue))
+def failed(ename: str, evalue: str) -> JobReply:
+    return JobReply(error=JobError(ename=ename, evalue=evalue))
 
 
 PROGRAM = [
@@ -265,10 +265,10 @@ class FakeRank:
     def shard(self) -> None:
         self.header, self.version = self.full_header, self.version + 1
 
-    def drain(self, known: Known, position: Position) -> Recorded:
+    def drain(self, known: RecordSummary, position: Position) -> DrainReply:
         first = max(known.next_seq, self.overwritten)
         rows = self.whole.rows[first : self.recorded]
-        return Recorded(
+        return DrainReply(
             rows=memoryview(to_wire(rows.tobytes())),
             lost=first - known.next_seq,
             key_frame=key_frame_to_dict(advance(KeyFrame(), self.whole.rows[: self.recorded])),
@@ -311,9 +311,9 @@ class FakeCluster:
     # ---- life
 
     @property
-    def rank_info(self) -> list[Connected]:
+    def rank_info(self) -> list[ConnectReply]:
         self._check_started()
-        return [Connected(rank=r, host="<here>", device="cpu", pid=100 + r) for r in range(self.num_ranks)]
+        return [ConnectReply(rank=r, host="<here>", device="cpu", pid=100 + r) for r in range(self.num_ranks)]
 
     held_by = ""
     is_free = False
@@ -357,7 +357,7 @@ class FakeCluster:
 
     # ---- front door
 
-    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> Pending:
+    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> PendingReplies:
         chosen = self._select(ranks)
         function = name.partition(":")[2]
         if function == "execute":
@@ -370,12 +370,12 @@ class FakeCluster:
             self.unfinished.clear()
         return self._perform(args[0].word if function == "execute" else function, chosen)
 
-    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> Pending:
+    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> PendingReplies:
         chosen = self._select(ranks)
         self.log.append(("cell", code, chosen))
         return self._perform("cell", chosen)
 
-    def _perform(self, what: str, ranks: tuple[int, ...]) -> Pending:
+    def _perform(self, what: str, ranks: tuple[int, ...]) -> PendingReplies:
         acts = self.script[what]
         answers = {rank: Answer() for rank in ranks}
         for rank, answer in answers.items():
@@ -384,7 +384,7 @@ class FakeCluster:
                 settle(answer.future, self._loss(rank))
             else:
                 (acts[rank] if isinstance(acts, list) else acts)(self, rank, answer)
-        return Pending(answers)
+        return PendingReplies(answers)
 
     def _check_started(self) -> None:
         if not self.started:
@@ -397,17 +397,17 @@ class FakeCluster:
     # ---- side door
 
     def ask(
-        self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+        self, request: RankRequest[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
     ) -> dict[int, R | Exception]:
         chosen = self._select(ranks, may_be_none=True)
         self.patience.append((request.word, timeout_s))
         if isinstance(request, Drain):
             self.on_drain()
-        elif not isinstance(request, (Locate, Stacks, Line, ListNames, ListModels, Plan)):
+        elif not isinstance(request, (Locate, Stacks, LocateLine, ListNames, ListModels, Plan)):
             self.log.append((request.word, request, chosen))
         return {rank: self._answer(rank, request) for rank in chosen}
 
-    def _answer(self, rank: int, request: Request[Any]) -> Any:
+    def _answer(self, rank: int, request: RankRequest[Any]) -> Any:
         if rank in self.dead:
             return self._loss(rank)
         if rank in self.silent:
@@ -417,14 +417,14 @@ class FakeCluster:
         except UsageError as error:
             return rank_error(rank, "UsageError", str(error))
 
-    def _do(self, rank: int, request: Request[Any]) -> Any:
+    def _do(self, rank: int, request: RankRequest[Any]) -> Any:
         answer: Any = None
         match request:
             case Drain(known=known):
                 answer = self.ranks[rank].drain(known[rank], self.position(rank))
             case Locate():
                 answer = self.position(rank)
-            case Line():
+            case LocateLine():
                 answer = self.lines.get(rank)
             case ListNames():
                 mine = {"modules": tuple(self.modules[rank]), "variables": tuple(self.variables[rank])}
@@ -522,7 +522,7 @@ def step_result(steps: int) -> dict[str, Any]:
 
 SHARD_RESULT = {
     "model": "model",
-    "unmanaged": encode(Unmanaged()),
+    "unmanaged": encode(UnmanagedState()),
     "units": ["blocks.0", "blocks.1", "(root)"],
     "num_params": 10,
     "num_elements": 1000,

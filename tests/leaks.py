@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workbench.cluster.keeper import KEEPER
+from workbench.cluster.zygote_cache import KEEPER
 from workbench.runtime.sockets import open_sockets
 
 MARKER = "WORKBENCH_TEST_RUN"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from workbench import doctor, installed
+from workbench import doctor, jupyter_extensions
 from workbench.doctor import Finding, Verdict
 
 
@@ -97,7 +97,7 @@ def test_a_torch_that_cannot_be_loaded(monkeypatch):
 
 
 def test_widgets_are_looked_for_where_jupyter_looks(tmp_path, monkeypatch):
-    monkeypatch.setattr(installed, "jupyter_path", lambda kind: [str(tmp_path / kind)])
+    monkeypatch.setattr(jupyter_extensions, "jupyter_path", lambda kind: [str(tmp_path / kind)])
     assert [f.verdict for f in doctor.widgets()] == [Verdict.NOTE, Verdict.NOTE]
     (tmp_path / "labextensions" / "anywidget").mkdir(parents=True)
     (tmp_path / "labextensions" / "anywidget" / "package.json").write_text(json.dumps({}))

@@ -5,7 +5,7 @@ from tests.trace.strategies import example_trace
 from tests.views.test_contract import EVIL, same_with_names
 from workbench.export import export
 from workbench.trace.columns import Trace
-from workbench.trace.schema import HostClock, Reading
+from workbench.trace.schema import ClockReading, HostClock
 
 
 def test_names_in_perfettos_file_are_strings_of_it(tmp_path):
@@ -17,7 +17,7 @@ def test_perfettos_file_says_how_exact_times_of_another_clock_are(tmp_path):
     found = example_trace(num_ranks=3, steps=1)
     begin_ns = min(int(rank_trace.rows["t_ns"][0]) for rank_trace in found.ranks)
     end_ns = max(int(rank_trace.rows["t_ns"][-1]) for rank_trace in found.ranks)
-    readings = tuple(Reading(t_ns=t_ns, offset_ns=7, error_ns=400_000) for t_ns in (begin_ns, end_ns + 1))
+    readings = tuple(ClockReading(t_ns=t_ns, offset_ns=7, error_ns=400_000) for t_ns in (begin_ns, end_ns + 1))
     clock = HostClock(ranks=(1, 2), readings=readings)
     export(Trace(dataclasses.replace(found.header, clocks=(clock,)), found.ranks), tmp_path / "run.json")
     told = json.loads((tmp_path / "run.json").read_text())["traceEvents"]

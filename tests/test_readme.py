@@ -9,7 +9,7 @@ import pytest
 from tests import readme
 from tests.source import REPO
 from workbench.cli import main
-from workbench.magics import words
+from workbench.magics import command_lines
 from workbench.protocol import commands
 from workbench.protocol.commands import summary
 
@@ -40,19 +40,21 @@ def test_the_doctor_is_there(capsys):
 
 
 def test_the_table_of_words_is_what_they_declare():
-    declared = [[f"`%fsdp {w.example}`", "; ".join(filter(None, [summary(w), w.more]))] for w in words.WORDS.values()]
+    declared = [
+        [f"`%fsdp {w.example}`", "; ".join(filter(None, [summary(w), w.more]))] for w in command_lines.WORDS.values()
+    ]
     assert [list(row) for row in readme.table("line")] == declared
 
 
 def test_each_line_that_commands_ranks_is_written_as_the_commands_write_it():
     for word in set(commands.COMMANDS.values()) - {commands.Start}:  # whose line names a default
-        assert commands.to_text(words.parse_line(word.example)) == word.example
+        assert commands.to_text(command_lines.parse_line(word.example)) == word.example
 
 
 def test_the_cells_of_the_notebook_snippet_parse():
     (snippet,) = readme.blocks("ipython")
     lines = [line for line in snippet.splitlines() if line.startswith("%fsdp ")]
-    assert [words.parse_line(line.removeprefix("%fsdp ")).word for line in lines] == ["start"]
+    assert [command_lines.parse_line(line.removeprefix("%fsdp ")).word for line in lines] == ["start"]
 
 
 @pytest.mark.cluster

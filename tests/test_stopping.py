@@ -19,16 +19,16 @@ from tests.fake_cluster import (
     said,
     step_result,
 )
-from tests.reports.test_inspected import FOUND, FULL, GATHERED
+from tests.reports.test_inspect_table import FOUND, FULL, GATHERED
 from tests.waiting import PATIENCE_S, wait_until
-from workbench.cluster.pending import Output
+from workbench.cluster.pending_replies import Output
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
-from workbench.protocol.messages import Done, GiveUp, SetBreakpoints
-from workbench.reports.stopped import StopReport
-from workbench.session.stopping import WHERE_S
-from workbench.session.watch import ASK_S, PATIENT_S
+from workbench.protocol.rank_messages import GiveUp, JobReply, SetBreakpoints
+from workbench.reports.pause_results import StopReport
+from workbench.session.pause_protocol import WHERE_S
+from workbench.session.waiter import ASK_S, PATIENT_S
 from workbench.workbench import Workbench
 
 
@@ -603,7 +603,7 @@ def test_eval_and_inspect_inside_a_step(wb):
     sharded = replace(FOUND, full=replace(FULL, why="why not"))
     gathered = replace(FOUND, full=replace(sharded.full, values=GATHERED))
     for gate in wb.fake.gates:
-        gate.jobs = lambda rank, job: Done(inspected=gathered if rank == 1 else sharded)
+        gate.jobs = lambda rank, job: JobReply(inspected=gathered if rank == 1 else sharded)
     report = str(wb.inspect(fqn))
     assert f"{fqn} on ranks 0-3" in report
     assert "\n  full parameter  why not\n" in report

@@ -22,12 +22,12 @@ from tests.fake_cluster import (
     step_result,
     writes,
 )
-from workbench.cluster.pending import Output, settle
+from workbench.cluster.pending_replies import Output, settle
 from workbench.codec import encode
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.commands import Reshard, Shard, Step, Unmanaged
-from workbench.protocol.messages import CellLine, GiveUp
-from workbench.session import session, standing, watch
+from workbench.protocol.commands import Reshard, Shard, Step, UnmanagedState
+from workbench.protocol.rank_messages import CellLine, GiveUp
+from workbench.session import session, stall_notice, waiter
 from workbench.trace import steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import load, save
@@ -246,7 +246,7 @@ def test_unshard_and_verify_report(trained):
         "not_finite": [],
         "buffers_not_finite": [],
         "since": None,
-        "unmanaged": encode(Unmanaged()),
+        "unmanaged": encode(UnmanagedState()),
     }
     worse = {**result, "max_abs_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
     trained.fake.script["verify"] = [gives(result)] * 3 + [gives(worse)]
@@ -551,7 +551,7 @@ def test_a_step_that_was_abandoned_blocks_the_next_one_until_it_has_ended(traine
 
 
 def test_a_death_is_said_at_once_and_the_others_are_interrupted(trained, monkeypatch):
-    monkeypatch.setattr(watch, "SIGNAL_AFTER_DEATH_S", 0.3)
+    monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     trained.fake.script["step"] = [computes, dies, computes, computes]
     told = []
     with pytest.raises(RankDied):
@@ -561,7 +561,7 @@ def test_a_death_is_said_at_once_and_the_others_are_interrupted(trained, monkeyp
 
 
 def test_a_rank_that_dies_at_this_moment_is_not_said_to_run(trained, monkeypatch):
-    monkeypatch.setattr(watch, "SIGNAL_AFTER_DEATH_S", 0.3)
+    monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     trained.fake.script["step"] = computes
 
     def on_drain():
@@ -575,8 +575,8 @@ def test_a_rank_that_dies_at_this_moment_is_not_said_to_run(trained, monkeypatch
 
 
 def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(trained, monkeypatch):
-    monkeypatch.setattr(watch, "SIGNAL_AFTER_DEATH_S", 0.3)
-    monkeypatch.setattr(standing, "AGAIN_S", 0.0)
+    monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
+    monkeypatch.setattr(stall_notice, "AGAIN_S", 0.0)
     hanging, told = [], []
     trained.fake.script["step"] = [lambda cluster, rank, answer: hanging.append(answer), dies, blocks, blocks]
 
@@ -594,14 +594,14 @@ def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(train
 
 
 def test_an_abort_ends_although_a_rank_does_not(trained, monkeypatch):
-    monkeypatch.setattr(watch, "ABANDON_AFTER_S", 0.05)
+    monkeypatch.setattr(waiter, "ABANDON_AFTER_S", 0.05)
     trained.fake.script["step"] = [blocks, lambda cluster, rank, answer: None, blocks, blocks]
     trained.step(background=True)
     assert trained.abort().headline.startswith("Aborted; rank 1 still runs, and nobody waits: %fsdp stop, then")
 
 
 def test_who_worked_is_kept_after_ctrl_c(wb, monkeypatch):
-    monkeypatch.setattr(standing, "QUIET_S", 0.0)
+    monkeypatch.setattr(stall_notice, "QUIET_S", 0.0)
     wb.fake.script["cell"] = [returns, blocks, returns, returns]
     wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
     with pytest.raises(Interrupted) as caught:
@@ -627,7 +627,7 @@ def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
 
 
 def test_who_hangs_and_where_is_said(wb, monkeypatch):
-    monkeypatch.setattr(standing, "QUIET_S", 0.0)
+    monkeypatch.setattr(stall_notice, "QUIET_S", 0.0)
     hanging, told = [], []
     wb.fake.script["cell"] = [returns, lambda cluster, rank, answer: hanging.append(answer), returns, returns]
     wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
@@ -642,8 +642,8 @@ def test_who_hangs_and_where_is_said(wb, monkeypatch):
 
 
 def test_what_the_next_ctrl_c_does_is_said(trained, monkeypatch):
-    monkeypatch.setattr(watch, "SIGNAL_AFTER_S", 1000.0)
-    monkeypatch.setattr(standing, "AGAIN_S", 0.0)
+    monkeypatch.setattr(waiter, "SIGNAL_AFTER_S", 1000.0)
+    monkeypatch.setattr(stall_notice, "AGAIN_S", 0.0)
     trained.fake.script["step"] = lambda cluster, rank, answer: None
     told = []
 
@@ -705,12 +705,12 @@ def test_ctrl_c_signals_ranks_that_compute_a_moment_later(trained):
     begin = time.monotonic()
     with pytest.raises(Interrupted):
         trained.run_cell("x")
-    assert time.monotonic() - begin >= watch.SIGNAL_CELL_AFTER_S
+    assert time.monotonic() - begin >= waiter.SIGNAL_CELL_AFTER_S
     assert trained.asked("interrupt") == [("interrupt", (1, 3))]
 
 
 def test_ranks_that_have_just_ended_are_not_signalled(trained, monkeypatch):
-    monkeypatch.setattr(watch, "SIGNAL_CELL_AFTER_S", 0.0)  # as if the notebook had been slow to look at the clock
+    monkeypatch.setattr(waiter, "SIGNAL_CELL_AFTER_S", 0.0)  # as if the notebook had been slow to look at the clock
     trained.fake.script["cell"] = [blocks, computes, blocks, computes]
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(Interrupted):
@@ -719,7 +719,7 @@ def test_ranks_that_have_just_ended_are_not_signalled(trained, monkeypatch):
 
 
 def test_a_second_ctrl_c_signals_at_once(trained, monkeypatch):
-    monkeypatch.setattr(watch, "SIGNAL_CELL_AFTER_S", 1000.0)
+    monkeypatch.setattr(waiter, "SIGNAL_CELL_AFTER_S", 1000.0)
     trained.fake.script["cell"] = computes
     press_ctrl_c_on_drain(trained.fake, 2)
     with pytest.raises(Interrupted):
@@ -733,7 +733,7 @@ def test_a_third_ctrl_c_stops_waiting(trained):
     with pytest.raises(Interrupted, match="ranks 0-3 still run, and nobody waits: %fsdp stop"):
         trained.run_cell("x")
     assert trained.asked("recover") == []
-    assert trained.fake.patience[-2:] == [("drain", watch.ASK_S), ("locate", watch.ASK_S)]  # they need not answer
+    assert trained.fake.patience[-2:] == [("drain", waiter.ASK_S), ("locate", waiter.ASK_S)]  # they need not answer
 
 
 def test_ctrl_c_because_a_rank_is_gone_still_says_so(trained):

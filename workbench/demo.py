@@ -18,7 +18,7 @@ from nbformat import NotebookNode
 
 from workbench import ports
 from workbench.errors import WorkbenchError
-from workbench.page import to_page
+from workbench.notebook_page import to_page
 from workbench.replay import collectives, shards, training
 from workbench.trace.columns import Trace, steps
 from workbench.trace.file import load

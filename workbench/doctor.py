@@ -18,7 +18,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from workbench.devices import DEVICES, HOST
-from workbench.installed import PANEL, REMEDY, has_extension
+from workbench.jupyter_extensions import PANEL, REMEDY, has_extension
 
 PACKAGE = "fsdp-workbench"
 SELF_TEST_RANKS = 2

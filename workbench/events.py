@@ -4,7 +4,7 @@ A *source* of events calls a :class:`Probe`: the workbench's engine is one, a lo
 what it does *before* it does it. Each word is one row of its enum, with all that is to be known of it, and whoever
 treats some kinds alike asks what is known of them: a kind that is added has its row here and is missed nowhere. The
 numbers are those of the trace file: they never change, and new ones come at the end. After a change,
-``python -m workbench.widgets.words`` tells the front end.
+``python -m workbench.widgets.generate_js`` tells the front end.
 
 Words: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
 a collective (all-gather: its whole output; reduce-scatter: its whole input; all-reduce: one rank's input), not the

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workbench.errors import TraceError, UsageError
-from workbench.reports.clocks import exactness
-from workbench.reports.done import ExportReport
-from workbench.session.sides import file_at, some_steps
+from workbench.reports.clock_text import exactness
+from workbench.reports.results import ExportReport
+from workbench.session.trace_selectors import file_at, some_steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import save, whole
 from workbench.trace.perfetto import to_perfetto
-from workbench.widgets.page import page
+from workbench.widgets.trace_page import page
 
 MAX_PAGE_ROWS = 2_000_000
 """Events of a record that becomes a page: a browser holds 100 MB of it then."""
@@ -28,7 +28,7 @@ def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> Expor
     Args:
         trace: what happened.
         path: where to; its suffix says what to write.
-        steps: only these, such as ``3..5`` or ``-3..`` (:mod:`workbench.session.sides`); empty: everything.
+        steps: only these, such as ``3..5`` or ``-3..`` (:mod:`workbench.session.trace_selectors`); empty: everything.
 
     Raises:
         UsageError: another suffix, no such steps, or the file cannot be written.

@@ -17,11 +17,11 @@ from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 import plotly.graph_objects as go
 
 from workbench.cluster import Cluster
-from workbench.cluster.attached import Target
-from workbench.cluster.interrupts import CountInterrupts
-from workbench.cluster.keeper import KEEPER
-from workbench.cluster.pending import select
-from workbench.cluster.place import OnWait, no_wait
+from workbench.cluster.attached import AttachTarget
+from workbench.cluster.deferred_interrupts import CountInterrupts
+from workbench.cluster.engine_provider import OnWait, no_wait
+from workbench.cluster.pending_replies import select
+from workbench.cluster.zygote_cache import KEEPER
 from workbench.devices import AUTO
 from workbench.errors import Interrupted, UsageError
 from workbench.events import Unit
@@ -40,15 +40,25 @@ from workbench.protocol.commands import (
     Verify,
     to_text,
 )
-from workbench.protocol.messages import ModelInfo, Names, RunCell
+from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.units import unmanaged_notes
 from workbench.reports import cursor as cursors
-from workbench.reports.done import (
+from workbench.reports.failures import losses_in_words
+from workbench.reports.pause_results import (
+    BackgroundReport,
+    BackReport,
+    BreakReport,
+    EvalReport,
+    InspectReport,
+    StopReport,
+    WhereReport,
+)
+from workbench.reports.results import (
     CellReport,
     ExportReport,
     HistoryReport,
     OpenReport,
-    Past,
+    PastCommand,
     RankStatus,
     Report,
     ReshardReport,
@@ -61,24 +71,14 @@ from workbench.reports.done import (
     VerifyReport,
     sharded_models,
 )
-from workbench.reports.failures import losses_in_words
-from workbench.reports.places import live_units, param_names
-from workbench.reports.stopped import (
-    BackgroundReport,
-    BackReport,
-    BreakReport,
-    EvalReport,
-    InspectReport,
-    StopReport,
-    WhereReport,
-)
+from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.outputs import OnOutput, written_at_once
-from workbench.session.pulse import Exchange, Pulse, UnderWay
-from workbench.session.request import Listener, OnProgress, no_output, no_progress
+from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
 from workbench.session.session import ClusterLike, Session, busy_sentence
-from workbench.session.sides import opened, side
-from workbench.session.standing import OnStanding, no_standing
-from workbench.session.watch import ASK_S
+from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
+from workbench.session.stall_notice import OnStanding, no_standing
+from workbench.session.trace_selectors import opened, side
+from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
 from workbench.views.compare import draw as draw_compared
@@ -180,9 +180,9 @@ class Workbench:
         self._session: Session | None = None
         self._exchange: Exchange = ""
         self._waits_for = ""
-        self._target = Target()  # of the ranks that were attached last
-        self._last = Pulse(trace=Trace.empty())
-        self._past: deque[Past] = deque(maxlen=MAX_PAST)
+        self._target = AttachTarget()  # of the ranks that were attached last
+        self._last = ClusterSnapshot(trace=Trace.empty())
+        self._past: deque[PastCommand] = deque(maxlen=MAX_PAST)
         self.record = ""
 
     @classmethod
@@ -281,10 +281,10 @@ class Workbench:
             ClusterError: the cluster does not answer, or its engines do not fit together.
             Interrupted: Ctrl-C; no process of the cluster has ended.
         """
-        target = Target(profile=profile, cluster_id=cluster_id, file=os.fspath(file))
+        target = AttachTarget(profile=profile, cluster_id=cluster_id, file=os.fspath(file))
         if not self.held_by:
             self._check_replaceable("%fsdp attach")
-        elif target == Target():
+        elif target == AttachTarget():
             target = self._target
         self.stop()
         self._target = target
@@ -298,7 +298,7 @@ class Workbench:
         """Have a cluster that was just started, or found."""
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
-        self._last, self.record = Pulse(trace=Trace.empty()), ""
+        self._last, self.record = ClusterSnapshot(trace=Trace.empty()), ""
         self._show_newest()
         devices = tuple(info.device for info in cluster.rank_info)
         notice = cluster.rank_info[0].notice
@@ -408,7 +408,7 @@ class Workbench:
         self._check_replaceable("%fsdp open", " To look at the file beside them: Workbench.open(path).")
         trace = opened(path)
         self.stop()
-        self._last, self.record = Pulse(trace=trace), Path(path).name
+        self._last, self.record = ClusterSnapshot(trace=trace), Path(path).name
         self._show_newest()
         return OpenReport(
             name=self.record,
@@ -422,7 +422,7 @@ class Workbench:
         self.cursor = None
 
     def _keep_record(self, session: Session) -> None:
-        self._last = Pulse(trace=session.trace, policies=session.policies)
+        self._last = ClusterSnapshot(trace=session.trace, policies=session.policies)
 
     def _check_replaceable(self, word: str, more: str = "") -> None:
         """Raise unless there are no ranks, or none that lives; say to stop them before ``word``."""
@@ -521,7 +521,7 @@ class Workbench:
         session = self._started()
         if session.request is not None and session.request.state == "stopped":
             return self._cell_inside(session, code, ranks, on_output)
-        listener = Listener(on_output=on_output, on_standing=on_standing)
+        listener = RequestListener(on_output=on_output, on_standing=on_standing)
         return cast(CellReport | StopReport, session.run_cell(code, select(ranks, self.num_ranks), listener))
 
     @staticmethod
@@ -555,7 +555,7 @@ class Workbench:
             RankDied: a rank is gone.
             Interrupted: it was given up.
         """
-        listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
+        listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         if command.on_ranks:
             return self._started().run(command, listener)
         name, arguments = command.call()
@@ -625,7 +625,7 @@ class Workbench:
         Raises:
             UsageError: nothing is stopped.
         """
-        listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
+        listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         return self._started().go_on(None, listener, background=background)
 
     @property
@@ -644,7 +644,7 @@ class Workbench:
         on_standing: OnStanding = no_standing,
     ) -> Report:
         """Let stopped ranks go on to the next ``event``, ``collective``, ``unit`` or ``phase``; else as ``resume``."""
-        listener = Listener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
+        listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         return self._started().go_on(what, listener, background=background)
 
     def abort(self, *, on_standing: OnStanding = no_standing) -> Report:
@@ -799,7 +799,7 @@ class Workbench:
         session.drain()
         return session.trace
 
-    def pulse(self) -> Pulse:
+    def pulse(self) -> ClusterSnapshot:
         """Return the trace so far and how each rank is: what a live view asks several times a second."""
         session = self._session
         found = self._last if session is None else session.pulse()
@@ -901,7 +901,7 @@ class Workbench:
 
     def note(self, command: Command, source: Source) -> None:
         """Remember that ``command`` was asked for, now, by ``source``."""
-        self._past.append(Past(line=f"%fsdp {to_text(command)}", source=source, t_s=time.time()))
+        self._past.append(PastCommand(line=f"%fsdp {to_text(command)}", source=source, t_s=time.time()))
 
     def history(self, n: int = 0) -> HistoryReport:
         """Return the newest ``n`` commands that a notebook has noted, of those it keeps; 0: all of these."""
@@ -925,7 +925,7 @@ for _declared in ON_RANKS.values():  # one that has no line above gets its metho
         setattr(Workbench, _declared.word, on_ranks(_declared, Report))
 
 
-def _words_of(under_way: UnderWay | None) -> str:
+def _words_of(under_way: ActiveRequest | None) -> str:
     """Return what ranks do, with the steps that have ended; empty: they do nothing."""
     if under_way is None:
         return ""

@@ -20,8 +20,8 @@ from tests import namespaces
 from tests.bench.stats import spread
 from tests.engines import engines_on, wait_for_engines
 from workbench.cluster import Cluster
-from workbench.cluster.attached import Target
-from workbench.protocol.messages import Locate
+from workbench.cluster.attached import AttachTarget
+from workbench.protocol.rank_messages import Locate
 
 Tree = dict[str, Any]
 LONG_S = 60.0
@@ -58,7 +58,7 @@ def measure_attach(num_engines: int, num_times: int) -> Tree:
     return {"median_s": statistics.median(seconds[1:]), "all_s": seconds[1:], "first_s": seconds[0]}
 
 
-def _attached_s(target: Target) -> float:
+def _attached_s(target: AttachTarget) -> float:
     cluster = Cluster.attached(target, device="cpu")
     begin = time.monotonic()
     cluster.start()
@@ -112,7 +112,7 @@ def _latency_ms(address: str) -> float:
 
 
 @contextmanager
-def running_engines(num_engines: int) -> Iterator[Target]:
+def running_engines(num_engines: int) -> Iterator[AttachTarget]:
     """Let ipyparallel start engines of its own, in a process and a directory that end with the body."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         words = ["start", "-n", str(num_engines), f"--ipython-dir={folder}", "--profile=bench", "--cluster-id=one"]
@@ -124,7 +124,7 @@ def running_engines(num_engines: int) -> Iterator[Target]:
                         break
                 file = Path(folder) / "profile_bench" / "security" / "ipcontroller-one-client.json"
                 wait_for_engines(file, num_engines)
-                yield Target(file=str(file))
+                yield AttachTarget(file=str(file))
             finally:
                 started.terminate()
                 started.communicate()

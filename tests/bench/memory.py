@@ -172,11 +172,11 @@ def noted_pages() -> list[tuple[int, int]]:
 
     In nanoseconds of the system's clock; used or not.
     """
-    from workbench.engine.backends import pages
+    from workbench.engine.backends import page_pool
 
     noted = [(0, 0)]
 
-    class NotedPages(pages.KeptPages):
+    class NotedPages(page_pool.KeptPages):
         def __init__(self, num_bytes: int) -> None:
             super().__init__(num_bytes)
             noted.append((time.time_ns(), noted[-1][1] + num_bytes))
@@ -185,7 +185,7 @@ def noted_pages() -> list[tuple[int, int]]:
             super().__del__()
             noted.append((time.time_ns(), noted[-1][1] - self.num_bytes))
 
-    pages.KeptPages = NotedPages
+    page_pool.KeptPages = NotedPages
     return noted
 
 

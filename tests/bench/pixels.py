@@ -36,7 +36,7 @@ from tests.integration.model import CELL
 from tests.notebooks.lab import Opened, jupyterlab, opened
 from tests.source import REPO
 from tests.widgets.timeline_page import open_page
-from workbench.widgets.spans import TRACKS
+from workbench.widgets.live_spans import TRACKS
 
 NUM_RANKS = 2
 SAMPLE_S = 12.0
@@ -177,7 +177,7 @@ LONG_CELLS = [
 import sys, threading, time
 sys.path.insert(0, {str(REPO)!r})
 from tests.widgets.long_trace import long_trace
-from workbench.session.pulse import pulse
+from workbench.session.snapshot import pulse
 from workbench.trace.columns import RankTrace, Trace
 from workbench.widgets.dashboard import Dashboard
 
@@ -257,7 +257,7 @@ import sys
 sys.path.insert(0, {str(REPO)!r})
 from tests.bench.traces import SCALES
 from tests.trace.scale import trace_of
-from workbench.session.pulse import Pulse
+from workbench.session.snapshot import Pulse
 from workbench.widgets.dashboard import Dashboard
 
 class Still:

@@ -88,8 +88,8 @@ def _main(rank: int, end: Connection, job: _Job) -> None:
     except BaseException:  # noqa: BLE001 - everything goes to the parent
         end.send_bytes(pickle.dumps((time.monotonic_ns(), f"rank {rank}: {traceback.format_exc()}")))
         os._exit(1)  # its sockets close: the peers do not wait for it
-    if "workbench.engine.groups" in sys.modules:
-        sys.modules["workbench.engine.groups"].forget_all()
+    if "workbench.engine.process_groups" in sys.modules:
+        sys.modules["workbench.engine.process_groups"].forget_all()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -36,14 +36,14 @@ class _Recorded:
     def __init__(self) -> None:
         from workbench.runtime.gate import Gate
         from workbench.runtime.recorder import Recorder
-        from workbench.runtime.resident import Resident
-        from workbench.runtime.training import Trainer
+        from workbench.runtime.rss_sampler import RssSampler
+        from workbench.runtime.trainer import Trainer
         from workbench.trace.schema import Header
 
         self.recorder = Recorder(Header())
         self.num_rows = 0
         self.gate = Gate(self.recorder, dist.get_rank())
-        self._trainer, self._resident = Trainer(self.recorder), Resident(self.recorder.resident)
+        self._trainer, self._resident = Trainer(self.recorder), RssSampler(self.recorder.resident)
         self._next_seq = 0
 
     def step(self, training: Training) -> None:

@@ -28,13 +28,13 @@ from tests.notebooks.lab import Opened, jupyterlab, opened
 from tests.source import REPO
 from tests.trace.simulation import Setup, simulate
 from tests.widgets.long_trace import Repeated
-from workbench.protocol.commands import Request
-from workbench.protocol.messages import Drain, Known, Position, Recorded
-from workbench.session.collect import Collector
-from workbench.session.pulse import Pulse, pulse
+from workbench.protocol.commands import RankRequest
+from workbench.protocol.rank_messages import Drain, DrainReply, Position, RecordSummary
+from workbench.session.snapshot import ClusterSnapshot, pulse
+from workbench.session.trace_collector import TraceCollector
 from workbench.trace import advance, header_to_dict, key_frame_to_dict
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.wire import to_wire
+from workbench.trace.row_compression import to_wire
 
 Tree = dict[str, Any]
 HOURS = 8.0
@@ -82,14 +82,14 @@ class LongRun:
     def __init__(self, hours: float = HOURS, seconds_a_look: float = SECONDS_A_LOOK) -> None:
         short = _slowed(simulate(Setup(num_ranks=NUM_RANKS, num_units=NUM_UNITS, steps=3)))
         self._doors = Doors(short)
-        self._collector = Collector()
+        self._collector = TraceCollector()
         self._steps_a_look = max(1, round(seconds_a_look / STEP_S))
         self._num_steps = round(hours * 3600 / STEP_S)
         self._lock = threading.Lock()
         self._looks = 0
         self.is_over = threading.Event()
 
-    def pulse(self) -> Pulse:
+    def pulse(self) -> ClusterSnapshot:
         """Let time pass, and return how it goes."""
         with self._lock:
             self._looks += 1
@@ -124,18 +124,20 @@ class Doors:
         self._ranks = {rank_trace.rank: Repeated(rank_trace) for rank_trace in short.ranks}
         self._frames = {r.rank: advance(r.start, self._ranks[r.rank].before) for r in short.ranks}
 
-    def ask(self, request: Request[Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0) -> dict[int, Any]:
+    def ask(
+        self, request: RankRequest[Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+    ) -> dict[int, Any]:
         """Answer a drain."""
         assert isinstance(request, Drain)
         return {rank: self._recorded(rank, request.known[rank]) for rank in ranks or ()}
 
-    def _recorded(self, rank: int, known: Known) -> Recorded:
+    def _recorded(self, rank: int, known: RecordSummary) -> DrainReply:
         run = self._ranks[rank]
         is_first = known.next_seq == 0
         begin = 0 if is_first else (known.next_seq - len(run.before)) // run.num_rows
         packed = (run.before.tobytes() if is_first else b"") + run.copies(begin, self.num_steps).tobytes()
         end_seq = len(run.before) + self.num_steps * run.num_rows
-        return Recorded(
+        return DrainReply(
             rows=memoryview(to_wire(packed)),
             lost=0,
             key_frame=key_frame_to_dict(replace(self._frames[rank], seq=end_seq)),  # a step leaves all as it was

@@ -23,7 +23,7 @@ from tests.bench.watched import (
 from tests.fake_cluster import FakeCluster
 from tests.waiting import wait_until
 from tests.widgets.test_dashboard import Pretender
-from workbench.protocol.messages import Position, Recorded
+from workbench.protocol.rank_messages import DrainReply, Position
 from workbench.workbench import Workbench
 
 FOUND = {
@@ -105,7 +105,7 @@ def test_a_block_is_the_time_between_its_first_and_last_mark():
 
 
 def test_bytes_of_an_answer_are_those_of_its_words_and_buffers():
-    small = Recorded(rows=memoryview(b""), lost=0, key_frame={}, header=None, header_version=0, position=Position())
+    small = DrainReply(rows=memoryview(b""), lost=0, key_frame={}, header=None, header_version=0, position=Position())
     assert size_of(replace(small, rows=memoryview(bytes(7)))) == size_of(small) + 7
     assert size_of(replace(small, key_frame={"a": 1})) == size_of(small) + len('"a": 1')
 

@@ -12,8 +12,8 @@ from torch.profiler import profile
 from tests.bench.memory import Classes, added, count_in_all_threads, noted_pages, noted_stages, shared_bytes, totals
 from tests.bench.processes import on_ranks
 from tests.engine.test_shared_memory import connected
-from workbench.engine.backends import pages
-from workbench.engine.backends.pages import Pages, SparePages
+from workbench.engine.backends import page_pool
+from workbench.engine.backends.page_pool import PageRange, SparePages
 from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
 from workbench.events import Category
 
@@ -46,7 +46,7 @@ def test_quantities_are_added_at_every_moment():
 
 def bytes_of_pages() -> list[int]:
     noted, spare = noted_pages(), SparePages()
-    used, unused = (Pages(numel, torch.float32) for numel in (7, 5))
+    used, unused = (PageRange(numel, torch.float32) for numel in (7, 5))
     for memory in (used, unused):
         memory.fill(spare)
     unused.empty(spare)
@@ -57,7 +57,7 @@ def bytes_of_pages() -> list[int]:
     return [num_bytes for _, num_bytes in noted]
 
 
-@pytest.mark.skipif(not pages._can_move(), reason="this system cannot move pages")
+@pytest.mark.skipif(not page_pool._can_move(), reason="this system cannot move pages")
 def test_pages_of_full_parameters_count_used_or_not():
     assert on_ranks(1, bytes_of_pages) == [[0, 7 * 4, (7 + 5) * 4, 7 * 4]]
 

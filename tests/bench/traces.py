@@ -21,13 +21,13 @@ import psutil
 from tests.trace.scale import LONG, WIDE, Scale, trace_of
 from tests.trace.simulation import example_trace
 from workbench.replay import collectives, memory, states
-from workbench.session.pulse import Pulse
+from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import TraceBuilder, advance, check, load, partners, save, steps, to_perfetto
 from workbench.trace.columns import Trace
 from workbench.views import VIEWS, draw
-from workbench.widgets.answers import Answers, Looking
-from workbench.widgets.messages import AskAt, AskFeed
-from workbench.widgets.moments import Moments
+from workbench.widgets.dashboard_messages import AskAt, AskFeed
+from workbench.widgets.state_at import StateAt
+from workbench.widgets.view_server import Looking, ViewServer
 
 Tree = dict[str, Any]
 NUM_STEPS = 160
@@ -75,7 +75,7 @@ def measure_scale_of(scale: Scale, repeats: int, num_states: int) -> Tree:
         trace = load(path)
     first = {view: median_ms(partial(draw, view, trace), 1) for view in VIEWS}
     figures = {view: median_ms(partial(draw, view, trace), repeats) for view in VIEWS}
-    answers, pulse = Answers(), Pulse(trace=trace, record="scale.trace")
+    answers, pulse = ViewServer(), ClusterSnapshot(trace=trace, record="scale.trace")
 
     def ask(question: Looking) -> tuple[dict[str, Any], list[bytes]]:
         return answers.answer(question, pulse, time.monotonic)
@@ -138,8 +138,8 @@ def _files(trace: Trace, repeats: int) -> Tree:
 
 def _states(trace: Trace, repeats: int, num_states: int) -> Tree:
     last = trace.ranks[0]
-    first_ms = median_ms(lambda: Moments().at_row(trace, last.rank, last.end_seq - 1), repeats)
-    moments, draw_number = Moments(), random.Random(0)
+    first_ms = median_ms(lambda: StateAt().at_row(trace, last.rank, last.end_seq - 1), repeats)
+    moments, draw_number = StateAt(), random.Random(0)
     events = [(draw_number.choice(trace.ranks), draw_number.random()) for _ in range(num_states)]
     looked_up = [
         median_ms(partial(moments.at_row, trace, r.rank, r.start.seq + int(place * len(r.rows))), 1)

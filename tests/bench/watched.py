@@ -26,13 +26,13 @@ from tests.bench.stats import median_interval, rotated
 from workbench.cluster import Cluster
 from workbench.codec import encode
 from workbench.magics.notebook import Notebook
-from workbench.panel.messages import VERSION, Hello, Look, State, Welcome
-from workbench.panel.panel import Panel
-from workbench.panel.state import Observer
-from workbench.protocol.commands import Request, Step, to_dict
-from workbench.protocol.messages import Recorded
+from workbench.panel.panel import PanelComm
+from workbench.panel.panel_messages import VERSION, GetState, Hello, State, Welcome
+from workbench.panel.state_observer import Observer
+from workbench.protocol.commands import RankRequest, Step, to_dict
+from workbench.protocol.rank_messages import DrainReply
 from workbench.session.session import RUNTIME
-from workbench.widgets.dashboard import Dashboard
+from workbench.widgets.dashboard import DashboardWidget
 from workbench.workbench import Workbench
 
 R = TypeVar("R")
@@ -51,15 +51,15 @@ class CountedCluster(Cluster):
     drained_bytes = 0
 
     def ask(
-        self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+        self, request: RankRequest[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
     ) -> dict[int, R | Exception]:
         """As :meth:`Cluster.ask`."""
         replies = super().ask(request, ranks, timeout_s)
-        self.drained_bytes += sum(size_of(reply) for reply in replies.values() if isinstance(reply, Recorded))
+        self.drained_bytes += sum(size_of(reply) for reply in replies.values() if isinstance(reply, DrainReply))
         return replies
 
 
-def size_of(recorded: Recorded) -> int:
+def size_of(recorded: DrainReply) -> int:
     """Bytes of an answer of a side door: its words as JSON, and its buffers."""
     buffers: list[memoryview] = []
     return len(json.dumps(encode(recorded, buffers))) + sum(buffer.nbytes for buffer in buffers)
@@ -133,7 +133,7 @@ class DashboardViewer(Viewer):
 
     def __init__(self, workbench: Workbench) -> None:
         super().__init__()
-        self._dashboard = Dashboard(workbench)
+        self._dashboard = DashboardWidget(workbench)
         self._dashboard.send = self._sent
 
     def ask(self, *, wait: bool) -> None:
@@ -154,12 +154,12 @@ class PanelViewer(Viewer):
     def __init__(self, workbench: Workbench) -> None:
         super().__init__()
         notebook = Notebook(lambda **_: workbench, lambda _name: False)
-        self._panel = Panel(notebook, Observer(), self, version="bench")
+        self._panel = PanelComm(notebook, Observer(), self, version="bench")
         self._receive({"word": Hello.word, "number": 0, "version": VERSION, "extension": "bench"})
 
     def ask(self, *, wait: bool) -> None:
         """As :meth:`Viewer.ask`."""
-        self._receive({"word": Look.word, "number": len(self.sizes) + 1, "wait": wait})
+        self._receive({"word": GetState.word, "number": len(self.sizes) + 1, "wait": wait})
 
     def close(self) -> None:
         """As :meth:`Viewer.close`."""

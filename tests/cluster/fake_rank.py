@@ -11,9 +11,9 @@ from IPython import get_ipython
 
 from workbench.codec import decode, decode_named, encode
 from workbench.errors import UsageError
-from workbench.protocol.commands import Request
-from workbench.protocol.messages import Locate, Position
-from workbench.protocol.starting import Address, Boot, Connect, Connected
+from workbench.protocol.commands import RankRequest
+from workbench.protocol.rank_messages import Locate, Position
+from workbench.protocol.starting import Address, Boot, Connect, ConnectReply
 
 STORE = {}
 HELD = threading.Event()
@@ -34,7 +34,7 @@ def boot(data):
         host, port = STORE["socket"].getsockname()
         address = Address(host=host, port=port)
     get_ipython().user_ns.update(rank=rank, world_size=world_size, device="cpu")
-    STORE["info"] = Connected(rank=rank, host=socket.gethostname(), device="cpu", pid=os.getpid())
+    STORE["info"] = ConnectReply(rank=rank, host=socket.gethostname(), device="cpu", pid=os.getpid())
     return {"surprise": 1} if os.environ.get("FAKE_RANK_SURPRISES_AT_BOOT") == str(rank) else encode(address)
 
 
@@ -64,40 +64,40 @@ class Looked:
 
 
 @dataclass(frozen=True)
-class Look(Request[Looked]):
+class Look(RankRequest[Looked]):
     word: ClassVar[str] = "look"
     reply: ClassVar[Any] = Looked
 
 
 @dataclass(frozen=True)
-class Raise(Request[None]):
+class Raise(RankRequest[None]):
     word: ClassVar[str] = "raise"
 
 
 @dataclass(frozen=True)
-class Release(Request[None]):
+class Release(RankRequest[None]):
     word: ClassVar[str] = "release"
 
 
 @dataclass(frozen=True)
-class ComeLate(Request[None]):
+class ComeLate(RankRequest[None]):
     word: ClassVar[str] = "come late"
 
 
 @dataclass(frozen=True)
-class Die(Request[None]):
+class Die(RankRequest[None]):
     word: ClassVar[str] = "die"
 
 
 @dataclass(frozen=True)
-class Variable(Request[Any]):
+class Variable(RankRequest[Any]):
     word: ClassVar[str] = "variable"
     reply: ClassVar[Any] = Any
     name: str
 
 
 @dataclass(frozen=True)
-class Answer(Request[None]):
+class Answer(RankRequest[None]):
     """Asks for an answer that is none: one that cannot be sent, or one of another type."""
 
     word: ClassVar[str] = "answer"

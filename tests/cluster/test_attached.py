@@ -18,11 +18,11 @@ from tests.engines import wait_for_engines
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.cluster import cluster as cluster_module
-from workbench.cluster import place as place_module
-from workbench.cluster.attached import Target, holder_here, is_gone
-from workbench.cluster.doors import Doors
+from workbench.cluster import engine_provider as place_module
+from workbench.cluster.attached import AttachTarget, holder_here, is_gone
+from workbench.cluster.channels import Channels
 from workbench.errors import ClusterError, Interrupted, UsageError
-from workbench.protocol.messages import Locate
+from workbench.protocol.rank_messages import Locate
 
 pytestmark = pytest.mark.cluster
 
@@ -59,7 +59,7 @@ def ipyparallel_ids(file):
 
 
 def attached(num_ranks=None, **more):
-    return Cluster.attached(Target(profile="running"), num_ranks, device="cpu", runtime=RUNTIME, **more)
+    return Cluster.attached(AttachTarget(profile="running"), num_ranks, device="cpu", runtime=RUNTIME, **more)
 
 
 def engines_of(cluster):
@@ -74,16 +74,16 @@ def test_engines_are_not_taken_for_busy_while_they_count_their_devices(profile, 
     )
     assert slow != cluster_module.PROGRAM
     monkeypatch.setattr(cluster_module, "PROGRAM", slow)
-    with Cluster.attached(Target(profile="running"), device="auto", runtime=RUNTIME) as cluster:
+    with Cluster.attached(AttachTarget(profile="running"), device="auto", runtime=RUNTIME) as cluster:
         assert cluster.num_ranks == 3
 
 
 @pytest.fixture
 def slow_engines(monkeypatch):
     """Engines that say late who they are, and have no side door: they were no ranks before."""
-    hold = Doors.hold
+    hold = Channels.hold
     refuse = dict.fromkeys(range(3), ClusterError("has not answered at its side door"))
-    monkeypatch.setattr(Doors, "hold", lambda self, asked, *more: hold(self, asked, *more) if asked else refuse)
+    monkeypatch.setattr(Channels, "hold", lambda self, asked, *more: hold(self, asked, *more) if asked else refuse)
     monkeypatch.setattr(cluster_module, "_PATIENCE_S", 0.02)
     begin = "    interfaces = interfaces_here()\n"
     slow = cluster_module.PROGRAM.replace(begin, f"    __import__('time').sleep(0.5)\n{begin}")
@@ -142,12 +142,12 @@ def test_a_controller_that_does_not_answer_is_waited_for_until_that_is_given_up(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         file["registration"] = silent.getsockname()[1]
         (tmp_path / "silent.json").write_text(json.dumps(file))
-        cluster = Cluster.attached(Target(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=1.0)
+        cluster = Cluster.attached(AttachTarget(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=1.0)
         gives_up = GivesUp("attaching all engines, 0 s: the controller has not answered yet")
         with pytest.raises(Interrupted, match="The attach was given up"):
             cluster.start(gives_up)
         assert not cluster.is_started
-        late = Cluster.attached(Target(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=0.1)
+        late = Cluster.attached(AttachTarget(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=0.1)
         with pytest.raises(ClusterError, match="the controller has not answered within 0 s"):
             late.start()
         connecting = "connect to the controller"  # ends when the controller has taken too long
@@ -263,11 +263,14 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
     security = profile / "security"
     for target, said in (
         (
-            Target(profile="running", cluster_id="two"),
+            AttachTarget(profile="running", cluster_id="two"),
             "no cluster with the id 'two' .*; there are: one; --cluster-id ID",
         ),
-        (Target(file=str(tmp_path / "none.json")), "none.json cannot be read: No such file"),
-        (Target(file=str(security / "ipcontroller-one-engine.json")), "not ipyparallel's connection file for clients"),
+        (AttachTarget(file=str(tmp_path / "none.json")), "none.json cannot be read: No such file"),
+        (
+            AttachTarget(file=str(security / "ipcontroller-one-engine.json")),
+            "not ipyparallel's connection file for clients",
+        ),
     ):
         with pytest.raises(UsageError, match=said):
             Cluster.attached(target, device="cpu").start()
@@ -278,11 +281,11 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
     ):
         (tmp_path / "broken.json").write_bytes(content)
         with pytest.raises(UsageError, match=said):
-            Cluster.attached(Target(file=str(tmp_path / "broken.json"))).start()
+            Cluster.attached(AttachTarget(file=str(tmp_path / "broken.json"))).start()
     with pytest.raises(UsageError, match="has 3 engines, not 4: ipcluster engines -n N starts more"):
         attached(4).start()
     file = security / "ipcontroller-one-client.json"
-    with Cluster.attached(Target(file=str(file)), device="cpu", runtime=RUNTIME) as cluster:
+    with Cluster.attached(AttachTarget(file=str(file)), device="cpu", runtime=RUNTIME) as cluster:
         assert cluster.num_ranks == 3
 
 
@@ -314,7 +317,7 @@ def test_an_attached_engine_that_is_killed_is_named_at_once_though_its_controlle
     (directory / "ipcontroller_config.py").write_text(slow)
     with Cluster(2, "cpu", "slow", engines="local", runtime=RUNTIME) as started:
         file = started._place._cluster.controller.connection_files["client"]
-        looking = Cluster.attached(Target(file=file), device="cpu", runtime=RUNTIME)
+        looking = Cluster.attached(AttachTarget(file=file), device="cpu", runtime=RUNTIME)
         looking.start()
         engine = looking.rank_info[1]
         os.kill(engine.pid, signal.SIGKILL)
@@ -328,7 +331,7 @@ def test_an_attached_cluster_whose_controller_is_killed_is_named(tmp_path, monke
     (tmp_path / "profile_mine" / "startup").mkdir(parents=True)
     with Cluster(1, "cpu", "mine", engines="local", runtime=RUNTIME) as started:
         file = started._place._cluster.controller.connection_files["client"]
-        looking = Cluster.attached(Target(file=file), device="cpu", runtime=RUNTIME)
+        looking = Cluster.attached(AttachTarget(file=file), device="cpu", runtime=RUNTIME)
         looking.start()
         os.kill(started._place._cluster.controller.pid, signal.SIGKILL)
         wait_until(looking.losses)

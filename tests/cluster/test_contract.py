@@ -16,18 +16,18 @@ from workbench.codec import decode, encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import Edge, Kind
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Continue, Evaluate, Next, Reshard, Shard, Step, Stepped, to_dict
-from workbench.protocol.messages import (
+from workbench.protocol.commands import Continue, Evaluate, Next, Reshard, Shard, Step, StepReply, to_dict
+from workbench.protocol.rank_messages import (
     Drain,
     Forget,
     Job,
-    Known,
-    Line,
     ListModels,
     ListNames,
     Locate,
+    LocateLine,
     Plan,
     Position,
+    RecordSummary,
     RunTo,
     SetBreakpoints,
     Stacks,
@@ -221,7 +221,7 @@ def ended(cluster, pending):
     "request_",
     [
         *(ListModels(), Plan(command=Shard("plain", wrap="Block"))),
-        *(Locate(), Stacks(), Line(), ListNames(), Drain(known=dict.fromkeys(range(3), Known()))),
+        *(Locate(), Stacks(), LocateLine(), ListNames(), Drain(known=dict.fromkeys(range(3), RecordSummary()))),
         *(SetBreakpoints(breakpoints=()), Job(ticket="1", work=Evaluate("1")), Forget(tickets=("1", "2"))),
     ],
     ids=lambda request: request.word,
@@ -239,9 +239,9 @@ def test_ranks_say_who_they_are_and_what_they_have(training):
         assert "model" in names.modules
         assert {"model", "train_step", "mesh"} <= set(names.variables)
         assert "Block" in names.classes
-    for recorded in asked(training, Drain(known=dict.fromkeys(range(3), Known()))):
+    for recorded in asked(training, Drain(known=dict.fromkeys(range(3), RecordSummary()))):
         assert any(unit["name"] == "blocks.0" for unit in recorded.header["units"])
-        again = Known(next_seq=recorded.key_frame["seq"], header_version=recorded.header_version)
+        again = RecordSummary(next_seq=recorded.key_frame["seq"], header_version=recorded.header_version)
         (newer, *_) = asked(training, Drain(known=dict.fromkeys(range(3), again)))
         assert (newer.header, newer.header_version) == (None, recorded.header_version)
 
@@ -299,7 +299,7 @@ def test_a_step_is_stopped_looked_into_and_goes_on(training):
     assert not any(map(pending.done, range(3)))
     asked(training, Continue())
     for data in ended(training, pending).values():
-        assert decode(Stepped, data, "answer").steps_done == 1
+        assert decode(StepReply, data, "answer").steps_done == 1
     assert asked(training, Job(ticket="late", work=Evaluate("1"))) == [False] * 3
     assert [position.held for position in asked(training, WHERE)] == [None] * 3
 

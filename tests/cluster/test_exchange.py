@@ -6,8 +6,8 @@ from concurrent.futures import Future
 import pytest
 from ipyparallel.error import EngineError, RemoteError
 
-from workbench.cluster._control import ERROR_MIME, Exchange, Wire, as_output
-from workbench.cluster.pending import Answer, Output
+from workbench.cluster._ipyparallel import ERROR_MIME, Exchange, Wire, as_output
+from workbench.cluster.pending_replies import Answer, Output
 from workbench.errors import ClusterError, RankError
 
 

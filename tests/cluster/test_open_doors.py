@@ -4,7 +4,7 @@ import pytest
 
 from workbench.cluster import Cluster
 from workbench.cluster import cluster as cluster_module
-from workbench.cluster.doors import Doors
+from workbench.cluster.channels import Channels
 
 ENGINES = ("engine a", "engine b")
 
@@ -49,7 +49,7 @@ def losses(request, monkeypatch):
         def engines(self):
             return {engine: rank for rank, engine in enumerate(ENGINES) if rank not in place.ended}
 
-    class SlowDoors(Doors):
+    class SlowDoors(Channels):
         def __init__(self, wire, engines):
             super().__init__(wire, engines)
             if engines:
@@ -57,7 +57,7 @@ def losses(request, monkeypatch):
                 cluster._on_exit(1) if place.knows_ends else cluster._on_gone(ENGINES[1])
 
     monkeypatch.setattr(cluster_module, "Wire", FakeWire)
-    monkeypatch.setattr(cluster_module, "Doors", SlowDoors)
+    monkeypatch.setattr(cluster_module, "Channels", SlowDoors)
     cluster._place = place
     cluster._connect(place)
     return cluster.losses()

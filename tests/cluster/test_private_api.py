@@ -1,4 +1,4 @@
-"""What _control.py uses of ipyparallel and ipykernel is still there."""
+"""What _ipyparallel.py uses of ipyparallel and ipykernel is still there."""
 
 import asyncio
 import inspect
@@ -16,25 +16,25 @@ from ipyparallel.engine.app import IPEngine
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from jupyter_client.session import Session
 
-from workbench.cluster import _control
+from workbench.cluster import _ipyparallel
 from workbench.errors import ClusterError
 
 
 def test_this_version_is_accepted():
-    _control.check_version()
+    _ipyparallel.check_version()
 
 
 @pytest.mark.parametrize("version", [(8, 8, 0), (10, 0, 0)])
 def test_another_version_is_refused(monkeypatch, version):
     monkeypatch.setattr(ipyparallel, "version_info", version)
     with pytest.raises(ClusterError, match=r"9.2 is needed: pip install 'ipyparallel>=9.2,<10'"):
-        _control.check_version()
+        _ipyparallel.check_version()
 
 
 def test_a_client_that_sends_differently_is_refused(monkeypatch):
     monkeypatch.setattr(ipyparallel.Client, "_send", lambda self, socket, message: None)
     with pytest.raises(ClusterError, match="is needed"):
-        _control.check_version()
+        _ipyparallel.check_version()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_private_names_mean_what_they_did(function, words):
 
 
 def test_an_engine_whose_number_is_there_before_its_name_has_not_registered():
-    wire = object.__new__(_control.Wire)
+    wire = object.__new__(_ipyparallel.Wire)
     wire._client = SimpleNamespace(ids=[0, 1], _engines={1: "engine b"})
     assert wire.engines() == {"engine b": 1}
 
@@ -85,7 +85,7 @@ class FakeKernel:
     def __init__(self):
         self.session, self.control_stream = Session(key=b"known to both"), "stream"
         self.served, self.processed = [], []
-        self.control_handlers = {_control.REQUEST: self.serve}
+        self.control_handlers = {_ipyparallel.REQUEST: self.serve}
 
     async def serve(self, stream, idents, request):
         self.served.append((stream, idents, request["content"]))
@@ -102,9 +102,9 @@ def frames(session, kind):
 
 def test_requests_of_the_side_door_are_served_without_ado_and_others_as_ever():
     kernel = FakeKernel()
-    _control._serve_without_ado(kernel)
+    _ipyparallel._serve_without_ado(kernel)
     other = frames(kernel.session, "interrupt_request")
-    for message in (frames(kernel.session, _control.REQUEST), other):
+    for message in (frames(kernel.session, _ipyparallel.REQUEST), other):
         asyncio.run(kernel.process_control(message))
     assert [(stream, content) for stream, _, content in kernel.served] == [("stream", {"word": "look"})]
     assert [bytes(ident) for ident in kernel.served[0][1]] == [b"who asks"]
@@ -113,9 +113,9 @@ def test_requests_of_the_side_door_are_served_without_ado_and_others_as_ever():
 
 def test_a_request_that_is_signed_by_somebody_else_is_not_served():
     kernel = FakeKernel()
-    _control._serve_without_ado(kernel)
+    _ipyparallel._serve_without_ado(kernel)
     with pytest.raises(ValueError, match="Invalid Signature"):
-        asyncio.run(kernel.process_control(frames(Session(key=b"known to one"), _control.REQUEST)))
+        asyncio.run(kernel.process_control(frames(Session(key=b"known to one"), _ipyparallel.REQUEST)))
     assert kernel.served == []
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import processes
-from workbench.cluster.processes import MARKER, THREAD_VARIABLES, Watched
+from workbench.cluster.processes import MARKER, THREAD_VARIABLES, ChildProcess
 
 WAIT = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
@@ -106,7 +106,7 @@ def test_a_process_that_has_ended_does_not_run():
 def test_the_exit_code_of_a_watched_process_is_told_once():
     codes, told = [], threading.Event()
     with start("print('up', flush=True); raise SystemExit(3)") as process:
-        watched = Watched(process, lambda code: (codes.append(code), told.set()))
+        watched = ChildProcess(process, lambda code: (codes.append(code), told.set()))
         assert told.wait(PATIENCE_S)
         watched.join(PATIENCE_S)
     assert codes == [3]

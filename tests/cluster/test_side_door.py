@@ -8,7 +8,7 @@ from tests.cluster.conftest import FOREVER_S, RUNTIME, wait_until_held
 from tests.cluster.fake_rank import Answer, ComeLate, Look, Looked, Raise, Release
 from tests.waiting import PATIENCE_S
 from workbench.errors import ClusterError, RankError
-from workbench.protocol.messages import Stacks
+from workbench.protocol.rank_messages import Stacks
 
 pytestmark = pytest.mark.cluster
 

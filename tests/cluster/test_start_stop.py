@@ -16,12 +16,12 @@ import torch
 from tests.cluster.conftest import FOREVER_S, RUNTIME, texts
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import ports
-from workbench.cluster import Cluster, launch
-from workbench.cluster.doors import Doors
-from workbench.cluster.keeper import KEEPER
-from workbench.cluster.pending import Pending
-from workbench.cluster.processes import Watched, is_running
+from workbench.cluster import Cluster, local_launch
+from workbench.cluster.channels import Channels
+from workbench.cluster.pending_replies import PendingReplies
+from workbench.cluster.processes import ChildProcess, is_running
 from workbench.cluster.reaper import Reaper
+from workbench.cluster.zygote_cache import KEEPER
 from workbench.errors import ClusterError, Interrupted, UsageError
 
 pytestmark = pytest.mark.cluster
@@ -59,7 +59,7 @@ def test_a_stop_leaves_nothing_but_what_is_kept(make_cluster, private):
     cluster.stop()  # once more does nothing
 
 
-@pytest.mark.parametrize("what", [(Doors, "call"), (Doors, "close"), (Watched, "join"), (Reaper, "close")])
+@pytest.mark.parametrize("what", [(Channels, "call"), (Channels, "close"), (ChildProcess, "join"), (Reaper, "close")])
 def test_an_error_on_the_way_leaves_nothing_either(make_cluster, private, monkeypatch, what):
     processes = processes_now()
     cluster = make_cluster()
@@ -116,7 +116,7 @@ def test_ctrl_c_in_a_stop_is_answered_when_all_has_ended(make_cluster, monkeypat
 def test_the_controllers_advice_counts_its_heartbeat_process(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
-    assert cluster._place._num_listening() == launch._PORTS
+    assert cluster._place._num_listening() == local_launch._PORTS
 
 
 def test_a_cluster_can_be_started_again_but_not_twice(make_cluster):
@@ -157,7 +157,7 @@ def listening(processes):
 
 def test_the_controller_listens_on_reserved_ports_alone(make_cluster, monkeypatch):
     reserved, processes = [], processes_now()
-    monkeypatch.setattr(launch, "reserved_port", lambda: reserved.append(ports.reserved_port()) or reserved[-1])
+    monkeypatch.setattr(local_launch, "reserved_port", lambda: reserved.append(ports.reserved_port()) or reserved[-1])
     with make_cluster(1):
         controller = [p for p in processes_now() - processes if "ipyparallel.controller" in p.cmdline()]
         found = {port for _, port in listening(controller)}
@@ -202,7 +202,7 @@ def test_what_the_rank_side_refuses_at_boot_is_said_in_its_words(make_cluster, m
 
 
 def test_a_device_whose_driver_is_missing_is_refused_before_anything_starts(make_cluster, monkeypatch, private):
-    monkeypatch.setattr(launch, "Reaper", None)
+    monkeypatch.setattr(local_launch, "Reaper", None)
     monkeypatch.setattr("workbench.devices.Device.may_be_here", lambda self: not self.driver)
     with pytest.raises(UsageError, match=r"^2 ranks need 2 cuda devices and \S+ has 0: use --device cpu$"):
         make_cluster(device="cuda").start()
@@ -227,25 +227,25 @@ def test_a_rank_side_that_fails_at_boot_is_named(private):
 
 def replace_rank_1(monkeypatch, code):
     """Have ``code`` run where the engine of rank 1 should, in a process that is not forked."""
-    monkeypatch.setattr(launch, "can_fork", lambda device: False)
-    real = launch.engine_command
+    monkeypatch.setattr(local_launch, "can_fork", lambda device: False)
+    real = local_launch.engine_command
 
     def command(root, engine, timeout_s):
         return [sys.executable, "-c", code] if engine.endswith("-rank-1") else real(root, engine, timeout_s)
 
-    monkeypatch.setattr(launch, "engine_command", command)
+    monkeypatch.setattr(local_launch, "engine_command", command)
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_log(make_cluster, monkeypatch, private):
     replace_rank_1(monkeypatch, "import signal; print('I sleep instead', flush=True); signal.pause()")
-    wait_for_engines = launch.Launch.wait_for_engines
+    wait_for_engines = local_launch.LocalLaunch.wait_for_engines
 
     def until_only_rank_1_is_missing(self, registered):
         wait_until(lambda: self.engines[0] in registered() and "I sleep" in self.log_tail(1))
         self.deadline = 0.0
         return wait_for_engines(self, registered)
 
-    monkeypatch.setattr(launch.Launch, "wait_for_engines", until_only_rank_1_is_missing)
+    monkeypatch.setattr(local_launch.LocalLaunch, "wait_for_engines", until_only_rank_1_is_missing)
     with pytest.raises(
         ClusterError, match=r"(?s)rank 1 did not start in time.*the process of rank 1:\nI sleep instead"
     ):
@@ -254,16 +254,16 @@ def test_a_rank_that_does_not_come_is_named_with_its_log(make_cluster, monkeypat
 
 
 def test_many_ranks_that_do_not_come_are_named_in_a_row_and_what_to_do_is_first(make_cluster, monkeypatch, private):
-    monkeypatch.setattr(launch, "can_fork", lambda device: False)
+    monkeypatch.setattr(local_launch, "can_fork", lambda device: False)
     silent = [sys.executable, "-c", "import signal; signal.pause()"]
-    monkeypatch.setattr(launch, "engine_command", lambda root, engine, timeout_s: silent)
-    wait_for_engines = launch.Launch.wait_for_engines
+    monkeypatch.setattr(local_launch, "engine_command", lambda root, engine, timeout_s: silent)
+    wait_for_engines = local_launch.LocalLaunch.wait_for_engines
 
     def without_patience(self, registered):
         self.deadline = 0.0
         return wait_for_engines(self, registered)
 
-    monkeypatch.setattr(launch.Launch, "wait_for_engines", without_patience)
+    monkeypatch.setattr(local_launch.LocalLaunch, "wait_for_engines", without_patience)
     with pytest.raises(ClusterError) as caught:
         make_cluster(5).start()
     late, advice, facts = str(caught.value).splitlines()
@@ -295,7 +295,7 @@ def test_a_rank_that_ends_while_it_starts_is_named_with_its_log(make_cluster, mo
 
 
 def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypatch):
-    monkeypatch.setattr(launch, "controller_command", lambda root: [sys.executable, "-c", "raise SystemExit(1)"])
+    monkeypatch.setattr(local_launch, "controller_command", lambda root: [sys.executable, "-c", "raise SystemExit(1)"])
     with pytest.raises(ClusterError, match=r"the controller ended while it started \(its log is empty\)"):
         make_cluster().start()
 
@@ -305,7 +305,7 @@ def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monke
         raise TimeoutError
 
     monkeypatch.setattr("workbench.cluster.cluster.Wire", be_silent)
-    monkeypatch.setattr(launch.Launch, "_log_lines", lambda self, rank: [f"{rank} is too hot"])
+    monkeypatch.setattr(local_launch.LocalLaunch, "_log_lines", lambda self, rank: [f"{rank} is too hot"])
     with pytest.raises(ClusterError) as caught:
         make_cluster(start_timeout_s=60).start()
     late, advice, facts, whose, log = str(caught.value).splitlines()
@@ -322,7 +322,7 @@ def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monke
 
 def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
     monkeypatch.setenv("FAKE_RANK_HANGS_AT_BOOT", "1")
-    wait, boot = Pending.wait, Cluster._boot
+    wait, boot = PendingReplies.wait, Cluster._boot
 
     def without_patience(self, place, asked):
         def until_rank_0_has_booted(self, timeout_s, *, or_error):
@@ -330,7 +330,7 @@ def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
             place.deadline = 0.0
             return wait(self, 0, or_error=or_error)
 
-        monkeypatch.setattr(Pending, "wait", until_rank_0_has_booted)
+        monkeypatch.setattr(PendingReplies, "wait", until_rank_0_has_booted)
         return boot(self, place, asked)
 
     monkeypatch.setattr(Cluster, "_boot", without_patience)
@@ -376,7 +376,7 @@ def test_a_forked_child_does_not_stop_its_parents_ranks(make_cluster):
 
 
 def test_the_private_files_are_gone_even_when_a_log_is_asked_for_later(make_cluster, private):
-    started = launch.Launch(1, None, 60, lambda rank: None)
+    started = local_launch.LocalLaunch(1, None, 60, lambda rank: None)
     assert Path(started.wait_for_controller()).exists()
     started.end()
     wait_until(lambda: started.exit_code(0) is not None)
@@ -388,7 +388,7 @@ def test_what_has_started_is_ended_when_the_rest_cannot(make_cluster, monkeypatc
     def refuse(self, process):
         raise ClusterError(f"process {process.pid} cannot be adopted")
 
-    monkeypatch.setattr(launch.Reaper, "adopt", refuse)
+    monkeypatch.setattr(local_launch.Reaper, "adopt", refuse)
     with pytest.raises(ClusterError, match="cannot be adopted"):
         make_cluster().start()
     assert list(private.iterdir()) == []

@@ -11,10 +11,10 @@ import pytest
 
 from tests.cluster.conftest import RUNTIME, texts
 from tests.waiting import PATIENCE_S, wait_until
-from workbench.cluster import Cluster, launch
-from workbench.cluster.keeper import KEEPER
+from workbench.cluster import Cluster, local_launch
 from workbench.cluster.processes import is_running
 from workbench.cluster.zygote import can_fork
+from workbench.cluster.zygote_cache import KEEPER
 from workbench.devices import DEVICES
 from workbench.errors import ClusterError
 
@@ -76,7 +76,7 @@ def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who):
 
 
 def test_ranks_that_are_not_forked_work_as_well(make_cluster, monkeypatch):
-    monkeypatch.setattr("workbench.cluster.launch.can_fork", lambda device: False)
+    monkeypatch.setattr("workbench.cluster.local_launch.can_fork", lambda device: False)
     cluster = make_cluster(2)
     cluster.start()
     assert cluster._place._zygote is None
@@ -85,9 +85,9 @@ def test_ranks_that_are_not_forked_work_as_well(make_cluster, monkeypatch):
 
 def with_arguments(monkeypatch, *more):
     """Have the engine of rank 1 get further arguments."""
-    real = launch.engine_arguments
+    real = local_launch.engine_arguments
     monkeypatch.setattr(
-        launch,
+        local_launch,
         "engine_arguments",
         lambda root, engine, timeout_s: real(root, engine, timeout_s) + list(more) * engine.endswith("-rank-1"),
     )

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.engine.ranks import ON_GPUS, POOL
-from workbench.engine import groups, probe, waits
+from workbench.engine import cancellable_waits, probe, process_groups
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,9 @@ def nothing_left_over() -> Iterator[None]:
         rank.pid for rank in POOL.processes | ON_GPUS.processes
     }
     assert not dist.is_initialized()
-    assert groups.num_unfinished() == 0
+    assert process_groups.num_unfinished() == 0
     assert probe.active is None
-    waits.cancellation.check()
+    cancellable_waits.cancellation.check()
 
 
 @pytest.fixture(autouse=True)

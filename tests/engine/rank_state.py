@@ -25,7 +25,7 @@ from torch.distributed.tensor._redistribute import clear_redistribute_planner_ca
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests import leaks
-from workbench.engine import backends, state, waits
+from workbench.engine import backends, cancellable_waits, fsdp_state
 from workbench.runtime.sockets import open_sockets
 
 _PACKAGES = ("workbench", "tests", "torch.distributed", "torch.nn", "torch.optim", "torch.autograd", "torch.utils")
@@ -136,7 +136,7 @@ class RankState:
             What it was left with that no test may leave: threads, processes, process groups. And what else makes it
             unfit for another test.
         """
-        waits.cancellation.reset()
+        cancellable_waits.cancellation.reset()
         backends._chosen.clear()
         backends.backend_of.cache_clear()
         self._put_back_variables()
@@ -177,7 +177,7 @@ class RankState:
         deadline = time.monotonic() + SETTLE_S
         while (left := [*self._running(), *self._open()]) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self._running(), [*left, *(f"a model: {type(root).__name__}" for root in state.roots)]
+        return self._running(), [*left, *(f"a model: {type(root).__name__}" for root in fsdp_state.roots)]
 
     def _running(self) -> list[str]:
         now = leaks.census(with_orphans=False)

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests import cuda, leaks
 from tests.engine.rank_state import RankState, packed, unpacked
 from tests.namespaces import Seat
-from workbench.engine import groups
+from workbench.engine import process_groups
 from workbench.engine.backends import tell_host
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 
@@ -80,7 +80,7 @@ def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device:
     ports[rank].send_bytes(pickle.dumps(result))  # plain pickle: tensors by value, not by a file of this process
     if result[0] == "ok":
         ports[rank].recv()  # until all have answered: others may still be making a group with this rank
-    groups.forget_all()
+    process_groups.forget_all()
     if dist.is_initialized():
         dist.destroy_process_group()
     return result[0] == "ok"
@@ -322,5 +322,5 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        groups.forget_all()
+        process_groups.forget_all()
         dist.destroy_process_group()

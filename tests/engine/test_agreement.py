@@ -15,11 +15,11 @@ from tests.engine.classic.wrapped import OURS, wrap_net
 from tests.engine.models import adamw, batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
-from workbench.engine import agreement, reshard_module, undo, unshard_module
-from workbench.engine.classic import part_states, unwrap
-from workbench.engine.classic import undo as classic_undo
-from workbench.engine.state import states_below
-from workbench.engine.waits import cancellation
+from workbench.engine import agreement, reshard_module, unshard_module, unsharding
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.classic import param_states, unwrap
+from workbench.engine.classic import unwrapping as classic_undo
+from workbench.engine.fsdp_state import states_below
 
 F = OURS.FullyShardedDataParallel
 ODD = 1
@@ -40,7 +40,7 @@ def with_grads(model: nn.Module, _: torch.optim.Optimizer) -> None:
 FULLY_SHARD: dict[str, Callable[..., Any]] = {
     "unshard": lambda model, optimizer: unshard_module(model, [optimizer]),
     "reshard": another_mesh,
-    "copy": lambda model, optimizer: undo.plain_copy(model, {}, [optimizer]),
+    "copy": lambda model, optimizer: unsharding.plain_copy(model, {}, [optimizer]),
 }
 CLASSIC: dict[str, Callable[..., Any]] = {
     "unwrap": lambda model, optimizer: unwrap(model, [optimizer]),
@@ -207,9 +207,9 @@ def failing(module: Any, name: str, number: int) -> Iterator[list[int]]:
 
 
 WAYS: dict[str, tuple[str, Callable[..., Any], Any, str]] = {
-    "unshard": ("fully_shard", FULLY_SHARD["unshard"], undo, "_gathered"),
-    "reshard": ("fully_shard", FULLY_SHARD["reshard"], undo, "_gathered"),
-    "unwrap": ("originals", CLASSIC["unwrap"], part_states, "whole_parts"),
+    "unshard": ("fully_shard", FULLY_SHARD["unshard"], unsharding, "_gathered"),
+    "reshard": ("fully_shard", FULLY_SHARD["reshard"], unsharding, "_gathered"),
+    "unwrap": ("originals", CLASSIC["unwrap"], param_states, "whole_parts"),
 }
 
 

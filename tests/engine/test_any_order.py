@@ -21,7 +21,7 @@ from tests.engine.comparison import DIM, data
 from tests.engine.models import Block, adamw
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
-from workbench.engine.state import states_below, units_of
+from workbench.engine.fsdp_state import states_below, units_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's checkpoint warns of inputs without gradients
 COUNT, STEPS = 5, 8

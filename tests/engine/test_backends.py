@@ -13,16 +13,16 @@ from tests.engine.ranks import run_on_gpus, run_ranks
 from workbench.engine import CollectiveFailed, StepAborted, backends
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend, ResizedMemory, Streams
+from workbench.engine.backends.cpu import Cpu
 from workbench.engine.backends.cuda import Cuda
-from workbench.engine.backends.host import Host
-from workbench.engine.backends.pages import SparePages
+from workbench.engine.backends.page_pool import SparePages
 from workbench.engine.backends.streams import StreamBackend
+from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.comm import CommPair, DefaultAllGather, DefaultReduceScatter
-from workbench.engine.layout import ShardLayout
-from workbench.engine.waits import cancellation
+from workbench.engine.shard_layout import ShardLayout
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("cpu", Host), ("cuda:1", Cuda), ("meta", Backend)])
+@pytest.mark.parametrize(("kind", "backend"), [("cpu", Cpu), ("cuda:1", Cuda), ("meta", Backend)])
 def test_each_kind_of_device_has_its_backend(kind, backend):
     device = torch.device(kind)
     assert type(backend_of(device)) is backend
@@ -133,7 +133,7 @@ GPU = [
     pytest.mark.filterwarnings("ignore"),  # whatever torch's own warn of
 ]
 KINDS = {
-    "host": lambda: Host(torch.device("cpu")),
+    "host": lambda: Cpu(torch.device("cpu")),
     "no more is known": lambda: Backend(torch.device("cpu")),
     "simulated": lambda: Simulated(torch.device("cpu")),
     "lags behind its host": FakeDevice,

@@ -19,8 +19,8 @@ from tests.engine.models import Block, Net, batch, loss_of
 from tests.engine.parity import average_grads
 from tests.engine.ranks import run_ranks
 from workbench import engine
-from workbench.engine.state import state_of, states_below
-from workbench.engine.undo import plain_copy
+from workbench.engine.fsdp_state import state_of, states_below
+from workbench.engine.unsharding import plain_copy
 
 # ---- wrappers that show the attributes of what they wrap
 

@@ -13,7 +13,7 @@ from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import check_parity, shard_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
-from workbench.engine import groups
+from workbench.engine import process_groups
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
 from workbench.engine.comm import (
@@ -23,7 +23,7 @@ from workbench.engine.comm import (
     is_of_others,
     takes_own_in_output,
 )
-from workbench.engine.groups import CommGroup
+from workbench.engine.process_groups import CommGroup
 from workbench.events import Category
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def rebuilt() -> list[int]:
     indices, old = [group.index], group.process_group
     with recording() as record:
         for _ in range(2):
-            groups.rebuild_all()
+            process_groups.rebuild_all()
             indices.append(group.index)
         assert list(record.groups.items()) == [(index, (0, 1)) for index in indices[1:]]
     assert group.process_group is not old

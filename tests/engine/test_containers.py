@@ -19,7 +19,7 @@ from tests.engine.classic.wrapped import CPU, OURS, THEIRS
 from tests.engine.parity import average_grads
 from tests.engine.ranks import run_ranks
 from workbench import engine
-from workbench.engine.tensors import cast_floats, differentiable_in, map_tensors, tensors_in
+from workbench.engine.tensor_trees import cast_floats, differentiable_in, map_tensors, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 

@@ -26,9 +26,9 @@ from workbench import engine
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, probe
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.streams import DeviceStreams
-from workbench.engine.layout import ShardLayout
-from workbench.engine.order import Collective
-from workbench.engine.state import states_below, units_of
+from workbench.engine.collective_order import Collective
+from workbench.engine.fsdp_state import states_below, units_of
+from workbench.engine.shard_layout import ShardLayout
 from workbench.events import BESIDE, COLLECTIVES, Kind
 from workbench.replay.device import on_device
 from workbench.replay.spans import spans

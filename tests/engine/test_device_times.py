@@ -15,7 +15,7 @@ from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
 from workbench.engine import probe
-from workbench.engine.backends.clock import COMMUNICATION
+from workbench.engine.backends.device_clock import COMMUNICATION
 from workbench.events import BESIDE, COLLECTIVES, COMPUTE_STREAM, Edge, Kind
 from workbench.replay.collectives import table
 from workbench.replay.device import on_device

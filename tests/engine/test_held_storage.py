@@ -19,16 +19,16 @@ from tests.engine.ranks import in_turn, run_ranks
 from workbench.engine import (
     MixedPrecisionPolicy,
     fully_shard,
-    groups,
+    process_groups,
     rebuild_groups,
     reshard_module,
     reshard_unit,
     unshard_module,
 )
-from workbench.engine.backends import pages
+from workbench.engine.backends import page_pool
 from workbench.engine.classic import FullyShardedDataParallel, StateDictType
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.state import states_below, units_of
+from workbench.engine.fsdp_state import states_below, units_of
 
 COMMS = pytest.mark.parametrize("comm", ["", "gloo"], ids=["shared memory", "gloo"])
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
@@ -481,7 +481,7 @@ def gone_after() -> None:
     assert mapped()
     value = held.clone()
     unshard_module(model)
-    groups.forget_all()
+    process_groups.forget_all()
     del model
     assert torch.equal(held, value)  # of nobody's any more, and still there
     del held
@@ -496,8 +496,8 @@ def test_nothing_is_left_once_nobody_holds_it(over):
 
 
 def test_values_go_along_when_other_pages_come_to_lie_beneath():
-    for numel in (1, 1000, pages._ALIGNMENT // 4 + 5):
-        region = pages.Region(numel, torch.float32)
+    for numel in (1, 1000, page_pool._ALIGNMENT // 4 + 5):
+        region = page_pool.Region(numel, torch.float32)
         assert not region.tensor.any()
         region.tensor.copy_(torch.arange(numel))
         alias = region.tensor.detach()[-1:]

@@ -27,7 +27,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT, Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, slots
 from workbench import engine
-from workbench.engine import order
+from workbench.engine import collective_order
 from workbench.events import Edge, Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
@@ -267,7 +267,7 @@ def replicas_disagree() -> str:
 
 
 def test_replicas_that_use_different_parameters_are_told_which(monkeypatch):
-    monkeypatch.setattr(order, "ANSWERS_S", 600.0)  # however slow a rank is, its part is in the message
+    monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # however slow a rank is, its part is in the message
     for what in run_ranks(4, replicas_disagree):
         assert "all-reduce without experts.1.0.weight, experts.1.0.bias, experts.1.1.weight, experts.1.1.bias (" in what
         assert "all-reduce without experts.0.0.weight" in what

@@ -11,7 +11,7 @@ from tests.engine.classic.wrapped import OURS, adam, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
-from workbench.engine import groups
+from workbench.engine import process_groups
 
 
 def gather_with_modules(model: torch.nn.Module) -> None:
@@ -54,7 +54,7 @@ def trained_beside_idle(
     dist.barrier()
     for step in range(2):
         loss_of(everyone, batch(dist.get_rank(), step)).backward()
-    assert groups.num_unfinished() == 0
+    assert process_groups.num_unfinished() == 0
     return losses
 
 

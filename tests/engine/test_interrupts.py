@@ -13,7 +13,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import Recording, recording
 from tests.engine.sizes import NET
 from tests.waiting import eventually
-from workbench.engine import groups
+from workbench.engine import process_groups
 from workbench.events import Category
 
 
@@ -54,7 +54,7 @@ def interrupted_everywhere(reshard: bool | None, micro_batches: int) -> int:
         while interrupted_at(number, record, model, micro_batches):
             number += 1
             # every rank was stopped at the same event: what it had issued ends by itself
-            assert eventually(lambda: groups.num_unfinished() == 0)
+            assert eventually(lambda: process_groups.num_unfinished() == 0)
             model.reset_iter_state()
             model.zero_grad()
             gc.collect()  # the interrupt's traceback holds on to gradients

@@ -270,9 +270,9 @@ def test_meta_shards_hold_no_bytes_and_conversions_are_followed():
 
 
 def test_a_probe_hears_only_of_the_death_of_what_it_saw_born():
-    before = probe.Lease(SHARDS, 0, 100)
+    before = probe.BufferHandle(SHARDS, 0, 100)
     with recording() as first:
-        during = probe.Lease(SHARDS, 0, 30)
+        during = probe.BufferHandle(SHARDS, 0, 30)
         del before
         assert first.alive == {SHARDS: 30}
     with recording() as second:

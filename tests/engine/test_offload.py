@@ -14,8 +14,8 @@ from tests.engine.parity import check_parity, shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.policies import UnitPolicy
-from workbench.engine.state import states_below, units_of
 from workbench.events import Category, Kind
 
 POLICIES = (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False))

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import assert_same_shards, average_grads, shard_net
 from tests.engine.ranks import run_ranks
-from workbench.engine.undo import remap_optimizer
+from workbench.engine.unsharding import remap_optimizer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

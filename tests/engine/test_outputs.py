@@ -11,7 +11,7 @@ from tests.engine.comparison import DIM, Outer, blocks, compare, data, shard_eac
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import ROOT
 from workbench.engine import fully_shard
-from workbench.engine.tensors import tensors_in
+from workbench.engine.tensor_trees import tensors_in
 from workbench.events import Edge, Kind
 
 

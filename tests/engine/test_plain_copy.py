@@ -7,8 +7,8 @@ from torch import nn
 from tests.engine.ranks import run_cases
 from workbench import engine
 from workbench.engine.classic import FullyShardedDataParallel
-from workbench.engine.classic import undo as classic_undo
-from workbench.engine.undo import plain_copy
+from workbench.engine.classic import unwrapping as classic_undo
+from workbench.engine.unsharding import plain_copy
 
 
 class Counted:

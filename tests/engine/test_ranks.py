@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.engine.models import make_net
 from tests.engine.ranks import POOL, RankFailure, on_one_rank, outcomes, run_ranks
-from workbench.engine import fully_shard, groups, waits
+from workbench.engine import cancellable_waits, fully_shard, process_groups
 
 here = "as it was"
 
@@ -119,8 +119,8 @@ def change() -> None:
     globals()["here"] = "changed"
     Marked.mark = "changed"
     Marked.more = "added"
-    waits.SLICE_S = 5.0
-    waits.cancellation.cancel("for the test")
+    cancellable_waits.SLICE_S = 5.0
+    cancellable_waits.cancellation.cancel("for the test")
     os.environ["WORKBENCH_TESTS_MARK"] = "set"
     os.chdir("/")
     torch.manual_seed(1)
@@ -139,8 +139,8 @@ def seen() -> list[object]:
         here,
         Marked.mark,
         hasattr(Marked, "more"),
-        waits.SLICE_S,
-        waits.cancellation.is_set,
+        cancellable_waits.SLICE_S,
+        cancellable_waits.cancellation.is_set,
         dict(os.environ),
         os.getcwd(),
         torch.rand(1).item(),
@@ -153,7 +153,7 @@ def seen() -> list[object]:
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         dist.get_world_size(),
         len(dist.distributed_c10d._world.pg_map),
-        len(groups._groups),
+        len(process_groups._groups),
     ]
 
 

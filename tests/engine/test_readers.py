@@ -12,10 +12,10 @@ from torch import nn
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import run_ranks
-from workbench.engine import CollectiveFailed, StepAborted, collectives
+from workbench.engine import CollectiveFailed, StepAborted, unit_collectives
 from workbench.engine.backends import shared_memory
 from workbench.engine.backends.shared_memory import PARAMETERS, Readers
-from workbench.engine.waits import cancellation
+from workbench.engine.cancellable_waits import cancellation
 
 FORK = multiprocessing.get_context("fork")
 
@@ -187,7 +187,7 @@ def read_late(act, write, may_read) -> bool:
         patch.setenv("WORKBENCH_COMM", "")
         model = shard_net(make_net(num_blocks=2))
         loss_of(model, batch(dist.get_rank(), 0)).backward()
-        real, copies = collectives.foreach_all_gather_copy_out, []
+        real, copies = unit_collectives.foreach_all_gather_copy_out, []
 
         def copy_out(gathered: list[torch.Tensor], targets, unit) -> None:
             copies.append(unit.name)
@@ -198,7 +198,7 @@ def read_late(act, write, may_read) -> bool:
             real(gathered, targets, unit)
 
         last, unchanged = -1, []
-        patch.setattr(collectives, "foreach_all_gather_copy_out", copy_out)
+        patch.setattr(unit_collectives, "foreach_all_gather_copy_out", copy_out)
         act(model)  # a root stays full after the first forward
         copies.clear()
         act(model)

@@ -37,9 +37,9 @@ from workbench.engine import (
     share_comm_ctx,
     unshard_module,
 )
+from workbench.engine.fsdp_state import roots, states_below, units_of
 from workbench.engine.mesh import mesh_info
-from workbench.engine.state import roots, states_below, units_of
-from workbench.engine.undo import remap_optimizer
+from workbench.engine.unsharding import remap_optimizer
 from workbench.events import Category
 
 Losses = list[float]

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.engine.ranks import run_ranks, simulated_rank, simulating
-from workbench.engine import collectives, fully_shard, reduction
-from workbench.engine.backends.host import Host
-from workbench.engine.collectives import UnitId
+from workbench.engine import fully_shard, reduction, unit_collectives
+from workbench.engine.backends.cpu import Cpu
 from workbench.engine.flat_shard import in_flat_order
-from workbench.engine.layout import rows_of
 from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.shard_layout import rows_of
+from workbench.engine.unit_collectives import UnitId
 
 UNIT = UnitId(0, "unit")
 
@@ -35,7 +35,7 @@ def numbered(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
 def kernels(fused: bool):
     """Copy with the kernels that a device has for many pieces at once, or with one copy each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Host, "fuses_copies", fused)
+        patch.setattr(Cpu, "fuses_copies", fused)
         yield
 
 
@@ -139,7 +139,7 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size, fuse
     targets = [p.layout.by_rank(full) for p, full in zip(params, fulls, strict=True)]
     sizes = [len(part) for part in torch.arange(world_size).tensor_split(num_parts) if len(part)]
     with kernels(fused):
-        collectives.foreach_all_gather_copy_out(gathered.split(sizes), rows_of(targets, sizes), UNIT)
+        unit_collectives.foreach_all_gather_copy_out(gathered.split(sizes), rows_of(targets, sizes), UNIT)
     for full, tensor in zip(fulls, in_flat_order_of(units[0], tensors), strict=True):
         assert torch.equal(full[: tensor.numel()].view(tensor.shape), tensor)
         assert not full[tensor.numel() :].any()

@@ -20,13 +20,13 @@ from tests.engine.ranks import run_ranks
 from tests.engine.test_shared_memory import DTYPES, connected, mapped
 from workbench.engine import MixedPrecisionPolicy
 from workbench.engine.backends import shared_memory
-from workbench.engine.backends.pages import Region
+from workbench.engine.backends.page_pool import Region
 from workbench.engine.backends.shared_comm import (
     SharedMemoryAllGather,
     SharedMemoryCastAllGather,
     SharedMemoryReduceScatter,
 )
-from workbench.engine.state import states_below, units_of
+from workbench.engine.fsdp_state import states_below, units_of
 
 FORK = multiprocessing.get_context("fork")
 CPU = torch.device("cpu")

@@ -15,19 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.ranks import outcomes, run_ranks
 from tests.waiting import eventually
-from workbench.engine import CollectiveFailed, StepAborted, groups
+from workbench.engine import CollectiveFailed, StepAborted, process_groups
 from workbench.engine.backends import shared_memory
-from workbench.engine.backends.pending import PendingWork
+from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.shared_memory import SharedMemory, barrier
-from workbench.engine.order import Collective
-from workbench.engine.waits import cancellation
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.collective_order import Collective
 
 FORK = multiprocessing.get_context("fork")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8)
 
 
-def all_ranks() -> groups.CommGroup:
-    return groups.group_of(tuple(range(dist.get_world_size())))
+def all_ranks() -> process_groups.CommGroup:
+    return process_groups.group_of(tuple(range(dist.get_world_size())))
 
 
 def connected() -> SharedMemory:
@@ -128,7 +128,7 @@ def side_by_side() -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     seen = []
     for axis in ("shard", "replicate"):
-        shared = SharedMemory.connect(groups.group_of(tuple(mesh[axis].mesh.tolist())))
+        shared = SharedMemory.connect(process_groups.group_of(tuple(mesh[axis].mesh.tolist())))
         rows = shared.rows(1, torch.float32)
         rows[shared.group.rank] = dist.get_rank()
         meet(shared)

@@ -22,7 +22,7 @@ from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
 from tests.engine.test_shared_memory import connected
 from workbench.engine.backends import shared_comm, shared_memory
-from workbench.engine.backends.pending import PendingWork
+from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
 from workbench.engine.backends.shared_memory import SharedMemory
 from workbench.events import Category

@@ -16,9 +16,9 @@ from tests.engine.recording import Recording, recording
 from tests.engine.sizes import BLOCK_SHAPES, FP32, slots
 from tests.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, fully_shard, unshard_module
-from workbench.engine.backends import backend_of, pages
+from workbench.engine.backends import backend_of, page_pool
+from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.state import states_below, units_of
 from workbench.events import Category, Edge, Kind
 
 NUM_BLOCKS = 4
@@ -108,7 +108,7 @@ def with_and_without() -> None:
     runs = []
     for moves in (True, False):
         if not moves:
-            pages._can_move = lambda: False  # in this process, which ends with the test
+            page_pool._can_move = lambda: False  # in this process, which ends with the test
         model = shard_net(make_net(**NET))
         optimizer = adamw(model.parameters())
         losses = []

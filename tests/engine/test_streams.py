@@ -11,13 +11,13 @@ from tests.engine.models import batch, loss_of, make_net
 from tests.engine.parity import shard_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import recording
-from workbench.engine import collectives
+from workbench.engine import unit_collectives
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Streams
 from workbench.engine.backends.streams import StreamBackend
-from workbench.engine.collectives import UnitId
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.reduction import GradientSync, PartialSum, Reduction, ReductionQueue
+from workbench.engine.unit_collectives import UnitId
 from workbench.events import Category, Edge, Kind
 
 COMPUTE = "compute"
@@ -186,7 +186,7 @@ def test_a_flat_shard_goes_to_the_device_in_one_piece():
     shard, unit = torch.ones(6), UnitId(3, "a")
     with recording() as record:
         record.name = str
-        state = collectives.copy_to_device(shard, torch.bfloat16, torch.device("meta"), unit)
+        state = unit_collectives.copy_to_device(shard, torch.bfloat16, torch.device("meta"), unit)
         assert record.live[Category.ALL_GATHER_BUFFERS] == 12
         assert record.events == ["OFFLOAD BEGIN 3", "OFFLOAD END 3"]
         (arrived,) = state.wait()
@@ -204,7 +204,7 @@ def test_a_single_rank_copies_from_what_was_brought_to_the_device():
     unit = model.blocks[0]._get_fsdp_state()._fsdp_param_group
     assert isinstance(unit.comm_ctx, FSDPCommContext)
     brought: list[torch.Tensor] = []
-    real = collectives.copy_to_device
+    real = unit_collectives.copy_to_device
 
     def copy_to_device(shard: torch.Tensor, dtype: torch.dtype, device: torch.device, of: UnitId) -> object:
         state = real(shard, dtype, torch.device("cpu"), of)
@@ -212,9 +212,9 @@ def test_a_single_rank_copies_from_what_was_brought_to_the_device():
         return state
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(collectives, "copy_to_device", copy_to_device)
+        patch.setattr(unit_collectives, "copy_to_device", copy_to_device)
         patch.setattr(unit.shards, "flat", SimpleNamespace(device="elsewhere", numel=unit.shards.flat.numel, flat=None))
-        patch.setattr(collectives, "_copy_shard", lambda target, _shard, _unit: target.fill_(7))
+        patch.setattr(unit_collectives, "_copy_shard", lambda target, _shard, _unit: target.fill_(7))
         model.blocks[0].unshard()
         assert len(brought) == 1
         assert all(bool((p == 7).all()) for p in nn.ParameterList(model.blocks[0].parameters()))

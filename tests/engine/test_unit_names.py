@@ -6,7 +6,7 @@ from torch import nn
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
 from workbench.engine import fully_shard
-from workbench.engine.state import states_below, units_of
+from workbench.engine.fsdp_state import states_below, units_of
 
 
 def names_of(model):

@@ -14,9 +14,9 @@ from tests.engine.parity import assert_same_shards, average_grads, check_parity,
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.engine.recording import Recording, recording
 from tests.engine.test_errors import fingerprint
-from workbench.engine import fully_shard, undo, unshard_module
-from workbench.engine.state import roots
-from workbench.engine.undo import plain_copy, remap_optimizer
+from workbench.engine import fully_shard, unshard_module, unsharding
+from workbench.engine.fsdp_state import roots
+from workbench.engine.unsharding import plain_copy, remap_optimizer
 
 HOOKS = (
     "_forward_hooks",
@@ -202,7 +202,11 @@ def fails_midway(at: int) -> None:
     model, twin = shard_net(make_net()), shard_net(make_net())
     optimizers = [optimizer_of(m) for m in (model, twin)]
     assert train(model, optimizers[0], range(2), plain=False) == train(twin, optimizers[1], range(2), plain=False)
-    before, states, real = fingerprint(model), {p: dict(s) for p, s in optimizers[0].state.items()}, undo.state_like
+    before, states, real = (
+        fingerprint(model),
+        {p: dict(s) for p, s in optimizers[0].state.items()},
+        unsharding.state_like,
+    )
     calls: list[int] = []
 
     def state_like(*args):
@@ -211,10 +215,10 @@ def fails_midway(at: int) -> None:
             raise KeyboardInterrupt
         return real(*args)
 
-    undo.state_like = state_like
+    unsharding.state_like = state_like
     with pytest.raises(KeyboardInterrupt):
         unshard_module(model, [optimizers[0]])
-    undo.state_like = real
+    unsharding.state_like = real
     assert fingerprint(model) == before
     assert {p: dict(s) for p, s in optimizers[0].state.items()} == states
     assert train(model, optimizers[0], range(2, 4), plain=False) == train(twin, optimizers[1], range(2, 4), plain=False)
@@ -242,15 +246,15 @@ def other_state() -> None:
     weight = model.head.weight
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     target = nn.Parameter(distribute_tensor(torch.zeros(7, 5), mesh, [Replicate(), Shard(0)], src_data_rank=None))
-    again = undo.state_like(target, factor)
+    again = unsharding.state_like(target, factor)
     assert again.placements == (Replicate(), Replicate())
     assert again.to_local().tolist() == [0, 1, 2, 3, 4]
     step = torch.tensor(3.0)
-    assert undo.state_like(target, step) is step
-    assert undo.state_like(target, "text") == "text"
-    assert torch.equal(undo.state_like(nn.Parameter(torch.zeros(7, 5)), weight), weight.full_tensor())
+    assert unsharding.state_like(target, step) is step
+    assert unsharding.state_like(target, "text") == "text"
+    assert torch.equal(unsharding.state_like(nn.Parameter(torch.zeros(7, 5)), weight), weight.full_tensor())
     whole = torch.arange(35.0).view(7, 5)
-    split = undo.state_like(target, whole)
+    split = unsharding.state_like(target, whole)
     assert split.placements == target.placements
     assert torch.equal(split.full_tensor(), whole)
     assert split.to_local().untyped_storage().nbytes() == split.to_local().nbytes  # a part, not a view of the whole

@@ -12,7 +12,7 @@ from tests.engine.both import NEWER_APIS
 from tests.engine.parity import assert_same_shards, average_grads
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
-from workbench.engine import RanksDisagreeError, fully_shard, order
+from workbench.engine import RanksDisagreeError, collective_order, fully_shard
 from workbench.events import Kind
 
 
@@ -50,7 +50,7 @@ def each_its_own() -> str:
 
 def test_ranks_that_use_different_parameters_are_told_which(monkeypatch):
     """Both ranks have as many bytes: without this, one expert would silently get the other's gradient."""
-    monkeypatch.setattr(order, "ANSWERS_S", 600.0)  # however slow a rank is, its part is in the message
+    monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # however slow a rank is, its part is in the message
     for what in run_ranks(2, each_its_own):
         for rank, unused in enumerate(("experts.1.weight, experts.1.bias", "experts.0.weight, experts.0.bias")):
             assert f"rank {rank} reduce-scatter without {unused} (no gradient; " in what

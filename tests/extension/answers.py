@@ -10,39 +10,39 @@ import json
 from tests.source import REPO
 from workbench.codec import encode
 from workbench.events import Category
-from workbench.panel.messages import (
+from workbench.panel.panel_messages import (
     VERSION,
     Answer,
     BreakpointState,
     ClockState,
     ClusterState,
-    Line,
+    CommandHistory,
+    CommandLine,
+    CommandOutput,
     Model,
     Models,
     ParamInfo,
     Params,
     Preview,
     RankState,
-    Recalled,
     Refused,
     RequestState,
     RestPreview,
-    Said,
     SentPreview,
     State,
-    TrainingState,
+    TrainingSummary,
     UnitInfo,
     UnitStates,
     Welcome,
 )
-from workbench.protocol.messages import ModelPolicy, WrapClass
-from workbench.reports.done import Past
-from workbench.session.pulse import Ending
+from workbench.protocol.rank_messages import ModelPolicy, WrapClass
+from workbench.reports.results import PastCommand
+from workbench.session.snapshot import LastResult
 
 FILE = REPO / "extension" / "tests" / "answers.ts"
 
 _HEADING = """\
-// Made of workbench/panel/messages.py by: python -m tests.extension.answers
+// Made of workbench/panel/panel_messages.py by: python -m tests.extension.answers
 // One example of each answer, as the kernel sends it.
 import type { AnswerOf } from "../src/client";
 import type { Answer } from "../src/protocol";
@@ -120,8 +120,8 @@ EXAMPLES: tuple[Answer, ...] = (
             steps_done=11,
             steps_total=40,
         ),
-        training=TrainingState(step=11, loss=2.30259, loss_step=11, steps_per_s=3.14159, tokens_per_s=None),
-        ended=Ending(count=1, line="a cell", text="", is_error=False),
+        training=TrainingSummary(step=11, loss=2.30259, loss_step=11, steps_per_s=3.14159, tokens_per_s=None),
+        ended=LastResult(count=1, line="a cell", text="", is_error=False),
         is_recorded=True,
         record="",
         said="",
@@ -178,9 +178,9 @@ EXAMPLES: tuple[Answer, ...] = (
             ),
         ),
     ),
-    Line(number=6, line="%fsdp step 3"),
-    Said(number=7, line="%fsdp step 3", text="3 steps, loss 2.1", is_error=False, data={}),
-    Recalled(number=8, commands=(Past(line="%fsdp start", source="panel", t_s=1.5),)),
+    CommandLine(number=6, line="%fsdp step 3"),
+    CommandOutput(number=7, line="%fsdp step 3", text="3 steps, loss 2.1", is_error=False, data={}),
+    CommandHistory(number=8, commands=(PastCommand(line="%fsdp start", source="panel", t_s=1.5),)),
     Refused(number=9, text="No such question."),
 )
 """One of each word; every list in them holds something."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.extension import answers
 from workbench.codec import decode, encode
-from workbench.panel.messages import Answer
+from workbench.panel.panel_messages import Answer
 
 
 def test_the_front_ends_tests_have_the_examples_of_python():

@@ -6,7 +6,7 @@ from tests.browser import open_offline
 from tests.firefox.driver import VIEWPORT, Click, look
 from tests.notebooks.lab import SHOTS
 from tests.trace.simulation import example_trace
-from tests.widgets.test_page import LOOKS, READY
+from tests.widgets.test_trace_page import LOOKS, READY
 from workbench.export import export
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.browser, pytest.mark.timeout(600)]

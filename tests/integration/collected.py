@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from workbench.events import Kind
-from workbench.replay.clocks import error_ns
+from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import table
 from workbench.trace.columns import Trace
 

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.waiting import PATIENCE_S
-from workbench.session import stopping
+from workbench.session import pause_protocol
 
 
 @pytest.fixture
 def every_rank_comes(monkeypatch):
     """A pause waits for every rank; it would name one that the machine does not let run for a moment as late."""
-    monkeypatch.setattr(stopping, "PAUSE_S", PATIENCE_S)
+    monkeypatch.setattr(pause_protocol, "PAUSE_S", PATIENCE_S)

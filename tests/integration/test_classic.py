@@ -12,10 +12,10 @@ from tests.views.figures import subtitle
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import RankDied, RankError
-from workbench.magics.words import parse_line
+from workbench.magics.command_lines import parse_line
 from workbench.replay import collectives
-from workbench.reports.places import live_units
-from workbench.reports.stopped import StopReport
+from workbench.reports.pause_results import StopReport
+from workbench.reports.stop_positions import live_units
 from workbench.trace import check
 from workbench.trace.columns import steps
 from workbench.views.compare import draw

@@ -11,10 +11,10 @@ from tests.hosts import ahead_by
 from tests.integration.collected import late_ends
 from tests.integration.model import CELL
 from tests.waiting import wait_until
-from workbench.cluster.launch import is_complete
+from workbench.cluster.local_launch import is_complete
 from workbench.events import REDUCTIONS, Kind
-from workbench.replay.clocks import error_ns
-from workbench.session import clocks
+from workbench.replay.clock_error import error_ns
+from workbench.session import clock_sync
 from workbench.trace import load
 from workbench.workbench import Workbench
 
@@ -82,7 +82,7 @@ def test_a_file_says_what_the_live_record_said(bench, tmp_path):
 
 def test_clocks_are_compared_again_while_ranks_are_in_a_step(bench, monkeypatch):
     before = [len(clock.readings) for clock in bench.trace.header.clocks]
-    monkeypatch.setattr(clocks, "EVERY_S", 0.0)
+    monkeypatch.setattr(clock_sync, "EVERY_S", 0.0)
     bench.step(1, until="forward")
 
     def were_all_compared():  # in turn, whenever rows are collected and answers are as quick as before

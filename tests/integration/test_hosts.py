@@ -14,7 +14,7 @@ from tests.views.figures import subtitle
 from tests.waiting import PATIENCE_S, wait_until
 from workbench.errors import ClusterError, UsageError
 from workbench.events import REDUCTIONS, Kind
-from workbench.replay.clocks import error_ns
+from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import compare
 from workbench.trace import steps
 from workbench.workbench import Workbench

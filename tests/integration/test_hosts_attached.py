@@ -8,7 +8,7 @@ from tests.integration import test_hosts
 from tests.integration.model import CELL
 from tests.waiting import wait_until
 from workbench.cluster import Cluster
-from workbench.cluster.lookout import SILENCE_S
+from workbench.cluster.host_liveness import SILENCE_S
 from workbench.workbench import Workbench
 
 pytestmark = [

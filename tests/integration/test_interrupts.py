@@ -17,7 +17,7 @@ from tests.pairwise import quick
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, UsageError
-from workbench.session import standing
+from workbench.session import stall_notice
 
 pytestmark = pytest.mark.cluster
 
@@ -68,8 +68,8 @@ def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(living):
 
 
 def test_a_cell_that_hangs_says_who_waits_and_where(living, monkeypatch):
-    monkeypatch.setattr(standing, "QUIET_S", 0.1)
-    monkeypatch.setattr(standing, "AGAIN_S", 0.1)
+    monkeypatch.setattr(stall_notice, "QUIET_S", 0.1)
+    monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
     expected = r"rank 1 has run for \d+ s, in dist.barrier\(\) at line 3 of the cell; rank 0 has ended"
     told = []
 

@@ -11,7 +11,7 @@ import pytest
 from tests import queues
 from tests.integration.model import CELL
 from tests.waiting import PATIENCE_S, wait_until
-from workbench.cluster import queues as cluster_queues
+from workbench.cluster import job_queue as cluster_queues
 from workbench.cluster.processes import is_running
 from workbench.errors import ClusterError, Interrupted
 from workbench.workbench import Workbench

@@ -12,7 +12,7 @@ from tests.pairwise import quick
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankError, UsageError
-from workbench.reports.stopped import StopReport
+from workbench.reports.pause_results import StopReport
 from workbench.trace import advance
 
 pytestmark = pytest.mark.cluster

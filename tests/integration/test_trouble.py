@@ -16,7 +16,7 @@ from tests.engine.test_shared_memory import holders
 from tests.integration import test_hosts
 from tests.integration.model import CELL
 from tests.waiting import PATIENCE_S, wait_until
-from workbench.cluster import over_ssh
+from workbench.cluster import ssh_launch
 from workbench.cluster.processes import MARKER, is_running
 from workbench.errors import ClusterError
 from workbench.workbench import Workbench
@@ -110,7 +110,7 @@ def test_a_stop_ends_all_hosts_at_once_in_one_connection_each(bench, network, mo
     cluster, engines = bench._session.cluster._place._cluster, engines_of(bench)
     logs = [Path(launcher.remote_output_file) for launcher in cluster.engine_set.launchers.values()]
     assert [log.exists() for log in logs] == [True] * 3
-    barrier, end_there = threading.Barrier(len(network.names)), over_ssh.end_there
+    barrier, end_there = threading.Barrier(len(network.names)), ssh_launch.end_there
     connections, run = [], subprocess.Popen.__init__
 
     def end_with_the_others(launchers):
@@ -123,7 +123,7 @@ def test_a_stop_ends_all_hosts_at_once_in_one_connection_each(bench, network, mo
 
     os.kill(cluster.controller.pid, signal.SIGKILL)  # it cannot tell the engines
     wait_until(lambda: len(bench.losses) == 3, SOON_S)
-    monkeypatch.setattr(over_ssh, "end_there", end_with_the_others)
+    monkeypatch.setattr(ssh_launch, "end_there", end_with_the_others)
     monkeypatch.setattr(subprocess.Popen, "__init__", counted)
     assert bench.stop() is None
     assert sorted(connections) == sorted(network.addresses)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.trace.strategies import example_trace
 from workbench.errors import UsageError
-from workbench.magics.show import WIDGET_MIME
+from workbench.magics.display_output import WIDGET_MIME
 from workbench.trace import load, save
 from workbench.views import VIEWS
 from workbench.views.theme import PLOTLY_MIME

@@ -5,14 +5,14 @@ import pytest
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
 from tests.fake_cluster import SHARD_RESULT, blocks, gives, prints, raises, writes
-from tests.magics.test_complete import SHARD_FLAGS
+from tests.magics.test_completion import SHARD_FLAGS
 from workbench import load_ipython_extension, unload_ipython_extension
-from workbench.cluster.pending import Output
+from workbench.cluster.pending_replies import Output
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
-from workbench.magics.show import WIDGET_MIME
-from workbench.reports.done import ShardReport
-from workbench.session.watch import ASK_S
+from workbench.magics.display_output import WIDGET_MIME
+from workbench.reports.results import ShardReport
+from workbench.session.waiter import ASK_S
 from workbench.views.theme import PLOTLY_MIME
 
 

@@ -5,9 +5,9 @@ import pytest
 from tests.fake_cluster import failed, inside, prints
 from tests.waiting import wait_until
 from workbench.errors import RankError, UsageError
-from workbench.magics.complete import candidates
+from workbench.magics.command_lines import parse_line
+from workbench.magics.completion import candidates
 from workbench.magics.parser import HelpAsked
-from workbench.magics.words import parse_line
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Break, Evaluate, Inspect, Next, Step
 

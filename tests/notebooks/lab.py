@@ -18,7 +18,7 @@ from tests.browser import PATIENCE_MS, SHARED
 from tests.waiting import end, wait_until
 from workbench import ports
 from workbench.cli import lab_command
-from workbench.installed import PANEL
+from workbench.jupyter_extensions import PANEL
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 TOKEN = "test"

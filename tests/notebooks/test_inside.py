@@ -8,7 +8,7 @@ import pytest
 from tests.notebooks.test_tour import TOUR
 from tests.source import REPO
 from workbench.demo import execute
-from workbench.magics import words
+from workbench.magics import command_lines
 
 INSIDE = REPO / "notebooks" / "02_inside_a_step.ipynb"
 
@@ -22,7 +22,7 @@ def lines_of(notebook) -> list[str]:
 def words_of(path) -> set[str]:
     lines = lines_of(nbformat.read(path, as_version=4))
     said = [line.removeprefix("%fsdp ") for line in lines if line.startswith("%fsdp ")]
-    return {words.parse_line(line, {"n": "2"}.__getitem__).word for line in said}
+    return {command_lines.parse_line(line, {"n": "2"}.__getitem__).word for line in said}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_it_is_kept_without_outputs():
 
 def test_the_notebooks_together_show_every_word():
     elsewhere = {"attach", "detach"}  # they need engines that somebody else has started
-    assert set(words.WORDS) - words_of(TOUR) - words_of(INSIDE) == {"status", "help"} | elsewhere
+    assert set(command_lines.WORDS) - words_of(TOUR) - words_of(INSIDE) == {"status", "help"} | elsewhere
 
 
 def test_all_ranks_stop_at_the_breakpoint(ran):

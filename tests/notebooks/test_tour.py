@@ -9,7 +9,7 @@ from tests.browser import figures, open_offline
 from tests.source import REPO
 from workbench.demo import communication
 from workbench.events import Kind
-from workbench.magics import words
+from workbench.magics import command_lines
 from workbench.replay import collectives, shards, training
 from workbench.trace import check, load, steps
 
@@ -46,7 +46,7 @@ def test_its_cells_are_short_and_each_section_teaches(cells):
 def test_its_words_are_words_of_fsdp(cells):
     lines = [line for c in cells if c.cell_type == "code" for line in c.source.splitlines()]
     used = [
-        words.parse_line(line.removeprefix("%fsdp "), {"n": "4"}.__getitem__).word
+        command_lines.parse_line(line.removeprefix("%fsdp "), {"n": "4"}.__getitem__).word
         for line in lines
         if line.startswith("%fsdp ")
     ]

@@ -7,9 +7,9 @@ import pytest
 from tests.fake_cluster import FakeCluster
 from tests.waiting import wait_until
 from workbench.magics.notebook import Notebook
-from workbench.panel.messages import VERSION
-from workbench.panel.panel import Panel
-from workbench.panel.state import Observer
+from workbench.panel.panel import PanelComm
+from workbench.panel.panel_messages import VERSION
+from workbench.panel.state_observer import Observer
 from workbench.workbench import Workbench
 
 
@@ -40,7 +40,7 @@ class Browser:
     """Asks a panel, and waits for its answers."""
 
     notebook: Notebook
-    panel: Panel
+    panel: PanelComm
     comm: FakeComm
     fakes: list
     asked: int = 0
@@ -83,7 +83,7 @@ def browser():
 
     notebook = Notebook(lambda **more: Workbench(cluster_factory=factory, **more), lambda name: False)
     comm = FakeComm()
-    panel = Panel(notebook, Observer(), comm, version="0.1.0")
+    panel = PanelComm(notebook, Observer(), comm, version="0.1.0")
     made = Browser(notebook, panel, comm, fakes)
     made.hello()
     yield made

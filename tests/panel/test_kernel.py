@@ -8,8 +8,8 @@ from jupyter_client.manager import KernelManager
 
 from tests.source import REPO
 from workbench import ports
-from workbench.panel.messages import DASHBOARD_TARGET, TARGET, VERSION
-from workbench.panel.targets import MAX_COMMS
+from workbench.panel.comm_targets import MAX_COMMS
+from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET, VERSION
 
 FAKE = """
 from tests.fake_cluster import FakeCluster

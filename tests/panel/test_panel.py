@@ -16,16 +16,16 @@ from tests.waiting import wait_until
 from workbench.codec import decode, encode
 from workbench.errors import Interrupted
 from workbench.events import Category
-from workbench.panel.messages import VERSION, Answer, RestPreview, TrainingState
-from workbench.panel.panel import Panel
-from workbench.panel.preview import preview
-from workbench.panel.state import Observer, Settings, params_of, units_of
+from workbench.panel.panel import PanelComm
+from workbench.panel.panel_messages import VERSION, Answer, RestPreview, TrainingSummary
+from workbench.panel.shard_preview import preview
+from workbench.panel.state_observer import Observer, Settings, params_of, units_of
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import at_rest, shards, totals
 from workbench.replay.training import summary
-from workbench.session.pulse import Pulse
+from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
-from workbench.trace.schema import Header, HostClock, Reading
+from workbench.trace.schema import ClockReading, Header, HostClock
 
 BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
 
@@ -51,7 +51,7 @@ def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, say
 
 def test_hello_comes_first(browser):
     comm = FakeComm()
-    panel = Panel(browser.notebook, Observer(), comm, version="0.1.0")
+    panel = PanelComm(browser.notebook, Observer(), comm, version="0.1.0")
     comm.receive({"word": "look", "number": 3})
     assert comm.sent[0][0] == {
         "word": "refused",
@@ -140,7 +140,11 @@ def test_the_loss_is_told_with_the_step_that_it_is_of():
     whole = example_trace(num_ranks=2, steps=3)
     ends = {rank: int(whole.slice(step=2).rank(rank).start.seq) + 1 for rank in range(2)}  # step 2 has just begun
     trace = Trace(whole.header, tuple(r.cut(r.start.seq, ends[r.rank]) for r in whole.ranks))
-    found = Observer().state(1, Pulse(trace=trace), Settings(num_ranks=2, device="cpu", profile=""), None).training
+    found = (
+        Observer()
+        .state(1, ClusterSnapshot(trace=trace), Settings(num_ranks=2, device="cpu", profile=""), None)
+        .training
+    )
     assert (found.step, found.loss_step) == (2, 1)
     assert found.loss == summary(whole).losses[1]
 
@@ -172,9 +176,11 @@ def test_what_is_recorded_or_opened_is_told(started, tmp_path):
 
 def test_clocks_that_are_not_rank_0s_are_told():
     found = example_trace(num_ranks=3, steps=1)
-    clock = HostClock(ranks=(1, 2), readings=(Reading(t_ns=0, offset_ns=-5_000_000, error_ns=40_000),))
+    clock = HostClock(ranks=(1, 2), readings=(ClockReading(t_ns=0, offset_ns=-5_000_000, error_ns=40_000),))
     trace = Trace(replace(found.header, clocks=(clock,)), found.ranks)
-    (told,) = Observer().state(1, Pulse(trace=trace), Settings(num_ranks=3, device="cpu", profile=""), None).clocks
+    (told,) = (
+        Observer().state(1, ClusterSnapshot(trace=trace), Settings(num_ranks=3, device="cpu", profile=""), None).clocks
+    )
     assert (told.ranks, told.error_ns) == ((1, 2), 40_000)
     assert told.text == "its clock is 5.00 ms behind rank 0's, give or take 40.0 µs"
 
@@ -182,10 +188,10 @@ def test_clocks_that_are_not_rank_0s_are_told():
 @pytest.mark.parametrize(("loss", "sent"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
 def test_a_loss_that_is_not_finite_is_sent_as_text(loss, sent):
     trace = with_loss(example_trace(num_ranks=2, steps=2), 1, loss)
-    state = Observer().state(1, Pulse(trace=trace), Settings(num_ranks=2, device="cpu", profile=""), None)
+    state = Observer().state(1, ClusterSnapshot(trace=trace), Settings(num_ranks=2, device="cpu", profile=""), None)
     assert state.training.loss == sent
     json.dumps(encode(state), allow_nan=False)  # as Jupyter packs it, unless it has to guess
-    assert decode(TrainingState, encode(state.training), "training") == state.training
+    assert decode(TrainingSummary, encode(state.training), "training") == state.training
 
 
 def test_ranks_units_and_memory_are_told(started):
@@ -432,7 +438,7 @@ def test_every_answer_is_what_its_declaration_says(started):
 
 def test_a_state_of_many_units_and_ranks_is_small_once_the_units_are_known():
     trace = example_trace(num_ranks=8, num_units=512, steps=1)
-    pulse = Pulse(trace=trace, running=True, states=dict.fromkeys(range(8), "running"))
+    pulse = ClusterSnapshot(trace=trace, running=True, states=dict.fromkeys(range(8), "running"))
     observer = Observer()
     settings = Settings(num_ranks=8, device="cpu", profile="")
     first = observer.state(1, pulse, settings, None)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.protocol import words
-from workbench.magics.words import WORDS, parse_line
+from workbench.magics.command_lines import WORDS, parse_line
 from workbench.protocol import commands as all_commands
 from workbench.protocol.commands import (
     COMMANDS,

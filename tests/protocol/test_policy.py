@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from workbench.protocol.policy import (
     DTYPES,
-    MixedPrecision,
+    PrecisionNames,
     as_mesh,
     as_reshard_after_forward,
     check_mesh_fits,
@@ -18,35 +18,35 @@ from workbench.protocol.policy import (
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("off", MixedPrecision()),
-        ("bf16", MixedPrecision(param="bf16")),
-        ("param=fp16", MixedPrecision(param="fp16")),
-        ("bf16,reduce=fp32", MixedPrecision(param="bf16", reduce="fp32")),
-        (" bf16 , output = fp32 , reduce=fp64 ", MixedPrecision(param="bf16", reduce="fp64", output="fp32")),
-        ("reduce=fp32", MixedPrecision(reduce="fp32")),
+        ("off", PrecisionNames()),
+        ("bf16", PrecisionNames(param="bf16")),
+        ("param=fp16", PrecisionNames(param="fp16")),
+        ("bf16,reduce=fp32", PrecisionNames(param="bf16", reduce="fp32")),
+        (" bf16 , output = fp32 , reduce=fp64 ", PrecisionNames(param="bf16", reduce="fp64", output="fp32")),
+        ("reduce=fp32", PrecisionNames(reduce="fp32")),
     ],
 )
 def test_mixed_precision_is_read(text, expected):
-    assert MixedPrecision.parse(text) == expected
+    assert PrecisionNames.parse(text) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("fp16", MixedPrecision(param="fp16", reduce="fp32", output="fp64")),
-        ("reduce=off", MixedPrecision(param="bf16", output="fp64")),
-        ("off,output=fp32", MixedPrecision(reduce="fp32", output="fp32")),
-        ("off", MixedPrecision()),
+        ("fp16", PrecisionNames(param="fp16", reduce="fp32", output="fp64")),
+        ("reduce=off", PrecisionNames(param="bf16", output="fp64")),
+        ("off,output=fp32", PrecisionNames(reduce="fp32", output="fp32")),
+        ("off", PrecisionNames()),
     ],
 )
 def test_what_a_text_does_not_name_stays(text, expected):
-    assert MixedPrecision(param="bf16", reduce="fp32", output="fp64").changed(text) == expected
+    assert PrecisionNames(param="bf16", reduce="fp32", output="fp64").changed(text) == expected
 
 
 @given(*[st.sampled_from(["", *DTYPES])] * 3)
 def test_what_is_written_for_a_precision_is_read_as_it(param, reduce, output):
-    precision = MixedPrecision(param=param, reduce=reduce, output=output)
-    assert MixedPrecision.parse(str(precision)) == precision
+    precision = PrecisionNames(param=param, reduce=reduce, output=output)
+    assert PrecisionNames.parse(str(precision)) == precision
 
 
 @pytest.mark.parametrize(

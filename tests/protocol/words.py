@@ -8,7 +8,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from workbench.magics.words import parse_line
+from workbench.magics.command_lines import parse_line
 from workbench.protocol.arguments import Argument, argument_of
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Command

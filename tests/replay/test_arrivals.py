@@ -9,7 +9,7 @@ from tests.trace.strategies import Setup, example_trace, simulate
 from workbench.replay.arrivals import TOO_CLOSE, UNTOLD, last_to_come
 from workbench.replay.collectives import Collectives, table
 from workbench.trace.columns import Trace
-from workbench.trace.schema import CommGroup, Header, HostClock, Reading
+from workbench.trace.schema import ClockReading, GroupInfo, Header, HostClock
 
 
 def issued(*issue_ns):
@@ -21,9 +21,9 @@ def issued(*issue_ns):
 
 
 def header_of(num_ranks, *clocks):
-    reading = (Reading(t_ns=0, offset_ns=0, error_ns=1),)
+    reading = (ClockReading(t_ns=0, offset_ns=0, error_ns=1),)
     hosts = tuple(HostClock(ranks=ranks, readings=reading) for ranks in clocks)
-    group = CommGroup(name="all", ranks=tuple(range(num_ranks)))
+    group = GroupInfo(name="all", ranks=tuple(range(num_ranks)))
     return Header(world_size=num_ranks, comm_groups=(group,), clocks=hosts)
 
 

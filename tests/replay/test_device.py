@@ -7,7 +7,7 @@ from tests.trace.on_device import ERROR_NS, hung, on_devices
 from tests.trace.strategies import example_trace
 from workbench.events import BESIDE, COLLECTIVES, COMPUTE_STREAM, COPIES, Edge, Kind
 from workbench.replay.collectives import compare, table
-from workbench.replay.device import Clock, on_device
+from workbench.replay.device import ClockSource, on_device
 from workbench.replay.spans import of_kind, spans
 from workbench.trace import Trace, check, load, save
 from workbench.views.window import window
@@ -78,14 +78,14 @@ def test_what_the_device_has_not_come_to_is_left_out_and_what_it_is_in_stays_ope
     found = spans(told.part.rows, (Kind.WAIT,))
     assert (found.end_seq < 0).tolist() == [False, False, True]
     drawn = window(trace, 2, 1).drawn(trace)
-    assert (drawn.clock, drawn.is_whole) == (Clock.DEVICE, False)
+    assert (drawn.clock, drawn.is_whole) == (ClockSource.DEVICE, False)
 
 
 def test_without_a_word_of_the_device_there_is_nothing_but_the_host():
     trace = on_devices(TRUE, tells=False)
     assert on_device(*part_of(trace, 1), trace.header) is None
-    assert window(trace, 1, 1).drawn(trace).clock is Clock.ENQUEUED
-    assert window(TRUE, 1, 1).drawn(TRUE).clock is Clock.HOST
+    assert window(trace, 1, 1).drawn(trace).clock is ClockSource.ENQUEUED
+    assert window(TRUE, 1, 1).drawn(TRUE).clock is ClockSource.HOST
 
 
 def test_steps_cut_out_keep_what_later_rows_tell_of_them(tmp_path):

@@ -39,10 +39,10 @@ CELL_TRACEBACK = """\
 
 APPLY_TRACEBACK = """\
 Traceback (most recent call last):
-  File "/env/workbench/cluster/_control.py", line 70, in call
+  File "/env/workbench/cluster/_ipyparallel.py", line 70, in call
     return {"value": resolve(name)(*args)}
                      ^^^^^^^^^^^^^
-  File "/env/workbench/runtime/training.py", line 88, in run
+  File "/env/workbench/runtime/trainer.py", line 88, in run
     losses.append(self._one_step(function))
   File "/tmp/ipykernel_41/123456.py", line 6, in train_step
     1 / 0

@@ -1,9 +1,9 @@
-from workbench.protocol.messages import Frame, Thread
-from workbench.reports.stopped import WhereReport, WhereRow
+from workbench.protocol.rank_messages import Frame, Thread
+from workbench.reports.pause_results import WhereReport, WhereRow
 from workbench.reports.threads import lines_of
 
 WAIT = Frame(text="threading.py:331 in wait: acquire()", is_python=True)
-SLICE = Frame(text="workbench/engine/waits.py:196 in block: wait()")
+SLICE = Frame(text="workbench/engine/cancellable_waits.py:196 in block: wait()")
 GATE = Frame(text="workbench/runtime/gate.py:240 in _next_message: get()")
 FORWARD = Frame(text="cell:21 in forward: x = block(x)", number=0)
 STEP = Frame(text="cell:30 in train_step: loss = model(x)", number=1)
@@ -30,7 +30,7 @@ def test_equal_stacks_are_said_once_the_user_s_frames_first_and_where_each_rank_
         "ranks 0-2, MainThread:",
         "    0  cell:21 in forward: x = block(x)",
         "    1  cell:30 in train_step: loss = model(x)",
-        "       and 4 frames of libraries, now in workbench/engine/waits.py:196 in block (ranks 0, 2); "
+        "       and 4 frames of libraries, now in workbench/engine/cancellable_waits.py:196 in block (ranks 0, 2); "
         "workbench/runtime/gate.py:240 in _next_message (rank 1)",
         "ranks 0-2, Thread-2, Thread-3, IOPub: 2 frames of libraries, "
         "now in ipykernel/iostream.py:478 in _watch_pipe_fd",

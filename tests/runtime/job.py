@@ -13,10 +13,10 @@ from workbench.codec import decode, encode
 from workbench.errors import UsageError
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.protocol import commands
-from workbench.protocol.messages import Drain, Known, Recorded
-from workbench.protocol.starting import Address, Boot, Connect, Host
+from workbench.protocol.rank_messages import Drain, DrainReply, RecordSummary
+from workbench.protocol.starting import Address, Boot, Connect, HostInfo
 from workbench.runtime import rank as rank_module
-from workbench.trace.wire import from_wire
+from workbench.trace.row_compression import from_wire
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -55,18 +55,18 @@ def execute(command):
 
 def drain(next_seq=0, version=0):
     """What the rank recorded since: as it came, and the rows unpacked."""
-    known = {namespace()["rank"]: Known(next_seq=next_seq, header_version=version)}
+    known = {namespace()["rank"]: RecordSummary(next_seq=next_seq, header_version=version)}
     recorded = _reply(*rank_module.side_door(encode(Drain(known=known))))
     return recorded, [from_wire(recorded.rows)]
 
 
 def _reply(data, buffers):
-    return decode(Recorded, data, "reply", buffers)
+    return decode(DrainReply, data, "reply", buffers)
 
 
 def boot_of(rank, world_size, device="cpu"):
     """What makes this process one of ``world_size`` ranks on this host."""
-    here = Host(name="here", identity="this host", address=LOOPBACK, interface=LOOPBACK_INTERFACE)
+    here = HostInfo(name="here", identity="this host", address=LOOPBACK, interface=LOOPBACK_INTERFACE)
     return Boot(
         rank=rank,
         world_size=world_size,

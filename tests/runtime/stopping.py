@@ -10,7 +10,7 @@ from tests.waiting import PATIENCE_S, eventually
 from workbench.codec import decode, encode
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Evaluate, Inspect
-from workbench.protocol.messages import Forget, Job, Locate, RunCell, SetBreakpoints
+from workbench.protocol.rank_messages import Forget, Job, Locate, RunCell, SetBreakpoints
 from workbench.runtime import rank as rank_module
 
 _FORK = multiprocessing.get_context("fork")

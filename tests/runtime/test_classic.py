@@ -16,17 +16,17 @@ from tests.runtime.job import execute, namespace, prepare, run
 from tests.runtime.stopping import Door, beside
 from tests.runtime.test_policies import planned, trace_here
 from workbench.engine import StepAborted
+from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.classic import CPUOffload, FullyShardedDataParallel, ModuleWrapPolicy
-from workbench.engine.waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import Category
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
-from workbench.runtime import planning, sharding
 from workbench.runtime import rank as rank_module
+from workbench.runtime import shard_planning, sharding
 from workbench.runtime.inspection import inspect
-from workbench.trace.rules import check
+from workbench.trace.invariants import check
 
 POLICIES = {
     "full": {},
@@ -49,10 +49,10 @@ def train(policy):
     patterns = policy.get("ignore", ())
     ignored = [p for name, p in ns["model"].named_parameters() if any(fnmatch(name, each) for each in patterns)]
     command = shard(**policy)
-    out = {"plan": planning.plan(command, ns["world_size"]), "before": planning.models()}
+    out = {"plan": shard_planning.plan(command, ns["world_size"]), "before": shard_planning.models()}
     out["shard"] = execute(command)
     out["ignored"] = sum(param.nbytes for param in ignored)
-    out["after"] = planning.models()
+    out["after"] = shard_planning.models()
     out["losses"] = execute(Step(count=3))["losses"]
     trace = trace_here()
     out["rules"], out["units"] = check(trace), trace.header.units
@@ -153,7 +153,7 @@ def partly_frozen():
     for name, param in ns["model"].named_parameters():
         param.requires_grad_(name.endswith("bias"))
     command = shard(orig_params=True)
-    plan = planning.plan(command, ns["world_size"])
+    plan = shard_planning.plan(command, ns["world_size"])
     lines = warned(command)
     assert len(lines) == len(set(lines)) > 0
     assert all("is frozen in one unit: its reduction takes memory" in line for line in lines)
@@ -368,8 +368,8 @@ def reshards_by_plan():
     found = []
     for _, changes in RESHARDS:
         command = Reshard(model="model", **changes)
-        (model,) = planning.models()
-        before, done = outcome(planning.plan, command, ns["world_size"]), outcome(execute, command)
+        (model,) = shard_planning.models()
+        before, done = outcome(shard_planning.plan, command, ns["world_size"]), outcome(execute, command)
         after = done if isinstance(done, str) else [u for u in trace_here().header.units if not u.retired]
         found.append((model.policy, before, after))
     execute(Step(count=1))
@@ -429,7 +429,7 @@ def interrupted_when_plain(api):
     with pytest.raises(KeyboardInterrupt):
         execute(Reshard(model="model", api="fully_shard" if api == "classic" else "classic"))
     setattr(sharding, name, made)
-    (model,) = planning.models()
+    (model,) = shard_planning.models()
     losses += execute(Step(count=6))["losses"]
     return losses, model.policy.api, model.policy.prefetch
 
@@ -516,7 +516,7 @@ def refused():
 def assert_refused(command, error, says):
     """What a command that is refused says is known before, in the same words."""
     with pytest.raises(error, match=says) as before:
-        planning.plan(command, namespace()["world_size"])
+        shard_planning.plan(command, namespace()["world_size"])
     with pytest.raises(error, match=says) as done:
         execute(command)
     assert str(before.value) == str(done.value)
@@ -565,7 +565,7 @@ def in_parallel(orig_params):
     recorder = rank_module._this_rank().recorder
     trace = trace_here()
     assert check(trace) == []
-    (model,) = planning.models()
+    (model,) = shard_planning.models()
     found = inspect("model.0.mlp.0.weight", recorder), inspect("model.0._flat_param", recorder)
     return losses, verified, found, model, trace.header.units[0]
 
@@ -603,7 +603,7 @@ def changed_in_parallel(changes):
     losses, planned_and_made = execute(Step(count=1))["losses"], []
     for change in changes:
         command = Reshard(model="model", **change)
-        before = planning.plan(command, ns["world_size"])
+        before = shard_planning.plan(command, ns["world_size"])
         execute(command)
         made = [unit for unit in trace_here().header.units if not unit.retired]
         planned_and_made.append((change, before, made))

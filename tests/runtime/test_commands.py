@@ -13,16 +13,16 @@ from tests.runtime.stopping import Door
 from workbench.codec import decode
 from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.events import Category, Edge, Kind
-from workbench.protocol.commands import Shard, Sharded, Step, Unshard, Verified, Verify
-from workbench.protocol.messages import ListNames, Locate
+from workbench.protocol.commands import Shard, ShardReply, Step, Unshard, Verify, VerifyReply
+from workbench.protocol.rank_messages import ListNames, Locate
 from workbench.replay.units import unmanaged_notes
-from workbench.reports.done import SAYS
-from workbench.runtime import describe
+from workbench.reports.results import SAYS
+from workbench.runtime import model_summary
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.header import join
-from workbench.trace.rules import check
+from workbench.trace.invariants import check
 from workbench.trace.schema import ROW_DTYPE, KeyFrame
 
 
@@ -109,7 +109,9 @@ def classes_chosen():
     named = execute(Shard(model="model", wrap=("Block",)))
     execute(Unshard(model="model"))
     ns["one"] = torch.nn.Linear(4, 4)
-    return [decode(Sharded, reply, "reply") for reply in (named, execute(Shard(model="model")), execute(Shard("one")))]
+    return [
+        decode(ShardReply, reply, "reply") for reply in (named, execute(Shard(model="model")), execute(Shard("one")))
+    ]
 
 
 def test_a_class_that_was_chosen_is_said_and_one_that_was_named_is_not():
@@ -374,8 +376,8 @@ def evaluated(api, orig_params):
     execute(Shard(model="model", wrap=("Sequential",), api=api, orig_params=orig_params))
     with torch.no_grad():
         ns["model"](torch.ones(2, 4))
-    names = [name for size in describe.sizes_of(ns["model"]) for name in size.names]
-    return describe.unmanaged().params, sorted(names)
+    names = [name for size in model_summary.sizes_of(ns["model"]) for name in size.names]
+    return model_summary.unmanaged().params, sorted(names)
 
 
 @pytest.mark.parametrize(("api", "orig_params"), [("fully_shard", False), ("classic", False), ("classic", True)])
@@ -411,8 +413,8 @@ def unmanaged():
 
 def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
     replies = run(2, unmanaged)
-    shard = SAYS[Shard]([decode(Sharded, sharded, "reply") for sharded, *_ in replies])
-    verify = SAYS[Verify]([decode(Verified, verified, "reply") for _, verified, _ in replies])
+    shard = SAYS[Shard]([decode(ShardReply, sharded, "reply") for sharded, *_ in replies])
+    verify = SAYS[Verify]([decode(VerifyReply, verified, "reply") for _, verified, _ in replies])
     assert shard.bytes_at_rest == (4 * (8 + 3), 4 * (8 + 3))
     assert shard.bytes_unsharded == 4 * (16 + 3)
     carried, params, buffers = shard.notes

@@ -16,14 +16,14 @@ from tests.runtime.job import drain, execute, prepare, run
 from tests.runtime.stopping import Door, Meeting, beside
 from tests.runtime.test_commands import trace_of
 from tests.waiting import PATIENCE_S
-from workbench.engine import StepAborted, waits
+from workbench.engine import StepAborted, cancellable_waits
 from workbench.engine.classic.comm_hooks import all_reduce
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.breakpoints import UNTIL
 from workbench.protocol.commands import Continue, Evaluate, Next, Pause, Shard, Step, Verify
-from workbench.protocol.messages import GiveUp, Job, Place, RunTo
+from workbench.protocol.rank_messages import GiveUp, Job, RunTo, StepPosition
 from workbench.runtime import rank as rank_module
-from workbench.trace.rules import check
+from workbench.trace.invariants import check
 
 
 def sharded(**options):
@@ -118,8 +118,8 @@ def paused_again_and_again(meeting, times):
         door(Pause())
         is_asked.set()
         target = meeting.furthest(rank, door.until_held())
-        door(RunTo(place=Place(*target)))
-        held = door.until(lambda where: where.held and where.held.place == Place(*target))
+        door(RunTo(place=StepPosition(*target)))
+        held = door.until(lambda where: where.held and where.held.place == StepPosition(*target))
         meeting.wait()
         return held.held
 
@@ -201,8 +201,8 @@ def test_a_breakpoint_of_one_rank_leaves_the_others_waiting():
 
 def looks_from_now():
     """What grows whenever this rank looks up from a wait."""
-    looks, look = [], waits.stop_point
-    waits.stop_point = lambda: (looks.append(None), look())
+    looks, look = [], cancellable_waits.stop_point
+    cancellable_waits.stop_point = lambda: (looks.append(None), look())
     return looks
 
 
@@ -219,7 +219,7 @@ def paused_before_a_collective_of_the_users_own(meeting):
 
     def script(door):
         where = door.until(lambda where: where.held if ns["rank"] else is_through(where))
-        furthest = Place(*meeting.furthest(ns["rank"], where))
+        furthest = StepPosition(*meeting.furthest(ns["rank"], where))
         door.break_at()
         door(Pause())
         looks = looks_from_now()

@@ -17,8 +17,8 @@ from tests.runtime.test_commands import trace_of
 from tests.runtime.test_gate import sharded, undisturbed, weights
 from workbench.events import UnitState
 from workbench.protocol.commands import Continue, Evaluate, Inspect, Step
-from workbench.protocol.messages import Forget, JobError, RunCell, Stacks
-from workbench.trace.rules import check
+from workbench.protocol.rank_messages import Forget, JobError, RunCell, Stacks
+from workbench.trace.invariants import check
 
 
 def stopped_at(event, unit, script, *, steps=1, **options):

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.runtime.job import namespace, run
 from workbench.engine._torch import name_groups_from, named_groups
-from workbench.engine.groups import OWN
+from workbench.engine.process_groups import OWN
 from workbench.runtime import rank as rank_module
 from workbench.runtime.distributed import AXES
 

@@ -7,8 +7,8 @@ from tests.runtime.job import execute, prepare, run
 from tests.runtime.test_verify import joined, recorded
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard
 from workbench.replay import training
-from workbench.runtime import planning
-from workbench.trace.rules import check
+from workbench.runtime import shard_planning
+from workbench.trace.invariants import check
 from workbench.views import draw
 
 
@@ -32,13 +32,13 @@ def two_models():
 
 def sizes_within_a_step(api):
     model = prepare()["model"]
-    sizes = [planning.models()[0].num_bytes]
+    sizes = [shard_planning.models()[0].num_bytes]
     execute(Shard(model="model", wrap=("Block",), api=api))
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *_: sizes.append(planning.models()[0].num_bytes))
+            module.register_forward_hook(lambda *_: sizes.append(shard_planning.models()[0].num_bytes))
     execute(Step(count=1))
-    return [*sizes, planning.models()[0].num_bytes]
+    return [*sizes, shard_planning.models()[0].num_bytes]
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "classic"])

@@ -14,14 +14,14 @@ from tests.runtime.job import assert_refused, drain, execute, namespace, prepare
 from workbench.engine import FSDPModule
 from workbench.events import Category, Kind
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
-from workbench.protocol.messages import ModelPolicy
 from workbench.protocol.policy import mesh_words
+from workbench.protocol.rank_messages import ModelPolicy
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
-from workbench.runtime import planning, prefetch, sharding
+from workbench.runtime import prefetch_order, shard_planning, sharding
 from workbench.trace import header_from_dict
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.rules import check
+from workbench.trace.invariants import check
 from workbench.trace.schema import ROW_DTYPE, KeyFrame
 
 POLICIES = {
@@ -54,7 +54,7 @@ def trace_here():
 def train(policy):
     ns = prepare(clip=1.0)
     command = Shard(model="model", wrap=("Block",), **policy)
-    out = {"plan": planning.plan(command, ns["world_size"]), "models": planning.models()}
+    out = {"plan": shard_planning.plan(command, ns["world_size"]), "models": shard_planning.models()}
     out["shard"] = execute(command)
     out["losses"] = execute(Step(count=3))["losses"]
     trace = trace_here()
@@ -201,10 +201,10 @@ def reshards_by_plan():
     found = []
     for changes in RESHARDS:
         command = Reshard(model="model", **changes)
-        before = planning.plan(command, ns["world_size"])
+        before = shard_planning.plan(command, ns["world_size"])
         execute(command)
         found.append((before, [unit for unit in trace_here().header.units if not unit.retired]))
-    (model,) = planning.models()
+    (model,) = shard_planning.models()
     return found, model
 
 
@@ -215,10 +215,10 @@ def policies_told():
     found = []
     for changes in [{}, *RESHARDS, {"prefetch": 0}]:
         execute(Reshard(model="model", **changes))
-        (model,) = planning.models()
+        (model,) = shard_planning.models()
         told = vars(model.policy) | {"strategy": ""}  # which the other API has
         again, kept = Reshard(model="model", **told), Reshard(model="model")
-        found.append((model.policy, [planning.plan(command, ns["world_size"]) for command in (again, kept)]))
+        found.append((model.policy, [shard_planning.plan(command, ns["world_size"]) for command in (again, kept)]))
     return found
 
 
@@ -254,7 +254,7 @@ def reshards_that_cannot_be():
 
     def tried(**changes):
         try:
-            planning.plan(Reshard(model="model", **changes), ns["world_size"])
+            shard_planning.plan(Reshard(model="model", **changes), ns["world_size"])
         except Exception as error:  # noqa: BLE001 - the test asks which one
             said.append(f"{type(error).__name__}: {error}")
 
@@ -291,11 +291,11 @@ def reshards_of_a_unit():
     found = []
     for changes, _ in UNITS:
         command = Reshard(model="trainer.model.blocks.1", **changes)
-        before = planning.plan(command, ns["world_size"])
+        before = shard_planning.plan(command, ns["world_size"])
         report = execute(command)
         losses = execute(Step(count=1))["losses"]
         found.append((before, [unit for unit in trace_here().header.units if not unit.retired], report, losses))
-    (model,) = planning.models()
+    (model,) = shard_planning.models()
     return found, model, check(trace_here())
 
 
@@ -355,7 +355,7 @@ def precisions_field_by_field():
     found = []
     for name, changes, expected in PRECISIONS:
         command = Reshard(model=name, **changes)
-        before = planning.plan(command, ns["world_size"])
+        before = shard_planning.plan(command, ns["world_size"])
         execute(command)
         units = [unit for unit in trace_here().header.units if not unit.retired]
         model = ns["model"]
@@ -446,7 +446,10 @@ def orders():
     ns = prepare()
     execute(Shard(model="model", wrap=("Block", "Linear")))
     names = {m: name or "root" for name, m in ns["model"].named_modules()}
-    return [[names[m] for m in order(ns["model"])] for order in (prefetch.forward_order, prefetch.backward_order)]
+    return [
+        [names[m] for m in order(ns["model"])]
+        for order in (prefetch_order.forward_order, prefetch_order.backward_order)
+    ]
 
 
 def test_units_are_entered_outer_first_and_backward_the_other_way_round():

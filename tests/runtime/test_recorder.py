@@ -14,7 +14,7 @@ from tests.trace.strategies import example_trace
 from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Unit, UnitState
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import RankTrace, Trace, advance, check
-from workbench.trace.schema import ROW, ROW_DTYPE, CommGroup, Header, KeyFrame
+from workbench.trace.schema import ROW, ROW_DTYPE, GroupInfo, Header, KeyFrame
 
 COMM = Comm(group=0, seq=3)
 
@@ -40,7 +40,7 @@ def test_an_event_becomes_one_row():
     assert (row["kind"], row["edge"], row["phase"]) == (Kind.ALL_GATHER, Edge.END, Phase.BACKWARD)
     assert row["unit"] == 2
     assert row["step"] == NO_STEP
-    assert recorder.header.comm_groups == (CommGroup(name="group 0", ranks=(0, 1)),)
+    assert recorder.header.comm_groups == (GroupInfo(name="group 0", ranks=(0, 1)),)
 
 
 def test_memory_is_signed_and_has_its_category():

@@ -8,7 +8,7 @@ from tests.runtime.job import execute, prepare, run
 from tests.runtime.stopping import Meeting, beside
 from workbench.engine import StepAborted
 from workbench.protocol.commands import Shard, Step
-from workbench.protocol.messages import GiveUp, Shut
+from workbench.protocol.rank_messages import GiveUp, Shut
 from workbench.runtime import rank as rank_module
 
 REASON = "rank 1 raised KeyError"

@@ -11,21 +11,21 @@ from tests.runtime.plain_loop import ITEMSIZE, NAME, OnRank, PlainLoop
 from tests.source import REPO
 from tests.views.figures import title
 from tests.waiting import wait_until
-from workbench.engine.source import SOURCE
+from workbench.engine.event_source import SOURCE
 from workbench.events import Category, Edge, Kind, Phase, UnitState
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Inspect
-from workbench.protocol.messages import Job, SetBreakpoints
+from workbench.protocol.rank_messages import Job, SetBreakpoints
 from workbench.replay import memory
 from workbench.replay.states import spans
 from workbench.runtime.gate import Gate
 from workbench.runtime.recorder import Recorder
-from workbench.session.pulse import Pulse
+from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import TraceBuilder, advance, check, load, save, to_perfetto
 from workbench.trace.schema import Header, RankInfo
 from workbench.views import VIEWS, compare, draw
-from workbench.widgets.answers import Answers
-from workbench.widgets.messages import AskFeed
+from workbench.widgets.dashboard_messages import AskFeed
+from workbench.widgets.view_server import ViewServer
 
 NUM_RANKS, NUM_STEPS = 2, 3
 
@@ -108,7 +108,7 @@ def test_it_is_saved_exported_and_drawn_live(recorded, tmp_path):
     assert exported["otherData"] == {"producer": NAME}
     names = {event["name"] for event in exported["traceEvents"]}
     assert {"forward (root)", "all-gather layers.2", "reshard layers.0", "live bytes", "loss"} <= names
-    told, _ = Answers().answer(AskFeed(), Pulse(trace=trace), time.monotonic)
+    told, _ = ViewServer().answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
     assert all(told["counts"][table] > 0 for table in ("spans", "memory", "states", "steps"))
 
 

@@ -21,7 +21,7 @@ from workbench.replay import memory, training
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.rules import check
+from workbench.trace.invariants import check
 from workbench.trace.schema import ROW_DTYPE
 from workbench.views import VIEWS, draw
 

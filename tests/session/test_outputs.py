@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.cluster.pending import Answer, Output, Pending, settle
+from workbench.cluster.pending_replies import Answer, Output, PendingReplies, settle
 from workbench.session.outputs import GRACE_S, RENEW_S, Stream, _Text, written_at_once
 
 PNG = Output("display", data={"image/png": "...", "text/plain": "<Figure>"})
@@ -16,7 +16,7 @@ class Job:
     def __init__(self, num_ranks=3, first=0):
         self.now = 0.0
         self.answers = {first + rank: Answer() for rank in range(num_ranks)}
-        self.stream = Stream(Pending(self.answers), first, lambda: self.now)
+        self.stream = Stream(PendingReplies(self.answers), first, lambda: self.now)
         self.heard = []
 
     def write(self, texts, **more):

@@ -16,7 +16,7 @@ from tests.trace.simulation import Setup, make_header, simulate
 from tests.widgets.long_trace import Repeated
 from workbench.events import Category, Kind
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Header, HostClock, Reading, Rows
+from workbench.trace.schema import ClockReading, Header, HostClock, Rows
 
 _PLAYED = 16
 _APART_NS = 300  # by which clocks of ranks differ that are made of the same one
@@ -87,7 +87,8 @@ def _losses(rows: Rows) -> np.ndarray:
 def _on_hosts(header: Header, scale: Scale) -> Header:
     infos = tuple(replace(info, host=f"node{info.rank // scale.ranks_per_host:02}") for info in header.ranks)
     readings = tuple(
-        Reading(t_ns=t_ns, offset_ns=_CLOCK_OFFSET_NS, error_ns=_CLOCK_ERROR_NS) for t_ns in range(0, 10**10, 10**9)
+        ClockReading(t_ns=t_ns, offset_ns=_CLOCK_OFFSET_NS, error_ns=_CLOCK_ERROR_NS)
+        for t_ns in range(0, 10**10, 10**9)
     )
     hosts = [info.rank for info in infos[:: scale.ranks_per_host]]
     clocks = [HostClock(ranks=tuple(range(first, first + scale.ranks_per_host)), readings=readings) for first in hosts]

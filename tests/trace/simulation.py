@@ -15,7 +15,7 @@ import numpy as np
 
 from workbench.events import Category, Edge, Kind, Param, Phase, Unit
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, CommGroup, Header, RankInfo
+from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, GroupInfo, Header, RankInfo
 
 ITEMSIZE = 4
 START_NS = 5_000_000_000  # a monotonic clock does not start at 0
@@ -100,7 +100,7 @@ def make_header(setup: Setup) -> Header:
         ranks=ranks,
         units=(*units, _unit(setup, root, "", shapes, keeps)),
         comm_groups=tuple(
-            CommGroup(name=f"{role}: {ranks}", ranks=ranks) for role in setup.roles for ranks in setup.ranks_of(role)
+            GroupInfo(name=f"{role}: {ranks}", ranks=ranks) for role in setup.roles for ranks in setup.ranks_of(role)
         ),
         strings=("loss",),
     )

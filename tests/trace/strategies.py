@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.trace.simulation import Setup, example_trace, simulate
 from workbench.events import Category, Param, Unit, UnitState
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import ROW, ROW_DTYPE, CommGroup, Header, HostClock, KeyFrame, RankInfo, Reading, Rows
+from workbench.trace.schema import ROW, ROW_DTYPE, ClockReading, GroupInfo, Header, HostClock, KeyFrame, RankInfo, Rows
 
 __all__ = [
     "Setup",
@@ -148,7 +148,7 @@ _rank_infos = st.builds(
 )
 
 
-_readings = st.builds(Reading, t_ns=_ints(64), offset_ns=_ints(64), error_ns=_size)
+_readings = st.builds(ClockReading, t_ns=_ints(64), offset_ns=_ints(64), error_ns=_size)
 _clocks = st.builds(HostClock, ranks=_sizes, readings=st.lists(_readings, max_size=3).map(tuple))
 
 
@@ -163,7 +163,7 @@ def any_headers() -> st.SearchStrategy[Header]:
         ranks=st.lists(_rank_infos, max_size=2).map(tuple),
         clocks=st.lists(_clocks, max_size=2).map(tuple),
         units=st.lists(_units, max_size=2).map(tuple),
-        comm_groups=st.lists(st.builds(CommGroup, name=_names, ranks=_sizes), max_size=3).map(tuple),
+        comm_groups=st.lists(st.builds(GroupInfo, name=_names, ranks=_sizes), max_size=3).map(tuple),
         strings=st.lists(_names, max_size=3).map(tuple),
     )
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.trace.strategies import any_key_frames, cuttings, example_trace, traces
 from workbench.errors import TraceError
 from workbench.trace import RankTrace, Trace, TraceBuilder, advance
-from workbench.trace.schema import ROW_DTYPE, CommGroup, Header, KeyFrame
+from workbench.trace.schema import ROW_DTYPE, GroupInfo, Header, KeyFrame
 
 
 def drains_of(rank: RankTrace, parts: list[slice]) -> list[tuple[int, bytes, KeyFrame]]:
@@ -166,7 +166,7 @@ def test_ranks_may_number_their_strings_each_in_its_own_order():
         rows = rank.rows.copy()
         rows["module"][rows["module"] == 0] = strings.index("loss")
         builder.update_header(
-            Header(strings=strings, comm_groups=(CommGroup(name="ranks 0-1", ranks=(0, 1)),)), rank=number
+            Header(strings=strings, comm_groups=(GroupInfo(name="ranks 0-1", ranks=(0, 1)),)), rank=number
         )
         builder.append(number, rows.tobytes(), key_frame=advance(rank.start, rows))
     trace = builder.snapshot()

@@ -18,7 +18,7 @@ from workbench.errors import TraceError
 from workbench.events import Category
 from workbench.replay.collectives import compare
 from workbench.trace import Trace, check, header_from_dict, header_to_dict, load, save
-from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header
+from workbench.trace.schema import SCHEMA_VERSION, GroupInfo, Header
 from workbench.views import VIEWS, draw
 
 
@@ -344,7 +344,7 @@ def test_a_file_of_version_1_still_loads_and_is_written_anew_as_this_version(tmp
     trace = load(VERSION_1)
     assert check(trace) == []
     assert trace.header.schema_version == SCHEMA_VERSION
-    assert trace.header.comm_groups == (CommGroup(name="ranks 0-1", ranks=(0, 1)),)
+    assert trace.header.comm_groups == (GroupInfo(name="ranks 0-1", ranks=(0, 1)),)
     for unit in trace.header.units:
         assert (unit.replicate_size, unit.offload, unit.comm) == (1, False, "")
         assert unit.compute_dtype == unit.reduce_dtype == "float32"
@@ -408,7 +408,7 @@ def test_a_damaged_file_of_version_1_is_refused(tmp_path, edit):
 )
 def test_ranks_of_a_group_of_version_1_are_read_off_its_name(name, ranks):
     data = header_to_dict(Header()) | {"schema_version": 1, "comm_groups": [name]}
-    assert header_from_dict(data).comm_groups == (CommGroup(name=name, ranks=ranks),)
+    assert header_from_dict(data).comm_groups == (GroupInfo(name=name, ranks=ranks),)
 
 
 def test_a_name_that_claims_endless_ranks_costs_nothing():

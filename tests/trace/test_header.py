@@ -12,7 +12,16 @@ from workbench.errors import TraceError
 from workbench.events import UnitState
 from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.header import join, translate
-from workbench.trace.schema import SCHEMA_VERSION, BufferSum, CommGroup, Header, HostClock, KeyFrame, RankInfo, Reading
+from workbench.trace.schema import (
+    SCHEMA_VERSION,
+    BufferSum,
+    ClockReading,
+    GroupInfo,
+    Header,
+    HostClock,
+    KeyFrame,
+    RankInfo,
+)
 
 
 @given(any_headers())
@@ -178,7 +187,7 @@ def test_a_unit_that_is_not_in_use_on_one_rank_is_not_in_use_whichever_rank_was_
 
 
 def test_join_keeps_every_reading_of_a_clock_once_in_the_order_of_their_times():
-    first, second, third = (Reading(t_ns=t_ns, offset_ns=1, error_ns=1) for t_ns in (1, 2, 3))
+    first, second, third = (ClockReading(t_ns=t_ns, offset_ns=1, error_ns=1) for t_ns in (1, 2, 3))
     old = Header(clocks=(HostClock(ranks=(2, 3), readings=(first, third)),))
     new = Header(clocks=(HostClock(ranks=(1,), readings=(first,)), HostClock(ranks=(2, 3), readings=(second, third))))
     found = (HostClock(ranks=(1,), readings=(first,)), HostClock(ranks=(2, 3), readings=(first, second, third)))
@@ -189,8 +198,8 @@ def test_join_keeps_every_reading_of_a_clock_once_in_the_order_of_their_times():
 def test_rows_are_translated_to_the_joined_tables():
     rows = example_trace(steps=1).rank(0).rows[:3].copy()
     rows["module"], rows["comm_group"] = [0, 1, -1], [-1, 0, 0]
-    source = Header(strings=("b", "a"), comm_groups=(CommGroup(name="g"),))
-    target = join(Header(strings=("a",), comm_groups=(CommGroup(name="f", ranks=(0,)),)), source)
+    source = Header(strings=("b", "a"), comm_groups=(GroupInfo(name="g"),))
+    target = join(Header(strings=("a",), comm_groups=(GroupInfo(name="f", ranks=(0,)),)), source)
     moved = translate(rows, source, target)
     assert moved["module"].tolist() == [1, 0, -1]
     assert moved["comm_group"].tolist() == [-1, 1, 1]

@@ -2,7 +2,7 @@ import pytest
 
 from tests.trace.simulation import example_trace
 from tests.views.figures import title
-from workbench.reports.follow import Progress
+from workbench.reports.step_progress import Progress
 from workbench.trace.columns import steps
 from workbench.trace.step_names import step_name
 from workbench.views import draw

@@ -7,7 +7,7 @@ from workbench.events import Kind
 from workbench.replay.spans import extent_ns
 from workbench.views import theme
 from workbench.views.phases import MAX_PIECES, add_phases
-from workbench.views.rectangles import time_axis
+from workbench.views.span_shapes import time_axis
 
 
 def strip(trace):

@@ -10,7 +10,7 @@ from workbench.errors import UsageError
 from workbench.events import Edge, Kind
 from workbench.replay.collectives import table
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import HostClock, Reading
+from workbench.trace.schema import ClockReading, HostClock
 from workbench.views.timeline import MAX_ARROWS, MAX_RANKS, timeline
 
 
@@ -190,7 +190,7 @@ def test_what_times_between_hosts_mean_is_said_of_what_is_drawn():
     trace = example_trace(num_ranks=4, steps=2)
     begin_ns = int(trace.rank(0).rows["t_ns"][0])
     readings = tuple(
-        Reading(t_ns=begin_ns + at_ns, offset_ns=10**12, error_ns=error_ns)
+        ClockReading(t_ns=begin_ns + at_ns, offset_ns=10**12, error_ns=error_ns)
         for at_ns, error_ns in ((0, 30_000), (10**12, 5_000_000))
     )
     hosts = Trace(replace(trace.header, clocks=(HostClock(ranks=(2, 3), readings=readings),)), trace.ranks)
@@ -201,7 +201,7 @@ def test_what_times_between_hosts_mean_is_said_of_what_is_drawn():
 
 def on_another_clock(trace, ranks, *, moved_ns=0, error_ns=0):
     """The same, of which some ranks read a clock of their own, by which their times are moved."""
-    reading = Reading(t_ns=int(trace.rank(0).rows["t_ns"][0]), offset_ns=0, error_ns=error_ns)
+    reading = ClockReading(t_ns=int(trace.rank(0).rows["t_ns"][0]), offset_ns=0, error_ns=error_ns)
     moved = []
     for rank in trace.ranks:
         rows = rank.rows.copy()

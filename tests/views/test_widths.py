@@ -22,9 +22,9 @@ from workbench.events import Kind
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import VIEWS, compare, draw
-from workbench.views.narrow import LEAST
-from workbench.views.talk import SCALE, for_talk
-from workbench.widgets.modules import joined
+from workbench.views.projector_theme import SCALE, for_talk
+from workbench.views.responsive import LEAST
+from workbench.widgets.js_bundle import joined
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
 

@@ -23,22 +23,22 @@ from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
 from workbench.magics.shell import register, unregister
-from workbench.panel.dashboards import DashboardComm
+from workbench.panel.dashboard_comm import DashboardComm
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
-from workbench.protocol.messages import Hold, Place, Position
+from workbench.protocol.rank_messages import Hold, Position, StepPosition
 from workbench.reports.cursor import back, cut
-from workbench.session.pulse import Pulse, pulse
+from workbench.session.snapshot import ClusterSnapshot, pulse
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import HostClock, Reading
-from workbench.widgets.dashboard import BUTTONS, Dashboard, dashboard, read_question
-from workbench.widgets.moments import Moments
-from workbench.widgets.pace import IDLE_S, Pace
+from workbench.trace.schema import ClockReading, HostClock
+from workbench.widgets.dashboard import BUTTONS, DashboardWidget, dashboard, read_question
+from workbench.widgets.long_poll import MAX_VIEWS, LongPoll, health, mark
 from workbench.widgets.packing import COLUMNS
-from workbench.widgets.waiting import MAX_VIEWS, Waiting, health, mark
+from workbench.widgets.rate_limit import IDLE_S, RateLimit
+from workbench.widgets.state_at import StateAt
 from workbench.workbench import Workbench
 
-RUNNING = Position(doing="step", place=Place(1, 0))
-HELD = Position(held=Hold(place=Place(1, 7), kind=Kind.ALL_GATHER, edge=Edge.BEGIN, unit=1))
+RUNNING = Position(doing="step", place=StepPosition(1, 0))
+HELD = Position(held=Hold(place=StepPosition(1, 7), kind=Kind.ALL_GATHER, edge=Edge.BEGIN, unit=1))
 
 
 class Pretender:
@@ -78,7 +78,7 @@ class Pretender:
 @pytest.fixture
 def made(kept):
     """Makes dashboards whose messages are kept in ``sent``, and closes them."""
-    return lambda workbench, **settings: kept(Dashboard(workbench, **settings))
+    return lambda workbench, **settings: kept(DashboardWidget(workbench, **settings))
 
 
 def ask(widget, what="feed", view="a", **more):
@@ -265,7 +265,7 @@ def test_views_are_told_once_where_the_word_moves_the_cursor(made):
     workbench.cursor, _ = back(workbench.trace, None, 12)
     told = ask(widget)[0]["cursor"]
     assert told["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
-    shown = Moments().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # what all other views show
+    shown = StateAt().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # what all other views show
     assert told["moment"]["ranks"] == encode(shown["ranks"])
     assert told["moment"]["rank"] == 0
     assert not ask(widget)[0]["has_moved"]
@@ -292,7 +292,7 @@ def test_another_job_is_told_where_the_cursor_is(made):
 def test_the_back_of_the_workbench_reaches_the_pulse():
     workbench = Workbench(2, cluster_factory=FakeCluster)
     assert workbench.pulse().cursor is None
-    workbench._last = Pulse(trace=example_trace())
+    workbench._last = ClusterSnapshot(trace=example_trace())
     workbench.back(3)
     assert workbench.pulse().cursor == workbench.cursor is not None
     workbench.back(0)
@@ -369,7 +369,7 @@ def test_closing_waits_for_threads_that_have_answered_and_are_about_to_end(made,
 
 
 def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
-    pace = Pace()
+    pace = RateLimit()
     assert pace.rest_s(5.0) == 0.0
     assert pace.is_due(5.0, "a")
     pace.answered(5.0, "a", 0.002)
@@ -384,8 +384,8 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
 
 
 def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something_a_moment_ago():
-    told, states, now = [], ["running"], Pulse(trace=Trace.empty())
-    waiting = Waiting(
+    told, states, now = [], ["running"], ClusterSnapshot(trace=Trace.empty())
+    waiting = LongPoll(
         lambda: replace(now, record=states[-1]),
         lambda _name, pulse: lambda: told.append(pulse.record),
         clock=lambda: 5.0,  # it stands: a view's rest is never over
@@ -429,8 +429,8 @@ def test_while_ranks_come_or_go_it_says_so(made, exchange, waits_for, words):
 
 def test_what_ranks_were_asked_is_news_where_nothing_else_is():
     told, asked = [], [("stop",)]
-    waiting = Waiting(
-        lambda: Pulse(trace=Trace.empty()),
+    waiting = LongPoll(
+        lambda: ClusterSnapshot(trace=Trace.empty()),
         lambda _name, _pulse: lambda: told.append(asked[-1]),
         clock=lambda: 5.0,
         asked=lambda: asked[-1],
@@ -458,15 +458,20 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (Pulse(trace=Trace.empty()), "No ranks are running and nothing is recorded"),
+        (ClusterSnapshot(trace=Trace.empty()), "No ranks are running and nothing is recorded"),
         (
-            Pulse(trace=Trace.empty(), running=True),
+            ClusterSnapshot(trace=Trace.empty(), running=True),
             "No model is sharded yet. Define one in a %%fsdp cell, then shard it with %fsdp shard MODEL.",
         ),
-        (Pulse(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
-        (Pulse(trace=example_trace(num_ranks=2), record="run.trace"), "No ranks are running: this is run.trace."),
+        (ClusterSnapshot(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
         (
-            Pulse(trace=example_trace(num_ranks=2), running=True, holder="the notebook of ann on node1 (process 7)"),
+            ClusterSnapshot(trace=example_trace(num_ranks=2), record="run.trace"),
+            "No ranks are running: this is run.trace.",
+        ),
+        (
+            ClusterSnapshot(
+                trace=example_trace(num_ranks=2), running=True, holder="the notebook of ann on node1 (process 7)"
+            ),
             "the notebook of ann on node1 (process 7) controls these ranks; here you can only view them. To take "
             "control: %fsdp attach --take.",
         ),
@@ -573,7 +578,7 @@ def mutated(draw):
 
 
 def by_widget():
-    widget = Dashboard(Pretender())
+    widget = DashboardWidget(Pretender())
     sent = []
     widget.send = lambda content, buffers=None: sent.append(content)
     return SimpleNamespace(
@@ -670,21 +675,21 @@ def test_the_timeline_alone_is_a_dashboard_with_one_panel():
 
 
 def test_nothing_of_a_widget_is_overridden_by_chance():
-    functions = {name for name, value in vars(Dashboard).items() if inspect.isfunction(value)}
+    functions = {name for name, value in vars(DashboardWidget).items() if inspect.isfunction(value)}
     assert functions & set(dir(AnyWidget)) == {"__init__", "close"}
 
 
 def test_the_word_and_the_method_give_a_dashboard():
     with Workbench(2, cluster_factory=FakeCluster) as workbench:
         widget = workbench.dashboard()
-        assert isinstance(widget, Dashboard)
+        assert isinstance(widget, DashboardWidget)
         assert workbench.pulse().states == {0: "idle", 1: "idle"}
         widget.close()
     assert not workbench.pulse().running
     with ipython_shell() as shell:
         register(shell, lambda **options: Workbench(cluster_factory=FakeCluster, **options))
         widget = shell.run_line_magic("fsdp", "dashboard")
-        assert isinstance(widget, Dashboard)
+        assert isinstance(widget, DashboardWidget)
         widget.close()
         unregister(shell)
 
@@ -711,7 +716,7 @@ def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
 
 def test_it_says_below_which_difference_times_of_several_hosts_mean_nothing(made):
     trace = example_trace(num_ranks=2)
-    reading = Reading(t_ns=int(trace.rank(0).rows["t_ns"][-1]), offset_ns=10**12, error_ns=4_000_000)
+    reading = ClockReading(t_ns=int(trace.rank(0).rows["t_ns"][-1]), offset_ns=10**12, error_ns=4_000_000)
     clocks = (HostClock(ranks=(1,), readings=(reading,)),)
     told = ask(made(Pretender(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
     assert told == ["between hosts, differences below 4.00 ms mean nothing", ""]

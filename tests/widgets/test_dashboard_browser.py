@@ -17,12 +17,12 @@ from tests.widgets.timeline_page import as_sent
 from workbench.errors import UsageError
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT
-from workbench.session.pulse import UnderWay
+from workbench.session.snapshot import ActiveRequest
 from workbench.trace.columns import Trace
-from workbench.widgets.dashboard import Dashboard
-from workbench.widgets.modules import STATIC, joined
-from workbench.widgets.spans import TRACKS
-from workbench.widgets.summary import slowest
+from workbench.widgets.dashboard import DashboardWidget
+from workbench.widgets.js_bundle import STATIC, joined
+from workbench.widgets.live_spans import TRACKS
+from workbench.widgets.overview import slowest
 
 pytestmark = pytest.mark.browser
 
@@ -55,7 +55,7 @@ async function show() {
 @pytest.fixture
 def shown(chromium, tmp_path, kept):
     """A page that shows a dashboard which was told everything, and the dashboard's other half."""
-    with showing(chromium, tmp_path, kept(Dashboard(Pretender()))) as found:
+    with showing(chromium, tmp_path, kept(DashboardWidget(Pretender()))) as found:
         yield found
 
 
@@ -77,7 +77,7 @@ def showing(chromium, tmp_path, widget):
 
 
 def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
-    widget = kept(Dashboard(Pretender(on_devices(example_trace()))))
+    widget = kept(DashboardWidget(Pretender(on_devices(example_trace()))))
     with showing(chromium, tmp_path, widget) as (page, _):
         page.wait_for_function("view.states.note.textContent.includes('host')")
         notes = page.evaluate("[view.memory.note, view.states.note, view.tracks.note].map((note) => note.textContent)")
@@ -159,7 +159,7 @@ def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
 @pytest.mark.parametrize(("loss", "says"), [(float("nan"), "NaN"), (float("inf"), "inf")])
 def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chromium, tmp_path, kept, loss, says):
     workbench = Pretender(with_loss(example_trace(), 2, loss))
-    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+    with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         assert look(page, widget)["loss"] == says
         trace = of_others(workbench.trace)
         names = tuple("accuracy" if name == "loss" else name for name in trace.header.strings)
@@ -196,7 +196,7 @@ def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_
     chromium, tmp_path, kept
 ):
     trace = simulate(Setup(num_ranks=4, num_units=3, steps=2, late=1))
-    with showing(chromium, tmp_path, kept(Dashboard(Pretender(trace)))) as (page, widget):
+    with showing(chromium, tmp_path, kept(DashboardWidget(Pretender(trace)))) as (page, widget):
         page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
         page.evaluate("() => { place.style.width = '760px'; }")
         lines, classes, places = set(), set(), set()
@@ -365,7 +365,7 @@ def test_at_a_glance(shown):
 def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
     class Stops(Pretender):
         def pulse(self):
-            return replace(super().pulse(), under_way=UnderWay(words="%fsdp step 40", is_stopped=True))
+            return replace(super().pulse(), under_way=ActiveRequest(words="%fsdp step 40", is_stopped=True))
 
         def next(self, what, *, background):
             self.pressed.append(("next", what, background))
@@ -374,7 +374,7 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
             self.pressed.append(("break", event))
 
     workbench = Stops(positions=dict.fromkeys(range(4), HELD))
-    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+    with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         page.wait_for_function("view.buttons.get('next').ariaDisabled === 'false'")
         assert page.locator(".fw-size option").all_inner_texts() == list(NEXT)
         page.locator(".fw-size").select_option("unit")
@@ -445,7 +445,7 @@ def carry_out(page, widget):
 @pytest.mark.exhaustive
 def test_breakpoints_are_listed_switched_and_cleared_with_the_keyboard_alone(chromium, tmp_path, kept):
     workbench = Breaks()
-    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+    with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         first = ["all_gather:blocks.2", True, "Clear breakpoint all_gather:blocks.2"]
         assert page.evaluate(STOPS)["rows"] == [first]
         text = "forward:<img src=x onerror=alert(1)> --rank 1 --when 'num_bytes > 1e6'"
@@ -499,7 +499,7 @@ def picture(page, theme):
 
 def test_a_switch_that_failed_shows_again_what_is(chromium, tmp_path, kept):
     workbench = Breaks()
-    with showing(chromium, tmp_path, kept(Dashboard(workbench))) as (page, widget):
+    with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         page.get_by_role("checkbox").click()
         workbench.break_off = lambda number: (_ for _ in ()).throw(UsageError(f"there is no breakpoint {number}"))
         assert carry_out(page, widget)[2]["rows"][0][1]
@@ -509,6 +509,6 @@ def test_a_switch_that_failed_shows_again_what_is(chromium, tmp_path, kept):
 
 def test_a_view_without_buttons_lists_no_breakpoints(chromium, tmp_path, kept):
     """Such as the page of a record, or the timeline alone."""
-    with showing(chromium, tmp_path, kept(Dashboard(Breaks(), panels=("timeline",)))) as (page, _):
+    with showing(chromium, tmp_path, kept(DashboardWidget(Breaks(), panels=("timeline",)))) as (page, _):
         listed = page.evaluate(STOPS)
         assert (listed["isSeen"], listed["rows"]) == (False, [])

@@ -10,12 +10,12 @@ from tests.trace.simulation import Setup, example_trace, simulate
 from tests.trace.strategies import traces
 from workbench.events import Edge, Kind, UnitState
 from workbench.replay import memory, states, training
-from workbench.replay.holds import without_holds
+from workbench.replay.paused_time import without_holds
 from workbench.trace.columns import RankTrace, Trace
 from workbench.views.tracks import WAIT_TRACK
 from workbench.widgets.feed import Feed
+from workbench.widgets.live_spans import thinned
 from workbench.widgets.packing import COLUMNS, WIDTHS, pack
-from workbench.widgets.spans import thinned
 
 TABLES = ("spans", "memory", "states", "steps")
 

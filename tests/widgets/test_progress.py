@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.shells import ipython_shell
-from workbench.reports.follow import Progress
+from workbench.reports.step_progress import Progress
 from workbench.widgets import progress as module
 from workbench.widgets.progress import ProgressDisplay, facts, to_html, to_text
 

@@ -13,15 +13,15 @@ from tests.trace.on_device import on_devices
 from tests.trace.simulation import Setup, example_trace, simulate
 from tests.widgets.test_dashboard import prefix
 from workbench.events import Category, Kind
-from workbench.session.pulse import Pulse
+from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
-from workbench.widgets import moments
-from workbench.widgets.answers import Answers
+from workbench.widgets import state_at
 from workbench.widgets.dashboard import read_question
-from workbench.widgets.messages import AskFeed
-from workbench.widgets.modules import joined
+from workbench.widgets.dashboard_messages import AskFeed
+from workbench.widgets.js_bundle import joined
 from workbench.widgets.packing import COLUMNS
 from workbench.widgets.recorded import packed
+from workbench.widgets.view_server import ViewServer
 
 HARNESS = """<!doctype html><meta charset="utf-8"><title>a record</title>
 <script>
@@ -78,7 +78,7 @@ class Both:
     """A record in the page and in the kernel."""
 
     def __init__(self, page, trace):
-        self.page, self.pulse, self.answers = page, Pulse(trace=trace), Answers()
+        self.page, self.pulse, self.answers = page, ClusterSnapshot(trace=trace), ViewServer()
         self.number = page.evaluate("(text) => open(text)", base64.b64encode(packed(trace)).decode())
         first, _ = self.answers.answer(AskFeed(), self.pulse, time.monotonic)
         self.end = first["now"]["t_us"] if first.get("now") else 0.0
@@ -176,7 +176,7 @@ def test_the_first_answer_is_the_kernels_and_then_there_is_nothing_new(both):
     (told, _), (again, empty) = both.page.evaluate(
         f"ask([{both.number}, [{{ask: 'feed', wait: false}}, {{ask: 'feed', wait: true}}]])"
     )
-    first, _ = Answers().answer(AskFeed(), both.pulse, time.monotonic)
+    first, _ = ViewServer().answer(AskFeed(), both.pulse, time.monotonic)
     first = json.loads(json.dumps(first))
     for name in ("now", "peaks", "units", "order", "groups", "tracks", "holds", "clock", "open"):
         assert told.get(name) == first.get(name)
@@ -189,6 +189,6 @@ def test_which_event_a_row_is_named_after_is_known_of_all_rows_at_once():
     for trace in (example_trace(), stopped_before(example_trace(), Kind.ALL_GATHER, number=4)):
         rows = trace.ranks[0].rows.copy()
         rows["kind"][50:700] = Kind.ALLOC  # more than it looks back
-        found = moments.events_up_to(rows)
-        assert found.tolist() == [moments._event_at(rows, place) for place in range(len(rows))]
-    assert moments.events_up_to(rows[:0]).tolist() == []
+        found = state_at.events_up_to(rows)
+        assert found.tolist() == [state_at._event_at(rows, place) for place in range(len(rows))]
+    assert state_at.events_up_to(rows[:0]).tolist() == []

@@ -5,11 +5,11 @@ import itertools
 import tracemalloc
 
 from tests.widgets.long_trace import long_trace
-from workbench.session.pulse import Pulse
+from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
-from workbench.widgets.answers import Answers
-from workbench.widgets.messages import AskFeed, AskWindow
+from workbench.widgets.dashboard_messages import AskFeed, AskWindow
+from workbench.widgets.view_server import ViewServer
 
 KEPT, STEP, LOOKS = 2_000, 400, 30
 MAY_GROW = 64 * 1024
@@ -30,13 +30,13 @@ def states_of_a_record(trace):
 
 
 def test_of_a_full_record_a_view_keeps_no_more_and_no_more():
-    answers, ticks, sizes = Answers(), itertools.count(), []
+    answers, ticks, sizes = ViewServer(), itertools.count(), []
     records = states_of_a_record(long_trace(num_ranks=2, rows_per_rank=KEPT + LOOKS * STEP))
     gc.freeze()  # what other tests and imports left is not looked at again with each collection
     tracemalloc.start()
     try:
         for number, trace in enumerate(records):
-            pulse = Pulse(trace=trace)
+            pulse = ClusterSnapshot(trace=trace)
             told, _ = answers.answer(AskFeed(), pulse, lambda: next(ticks) / 10)
             assert told["restart"] == (number == 0)
             begin_us, end_us = told["begin_us"], told["now"]["t_us"]

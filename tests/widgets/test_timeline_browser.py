@@ -6,7 +6,7 @@ import pytest
 
 from tests.widgets.timeline_page import open_page
 from workbench.events import Kind
-from workbench.replay.alike import label
+from workbench.replay.grouping import label
 from workbench.views import theme
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]

@@ -5,7 +5,7 @@ import json
 from contextlib import contextmanager
 
 from tests.browser import open_offline
-from workbench.widgets.modules import joined
+from workbench.widgets.js_bundle import joined
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>timeline</title>
 <style>

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.cluster.cluster import Cluster
-    from workbench.cluster.pending import Output, Pending
+    from workbench.cluster.pending_replies import Output, PendingReplies
 
-__all__ = ["Cluster", "Output", "Pending"]
+__all__ = ["Cluster", "Output", "PendingReplies"]
 
-_HOME = {"Cluster": "cluster", "Output": "pending", "Pending": "pending"}
+_HOME = {"Cluster": "cluster", "Output": "pending_replies", "PendingReplies": "pending_replies"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562

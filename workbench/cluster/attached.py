@@ -12,17 +12,17 @@ from pathlib import Path
 
 import psutil
 
-from workbench.cluster.launch import profile_directory
-from workbench.cluster.place import Place, Registered
-from workbench.cluster.survey import identity
+from workbench.cluster.engine_probe import identity
+from workbench.cluster.engine_provider import EngineProvider, Registered
+from workbench.cluster.local_launch import profile_directory
 from workbench.errors import UsageError
-from workbench.protocol.starting import Holder
+from workbench.protocol.starting import ClusterOwner
 
 
-def holder_here() -> Holder:
+def holder_here() -> ClusterOwner:
     """Return this process as one that holds ranks."""
     me = psutil.Process()
-    return Holder(
+    return ClusterOwner(
         user=getpass.getuser(),
         host=socket.gethostname(),
         identity=identity(),
@@ -31,7 +31,7 @@ def holder_here() -> Holder:
     )
 
 
-def is_gone(holder: Holder) -> bool:
+def is_gone(holder: ClusterOwner) -> bool:
     """Tell whether a process is known to have ended: one of another host is not."""
     if holder.identity != identity():
         return False
@@ -48,7 +48,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class AttachTarget:
     """Which cluster is meant; with no field given the only one of the default profile.
 
     Attributes:
@@ -107,7 +107,7 @@ class Target:
         raise UsageError(f"no cluster{asked} of profile {name!r} runs; {known}")
 
 
-class Attached(Place):
+class AttachedEngines(EngineProvider):
     """Engines that run already.
 
     Args:
@@ -119,7 +119,7 @@ class Attached(Place):
     is_remote = False  # and nothing of it is ended
     tells_ends = False
 
-    def __init__(self, target: Target, num_ranks: int | None, timeout_s: float) -> None:
+    def __init__(self, target: AttachTarget, num_ranks: int | None, timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
         self._num_ranks = num_ranks
         self._file = target.connection_file()

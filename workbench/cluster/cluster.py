@@ -16,22 +16,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from workbench.cluster import survey
-from workbench.cluster._control import INSTALL, Wire
-from workbench.cluster.attached import Attached, Target, holder_here, is_gone
-from workbench.cluster.doors import Doors
-from workbench.cluster.freeing import free, late
-from workbench.cluster.hosts import Surveyed, boots, lookouts, misfits, seats
-from workbench.cluster.interrupts import CountInterrupts
-from workbench.cluster.launch import Launch
-from workbench.cluster.launched import Launched, check_launcher, configures_launcher
-from workbench.cluster.pending import Pending, ranks_in_words, select
-from workbench.cluster.place import NOTICE_S, OnWait, Place, WaitNotices, no_wait
+from workbench.cluster import engine_probe
+from workbench.cluster._ipyparallel import INSTALL, Wire
+from workbench.cluster.attached import AttachedEngines, AttachTarget, holder_here, is_gone
+from workbench.cluster.channels import Channels
+from workbench.cluster.deferred_interrupts import CountInterrupts
+from workbench.cluster.engine_provider import NOTICE_S, EngineProvider, OnWait, WaitNotices, no_wait
+from workbench.cluster.ipp_launch import IppLaunch, check_launcher, configures_launcher
+from workbench.cluster.local_launch import LocalLaunch
+from workbench.cluster.pending_replies import PendingReplies, ranks_in_words, select
+from workbench.cluster.rank_assignment import EngineInfo, boots, lookouts, misfits, seats
+from workbench.cluster.release_ranks import free, late
 from workbench.codec import decode, encode
 from workbench.devices import AUTO, CHOICES, HOST
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.commands import Request
-from workbench.protocol.starting import Boot, Connect, Connected, Holder, World
+from workbench.protocol.commands import RankRequest
+from workbench.protocol.starting import Boot, ClusterOwner, Connect, ConnectReply, World
 
 R = TypeVar("R")
 
@@ -50,7 +50,7 @@ _ANSWER_S = 20.0  # how long it may take until an engine that does nothing else 
 _WHO_S = 2.0  # how often it is asked whether another notebook has taken the ranks
 _SILENT_S = 0.2  # how often two ranks are asked which hosts are silent
 
-PROGRAM = Path(survey.__file__).read_text(encoding="utf-8")
+PROGRAM = Path(engine_probe.__file__).read_text(encoding="utf-8")
 """Runs on every engine before it is a rank: it need not have the workbench."""
 
 
@@ -101,20 +101,27 @@ class Cluster:
         self._interface = interface
         self._runtime = runtime
         self._start_timeout_s = start_timeout_s
-        self._target: Target | None = None
+        self._target: AttachTarget | None = None
         self._takes = False
         self._num_wanted: int | None = num_ranks
-        self._holder: Holder | None = None
+        self._holder: ClusterOwner | None = None
         self._is_free = False
         self._ask_who_at = 0.0
         self._notices = WaitNotices(no_wait)
-        self._place: Place | None = None
-        self._doors: Doors | None = None
-        self._rank_info: tuple[Connected, ...] = ()
+        self._place: EngineProvider | None = None
+        self._doors: Channels | None = None
+        self._rank_info: tuple[ConnectReply, ...] = ()
         self._engine_ids: tuple[int, ...] = ()
 
     @classmethod
-    def attached(cls, target: Target, num_ranks: int | None = None, *, take: bool = False, **settings: Any) -> Self:  # noqa: ANN401
+    def attached(
+        cls,
+        target: AttachTarget,
+        num_ranks: int | None = None,
+        *,
+        take: bool = False,
+        **settings: Any,  # noqa: ANN401
+    ) -> Self:
         """Return a cluster whose engines run already; :meth:`start` finds them, :meth:`stop` ends no process.
 
         Engines that are ranks already, and that nobody holds, keep their variables. Those that another notebook holds
@@ -171,12 +178,12 @@ class Cluster:
             if not self._rank_info:
                 self.stop()
 
-    def _open(self) -> Place:
+    def _open(self) -> EngineProvider:
         """Begin to start processes; nothing is waited for."""
         if self._target is not None:
-            return Attached(self._target, self._num_wanted, self._start_timeout_s)
+            return AttachedEngines(self._target, self._num_wanted, self._start_timeout_s)
         if self._launcher or (self._profile is not None and configures_launcher(self._profile)):
-            return Launched(
+            return IppLaunch(
                 self.num_ranks,
                 self._launcher,
                 self._profile,
@@ -185,7 +192,7 @@ class Cluster:
                 on_exit=self._on_exit,
                 notices=self._notices,
             )
-        return Launch(
+        return LocalLaunch(
             self.num_ranks,
             self._profile,
             self._start_timeout_s,
@@ -195,7 +202,7 @@ class Cluster:
             notices=self._notices,
         )
 
-    def _connect(self, place: Place) -> Wire:
+    def _connect(self, place: EngineProvider) -> Wire:
         """Wait for controller and engines, open the doors of these in the order in which they come, return the wire."""
         connection_file = place.wait_for_controller()
         on_silence = None if place.tells_ends else self._on_silence
@@ -222,23 +229,23 @@ class Cluster:
             ended = place.ending(None)
             late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
             raise ClusterError(f"{late}{place.advice(None)}") from error
-        self._doors = Doors(wire, ())  # closes the wire, whatever comes
+        self._doors = Channels(wire, ())  # closes the wire, whatever comes
         self._open_doors(place, wire, place.wait_for_engines(wire.engines))
         return wire
 
-    def _open_doors(self, place: Place, wire: Wire, engines: tuple[str, ...]) -> None:
+    def _open_doors(self, place: EngineProvider, wire: Wire, engines: tuple[str, ...]) -> None:
         """Open a door to each of ``engines``; rank 0 is the first.
 
         One assignment: the threads that report deaths never see engines without their doors.
         """
-        self._doors = Doors(wire, engines)
+        self._doors = Channels(wire, engines)
         for rank in range(len(engines)):  # one may have ended before its door was open
             if not place.is_running(rank):
                 self._on_exit(rank)
         for engine in set(engines) - set(wire.engines()):
             self._on_gone(engine)
 
-    def _join(self, place: Place, wire: Wire) -> tuple[Connected, ...]:
+    def _join(self, place: EngineProvider, wire: Wire) -> tuple[ConnectReply, ...]:
         """Hold the ranks that engines are already, or look at them; return what these say, nothing if there are none.
 
         Raises:
@@ -264,7 +271,7 @@ class Cluster:
         self._holder = next((holder for holder in holders if holder not in {None, holder_here()}), None)
         return world.ranks
 
-    def _find_world(self, place: Place) -> World | None:
+    def _find_world(self, place: EngineProvider) -> World | None:
         """Return what the engines are part of; those that are busy are asked through their side doors."""
         doors = self._reach()
         answers = self._survey(doors, counts_devices=False)  # which may take long: it imports torch
@@ -288,27 +295,27 @@ class Cluster:
         return max(found, key=lambda world: len(world.engines), default=None)
 
     @staticmethod
-    def _busy(answers: Pending, told: Mapping[int, object]) -> list[int]:
+    def _busy(answers: PendingReplies, told: Mapping[int, object]) -> list[int]:
         """Wait for answers; return who has given none by then, and ``told`` nothing either."""
         answers.wait(_PATIENCE_S)
         return [rank for rank in answers.ranks if rank not in told and not answers.done(rank)]
 
-    def _hold(self, asked: dict[str, Any]) -> list[Holder | None]:
+    def _hold(self, asked: dict[str, Any]) -> list[ClusterOwner | None]:
         """Have all ranks held, or let go, and return who holds each then."""
         doors = self._reach()
         living = [rank for rank in range(len(doors.engines)) if not doors.is_lost(rank)]
         replies = doors.hold(asked, living, _HOLD_S).values()
         return [world.holder for world in replies if isinstance(world, World)]
 
-    def _survey(self, doors: Doors, *, counts_devices: bool) -> Pending:
-        count_for = survey.workbench_version() if counts_devices else ""
+    def _survey(self, doors: Channels, *, counts_devices: bool) -> PendingReplies:
+        count_for = engine_probe.workbench_version() if counts_devices else ""
         return doors.evaluate(PROGRAM, f"survey({self._interface!r}, count_for={count_for!r})")
 
     @staticmethod
-    def _said(answers: Pending, ranks: Iterable[int]) -> list[Surveyed]:
-        return [decode(Surveyed, json.loads(answers.result(rank)), f"engine {rank}") for rank in sorted(ranks)]
+    def _said(answers: PendingReplies, ranks: Iterable[int]) -> list[EngineInfo]:
+        return [decode(EngineInfo, json.loads(answers.result(rank)), f"engine {rank}") for rank in sorted(ranks)]
 
-    def _seat(self, place: Place, wire: Wire) -> dict[int, Boot]:
+    def _seat(self, place: EngineProvider, wire: Wire) -> dict[int, Boot]:
         """Ask the engines who they are, let each become a rank, and return what makes it one."""
         doors = self._reach()
         answers = self._survey(doors, counts_devices=self.device != HOST)
@@ -316,7 +323,7 @@ class Cluster:
         found = dict(zip(doors.engines, self._said(answers, answers.ranks), strict=True))
         seated = seats(found, self.num_ranks if self._target is None else self._num_wanted)
         self.num_ranks = len(seated)
-        if wrong := misfits(seated, survey.workbench_version()):
+        if wrong := misfits(seated, engine_probe.workbench_version()):
             raise ClusterError("\n".join(wrong))
         engines = tuple(seat.engine for seat in seated)
         if engines != doors.engines:
@@ -325,7 +332,7 @@ class Cluster:
         self._engine_ids = tuple(ids.get(engine, -1) for engine in engines)
         return boots(seated, self.device, self._interface)
 
-    def _boot(self, place: Place, asked: Mapping[int, Boot]) -> tuple[Connected, ...]:
+    def _boot(self, place: EngineProvider, asked: Mapping[int, Boot]) -> tuple[ConnectReply, ...]:
         """Build the process group and open the side doors; return what each rank says of itself."""
         booted = self._begin(place, asked)
         address = booted[0]
@@ -339,7 +346,7 @@ class Cluster:
         self._on_all(place, INSTALL, {rank: (side_door, world, encode(look_at.get(rank, {}))) for rank in asked})
         return info
 
-    def _begin(self, place: Place, requests: Mapping[int, Request[R]]) -> dict[int, R]:
+    def _begin(self, place: EngineProvider, requests: Mapping[int, RankRequest[R]]) -> dict[int, R]:
         """Have every rank do its request while starting, in its main thread."""
         word, reply = requests[0].word, requests[0].reply
         args = {rank: (encode(request),) for rank, request in requests.items()}
@@ -349,13 +356,13 @@ class Cluster:
         except ValueError as wrong:
             raise ClusterError(f"a rank answers {word!r} with something else: {wrong}") from wrong
 
-    def _on_all(self, place: Place, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def _on_all(self, place: EngineProvider, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``name`` on every rank while starting; the first failure ends the start."""
         pending = self._reach().call(name, args)
         self._wait(place, pending, f"finish {name}")
         return pending.results()
 
-    def _wait(self, place: Place, pending: Pending, what: str) -> None:
+    def _wait(self, place: EngineProvider, pending: PendingReplies, what: str) -> None:
         """Wait for what ranks do while starting; the first failure ends the start."""
         while not (is_done := pending.wait(NOTICE_S, or_error=True)):
             if time.monotonic() > place.deadline or any(map(pending.error, pending.ranks)):
@@ -380,7 +387,7 @@ class Cluster:
         """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
 
         Ranks that are idle leave their process groups first; busy ones are asked to end and killed 2 s later. The
-        process that ranks on the CPU were forked from stays for the next start of this process (keeper.py).
+        process that ranks on the CPU were forked from stays for the next start of this process (zygote_cache.py).
 
         Returns:
             What could not be ended, because its host was not reached, and what becomes of it; empty: nothing is left.
@@ -402,7 +409,7 @@ class Cluster:
             raise Interrupted("\n".join(filter(None, ["Interrupted. The ranks are stopped all the same", left[-1]])))
         return left[-1]
 
-    def _end(self, place: Place, left: list[str]) -> None:
+    def _end(self, place: EngineProvider, left: list[str]) -> None:
         left.append(place.end())
 
     def detach(self) -> None:
@@ -429,7 +436,7 @@ class Cluster:
         self._place = self._doors = None
         self._rank_info = self._engine_ids = ()
 
-    def _shut_down(self, doors: Doors) -> None:
+    def _shut_down(self, doors: Channels) -> None:
         if self._rank_info and self._holder is None:
             idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not doors.is_busy(rank)]
             left = doors.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ()))
@@ -482,7 +489,7 @@ class Cluster:
 
         place.ask_why_gone(tell)
 
-    def _watch_hosts(self, doors: Doors, rank: int, known: frozenset[str], silent: Sequence[str] = ()) -> None:
+    def _watch_hosts(self, doors: Channels, rank: int, known: frozenset[str], silent: Sequence[str] = ()) -> None:
         """Lose the ranks of hosts of which ``rank`` hears nothing: of ``silent``, and of those it tells of from now on.
 
         It is asked again and again, and tells nothing unasked: what it sends once the controller is gone would keep
@@ -496,7 +503,7 @@ class Cluster:
         doors.ask_for_silent(rank, _SILENT_S, partial(self._watch_hosts, doors, rank, known.union(silent)))
 
     @staticmethod
-    def _lose(doors: Doors, rank: int, how: str, log: str) -> None:
+    def _lose(doors: Channels, rank: int, how: str, log: str) -> None:
         doors.losses.setdefault(rank, how)
         doors.lose(rank, RankDied(f"rank {rank} {how}{log}", ranks=(rank,)))
 
@@ -522,7 +529,7 @@ class Cluster:
         """Whether the engines were there before, and stay."""
         return self._target is not None
 
-    def _ask_who_holds(self, doors: Doors) -> None:
+    def _ask_who_holds(self, doors: Channels) -> None:
         """Learn now and then whether another notebook has taken attached ranks, or has let go of them."""
         now = time.monotonic()
         if self._target is None or not self._rank_info or now < self._ask_who_at:
@@ -544,7 +551,7 @@ class Cluster:
             )
 
     @property
-    def rank_info(self) -> tuple[Connected, ...]:
+    def rank_info(self) -> tuple[ConnectReply, ...]:
         """What each rank said of itself when it joined."""
         self._reach()
         return self._rank_info
@@ -568,7 +575,7 @@ class Cluster:
 
     # ------------------------------------------------------------------ the doors
 
-    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> Pending:  # noqa: ANN401 - plain data
+    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> PendingReplies:  # noqa: ANN401 - plain data
         """Call the function ``"module:function"`` in the main thread of ``ranks`` (default: all).
 
         Args:
@@ -583,7 +590,7 @@ class Cluster:
         self._check_held()
         return doors.call(name, dict.fromkeys(self._select(ranks), args))
 
-    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> Pending:
+    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> PendingReplies:
         """Run ``code`` as IPython runs a cell, in the user's namespace of ``ranks`` (default: all).
 
         Raises:
@@ -594,7 +601,7 @@ class Cluster:
         return doors.cell(code, self._select(ranks))
 
     def ask(
-        self, request: Request[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+        self, request: RankRequest[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
     ) -> dict[int, R | Exception]:
         """Ask the control thread of ``ranks`` (default: all), which answers even while the main thread is busy.
 
@@ -631,7 +638,7 @@ class Cluster:
     def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
         return select(ranks, self.num_ranks, may_be_none=may_be_none)
 
-    def _reach(self) -> Doors:
+    def _reach(self) -> Channels:
         if self._doors is None:
             raise UsageError("the ranks are not started: start them first (%fsdp start)")
         return self._doors

@@ -30,7 +30,7 @@ THREAD_VARIABLES = (
 _POLL_S = 0.02
 
 
-class Watched:
+class ChildProcess:
     """A child process of ours and the thread that waits for its end.
 
     Args:

@@ -4,7 +4,7 @@ The zygote imports, then forks one child per rank while it is still a single thr
 an engine with a session, a log file and a process id of its own. Then the zygote only waits for its children and tells
 the kernel, one JSON line each, who was born (``{"rank": 0, "pid": 12}``) and who ended (``{"rank": 0, "code": -9}``).
 A child dies with it (Linux's parent death signal), so that no rank is ever left that nobody waits for. Once all have
-ended it is idle, as it was before, and may be asked for the ranks of another cluster (keeper.py).
+ended it is idle, as it was before, and may be asked for the ranks of another cluster (zygote_cache.py).
 
 It belongs to no cluster, but has a marker and a reaper of its own: whatever becomes of the kernel, it ends as well.
 
@@ -61,7 +61,7 @@ def can_fork(device: str) -> bool:
 
 
 @dataclass
-class Forked:
+class ForkedRank:
     """A rank's process, which is a child of the zygote.
 
     Attributes:
@@ -97,7 +97,7 @@ class Zygote:
         self.inherited = inherited(environment, preload)
         self._preload = list(preload)
         self._reaper = Reaper(marker)
-        self._ranks: list[Forked] = []
+        self._ranks: list[ForkedRank] = []
         self._thread: threading.Thread | None = None
         with log.open("wb") as file:
             self._popen = subprocess.Popen(
@@ -139,7 +139,7 @@ class Zygote:
         environment: Mapping[str, str],
         on_born: Callable[[psutil.Process], None],
         on_exit: Callable[[int, int], None],
-    ) -> list[Forked]:
+    ) -> list[ForkedRank]:
         """Have an idle zygote make ranks; this waits for none of them.
 
         Args:
@@ -152,7 +152,7 @@ class Zygote:
         Returns:
             The process of each rank, as far as it is known.
         """
-        self._ranks = ranks = [Forked() for _ in arguments]
+        self._ranks = ranks = [ForkedRank() for _ in arguments]
         engines = [{"arguments": list(a), "log": str(log)} for a, log in zip(arguments, logs, strict=True)]
         self._ask({"preload": self._preload, "engines": engines, "environment": dict(environment)})
         name = f"zygote(pid={self._popen.pid})"
@@ -168,7 +168,7 @@ class Zygote:
 
     def _listen(
         self,
-        ranks: Sequence[Forked],
+        ranks: Sequence[ForkedRank],
         on_born: Callable[[psutil.Process], None],
         on_exit: Callable[[int, int], None],
     ) -> None:

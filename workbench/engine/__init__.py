@@ -13,20 +13,21 @@ reduce-scatters come in torch's order then, so that a record can be compared wit
 zero-bubble schedules give ``reshard_after_forward=False``, here as there: they find the parameters of a module that is
 resharded between its forward and backward nowhere, and leave them without gradients.
 
-Follow one all-gather from hook to wire: ``state.py`` (hooks) -> ``param_group.py`` (a unit) -> ``collectives.py``
-(layouts) -> ``comm.py`` (the wire). A gradient goes back from the hook by ``param_group.py`` and ``reduction.py``.
+To follow one all-gather from hook to wire, read ``fsdp_state.py`` (hooks), ``param_group.py`` (a unit),
+``unit_collectives.py`` (layouts) and ``comm.py`` (the wire). A gradient travels back from the hook through
+``param_group.py`` and ``reduction.py``.
 """
 
 from workbench.engine.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from workbench.engine.comm import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
-from workbench.engine.groups import rebuild_all as rebuild_groups
+from workbench.engine.fsdp_module import FSDPModule, UnshardHandle
 from workbench.engine.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from workbench.engine.module import FSDPModule, UnshardHandle
-from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from workbench.engine.process_groups import rebuild_all as rebuild_groups
 from workbench.engine.reshard import reshard_module, reshard_unit
-from workbench.engine.undo import unshard_module
+from workbench.engine.shard_placement import ShardPlacementResult
+from workbench.engine.unsharding import unshard_module
 
 __all__ = [
     "AllGather",

@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import default_store
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.collective_order import FIRST_POLL_S, LAST_POLL_S, Collective
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError
-from workbench.engine.groups import CommGroup, group_of
-from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
+from workbench.engine.model_check import holders, name_ranks
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.signature import holders, name_ranks
-from workbench.engine.waits import cancellation
+from workbench.engine.process_groups import CommGroup, group_of
 
 Rows = dict[str, str | None]
 """Description by name; None: this rank holds no elements of it, so that any description agrees."""

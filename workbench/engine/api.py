@@ -12,19 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from workbench.engine._torch import tell_pipelining
 from workbench.engine.backends import is_of_kind
 from workbench.engine.dtensor_param import DTensorParam
-from workbench.engine.managed import (
+from workbench.engine.fsdp_module import FSDPModule, sharded_class
+from workbench.engine.fsdp_state import FSDPState, attach, state_of
+from workbench.engine.managed_params import (
     _get_managed_modules,
     _get_managed_states,
     _get_param_module_infos,
     mark_taken,
 )
 from workbench.engine.mesh import DataParallelMeshDims, _get_post_forward_mesh_info, mesh_info
-from workbench.engine.module import FSDPModule, sharded_class
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.placement import PlacedUnit, ShardPlacementFn, place
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
-from workbench.engine.state import FSDPState, attach, state_of
-from workbench.engine.undo import plain_copy, remap_optimizer, unshard_module
+from workbench.engine.shard_placement import PlacedUnit, ShardPlacementFn, place
+from workbench.engine.unsharding import plain_copy, remap_optimizer, unshard_module
 
 M = TypeVar("M", bound=nn.Module)
 L = TypeVar("L", bound="list[Any] | tuple[Any, ...]")  # of modules

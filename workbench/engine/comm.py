@@ -2,7 +2,7 @@
 
 ``WORKBENCH_COMM`` in the environment chooses: unset, ranks of one host use shared memory
 (``backends/shared_memory.py``), those of several hosts with as many on each as well, and gloo between the hosts
-(``backends/hosts.py``), and others the fastest pair for their backend; ``gloo``, never shared memory;
+(``backends/hierarchical_comm.py``), and others the fastest pair for their backend; ``gloo``, never shared memory;
 ``default``, c10d's single-tensor collectives. On gloo those are slow (``reduce_scatter_single`` runs as an all-reduce),
 so there the engine picks others (``backends/gloo.py``).
 """
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine._torch import all_gather_single, group_allocator, reduce_scatter_single
-from workbench.engine.order import Collective
-from workbench.engine.waits import Work
+from workbench.engine.cancellable_waits import AsyncWork
+from workbench.engine.collective_order import Collective
 
 CHOICES = ("", "gloo", "default")
 CUSTOM = "custom"
@@ -29,7 +29,7 @@ SET_BY_USER = frozenset({CUSTOM, OF_GROUP})
 
 
 class Peers(Protocol):
-    """The ranks that communicate as one, as a backend knows them: :class:`workbench.engine.groups.CommGroup`."""
+    """The ranks that communicate as one, as a backend knows them: see :mod:`workbench.engine.process_groups`."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -40,7 +40,7 @@ class Peers(Protocol):
     def part(self, ranks: tuple[int, ...], purpose: str) -> Peers:
         """Return a group of some of these ranks for steps within this one's collectives; they call it together."""
 
-    def step(self, issue: Callable[[dist.ProcessGroup], Work]) -> Work:
+    def step(self, issue: Callable[[dist.ProcessGroup], AsyncWork]) -> AsyncWork:
         """Issue a step within another group's collective, from any thread, in turn."""
 
     def tell(self, collective: Collective, text: str) -> str:
@@ -68,7 +68,7 @@ class AllGather(Protocol):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """Gather ``input_tensor`` ``[S]`` of every rank into ``output_tensor`` ``[F * S]``; None if it is done."""
 
 
@@ -85,7 +85,7 @@ class ReduceScatter(Protocol):
         group: dist.ProcessGroup,
         op: Any,  # noqa: ANN401 - dist.ReduceOp or one of its kinds
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """Reduce: ``output_tensor`` ``[S]`` becomes the sum over ranks of their ``input_tensor`` ``[F * S]``, own part.
 
         None if it is done.
@@ -149,9 +149,9 @@ class DefaultAllGather(Allocator):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """See :class:`AllGather`."""
-        return cast("Work | None", all_gather_single(output_tensor, input_tensor, group, async_op))
+        return cast("AsyncWork | None", all_gather_single(output_tensor, input_tensor, group, async_op))
 
 
 class DefaultReduceScatter(Allocator):
@@ -164,9 +164,9 @@ class DefaultReduceScatter(Allocator):
         group: dist.ProcessGroup,
         op: Any = dist.ReduceOp.SUM,  # noqa: ANN401 - see ReduceScatter
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """See :class:`ReduceScatter`."""
-        return cast("Work | None", reduce_scatter_single(output_tensor, input_tensor, op, group, async_op))
+        return cast("AsyncWork | None", reduce_scatter_single(output_tensor, input_tensor, op, group, async_op))
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from workbench.engine import probe
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import CommUser
-from workbench.engine.backends.pages import SparePages
+from workbench.engine.backends.page_pool import SparePages
 from workbench.engine.reduction import ReductionQueue
-from workbench.engine.tensors import unrecorded
-from workbench.engine.unshard_memory import Home
+from workbench.engine.tensor_trees import unrecorded
+from workbench.engine.unshard_memory import BufferSet
 from workbench.events import Edge, Kind
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ class RecordedForward:
         before: the call whose forward ended just before, and whose backward comes next; None: there is none.
     """
 
-    def __init__(self, homes: Sequence[Home]) -> None:
+    def __init__(self, homes: Sequence[BufferSet]) -> None:
         self.homes = homes
         self.before: Any = None  # FSDPState
 

@@ -28,11 +28,11 @@ from workbench.engine._torch import (
     strided_shard,
     with_dtype,
 )
-from workbench.engine.backends.addresses import is_same_memory
+from workbench.engine.backends.memory_aliasing import is_same_memory
 from workbench.engine.full_param import FullParam, local_tensor
-from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo, names_of
 from workbench.engine.param import FSDPParam, ParamModuleInfo
+from workbench.engine.shard_layout import ShardLayout
 from workbench.events import ParamTensors
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from workbench.engine.full_param import FullParam, full_of_version
 from workbench.engine.param import FSDPParam
 from workbench.engine.param_group import FSDPParamGroup, units
-from workbench.engine.refusal import is_sharded, used_after_reshard
+from workbench.engine.refusal_text import is_sharded, used_after_reshard
 from workbench.events import unit_words
 
 _MIXED = "got mixed torch.Tensor and DTensor"

@@ -10,11 +10,11 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.addresses import is_same_memory, storages_nbytes
-from workbench.engine.backends.pages import Region
-from workbench.engine.collectives import Scattered
+from workbench.engine.backends.memory_aliasing import is_same_memory, storages_nbytes
+from workbench.engine.backends.page_pool import Region
 from workbench.engine.param import FSDPParam, check_uniform
 from workbench.engine.policies import UnitPolicy
+from workbench.engine.unit_collectives import ScatteredShard
 from workbench.events import Category
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -45,14 +45,14 @@ class FlatShard:
         numel: S.
     """
 
-    flat: torch.Tensor | Scattered
+    flat: torch.Tensor | ScatteredShard
     region: Region | None
 
     def __init__(self, unit: int, params: Sequence[FSDPParam]) -> None:
         self._unit = unit
         self._params = params
         self.numel = sum(p.slot_numel for p in params)
-        self._lease: probe.Lease | None = None
+        self._lease: probe.BufferHandle | None = None
 
     def _make(self, dtype: torch.dtype, device: torch.device, policy: UnitPolicy) -> tuple[torch.Tensor, ...]:
         """Make a flat tensor, of zeros: padding travels in collectives, it must not hold signalling garbage."""
@@ -70,13 +70,13 @@ class FlatShard:
 
     def _slots(self) -> tuple[torch.Tensor, ...]:
         """Return the slots of the flat tensor, each at the start of a storage of its own; none if there is none."""
-        if isinstance(self.flat, Scattered):
+        if isinstance(self.flat, ScatteredShard):
             return ()
         slots = self.flat.split([p.slot_numel for p in self._params])
         return slots if self.flat.is_meta else tuple(map(in_own_storage, slots))
 
-    def _leased(self, num_bytes: int) -> probe.Lease:
-        return probe.Lease(Category.SHARDED_PARAMS, self._unit, num_bytes)
+    def _leased(self, num_bytes: int) -> probe.BufferHandle:
+        return probe.BufferHandle(Category.SHARDED_PARAMS, self._unit, num_bytes)
 
     @torch.no_grad()
     def fill(self, policy: UnitPolicy) -> None:
@@ -123,7 +123,7 @@ class FlatShard:
 
     def _stay(self, locals_: Sequence[torch.Tensor]) -> bool:
         """Take over what is where it was, or goes there by itself; returns False if something is elsewhere."""
-        if isinstance(self.flat, Scattered):
+        if isinstance(self.flat, ScatteredShard):
             return all(p.is_registered for p in self._params)
         if (locals_[0].dtype, locals_[0].device) != (self.flat.dtype, self.flat.device):
             return False
@@ -145,7 +145,10 @@ class FlatShard:
             param.keep()
         first = self._params[0].local
         pairs = partial(_pairs, self._params)
-        self.flat, self.region = Scattered([p.slot_numel for p in self._params], first.dtype, first.device, pairs), None
+        self.flat, self.region = (
+            ScatteredShard([p.slot_numel for p in self._params], first.dtype, first.device, pairs),
+            None,
+        )
         unleased = [h for p in self._params for h in p.holders if not hasattr(h, "_workbench_lease")]
         self._lease = self._leased(storages_nbytes(unleased))  # memory of flat tensors counts as long as it is held
         for holder in unleased:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-from workbench.engine import groups
+from workbench.engine import process_groups
 from workbench.engine._torch import flattened_mesh, joined_mesh
 from workbench.engine.backends import device_here, usual_kind
-from workbench.engine.groups import CommGroup, group_of
+from workbench.engine.process_groups import CommGroup, group_of
 
 Axes = str | tuple[str, ...] | None
 
@@ -287,7 +287,7 @@ def _part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
     """Return the 1-D mesh of these axes."""
     if len(names) < 2:
         return mesh[names[0]] if names else None
-    with groups.around_creation():
+    with process_groups.around_creation():
         return flattened_mesh(mesh[names], "_".join(names))
 
 
@@ -314,6 +314,8 @@ def _get_post_forward_mesh_info(reshard_after_forward: bool | int, info: FSDPMes
     if reshard_after_forward == size:
         return info
     ranks = info.mesh.mesh.view(-1, reshard_after_forward)
-    with groups.around_creation():  # a user may ask a parameter between forward and backward for its full tensor
+    with (
+        process_groups.around_creation()
+    ):  # a user may ask a parameter between forward and backward for its full tensor
         smaller = DeviceMesh(info.mesh.device_type, ranks)
     return FSDPMeshInfo(smaller, shard_mesh_dim=1)

@@ -1,6 +1,6 @@
 """One parameter of a unit, in its forms.
 
-Words for tensors and bytes, used in the whole engine (see ``layout.py`` for rows, slot and padded full):
+Words for tensors and bytes, used in the whole engine (see ``shard_layout.py`` for rows, slot and padded full):
 
 - *full shape*     the shape of what this unit splits: the parameter's own, or a rank's part of it if tensor parallelism
                    has split it before.
@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import set_parameter
 from workbench.engine.backends.base import Grads
 from workbench.engine.full_param import FullParam, FullView
-from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.shard_layout import ShardLayout
 from workbench.events import Param, ParamTensors
 
 

@@ -12,25 +12,25 @@ from typing import cast
 import torch
 
 from workbench import events
-from workbench.engine import collectives, probe
+from workbench.engine import probe, unit_collectives
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import FullMemory
-from workbench.engine.backends.pages import Region
-from workbench.engine.collectives import AllGatherState, DeviceCopyState, Scattered, UnitId
+from workbench.engine.backends.page_pool import Region
 from workbench.engine.comm import CUSTOM, OF_GROUP, SET_BY_USER, AllGather, CommPair, ReduceScatter, group_pair
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.flat_shard import FlatShard, in_flat_order
 from workbench.engine.full_param import FullParam
-from workbench.engine.groups import CommGroup
-from workbench.engine.layout import rows_of
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info
 from workbench.engine.param import FSDPParam, ShardedState
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.post_forward import PostForwardShard
+from workbench.engine.process_groups import CommGroup
 from workbench.engine.reduction import GradientSync, Reducer, foreach_reduce
-from workbench.engine.refusal import used_after_reshard
-from workbench.engine.tensors import unrecorded
-from workbench.engine.unshard_memory import Home, MemoryOfShards, UnshardMemory
+from workbench.engine.refusal_text import used_after_reshard
+from workbench.engine.shard_layout import rows_of
+from workbench.engine.tensor_trees import unrecorded
+from workbench.engine.unit_collectives import AllGatherState, DeviceCopyState, ScatteredShard, UnitId
+from workbench.engine.unshard_memory import BufferSet, MemoryOfShards, UnshardMemory
 from workbench.events import Category, Edge, Kind, Phase, unit_words
 
 _indices = itertools.count()
@@ -89,7 +89,7 @@ class FSDPParamGroup:
         self.on_inner_grad: Callable[[FSDPParamGroup], None] | None = None
         self._all_gather: AllGatherState | DeviceCopyState | None = None
         self._post_forward: PostForwardShard | None = None
-        self._recomputed_in: Home | None = None
+        self._recomputed_in: BufferSet | None = None
         self._is_unsharding = False  # begun and not yet waited for
         self._grad_bytes = 0
         self.index = next(_indices)
@@ -202,13 +202,13 @@ class FSDPParamGroup:
             sync=self.sync,
         )
 
-    def _make_home(self) -> Home:
+    def _make_home(self) -> BufferSet:
         memory = UnshardMemory(self.index, self._make_memory())
         with memory.present() as full:
             padded_fulls = full.split([p.full_numel for p in self.fsdp_params])
             pairs = list(zip(self.fsdp_params, padded_fulls, strict=True))
             by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
-            return Home(memory, padded_fulls, by_rank, [p.views_in(padded_full) for p, padded_full in pairs])
+            return BufferSet(memory, padded_fulls, by_rank, [p.views_in(padded_full) for p, padded_full in pairs])
 
     def _make_memory(self) -> FullMemory:
         flat, size = self.shards.flat, self.mesh_info.shard_mesh_size
@@ -218,14 +218,14 @@ class FSDPParamGroup:
             return MemoryOfShards(flat)
         return backend_of(self.device).full_memory(self.shards.numel * size, self.param_dtype)
 
-    def _show(self, home: Home) -> None:
+    def _show(self, home: BufferSet) -> None:
         """Let the unsharded parameters be those in ``home``."""
         self._home = home
         for fsdp_param, views in zip(self.fsdp_params, home.views, strict=True):
             fsdp_param.show(views)
 
     @unrecorded
-    def _go_to(self, home: Home) -> None:
+    def _go_to(self, home: BufferSet) -> None:
         """Be in ``home``, into which the graph points that runs next; it may be one from before another policy."""
         before = self._home
         if before is home:
@@ -369,12 +369,12 @@ class FSDPParamGroup:
         shard, info = self._source()
         if info.shard_group is not None:
             with self.comm_ctx.streams.gathering():
-                self._all_gather = collectives.foreach_all_gather(
+                self._all_gather = unit_collectives.foreach_all_gather(
                     shard, self.param_dtype, self.device, info.shard_group, self._gather(info), self._unit
                 )
-        elif shard.device != self.device or isinstance(shard, Scattered):
+        elif shard.device != self.device or isinstance(shard, ScatteredShard):
             with self.comm_ctx.streams.gathering():
-                self._all_gather = collectives.copy_to_device(shard, self.param_dtype, self.device, self._unit)
+                self._all_gather = unit_collectives.copy_to_device(shard, self.param_dtype, self.device, self._unit)
         self._is_unsharding = True
 
     def _check_not_retired(self) -> None:
@@ -384,7 +384,7 @@ class FSDPParamGroup:
                 "forward from before that cannot run: run the forward again"
             )
 
-    def _source(self) -> tuple[torch.Tensor | Scattered, FSDPMeshInfo]:
+    def _source(self) -> tuple[torch.Tensor | ScatteredShard, FSDPMeshInfo]:
         """Return the flat shard that full parameters are made from, and whose ranks hold the rest."""
         if self._post_forward is not None:
             return self._post_forward.flat, self._post_forward.mesh_info
@@ -422,7 +422,7 @@ class FSDPParamGroup:
         gathered = [self._whole_shard()] if self._all_gather is None else self._all_gather.wait()
         self._take_memory()
         if not self._home.memory.is_shards:
-            collectives.foreach_all_gather_copy_out(gathered, self._targets(gathered), self._unit)
+            unit_collectives.foreach_all_gather_copy_out(gathered, self._targets(gathered), self._unit)
         self.comm_ctx.comms.has_read(self)
         self._drop_all_gather()
         for fsdp_param in self.fsdp_params:
@@ -495,7 +495,7 @@ class FSDPParamGroup:
         self.training_state = TrainingState.IDLE
 
     @property
-    def home(self) -> Home:
+    def home(self) -> BufferSet:
         """Where the full parameters are that what is recorded now points to."""
         return self._home
 
@@ -503,7 +503,7 @@ class FSDPParamGroup:
         """What a graph needs of a forward in backward is computed anew, from where the full parameters are now."""
         self._recomputed_in = self._home
 
-    def go_to(self, home: Home) -> None:
+    def go_to(self, home: BufferSet) -> None:
         """Be in the home of the forward whose backward runs next, unless it was recomputed in another.
 
         Raises:
@@ -512,13 +512,13 @@ class FSDPParamGroup:
         self._check_not_retired()
         self._go_to(self._recomputed_in or home)
 
-    def pre_backward(self, home: Home) -> None:
+    def pre_backward(self, home: BufferSet) -> None:
         """Before the backward of a forward that ran in ``home``: full parameters."""
         self.training_state = TrainingState.PRE_BACKWARD
         probe.phase(Phase.PRE_BACKWARD)
         self.enter_backward(home)
 
-    def enter_backward(self, home: Home) -> None:
+    def enter_backward(self, home: BufferSet) -> None:
         """Hold what the backward of a forward that ran in ``home`` needs."""
         self.go_to(home)
         if self.unshard_in_backward:

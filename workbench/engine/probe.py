@@ -33,7 +33,7 @@ def phase(new: Phase) -> None:
         active.phase(new)
 
 
-class Lease:
+class BufferHandle:
     """Bytes that die with the last reference to this object.
 
     Attached to tensors whose life the engine does not end itself (gradients are dropped by the user). A probe that was

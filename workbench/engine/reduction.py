@@ -27,13 +27,13 @@ from workbench.engine import probe
 from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks, premultiplied_sum
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend, Grads, Streams
-from workbench.engine.backends.clock import Event
-from workbench.engine.collectives import InFlight, UnitId, alive_unless_raised, announce
+from workbench.engine.backends.device_clock import Event
+from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.comm import ReduceScatter, give_back, input_nbytes, takes_own_in_output
-from workbench.engine.groups import CommGroup
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
-from workbench.engine.waits import Work
+from workbench.engine.process_groups import CommGroup
+from workbench.engine.unit_collectives import InFlight, UnitId, alive_unless_raised, announce
 from workbench.events import Category, Comm, Edge, Kind
 
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ class ReduceScatterState:
 
     chunks: torch.Tensor
     output: torch.Tensor
-    lease: probe.Lease
+    lease: probe.BufferHandle
     reduce: ReduceScatter
     flight: InFlight
 
@@ -202,9 +202,9 @@ def all_reduce(reducer: Reducer, output: torch.Tensor, group: CommGroup, unused:
     """
     unit, hook, op, num_bytes = reducer.unit, reducer.sync.comm_hook, reducer.scaling.reduce_op, output.nbytes
 
-    def issue(process_group: dist.ProcessGroup) -> Work | None:
+    def issue(process_group: dist.ProcessGroup) -> AsyncWork | None:
         if hook is None:
-            return cast("Work", dist.all_reduce(output, op, group=process_group, async_op=True))
+            return cast("AsyncWork", dist.all_reduce(output, op, group=process_group, async_op=True))
         hook(output)
         return None
 
@@ -225,7 +225,7 @@ class PartialSum:
 
     params: list[FSDPParam]
     output: torch.Tensor
-    lease: probe.Lease
+    lease: probe.BufferHandle
 
     def slots(self) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
         """Yield each parameter with its slot."""
@@ -300,7 +300,9 @@ class Reducer:
             return part
         params = sorted({*part.params, *other.params}, key=lambda p: p.position)
         output = part.output.new_zeros(sum(p.slot_numel for p in params))
-        total = PartialSum(params, output, probe.Lease(self.category(output.device), self.unit.index, output.nbytes))
+        total = PartialSum(
+            params, output, probe.BufferHandle(self.category(output.device), self.unit.index, output.nbytes)
+        )
         slots = dict(total.slots())
         for param, slot in (*part.slots(), *other.slots()):
             slots[param] += slot
@@ -317,7 +319,7 @@ class Reducer:
             if any(p.has_sharded_grad or any(map(has_post_accumulate_hooks, p.owned)) for p in params):
                 self.wait_for_host()  # it is read below
         if grad is not output:
-            lease = probe.Lease(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
+            lease = probe.BufferHandle(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
         set_sharded_grads(params, grad, lease)
         for param in itertools.chain.from_iterable(p.owned for p in params):
             call_post_accumulate_hooks(param)
@@ -467,7 +469,7 @@ def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads]) -> 
     lay_out(params, grads, [output.view(1, -1)], reducer.unit)
     drop_full_grads(grads, reducer.unit)
     reducer.scaling.before(output)
-    return PartialSum(params, output, probe.Lease(reducer.category(device), reducer.unit.index, output.nbytes))
+    return PartialSum(params, output, probe.BufferHandle(reducer.category(device), reducer.unit.index, output.nbytes))
 
 
 def _reduce_scatter(
@@ -488,7 +490,7 @@ def _reduce_scatter(
         for part in (chunks,) if own is None else (chunks, own):
             scaling.before(part)
         output = torch.empty(slot_numel, dtype=dtype, device=device) if own is None else own
-        lease = probe.Lease(reducer.category(device), unit.index, output.nbytes)
+        lease = probe.BufferHandle(reducer.category(device), unit.index, output.nbytes)
         comm, collective = announce(unit, Kind.REDUCE_SCATTER, group, num_bytes, _without(reduction.unused))
         pending = group.start(lambda pg: reduce(output, chunks, pg, scaling.scatter_op, async_op=True), collective)
     flight = InFlight(unit, Kind.REDUCE_SCATTER, group, pending, comm, num_bytes)
@@ -605,7 +607,7 @@ class ReductionQueue:
 # ---- the end
 
 
-def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.Lease) -> None:
+def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.BufferHandle) -> None:
     """Give each parameter its part of ``flat_grad`` ``[S]``; its ``lease`` ends when the user drops the last part."""
     for param, slot in zip(params, flat_grad.split_with_sizes([p.slot_numel for p in params]), strict=True):
         param.add_sharded_grad(param.local_view(slot), lease)

@@ -30,14 +30,14 @@ from workbench.engine.agreement import Agreement
 from workbench.engine.api import fully_shard
 from workbench.engine.comm import CUSTOM
 from workbench.engine.dtensor_param import DTensorParam
-from workbench.engine.managed import mark_taken
+from workbench.engine.fsdp_state import FSDPState, attach, detach, roots, state_of, states_below, units_of
+from workbench.engine.managed_params import mark_taken
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.placement import ShardPlacementResult
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.reduction import set_sharded_grads
-from workbench.engine.state import FSDPState, attach, detach, roots, state_of, states_below, units_of
-from workbench.engine.undo import NewParams, laid_out, staged, undo
+from workbench.engine.shard_placement import ShardPlacementResult
+from workbench.engine.unsharding import NewParams, laid_out, staged, undo
 from workbench.events import Category
 
 CPU = torch.device("cpu")
@@ -261,7 +261,7 @@ def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[DTensorParam, DTensor
     """Give parameters the gradients of those they come from, in one flat tensor."""
     sizes = [param.slot_numel for param, _ in grads]
     flat = torch.zeros(sum(sizes), dtype=unit.orig_dtype, device=home)
-    lease = probe.Lease(Category.SHARDED_GRADS, unit.index, flat.nbytes)
+    lease = probe.BufferHandle(Category.SHARDED_GRADS, unit.index, flat.nbytes)
     for (param, grad), slot in zip(grads, flat.split(sizes), strict=True):
         param.local_view(slot).copy_(local_of(laid_out(grad, param.spec.mesh, param.spec.placements, home)))
     set_sharded_grads([param for param, _ in grads], flat, lease)

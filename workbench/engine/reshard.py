@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine.agreement import Agreement, Holdings, units_holdings
 from workbench.engine.backends import backend_of
+from workbench.engine.fsdp_state import FSDPState, roots, state_of, states_below, units_of
 from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mesh_info
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from workbench.engine.replacement import Replacement, ShardCall
-from workbench.engine.state import FSDPState, roots, state_of, states_below, units_of
-from workbench.engine.undo import NewParams, check_undoable, optimizers_in
+from workbench.engine.unsharding import NewParams, check_undoable, optimizers_in
 from workbench.events import unit_words
 
 
-class Keep:
+class Unchanged:
     """Stands for an argument that was not given: what the model has now stays."""
 
     def __repr__(self) -> str:
@@ -29,7 +29,7 @@ class Keep:
         return "KEEP"
 
 
-KEEP: Final = Keep()
+KEEP: Final = Unchanged()
 
 PolicyFn = Callable[[nn.Module, MixedPrecisionPolicy], MixedPrecisionPolicy]
 
@@ -38,11 +38,11 @@ PolicyFn = Callable[[nn.Module, MixedPrecisionPolicy], MixedPrecisionPolicy]
 def reshard_module(
     module: nn.Module,
     *,
-    wrap: Callable[[nn.Module], bool] | Keep = KEEP,
-    mesh: DeviceMesh | Keep = KEEP,
-    reshard_after_forward: bool | int | Keep | None = KEEP,
-    mp_policy: MixedPrecisionPolicy | PolicyFn | Keep = KEEP,
-    offload_policy: OffloadPolicy | Keep = KEEP,
+    wrap: Callable[[nn.Module], bool] | Unchanged = KEEP,
+    mesh: DeviceMesh | Unchanged = KEEP,
+    reshard_after_forward: bool | int | Unchanged | None = KEEP,
+    mp_policy: MixedPrecisionPolicy | PolicyFn | Unchanged = KEEP,
+    offload_policy: OffloadPolicy | Unchanged = KEEP,
     optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> NewParams:
     """Change how a sharded model is sharded, in place; collective: all ranks must call it, between iterations.
@@ -90,7 +90,7 @@ def reshard_module(
 
     Whatever is raised, the model is as it was, on every rank.
     """
-    change = Change(wrap, mesh, reshard_after_forward, mp_policy, offload_policy)
+    change = PolicyUpdate(wrap, mesh, reshard_after_forward, mp_policy, offload_policy)
     change.check_types()
     held = optimizers_in(optimizers, "reshard_module")
     states = states_below(module)
@@ -98,7 +98,7 @@ def reshard_module(
 
     def holds() -> Holdings:
         check_undoable(module, states, "reshard_module")
-        if isinstance(change.mesh, Keep):
+        if isinstance(change.mesh, Unchanged):
             return Holdings()  # nothing will be gathered
         for unit in units:
             unit.reshard()
@@ -121,9 +121,9 @@ def reshard_module(
 def reshard_unit(
     module: nn.Module,
     *,
-    reshard_after_forward: bool | int | Keep | None = KEEP,
-    mp_policy: MixedPrecisionPolicy | Keep = KEEP,
-    offload_policy: OffloadPolicy | Keep = KEEP,
+    reshard_after_forward: bool | int | Unchanged | None = KEEP,
+    mp_policy: MixedPrecisionPolicy | Unchanged = KEEP,
+    offload_policy: OffloadPolicy | Unchanged = KEEP,
 ) -> None:
     """Change the policy of one ``fully_shard`` call alone, in place; all ranks must call it, between iterations.
 
@@ -144,7 +144,7 @@ def reshard_unit(
 
     Whatever is raised, the model is as it was.
     """
-    change = Change(KEEP, KEEP, reshard_after_forward, mp_policy, offload_policy)
+    change = PolicyUpdate(KEEP, KEEP, reshard_after_forward, mp_policy, offload_policy)
     change.check_types()
     state = state_of(module)
     if state is None:
@@ -160,28 +160,28 @@ def reshard_unit(
 
 
 @dataclass(frozen=True)
-class Change:
+class PolicyUpdate:
     """The arguments of :func:`reshard_module` and :func:`reshard_unit`; :data:`KEEP` where nothing was given."""
 
-    wrap: Callable[[nn.Module], bool] | Keep
-    mesh: DeviceMesh | Keep
-    reshard_after_forward: bool | int | Keep | None
-    mp_policy: MixedPrecisionPolicy | PolicyFn | Keep
-    offload_policy: OffloadPolicy | Keep
+    wrap: Callable[[nn.Module], bool] | Unchanged
+    mesh: DeviceMesh | Unchanged
+    reshard_after_forward: bool | int | Unchanged | None
+    mp_policy: MixedPrecisionPolicy | PolicyFn | Unchanged
+    offload_policy: OffloadPolicy | Unchanged
 
     def check_types(self) -> None:
         """Raise TypeError for values that :func:`fully_shard` would refuse."""
-        if not isinstance(self.wrap, Keep) and not callable(self.wrap):
+        if not isinstance(self.wrap, Unchanged) and not callable(self.wrap):
             raise TypeError(f"wrap must be a function of a module that returns True or False, got {self.wrap!r}")
-        if not isinstance(self.mesh, (Keep, DeviceMesh)):
+        if not isinstance(self.mesh, (Unchanged, DeviceMesh)):
             raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(self.mesh).__name__}")
-        if not isinstance(self.reshard_after_forward, (Keep, int, type(None))):
+        if not isinstance(self.reshard_after_forward, (Unchanged, int, type(None))):
             raise TypeError(
                 f"reshard_after_forward must be True, False, an int or None, got {self.reshard_after_forward!r}"
             )
-        if not isinstance(self.mp_policy, (Keep, MixedPrecisionPolicy)) and not callable(self.mp_policy):
+        if not isinstance(self.mp_policy, (Unchanged, MixedPrecisionPolicy)) and not callable(self.mp_policy):
             raise TypeError(f"mp_policy must be a workbench.engine.MixedPrecisionPolicy, got {self.mp_policy!r}")
-        if not isinstance(self.offload_policy, (Keep, OffloadPolicy)):
+        if not isinstance(self.offload_policy, (Unchanged, OffloadPolicy)):
             raise TypeError(f"offload_policy must be a workbench.engine.OffloadPolicy, got {self.offload_policy!r}")
 
     def checked_mesh(self, units: Sequence[FSDPParamGroup]) -> FSDPMeshInfo | None:
@@ -192,7 +192,7 @@ class Change:
                 stream of its own, which replicas do not allow.
             NotImplementedError: units lie on different ranks.
         """
-        if isinstance(self.mesh, Keep):
+        if isinstance(self.mesh, Unchanged):
             return None
         wanted = _ranks(self.mesh)
         for unit in units:
@@ -214,24 +214,24 @@ class Change:
 
     def makes_units(self, units: Sequence[FSDPParamGroup]) -> bool:
         """True if other units are needed, not only another policy for those there are."""
-        moves = not isinstance(self.offload_policy, Keep) and any(
+        moves = not isinstance(self.offload_policy, Unchanged) and any(
             not backend_of(unit.device).is_host and unit.policy.offload_policy != self.offload_policy for unit in units
         )
-        return moves or not (isinstance(self.wrap, Keep) and isinstance(self.mesh, Keep))
+        return moves or not (isinstance(self.wrap, Unchanged) and isinstance(self.mesh, Unchanged))
 
     def of(self, call: ShardCall) -> ShardCall:
         """Return ``call`` changed."""
         given: dict[str, Any] = {}
-        if not isinstance(self.mp_policy, Keep):
+        if not isinstance(self.mp_policy, Unchanged):
             given["mp_policy"] = _precision(self.mp_policy, call)
-        if not isinstance(self.offload_policy, Keep):
+        if not isinstance(self.offload_policy, Unchanged):
             given["offload_policy"] = self.offload_policy
         auto = call.auto_reshard
-        if not isinstance(self.reshard_after_forward, Keep):
+        if not isinstance(self.reshard_after_forward, Unchanged):
             auto = self.reshard_after_forward is None
             given["reshard_after_forward"] = True if auto else self.reshard_after_forward
         policy = replace(call.policy, **given) if given else call.policy
-        mesh = call.mesh if isinstance(self.mesh, Keep) else self.mesh
+        mesh = call.mesh if isinstance(self.mesh, Unchanged) else self.mesh
         return replace(call, mesh=mesh, policy=policy, auto_reshard=auto)
 
 
@@ -250,12 +250,12 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 # ---- which calls
 
 
-def _calls(module: nn.Module, states: Sequence[FSDPState], change: Change) -> list[ShardCall]:
+def _calls(module: nn.Module, states: Sequence[FSDPState], change: PolicyUpdate) -> list[ShardCall]:
     """Return the calls the tree is to have, parents first, with the policies it has now."""
     units = units_of(states)
     some_mesh = units[0].mesh_info.mesh if units else None
     chosen = change.wrap
-    if isinstance(chosen, Keep):
+    if isinstance(chosen, Unchanged):
         return [_call_of(state, state.modules, some_mesh) for state in states]
     origin_of = origins(module, states[0])
     inner = [m for m in module.modules() if m is not module and chosen(m)]

@@ -10,9 +10,9 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine.backends.base import FullMemory
-from workbench.engine.backends.pages import SparePages
+from workbench.engine.backends.page_pool import SparePages
 from workbench.engine.full_param import FullView
-from workbench.engine.layout import rows_of
+from workbench.engine.shard_layout import rows_of
 from workbench.events import Category
 
 
@@ -93,7 +93,7 @@ class UnshardMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
+class BufferSet:
     """One memory, and a unit's parameters in it. The graph of a forward points into the home it ran in.
 
     Attributes:
@@ -109,7 +109,7 @@ class Home:
     _rows: dict[tuple[int, ...], list[Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def rows_of(self, num_ranks: Sequence[int]) -> list[Sequence[torch.Tensor]]:
-        """Return :func:`workbench.engine.layout.rows_of` of :attr:`by_rank`; it is cut once."""
+        """Return :func:`workbench.engine.shard_layout.rows_of` of :attr:`by_rank`; it is cut once."""
         key = tuple(num_ranks)
         if key not in self._rows:
             self._rows[key] = rows_of(self.by_rank, key)

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from workbench.cluster.place import OnWait, no_wait
+from workbench.cluster.engine_provider import OnWait, no_wait
 from workbench.cluster.processes import usable_cores
 from workbench.errors import UsageError
-from workbench.magics.words import WORDS, no_such_word, overview, parser_for
+from workbench.magics.command_lines import WORDS, no_such_word, overview, parser_for
 from workbench.protocol.commands import Abort, Attach, Command, Continue, Detach, Help, Open, Start, Step, Stop
-from workbench.reports.done import Report, Source
-from workbench.session.pulse import Exchange
+from workbench.reports.results import Report, Source
+from workbench.session.snapshot import Exchange
 from workbench.workbench import RankSettings, Workbench
 
 CROWDED = 4
@@ -53,7 +53,7 @@ class Notebook:
         """Do ``command``, and return a report, a figure, a widget, or nothing.
 
         Args:
-            command: one of :data:`~workbench.magics.words.WORDS`.
+            command: one of :data:`~workbench.magics.command_lines.WORDS`.
             source: who asks.
             run: does what the workbench does.
             tell: is told what there is to say beside it.

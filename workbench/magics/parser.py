@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 from workbench.errors import UsageError
 
 
-class Behind(str):
+class PositionalText(str):
     """A word after ``--`` or ``--flag=``: no flag, whatever it is.
 
     argparse is shown a space before it: it would take some for flags, and before Python 3.12.5 lose ``--`` itself.
@@ -33,7 +33,7 @@ class Behind(str):
 
 def as_written(word: str) -> str:
     """Return a word that argparse was shown as it was written."""
-    return word.word if isinstance(word, Behind) else word
+    return word.word if isinstance(word, PositionalText) else word
 
 
 class HelpAsked(Exception):

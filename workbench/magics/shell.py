@@ -12,30 +12,30 @@ from IPython.core.completer import IPCompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
-from workbench.cluster.launched import launchers
+from workbench.cluster.ipp_launch import launchers
 from workbench.errors import UsageError, WorkbenchError
 from workbench.events import unit_words
-from workbench.magics.complete import matcher_for
-from workbench.magics.notebook import Notebook, is_behind
-from workbench.magics.parser import HelpAsked
-from workbench.magics.show import emit, result_is_dropped, say, show
-from workbench.magics.words import (
+from workbench.magics.command_lines import (
     CELL,
     WORDS,
     parse,
     parse_line,
     split,
 )
+from workbench.magics.completion import matcher_for
+from workbench.magics.display_output import emit, result_is_dropped, say, show
+from workbench.magics.notebook import Notebook, is_behind
+from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Attach, Cell, Command, Continue, Next, Start, Step
-from workbench.reports.done import CellReport
-from workbench.reports.places import live_units, param_names
-from workbench.reports.stopped import StopReport
-from workbench.session.names import everywhere, unit_paths
-from workbench.session.sides import LAST
+from workbench.reports.pause_results import StopReport
+from workbench.reports.results import CellReport
+from workbench.reports.stop_positions import live_units, param_names
+from workbench.session.trace_selectors import LAST
+from workbench.session.variable_check import everywhere, unit_paths
 from workbench.widgets.progress import ProgressDisplay
-from workbench.widgets.standing import StandingLine
+from workbench.widgets.stall_line import StallLine
 from workbench.workbench import Workbench
 
 _KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: EVENTS, "launchers": launchers}
@@ -93,7 +93,7 @@ class FsdpMagics(Magics):
         self._tell_news()
         if not isinstance(command, (Start, Attach)):
             return self.notebook.do(command, "cell", self._do, say)
-        with closing(StandingLine()) as below:
+        with closing(StallLine()) as below:
             return self.notebook.do(command, "cell", self._do, say, below.update)
 
     def _run_cell(self, line: str, cell: str) -> None:
@@ -102,7 +102,7 @@ class FsdpMagics(Magics):
             raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
         ranks = cast("Cell", parse(CELL, args, self._variable)).ranks
         self._tell_news()
-        with closing(StandingLine()) as below:
+        with closing(StallLine()) as below:
             report = self.notebook.running().run_cell(
                 cell, ranks=ranks, on_output=below.before(emit), on_standing=below.update
             )
@@ -113,7 +113,7 @@ class FsdpMagics(Magics):
         if is_behind(workbench, command):
             return workbench.do(command, on_output=emit)
         if not isinstance(command, (Step, Continue, Next)):
-            with closing(StandingLine()) as below:
+            with closing(StallLine()) as below:
                 return workbench.do(command, on_output=below.before(emit), on_standing=below.update)
         bar = ProgressDisplay(command.count if isinstance(command, Step) else 0)
         try:

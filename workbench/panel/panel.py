@@ -15,44 +15,44 @@ from typing import Any
 
 from workbench.codec import encode
 from workbench.errors import Interrupted, UsageError, WorkbenchError
+from workbench.magics.display_output import emit
 from workbench.magics.notebook import Notebook
-from workbench.magics.show import emit
-from workbench.panel.dashboards import Comm
-from workbench.panel.messages import (
+from workbench.panel.dashboard_comm import CommLike
+from workbench.panel.message_parsing import line_of, read_command, read_question
+from workbench.panel.panel_messages import (
     VERSION,
     Answer,
-    Do,
+    CommandHistory,
+    CommandLine,
+    CommandOutput,
     FindModels,
     FindParams,
+    FormatCommand,
+    GetHistory,
+    GetState,
     Hello,
-    Line,
-    Look,
     Models,
     Params,
     Preview,
+    PreviewCommand,
     Question,
-    Recall,
-    Recalled,
     Refused,
-    Said,
-    Spell,
-    Try,
+    RunCommand,
     UnitInfo,
     Welcome,
 )
-from workbench.panel.preview import models_of, preview
-from workbench.panel.reading import line_of, read_command, read_question
-from workbench.panel.state import Observer, Settings, params_of
+from workbench.panel.shard_preview import models_of, preview
+from workbench.panel.state_observer import Observer, Settings, params_of
 from workbench.protocol.commands import Command, Continue, Dashboard, Next, Reshard, Shard, Step
-from workbench.session.pulse import Pulse
-from workbench.widgets.busy import answer_while_busy
-from workbench.widgets.waiting import Send, Waiting
+from workbench.session.snapshot import ClusterSnapshot
+from workbench.widgets.long_poll import LongPoll, Send
+from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
 
 _VIEW = "panel"  # a comm is one view
 
 
-class Panel:
+class PanelComm:
     """What answers on one comm.
 
     Args:
@@ -62,15 +62,15 @@ class Panel:
         version: of the Python package.
     """
 
-    def __init__(self, notebook: Notebook, observer: Observer, comm: Comm, *, version: str) -> None:
+    def __init__(self, notebook: Notebook, observer: Observer, comm: CommLike, *, version: str) -> None:
         self._notebook, self._observer, self._comm, self._version = notebook, observer, comm, version
-        self._waiting = Waiting(self._pulse, self._news, time.monotonic, self._asks, whose="panel")
+        self._waiting = LongPoll(self._pulse, self._news, time.monotonic, self._asks, whose="panel")
         self._is_welcome = self._is_closed = False
         self._asked = 0  # number of the question that waits
         self._units: tuple[UnitInfo, ...] | None = None
         self._answers: dict[type, Callable[[Any], Answer | None]] = {
-            **{Hello: self._welcome, Look: self._look, FindModels: self._find_models, Try: self._try},
-            **{FindParams: self._find_params, Spell: _spell, Do: self._begin, Recall: self._recall},
+            **{Hello: self._welcome, GetState: self._look, FindModels: self._find_models, PreviewCommand: self._try},
+            **{FindParams: self._find_params, FormatCommand: _spell, RunCommand: self._begin, GetHistory: self._recall},
         }
         answer_while_busy(comm)
         comm.on_msg(self._receive)
@@ -98,7 +98,7 @@ class Panel:
         """Return the answer; None: it comes later."""
         return self._answers[type(question)](question)
 
-    def _look(self, question: Look) -> Answer | None:
+    def _look(self, question: GetState) -> Answer | None:
         if question.wait:
             self._asked = question.number
             self._waiting.ask(_VIEW)
@@ -117,7 +117,7 @@ class Panel:
         text = "" if found else "The ranks have no model: build one in a %%fsdp cell."
         return Models(number=question.number, models=found, has_step=has_step, text=text)
 
-    def _try(self, question: Try) -> Answer:
+    def _try(self, question: PreviewCommand) -> Answer:
         command = read_command(question.command)
         line = line_of(command)
         if not isinstance(command, (Shard, Reshard)):
@@ -135,8 +135,8 @@ class Panel:
         found = params_of(self._pulse().trace.header, question.unit)
         return Params(number=question.number, unit=question.unit, params=found)
 
-    def _recall(self, question: Recall) -> Answer:
-        return Recalled(number=question.number, commands=self._notebook.shown().history().commands)
+    def _recall(self, question: GetHistory) -> Answer:
+        return CommandHistory(number=question.number, commands=self._notebook.shown().history().commands)
 
     def _welcome(self, hello: Hello) -> Welcome:
         problem = _misfit(hello, self._version)
@@ -149,17 +149,17 @@ class Panel:
 
     # ---- how everything is
 
-    def _pulse(self) -> Pulse:
+    def _pulse(self) -> ClusterSnapshot:
         return self._notebook.shown().pulse()
 
     def _asks(self) -> tuple[object, ...]:
         return self._notebook.exchange, self._notebook.shown().asked()
 
-    def _news(self, _view: str, pulse: Pulse) -> Send:
+    def _news(self, _view: str, pulse: ClusterSnapshot) -> Send:
         answer = self._state(self._asked, pulse)
         return partial(self._tell, answer)
 
-    def _state(self, number: int, pulse: Pulse) -> Answer:
+    def _state(self, number: int, pulse: ClusterSnapshot) -> Answer:
         workbench = self._notebook.shown()
         given = workbench.settings
         settings = Settings(
@@ -177,7 +177,7 @@ class Panel:
 
     # ---- commands
 
-    def _begin(self, question: Do) -> None:
+    def _begin(self, question: RunCommand) -> None:
         """Do a command in a thread of its own: it may take long, and the panel goes on asking."""
         command = read_command(question.command)
         if isinstance(command, Dashboard) or getattr(command, "canvas", False):
@@ -199,11 +199,11 @@ class Panel:
             data, text, is_error = {}, str(error), True
         except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
             data, text, is_error = {}, f"{type(error).__name__}: {error}", True
-        self._tell(Said(number=number, line=line, text=text, is_error=is_error, data=data))
+        self._tell(CommandOutput(number=number, line=line, text=text, is_error=is_error, data=data))
 
 
-def _spell(question: Spell) -> Answer:
-    return Line(number=question.number, line=line_of(read_command(question.command)))
+def _spell(question: FormatCommand) -> Answer:
+    return CommandLine(number=question.number, line=line_of(read_command(question.command)))
 
 
 def _run(workbench: Workbench, command: Command) -> Any:  # noqa: ANN401 - what a word gives

@@ -2,12 +2,12 @@
 
 A magic, a button and the Python API build the same command, and :meth:`workbench.workbench.Workbench.do` does it. The
 declaration of a word is all there is of it on the way: its docstring is its help, its fields are its arguments, on the
-line (:mod:`workbench.magics.words` makes the parser) as in Python (:func:`workbench.workbench.Workbench` takes its
-methods' signatures from here), and as plain data it goes to the ranks if it is for them.
+line (:mod:`workbench.magics.command_lines` makes the parser) as in Python (:func:`workbench.workbench.Workbench` takes
+its methods' signatures from here), and as plain data it goes to the ranks if it is for them.
 
 To add one that ranks do: declare it here, with what a rank answers; write what a rank does in ``runtime/``, under
-:func:`workbench.runtime.doing.does`; and what is said in ``reports/done.py``, under ``@says``. It then has its parser,
-its help, its completion and its method.
+:func:`workbench.runtime.command_handlers.does`; and what is said in ``reports/results.py``, under ``@says``. It then
+has its parser, its help, its completion and its method.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from workbench.protocol.policy import (
     OFF,
     RESHARD_AFTER_FORWARD,
     STRATEGIES,
-    MixedPrecision,
+    PrecisionNames,
     as_mesh,
     as_reshard_after_forward,
     check_api,
@@ -103,7 +103,7 @@ def summary(command: type[Command]) -> str:
     return first[:1].lower() + first[1:]
 
 
-class Request(Generic[R_co]):
+class RankRequest(Generic[R_co]):
     """Base of what a rank is asked, and answers, that is no word of a person's: mostly at its side door.
 
     Attributes:
@@ -327,7 +327,7 @@ class _Sharding(Command):
         if given["reshard_after_forward"] != default["reshard_after_forward"]:
             check_reshard_after_forward(given["reshard_after_forward"])
         if given["mp"] != default["mp"]:
-            MixedPrecision.parse(given["mp"])
+            PrecisionNames.parse(given["mp"])
         for name in ("offload", "orig_params"):
             if not isinstance(given[name], bool) and given[name] is not default[name]:
                 raise ValueError(f"{name} is true or false, not {given[name]!r}")
@@ -344,7 +344,7 @@ class _Sharding(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmanaged:
+class UnmanagedState:
     """What of a sharded model the engine does not manage, on one rank.
 
     Attributes:
@@ -359,7 +359,7 @@ class Unmanaged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded:
+class ShardReply:
     """What a model has become on one rank.
 
     Attributes:
@@ -383,7 +383,7 @@ class Sharded:
     bytes_at_rest: int
     policy: tuple[str, ...]
     optimizers: int
-    unmanaged: Unmanaged = field(default_factory=Unmanaged)
+    unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
     chosen: tuple[str, ...] | None = None
 
 
@@ -398,7 +398,7 @@ class Shard(_Sharding):
     word: ClassVar[str] = "shard"
     example: ClassVar[str] = "shard model --wrap Block"
     on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Sharded
+    reply: ClassVar[Any] = ShardReply
     model: str = field(kw_only=False, metadata=_MODEL)
     api: str = field(default="fully_shard", metadata=_policy("api", "fully_shard"))
     strategy: str = field(default="", metadata=_policy("strategy", "full"))
@@ -440,7 +440,7 @@ class Reshard(_Sharding):
     example: ClassVar[str] = "reshard model --reshard-after-forward false"
     more: ClassVar[str] = "`reshard model.blocks.2`: of this unit alone"
     on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Sharded
+    reply: ClassVar[Any] = ShardReply
     model: str = field(
         kw_only=False,
         metadata=argument(
@@ -464,7 +464,7 @@ class Reshard(_Sharding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unsharded:
+class UnshardReply:
     """A model that is a plain module again.
 
     Attributes:
@@ -489,7 +489,7 @@ class Unshard(Command):
     word: ClassVar[str] = "unshard"
     example: ClassVar[str] = "unshard model"
     on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Unsharded
+    reply: ClassVar[Any] = UnshardReply
     model: str = field(kw_only=False, metadata=_MODEL)
 
     def __post_init__(self) -> None:
@@ -502,7 +502,7 @@ _FN = argument("step function (default train_step)", metavar="NAME", completes="
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stepped:
+class StepReply:
     """The steps of one rank.
 
     Attributes:
@@ -533,7 +533,7 @@ class Step(Command):
     word: ClassVar[str] = "step"
     example: ClassVar[str] = "step 40"
     on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Stepped
+    reply: ClassVar[Any] = StepReply
     count: int = field(
         default=1, kw_only=False, metadata=argument("training steps (default 1)", metavar="N", read=number)
     )
@@ -562,7 +562,7 @@ class Step(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pause(Command, Request[None]):
+class Pause(Command, RankRequest[None]):
     """Stop all ranks at the same event of the step under way."""
 
     word: ClassVar[str] = "pause"
@@ -571,7 +571,7 @@ class Pause(Command, Request[None]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Next(Command, Request[None]):
+class Next(Command, RankRequest[None]):
     """Let stopped ranks go on to the next event, collective, unit or phase.
 
     Raises:
@@ -592,7 +592,7 @@ class Next(Command, Request[None]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continue(Command, Request[None]):
+class Continue(Command, RankRequest[None]):
     """Let stopped ranks go on, in the background if it began there."""
 
     word: ClassVar[str] = "continue"
@@ -755,7 +755,7 @@ class Back(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class VerifyReply:
     """One sharded step beside the same step of an unsharded copy, on one rank.
 
     Attributes:
@@ -785,7 +785,7 @@ class Verified:
     not_finite: tuple[str, ...] = ()
     buffers_not_finite: tuple[str, ...] = ()
     since: int | None = None
-    unmanaged: Unmanaged = field(default_factory=Unmanaged)
+    unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -799,7 +799,7 @@ class Verify(Command):
     word: ClassVar[str] = "verify"
     example: ClassVar[str] = "verify"
     on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Verified
+    reply: ClassVar[Any] = VerifyReply
     model: str = field(
         default="",
         kw_only=False,

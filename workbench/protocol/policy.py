@@ -43,7 +43,7 @@ HYBRID: tuple[Strategy, ...] = ("hybrid", "hybrid2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedPrecision:
+class PrecisionNames:
     """Dtypes of a unit, each a key of :data:`DTYPES` or ``""`` for none.
 
     Attributes:
@@ -252,7 +252,7 @@ def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) 
             "reshard_after_forward is for --api fully_shard; with classic give --strategy full, which frees full "
             "parameters after forward, or grad, which keeps them"
         )
-    if mp and MixedPrecision.parse(mp).output:
+    if mp and PrecisionNames.parse(mp).output:
         raise ValueError(
             f"mp {mp!r}: with --api classic outputs stay as they come; leave output= out, or cast in the model; "
             f"output={OFF} takes away one that is set"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.protocol.commands import Request
+from workbench.protocol.commands import RankRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Address:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostInfo:
     """A machine, as its ranks are told of it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Boot(Request[Address | None]):
+class Boot(RankRequest[Address | None]):
     """Makes a process a rank; answered with where all ranks meet by rank 0, which opens it.
 
     Attributes:
@@ -58,11 +58,11 @@ class Boot(Request[Address | None]):
     local_rank: int
     local_world_size: int
     device: str
-    host: Host
+    host: HostInfo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connected:
+class ConnectReply:
     """What a rank says of itself.
 
     Attributes:
@@ -86,7 +86,7 @@ class Connected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class ClusterOwner:
     """The process that commands ranks, mostly a notebook's kernel.
 
     Attributes:
@@ -119,12 +119,12 @@ class World:
     """
 
     engines: tuple[str, ...]
-    ranks: tuple[Connected, ...]
-    holder: Holder | None
+    ranks: tuple[ConnectReply, ...]
+    holder: ClusterOwner | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connect(Request[Connected]):
+class Connect(RankRequest[ConnectReply]):
     """Has a rank join the others; all ranks together.
 
     Attributes:
@@ -132,5 +132,5 @@ class Connect(Request[Connected]):
     """
 
     word: ClassVar[str] = "connect"
-    reply: ClassVar[Any] = Connected
+    reply: ClassVar[Any] = ConnectReply
     address: Address

@@ -1,7 +1,7 @@
 """Who came last to a collective: the others wait for it, whether or not that shows in their compute.
 
 Ranks that read one clock are told apart however close they come. Of ranks of different clocks nobody is named unless
-it came later than all the others by more than the clocks may be wrong (:mod:`workbench.replay.clocks`).
+it came later than all the others by more than the clocks may be wrong (:mod:`workbench.replay.clock_error`).
 
 Arrays: ``R`` ranks, ``K`` collectives; times are nanoseconds.
 """
@@ -25,7 +25,7 @@ _NEVER = -(2**62)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Last:
+class LastArrivals:
     """Who came last to each collective of a rank; arrays are ``[N]``.
 
     Attributes:
@@ -37,7 +37,7 @@ class Last:
     after_ns: Ints
 
 
-def last_to_come(header: Header, found: Mapping[int, Collectives], error_ns: int) -> dict[int, Last]:
+def last_to_come(header: Header, found: Mapping[int, Collectives], error_ns: int) -> dict[int, LastArrivals]:
     """Return who came last to the collectives of each rank.
 
     Args:
@@ -59,7 +59,7 @@ def last_to_come(header: Header, found: Mapping[int, Collectives], error_ns: int
     named = np.where(last_ns - rival_ns > error_ns, np.array([*found, UNTOLD, UNTOLD])[last], TOO_CLOSE)
     told = np.where(is_told, named, UNTOLD)
     after_ns = np.where(told >= 0, last_ns - before_ns, 0)
-    return {rank: Last(rank=told[mine], after_ns=after_ns[mine]) for rank, mine in place.items()}
+    return {rank: LastArrivals(rank=told[mine], after_ns=after_ns[mine]) for rank, mine in place.items()}
 
 
 def _keys(table: Collectives) -> Ints:

@@ -17,10 +17,10 @@ from math import prod
 import numpy as np
 
 from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
-from workbench.replay.alike import did
+from workbench.replay.grouping import did
 from workbench.replay.spans import Ints, Spans, closed, durations_ns, rows_of, spans
+from workbench.trace.begin_end import partners
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.pairs import partners
 from workbench.trace.schema import Header, KeyFrame
 
 
@@ -92,7 +92,7 @@ def _times(alike: Sequence[RankTrace]) -> tuple[Collectives, Ints, Ints]:
     """Return the collectives of the first of some ranks, and of each rank ``time_ns`` and ``wait_ns``, ``[R, N]``.
 
     Args:
-        alike: ranks that did the same (:func:`~workbench.replay.alike.did`) as far as collectives and waits go: what
+        alike: ranks that did the same (:func:`~workbench.replay.grouping.did`) as far as collectives and waits go: what
             belongs together is looked for in the first one alone.
     """
     kinds = (*COLLECTIVES, Kind.WAIT)

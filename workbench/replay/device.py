@@ -25,7 +25,7 @@ from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, Rows
 
 
-class Clock(Enum):
+class ClockSource(Enum):
     """Whose times are shown."""
 
     HOST = auto()
@@ -37,7 +37,7 @@ class Clock(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OnDevice:
+class DeviceTimes:
     """What a device did of a part of a rank's trace.
 
     Attributes:
@@ -51,14 +51,14 @@ class OnDevice:
     end_seq: int
 
 
-def clock_of(header: Header) -> Clock:
+def clock_of(header: Header) -> ClockSource:
     """Return whose times a growing trace will be shown with, once they are told."""
     if not header.is_enqueued:
-        return Clock.HOST
-    return Clock.DEVICE if any(info.device_error_ns for info in header.ranks) else Clock.ENQUEUED
+        return ClockSource.HOST
+    return ClockSource.DEVICE if any(info.device_error_ns for info in header.ranks) else ClockSource.ENQUEUED
 
 
-def on_device(whole: RankTrace, part: RankTrace, header: Header) -> OnDevice | None:
+def on_device(whole: RankTrace, part: RankTrace, header: Header) -> DeviceTimes | None:
     """Return what the device of a rank did of ``part``; None if nothing of that is told.
 
     Args:
@@ -82,7 +82,7 @@ def on_device(whole: RankTrace, part: RankTrace, header: Header) -> OnDevice | N
     shown = reached & (~awaited | in_compute | of_kind(rows, COLLECTIVES)) & (rows["kind"] != Kind.DEVICE)
     moved = rows.copy()
     moved["t_ns"] = np.where(is_told, t_ns, rows["t_ns"])
-    return OnDevice(
+    return DeviceTimes(
         part=replace(part, rows=moved[shown]),
         copies=moved[reached & is_told & ~in_compute & of_kind(rows, COPIES)],
         end_seq=part.start.seq + int(missing[0] if len(missing) else len(rows)),

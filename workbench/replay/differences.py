@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from workbench.events import BESIDE, MOVES, WORK, Category, Kind, Phase
 from workbench.replay import collectives, training
 from workbench.replay.alignment import Alignment, Side, align, highest
-from workbench.replay.alike import did
+from workbench.replay.grouping import did
 from workbench.replay.spans import Ints, closed, exclusive, of_kind, rows_of, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace, steps

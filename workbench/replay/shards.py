@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 
 from workbench.events import FlatPart, Param, Unit
-from workbench.replay.alike import pattern
+from workbench.replay.grouping import pattern
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.trace.begin_end import partners
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.pairs import partners
 from workbench.trace.schema import Rows
 
 Ints = NDArray[np.int64]

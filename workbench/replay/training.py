@@ -33,7 +33,7 @@ _WANTED = np.isin(np.arange(256), (Kind.STEP, Kind.GATE, Kind.METRIC))  # indexe
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingState:
+class TrainingProgress:
     """What one rank's rows up to here say about training. Equal by value (NaN equals NaN).
 
     Attributes:
@@ -51,7 +51,7 @@ class TrainingState:
     models: NDArray[np.void]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TrainingState):
+        if not isinstance(other, TrainingProgress):
             return NotImplemented
         return self._content() == other._content()
 
@@ -62,9 +62,9 @@ class TrainingState:
         return self.last_step, *(array.tobytes() for array in arrays)
 
 
-def start() -> TrainingState:
+def start() -> TrainingProgress:
     """Return the state before any row. A key frame knows nothing of training, so every fold starts here."""
-    return TrainingState(
+    return TrainingProgress(
         values=np.empty(0, VALUE_DTYPE),
         steps=np.empty(0, STEP_DTYPE),
         pending=np.empty(0, ROW_DTYPE),
@@ -73,7 +73,7 @@ def start() -> TrainingState:
     )
 
 
-def advance(state: TrainingState, rows: Rows, kind: NDArray[np.uint8] | None = None) -> TrainingState:
+def advance(state: TrainingProgress, rows: Rows, kind: NDArray[np.uint8] | None = None) -> TrainingProgress:
     """Return the state after ``rows``; rows given in pieces or at once lead to the same state.
 
     Args:
@@ -87,7 +87,7 @@ def advance(state: TrainingState, rows: Rows, kind: NDArray[np.uint8] | None = N
     logged = rows["kind"] == Kind.METRIC
     steps_now = _step_at(rows, state.last_step)
     spans = _after(state.pending, rows[~logged])
-    return TrainingState(
+    return TrainingProgress(
         values=_after(state.values, _values(rows[logged], steps_now[logged])),
         steps=_after(state.steps, _finished(spans)),
         pending=_unfinished(spans),
@@ -227,7 +227,7 @@ class Summary:
         return series.steps >= self.cuts[-1] if self.cuts else np.ones(len(series.steps), np.bool_)
 
 
-def fold(rank_trace: RankTrace) -> TrainingState:
+def fold(rank_trace: RankTrace) -> TrainingProgress:
     """Return the state after all rows of a rank."""
     return advance(start(), rank_trace.rows, rank_trace.kinds)
 
@@ -244,7 +244,7 @@ def summary(trace: Trace) -> Summary:
     )
 
 
-def model_of_steps(header: Header, states: Sequence[TrainingState]) -> NDArray[np.void]:
+def model_of_steps(header: Header, states: Sequence[TrainingProgress]) -> NDArray[np.void]:
     """Return which model each step trained, of MODEL_DTYPE, steps ascending; ``unit`` is the model's number.
 
     Of ranks that say otherwise the first one counts; a step without a forward is left out.
@@ -257,13 +257,13 @@ def model_of_steps(header: Header, states: Sequence[TrainingState]) -> NDArray[n
     return told
 
 
-def _cuts(header: Header, states: Sequence[TrainingState]) -> tuple[int, ...]:
+def _cuts(header: Header, states: Sequence[TrainingProgress]) -> tuple[int, ...]:
     found = model_of_steps(header, states)
     changes = np.flatnonzero(np.diff(found["unit"])) + 1
     return tuple(found["step"][changes].tolist())
 
 
-def _metrics(header: Header, ranks: Sequence[int], states: Sequence[TrainingState]) -> dict[str, Series]:
+def _metrics(header: Header, ranks: Sequence[int], states: Sequence[TrainingProgress]) -> dict[str, Series]:
     order = dict.fromkeys(int(i) for state in states for i in _first_appearances(state.values["name"]))
     names = {i: header.strings[i] if 0 <= i < len(header.strings) else f"metric {i}" for i in order}
     found = {}
@@ -277,7 +277,7 @@ def _first_appearances(names: NDArray[np.int32]) -> NDArray[np.int32]:
     return names[np.sort(np.unique(names, return_index=True)[1])]
 
 
-def _step_times(ranks: Sequence[int], states: Sequence[TrainingState]) -> Series:
+def _step_times(ranks: Sequence[int], states: Sequence[TrainingProgress]) -> Series:
     parts = [state.steps for state in states]
     return _over_ranks("step time", ranks, [(s["step"], s["end_ns"] - s["begin_ns"] - s["held_ns"]) for s in parts])
 

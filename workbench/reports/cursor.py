@@ -16,9 +16,9 @@ import numpy as np
 from workbench.events import BESIDE, Edge, Kind, Phase
 from workbench.replay import training
 from workbench.replay.alignment import same_events
-from workbench.replay.alike import label
+from workbench.replay.grouping import label
 from workbench.replay.spans import Ints, of_kind
-from workbench.reports.places import event_words, unit_names
+from workbench.reports.stop_positions import event_words, unit_names
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.step_names import step_name
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from workbench.errors import RankDied, RankError, WorkbenchError
 from workbench.events import unit_words
-from workbench.replay import alike
-from workbench.replay.alike import label
+from workbench.replay import grouping
+from workbench.replay.grouping import label
 from workbench.trace.step_names import step_name
 
 RESTART = "%fsdp stop, then %fsdp start"
@@ -163,7 +163,7 @@ def what_is_left(usable: Sequence[int]) -> str:
 
 def ranges(ranks: Iterable[int]) -> str:
     """Return ranks as ``-t`` reads them: ``(0, 2, 3, 4)`` -> ``"0,2-4"``."""
-    return alike.ranges(ranks).replace(" ", "")
+    return grouping.ranges(ranks).replace(" ", "")
 
 
 def death_in_short(how: str) -> str:

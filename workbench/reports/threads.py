@@ -5,7 +5,7 @@
     ranks 0-1, MainThread:
         0  cell:21 in forward: x = block(x)
         1  cell:30 in train_step: loss = model(batch).mean()
-        and 42 frames of libraries, now in workbench/engine/waits.py:196 in block
+        and 42 frames of libraries, now in workbench/engine/cancellable_waits.py:196 in block
     ranks 0-3, Thread-2, Thread-3: 4 frames of libraries, now in ipykernel/iostream.py:478 in run
 """
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from workbench.protocol.messages import Frame, Thread
-from workbench.replay.alike import label
+from workbench.protocol.rank_messages import Frame, Thread
+from workbench.replay.grouping import label
 from workbench.views.theme import plural
 
 

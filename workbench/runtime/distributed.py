@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from workbench.engine import groups
+from workbench.engine import process_groups
 from workbench.engine._torch import name_groups_from, named_groups, new_group
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend
-from workbench.engine.state import roots
-from workbench.engine.waits import cancellation
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.fsdp_state import roots
 from workbench.errors import ClusterError
 from workbench.ports import LOOPBACK
-from workbench.protocol.starting import Address, Host
+from workbench.protocol.starting import Address, HostInfo
 from workbench.runtime.sockets import PeerSockets
 
 # stalls are found by the workbench, which knows when a rank is merely held; c10d must not end a group by itself
@@ -54,7 +54,7 @@ class ProcessGroups:
     local_world_size: int
     device: torch.device
     device_name: str
-    host: Host
+    host: HostInfo
     _store: Store | None = None
     _variables: dict[str, str] = field(default_factory=dict)
     _sockets: PeerSockets = field(default_factory=PeerSockets)
@@ -115,7 +115,7 @@ class ProcessGroups:
             self._store = TCPStore(address.host, address.port, is_master=False)
         self._set_variables(address)
         self._backend.make_current()
-        groups.around_creation = self._sockets.tracked
+        process_groups.around_creation = self._sockets.tracked
         self._init("0")
         with self._sockets.tracked():
             self._mesh = init_device_mesh(self._backend.kind, (self.world_size,), mesh_dim_names=("shard",))
@@ -149,7 +149,7 @@ class ProcessGroups:
                 world_size=self.world_size,
                 timeout=_NEVER,
             )
-        groups.rebuild_all()
+        process_groups.rebuild_all()
 
     def abort(self, reason: str) -> None:
         """End the engine's waits on this rank, now and until groups are rebuilt; thread-safe, never blocks."""
@@ -182,7 +182,7 @@ class ProcessGroups:
         self._destroy()
         cancellation.reset()
         self._init(generation)
-        new = self._revive({name: of for name, of in ranks.items() if not name.startswith(groups.OWN)}, number)
+        new = self._revive({name: of for name, of in ranks.items() if not name.startswith(process_groups.OWN)}, number)
         for root in list(roots):
             root.reset_iter_state()
         return [(group, new[name]) for name, group in old.items() if name in new]
@@ -218,7 +218,7 @@ class ProcessGroups:
             self._destroy()
         if self._refusing is not None:
             self._refusing.close()
-        groups.forget_all()
+        process_groups.forget_all()
         cancellation.reset()  # this process may become another rank
         for name in self._variables:
             os.environ.pop(name, None)

@@ -21,16 +21,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from workbench.engine import probe, waits
-from workbench.engine.source import SOURCE
-from workbench.engine.waits import cancellation
+from workbench.engine import cancellable_waits, probe
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.event_source import SOURCE
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, Comm, Edge, Kind, unit_words
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Next, Pause
-from workbench.protocol.messages import Done, Forget, Hold, Job, Place, RunTo, SetBreakpoints
-from workbench.runtime import breakpoints, jobs
-from workbench.runtime.breakpoints import Armed, Event, Wanted
+from workbench.protocol.rank_messages import Forget, Hold, Job, JobReply, RunTo, SetBreakpoints, StepPosition
+from workbench.runtime import breakpoint_matching, held_eval
+from workbench.runtime.breakpoint_matching import ArmedBreakpoint, PendingEvent, StopTargets
 from workbench.runtime.interrupts import Interrupts
 from workbench.runtime.recorder import NO_STEP, Recorder
 
@@ -51,7 +51,7 @@ class Gate:
         recorder: what is recorded when the gate has been asked.
         rank: this rank.
         quiet: called in the thread that is about to be held, before anybody is told: see
-            :class:`workbench.runtime.quiet.Quiet`.
+            :class:`workbench.runtime.flush_before_hold.FlushBeforeHold`.
 
     Attributes:
         event: what the engine calls; the recorder's own while nothing is wanted.
@@ -64,14 +64,14 @@ class Gate:
         self._quiet = quiet
         self._alone = ""
         self._lock = threading.Lock()  # between what is wanted and whether the rank is held
-        self._wanted = Wanted()
+        self._wanted = StopTargets()
         self._inbox: Inbox = SimpleQueue()  # its put may be called from a signal handler
         self._held: Hold | None = None
         self._is_released = False
         self._passes = False
-        self._waits_at = Place(NO_STEP, -1)
+        self._waits_at = StepPosition(NO_STEP, -1)
         self._waited_ns = 0
-        self._tickets: dict[str, Done] = {}
+        self._tickets: dict[str, JobReply] = {}
         self._names: tuple[int, dict[int, str]] = (-1, {})
         self.interrupts = Interrupts(self._on_interrupt)
         self.event = recorder.event
@@ -83,7 +83,7 @@ class Gate:
     def install(self) -> None:
         """Stand before the recorder, and stop in waits."""
         self._recorder.before_own = self._ask_own
-        waits.stop_point = self._ask_waiting
+        cancellable_waits.stop_point = self._ask_waiting
         self.source(SOURCE)
         probe.active = self
 
@@ -91,7 +91,7 @@ class Gate:
     def uninstall() -> None:
         """Let the engine speak to nobody, and wait without stops."""
         probe.active = None
-        waits.stop_point = waits.go_on
+        cancellable_waits.stop_point = cancellable_waits.go_on
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -107,7 +107,7 @@ class Gate:
         """The body runs steps, and is held once at ``stop``; what was wanted of them only is forgotten with them."""
         if stop is not None:
             with self._lock:
-                armed = breakpoints.arm((stop,), self._rank)
+                armed = breakpoint_matching.arm((stop,), self._rank)
                 self._want(replace(self._wanted, breakpoints=(*armed, *self._wanted.breakpoints)))
         try:
             with self.interrupts.guarded():
@@ -140,7 +140,7 @@ class Gate:
     def _ask(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> None:
         self.interrupts.check()
         if self._alone and self._recorder.is_aside and kind in _NEEDS_OTHERS and edge is Edge.BEGIN:
-            raise UsageError(jobs.needs_others(f"{kind.words} of {self._name_of(unit)}", self._alone))
+            raise UsageError(held_eval.needs_others(f"{kind.words} of {self._name_of(unit)}", self._alone))
         if not (self._wanted.may_stop_at(kind) and self._may_hold):
             return
         event = self._event(kind, edge, unit, num_bytes)
@@ -156,7 +156,7 @@ class Gate:
         """
         self.interrupts.check()
         if self._alone and self._recorder.is_aside:
-            raise UsageError(jobs.needs_others("this", self._alone))
+            raise UsageError(held_eval.needs_others("this", self._alone))
         self._waits_at = self._place()
         self._waited_ns = time.monotonic_ns()
         if not (self._wanted.is_anything and self._may_hold):
@@ -168,7 +168,7 @@ class Gate:
         if self._stops(event, lambda wanted: (wanted.stops_waiting(event.place), None)):
             self._hold(event.unit)
 
-    def _stops(self, event: Event, asked: Callable[[Wanted], tuple[bool, Armed | None]]) -> bool:
+    def _stops(self, event: PendingEvent, asked: Callable[[StopTargets], tuple[bool, ArmedBreakpoint | None]]) -> bool:
         """Decide whether to hold before ``event``; if so, this rank counts as held when this returns.
 
         What was printed and what the device was given comes first, without the lock; by then it may have been let go.
@@ -191,9 +191,9 @@ class Gate:
         recorder = self._recorder
         return not (self._passes or recorder.step == NO_STEP or recorder.is_aside)
 
-    def _event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> Event:
+    def _event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> PendingEvent:
         recorder = self._recorder
-        return Event(
+        return PendingEvent(
             kind=kind,
             edge=edge,
             unit=unit,
@@ -203,8 +203,8 @@ class Gate:
             place=self._place(),
         )
 
-    def _place(self) -> Place:
-        return Place(self._recorder.step, self._recorder.ordinal)
+    def _place(self) -> StepPosition:
+        return StepPosition(self._recorder.step, self._recorder.ordinal)
 
     def _name_of(self, unit: int) -> str:
         version = self._recorder.header_version
@@ -214,7 +214,7 @@ class Gate:
 
     # ---- held
 
-    def _begin_hold(self, event: Event, met: Armed | None, *, is_synchronised: bool) -> None:
+    def _begin_hold(self, event: PendingEvent, met: ArmedBreakpoint | None, *, is_synchronised: bool) -> None:
         self._is_released = False
         self._held = Hold(
             kind=event.kind,
@@ -242,7 +242,7 @@ class Gate:
             with self._lock:
                 self._held = None
                 left = self._take_left()
-            self._tickets |= {ticket: jobs.refusal("the step went on before this could run") for ticket in left}
+            self._tickets |= {ticket: held_eval.refusal("the step went on before this could run") for ticket in left}
 
     def _serve(self) -> None:
         cancellation.check()
@@ -257,13 +257,13 @@ class Gate:
     def _next_message(self) -> Job | None:
         while True:
             try:
-                return self._inbox.get(timeout=waits.SLICE_S)
+                return self._inbox.get(timeout=cancellable_waits.SLICE_S)
             except Empty:
                 continue  # a signal that another thread has caught is handled between two calls
 
     def _run(self, job: Job) -> None:
         with self._recorder.aside(), self._in_company(job.alone):
-            done = jobs.run(job, self._recorder)
+            done = held_eval.run(job, self._recorder)
         self._tickets[job.ticket] = done
 
     @contextmanager
@@ -292,7 +292,7 @@ class Gate:
 
     # ---- from other threads
 
-    def _want(self, wanted: Wanted) -> None:
+    def _want(self, wanted: StopTargets) -> None:
         """Exchange what is wanted, and ask from now on if that is anything; the lock is held."""
         self._wanted = wanted
         if self._is_wanted():
@@ -329,7 +329,7 @@ class Gate:
                     for ticket in request.tickets:
                         self._tickets.pop(ticket, None)
                 case SetBreakpoints():
-                    self._want(self._wanted.with_breakpoints(breakpoints.arm(request.breakpoints, self._rank)))
+                    self._want(self._wanted.with_breakpoints(breakpoint_matching.arm(request.breakpoints, self._rank)))
                 case Pause():
                     if self.held is None:
                         self._want(self._wanted.but(pause=True))
@@ -345,10 +345,10 @@ class Gate:
             case Continue():
                 self._let_go(self._wanted.but())
             case Next(what=what):
-                is_next = breakpoints.next_after(what, self._recorder.phase_now)
+                is_next = breakpoint_matching.next_after(what, self._recorder.phase_now)
                 self._let_go(self._wanted.but(is_next=is_next))
 
-    def _let_go(self, wanted: Wanted) -> None:
+    def _let_go(self, wanted: StopTargets) -> None:
         held = self._held
         if held is None:
             self._want(wanted)
@@ -363,7 +363,7 @@ class Gate:
         return None if self._is_released else self._held
 
     @property
-    def tickets(self) -> dict[str, Done]:
+    def tickets(self) -> dict[str, JobReply]:
         """How the jobs ended that nobody has asked to forget."""
         return dict(self._tickets)
 

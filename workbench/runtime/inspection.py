@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import local_of
-from workbench.engine.tree import clean
+from workbench.engine.root_checks import clean
 from workbench.errors import UsageError
 from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState
-from workbench.protocol.inspected import FullFacts, Inspected, Number, OptimizerFacts, ShardFacts, TensorFacts
+from workbench.protocol.inspect_reply import FullFacts, InspectReply, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
 from workbench.trace.schema import Rows
@@ -62,7 +62,7 @@ class _Found:
         return begin, begin + self.param.padded_rows
 
 
-def inspect(fqn: str, recorder: Recorder) -> Inspected:
+def inspect(fqn: str, recorder: Recorder) -> InspectReply:
     """Return what this rank holds of a parameter.
 
     Args:
@@ -74,7 +74,7 @@ def inspect(fqn: str, recorder: Recorder) -> Inspected:
     """
     found = _find(fqn.strip(), recorder)
     tensors, dtype = found.tensors, found.param.dtype
-    return Inspected(
+    return InspectReply(
         fqn=found.fqn,
         model=found.model,
         unit=found.unit.name,

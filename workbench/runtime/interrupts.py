@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.errors import StepAborted
-from workbench.engine.waits import cancellation
 
-JOBS = "workbench.runtime.jobs"
+JOBS = "workbench.runtime.held_eval"
 _BOOKKEEPING = (
     "workbench.engine",
     "workbench.runtime.gate",

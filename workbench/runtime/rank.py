@@ -21,48 +21,48 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.clock import clock_here
 from workbench.codec import decode, encode
-from workbench.engine import backends, groups
+from workbench.engine import backends, process_groups
 from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
-from workbench.engine.state import raised_in
-from workbench.engine.waits import cancellation
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.fsdp_state import raised_in
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase
-from workbench.protocol.commands import Command, Request, Step, Verified, Verify, from_dict
-from workbench.protocol.messages import (
+from workbench.protocol.commands import Command, RankRequest, Step, Verify, VerifyReply, from_dict
+from workbench.protocol.rank_messages import (
     Drain,
-    Event,
+    DrainReply,
+    EventInfo,
     GiveUp,
-    Known,
-    Line,
     ListModels,
     ListNames,
     Locate,
+    LocateLine,
     Names,
-    Place,
     Plan,
     Position,
-    Recorded,
+    RecordSummary,
     Shut,
     Stacks,
+    StepPosition,
     read_request,
 )
-from workbench.protocol.starting import Boot, Connect, Connected
-from workbench.runtime import planning, sharding, text_bars, tracebacks
+from workbench.protocol.starting import Boot, Connect, ConnectReply
+from workbench.runtime import shard_planning, sharding, text_bars, tracebacks
+from workbench.runtime.command_handlers import DOES, does
 from workbench.runtime.distributed import ProcessGroups
-from workbench.runtime.doing import DOES, does
+from workbench.runtime.flush_before_hold import FlushBeforeHold
 from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.namespace import exchange, module_names, user_namespace, variables
-from workbench.runtime.quiet import Quiet
 from workbench.runtime.recorder import Recorder
-from workbench.runtime.resident import Resident
+from workbench.runtime.rss_sampler import RssSampler
 from workbench.runtime.stacks import stacks
-from workbench.runtime.training import Trainer
-from workbench.runtime.user_line import user_line
+from workbench.runtime.trainer import Trainer
+from workbench.runtime.user_frame import user_line
 from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
+from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import Header, RankInfo
-from workbench.trace.wire import to_wire
 
 
 @dataclass
@@ -117,22 +117,22 @@ class RankRuntime:
             now_ns=time.monotonic_ns(),
             doing=self.doing,
             commands=self.commands,
-            place=Place(recorder.step, recorder.ordinal) if held is None else held.place,
+            place=StepPosition(recorder.step, recorder.ordinal) if held is None else held.place,
             held=held,
             waiting=self.gate.is_waiting,
             newest=_event_of(recorder.last_event()),
             raised_in=raised_in(),
-            unfinished=groups.num_unfinished(),
+            unfinished=process_groups.num_unfinished(),
             given_up=cancellation.is_set,
             optimizer_steps=self.trainer.optimizer_steps,
             tickets=self.gate.tickets,
         )
 
-    def drain(self, known: Known) -> Recorded:
+    def drain(self, known: RecordSummary) -> DrainReply:
         """Return what was recorded since ``known``, and the state after it."""
         drained = self.recorder.drain(known.next_seq)
         version = self.recorder.header_version
-        return Recorded(
+        return DrainReply(
             rows=memoryview(to_wire(drained.rows)),
             lost=drained.lost,
             key_frame=key_frame_to_dict(drained.key_frame),
@@ -141,7 +141,7 @@ class RankRuntime:
             position=self.position(),
         )
 
-    def answer(self, request: Request[Any]) -> object:
+    def answer(self, request: RankRequest[Any]) -> object:
         """Do what a request of the control thread asks for: look, set a flag, or leave something to be done.
 
         Raises:
@@ -155,7 +155,7 @@ class RankRuntime:
                 answer = self.position()
             case Stacks():
                 answer = stacks()
-            case Line():
+            case LocateLine():
                 answer = user_line()
             case ListNames():
                 answer = Names(
@@ -164,9 +164,9 @@ class RankRuntime:
                     classes=tuple(sharding.class_names()),
                 )
             case ListModels():
-                answer = planning.models()
+                answer = shard_planning.models()
             case Plan(command=command):
-                answer = planning.plan(command, self.groups.world_size)
+                answer = shard_planning.plan(command, self.groups.world_size)
             case GiveUp(reason=reason):
                 self.groups.abort(reason)
                 self.gate.wake()
@@ -177,11 +177,11 @@ class RankRuntime:
         return answer
 
 
-def _event_of(row: np.void | None) -> Event | None:
+def _event_of(row: np.void | None) -> EventInfo | None:
     """Return the event of a row of the trace."""
     if row is None:
         return None
-    return Event(
+    return EventInfo(
         kind=Kind(row["kind"]),
         edge=Edge(row["edge"]),
         phase=Phase(row["phase"]),
@@ -191,7 +191,7 @@ def _event_of(row: np.void | None) -> Event | None:
 
 
 @does(Verify)
-def _verify(command: Verify, rank: RankRuntime) -> Verified:
+def _verify(command: Verify, rank: RankRuntime) -> VerifyReply:
     """Compare a step with an unsharded one; nothing of it is recorded or counted."""
     steps_before = rank.trainer.optimizer_steps
     try:
@@ -235,7 +235,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     recorder = Recorder(Header(world_size=asked.world_size))
     trainer = Trainer(recorder)
     hooks = trainer.install()
-    gate = Gate(recorder, asked.rank, Quiet(backend))
+    gate = Gate(recorder, asked.rank, FlushBeforeHold(backend))
     gate.install()
     tracebacks.install()
     text_bars.install()
@@ -287,7 +287,7 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         log_metric=runtime.recorder.metric,
     )
     return encode(
-        Connected(
+        ConnectReply(
             rank=mine.rank,
             host=mine.host,
             device=mine.device,
@@ -306,7 +306,7 @@ def _sample_memory(runtime: RankRuntime) -> int:
     """
     if not backend_of(runtime.groups.device).is_host:
         return 0
-    resident = Resident(runtime.recorder.resident)
+    resident = RssSampler(runtime.recorder.resident)
     runtime.recorder.on_phase = resident.sample
     return resident.num_bytes()
 
@@ -345,7 +345,7 @@ def shutdown() -> None:
 
 
 def side_door(data: dict[str, Any]) -> tuple[Any, list[memoryview]]:
-    """Answer a request of the control thread (:mod:`workbench.protocol.messages`), as data and what goes beside it.
+    """Answer a request of the control thread (:mod:`workbench.protocol.rank_messages`): return data and its buffers.
 
     Raises:
         ValueError: it is no request.

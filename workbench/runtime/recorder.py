@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.engine.backends.clock import NOBODYS, DeviceClock, Mark
+from workbench.engine.backends.device_clock import NOBODYS, DeviceClock, StreamMark
 from workbench.events import (
     BESIDE,
     COLLECTIVES,
@@ -40,7 +40,7 @@ from workbench.events import (
     UnitState,
 )
 from workbench.trace import advance
-from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, BufferSum, CommGroup, Header, KeyFrame, RankInfo, Rows
+from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, BufferSum, GroupInfo, Header, KeyFrame, RankInfo, Rows
 
 CAPACITY = 2**18
 NO_STEP = -1
@@ -52,7 +52,7 @@ _IS_BESIDE = np.isin(np.arange(256), list(BESIDE))
 
 
 @dataclass(frozen=True)
-class Drained:
+class DrainedRows:
     """What a drain hands over.
 
     Attributes:
@@ -140,7 +140,9 @@ class Recorder:
         self._groups: dict[int, int] = {}
         self._unrecorded: _Unrecorded | None = None
         self._begun_unrecorded: set[tuple[int, int]] = set()  # collectives, as (comm_seq, comm_group)
-        self._ends: dict[tuple[int, int], Mark] = {}  # of collectives in flight on a device, as (comm_seq, comm_group)
+        self._ends: dict[
+            tuple[int, int], StreamMark
+        ] = {}  # of collectives in flight on a device, as (comm_seq, comm_group)
 
     # ---- Probe
 
@@ -230,7 +232,7 @@ class Recorder:
         """Put a new communication group into the header."""
         known = self.header.comm_groups
         self._groups[index] = len(known)
-        group = CommGroup(name=f"group {index}", ranks=ranks)
+        group = GroupInfo(name=f"group {index}", ranks=ranks)
         self._change(dataclasses.replace(self.header, comm_groups=(*known, group)))
 
     def begin_step(self) -> None:
@@ -462,7 +464,7 @@ class Recorder:
 
     # ---- reading
 
-    def drain(self, next_seq: int = 0) -> Drained:
+    def drain(self, next_seq: int = 0) -> DrainedRows:
         """Hand over the rows from number ``next_seq`` on that the ring still has; called from another thread."""
         with self._lock:
             if self.device_clock is not None:
@@ -471,7 +473,7 @@ class Recorder:
             lost = max(first - next_seq, 0)
             rows = self._copy(first, self._head)
             self._fold()
-            return Drained(first_seq=first, rows=rows, lost=lost, key_frame=self._key_frame)
+            return DrainedRows(first_seq=first, rows=rows, lost=lost, key_frame=self._key_frame)
 
     @property
     def phase_now(self) -> Phase:

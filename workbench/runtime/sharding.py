@@ -27,16 +27,15 @@ from workbench.engine import (
     unshard_module,
 )
 from workbench.engine.classic import FullyShardedDataParallel
-from workbench.engine.classic.undo import unwrap
+from workbench.engine.classic.unwrapping import unwrap
+from workbench.engine.fsdp_state import FSDPState, state_of, states_below, units_of
 from workbench.engine.mesh import _get_post_forward_mesh_info, mesh_info
-from workbench.engine.signature import check_same_lines
-from workbench.engine.state import FSDPState, state_of, states_below, units_of
-from workbench.engine.tree import clean
-from workbench.engine.undo import remap_optimizer
+from workbench.engine.model_check import check_same_lines
+from workbench.engine.root_checks import clean
+from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.protocol.breakpoints import chosen_units
-from workbench.protocol.commands import Reshard, Shard, Sharded, Unshard, Unsharded
-from workbench.protocol.messages import ModelPolicy
+from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply
 from workbench.protocol.policy import (
     CLASSIC,
     DTYPES,
@@ -44,16 +43,17 @@ from workbench.protocol.policy import (
     HYBRID,
     OFF,
     Api,
-    MixedPrecision,
+    PrecisionNames,
     as_mesh,
     check_not_classic,
     mesh_words,
 )
-from workbench.runtime import wrapping
-from workbench.runtime.describe import describe, describe_units, sizes_of, unit_infos
-from workbench.runtime.doing import Rank, does
+from workbench.protocol.rank_messages import ModelPolicy
+from workbench.runtime import classic_wrapping
+from workbench.runtime.command_handlers import RankContext, does
+from workbench.runtime.model_summary import describe, describe_units, sizes_of, unit_infos
 from workbench.runtime.namespace import find_module, lookup, module_names, optimizers_of, rebind
-from workbench.runtime.prefetch import set_prefetch
+from workbench.runtime.prefetch_order import set_prefetch
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ _prefetch: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # asked for 
 
 
 @does(Shard)
-def shard(command: Shard, rank: Rank) -> Sharded:
+def shard(command: Shard, rank: RankContext) -> ShardReply:
     """Apply ``fully_shard``, or the classic wrapper, to each module that becomes a unit and to the model; collective.
 
     Optimizers that were made before go on with the sharded parameters, their state sharded too.
@@ -108,16 +108,16 @@ def _shard_classic(
     command: Shard, mesh: DeviceMesh, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
 ) -> tuple[nn.Module, int]:
     optimizers = optimizers_of(model)
-    options = wrapping.options_of(command) | {"ignored_states": ignored}
+    options = classic_wrapping.options_of(command) | {"ignored_states": ignored}
     if any(param.is_meta for param in model.parameters()):
         options["sync_module_states"] = True  # ranks may draw other numbers, and where there are copies stay apart
-    wrapper = wrapping.wrap(model, inner, mesh, optimizers, options)
+    wrapper = classic_wrapping.wrap(model, inner, mesh, optimizers, options)
     rebind(command.model, wrapper)
     _prefetch[wrapper] = command.prefetch
     return wrapper, len(optimizers)
 
 
-def _described(command: Shard, sharded: tuple[nn.Module, int]) -> Sharded:
+def _described(command: Shard, sharded: tuple[nn.Module, int]) -> ShardReply:
     """Name the units of a model that is sharded now, where ranks wait for each other, and describe it."""
     model, num_optimizers = sharded
     _name_units(model)
@@ -144,7 +144,7 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
 
 
 @does(Reshard)
-def reshard(command: Reshard, rank: Rank) -> Sharded:
+def reshard(command: Reshard, rank: RankContext) -> ShardReply:
     """Give a sharded model another policy or API, or one of its units another policy; collective.
 
     Optimizers go on, their state carried along.
@@ -174,7 +174,7 @@ def reshard(command: Reshard, rank: Rank) -> Sharded:
     return describe(command.model, model, prefetch=ahead, optimizers=len(optimizers))
 
 
-def _reshard_unit(command: Reshard, only: FSDPState) -> Sharded:
+def _reshard_unit(command: Reshard, only: FSDPState) -> ShardReply:
     """Give one unit another policy: no memory, no communication, no other parameters."""
     policy = _policy(command)
     if command.mp:
@@ -255,7 +255,7 @@ def _check_of_unit(command: Reshard, whole: str) -> None:
 
 
 @does(Unshard)
-def unshard(command: Unshard, rank: Rank) -> Unsharded:
+def unshard(command: Unshard, rank: RankContext) -> UnshardReply:
     """Undo :func:`shard`; collective.
 
     Raises:
@@ -264,7 +264,7 @@ def unshard(command: Unshard, rank: Rank) -> Unsharded:
     model = find_sharded(command.model)
     optimizers, num_params = optimizers_of(model), sum(size.is_managed for size in sizes_of(model))
     _undo(command.model, model, optimizers)
-    return Unsharded(model=command.model, num_params=num_params, optimizers=len(optimizers))
+    return UnshardReply(model=command.model, num_params=num_params, optimizers=len(optimizers))
 
 
 def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
@@ -284,7 +284,7 @@ def api_of(model: nn.Module) -> Api:
     return CLASSIC if isinstance(model, FullyShardedDataParallel) else FULLY_SHARD
 
 
-def _shard_anew(command: Reshard, rank: Rank, model: nn.Module, inner: Sequence[nn.Module]) -> Sharded:
+def _shard_anew(command: Reshard, rank: RankContext, model: nn.Module, inner: Sequence[nn.Module]) -> ShardReply:
     """Undo how a model is sharded and shard it again, as it was if that is refused; optimizers go on."""
     wanted, before = anew(command, model), anew(Reshard(model=command.model), model)
     now, ignored, own = units_now(model), _not_managed(model), mesh_beside_tp(model)
@@ -370,14 +370,14 @@ def anew(command: Reshard, model: nn.Module) -> Shard:
     assert policy is not None
     found: dict[str, Any] = {
         "api": api,
-        "mp": str(MixedPrecision.parse(policy.mp or OFF).changed(command.mp)) if command.mp else policy.mp,
+        "mp": str(PrecisionNames.parse(policy.mp or OFF).changed(command.mp)) if command.mp else policy.mp,
         "offload": policy.offload if command.offload is None else command.offload,
         "prefetch": policy.prefetch if command.prefetch is None else command.prefetch,
         "mesh": command.mesh or (as_mesh(policy.mesh) if policy.mesh else ""),
     }
     after_forward: str | int = policy.reshard_after_forward
     if api == CLASSIC:
-        like = wrapping.strategy_like(command.mesh_shape, after_forward) if command.mesh else policy.strategy
+        like = classic_wrapping.strategy_like(command.mesh_shape, after_forward) if command.mesh else policy.strategy
         found["strategy"] = command.strategy or like
         if found["strategy"] not in {"", *HYBRID} and not command.mesh:
             found["mesh"] = ()
@@ -446,11 +446,11 @@ def policy_of(model: nn.Module) -> ModelPolicy | None:
     mesh = _shared({mesh_words(unit.replicate_size, unit.shard_size) for unit in units}, "")
     after = _shared(after_forward, "")
     api = api_of(model)
-    like = wrapping.strategy_like(as_mesh(mesh), after) if mesh else ""
+    like = classic_wrapping.strategy_like(as_mesh(mesh), after) if mesh else ""
     return ModelPolicy(
         api=api,
-        strategy=wrapping.strategy_of(model) if api == CLASSIC else like,
-        orig_params=wrapping.has_originals(model),
+        strategy=classic_wrapping.strategy_of(model) if api == CLASSIC else like,
+        orig_params=classic_wrapping.has_originals(model),
         wrap=tuple(sorted({class_name(m) for state in states for m in state.modules if m is not model})),
         mesh=mesh,
         reshard_after_forward=after,
@@ -485,12 +485,12 @@ def _precision_words(policy: MixedPrecisionPolicy) -> str:
     if not all(dtype in words for dtype in dtypes):
         return ""
     param, reduce, output = (words[dtype] for dtype in dtypes)
-    return str(MixedPrecision(param=param, reduce=reduce, output=output))
+    return str(PrecisionNames(param=param, reduce=reduce, output=output))
 
 
 def changed_precision(now: MixedPrecisionPolicy, mp: str) -> MixedPrecisionPolicy:
     """Return ``now`` with the dtypes that ``mp`` names; those that it does not name stay."""
-    named = MixedPrecision.named(mp).items()
+    named = PrecisionNames.named(mp).items()
     given: dict[str, Any] = {f"{what}_dtype": getattr(torch, DTYPES[name]) if name else None for what, name in named}
     return replace(now, **given)
 
@@ -507,7 +507,7 @@ def precision_again(
         now: its own, or that of the unit it is in.
     """
     given = changed_precision(now, command.mp) if command.mp else now
-    keeps = state_of(module) is not None and (not command.mp or "output" not in MixedPrecision.named(command.mp))
+    keeps = state_of(module) is not None and (not command.mp or "output" not in PrecisionNames.named(command.mp))
     return given if keeps else _cast_only_at(model, given, module)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from workbench.protocol.messages import Frame, Thread
+from workbench.protocol.rank_messages import Frame, Thread
 from workbench.runtime.namespace import user_namespace
 
 _LIBRARIES = frozenset(

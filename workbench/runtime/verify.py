@@ -1,8 +1,9 @@
 """The command ``verify``: one sharded step against the same step of an unsharded copy, then everything as before.
 
 Both steps start from the same parameters, optimizer state and random numbers. The copy computes in the same precision
-(``reference.py``) and averages its gradients over the ranks that see other data by an all-reduce as soon as they are
-accumulated, which is what sharded training promises to equal. What tensor parallelism has split stays split in it.
+(``reference_precision.py``) and averages its gradients over the ranks that see other data by an all-reduce as soon as
+they are accumulated, which is what sharded training promises to equal. What tensor parallelism has split stays split
+in it.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from torch.distributed.tensor import DTensor
 from workbench.engine import FSDPModule, UnshardHandle
 from workbench.engine._torch import local_of
 from workbench.engine.classic import FullyShardedDataParallel
-from workbench.engine.classic import undo as classic_undo
+from workbench.engine.classic import unwrapping as classic_undo
+from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.full_param import local_tensor
-from workbench.engine.state import states_below, units_of
-from workbench.engine.tree import clean
-from workbench.engine.undo import full_tensor, plain_copy
+from workbench.engine.root_checks import clean
+from workbench.engine.unsharding import full_tensor, plain_copy
 from workbench.errors import UsageError
-from workbench.protocol.commands import Verified, Verify
+from workbench.protocol.commands import Verify, VerifyReply
 from workbench.runtime import sharding
-from workbench.runtime.describe import outermost, sizes_of, unit_infos, unmanaged_in
+from workbench.runtime.model_summary import outermost, sizes_of, unit_infos, unmanaged_in
 from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
-from workbench.runtime.reference import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
-from workbench.runtime.training import find_step_function, loss_of
+from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
+from workbench.runtime.trainer import find_step_function, loss_of
 
 # in full precision, element by element: AdamW divides by the root of a tiny second moment, and relative differences of
 # single updates reach 1e-3 in float32
 RTOL, ATOL = 1e-3, 1e-5
 
 
-def verify(command: Verify) -> Verified:
+def verify(command: Verify) -> VerifyReply:
     """Run both steps and compare every parameter; collective.
 
     Raises:
@@ -64,7 +65,7 @@ def verify(command: Verify) -> Verified:
         with _restored_random_numbers():
             loss_sharded = loss_of(step())
         found = _compare(model, before, after)
-    return Verified(
+    return VerifyReply(
         **found,
         buffers_not_finite=buffers,
         loss_sharded=loss_sharded,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
-from workbench.cluster.pending import Answer, Output, OutputKind, Pending
-from workbench.reports import by_rank
-from workbench.reports.by_rank import Pane, Written
+from workbench.cluster.pending_replies import Answer, Output, OutputKind, PendingReplies
+from workbench.reports import per_rank_tabs
+from workbench.reports.per_rank_tabs import Pane, RankOutput
 
 GRACE_S = 0.25
 """How long what one rank wrote waits for the others to write the same, or something else, in seconds."""
@@ -45,7 +45,7 @@ def _is_text(output: Output) -> bool:
 def written_at_once(texts: Mapping[int, str], on_output: OnOutput) -> str:
     """Hand on what several ranks have written, as :class:`Stream` does; return how they differ as text."""
     answers = {rank: Answer(outputs=[Output("stdout", text=text)]) for rank, text in texts.items()}
-    return Stream(Pending(answers), min(texts)).finish(on_output, also_agreement=True)
+    return Stream(PendingReplies(answers), min(texts)).finish(on_output, also_agreement=True)
 
 
 class _Text:
@@ -149,7 +149,7 @@ class _Rank:
 
 @dataclass
 class _Tabs:
-    """Two displays: see :mod:`workbench.reports.by_rank`.
+    """Two displays: see :mod:`workbench.reports.per_rank_tabs`.
 
     Attributes:
         name: starts those of both.
@@ -177,7 +177,7 @@ class Stream:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, pending: Pending, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pending: PendingReplies, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._pending, self._first, self._clock = pending, rank, clock
         self._ranks = {number: _Rank() for number in pending.ranks}
         self._lead = self._ranks[rank]
@@ -247,7 +247,7 @@ class Stream:
         if not is_over and not (theirs.endswith("\n") and ours.endswith("\n")):
             return False
         rank.is_drawing = False
-        if by_rank.drawn(theirs) != by_rank.drawn(ours):
+        if per_rank_tabs.drawn(theirs) != per_rank_tabs.drawn(ours):
             return False
         rank.agreed, rank.matched = their_end, our_end
         rank.marks.append((our_end, their_end))
@@ -301,22 +301,25 @@ class Stream:
         """Show the tabs as they are now, if it is time and there is anything new."""
         lengths = tuple(map(len, self._ranks.values()))
         if self._clock() >= self._renew_at and self._tabs.lengths != lengths:
-            self._show(on_output, by_rank.panes_of(self._written(), self._first), self._apart, is_draft=True)
+            self._show(on_output, per_rank_tabs.panes_of(self._written(), self._first), self._apart, is_draft=True)
 
     def _show(self, on_output: OnOutput, panes: Sequence[Pane], marked: frozenset[int], *, is_draft: bool) -> None:
         tabs, name, first = self._tabs, self._tabs.name, self._first
         if tabs.lengths is None:
-            page = by_rank.tabs_page(name, (first, *(number for number in self._ranks if number != first)))
-            on_output(tabs.display("tabs", page, by_rank.TABS, is_draft=True))
-        page, text = by_rank.panes_page(name, panes, marked, is_live=is_draft), by_rank.as_text(panes).rstrip("\n")
+            page = per_rank_tabs.tabs_page(name, (first, *(number for number in self._ranks if number != first)))
+            on_output(tabs.display("tabs", page, per_rank_tabs.TABS, is_draft=True))
+        page, text = (
+            per_rank_tabs.panes_page(name, panes, marked, is_live=is_draft),
+            per_rank_tabs.as_text(panes).rstrip("\n"),
+        )
         on_output(tabs.display("panes", page, text, is_draft=is_draft))
         tabs.lengths = tuple(map(len, self._ranks.values()))
         self._renew_at = self._clock() + RENEW_S + len(page) / CHARS_A_SECOND
 
-    def _written(self) -> Mapping[int, Written]:
-        begin, limit = self._apart_at or 0, by_rank.kept_chars(len(self._ranks))
+    def _written(self) -> Mapping[int, RankOutput]:
+        begin, limit = self._apart_at or 0, per_rank_tabs.kept_chars(len(self._ranks))
         return {
-            number: Written(text=rank.part(max(own, len(rank) - limit), len(rank)), is_cut=len(rank) - limit > own)
+            number: RankOutput(text=rank.part(max(own, len(rank) - limit), len(rank)), is_cut=len(rank) - limit > own)
             for number, rank in self._ranks.items()
             for own in (rank.place_of(begin),)
         }
@@ -340,7 +343,7 @@ class Stream:
         if any(rank.is_drawing or rank.marks for rank in ranks):  # within a line they are not where the first one is
             shortest = max(self._lead.text.line_start(self._lead.base + shortest) - self._lead.base, 0)
         if self._lead.part(0, shortest).strip():
-            self._say(on_output, by_rank.agreement(len(self._ranks)))
+            self._say(on_output, per_rank_tabs.agreement(len(self._ranks)))
         self._begin({number: rank.base + rank.place_of(shortest) for number, rank in self._ranks.items()})
 
     def finish(self, on_output: OnOutput, *, also_agreement: bool) -> str:
@@ -353,9 +356,9 @@ class Stream:
             remarks = self._how_they_agree() if also_agreement or self._silent() else ""
             self._say(on_output, remarks)
         else:
-            panes = by_rank.panes_of(self._written(), self._first)
-            self._show(on_output, panes, by_rank.apart(panes), is_draft=False)
-            remarks = by_rank.as_text(panes)
+            panes = per_rank_tabs.panes_of(self._written(), self._first)
+            self._show(on_output, panes, per_rank_tabs.apart(panes), is_draft=False)
+            remarks = per_rank_tabs.as_text(panes)
         self._begin({number: len(rank.text) for number, rank in self._ranks.items()})
         return remarks
 
@@ -376,9 +379,9 @@ class Stream:
 
     def _how_they_agree(self) -> str:
         if self._silent():
-            return by_rank.alone(self._first, self._silent())
+            return per_rank_tabs.alone(self._first, self._silent())
         is_said = len(self._ranks) > 1 and self._lead.part(0, len(self._lead)).strip()
-        return by_rank.agreement(len(self._ranks)) if is_said else ""
+        return per_rank_tabs.agreement(len(self._ranks)) if is_said else ""
 
     @staticmethod
     def _say(on_output: OnOutput, text: str) -> None:

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from workbench.cluster.interrupts import CountInterrupts
-from workbench.cluster.pending import Output, Pending
+from workbench.cluster.deferred_interrupts import CountInterrupts
+from workbench.cluster.pending_replies import Output, PendingReplies
 from workbench.codec import decode
 from workbench.errors import RankDied
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Command, Step, to_text
-from workbench.reports.done import SAYS, CellReport, Report
-from workbench.reports.follow import Follower, Progress
-from workbench.reports.places import Stop
-from workbench.reports.stopped import StopReport
+from workbench.reports.pause_results import StopReport
+from workbench.reports.results import SAYS, CellReport, Report
+from workbench.reports.step_progress import Follower, Progress
+from workbench.reports.stop_positions import StopGroup
 from workbench.session.outputs import OnOutput, Stream, text_of
-from workbench.session.standing import OnStanding, Standing, no_standing
-from workbench.session.watch import Watch
+from workbench.session.stall_notice import OnStanding, StallNotice, no_standing
+from workbench.session.waiter import RequestWaiter
 from workbench.trace.columns import Trace
 
 OnProgress = Callable[[Progress], None]
@@ -34,7 +34,7 @@ def no_output(output: Output) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listener:
+class RequestListener:
     """Who is told while ranks work; another one may take over when a request goes on.
 
     Attributes:
@@ -49,7 +49,7 @@ class Listener:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class TraceMark:
     """Where the ranks were before a request.
 
     Attributes:
@@ -65,7 +65,7 @@ class Mark:
     gradient_bytes: dict[int, int] = field(default_factory=dict)
 
 
-class Work(Protocol):
+class RankTask(Protocol):
     """What is asked of the ranks: what to do meanwhile, and what becomes of their results.
 
     Attributes:
@@ -81,26 +81,26 @@ class Work(Protocol):
     def progress(self, trace: Trace) -> Progress | None:
         """Return how far it is by ``trace``; from any thread. None: it has no steps."""
 
-    def on_slice(self, listener: Listener) -> None:
+    def on_slice(self, listener: RequestListener) -> None:
         """Do what is to be done about 50 times a second."""
 
-    def on_tick(self, listener: Listener, trace: Trace) -> None:
+    def on_tick(self, listener: RequestListener, trace: Trace) -> None:
         """Do what is to be done about 10 times a second, when ``trace`` is up to date."""
 
     def num_outputs(self) -> int:
         """Return how much the ranks have written and shown, in pieces."""
 
-    def stand(self, listener: Listener) -> None:
+    def stand(self, listener: RequestListener) -> None:
         """Tell what there is to tell when they stopped."""
 
-    def finish(self, results: dict[int, Any], listener: Listener) -> Report:
+    def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
         """Return the report of what every rank returned."""
 
-    def fail(self, listener: Listener) -> None:
+    def fail(self, listener: RequestListener) -> None:
         """Tell what there is to tell when it failed."""
 
 
-class _Printing:
+class _OutputTask:
     """Work whose output is shown: of one rank as it arrives, of the others as far as it differs.
 
     Args:
@@ -109,10 +109,10 @@ class _Printing:
 
     until: Breakpoint | None = None
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: PendingReplies) -> None:
         self._stream = Stream(pending, pending.ranks[0])
 
-    def on_slice(self, listener: Listener) -> None:
+    def on_slice(self, listener: RequestListener) -> None:
         """Hand on what was written."""
         self._stream.forward(listener.on_output)
 
@@ -120,16 +120,16 @@ class _Printing:
         """Return how much the ranks have written and shown, in pieces."""
         return self._stream.num_outputs()
 
-    def stand(self, listener: Listener) -> None:
+    def stand(self, listener: RequestListener) -> None:
         """Hand on what was written so far, and how the ranks differ."""
         self._stream.pause(listener.on_output)
 
-    def fail(self, listener: Listener) -> None:
+    def fail(self, listener: RequestListener) -> None:
         """Hand on the rest, and how the ranks differ."""
         self._stream.finish(listener.on_output, also_agreement=False)
 
 
-class CommandWork(_Printing):
+class CommandTask(_OutputTask):
     """A command of the workbench.
 
     Args:
@@ -140,7 +140,7 @@ class CommandWork(_Printing):
 
     is_command = True
 
-    def __init__(self, command: Command, pending: Pending, before: Trace) -> None:
+    def __init__(self, command: Command, pending: PendingReplies, before: Trace) -> None:
         super().__init__(pending)
         self.command = command
         self._follower: Follower | None = None
@@ -153,20 +153,20 @@ class CommandWork(_Printing):
         """Return how far its steps are; None: it has none."""
         return None if self._follower is None else self._follower.catch_up(trace)
 
-    def on_tick(self, listener: Listener, trace: Trace) -> None:
+    def on_tick(self, listener: RequestListener, trace: Trace) -> None:
         """Tell how far it is."""
         progress = self.progress(trace)
         if progress is not None:
             listener.on_progress(progress)
 
-    def finish(self, results: dict[int, Any], listener: Listener) -> Report:
+    def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
         """Hand on the rest of the output and return its report."""
         self._stream.finish(listener.on_output, also_agreement=True)
         answers = [decode(self.command.reply, results[rank], f"answer of rank {rank}") for rank in sorted(results)]
         return SAYS[type(self.command)](answers)
 
 
-class CellWork(_Printing):
+class CellTask(_OutputTask):
     """A cell.
 
     Args:
@@ -175,17 +175,17 @@ class CellWork(_Printing):
 
     words, is_command = "a cell", False
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: PendingReplies) -> None:
         super().__init__(pending)
         self._pending = pending
 
     def progress(self, trace: Trace) -> Progress | None:
         """Return nothing: a cell is not followed."""
 
-    def on_tick(self, listener: Listener, trace: Trace) -> None:
+    def on_tick(self, listener: RequestListener, trace: Trace) -> None:
         """Do nothing."""
 
-    def finish(self, results: dict[int, Any], listener: Listener) -> Report:
+    def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
         """Hand on the rest and return what each rank wrote."""
         remarks = self._stream.finish(listener.on_output, also_agreement=True)
         texts = {rank: text_of(self._pending.outputs(rank)) for rank in self._pending.ranks}
@@ -214,13 +214,13 @@ class Request:
         interrupts: counts each Ctrl-C from when it is sent or let go until it stands or is over.
     """
 
-    def __init__(self, work: Work, pending: Pending, mark: Mark) -> None:
+    def __init__(self, work: RankTask, pending: PendingReplies, mark: TraceMark) -> None:
         self.work, self.pending, self.mark = work, pending, mark
-        self.watch: Watch
-        self.standing: Standing
-        self.listener = Listener()
+        self.watch: RequestWaiter
+        self.standing: StallNotice
+        self.listener = RequestListener()
         self.state: Literal["running", "stopped", "over"] = "running"
-        self.stop: Stop | None = None
+        self.stop: StopGroup | None = None
         self.report: StopReport | None = None
         self.worked = ""
         self.ending = ""

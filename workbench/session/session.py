@@ -13,21 +13,21 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from workbench.cluster.freeing import free, late
-from workbench.cluster.interrupts import CountInterrupts
-from workbench.cluster.pending import Pending, select
-from workbench.cluster.place import OnWait, no_wait
+from workbench.cluster.deferred_interrupts import CountInterrupts
+from workbench.cluster.engine_provider import OnWait, no_wait
+from workbench.cluster.pending_replies import PendingReplies, select
+from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.events import Phase, Unit
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.commands import Command, Inspect, Reshard, Shard, Step, to_dict
-from workbench.protocol.commands import Request as SideRequest
-from workbench.protocol.messages import (
-    Done,
-    Line,
+from workbench.protocol.commands import RankRequest as SideRequest
+from workbench.protocol.rank_messages import (
+    JobReply,
     ListModels,
     ListNames,
     Locate,
+    LocateLine,
     ModelInfo,
     Names,
     Plan,
@@ -35,9 +35,8 @@ from workbench.protocol.messages import (
     SetBreakpoints,
     Stacks,
 )
-from workbench.protocol.starting import Connected
-from workbench.replay.alike import label
-from workbench.reports.done import Report, StepReport
+from workbench.protocol.starting import ConnectReply
+from workbench.replay.grouping import label
 from workbench.reports.failures import (
     RESTART,
     Aftermath,
@@ -49,21 +48,22 @@ from workbench.reports.failures import (
     to_error,
     what_is_left,
 )
-from workbench.reports.places import State, Stop, live_units, param_names, state_of, unit_names
-from workbench.reports.stopped import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
-from workbench.reports.until import came
-from workbench.session.breakpoints import Breakpoints
-from workbench.session.clocks import Clocks
-from workbench.session.collect import Collector
-from workbench.session.door import answers
-from workbench.session.jobs import Company, Inner, Jobs, check_held
-from workbench.session.jobs import to_error as to_error_of_jobs
-from workbench.session.names import check, check_parameter, on_hosts, with_path
-from workbench.session.pulse import Ending, Policy, Pulse, UnderWay, pulse
-from workbench.session.request import CellWork, CommandWork, Listener, Mark, Request, Work, no_output
-from workbench.session.standing import OnStanding, Standing, no_standing, who_works
-from workbench.session.stopping import WHERE_S
-from workbench.session.watch import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, Tick, Watch, failure_of
+from workbench.reports.pause_results import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
+from workbench.reports.results import Report, StepReport
+from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
+from workbench.reports.until_text import came
+from workbench.session.breakpoint_table import Breakpoints
+from workbench.session.channel_protocol import answers
+from workbench.session.clock_sync import ClockSync
+from workbench.session.pause_protocol import WHERE_S
+from workbench.session.remote_eval import Inner, JobRanks, RemoteEval, check_held
+from workbench.session.remote_eval import to_error as to_error_of_jobs
+from workbench.session.request import CellTask, CommandTask, RankTask, Request, RequestListener, TraceMark, no_output
+from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnapshot, LastResult, pulse
+from workbench.session.stall_notice import OnStanding, StallNotice, no_standing, who_works
+from workbench.session.trace_collector import TraceCollector
+from workbench.session.variable_check import check, check_parameter, on_hosts, with_path
+from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, RequestWaiter, Tick, failure_of
 from workbench.trace.columns import Trace
 
 R = TypeVar("R")
@@ -96,7 +96,7 @@ class ClusterLike(Interruptible, Protocol):
     num_ranks: int
 
     @property
-    def rank_info(self) -> Sequence[Connected]:
+    def rank_info(self) -> Sequence[ConnectReply]:
         """What each rank said of itself when it joined."""
 
     @property
@@ -126,10 +126,10 @@ class ClusterLike(Interruptible, Protocol):
     def losses(self) -> dict[int, str]:
         """Say of each rank that was lost how: ``died: ...`` or ``cannot be reached: ...``."""
 
-    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> Pending:  # noqa: ANN401
+    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> PendingReplies:  # noqa: ANN401
         """Call ``"module:function"`` in the main thread of ranks."""
 
-    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> Pending:
+    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> PendingReplies:
         """Run a cell in the main thread of ranks."""
 
 
@@ -152,13 +152,13 @@ class Obstacle:
     """
 
     why: str
-    pending: Pending
+    pending: PendingReplies
     culprits: tuple[int, ...]
     is_for_good: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inside:
+class StepInspection:
     """What ranks did inside a stopped step.
 
     Attributes:
@@ -167,7 +167,7 @@ class Inside:
         error: what to raise; None: nothing.
     """
 
-    done: Mapping[int, Done]
+    done: Mapping[int, JobReply]
     others: tuple[int, ...]
     error: WorkbenchError | None
 
@@ -204,10 +204,10 @@ class Session:
         self.request: Request | None = None
         self.breakpoints = Breakpoints()
         self._pulsed: tuple[object, ...] | None = None  # what was asked at the last pulse
-        self.ended: Ending | None = None
+        self.ended: LastResult | None = None
         self.is_closed = False
-        self._clocks = Clocks({info.rank: info.clock for info in cluster.rank_info})
-        self._collector = Collector(self._clocks)
+        self._clocks = ClockSync({info.rank: info.clock for info in cluster.rank_info})
+        self._collector = TraceCollector(self._clocks)
         self._catch_up: Callable[[], object] = self.drain  # with what ranks recorded, before the next request
         self._needs_recovery: bool | None = None if cluster.outlives else False  # None: another notebook may know
         self._obstacle: Obstacle | None = None
@@ -220,7 +220,7 @@ class Session:
         return self._collector.trace
 
     @property
-    def policies(self) -> tuple[Policy, ...]:
+    def policies(self) -> tuple[ActivePolicy, ...]:
         """Those that were in force, from the first on."""
         return self._collector.policies
 
@@ -237,7 +237,7 @@ class Session:
         """Take what the ranks recorded since the last time, unless that is less than ``max_age_s`` seconds ago."""
         self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
 
-    def pulse(self) -> Pulse:
+    def pulse(self) -> ClusterSnapshot:
         """Return the trace so far and how each rank is, about a tenth of a second old.
 
         While nothing is under way idle ranks are asked less often, but at once when something has begun or ended.
@@ -372,7 +372,7 @@ class Session:
 
     # ---- the life of a request
 
-    def run(self, command: Command, listener: Listener) -> Report:
+    def run(self, command: Command, listener: RequestListener) -> Report:
         """Have all ranks do ``command``; return its report, or where they stopped inside it.
 
         Raises:
@@ -391,11 +391,11 @@ class Session:
                 before = self.trace
                 sending.enter_context(interrupts)  # else some ranks might wait for others that were asked nothing
                 pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
-                request = self._open(CommandWork(command, pending, before), pending, mark, interrupts)
+                request = self._open(CommandTask(command, pending, before), pending, mark, interrupts)
             request.is_background = isinstance(command, Step) and command.background
             return self._follow(request, listener, background=request.is_background)
 
-    def run_cell(self, code: str, ranks: Sequence[int], listener: Listener) -> Report:
+    def run_cell(self, code: str, ranks: Sequence[int], listener: RequestListener) -> Report:
         """Run a cell in the main thread of ``ranks``; errors as :meth:`run`."""
         interrupts = CountInterrupts()
         with ExitStack() as sending:
@@ -403,7 +403,7 @@ class Session:
                 mark = self._ready(ranks)
                 sending.enter_context(interrupts)
                 pending = self.cluster.run_cell(code, ranks=ranks)
-                request = self._open(CellWork(pending), pending, mark, interrupts)
+                request = self._open(CellTask(pending), pending, mark, interrupts)
             return self._follow(request, listener, background=False)
 
     def pause(self, tell: OnStanding = no_standing) -> Report:
@@ -430,7 +430,7 @@ class Session:
         how = "" if request.state == "over" else ": see %fsdp where --stacks; %fsdp abort gives it up"
         return EndReport(sentence=f"{request.work.words} {ended}{how}")
 
-    def go_on(self, what: str | None, listener: Listener, *, background: bool | None) -> Report:
+    def go_on(self, what: str | None, listener: RequestListener, *, background: bool | None) -> Report:
         """Let stopped ranks go on, to the next ``what`` if one is given; return how it ended or where it stopped again.
 
         Args:
@@ -490,7 +490,7 @@ class Session:
             sentence=request.ending if request.state == "over" else f"{request.work.words} is being aborted"
         )
 
-    def do_inside(self, word: str, work: Inner, ranks: Sequence[int] | None) -> Inside:
+    def do_inside(self, word: str, work: Inner, ranks: Sequence[int] | None) -> StepInspection:
         """Have ranks do ``work`` in the stopped step's own threads.
 
         Args:
@@ -514,9 +514,9 @@ class Session:
         num_ranks = self.cluster.num_ranks
         chosen = held if ranks is None else select(ranks, num_ranks)
         check_held(chosen, held)
-        done = Jobs(self.cluster, Company(ranks=chosen, held=held, num_ranks=num_ranks)).run(work)
+        done = RemoteEval(self.cluster, JobRanks(ranks=chosen, held=held, num_ranks=num_ranks)).run(work)
         others = tuple(rank for rank in range(num_ranks) if rank not in held)
-        return Inside(done=done, others=others, error=to_error_of_jobs(done, str(request.stop)))
+        return StepInspection(done=done, others=others, error=to_error_of_jobs(done, str(request.stop)))
 
     def news(self) -> tuple[str, ...]:
         """Return what ended or stopped in the background since the last time, a sentence each.
@@ -538,7 +538,7 @@ class Session:
             raise UsageError(_left_sentence(left) if left else _nothing(word))
         return request
 
-    def _follow(self, request: Request, listener: Listener, *, background: bool) -> Report:
+    def _follow(self, request: Request, listener: RequestListener, *, background: bool) -> Report:
         """Wait for a request here, or have a thread wait for it."""
         self._on_go()
         self._forget_news_of(request)  # where it stood before it went on
@@ -585,7 +585,7 @@ class Session:
 
     # ---- its steps
 
-    def _ready(self, ranks: Sequence[int]) -> Mark:
+    def _ready(self, ranks: Sequence[int]) -> TraceMark:
         """Make sure that ``ranks`` can take a request, and return where things are before it.
 
         Raises:
@@ -610,7 +610,7 @@ class Session:
             self.recover()
         self._catch_up()
         here = self._collector.positions.items()
-        return Mark(
+        return TraceMark(
             num_rows=self._collector.next_seq,
             optimizer_steps={rank: position.optimizer_steps for rank, position in here},
             commands={rank: position.commands for rank, position in here},
@@ -651,15 +651,15 @@ class Session:
             raise UsageError(_left_sentence(left or "what the notebook before asked of them"))
         return any(position.given_up for position in self._collector.positions.values())
 
-    def _is_idle(self) -> Pending:
+    def _is_idle(self) -> PendingReplies:
         """Return what is done once the ranks have done all that they were asked before."""
         return self.cluster.run_cell("pass", self.living())
 
-    def _open(self, work: Work, pending: Pending, mark: Mark, interrupts: CountInterrupts) -> Request:
+    def _open(self, work: RankTask, pending: PendingReplies, mark: TraceMark, interrupts: CountInterrupts) -> Request:
         """Return the request that ``pending`` is, just sent; nothing else is asked of the ranks until it is over."""
         request = Request(work, pending, mark)
         request.interrupts = interrupts
-        request.watch = Watch(
+        request.watch = RequestWaiter(
             self.cluster,
             pending,
             on_slice=lambda: work.on_slice(request.listener),
@@ -715,7 +715,7 @@ class Session:
         ended = sorted(set(request.pending.ranks) - set(running))
         losses = self.cluster.losses()
         deaths = {rank: death_in_short(losses.get(rank, "died")) for rank in request.dead}
-        return who_works(seconds, running, self.ask(Line()), ended, deaths)
+        return who_works(seconds, running, self.ask(LocateLine()), ended, deaths)
 
     def _awaited(self, request: Request) -> str:
         """Return what a pause or an abort still waits for; empty: nothing was asked for."""
@@ -748,11 +748,13 @@ class Session:
             Interrupted: it was given up.
         """
         request.watcher = threading.current_thread()
-        request.standing = Standing(time.monotonic)
+        request.standing = StallNotice(time.monotonic)
         report: Report | None = None
         try:
             outcome = self._watch(request)
-            report = self._stopped(request, outcome) if isinstance(outcome, Stop) else self._result(request, outcome)
+            report = (
+                self._stopped(request, outcome) if isinstance(outcome, StopGroup) else self._result(request, outcome)
+            )
             request.ending, request.failed = report.headline, False
         except BaseException as error:
             request.ending, request.failed = str(error), True
@@ -761,14 +763,14 @@ class Session:
             self._note(request, is_over=not isinstance(report, StopReport))
         return report
 
-    def _watch(self, request: Request) -> Outcome | Stop:
+    def _watch(self, request: Request) -> Outcome | StopGroup:
         try:
             return request.watch.run(request.interrupts)
         except BaseException:
             self._needs_recovery = True  # the ranks were aborted; nobody saw how they ended
             raise
 
-    def _stopped(self, request: Request, stop: Stop) -> StopReport:
+    def _stopped(self, request: Request, stop: StopGroup) -> StopReport:
         request.work.stand(request.listener)
         request.stop = dataclasses.replace(stop, units=unit_names(self.trace.header))
         reasons = tuple(self._reason(number, request.work.until) for number in stop.breakpoints)
@@ -809,7 +811,7 @@ class Session:
                 self.request = None
                 count = 1 if self.ended is None else self.ended.count + 1
                 line, text = request.work.words, request.ending
-                self.ended = Ending(count=count, line=line, text=text, is_error=request.failed)
+                self.ended = LastResult(count=count, line=line, text=text, is_error=request.failed)
             self._changed.notify_all()
 
     def push_breakpoints(self) -> None:
@@ -828,7 +830,7 @@ class Session:
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(CLOSE_S)
 
-    def _free(self, pending: Pending, reason: str, *, store: bool = False) -> None:
+    def _free(self, pending: PendingReplies, reason: str, *, store: bool = False) -> None:
         """Free the ranks from what they do until ``pending`` is done, with ``store`` from their store, for good."""
         living = self.living()
         free(self.cluster, living, pending, reason, store=store or 0 not in living)
@@ -870,16 +872,16 @@ class Session:
             why = str(cause) if cause.died else f"rank {cause.rank} raised {cause}"
         else:
             culprits = tuple(self._not_there(pending))
-            why = who_works(RECOVER_S, culprits, self.ask(Line()), ())
+            why = who_works(RECOVER_S, culprits, self.ask(LocateLine()), ())
         self._free(pending, "the ranks could not be joined again", store=True)  # the others wait for those
         pending.wait(CLOSE_S)
         why = f"the ranks could not be joined again ({why})"
         self._obstacle = Obstacle(why=why, pending=pending, culprits=culprits, is_for_good=True)
         raise ClusterError(self.obstacle)
 
-    def _not_there(self, pending: Pending) -> list[int]:
+    def _not_there(self, pending: PendingReplies) -> list[int]:
         """Return the ranks that the others wait for: that say nothing, or still run a cell; all if none does."""
-        waiting, lines = late(pending, self.living()), self.ask(Line())
+        waiting, lines = late(pending, self.living()), self.ask(LocateLine())
         return [rank for rank in waiting if rank not in lines or lines[rank] is not None] or waiting
 
     def _settle(self, outcome: Outcome, request: Request) -> WorkbenchError:
@@ -908,7 +910,7 @@ class Session:
             return str(broken)
         return ""
 
-    def _aftermath(self, mark: Mark, *, timeout_s: float) -> dict[int, Aftermath]:
+    def _aftermath(self, mark: TraceMark, *, timeout_s: float) -> dict[int, Aftermath]:
         """Return where the ranks that answer are, with what they did since ``mark``."""
         trace, gradient_bytes = self.trace, self._collector.gradient_bytes
         names = {unit.index: unit.name for unit in trace.header.units}
@@ -931,11 +933,11 @@ def _unit_at_work(newest: np.void, raised_in: int) -> int:
     return raised_in if raised_in >= 0 and newest["phase"] == Phase.FORWARD else int(newest["unit"])
 
 
-def _under_way(request: Request | None, trace: Trace, left: str) -> UnderWay | None:
+def _under_way(request: Request | None, trace: Trace, left: str) -> ActiveRequest | None:
     if request is None:
-        return UnderWay(words=left, in_background=True) if left else None
+        return ActiveRequest(words=left, in_background=True) if left else None
     is_stopped, report = request.state == "stopped", request.report
-    return UnderWay(
+    return ActiveRequest(
         words=request.work.words,
         is_stopped=is_stopped,
         stop=str(request.stop) if is_stopped else "",

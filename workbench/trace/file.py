@@ -2,7 +2,7 @@
 
 It holds ``trace.json`` (header, and per rank its key frame and lost rows) and one ``rows_<rank>.npy`` per rank. A file
 may come from anywhere: nothing in it is ever unpickled or evaluated, what it claims to hold is weighed before it is
-unpacked, and it is a trace only if it obeys the rules of one (:mod:`workbench.trace.rules`).
+unpacked, and it is a trace only if it obeys the rules of one (:mod:`workbench.trace.invariants`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numpy.lib import format as npy
 from workbench.errors import TraceError
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.header import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
-from workbench.trace.rules import check_header, check_rank
+from workbench.trace.invariants import check_header, check_rank
 from workbench.trace.schema import ROW_DTYPE, Rows
 
 MAX_ROWS = 20_000_000

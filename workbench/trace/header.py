@@ -13,11 +13,11 @@ import numpy as np
 from workbench.codec import CodecError, decode, encode
 from workbench.errors import TraceError
 from workbench.events import Category, Unit
-from workbench.trace.schema import SCHEMA_VERSION, CommGroup, Header, HostClock, KeyFrame, Reading, Rows
+from workbench.trace.schema import SCHEMA_VERSION, ClockReading, GroupInfo, Header, HostClock, KeyFrame, Rows
 from workbench.trace.versions import upgrade_header, upgrade_key_frame
 
 T = TypeVar("T")
-Entry = TypeVar("Entry", str, CommGroup)
+Entry = TypeVar("Entry", str, GroupInfo)
 
 
 def header_to_dict(header: Header) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _clocks(first: tuple[HostClock, ...], second: tuple[HostClock, ...]) -> tupl
     """All readings of either, of each clock in the order of their times."""
     if not second:
         return first
-    readings: dict[tuple[int, ...], set[Reading]] = {}
+    readings: dict[tuple[int, ...], set[ClockReading]] = {}
     for clock in first + second:
         readings.setdefault(clock.ranks, set()).update(clock.readings)
     return tuple(HostClock(ranks=ranks, readings=tuple(sorted(found))) for ranks, found in sorted(readings.items()))

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, MOVES, Category, Edge, Kind, Phase, Track, on_track, unit_words
+from workbench.trace.begin_end import partners
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.pairs import partners
 from workbench.trace.schema import ROW_DTYPE, Header
 
 Event = dict[str, Any]

@@ -5,7 +5,7 @@ hang shows what was begun. Rows are packed with :data:`ROW` on the rank and read
 the two describe the same 52 bytes.
 
 A rank tells times of its own clock. In a trace all times are of rank 0's: whoever collects rows converts them once, as
-they come (:mod:`workbench.session.clocks`), and says in the header what the clocks were found to differ by.
+they come (:mod:`workbench.session.clock_sync`), and says in the header what the clocks were found to differ by.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NO_CATEGORY = 255
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommGroup:
+class GroupInfo:
     """Ranks that issue collectives together.
 
     Attributes:
@@ -99,7 +99,7 @@ class RankInfo:
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Reading:
+class ClockReading:
     """What a comparison of a clock with rank 0's has found.
 
     Attributes:
@@ -124,7 +124,7 @@ class HostClock:
     """
 
     ranks: tuple[int, ...]
-    readings: tuple[Reading, ...]
+    readings: tuple[ClockReading, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class Header:
     units: tuple[Unit, ...] = ()
     unmanaged: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
-    comm_groups: tuple[CommGroup, ...] = ()
+    comm_groups: tuple[GroupInfo, ...] = ()
     strings: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 

@@ -19,9 +19,9 @@ from workbench.views import theme
 from workbench.views.comms import comms as _comms
 from workbench.views.layout import layout as _layout
 from workbench.views.memory import memory as _memory
-from workbench.views.narrow import with_narrow
+from workbench.views.projector_theme import for_talk
+from workbench.views.responsive import with_narrow
 from workbench.views.states import states as _states
-from workbench.views.talk import for_talk
 from workbench.views.timeline import timeline as _timeline
 from workbench.views.training import training as _training
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 import plotly.graph_objects as go
 
 from workbench.events import REDUCTIONS, Kind
-from workbench.replay.alike import join_names, label, pattern
 from workbench.replay.collectives import Comparison, compare, ring_bytes
-from workbench.replay.device import Clock
+from workbench.replay.device import ClockSource
+from workbench.replay.grouping import join_names, label, pattern
 from workbench.replay.units import model_order, unit_name, unmanaged_notes
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views import theme
-from workbench.views.narrow import SIDE, on_pages
-from workbench.views.units import meant
+from workbench.views.responsive import SIDE, on_pages
+from workbench.views.unit_selection import meant
 from workbench.views.window import Window, window
 
 MAX_UNFOLDED = 24
@@ -102,7 +102,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
         bargap=_BAR_GAP,
         **theme.legend_below(len({row.said.kind for row in drawn}) + 1, 130),
     )
-    has_times = clock is not Clock.ENQUEUED
+    has_times = clock is not ClockSource.ENQUEUED
     each = _HIGHER_ROW if any(tick.count("<br>") > 1 for tick in _ticks(trace.header, drawn)) else _ROW_HEIGHT
     fig.update_layout(height=fig.layout.margin.t + fig.layout.margin.b + each * (len(drawn) + 1))
     columns = [
@@ -118,7 +118,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
     return on_pages(fig, lambda width: _on_page(fig, trace.header, drawn, columns, width))
 
 
-def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], Clock]:
+def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], ClockSource]:
     """Return the last of these steps of which something is expected, as nothing is of one still running; or the last.
 
     With whose times: a device's, once it has come to all of the step.
@@ -130,9 +130,9 @@ def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], Cl
         if any(row.expected for row in before):
             shown, rows = step, before
     drawn = Window(first=chosen.first, last=shown).drawn(trace)
-    if drawn.clock is Clock.DEVICE and drawn.is_whole:
-        return shown, compare(drawn.trace, shown), Clock.DEVICE
-    return shown, rows, Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
+    if drawn.clock is ClockSource.DEVICE and drawn.is_whole:
+        return shown, compare(drawn.trace, shown), ClockSource.DEVICE
+    return shown, rows, ClockSource.ENQUEUED if trace.header.is_enqueued else ClockSource.HOST
 
 
 def _in_order(header: Header, rows: Sequence[Comparison]) -> list[Comparison]:
@@ -228,7 +228,7 @@ def _totals(rows: Sequence[Comparison]) -> str:
     return ", ".join(parts)
 
 
-def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clock: Clock) -> str:
+def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clock: ClockSource) -> str:
     rank = min(row.ranks[0] for row in rows)
     own = [row for row in rows if rank in row.ranks]
     payload, sent = sum(row.num_bytes for row in own), sum(_sent_bytes(row) for row in own)
@@ -239,10 +239,10 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         f"{'' if crosses else f'; a ring would send {theme.format_bytes(sent)} per rank'}{_carriers(header, own)}",
         crosses,
         "when the GPU did this is not recorded, and the host's times say little of a collective: none are shown"
-        if clock is Clock.ENQUEUED
+        if clock is ClockSource.ENQUEUED
         else f"compute waited {theme.format_duration(exposed_ns)} of the {theme.format_duration(time_ns)} that "
         "collectives took",
-        theme.clock_words(header, clock) if clock is Clock.DEVICE else "",
+        theme.clock_words(header, clock) if clock is ClockSource.DEVICE else "",
         "≠ is expected where units are skipped or unsharded by hand; otherwise it is a bug"
         if any(row.differs for row in rows)
         else "",

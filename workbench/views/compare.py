@@ -17,17 +17,17 @@ import plotly.graph_objects as go
 from workbench.errors import UsageError
 from workbench.events import WORK, Category, Edge, Kind
 from workbench.replay.alignment import Alignment, Side
-from workbench.replay.alike import join_names, label, pattern, ranges
 from workbench.replay.differences import CollectiveChange, Differences, PeakChange, TimeChange, differences
-from workbench.replay.holds import without_holds
+from workbench.replay.grouping import join_names, label, pattern, ranges
+from workbench.replay.paused_time import without_holds
 from workbench.replay.shards import Totals, totals_of_used
 from workbench.replay.spans import Ints
 from workbench.replay.units import by_number
 from workbench.trace.columns import Trace
 from workbench.trace.step_names import step_name
 from workbench.views import theme
-from workbench.views.narrow import LETTER, SIDE, apart, in_lines, on_pages, sides, with_narrow
-from workbench.views.talk import for_talk
+from workbench.views.projector_theme import for_talk
+from workbench.views.responsive import LETTER, SIDE, apart, in_lines, on_pages, sides, with_narrow
 
 MAX_POINTS = 4_000
 """Points of one curve; of more events each bin keeps its highest."""
@@ -361,7 +361,7 @@ Marks = tuple[tuple[go.layout.Annotation, ...], tuple[go.layout.Shape, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class CompareTable:
     """Text below the plot.
 
     Attributes:
@@ -382,11 +382,11 @@ class Table:
         return self.row_height * len(self.lines)
 
 
-def _table(rows: Sequence[CollectiveChange]) -> Table:
+def _table(rows: Sequence[CollectiveChange]) -> CompareTable:
     """What each side issued and waited for, a step: a row for each unit and kind, a column for each number."""
     heading = [f"<b>{name}<br>a step</b>" if name == "calls" else f"<b>{name}</b>" for name in _COLUMNS]
     cells = [tuple(_cells(row, "<br>-> ", 24)) for row in rows]
-    return Table(lines=(tuple(heading), *cells) if rows else (), widths=_WIDTHS)
+    return CompareTable(lines=(tuple(heading), *cells) if rows else (), widths=_WIDTHS)
 
 
 def _cells(row: CollectiveChange, between: str, letters: int) -> list[str]:
@@ -400,7 +400,7 @@ def _cells(row: CollectiveChange, between: str, letters: int) -> list[str]:
     ]
 
 
-def _narrow_table(rows: Sequence[CollectiveChange], width: int, left: int) -> Table:
+def _narrow_table(rows: Sequence[CollectiveChange], width: int, left: int) -> CompareTable:
     """Return the table for a page that is ``width`` pixels wide: a row's numbers are lines under its name."""
     letters = int((width - 3 * SIDE) / LETTER)
     found = []
@@ -408,15 +408,15 @@ def _narrow_table(rows: Sequence[CollectiveChange], width: int, left: int) -> Ta
         name, kind, calls, payload, exposed = _cells(row, " -> ", letters - _KIND_LETTERS)
         numbers = [f"calls a step {calls}", f"payload {payload}", f"exposed {exposed}"]
         found.append((f"<b>{name}</b> {kind}<br>{'<br>'.join(numbers)}",))
-    return Table(lines=tuple(found), row_height=_NARROW_ROW, left=left)
+    return CompareTable(lines=tuple(found), row_height=_NARROW_ROW, left=left)
 
 
-def _drawn(table: Table, gap: int) -> int:
+def _drawn(table: CompareTable, gap: int) -> int:
     """Pixels of the height of plot and table, with so many between them."""
     return _PLOT_HEIGHT + (table.height + gap if table.lines else 0)
 
 
-def _with_table(fig: go.Figure, table: Table, marks: Marks, gap: int) -> dict[str, Any]:
+def _with_table(fig: go.Figure, table: CompareTable, marks: Marks, gap: int) -> dict[str, Any]:
     """Return the fields of the layout that put a table below the plot, so many pixels from it.
 
     Args:

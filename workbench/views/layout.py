@@ -16,14 +16,14 @@ from typing import Literal
 import plotly.graph_objects as go
 
 from workbench.events import FlatPart, Param, Unit, unit_words
-from workbench.replay.alike import join_names, label, ranges
+from workbench.replay.grouping import join_names, label, ranges
 from workbench.replay.shards import ParamShards, Piece, Totals, alike, at_rest, pieces, shards, totals, unit_shards
 from workbench.replay.units import model_order
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
-from workbench.views.narrow import LEAST, LETTER, SIDE, apart, in_lines, on_pages, sides
-from workbench.views.units import meant
+from workbench.views.responsive import LEAST, LETTER, SIDE, apart, in_lines, on_pages, sides
+from workbench.views.unit_selection import meant
 
 MAX_UNFOLDED = 32
 """Parameters drawn one by one; with more, those that are alike share a bar."""
@@ -58,7 +58,7 @@ Group = tuple[ParamShards, ...]  # parameters that share a bar; the first one st
 
 
 @dataclass(frozen=True)
-class Line:
+class LabelRow:
     """A text over the bars of a unit, or an empty row; plain text."""
 
     text: str = ""
@@ -74,7 +74,7 @@ class Line:
         return max(-(-(_LINE_HEIGHT * len(self.lines(LEAST - 2 * SIDE)) - _ROW_HEIGHT // 4) // _ROW_HEIGHT), 1)
 
 
-Place = Group | Line  # what stands in a row of the picture
+Place = Group | LabelRow  # what stands in a row of the picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,19 +204,19 @@ def _places(groups: list[Group], *, is_told: bool) -> Iterator[Place]:
     for _, run in groupby(groups, key=lambda group: group[0].unit.index):
         members = list(run)
         policy = "" if is_told else _policy(members[0][0].unit)
-        yield from _rows(Line(_heading(members) + policy, is_heading=True))
+        yield from _rows(LabelRow(_heading(members) + policy, is_heading=True))
         for member in members:
             if _is_flat(member) and (cuts := _cuts(member[0])):
-                yield from _rows(Line(cuts))
+                yield from _rows(LabelRow(cuts))
             yield member
             if _is_flat(member):
-                yield Line()  # its bar is higher
+                yield LabelRow()  # its bar is higher
 
 
-def _rows(line: Line) -> Iterator[Line]:
+def _rows(line: LabelRow) -> Iterator[LabelRow]:
     """Yield a text and the empty rows that it needs as well."""
     yield line
-    yield from [Line()] * (line.num_rows - 1)
+    yield from [LabelRow()] * (line.num_rows - 1)
 
 
 def _cuts(flat: ParamShards) -> str:
@@ -261,7 +261,7 @@ def _policy(unit: Unit) -> str:
 
 def _segments(y: int, place: Place, columns: int, finest: float) -> Iterator[Segment]:
     """Yield the pieces of one row, left to right; none for a heading."""
-    if isinstance(place, Line):
+    if isinstance(place, LabelRow):
         return
     if _is_flat(place):
         yield from _flat_segments(y, place, columns, finest)
@@ -416,7 +416,9 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
 def _add_labels(fig: go.Figure, places: list[Place]) -> None:
     """Write at the right edge the bytes that a rank keeps of each parameter."""
     sizes = {
-        _middle(y, p): theme.format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, Line)
+        _middle(y, p): theme.format_bytes(p[0].bytes_at_rest)
+        for y, p in enumerate(places)
+        if not isinstance(p, LabelRow)
     }
     fig.add_scatter(x=[None], y=[None], yaxis="y2", showlegend=False, hoverinfo="skip")
     fig.update_layout(
@@ -444,7 +446,7 @@ def _over_bars(places: list[Place], pixels: float, left: int = 0) -> list[dict[s
     """
     found = []
     for y, place in enumerate(places):
-        if isinstance(place, Line) and place.text:
+        if isinstance(place, LabelRow) and place.text:
             text = "<br>".join(map(theme.escape, place.lines(pixels)))
             found.append(
                 {
@@ -474,7 +476,7 @@ def _on_page(fig: go.Figure, places: list[Place], width: int) -> dict[str, objec
         return {"annotations": _over_bars(places, plot), "xaxis": x | columns}
     left = round(_LABEL_SHARE * width)
     plot = width - left - SIDE
-    groups = {y: place for y, place in enumerate(places) if not isinstance(place, Line)}
+    groups = {y: place for y, place in enumerate(places) if not isinstance(place, LabelRow)}
     bars = {_middle(y, group): _small_tick(group, left) for y, group in groups.items()}
     high = max(_ROW_HEIGHT, _SMALL_LINE * max(text.count("<br>") + 1 for text in bars.values()) + 4)
     title = in_lines(theme.plain(x["title"]["text"]), plot + min(left, SIDE), _AXIS_LETTER)
@@ -501,7 +503,7 @@ def _small_tick(group: Group, pixels: int) -> str:
 
 
 def _is_flat(place: Place) -> bool:
-    return not isinstance(place, Line) and bool(place[0].param.parts)
+    return not isinstance(place, LabelRow) and bool(place[0].param.parts)
 
 
 def _middle(y: int, group: Group) -> float:
@@ -510,7 +512,7 @@ def _middle(y: int, group: Group) -> float:
 
 def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: set[int]) -> None:
     columns = max(num_shards)
-    bars = {_middle(y, place): _tick(place) for y, place in enumerate(places) if not isinstance(place, Line)}
+    bars = {_middle(y, place): _tick(place) for y, place in enumerate(places) if not isinstance(place, LabelRow)}
     fig.update_layout(
         yaxis_ticklabelstandoff=_STANDOFF,
         yaxis_range=[len(places) - 0.4, -0.6],

@@ -16,9 +16,9 @@ from plotly.subplots import make_subplots
 
 from workbench.events import Category, Edge, Kind, UnitState
 from workbench.replay import memory as live
-from workbench.replay.alike import label
-from workbench.replay.holds import Cuts
+from workbench.replay.grouping import label
 from workbench.replay.memory import MemorySeries, MemoryState, Peak, describe_peak, moment
+from workbench.replay.paused_time import Cuts
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, extent_ns, last_ns
 from workbench.replay.units import unit_name
@@ -26,12 +26,12 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.step_names import step_name
 from workbench.views import theme
-from workbench.views.holds import add_holds, hold_words
-from workbench.views.narrow import SIDE, in_lines, legend_entries, on_pages, sides
+from workbench.views.paused_time import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases, phases_within
 from workbench.views.process import HEIGHT, add_process, process_words
-from workbench.views.rectangles import TimeAxis, time_axis
-from workbench.views.who import MANY, several, who
+from workbench.views.rank_labels import MANY, several, who
+from workbench.views.responsive import SIDE, in_lines, legend_entries, on_pages, sides
+from workbench.views.span_shapes import TimeAxis, time_axis
 from workbench.views.window import Window, one_rank, window
 
 MAX_PANELS = 4
@@ -51,7 +51,7 @@ _MAX_KEPT = 3  # names of units that are full from before
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
+class MemoryPanel:
     """What one panel shows.
 
     Attributes:
@@ -121,7 +121,7 @@ def memory(
     return on_pages(fig, lambda width: _on_page(fig, width))
 
 
-def _is_sampled(panel: Panel) -> bool:
+def _is_sampled(panel: MemoryPanel) -> bool:
     return bool((panel.shown.rows["kind"] == Kind.RESIDENT).any())
 
 
@@ -146,11 +146,11 @@ def _groups(trace: Trace, shown: Window, parts: Sequence[RankTrace]) -> list[lis
     return sorted(groups, key=lambda group: -len(group))
 
 
-def _panel(trace: Trace, shown: Window, group: list[tuple[RankTrace, MemoryState]]) -> Panel:
+def _panel(trace: Trace, shown: Window, group: list[tuple[RankTrace, MemoryState]]) -> MemoryPanel:
     highest, _ = max(group, key=lambda entry: entry[1].peak_bytes)
     whole = trace.rank(highest.rank)
     highest = replace(highest, start=whole.state_before(shown.places(whole)[0]))
-    return Panel(ranks=tuple(part.rank for part, _ in group), shown=highest, peak=live.peak(highest))
+    return MemoryPanel(ranks=tuple(part.rank for part, _ in group), shown=highest, peak=live.peak(highest))
 
 
 def _unsharded(header: Header, states: Sequence[MemoryState]) -> dict[str, int]:
@@ -171,7 +171,7 @@ def _unsharded(header: Header, states: Sequence[MemoryState]) -> dict[str, int]:
 # -- words
 
 
-def _title(header: Header, shown: Window, panels: Sequence[Panel]) -> str:
+def _title(header: Header, shown: Window, panels: Sequence[MemoryPanel]) -> str:
     top = max(panels, key=lambda panel: panel.peak.num_bytes)
     where = f" of {label([top.shown.rank])}" if len(panels) > 1 else ""
     amount = theme.format_bytes(top.peak.num_bytes)
@@ -184,7 +184,7 @@ def _with_short_names(header: Header) -> Header:
 
 def _subtitle(
     header: Header,
-    panels: Sequence[Panel],
+    panels: Sequence[MemoryPanel],
     groups: Sequence[Sequence[tuple[RankTrace, MemoryState]]],
     unsharded: dict[str, int],
     more: Sequence[str],
@@ -214,7 +214,7 @@ def _unsharded_words(unsharded: dict[str, int]) -> str:
     return f"without sharding every rank keeps {whole}: {parts}" if unsharded else ""
 
 
-def _who(header: Header, panel: Panel, panels: Sequence[Panel]) -> str:
+def _who(header: Header, panel: MemoryPanel, panels: Sequence[MemoryPanel]) -> str:
     if len(panel.ranks) == 1:
         return who(header, panel.ranks)
     named = who(header, panel.ranks, [rank for other in panels for rank in other.ranks])
@@ -247,7 +247,7 @@ def _has(shown: RankTrace, category: Category) -> bool:
 def _draw(
     fig: go.Figure,
     header: Header,
-    panels: Sequence[Panel],
+    panels: Sequence[MemoryPanel],
     unsharded: int,
     cuts: Cuts,
     time: TimeAxis,
@@ -299,13 +299,13 @@ def _on_page(fig: go.Figure, width: int) -> dict[str, object]:
     return {"annotations": found, "shapes": shapes, "margin": {"r": SIDE}, "above": _LINE_HEIGHT * (most - 1)}
 
 
-def _moments(panel: Panel, t_ns: Ints, scale: Scale) -> NDArray[np.float64]:
+def _moments(panel: MemoryPanel, t_ns: Ints, scale: Scale) -> NDArray[np.float64]:
     """Times on the axis, never running back, and once more the panel's end."""
     return scale.time(np.maximum.accumulate(np.append(t_ns, last_ns(panel.shown.rows))))
 
 
 def _add_areas(
-    fig: go.Figure, panel: Panel, series: MemorySeries, classes: Sequence[Category], scale: Scale, row: int
+    fig: go.Figure, panel: MemoryPanel, series: MemorySeries, classes: Sequence[Category], scale: Scale, row: int
 ) -> None:
     """Stack the classes in their order, the first at the bottom; RESERVED is last, above the line of the others."""
     common = {
@@ -348,7 +348,7 @@ def _place(row: int, x: float, y: float) -> dict[str, object]:
     return {"x": x, "y": y, "xref": "x domain", "yref": "y domain", "xanchor": "left", "row": row, "col": 1}
 
 
-def _add_peak(fig: go.Figure, header: Header, panel: Panel, scale: Scale, row: int) -> None:
+def _add_peak(fig: go.Figure, header: Header, panel: MemoryPanel, scale: Scale, row: int) -> None:
     """Mark the peak and say what was going on."""
     x, y = max(scale.time.at(panel.peak.t_ns), 0.0), panel.peak.num_bytes / scale.num_bytes
     left = x > scale.time.at(scale.time.end_ns) / 2
@@ -385,7 +385,7 @@ def _add_unsharded(fig: go.Figure, unsharded: int, scale: Scale, row: int) -> No
     )
 
 
-def _add_steps(fig: go.Figure, panel: Panel, scale: Scale, row: int) -> None:
+def _add_steps(fig: go.Figure, panel: MemoryPanel, scale: Scale, row: int) -> None:
     """Mark where each step begins, if there are several and few."""
     rows = panel.shown.rows
     begins = rows[(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.BEGIN)]

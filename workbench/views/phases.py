@@ -12,7 +12,7 @@ from workbench.events import WORK, Kind
 from workbench.replay.spans import closed, exclusive, spans
 from workbench.trace.schema import Rows
 from workbench.views import theme
-from workbench.views.rectangles import TimeAxis
+from workbench.views.span_shapes import TimeAxis
 
 STRIP_HEIGHT = 20  # pixels over the plot, its distance from it included
 MAX_PIECES = 40

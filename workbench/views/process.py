@@ -16,7 +16,7 @@ from workbench.replay.spans import Ints, last_ns
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
 from workbench.views import theme
-from workbench.views.rectangles import TimeAxis
+from workbench.views.span_shapes import TimeAxis
 
 HEIGHT = 150  # pixels
 MAX_MOMENTS = 400

@@ -12,22 +12,22 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.events import WORK, Kind, UnitState
-from workbench.replay.alike import did, groups
-from workbench.replay.device import Clock, on_device
-from workbench.replay.holds import Cuts
+from workbench.replay.device import ClockSource, on_device
+from workbench.replay.grouping import did, groups
+from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind, rows_of
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
 from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
-from workbench.views.holds import add_holds, hold_words
-from workbench.views.narrow import LETTER, SIDE, on_pages
+from workbench.views.paused_time import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases, phases_within
-from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, rectangles, time_axis
-from workbench.views.units import meant
-from workbench.views.who import several, who
-from workbench.views.window import Drawn, Window, one_rank, window
+from workbench.views.rank_labels import several, who
+from workbench.views.responsive import LETTER, SIDE, on_pages
+from workbench.views.span_shapes import Rectangles, TimeAxis, add_bars, for_screen, rectangles, time_axis
+from workbench.views.unit_selection import meant
+from workbench.views.window import DrawnSteps, Window, one_rank, window
 
 MAX_UNITS = 200
 _HEIGHT = 900  # pixels that the rows may take together
@@ -78,11 +78,11 @@ def states(
     return on_pages(fig, lambda width: _on_page(fig, trace.header, units[:MAX_UNITS], width))
 
 
-def _drawn(trace: Trace, shown: Window, seen: Drawn, whole: RankTrace) -> tuple[RankTrace, Clock]:
+def _drawn(trace: Trace, shown: Window, seen: DrawnSteps, whole: RankTrace) -> tuple[RankTrace, ClockSource]:
     """Return one rank's rows with the exact state before them, at the times at which they are shown, and whose."""
     part = shown.cut(whole)
     told = on_device(whole, part, trace.header)
-    clock = Clock.ENQUEUED if told is None and seen.clock is Clock.DEVICE else seen.clock
+    clock = ClockSource.ENQUEUED if told is None and seen.clock is ClockSource.DEVICE else seen.clock
     part = part if told is None else told.part
     return replace(part, rows=seen.cuts.rows(part.rows)), clock
 
@@ -116,7 +116,7 @@ def _most_at_once(found: StateSpans, units: Sequence[int]) -> int:
 
 
 def _subtitle(
-    header: Header, rank: int, alike: Sequence[tuple[int, ...]], units: Sequence[int], cuts: Cuts, clock: Clock
+    header: Header, rank: int, alike: Sequence[tuple[int, ...]], units: Sequence[int], cuts: Cuts, clock: ClockSource
 ) -> str:
     group = next((ranks for ranks in alike if rank in ranks), (rank,))
     others = [ranks for ranks in alike if ranks is not group]

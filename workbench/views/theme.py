@@ -25,7 +25,7 @@ import plotly.io
 from plotly.colors import sample_colorscale, sequential
 
 from workbench.events import Category, Colour, Kind, UnitState
-from workbench.replay.device import Clock
+from workbench.replay.device import ClockSource
 from workbench.trace.schema import Header
 
 INK = "#757677"
@@ -351,11 +351,11 @@ def error_words(error_ns: int) -> str:
     return f"between hosts, differences below {format_duration(error_ns)} mean nothing" if error_ns else ""
 
 
-def clock_words(header: Header, clock: Clock) -> str:
+def clock_words(header: Header, clock: ClockSource) -> str:
     """Return what times mean where a device computes; nothing on the CPU."""
-    if clock is Clock.ENQUEUED:
+    if clock is ClockSource.ENQUEUED:
         return "times are when the host enqueued work: when the GPU began and ended it is not recorded"
-    if clock is Clock.DEVICE:
+    if clock is ClockSource.DEVICE:
         error_ns = max((info.device_error_ns for info in header.ranks), default=0)
         return f"times are the GPU's{f', within {format_duration(error_ns)}' if error_ns else ''}"
     return ""

@@ -14,23 +14,23 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Kind
-from workbench.replay.alike import did, groups, label
-from workbench.replay.arrivals import TOO_CLOSE, Last, last_to_come, straggler
-from workbench.replay.clocks import error_ns
+from workbench.replay.arrivals import TOO_CLOSE, LastArrivals, last_to_come, straggler
+from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import table
-from workbench.replay.device import Clock
-from workbench.replay.holds import Cuts
+from workbench.replay.device import ClockSource
+from workbench.replay.grouping import did, groups, label
+from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
-from workbench.views.holds import add_holds, hold_words
-from workbench.views.narrow import on_pages
-from workbench.views.rectangles import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
+from workbench.views.paused_time import add_holds, hold_words
+from workbench.views.rank_labels import MANY, several, who
+from workbench.views.responsive import on_pages
+from workbench.views.span_shapes import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
 from workbench.views.tracks import LANES, OTHER_TRACK, TRACKS, WAIT_TRACK, Tracks, tracks
-from workbench.views.who import MANY, several, who
-from workbench.views.window import Drawn, Window, one_rank, window
+from workbench.views.window import DrawnSteps, Window, one_rank, window
 
 MAX_RANKS = 8
 """Blocks drawn; with more ranks, those that did the same share at most two."""
@@ -49,7 +49,7 @@ _BAR_HEIGHTS = np.array([0.8, 0.38, 0.38])  # of a lane, in tracks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
+class RankBlock:
     """A rank that is drawn: its name beside the picture, and what is drawn of it."""
 
     name: str
@@ -120,7 +120,7 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     return on_pages(fig, lambda width: _on_page(fig, blocks, grid, track_names, width))
 
 
-def _last(drawn: Drawn, between_ns: int) -> dict[int, Last]:
+def _last(drawn: DrawnSteps, between_ns: int) -> dict[int, LastArrivals]:
     """Return who came last to the collectives of each rank; of many ranks nothing, for they would all be looked at."""
     ranks = drawn.trace.ranks
     if len(ranks) > MAX_RANKS:
@@ -157,14 +157,14 @@ def _chosen(header: Header, parts: Sequence[RankTrace], waited: Mapping[int, int
 
 
 def _blocks(
-    drawn: Drawn, shown: Window, parts: Sequence[RankTrace], names: dict[int, str], last: dict[int, Last]
-) -> list[Block]:
+    drawn: DrawnSteps, shown: Window, parts: Sequence[RankTrace], names: dict[int, str], last: dict[int, LastArrivals]
+) -> list[RankBlock]:
     begin_ns = min((int(part.rows["t_ns"].min()) for part in parts), default=0)
     end_ns = max((last_ns(part.rows) for part in parts), default=0)
     if not all(shown.has_ended(part) for part in parts):
         end_ns += max(int(_OPEN * (end_ns - begin_ns)), 1)
     return [
-        Block(
+        RankBlock(
             name=names[part.rank],
             tracks=tracks(
                 part,
@@ -182,7 +182,11 @@ def _blocks(
 
 
 def _title(
-    drawn: Drawn, shown: Window, parts: Sequence[RankTrace], blocks: Sequence[Block], waited_ns: Mapping[int, int]
+    drawn: DrawnSteps,
+    shown: Window,
+    parts: Sequence[RankTrace],
+    blocks: Sequence[RankBlock],
+    waited_ns: Mapping[int, int],
 ) -> str:
     begin_ns, end_ns = drawn.extent_ns
     has_ended = all(shown.has_ended(part) for part in parts)
@@ -192,19 +196,19 @@ def _title(
     waits = f"for communication {share} of the time" if any(shares) else "for no communication"
     duration = theme.format_duration(end_ns - begin_ns)
     begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
-    if drawn.clock is Clock.ENQUEUED:
+    if drawn.clock is ClockSource.ENQUEUED:
         return f"{begun} on the host"
     late = straggler(waited_ns, max(block.tracks.total_ns for block in blocks))
     longer = f"; {who(drawn.trace.header, [late[0]])} is the straggler: others wait up to " if late else ""
     return f"{begun}, compute waits {waits}{longer}{theme.format_duration(late[1]) + ' longer' if late else ''}"
 
 
-def _subtitle(header: Header, drawn: Drawn, folded: str, between_ns: int, *, has_collectives: bool) -> str:
-    is_enqueued = drawn.clock is Clock.ENQUEUED
+def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *, has_collectives: bool) -> str:
+    is_enqueued = drawn.clock is ClockSource.ENQUEUED
     end = "the host's wait for it" if is_enqueued else "its last byte; the arrow points to where compute waits for it"
     sentences = [
         theme.clock_words(header, drawn.clock),
-        "the host's track: when it handed work over" if drawn.clock is Clock.DEVICE else "",
+        "the host's track: when it handed work over" if drawn.clock is ClockSource.DEVICE else "",
         folded,
         f"a bar runs from the launch of a collective to {end}" if has_collectives else "",
         "the compute of a unit does not include that of the units inside it",
@@ -215,7 +219,9 @@ def _subtitle(header: Header, drawn: Drawn, folded: str, between_ns: int, *, has
     return text[:1].upper() + text[1:]
 
 
-def _hovers(bars: Rectangles, header: Header, blocks: Sequence[Block], axis: TimeAxis, between_ns: int) -> list[str]:
+def _hovers(
+    bars: Rectangles, header: Header, blocks: Sequence[RankBlock], axis: TimeAxis, between_ns: int
+) -> list[str]:
     ranks = [label([block.tracks.rank]) for block in blocks]
     names = {unit: _unit(header, unit) for unit in np.unique(bars.unit).tolist()}
     begin = axis(bars.begin_ns)
@@ -265,7 +271,7 @@ def _amount(bars: Rectangles, i: int) -> str:
 # -- the picture
 
 
-def _bars(blocks: Sequence[Block]) -> Rectangles:
+def _bars(blocks: Sequence[RankBlock]) -> Rectangles:
     """Return the rectangles of all blocks, fit for a screen, in lanes that count over all blocks."""
     per_block = LANES * len(TRACKS)
     parts = [replace(b.tracks.bars, lane=b.tracks.bars.lane + per_block * i) for i, b in enumerate(blocks)]
@@ -278,7 +284,7 @@ def _tracks_used(bars: Rectangles) -> tuple[int, ...]:
 
 def _draw(
     fig: go.Figure,
-    blocks: Sequence[Block],
+    blocks: Sequence[RankBlock],
     grid: Grid,
     bars: Rectangles,
     cuts: Cuts,
@@ -307,7 +313,7 @@ def _legend(kind: Kind) -> str:
     return f"{kind.words} (exposed)" if kind is Kind.WAIT else kind.words
 
 
-def _add_arrows(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis) -> None:
+def _add_arrows(fig: go.Figure, blocks: Sequence[RankBlock], grid: Grid, axis: TimeAxis) -> None:
     """Lead from a collective's issue to the wait for it: the longest waits of each block."""
     x: list[float] = []
     y: list[float] = []
@@ -333,7 +339,7 @@ def _add_arrows(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeA
 
 
 def _on_page(
-    fig: go.Figure, blocks: Sequence[Block], grid: Grid, tracks: Sequence[str], width: int
+    fig: go.Figure, blocks: Sequence[RankBlock], grid: Grid, tracks: Sequence[str], width: int
 ) -> dict[str, object]:
     """Return what is other on a page that is ``width`` pixels wide: long names of ranks are over the blocks there."""
     if width >= theme.NARROWEST or max(len(block.name) for block in blocks) <= _SHORT_NAME:
@@ -352,7 +358,7 @@ def _on_page(
     return {"xaxis": time, "yaxis": axis, "drawn": round(rows * max(high, _NAMED_ROW))}
 
 
-def _set_axes(fig: go.Figure, blocks: Sequence[Block], grid: Grid, axis: TimeAxis, tracks: Sequence[str]) -> None:
+def _set_axes(fig: go.Figure, blocks: Sequence[RankBlock], grid: Grid, axis: TimeAxis, tracks: Sequence[str]) -> None:
     places, names = [], []
     for number, block in enumerate(blocks):
         for row, track in enumerate(tracks):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from workbench.events import COPIES, Kind, Track, on_track
-from workbench.replay.arrivals import Last
+from workbench.replay.arrivals import LastArrivals
 from workbench.replay.collectives import Collectives, table
 from workbench.replay.spans import Ints, closed, durations_ns, exclusive, last_ns, spans
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Rows
-from workbench.views.rectangles import Rectangles, joined, rectangles
+from workbench.views.span_shapes import Rectangles, joined, rectangles
 
 HOST = "host"
 """Name of the track of what the host handed over, and when, where the others are what its device did."""
@@ -64,7 +64,7 @@ def tracks(
     part: RankTrace,
     open_until_ns: int,
     *,
-    last: Last | None = None,
+    last: LastArrivals | None = None,
     copies: Rows | None = None,
     host: RankTrace | None = None,
 ) -> Tracks:
@@ -119,7 +119,7 @@ def _copies(rows: Rows) -> Rectangles:
     return replace(bars, num_bytes=found.num_bytes)
 
 
-def _collectives(found: Collectives, lane: Ints, last: Last | None) -> Rectangles:
+def _collectives(found: Collectives, lane: Ints, last: LastArrivals | None) -> Rectangles:
     end_ns = np.where(found.end_ns >= 0, found.end_ns, found.issue_ns + found.time_ns)
     bars = rectangles(lane, found.kind, found.issue_ns, end_ns, found.unit)
     if last is not None:

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from workbench.events import Kind
-from workbench.replay.alike import ranges, runs
-from workbench.replay.holds import without_holds
+from workbench.replay.grouping import ranges, runs
+from workbench.replay.paused_time import without_holds
 from workbench.replay.training import LOSS, Series, Summary, summary
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views import theme
-from workbench.views.who import MANY, who
+from workbench.views.rank_labels import MANY, who
 
 MAX_PANELS = 12
 MAX_POINTS = 400

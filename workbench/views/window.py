@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, WORK, Edge, Kind
-from workbench.replay.alike import ranges
-from workbench.replay.device import Clock, on_device
-from workbench.replay.holds import LEAST_IDLE_NS, Cuts, without_holds
+from workbench.replay.device import ClockSource, on_device
+from workbench.replay.grouping import ranges
+from workbench.replay.paused_time import LEAST_IDLE_NS, Cuts, without_holds
 from workbench.replay.spans import extent_ns, of_kind, rows_of
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import KeyFrame, Rows
@@ -19,7 +19,7 @@ _WORK = (*WORK, *COLLECTIVES)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Drawn:
+class DrawnSteps:
     """What is drawn of some steps, at the times at which it is shown.
 
     Attributes:
@@ -34,7 +34,7 @@ class Drawn:
 
     trace: Trace
     cuts: Cuts
-    clock: Clock
+    clock: ClockSource
     extent_ns: tuple[int, int]
     is_whole: bool = True
     host: Mapping[int, RankTrace] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Window:
         parts = map(self.stateless, trace.ranks)
         return without_holds(Trace(trace.header, tuple(part for part in parts if len(part.rows))), LEAST_IDLE_NS)
 
-    def drawn(self, trace: Trace) -> Drawn:
+    def drawn(self, trace: Trace) -> DrawnSteps:
         """Return what is drawn of the window: what the devices did, where that is told, else what the host did.
 
         A rank of whose device nothing is told, while it is of others, is left out.
@@ -91,16 +91,16 @@ class Window:
         parts = map(self.stateless, trace.ranks)
         found = [told for part in parts if (told := on_device(trace.rank(part.rank), part, trace.header)) is not None]
         if not found:
-            clock = Clock.ENQUEUED if trace.header.is_enqueued else Clock.HOST
-            return Drawn(trace=host, cuts=cuts, clock=clock, extent_ns=extent_ns(host))
+            clock = ClockSource.ENQUEUED if trace.header.is_enqueued else ClockSource.HOST
+            return DrawnSteps(trace=host, cuts=cuts, clock=clock, extent_ns=extent_ns(host))
         ends = {part.rank: part.end_seq for part in host.ranks}
         moved = Trace(trace.header, tuple(replace(told.part, rows=cuts.rows(told.part.rows)) for told in found))
         begin_ns, end_ns = extent_ns(host)  # what a device does is handed to it before
-        return Drawn(
+        return DrawnSteps(
             trace=moved,
             cuts=cuts,
             extent_ns=(begin_ns, max(end_ns, extent_ns(moved)[1])),
-            clock=Clock.DEVICE,
+            clock=ClockSource.DEVICE,
             is_whole=len(found) == len(host.ranks) and all(told.end_seq == ends[told.part.rank] for told in found),
             host={part.rank: part for part in host.ranks},
             copies={told.part.rank: cuts.rows(told.copies) for told in found},

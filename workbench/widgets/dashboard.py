@@ -1,17 +1,17 @@
 """The live dashboard: one widget that shows what all ranks do while they train, and at any event before.
 
 The browser asks, this side answers; nothing is sent unasked, so a dashboard that nobody sees costs nothing. Each
-view in the browser has a name of its own, by which its :class:`~workbench.widgets.answers.Answers` are kept here.
+view in the browser has a name of its own, which finds its :class:`~workbench.widgets.view_server.ViewServer` here.
 
-The messages are declared in :mod:`workbench.widgets.messages`. With one panel alone, ``timeline``, it is what
+The messages are declared in :mod:`workbench.widgets.dashboard_messages`. With one panel alone, ``timeline``, it is what
 ``%fsdp timeline --canvas`` shows.
 
 The feed keeps to a number of bytes a second and is thinned out for it. A window is asked for when the view holds still
 and somebody looks closely: such answers come with what a person does and are not part of that number. One is limited
-by :data:`workbench.widgets.window.MOST` and :data:`workbench.widgets.window.MOST_SPANS`; beyond that it says that it
-is not ``exact``.
+by :data:`workbench.widgets.window_detail.MOST` and :data:`workbench.widgets.window_detail.MOST_SPANS`; beyond that it
+says that it is not ``exact``.
 
-:class:`Dashboard` is a widget; :class:`Views` is all of it but the way that messages go, which may be another one.
+:class:`DashboardWidget` is a widget; :class:`Views` is all of it but the transport of its messages.
 """
 
 from __future__ import annotations
@@ -28,12 +28,21 @@ import traitlets
 from workbench.codec import decode_named, encode
 from workbench.errors import UsageError, WorkbenchError
 from workbench.protocol.commands import NEXT
-from workbench.session.pulse import Pulse
-from workbench.widgets.answers import Answers
-from workbench.widgets.busy import answer_while_busy
-from workbench.widgets.messages import About, AskFeed, AskToDo, Bye, Panel, Question, Refused, Said
-from workbench.widgets.modules import STATIC, joined
-from workbench.widgets.waiting import Send, Waiting, Watched, crowded_out
+from workbench.session.snapshot import ClusterSnapshot
+from workbench.widgets.dashboard_messages import (
+    AskFeed,
+    ButtonResult,
+    CloseView,
+    InitialState,
+    Panel,
+    QueryRefused,
+    Question,
+    RunButton,
+)
+from workbench.widgets.js_bundle import STATIC, joined
+from workbench.widgets.long_poll import LongPoll, Send, WatchedWorkbench, crowded_out
+from workbench.widgets.subshell import answer_while_busy
+from workbench.widgets.view_server import ViewServer
 
 BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("step", {"background": True}),
@@ -82,7 +91,7 @@ class Views:
 
     def __init__(
         self,
-        workbench: Watched,
+        workbench: WatchedWorkbench,
         tell: Tell,
         *,
         panels: Sequence[Panel] = get_args(Panel),
@@ -90,12 +99,12 @@ class Views:
     ) -> None:
         self._workbench, self._clock, self._send = workbench, clock, tell
         self._lock = threading.RLock()
-        self._views: dict[str, Answers] = {}
-        self._pulse: Pulse | None = None
-        self._waiting = Waiting(workbench.pulse, self._news, clock, workbench.asked)
+        self._views: dict[str, ViewServer] = {}
+        self._pulse: ClusterSnapshot | None = None
+        self._waiting = LongPoll(workbench.pulse, self._news, clock, workbench.asked)
         words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
         buttons = words if "ranks" in panels else ()
-        self.about: dict[str, Any] = encode(About(buttons=buttons, sizes=NEXT, panels=tuple(panels)))
+        self.about: dict[str, Any] = encode(InitialState(buttons=buttons, sizes=NEXT, panels=tuple(panels)))
 
     def __len__(self) -> int:
         """How many views there are."""
@@ -115,19 +124,19 @@ class Views:
         except (WorkbenchError, ValueError) as error:
             sent = data if isinstance(data, dict) else {}
             view, number = sent.get("view"), sent.get("number")
-            refused = Refused(number=number if type(number) is int else -1, text=str(error))
+            refused = QueryRefused(number=number if type(number) is int else -1, text=str(error))
             self._tell(view if isinstance(view, str) else "", encode(refused))
 
     def _receive(self, question: Question) -> None:
         name = question.view
-        if isinstance(question, AskToDo):
+        if isinstance(question, RunButton):
             self._press(name, question.word, question.argument)
             return
         with self._lock:
-            if isinstance(question, Bye):
+            if isinstance(question, CloseView):
                 self._forget(name)
                 return
-            view = self._views.pop(name, None) or Answers()
+            view = self._views.pop(name, None) or ViewServer()
             self._views[name] = view  # the newest is last
             for crowded in crowded_out(self._views):
                 self._forget(crowded)
@@ -143,7 +152,7 @@ class Views:
         self._views.pop(name, None)
         self._waiting.forget(name)
 
-    def _news(self, name: str, pulse: Pulse) -> Send:
+    def _news(self, name: str, pulse: ClusterSnapshot) -> Send:
         """Make the answer to a view that has waited."""
         with self._lock:
             if name not in self._views:
@@ -182,10 +191,10 @@ class Views:
             words = str(error)
         except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
             words = f"{type(error).__name__}: {error}"
-        self._tell(view, encode(Said(word=word, text=words.partition("\n")[0])))
+        self._tell(view, encode(ButtonResult(word=word, text=words.partition("\n")[0])))
 
 
-class Dashboard(anywidget.AnyWidget):
+class DashboardWidget(anywidget.AnyWidget):
     """The dashboard as a widget, whose messages go over its own comm.
 
     Args:
@@ -200,7 +209,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def __init__(
         self,
-        workbench: Watched,
+        workbench: WatchedWorkbench,
         *,
         panels: Sequence[Panel] = get_args(Panel),
         clock: Callable[[], float] = time.monotonic,
@@ -224,6 +233,6 @@ class Dashboard(anywidget.AnyWidget):
             self.send(content, buffers)
 
 
-def dashboard(workbench: Watched, panels: Sequence[Panel] = get_args(Panel)) -> Dashboard:
+def dashboard(workbench: WatchedWorkbench, panels: Sequence[Panel] = get_args(Panel)) -> DashboardWidget:
     """Return a live dashboard of ``workbench``; it may be shown several times, and ``close()`` takes it away."""
-    return Dashboard(workbench, panels=panels)
+    return DashboardWidget(workbench, panels=panels)

@@ -8,7 +8,7 @@ ends are kept.
 
 Words: a *group* is ranks that behave alike, and the first of them is drawn for all; a *track* is a lane of the
 timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds, as they are shown: without the time in which
-ranks were held or idle (:mod:`workbench.replay.holds`). Arrays: ``N`` entries.
+ranks were held or idle (:mod:`workbench.replay.paused_time`). Arrays: ``N`` entries.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from workbench.events import Category
 from workbench.replay import memory, states
-from workbench.replay.holds import LEAST_IDLE_NS, Cuts, GrowingCuts
+from workbench.replay.paused_time import LEAST_IDLE_NS, Cuts, GrowingCuts
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import KeyFrame
-from workbench.widgets.alike import Alike
-from workbench.widgets.spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
-from workbench.widgets.steps import Steps
+from workbench.widgets.live_spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
+from workbench.widgets.live_steps import Steps
+from workbench.widgets.rank_groups import RankGroups
 
 MAX_RANKS = 8
 """Ranks with tracks of their own."""
@@ -53,12 +53,12 @@ class Increment:
         is_another: these are other ranks than before: forget the steps as well.
         groups: ranks, alike ones together; ``group`` in the arrays is a position in it.
         ranks: those with tracks; track ``len(TRACKS) * i + j`` is track ``j`` of ``ranks[i]``.
-        spans: of :data:`~workbench.widgets.spans.SPAN_DTYPE`; each track's in the order they began.
+        spans: of :data:`~workbench.widgets.live_spans.SPAN_DTYPE`; each track's in the order they began.
         open: of the same: what has not ended, instead of what was said to be so before.
         memory: of MEMORY_DTYPE: live bytes by class from a moment on.
         states: of STATE_DTYPE: the UnitState of a unit from a moment on.
         is_exact: whether every change is in both.
-        steps: of :data:`~workbench.widgets.steps.LEARNED_DTYPE`: finished steps.
+        steps: of :data:`~workbench.widgets.live_steps.LEARNED_DTYPE`: finished steps.
     """
 
     restart: bool
@@ -87,7 +87,7 @@ class Feed:
         self._ends: dict[int, int] = {}
         self._known: dict[int, KeyFrame] = {}
         self._spans: dict[int, RankSpans] = {}
-        self._alike, self._steps, self._growing = Alike(), Steps(), GrowingCuts(LEAST_IDLE_NS)
+        self._alike, self._steps, self._growing = RankGroups(), Steps(), GrowingCuts(LEAST_IDLE_NS)
 
     @property
     def cuts(self) -> Cuts:
@@ -144,13 +144,13 @@ class Feed:
         return found
 
     def _forget(self) -> None:
-        self._alike, self._steps, self._growing, self._ends = Alike(), Steps(), GrowingCuts(LEAST_IDLE_NS), {}
+        self._alike, self._steps, self._growing, self._ends = RankGroups(), Steps(), GrowingCuts(LEAST_IDLE_NS), {}
         self._forget_drawn()
 
     def _forget_drawn(self) -> None:
         self._known, self._spans = {}, {}
 
-    def _fresh(self, trace: Trace, rank: int) -> Part:
+    def _fresh(self, trace: Trace, rank: int) -> FeedRows:
         rank_trace, before = trace.rank(rank), self._known.get(rank)
         if before is None:
             part = rank_trace.cut(rank_trace.end_seq - self._history_rows, rank_trace.end_seq)
@@ -169,7 +169,7 @@ class Feed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FeedRows:
     """Some of the rows of a group's first rank, to be told to a view.
 
     Attributes:
@@ -181,9 +181,9 @@ class Part:
     is_first: bool
 
 
-def shown_part(part: RankTrace, cuts: Cuts, *, is_first: bool) -> Part:
+def shown_part(part: RankTrace, cuts: Cuts, *, is_first: bool) -> FeedRows:
     """Return a part of a rank's trace as it is told to a view whose axis leaves out ``cuts``."""
-    return Part(part=replace(part, rows=cuts.rows(part.rows)), is_first=is_first)
+    return FeedRows(part=replace(part, rows=cuts.rows(part.rows)), is_first=is_first)
 
 
 def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, int]) -> bool:
@@ -210,7 +210,7 @@ def _drawn(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sorted(order[:MAX_RANKS]))
 
 
-def memory_of(parts: Sequence[Part], limit: int | None) -> tuple[NDArray[np.void], bool]:
+def memory_of(parts: Sequence[FeedRows], limit: int | None) -> tuple[NDArray[np.void], bool]:
     """Return the memory of each group's part, of MEMORY_DTYPE ``[N]``, and whether that is every change.
 
     Args:
@@ -229,7 +229,7 @@ def memory_of(parts: Sequence[Part], limit: int | None) -> tuple[NDArray[np.void
     return np.concatenate(found), is_exact
 
 
-def states_of(parts: Sequence[Part], num_units: int, limit: int | None) -> tuple[NDArray[np.void], bool]:
+def states_of(parts: Sequence[FeedRows], num_units: int, limit: int | None) -> tuple[NDArray[np.void], bool]:
     """Return the states of all units in each group's part, of STATE_DTYPE ``[N]``, and whether that is every change.
 
     Args:

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Category, Kind
-from workbench.replay.holds import Cuts
+from workbench.replay.paused_time import Cuts
+from workbench.widgets.dashboard_messages import Counts, OpenSpan
 from workbench.widgets.feed import Increment
-from workbench.widgets.messages import Counts, OpenSpan
 
 COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     "spans": (

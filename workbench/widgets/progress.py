@@ -10,7 +10,7 @@ import html
 import sys
 from typing import Any, Literal, TextIO
 
-from workbench.reports.follow import Progress
+from workbench.reports.step_progress import Progress
 from workbench.views.theme import format_duration, format_long, format_loss, plural
 
 State = Literal["running", "done", "failed"]

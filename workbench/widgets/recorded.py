@@ -1,4 +1,4 @@
-"""A whole record for a page that has no kernel to ask: what :mod:`workbench.widgets.answers` would say, tabulated.
+"""A whole record for a page that has no kernel to ask: what :mod:`workbench.widgets.view_server` would say, tabulated.
 
 The page answers the dashboard's questions by looking things up (``static/recorded.js``): the first answer to ``feed``
 as it is, with every span; for ``at``, ``beside`` and ``window`` per rank what each row says and when it was known, and
@@ -25,13 +25,13 @@ from workbench.codec import encode
 from workbench.events import BESIDE, Category
 from workbench.replay import memory, states
 from workbench.replay.spans import Ints, of_kind
-from workbench.session.pulse import Pulse
+from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
-from workbench.widgets.alike import ALIKE
-from workbench.widgets.answers import Answers
-from workbench.widgets.messages import About, AskFeed, Panel
-from workbench.widgets.moments import describe, describe_with_phase, events_up_to
+from workbench.widgets.dashboard_messages import AskFeed, InitialState, Panel
+from workbench.widgets.rank_groups import ALIKE
+from workbench.widgets.state_at import describe, describe_with_phase, events_up_to
+from workbench.widgets.view_server import ViewServer
 
 FEED_BYTES = 3 << 20
 """About how many bytes the first answer may have, but for spans, of which it has all: no more than a browser keeps."""
@@ -70,8 +70,8 @@ def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
     name. Of changes of bytes ``bytes.row``, the row after which it is so, -1 before all; ``bytes.value``;
     and of each class ``bytes.ends``, where its changes end. Of units ``units.row``, ``units.value``, ``units.ends``.
     """
-    answers = Answers(FEED_BYTES, history_rows=trace.num_rows, least_spans=trace.num_rows)
-    feed, (data,) = answers.answer(AskFeed(), Pulse(trace=trace, record="a record"), time.monotonic)
+    answers = ViewServer(FEED_BYTES, history_rows=trace.num_rows, least_spans=trace.num_rows)
+    feed, (data,) = answers.answer(AskFeed(), ClusterSnapshot(trace=trace, record="a record"), time.monotonic)
     texts, doings = _Texts(), _Texts()
     columns: Columns = {"feed": ("u1", np.frombuffer(data, np.uint8))}
     for rank_trace in trace.ranks:
@@ -79,7 +79,7 @@ def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
             found = _rows(trace, rank_trace, answers, texts, doings) | _changes(rank_trace, len(trace.header.units))
             columns |= {f"{rank_trace.rank}.{name}": column for name, column in found.items()}
     about = {
-        "about": encode(About(buttons=(), panels=get_args(Panel))),
+        "about": encode(InitialState(buttons=(), panels=get_args(Panel))),
         "feed": {**feed, "said": ""},
         "ranks": [{"rank": r.rank, "seq": r.start.seq} for r in trace.ranks if len(r.rows)],
         "alike": ALIKE,
@@ -105,7 +105,7 @@ class _Texts:
         return self._places[text]
 
 
-def _rows(trace: Trace, rank_trace: RankTrace, answers: Answers, texts: _Texts, doings: _Texts) -> Columns:
+def _rows(trace: Trace, rank_trace: RankTrace, answers: ViewServer, texts: _Texts, doings: _Texts) -> Columns:
     rows = rank_trace.rows
     known_ns = np.maximum.accumulate(rows["t_ns"])
     events = events_up_to(rows)

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks as theirs
 
 from tests.engine.ranks import outcomes, run_ranks
+from workbench.engine import cancellable_waits
 from workbench.engine import classic as ours
-from workbench.engine import waits
 from workbench.engine._torch import default_store
+from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.errors import StepAborted
-from workbench.engine.waits import cancellation
 
 SIZE = 12  # elements of a gradient: parts for 1, 2, 3 and 4 ranks
 PLAIN = ["allreduce_hook", "reduce_scatter_hook"]
@@ -149,7 +149,7 @@ def give_up_while_another_is_late():
         store.wait(["gave up"])
         ours.allreduce_hook(state, grad)  # what rank 0 issued ends
         return
-    waits.stop_point = lambda: cancellation.cancel("enough")  # called while it waits
+    cancellable_waits.stop_point = lambda: cancellation.cancel("enough")  # called while it waits
     with pytest.raises(StepAborted, match=r"^enough$"):
         ours.allreduce_hook(state, grad)
     cancellation.reset()

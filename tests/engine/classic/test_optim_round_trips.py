@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.engine.classic.test_optim_state import FSDP, tell
-from tests.engine.classic.test_undo import STRATEGIES, train, wrapped
+from tests.engine.classic.test_unwrapping import STRATEGIES, train, wrapped
 from tests.engine.classic.wrapped import OURS, SAME, adam, whole
 from tests.engine.models import make_net
 from tests.engine.parity import shard_net

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.engine.classic.test_undo import train, two_groups, wrapped
+from tests.engine.classic.test_unwrapping import train, two_groups, wrapped
 from tests.engine.classic.wrapped import OURS, THEIRS, adam, assert_same_values, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import on_one_rank, run_ranks
 from tests.pairwise import quick
-from workbench.engine.classic.settings import settings_of
+from workbench.engine.classic.state_dict_settings import settings_of
 
 FSDP, Keys = OURS.FullyShardedDataParallel, OURS.OptimStateKeyType
 

@@ -45,9 +45,9 @@ from tests.engine.test_tensor_parallel import (
 )
 from workbench.engine import RanksDisagreeError, fully_shard, unshard_module
 from workbench.engine.classic import rewrap_optimizers, unwrap
-from workbench.engine.classic.undo import plain_copy
-from workbench.engine.state import states_below, units_of
-from workbench.engine.undo import remap_optimizer
+from workbench.engine.classic.unwrapping import plain_copy
+from workbench.engine.fsdp_state import states_below, units_of
+from workbench.engine.unsharding import remap_optimizer
 
 Mesh = tuple[tuple[str, ...], tuple[int, ...]]
 EITHER = (False, True)

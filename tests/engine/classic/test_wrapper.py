@@ -10,7 +10,7 @@ from tests.engine.classic.wrapped import CPU, OURS, THEIRS, adam, check_parity, 
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import run_ranks
 from tests.engine.recording import recording
-from workbench.engine.state import units_of
+from workbench.engine.fsdp_state import units_of
 from workbench.events import Kind
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine._torch import allow_reading, chunk_cat, forbid_reading
-from workbench.engine.backends.clock import DeviceClock, Event
-from workbench.engine.backends.pages import Region, SparePages
-from workbench.engine.backends.pending import Transport
+from workbench.engine.backends.async_work import Transport
+from workbench.engine.backends.device_clock import DeviceClock, Event
+from workbench.engine.backends.page_pool import Region, SparePages
 from workbench.engine.comm import SET_BY_USER, CommPair, DefaultAllGather, DefaultReduceScatter, Peers
-from workbench.engine.layout import ShardLayout
+from workbench.engine.shard_layout import ShardLayout
 from workbench.events import C10D
 
 
@@ -111,7 +111,7 @@ Grads = Sequence[torch.Tensor | None]
 """Full gradients of what is one parameter when it is sharded; None: there is none, which counts as zero."""
 
 
-class CopiedIn(Protocol):
+class LaidOutParam(Protocol):
     """A parameter whose full gradients are laid out for the ranks.
 
     Attributes:
@@ -309,7 +309,7 @@ class Backend:
         torch._foreach_copy_(list(targets), slots)
 
     def copy_in(
-        self, params: Sequence[CopiedIn], grads: Sequence[Grads], chunks: torch.Tensor, first_rank: int = 0
+        self, params: Sequence[LaidOutParam], grads: Sequence[Grads], chunks: torch.Tensor, first_rank: int = 0
     ) -> None:
         """Copy full gradients, cast, into ``chunks`` ``[n, S]``, of n ranks from ``first_rank`` on."""
         wholes = _whole([param.layout for param in params], grads, len(chunks)) if self.fuses_copies else []

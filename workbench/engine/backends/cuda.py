@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine._torch import abort_process_groups
-from workbench.engine.backends.clock import Event
+from workbench.engine.backends.device_clock import Event
 from workbench.engine.backends.streams import Stream, StreamBackend
 
 

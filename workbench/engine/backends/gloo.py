@@ -8,17 +8,17 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.pages import Buffers
-from workbench.engine.backends.pending import AllOf
-from workbench.engine.backends.sums import add_others
+from workbench.engine.backends.async_work import AllOf
+from workbench.engine.backends.page_pool import Buffers
+from workbench.engine.backends.rank_sum import add_others
+from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.comm import Peers
-from workbench.engine.waits import Work
 
 _FEW_BYTES = 2**20
 """So many bytes of copies are taken for one all-to-all instead of several: what is small waits for messages mostly."""
 
 
-class _Kept:
+class _PooledBuffers:
     """Where the pairs of this file get their buffers: what one collective gave back is the next one's.
 
     Args:
@@ -39,7 +39,7 @@ class _Kept:
         self._buffers.give_back(buffer)
 
 
-class GlooAllGather(_Kept):
+class GlooAllGather(_PooledBuffers):
     """All-to-alls, in each of which a rank sends its shard to one other: from memory to memory.
 
     gloo's all-gathers, and c10d's over them, gather in a buffer of their own, fresh at every call, and copy that. One
@@ -62,7 +62,7 @@ class GlooAllGather(_Kept):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """Gather ``input_tensor`` ``[S]`` of every other rank into ``output_tensor`` ``[(F - 1) * S]``, in order."""
         others = _others(group)
         if _sends_copies(output_tensor.nbytes, group.size()):
@@ -96,14 +96,14 @@ def neighbours(group: dist.ProcessGroup) -> list[tuple[int, int]]:
 
 def exchange(
     received: torch.Tensor, sources: Sequence[int], sent: torch.Tensor, targets: Sequence[int], group: dist.ProcessGroup
-) -> Work:
+) -> AsyncWork:
     """Start to send equal parts to some ranks, while equal parts come from some, all in the order of the ranks."""
     each, all_ranks = received.numel() // len(sources), range(group.size())
     taken, given = ([each if rank in some else 0 for rank in all_ranks] for some in (sources, targets))
-    return cast("Work", dist.all_to_all_single(received, sent, taken, given, group=group, async_op=True))
+    return cast("AsyncWork", dist.all_to_all_single(received, sent, taken, given, group=group, async_op=True))
 
 
-class GlooReduceScatter(_Kept):
+class GlooReduceScatter(_PooledBuffers):
     """All-to-all, then a local sum: 5 to 8 times faster on gloo than its reduce-scatter, and deterministic.
 
     Attributes:
@@ -124,7 +124,7 @@ class GlooReduceScatter(_Kept):
         group: dist.ProcessGroup,
         op: Any = dist.ReduceOp.SUM,  # noqa: ANN401 - see ReduceScatter
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """Add what the other ranks have of this one's chunk to ``output_tensor`` ``[S]``; sums only.
 
         ``input_tensor`` ``[(F - 1) * S]`` holds their chunks, in order.
@@ -144,7 +144,9 @@ class GlooReduceScatter(_Kept):
 class _SumAfterExchange:
     """An all-to-all whose ``wait`` also sums, in rank order: independent of the order of arrival."""
 
-    def __init__(self, work: Work, received: torch.Tensor, rank: int, output: torch.Tensor, buffers: Buffers) -> None:
+    def __init__(
+        self, work: AsyncWork, received: torch.Tensor, rank: int, output: torch.Tensor, buffers: Buffers
+    ) -> None:
         self._work = work
         self._received: torch.Tensor | None = received  # [F - 1, S], of the other ranks in order; None once summed
         self._rank = rank

@@ -34,9 +34,10 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine import probe
-from workbench.engine.backends.addresses import is_same_memory
-from workbench.engine.backends.pages import Region
-from workbench.engine.backends.pending import PendingWork
+from workbench.engine.backends.async_work import PendingWork
+from workbench.engine.backends.memory_aliasing import is_same_memory
+from workbench.engine.backends.page_pool import Region
+from workbench.engine.backends.rank_sum import add_others
 from workbench.engine.backends.shared_memory import (
     PARAMETERS,
     Readers,
@@ -46,8 +47,7 @@ from workbench.engine.backends.shared_memory import (
     take_pages,
     whole_pages,
 )
-from workbench.engine.backends.sums import add_others
-from workbench.engine.waits import Work
+from workbench.engine.cancellable_waits import AsyncWork
 from workbench.events import Category
 
 
@@ -62,7 +62,7 @@ def _is_same(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     return is_alike and is_same_memory(tensor, expected)
 
 
-def _waited(work: Work, async_op: bool) -> Work | None:
+def _waited(work: AsyncWork, async_op: bool) -> AsyncWork | None:
     if async_op:
         return work
     work.wait()
@@ -120,7 +120,7 @@ class SharedMemoryAllGather:
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """Start waiting for every rank's shard ``[S]`` to be ready in ``output_tensor`` ``[F, S]``.
 
         Raises:
@@ -147,7 +147,7 @@ class _Gathered:
     """What was gathered last in a stage: ``output`` ``[F * S]``, there once ``barrier`` has ended."""
 
     output: torch.Tensor
-    barrier: Work
+    barrier: AsyncWork
     number: int
 
 
@@ -173,7 +173,7 @@ class SharedMemoryCastAllGather:
         self._dtype = dtype
         self._readers = Readers(shared.group, shared.rows(3, torch.int64), PARAMETERS)
         self._stages: torch.Tensor | None = None  # [2, F * capacity]
-        self._lease: probe.Lease | None = None
+        self._lease: probe.BufferHandle | None = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -194,7 +194,7 @@ class SharedMemoryCastAllGather:
             return
         self.release()
         self._stages = self._shared.rows(2 * numel * size // num_mapped, self._dtype).view(2, size * numel)
-        self._lease = probe.Lease(Category.RESERVED, probe.NO_UNIT, self._stages.nbytes // num_mapped)
+        self._lease = probe.BufferHandle(Category.RESERVED, probe.NO_UNIT, self._stages.nbytes // num_mapped)
 
     def release(self) -> None:
         """Give the stages up, on all ranks; the next ``allocate`` makes new ones."""
@@ -236,7 +236,7 @@ class SharedMemoryCastAllGather:
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """Start waiting for every rank's shard ``[S]`` to be ready in ``output_tensor`` ``[F * S]``.
 
         Raises:
@@ -255,7 +255,7 @@ class SharedMemoryCastAllGather:
         self._num_issued += 1
         return _waited(work, async_op)
 
-    def _start(self, _output: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    def _start(self, _output: torch.Tensor, group: dist.ProcessGroup) -> AsyncWork:
         """Start what ends when all rows are there; this rank's is."""
         return barrier(group)
 
@@ -266,7 +266,7 @@ class SharedMemoryCastAllGather:
                 self._readers.done(gathered.number)
 
 
-def wait_for_all_to_issue(work: Work, what: str) -> None:
+def wait_for_all_to_issue(work: AsyncWork, what: str) -> None:
     """Wait for a barrier, interruptibly.
 
     Raises:
@@ -277,7 +277,7 @@ def wait_for_all_to_issue(work: Work, what: str) -> None:
     pending.finish()
 
 
-class Issued(Protocol):
+class IssuedReduction(Protocol):
     """A reduction that reads stages."""
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
@@ -309,7 +309,7 @@ class _Reduction:
 
     def __init__(
         self,
-        barrier: Work,
+        barrier: AsyncWork,
         rank: int,
         chunks: Sequence[torch.Tensor],
         output: torch.Tensor,
@@ -428,8 +428,8 @@ class SharedMemoryReduceScatter:
         self._stages: torch.Tensor | None = None  # [F, N, capacity]; what is outstanding keeps those before
         self._readers: Readers | None = None  # of the stages
         self._last = -1  # as they number what was issued; -1: nothing
-        self.lease: probe.Lease | None = None
-        self._recent: deque[Issued] = deque(maxlen=max(max_outstanding, num_stages - max_outstanding))
+        self.lease: probe.BufferHandle | None = None
+        self._recent: deque[IssuedReduction] = deque(maxlen=max(max_outstanding, num_stages - max_outstanding))
 
     @property
     def num_bytes(self) -> int:
@@ -483,7 +483,7 @@ class SharedMemoryReduceScatter:
         """Have the stages' memory, and count it, from now on."""
         if self.lease is None and self._stages is not None:
             take_pages(self._stages[self._shared.group.rank])
-            self.lease = probe.Lease(Category.RESERVED, probe.NO_UNIT, self.num_bytes)
+            self.lease = probe.BufferHandle(Category.RESERVED, probe.NO_UNIT, self.num_bytes)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return this rank's next stage, to be filled; all ranks ask for the same sizes in the same order.
@@ -517,7 +517,7 @@ class SharedMemoryReduceScatter:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> AsyncWork | None:
         """Start the sum over ranks: when the work is waited for, the others' are added to ``output_tensor`` ``[S]``.
 
         Raises:
@@ -549,7 +549,7 @@ class SharedMemoryReduceScatter:
             )
         return readers
 
-    def _start(self, output: torch.Tensor, group: dist.ProcessGroup, done: Callable[[], None]) -> Issued:
+    def _start(self, output: torch.Tensor, group: dist.ProcessGroup, done: Callable[[], None]) -> IssuedReduction:
         """Start adding this rank's chunk ``[S]`` of every other rank's stage to the output; ``done`` is called then."""
         rank, size, numel = self._shared.group.rank, self._shared.group.size, output.numel()
         stages = self._next_stages()  # [F, capacity]
@@ -566,7 +566,7 @@ class SharedMemoryReduceScatter:
             return torch.empty(self._shared.group.size, 0, dtype=self._dtype)
         return self._stages[:, self._num_issued % self._num_stages]
 
-    def _issued_ago(self, number: int) -> Issued | None:
+    def _issued_ago(self, number: int) -> IssuedReduction | None:
         """Return the reduction that is ``number`` before the one to be issued next."""
         return self._recent[-number] if len(self._recent) >= number else None
 

@@ -25,11 +25,11 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.pages import Region, can_share, madvise
+from workbench.engine.backends.page_pool import Region, can_share, madvise
+from workbench.engine.cancellable_waits import SLICE_S, AsyncWork, cancellation
+from workbench.engine.collective_order import FIRST_POLL_S, LAST_POLL_S, Collective
 from workbench.engine.comm import Peers
 from workbench.engine.errors import CollectiveFailed
-from workbench.engine.order import FIRST_POLL_S, LAST_POLL_S, Collective
-from workbench.engine.waits import SLICE_S, Work, cancellation
 
 host = ""
 """Identity of this process's host, as it was told; empty: was not told.
@@ -51,12 +51,12 @@ _ON_CPU.device = _CPU  # else a group that knows both gloo and NCCL takes NCCL
 T = TypeVar("T")
 
 
-def barrier(process_group: dist.ProcessGroup) -> Work:
+def barrier(process_group: dist.ProcessGroup) -> AsyncWork:
     """Start what ends once every rank has started it.
 
     The cheapest of gloo's collectives: log2(F) messages in a row, an all-reduce or all-gather of one byte takes more.
     """
-    return cast("Work", process_group.barrier(_ON_CPU))
+    return cast("AsyncWork", process_group.barrier(_ON_CPU))
 
 
 def _attempt(action: Callable[..., T], *args: Any) -> tuple[T | None, str]:  # noqa: ANN401 - action's own

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.backends.base import Backend, Comms, CommUser
-from workbench.engine.backends.hosts import Hosts, HostsAllGather, HostsReduceScatter
+from workbench.engine.backends.hierarchical_comm import Hosts, HostsAllGather, HostsReduceScatter
 from workbench.engine.backends.shared_comm import (
     SharedMemoryAllGather,
     SharedMemoryCastAllGather,

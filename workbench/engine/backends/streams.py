@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workbench.engine.backends.async_work import PendingWork, Transport, WaitObserver
 from workbench.engine.backends.base import Backend, Streams
-from workbench.engine.backends.clock import COMMUNICATION, DeviceClock, Event
-from workbench.engine.backends.pending import PendingWork, Transport, Watch
-from workbench.engine.waits import Work
+from workbench.engine.backends.device_clock import COMMUNICATION, DeviceClock, Event
+from workbench.engine.cancellable_waits import AsyncWork
 from workbench.events import COMPUTE_STREAM
 
 Stream = Any
@@ -135,7 +135,7 @@ class StreamTransport(Transport):
 
     host_waits = False
 
-    def pending(self, work: Work | None, collective: object, watch: Watch | None = None) -> PendingWork:
+    def pending(self, work: AsyncWork | None, collective: object, watch: WaitObserver | None = None) -> PendingWork:
         """Return the way to let streams wait for what an async collective returned."""
         return StreamWork(work, collective, watch)
 

@@ -24,7 +24,16 @@ the names that begin with an underscore
     are torch's own affair, but for ``_has_params``, ``_flat_param`` and ``_handle``, which Accelerate reads.
 """
 
-from workbench.engine.classic.api import (
+from workbench.engine.classic.comm_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
+from workbench.engine.classic.flat_param import FlatParameter
+from workbench.engine.classic.options import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -42,17 +51,8 @@ from workbench.engine.classic.api import (
     StateDictType,
     WrapperTrainingState,
 )
-from workbench.engine.classic.comm_hooks import (
-    DefaultState,
-    LowPrecisionState,
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-    reduce_scatter_hook,
-)
-from workbench.engine.classic.flat_param import FlatParameter
 from workbench.engine.classic.sharded_grad_scaler import ShardedGradScaler
-from workbench.engine.classic.undo import rewrap_optimizers, unwrap
+from workbench.engine.classic.unwrapping import rewrap_optimizers, unwrap
 from workbench.engine.classic.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from workbench.engine.classic.api import (
+from workbench.engine.classic.flat_param import FlatParam, FlatParameter
+from workbench.engine.classic.options import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
@@ -17,11 +18,10 @@ from workbench.engine.classic.api import (
     WrapperTrainingState,
     check_kind,
 )
-from workbench.engine.classic.flat_param import FlatParam, FlatParameter
-from workbench.engine.state import state_of
+from workbench.engine.fsdp_state import state_of
 
 if TYPE_CHECKING:
-    from workbench.engine.classic.state import WrapperState
+    from workbench.engine.classic.wrapper_state import WrapperState
 
 T = TypeVar("T")
 

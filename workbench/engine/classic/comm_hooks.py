@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from workbench.engine._torch import reduce_scatter_single
 from workbench.engine.backends import backend_of
+from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.comm import Allocator
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.reduction import factor_before
-from workbench.engine.waits import Work
 
 CommHook = Callable[..., object]
 
@@ -176,7 +176,7 @@ def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Pr
     _wait(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor.device, group, what)
 
 
-def _wait(work: Work | None, device: torch.device, group: dist.ProcessGroup, what: str) -> None:
+def _wait(work: AsyncWork | None, device: torch.device, group: dist.ProcessGroup, what: str) -> None:
     pending = backend_of(device).transport(group).pending(work, what)
     pending.block()
     pending.finish()

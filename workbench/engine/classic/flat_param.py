@@ -42,15 +42,15 @@ from workbench.engine._torch import (
     spec_of,
     with_dtype,
 )
-from workbench.engine.backends.addresses import is_same_memory
 from workbench.engine.backends.base import Grads
+from workbench.engine.backends.memory_aliasing import is_same_memory
 from workbench.engine.dtensor_param import joined_with_tp
 from workbench.engine.full_param import FullParam, FullView, local_tensor
-from workbench.engine.layout import ShardLayout
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
-from workbench.engine.refusal import is_sharded
-from workbench.engine.undo import laid_out
+from workbench.engine.refusal_text import is_sharded
+from workbench.engine.shard_layout import ShardLayout
+from workbench.engine.unsharding import laid_out
 from workbench.events import FlatPart, Param, ParamTensors, within
 
 TPGroups = tuple[dist.ProcessGroup, ...]
@@ -129,13 +129,13 @@ class _StandIn(torch.Tensor):
         raise NotImplementedError
 
 
-class Away(_StandIn):
+class FlatPlaceholder(_StandIn):
     """Stands on a module for a parameter that lies in a flat one."""
 
     full: FullParam
 
     @classmethod
-    def of(cls, full: FullParam) -> Away:
+    def of(cls, full: FullParam) -> FlatPlaceholder:
         """Return what stands for ``full``, of its global shape, while that is closed."""
         away = cls._for(full.data, None if full.tp_spec is None else full.param.shape)
         away.full = full
@@ -199,7 +199,7 @@ def _reduced_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 @dataclass(eq=False)
-class Shown:
+class ExposedGrad:
     """A gradient that was shown to whoever looks at parameters, or what stands for it.
 
     Attributes:
@@ -226,7 +226,7 @@ class Shown:
 
 
 @dataclass(eq=False)
-class Part:
+class FlatSlice:
     """One parameter of a flat one.
 
     Attributes:
@@ -253,7 +253,7 @@ class Part:
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def of(cls, param: nn.Parameter, info: ParamModuleInfo, first: int, mesh: FSDPMeshInfo) -> Part:
+    def of(cls, param: nn.Parameter, info: ParamModuleInfo, first: int, mesh: FSDPMeshInfo) -> FlatSlice:
         """Return the part that ``param`` becomes.
 
         Raises:
@@ -353,17 +353,17 @@ class FlatParam(FSDPParam):
         use_orig_params: bool,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[FlatSlice] = []
         numel = 0
         for param, info in given:
-            self.parts.append(Part.of(param, info, numel, mesh))
+            self.parts.append(FlatSlice.of(param, info, numel, mesh))
             numel += self.parts[-1].numel
         self.use_orig_params = use_orig_params
         self.grad_dtype = grad_dtype
         self._calls_setattr = os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1"
         modules = [module for _, info in given for module, _ in info.places]
         self._has_setattr = self._calls_setattr and any(map(has_own_setattr, modules))
-        self._shown: list[Shown] = []  # until something computes with the modules again
+        self._shown: list[ExposedGrad] = []  # until something computes with the modules again
         super().__init__(
             ParamModuleInfo(owner, FLAT_PARAM, FLAT_PARAM),
             ShardLayout(torch.Size([numel]), 0, mesh.shard_mesh_size),
@@ -431,7 +431,7 @@ class FlatParam(FSDPParam):
         within = (part.within(begin, end) for part in self.parts)
         return [slot[first - begin : last - begin] if first < last else slot[:0] for first, last in within]
 
-    def piece_of_full(self, part: Part, full: torch.Tensor) -> torch.Tensor:
+    def piece_of_full(self, part: FlatSlice, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's piece of a whole parameter, as a view if that is contiguous."""
         if self.is_whole:
             return full
@@ -526,7 +526,7 @@ class FlatParam(FSDPParam):
         """Return the flat parameter registered now, or the first of the originals."""
         return self._original(self.parts[0]) if self.use_orig_params else self.registered()
 
-    def _original(self, part: Part) -> nn.Parameter:
+    def _original(self, part: FlatSlice) -> nn.Parameter:
         param = parameter_of(part.info.module, part.info.name)
         if param is None:
             raise TypeError(f"parameter {part.fqn!r} was taken off its module after it was wrapped")
@@ -604,7 +604,7 @@ class FlatParam(FSDPParam):
     def show(self, views: Sequence[FullView]) -> None:
         """Let the full forms be ``views`` from now on."""
         super().show(views)
-        self._away = [Away.of(full) for full in self.fulls]
+        self._away = [FlatPlaceholder.of(full) for full in self.fulls]
 
     def register_full(self) -> None:
         """Let the modules have the full forms: as parameters with ``use_orig_params``, else as attributes."""
@@ -618,7 +618,7 @@ class FlatParam(FSDPParam):
                         module._parameters.pop(name, None)  # it is no parameter of the module
                     vars(module)[name] = full.param
 
-    def _put(self, part: Part, param: nn.Parameter) -> None:
+    def _put(self, part: FlatSlice, param: nn.Parameter) -> None:
         """Register ``param``; a module's own ``__setattr__`` is called, unless FSDP_USE_UNSAFE_SETATTR=1 was set."""
         if self._calls_setattr:
             part.info.register(param)
@@ -783,7 +783,7 @@ class FlatParam(FSDPParam):
         self._take_grads_back()
         super().drop_grad()
 
-    def _show_grads(self) -> Iterator[Shown]:
+    def _show_grads(self) -> Iterator[ExposedGrad]:
         """Give what is owned the gradients that are not reduced yet, where it can have them, and yield them."""
         if self.use_orig_params:
             owned = [(part.held, part.fqn, [full]) for part, full in zip(self.parts, self.fulls, strict=True)]
@@ -797,7 +797,7 @@ class FlatParam(FSDPParam):
             is_whole = self.owns_wholes and fulls[0].tp_spec is None  # a DTensor's may be a pending sum
             is_its_own = is_whole and before is None and len(grads) == 1 and grads[0].dtype == param.dtype
             param.grad = grads[0] if is_its_own else Unreduced.of(param, fqn)
-            yield Shown(param, param.grad, before, fulls)
+            yield ExposedGrad(param, param.grad, before, fulls)
 
     def _take_grads_back(self) -> None:
         shown, self._shown = self._shown, []

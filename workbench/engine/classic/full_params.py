@@ -8,14 +8,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from workbench.engine import collectives
+from workbench.engine import unit_collectives
 from workbench.engine.backends import backend_of
 from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.holdings import check_alike, sharded_flat
-from workbench.engine.classic.state import WrapperState, is_first, wrapper_states_below
-from workbench.engine.collectives import UnitId
+from workbench.engine.classic.shard_inventory import check_alike, sharded_flat
+from workbench.engine.classic.wrapper_state import WrapperState, is_first, wrapper_states_below
+from workbench.engine.fsdp_state import state_of
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.state import state_of
+from workbench.engine.unit_collectives import UnitId
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def gather_flat(unit: FSDPParamGroup, slot: torch.Tensor) -> torch.Tensor:
     if slot.device != unit.device:
         slot = slot.to(unit.device)
     known = UnitId(unit.index, unit.name)
-    gathered = collectives.foreach_all_gather(slot, slot.dtype, unit.device, group, gather, known)
+    gathered = unit_collectives.foreach_all_gather(slot, slot.dtype, unit.device, group, gather, known)
     whole = torch.cat([part.reshape(-1) for part in gathered.wait()])
     gathered.drop()
     return whole

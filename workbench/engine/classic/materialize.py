@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import local_of, parameter_of, set_local, set_parameter
 from workbench.engine.backends import is_of_kind
-from workbench.engine.classic.meshes import route_over
+from workbench.engine.classic.wrapper_mesh import route_over
 from workbench.engine.full_param import local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.events import unit_words

@@ -16,19 +16,19 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import gather_old_shards, is_of_old_shards
 from workbench.engine.agreement import Agreement, Holdings, Rows, describe_state
-from workbench.engine.classic.api import OptimStateKeyType, StateDictType, check_kind
-from workbench.engine.classic.cautions import caution
-from workbench.engine.classic.flat_param import FlatParam, Part
+from workbench.engine.classic.cost_warnings import caution
+from workbench.engine.classic.flat_param import FlatParam, FlatSlice
 from workbench.engine.classic.full_params import CPU
-from workbench.engine.classic.holdings import flats_holdings, sharded_flats
-from workbench.engine.classic.meshes import Route, route_over
-from workbench.engine.classic.part_states import split_states, whole_states
-from workbench.engine.classic.settings import settings_of
-from workbench.engine.classic.state import wrapper_states_below
+from workbench.engine.classic.options import OptimStateKeyType, StateDictType, check_kind
+from workbench.engine.classic.param_states import split_states, whole_states
+from workbench.engine.classic.shard_inventory import flats_holdings, sharded_flats
 from workbench.engine.classic.state_dict import check_local, key_of, split_over
+from workbench.engine.classic.state_dict_settings import settings_of
+from workbench.engine.classic.wrapper_mesh import Route, route_over
+from workbench.engine.classic.wrapper_state import wrapper_states_below
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.tree import full_name, names_below
-from workbench.engine.undo import full_tensor, state_like
+from workbench.engine.root_checks import full_name, names_below
+from workbench.engine.unsharding import full_tensor, state_like
 
 StateDict = dict[str, Any]
 """``{"state": {parameter: {key: value}}, "param_groups": [{"params": parameters, option: value}]}``."""
@@ -257,7 +257,7 @@ def _groups_of(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedParams:
     """What a model with wrappers has for optimizers.
 
     Attributes:
@@ -271,7 +271,7 @@ class Named:
     registered: dict[nn.Parameter, str]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Named:
+    def of(cls, model: nn.Module) -> NamedParams:
         """Return what there is below ``model``; its wrappers are sharded afterwards."""
         modules = names_below((model,))
         flats: list[tuple[FSDPParamGroup, FlatParam, list[str]]] = []
@@ -333,7 +333,7 @@ def _by_names(
     is_kept: bool,
 ) -> StateDict:
     """Return state by names, whole or split, on ``device`` or where it is computed; collective."""
-    named = Named.of(model)
+    named = NamedParams.of(model)
     keys: dict[nn.Parameter, Key] = {}
     states: dict[nn.Parameter, dict[str, Any]] = {}
 
@@ -365,15 +365,17 @@ def _by_names(
     return {"state": found, **({"param_groups": groups} if "param_groups" in given else {})}
 
 
-def _split_over(unit: FSDPParamGroup, device: torch.device | None, part: Part, whole: torch.Tensor) -> torch.Tensor:
+def _split_over(
+    unit: FSDPParamGroup, device: torch.device | None, part: FlatSlice, whole: torch.Tensor
+) -> torch.Tensor:
     return split_over(unit, part, whole, device or whole.device)
 
 
-def _copied_to(device: torch.device | None, part: Part, whole: torch.Tensor) -> torch.Tensor:
+def _copied_to(device: torch.device | None, part: FlatSlice, whole: torch.Tensor) -> torch.Tensor:
     return part.as_global(whole.to(device or whole.device, copy=True))
 
 
-def _dropped(_: Part, __: torch.Tensor) -> None:
+def _dropped(_: FlatSlice, __: torch.Tensor) -> None:
     """Keep nothing."""
 
 
@@ -404,7 +406,7 @@ def to_load(
         is_named: the optimizer's keys are names too.
         route: ranks load what its first rank was given; None: each rank loads its own.
     """
-    named = Named.of(model)
+    named = NamedParams.of(model)
     device = named.flats[0][0].device if named.flats else CPU
     fetch: Callable[[Any], Any] = partial(_gathered, device)
     if route is not None:
@@ -453,7 +455,7 @@ def _check_by_names(given: StateDict) -> None:
         )
 
 
-def _groups_held(named: Named, optim: torch.optim.Optimizer | None) -> Rows:
+def _groups_held(named: NamedParams, optim: torch.optim.Optimizer | None) -> Rows:
     """Say of each parameter in which group of the optimizer it is; without an optimizer nothing."""
     if optim is None:
         return {}
@@ -481,7 +483,7 @@ def _like(param: nn.Parameter, fetch: Callable[[Any], Any], value: Any) -> Any: 
 
 def _groups_to_load(
     groups: list[dict[str, Any]],
-    named: Named,
+    named: NamedParams,
     keys: Mapping[nn.Parameter, Key],
     optim: torch.optim.Optimizer | None,
 ) -> list[dict[str, Any]]:
@@ -509,7 +511,7 @@ def _groups_to_load(
 
 def _checked_local(model: nn.Module, optim: torch.optim.Optimizer, given: StateDict) -> StateDict:
     """Return a LOCAL_STATE_DICT if it is of this sharding."""
-    named = Named.of(model)
+    named = NamedParams.of(model)
     is_named = any(isinstance(key, str) for key in given["state"])
     for param, key in named.keys(model, optim, is_named=is_named).items():
         for what, value in given["state"].get(key, {}).items():
@@ -526,7 +528,7 @@ def _checked_local(model: nn.Module, optim: torch.optim.Optimizer, given: StateD
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentTensor:
     """Stands for a tensor that rank 0 will send."""
 
     shape: torch.Size
@@ -557,7 +559,7 @@ def _is_first(route: Route) -> bool:
 
 
 def _told_by_first(given: StateDict, route: Route) -> StateDict:
-    """Return what rank 0 has; on the others with :class:`Sent` in the place of tensors."""
+    """Return what rank 0 has; on the others with :class:`SentTensor` in the place of tensors."""
     is_first = _is_first(route)
     told: list[Any] = [None]
     given = given or {}
@@ -574,11 +576,11 @@ def _announced(state: Any) -> Any:  # noqa: ANN401 - optimizer state holds anyth
         return {key: _announced(value) for key, value in state.items()}
     if not isinstance(state, torch.Tensor):
         return state
-    return Sent(state.shape, state.dtype) if state.ndim else state.cpu()
+    return SentTensor(state.shape, state.dtype) if state.ndim else state.cpu()
 
 
 def _sent_by_first(device: torch.device, route: Route, value: Any) -> Any:  # noqa: ANN401 - any
-    if isinstance(value, Sent):
+    if isinstance(value, SentTensor):
         value = torch.empty(value.shape, dtype=value.dtype, device=device)
     elif not isinstance(value, torch.Tensor) or not value.ndim:
         return value

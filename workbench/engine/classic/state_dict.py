@@ -18,22 +18,22 @@ from torch.distributed.tensor import DTensor, Shard
 
 from workbench.engine._torch import dtensor_of, gather_old_shards, is_of_old_shards, local_of, make_spec
 from workbench.engine.agreement import Agreement, Holdings, describe
-from workbench.engine.classic.api import (
+from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam, FlatSlice
+from workbench.engine.classic.full_params import whole_parts
+from workbench.engine.classic.options import (
     FullStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
     StateDictType,
 )
-from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam, Part
-from workbench.engine.classic.full_params import whole_parts
-from workbench.engine.classic.holdings import is_gathered, sharded_flat, sharded_flats
-from workbench.engine.classic.state import WrapperState, check_idle, is_first, wrapper_states_below
+from workbench.engine.classic.shard_inventory import is_gathered, sharded_flat, sharded_flats
+from workbench.engine.classic.wrapper_state import WrapperState, check_idle, is_first, wrapper_states_below
 from workbench.engine.flat_shard import in_own_storage
+from workbench.engine.fsdp_state import units_of
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.state import units_of
-from workbench.engine.tensors import unrecorded
-from workbench.engine.tree import WRAPPED, Names, full_name, names_below
-from workbench.engine.undo import full_tensor, laid_out
+from workbench.engine.root_checks import WRAPPED, Names, full_name, names_below
+from workbench.engine.tensor_trees import unrecorded
+from workbench.engine.unsharding import full_tensor, laid_out
 
 LOCAL, SHARDED = StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 _CHECKPOINTED = (
@@ -57,7 +57,7 @@ def settings_for(state: WrapperState) -> StateDictSettings:
     return StateDictSettings.of(StateDictType.FULL_STATE_DICT, config)
 
 
-def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, Part, nn.Parameter]]:
+def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, FlatSlice, nn.Parameter]]:
     """Yield key, part and what an optimizer holds of every parameter of a flat one, for each of its places."""
     for part in flat.parts:
         for module, name in part.info.places:
@@ -139,7 +139,7 @@ def _values(unit: FSDPParamGroup, flat: FlatParam, kind: StateDictType) -> list[
     return [split_over(unit, part, whole, flat.slot.device) for part, whole in zip(flat.parts, wholes, strict=True)]
 
 
-def split_over(unit: FSDPParamGroup, part: Part, whole: torch.Tensor, place: torch.device) -> DTensor:
+def split_over(unit: FSDPParamGroup, part: FlatSlice, whole: torch.Tensor, place: torch.device) -> DTensor:
     """Return a part's tensor split along dim 0 over the ranks that share it, or of copies over all.
 
     Collective over the ranks of tensor parallelism that have split the part: on dim 0 they split the shards then, as
@@ -302,7 +302,7 @@ def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any]
     state.is_loading = True
 
 
-def _to_load(part: Part, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _to_load(part: FlatSlice, value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a value of a state dict as the module of its parameter takes it: whole, or split by tensor parallelism."""
     if is_of_old_shards(value):
         value = gather_old_shards(value, device)

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.engine.classic.api import module_classes_of
-from workbench.engine.classic.cautions import check_own_precision
-from workbench.engine.tensors import cast_floats, tensors_in
+from workbench.engine.classic.cost_warnings import check_own_precision
+from workbench.engine.classic.options import module_classes_of
+from workbench.engine.tensor_trees import cast_floats, tensors_in
 
 WrapPolicy = Callable[..., bool]
 """Called with ``module``, ``recurse`` and ``nonwrapped_numel``: go on below, or make a unit of what is left?"""
 
 
-class Policy(ABC):
+class UnitWrapPolicy(ABC):
     """Decides module by module."""
 
     def descends(self, module: nn.Module, numel: int) -> bool:
@@ -47,7 +47,7 @@ class Policy(ABC):
         """
 
 
-class ModuleWrapPolicy(Policy):
+class ModuleWrapPolicy(UnitWrapPolicy):
     """Makes a unit of every module of some classes.
 
     Args:
@@ -73,7 +73,7 @@ class ModuleWrapPolicy(Policy):
         return f"ModuleWrapPolicy({{{names}}})"
 
 
-class CustomPolicy(Policy):
+class CustomPolicy(UnitWrapPolicy):
     """Asks a function.
 
     Args:
@@ -102,7 +102,7 @@ class CustomPolicy(Policy):
 
 
 @dataclass(frozen=True)
-class _FunctionPolicy(Policy):
+class _FunctionPolicy(UnitWrapPolicy):
     function: WrapPolicy
 
     def descends(self, module: nn.Module, numel: int) -> bool:
@@ -192,7 +192,7 @@ class PlannedUnit:
 
 def plan_units(
     root: nn.Module,
-    policy: Policy | WrapPolicy,
+    policy: UnitWrapPolicy | WrapPolicy,
     kwargs: Mapping[str, Any],
     *,
     ignored_modules: Iterable[nn.Module] = (),
@@ -229,8 +229,8 @@ def plan_units(
     return walk.units
 
 
-def _asked(policy: Policy | WrapPolicy) -> Policy:
-    if isinstance(policy, Policy):
+def _asked(policy: UnitWrapPolicy | WrapPolicy) -> UnitWrapPolicy:
+    if isinstance(policy, UnitWrapPolicy):
         return policy
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(
@@ -244,7 +244,7 @@ def _asked(policy: Policy | WrapPolicy) -> Policy:
 class _Walk:
     """What :func:`plan_units` knows while it goes through the tree."""
 
-    policy: Policy
+    policy: UnitWrapPolicy
     own_precision: tuple[type[nn.Module], ...]
     ignored: set[nn.Module]
     ignored_params: set[nn.Parameter]
@@ -362,7 +362,7 @@ def wrap_units(root: nn.Module, units: Sequence[PlannedUnit], wrapper_cls: Calla
 
 def auto_wrap(
     root: nn.Module,
-    policy: Policy | WrapPolicy,
+    policy: UnitWrapPolicy | WrapPolicy,
     wrapper_cls: Callable[..., nn.Module],
     kwargs: Mapping[str, Any],
     *,

@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from workbench.engine._torch import is_asked_by_checkpoints, lists_parameters_for_checkpoints, tell_checkpoints
 from workbench.engine.classic import comm_hooks, materialize
-from workbench.engine.classic.api import (
+from workbench.engine.classic.attributes import WrapperAttributes, check_flags
+from workbench.engine.classic.clip import clip_grad_norm
+from workbench.engine.classic.cost_warnings import caution, check_gradient_memory, check_is_called, check_splits
+from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.classic.full_params import summon_full_params
+from workbench.engine.classic.ignored_params import IgnoredStates
+from workbench.engine.classic.optim_state import OptimStateDicts
+from workbench.engine.classic.options import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
@@ -25,18 +32,7 @@ from workbench.engine.classic.api import (
     StateDictType,
     check_kind,
 )
-from workbench.engine.classic.attributes import WrapperAttributes, check_flags
-from workbench.engine.classic.cautions import caution, check_gradient_memory, check_is_called, check_splits
-from workbench.engine.classic.checkpoints import Checkpoints
-from workbench.engine.classic.clip import clip_grad_norm
-from workbench.engine.classic.flat_param import FlatParam
-from workbench.engine.classic.full_params import summon_full_params
-from workbench.engine.classic.holdings import check_alike, sharded_flats
-from workbench.engine.classic.ignored import Ignored
-from workbench.engine.classic.meshes import HYBRID, ProcessGroups, mesh_for
-from workbench.engine.classic.optim_state import OptimStateDicts
-from workbench.engine.classic.settings import settings_of
-from workbench.engine.classic.state import KEEPS_AFTER_FORWARD, WrapperState, flat_of, wrapper_states_below
+from workbench.engine.classic.shard_inventory import check_alike, sharded_flats
 from workbench.engine.classic.state_dict import (
     as_saved,
     begin_load,
@@ -50,15 +46,19 @@ from workbench.engine.classic.state_dict import (
     shown,
     with_versions,
 )
-from workbench.engine.classic.wrap import Policy, WrapPolicy, auto_wrap
+from workbench.engine.classic.state_dict_settings import settings_of
+from workbench.engine.classic.torch_checkpoint import Checkpoints
+from workbench.engine.classic.wrap import UnitWrapPolicy, WrapPolicy, auto_wrap
+from workbench.engine.classic.wrapper_mesh import HYBRID, ProcessGroups, mesh_for
+from workbench.engine.classic.wrapper_state import KEEPS_AFTER_FORWARD, WrapperState, flat_of, wrapper_states_below
 from workbench.engine.dtensor_param import joined_with_tp
-from workbench.engine.managed import _get_managed_modules, _get_param_module_infos, mark_taken
+from workbench.engine.fsdp_state import attach, state_of, units_of
+from workbench.engine.managed_params import _get_managed_modules, _get_param_module_infos, mark_taken
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import ParamModuleInfo, check_uniform
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
-from workbench.engine.state import attach, state_of, units_of
-from workbench.engine.tree import WRAPPED, clean
+from workbench.engine.root_checks import WRAPPED, clean
 
 Given = list[tuple[nn.Parameter, ParamModuleInfo]]
 
@@ -109,7 +109,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         process_group: ProcessGroups | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: Policy | WrapPolicy | None = None,
+        auto_wrap_policy: UnitWrapPolicy | WrapPolicy | None = None,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
@@ -140,7 +140,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         )
         if state_of(module) is not None:
             raise ValueError(f"this {type(module).__name__} is sharded already; wrap what is in it, or undo it first")
-        ignored = Ignored.of(module, ignored_modules, ignored_states)
+        ignored = IgnoredStates.of(module, ignored_modules, ignored_states)
         if strategy in HYBRID and process_group is None and device_mesh is None and auto_wrap_policy is None:
             raise ValueError(
                 f"{strategy.name} by hand needs process_group=(group to shard over, group to repeat over), or "
@@ -524,12 +524,12 @@ def _loaded(wrapper: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - nn
         keys[:] = map(key_of, keys)
 
 
-def _managed(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]:
+def _managed(module: nn.Module, ignored: IgnoredStates) -> list[tuple[str, nn.Module]]:
     """Return the modules below ``module`` that are in no wrapper yet, with their paths."""
     return [(path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules]  # with all in them
 
 
-def _check_laid_out(managed: Sequence[tuple[str, nn.Module]], ignored: Ignored, mesh: FSDPMeshInfo) -> None:
+def _check_laid_out(managed: Sequence[tuple[str, nn.Module]], ignored: IgnoredStates, mesh: FSDPMeshInfo) -> None:
     """Check the DTensors among the parameters of modules, given with their paths.
 
     Raises:

@@ -1,4 +1,4 @@
-// Figures on narrow pages. What is other there is written in the figure (workbench/views/narrow.py), here it is chosen.
+// Figures on narrow pages. What is other there is written in the figure (workbench/views/responsive.py), here it is chosen.
 
 /** @typedef {{ below: number, layout: Record<string, unknown> }} Narrow a layout for pages that are narrower than that */
 

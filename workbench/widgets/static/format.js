@@ -1,4 +1,4 @@
-// Numbers as Python's views write them, letter by letter: see workbench/views/theme.py and replay/alike.py.
+// Numbers as Python's views write them, letter by letter: see workbench/views/theme.py and replay/grouping.py.
 
 import { MAX_RUNS, NAMED_RUNS } from "./tables.js";
 

@@ -1,4 +1,4 @@
-// The program of a notebook that was made a page: see workbench/page.py.
+// The program of a notebook that was made a page: see workbench/notebook_page.py.
 
 import { drawAnew, followWidth } from "./figures.js";
 

@@ -1,5 +1,5 @@
 // The program of a page that holds a record: the dashboard over it, and figures below. The page is written by
-// workbench/widgets/page.py. Nothing is asked of anybody.
+// workbench/widgets/trace_page.py. Nothing is asked of anybody.
 
 import { showDashboard } from "./dashboard.js";
 import { drawAnew, followWidth } from "./figures.js";

@@ -1,0 +1,78 @@
+"""What a queue says of a job, with scripts in the place of Slurm's programs."""
+
+import pytest
+from ipyparallel.cluster.launcher import LocalEngineSetLauncher, SlurmEngineSetLauncher
+
+from tests.waiting import PATIENCE_S
+from workbench.cluster import job_queue
+from workbench.cluster.job_queue import JobQueue
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """Makes a queue with job 12 whose programs are these shell scripts."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(job_queue, "WORD_S", PATIENCE_S)
+
+    def make(**scripts):
+        for name, script in scripts.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        engine_set = SlurmEngineSetLauncher(profile_dir=str(tmp_path))
+        engine_set.job_id = "12"
+        return JobQueue(engine_set)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("says", "word"),
+    [
+        ("CANCELLED (None)", "the queue has ended job 12: CANCELLED"),
+        ("TIMEOUT (TimeLimit)", "the queue has ended job 12: TIMEOUT (TimeLimit)"),
+    ],
+)
+def test_how_a_job_has_ended_is_asked_once(queue, tmp_path, says, word):
+    asked = queue(squeue=f"echo asked >>{tmp_path}/asked; echo '{says}'")
+    assert [asked.word_on_the_end() for _ in range(3)] == [word] * 3
+    assert asked.has_ended
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
+def test_a_job_that_is_being_ended_is_asked_for_again(queue, tmp_path):
+    turns = f"if [ -e {tmp_path}/second ]; then echo 'FAILED (NonZeroExitCode)'; else echo 'COMPLETING (None)'; fi"
+    asked = queue(squeue=f"{turns}; : >{tmp_path}/second")
+    assert asked.word_on_the_end() == "the queue has ended job 12: FAILED (NonZeroExitCode)"
+
+
+@pytest.mark.parametrize(
+    ("says", "word"),
+    [
+        ("COMPLETING (None)", "the queue is ending job 12"),
+        ("COMPLETING (TimeLimit)", "the queue is ending job 12 (TimeLimit)"),
+        ("RUNNING (None)", ""),
+    ],
+)
+def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, says, word):
+    monkeypatch.setattr(job_queue, "_said", lambda *_: says)
+    monkeypatch.setattr(job_queue, "WORD_S", 0.3)
+    assert queue().word_on_the_end() == word
+
+
+def test_a_job_that_the_queue_has_forgotten_is_looked_for_in_its_accounts(queue):
+    forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    asked = queue(squeue=forgotten, sacct="echo 'CANCELLED by 1000'")
+    assert asked.word_on_the_end() == "the queue no longer knows job 12; its accounts say: CANCELLED by 1000"
+    asked = queue(squeue=forgotten, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert asked.word_on_the_end() == "the queue no longer knows job 12"
+
+
+def test_a_queue_that_does_not_answer_says_nothing(queue, monkeypatch):
+    monkeypatch.setattr(job_queue, "WORD_S", 0.1)
+    assert queue(squeue="exec sleep 1000").word_on_the_end() == ""
+
+
+def test_who_is_no_queue_says_nothing(tmp_path):
+    none = JobQueue(LocalEngineSetLauncher(profile_dir=str(tmp_path)))
+    none.look()
+    assert (none.can_be_asked, none.state, none.has_ended, none.word_on_the_end()) == (False, "", False, "")

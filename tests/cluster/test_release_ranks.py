@@ -1,0 +1,59 @@
+"""The means by which ranks are freed, one after the other, and to whom each is applied."""
+
+import pytest
+
+from workbench.cluster.pending_replies import Answer, PendingReplies, settle
+from workbench.cluster.release_ranks import free
+from workbench.protocol.rank_messages import GiveUp, Shut
+
+
+class Ranks:
+    """Doors of ranks of which some end what they do at the means ``by``."""
+
+    def __init__(self, **by):
+        self.answers = {rank: Answer() for rank in range(3)}
+        self.by, self.used, self.stores = by, [], []
+
+    def ask(self, request, ranks, timeout_s):
+        self._use(request.word, ranks)
+        self.stores += [request.store] if isinstance(request, Shut) else []
+        return {}
+
+    def interrupt(self, ranks):
+        self._use("interrupt", ranks)
+
+    def _use(self, means, ranks):
+        self.used.append((means, list(ranks)))
+        for rank in self.by.get(means, ()):
+            settle(self.answers[rank].future, None)
+
+
+GIVE_UP, SHUT = GiveUp(reason="").word, Shut().word
+
+
+@pytest.mark.parametrize(
+    ("by", "used"),
+    [
+        ({GIVE_UP: (0, 1, 2)}, [(GIVE_UP, [0, 1, 2])]),
+        ({GIVE_UP: (0,), SHUT: (1, 2)}, [(GIVE_UP, [0, 1, 2]), (SHUT, [1, 2])]),
+        ({GIVE_UP: (2,), SHUT: (1,)}, [(GIVE_UP, [0, 1, 2]), (SHUT, [0, 1]), ("interrupt", [0])]),
+    ],
+)
+def test_each_means_is_for_those_whom_the_one_before_has_not_freed(by, used):
+    ranks = Ranks(**by)
+    free(ranks, range(3), PendingReplies(ranks.answers), "stopped", store=True)
+    assert ranks.used == used
+    assert ranks.stores == [True] * (len(used) > 1)
+
+
+def test_ranks_that_are_asked_something_else_next_are_sent_no_signal():
+    ranks = Ranks()
+    free(ranks, [0, 1], PendingReplies(ranks.answers), "stopped", store=False, interrupts=False)
+    assert ranks.used == [(GIVE_UP, [0, 1]), (SHUT, [0, 1])]
+    assert ranks.stores == [False]
+
+
+def test_whoever_was_asked_nothing_is_told_to_give_up_and_no_more():
+    ranks = Ranks()
+    free(ranks, range(4), PendingReplies(ranks.answers), "stopped", store=False)
+    assert ranks.used == [(GIVE_UP, [0, 1, 2, 3]), (SHUT, [0, 1, 2]), ("interrupt", [0, 1, 2])]

@@ -1,0 +1,24 @@
+"""What state dicts of a tree of wrappers are."""
+
+import pytest
+from torch import nn
+
+from tests.engine.classic.wrapped import OURS, wrap_net
+from tests.engine.models import make_net
+from tests.engine.ranks import on_one_rank
+from workbench.engine.classic import StateDictSettings, StateDictType
+from workbench.engine.classic.state_dict_settings import settings_of
+from workbench.engine.classic.wrapper_state import wrapper_states_below
+
+
+@on_one_rank
+def test_one_setting_for_a_tree():
+    model = wrap_net(OURS, make_net())
+    assert settings_of(nn.Sequential(model)) == StateDictSettings.of(StateDictType.FULL_STATE_DICT)
+    *_, last = wrapper_states_below(model)
+    last.settings = StateDictSettings.of(StateDictType.LOCAL_STATE_DICT)
+    assert settings_of(last.wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
+    with pytest.raises(ValueError, match="were told different state dict types"):
+        settings_of(model)
+    with pytest.raises(ValueError, match="Linear holds no FullyShardedDataParallel"):
+        settings_of(nn.Linear(1, 1))

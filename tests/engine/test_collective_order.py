@@ -1,0 +1,676 @@
+"""Ranks that are about to do different things are told, all of them, before any byte moves; equal ranks never are."""
+
+import copy
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.engine.comparison import train_both
+from tests.engine.models import Block, batch, loss_of, make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import run_ranks, simulated_rank, simulating
+from tests.waiting import eventually
+from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, collective_order, process_groups
+from workbench.engine._torch import default_store
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.collective_order import END, Board, Collective, OrderCheck
+from workbench.engine.process_groups import CommGroup
+
+A, B, C, D = (Collective("all-gather", name, 64) for name in "abcd")
+
+
+@pytest.fixture(autouse=True)
+def no_cancellation_left():
+    yield
+    cancellation.reset()
+
+
+@pytest.fixture(autouse=True)
+def nobody_answers_late(monkeypatch):
+    """However slow a rank is, its part is in the message; who waited in vain would not come back within a test."""
+    monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)
+
+
+def test_how_a_call_reads():
+    assert str(Collective("all-gather", "blocks.0", 12)) == "all-gather of unit blocks.0"
+    assert str(Collective("reduce-scatter", "", 12)) == "reduce-scatter of unit (root)"
+    assert str(END) == END.sized() == "end of the iteration"
+    assert Collective("all-gather", "blocks.0", 12608).sized() == "all-gather of unit blocks.0 (12,608 bytes)"
+    assert str(Collective("barrier", None, 0)) == "barrier"
+
+
+# ---- ranks that are threads
+
+
+class Memory:
+    """A store in this process that counts what is done with it."""
+
+    def __init__(self) -> None:
+        self.values = {}
+        self.num_done = 0
+        self.num_votes = 0
+        self._lock = threading.Lock()
+
+    def check(self, keys):
+        with self._lock:
+            self.num_done += 1
+            return all(key in self.values for key in keys)
+
+    def set(self, key, text):
+        with self._lock:
+            self.num_done += 1
+            self.values[key] = text
+
+    def get(self, key):
+        with self._lock:
+            self.num_done += 1
+            return self.values[key].encode()
+
+    def add(self, key, number):
+        with self._lock:
+            self.num_done += 1
+            self.num_votes += "tally" in key and number != 0
+            self.values[key] = self.values.get(key, 0) + number
+            return self.values[key]
+
+    def delete_key(self, key):
+        with self._lock:
+            self.num_done += 1
+            self.values.pop(key, None)
+
+
+class Rank:
+    """A rank that issues calls as long as the others join in: it can be one ahead, like with a prefetch."""
+
+    looks_on = True
+
+    def __init__(self, store, rank: int, ranks: list["Rank"], program: list[Collective]) -> None:
+        self.program = program
+        self.ranks = ranks
+        self.issued = []
+        self.said = "running"
+        self.order = OrderCheck(Board(store, rank, len(PLACES)), PLACES, rank, is_part=False)
+
+    def run(self) -> None:
+        try:
+            self.order._board.meet()
+            for call in self.program:
+                self.do(call)
+            self.wait_for(len(self.issued))
+            self.said = "done"
+            while self.looks_on and any(rank.said == "running" for rank in self.ranks):
+                self.order.look()  # as in its next collective
+            if self.looks_on:
+                self.order.look()
+        except RanksDisagreeError as error:
+            self.order.leave(str(error))
+            self.said = str(error)
+
+    def do(self, collective: Collective) -> None:
+        if collective is END:
+            self.order.end_iteration()
+            return
+        self.order.before(collective)
+        self.issued.append(collective)
+        self.wait_for(len(self.issued) - 1)
+
+    def wait_for(self, number: int) -> None:
+        while any(len(rank.issued) < number for rank in self.ranks):
+            self.order.look()
+
+
+PLACES = (4, 7)
+
+
+def go(programs: list[list[Collective]], store=None) -> list[Rank]:
+    """Run one program on each of two ranks, which are 4 and 7 of a larger world."""
+    ranks: list[Rank] = []
+    store = store or Memory()
+    ranks += [Rank(store, number, ranks, program) for number, program in enumerate(programs)]
+    threads = [threading.Thread(target=rank.run) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ranks
+
+
+def both(program: list[Collective], store=None) -> list[str]:
+    return [rank.said for rank in go([program, list(program)], store)]
+
+
+def asked(*iterations: list[Collective]) -> list[int]:
+    """How often a rank without peers asks in each iteration."""
+    store = Memory()
+    counts = []
+    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone._board.meet()
+    for calls in iterations:
+        before = store.num_votes
+        for call in calls:
+            lone.before(call)
+        lone.end_iteration()
+        counts.append(store.num_votes - before)
+    return counts
+
+
+def test_who_follows_the_known_order_asks_nobody():
+    assert asked([A, B, C], [A, B, C], [A, B, C]) == [4, 0, 0]
+
+
+def test_a_known_branch_is_asked_about_where_it_begins_only():
+    train, evaluate = [A, B, C, D], [A, B]
+    # first: its calls and its end; the first evaluation: its end; then one question each, behind B
+    assert asked(train, evaluate, train, evaluate, train) == [5, 1, 1, 1, 1]
+
+
+def test_a_branch_that_no_one_takes_any_more_is_forgotten():
+    counts = asked([A, B, C], [A, D], *[[A, B, C]] * (collective_order.REMEMBERED + 3))
+    assert counts[:2] == [4, 2]
+    assert set(counts[2:-2]) == {1}
+    assert counts[-2:] == [0, 0]
+    assert asked([A], *[[A, B]] * (collective_order.REMEMBERED + 3))[-1] == 0  # one that ends on the way of another
+
+
+def test_an_iteration_without_calls_is_none():
+    assert asked([A], [], [A], []) == [2, 0, 0, 0]
+
+
+def test_what_recurs_not_is_asked_about_and_not_remembered():
+    store = Memory()
+    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone.ask(D)
+    lone.before(A)
+    lone.end_iteration()
+    before = store.num_done
+    lone.before(A)
+    assert store.num_done == before
+    lone.ask(D)
+    assert store.num_done > before
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_every_kind_of_store_serves(kind):
+    path = Path(tempfile.mkdtemp()) / "store"
+    store = dist.PrefixStore("prefix", dist.HashStore() if kind == "hash" else dist.FileStore(str(path), 1))
+    assert both([A, B, END, A, B, END, A, C, END], store) == ["done", "done"]
+    assert "rank 4 all-gather of unit b (64 bytes); rank 7 all-gather of unit c" in go([[A, B], [A, C]], store)[0].said
+
+
+MESSAGES = [  # programs of two ranks, and what both are told
+    ([A, B], [A, C], "collective 2 of this iteration: rank 4 {b}; rank 7 {c}."),
+    ([A, END, A, B], [A, END, A, END], "collective 2 of this iteration: rank 4 {b}; rank 7 end of the iteration."),
+    ([A, B, END] * 2, [A, B, END, A, C, END], "collective 2 of this iteration: rank 4 {b}; rank 7 {c}."),
+    ([A, B, END] * 3, [A, B, END, A, B, B, END], "collective 3 of this iteration: rank 4 {e}; rank 7 {b}."),
+    (
+        [A, B, C, END] * 3,
+        [A, B, C, END, A, B, END],
+        "collective 3 of this iteration: rank 4 {c}; rank 7 {e}.",
+    ),
+    (
+        [A, B, C, END] * 2 + [A, C],
+        [A, B, C, END] * 2 + [A, D],
+        "collective 2 of this iteration: rank 4 {c}; rank 7 {d}.",
+    ),
+    ([A, END, C], [A, END, Collective("all-gather", "c", 8)], "rank 4 {c}; rank 7 all-gather of unit c (8 bytes)."),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "said"), MESSAGES)
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_all_are_told_the_same(first, second, said, exchanged):
+    words = {name: f"all-gather of unit {name} (64 bytes)" for name in "abcd"} | {"e": "end of the iteration"}
+    programs = [second, first] if exchanged else [first, second]
+    ranks = go(programs)
+    assert ranks[0].said == ranks[1].said
+    begin, end = said.format(**words).split("rank 4 ")
+    one, other = end.rstrip(".").split("; rank 7 ")
+    if exchanged:
+        one, other = other, one
+    assert f"{begin}rank 4 {one}; rank 7 {other}. Run the same" in ranks[0].said
+    assert ranks[0].said.startswith("ranks are about to do different things as collective ")
+
+
+def test_who_asks_for_more_is_told_though_the_other_never_looks_again(monkeypatch):
+    monkeypatch.setattr(Rank, "looks_on", False)
+    said = [rank.said for rank in go([[A, END, A, B], [A, END, A, END]])]
+    assert said[1] in {"done", said[0]}  # it looks once more if the other was first
+    assert "rank 4 all-gather of unit b (64 bytes); rank 7 end of the iteration." in said[0]
+
+
+def iterations_of(program: list[list[Collective]]) -> list[Collective]:
+    return [call for calls in program for call in [*calls, END]]
+
+
+PROGRAMS = st.lists(st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROGRAMS)
+def test_law_equal_ranks_are_never_told_off(program):
+    ranks = go([iterations_of(program)] * 2)
+    assert [rank.said for rank in ranks] == ["done", "done"]
+    assert ranks[0].issued == [call for calls in program for call in calls]
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROGRAMS, PROGRAMS, PROGRAMS)
+def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, second):
+    """Two programs that begin alike and then part, at their end if not before."""
+    ranks = go([iterations_of([*alike, *first, [D]]), iterations_of([*alike, *second, [D, D]])])
+    joined = min(len(rank.issued) for rank in ranks)
+    assert ranks[0].issued[:joined] == ranks[1].issued[:joined]
+    assert ranks[0].said == ranks[1].said
+    assert ranks[0].said.startswith("ranks are about to do different things")
+
+
+# ---- what it costs
+
+
+class Crowd:
+    """Ranks that are threads, of which none looks again before all the others have done what they can."""
+
+    def __init__(self, size: int) -> None:
+        self.store = Memory()
+        self._size = size
+        self._running = size
+        self._waiting = self._round = 0
+        self._changed = threading.Condition()
+
+    def pause(self, _delay_s: float) -> float:
+        with self._changed:
+            self._waiting += 1
+            self._wake_if_all_wait()
+            now = self._round
+            self._changed.wait_for(lambda: self._round != now or not self._waiting)
+        return 0.0
+
+    def _wake_if_all_wait(self) -> None:
+        if self._waiting == self._running:
+            self._waiting = 0
+            self._round += 1
+            self._changed.notify_all()
+
+    def run(self, do) -> list:
+        results = [None] * self._size
+
+        def main(rank: int) -> None:
+            try:
+                mine = OrderCheck(Board(self.store, rank, self._size), tuple(range(self._size)), rank, is_part=False)
+                mine._board.meet()
+                results[rank] = do(mine)
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._wake_if_all_wait()
+
+        threads = [threading.Thread(target=main, args=(rank,)) for rank in range(self._size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+SIZES = [2, 4, 8, 16, 32]
+EACH = 13  # a vote; where it is, a deletion; and at most three looks of three reads while the others come
+
+
+def done_by_each(monkeypatch, size: int, do) -> tuple[float, list]:
+    crowd = Crowd(size)
+    monkeypatch.setattr(collective_order, "_pause", crowd.pause)
+    crowd.run(lambda mine: mine.ask(D))
+    before = crowd.store.num_done
+    assert before <= (EACH + 10) * size  # with what they need to meet
+    again = Crowd(size)
+    monkeypatch.setattr(collective_order, "_pause", again.pause)
+    results = again.run(lambda mine: (mine.ask(D), do(mine))[1])
+    return (again.store.num_done - before) / size, results
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_rank_does_with_the_store_does_not_grow_with_their_number(monkeypatch, size):
+    """A first iteration, in which all calls are asked about, and a second, in which none is."""
+
+    def iterate(mine: OrderCheck) -> bool:
+        for _ in range(2):
+            for call in (A, B, C, D):
+                mine.before(call)
+            mine.end_iteration()
+            mine.look()
+        return True
+
+    each, results = done_by_each(monkeypatch, size, iterate)
+    assert results == [True] * size
+    assert each <= 5 * EACH + 6  # and two looks, and a note
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nor_does_what_a_comparison_costs_as_long_as_all_say_the_same(monkeypatch, size):
+    each, results = done_by_each(monkeypatch, size, lambda mine: (mine.tell(A, f"{mine._rank}"), mine.compare(B, "x")))
+    assert results == [("0", ["x"] * size)] * size
+    assert each <= 2 * EACH + 5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_compare_what_differs_get_every_text(monkeypatch, size):
+    crowd = Crowd(size)
+    monkeypatch.setattr(collective_order, "_pause", crowd.pause)
+    texts = [["x", str(rank // (size // 2))] for rank in range(size)]
+    results = crowd.run(lambda mine: [mine.compare(A, text) for text in texts[mine._rank]])
+    assert results == [[[t[0] for t in texts], [t[1] for t in texts]]] * size
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_one_of_many_that_differs_is_named_to_all(monkeypatch, size):
+    crowd = Crowd(size)
+    monkeypatch.setattr(collective_order, "_pause", crowd.pause)
+
+    def differ(mine: OrderCheck) -> str:
+        mine.before(A)
+        with pytest.raises(RanksDisagreeError) as refused:
+            mine.before(C if mine._rank == 2 else B)
+        return str(refused.value)
+
+    messages = set(crowd.run(differ))
+    assert len(messages) == 1
+    others = ", ".join(str(rank) for rank in range(size) if rank != 2)
+    assert f"ranks {others} {B.sized()}; rank 2 {C.sized()}." in messages.pop()
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
+    store = Memory()
+    store.values = {"note/1": "[]", "met": 1}
+    lone = OrderCheck(Board(store, 0, 2), (0, 1), 0, is_part=False)
+    lone._board.meet()
+    waiting = cancellation._cancelled._cond._waiters
+    thread = threading.Thread(target=lambda: (eventually(lambda: bool(waiting)), cancellation.cancel("now")))
+    thread.start()
+    with pytest.raises(StepAborted, match=r"^now$"):
+        lone.before(A)
+    thread.join()
+    cancellation.reset()
+    # it says B, and a third rank never says anything
+    monkeypatch.setattr(collective_order, "ANSWERS_S", 0.0)
+    store = Memory()
+    store.values = {"note/2": "[]", "left": 0}
+    said_by_one = collective_order.BoardEntry(0, (0, 0), B)
+    Board(store, 1, 3).ask(said_by_one)
+    Board(store, 1, 3).pin(said_by_one.text())
+    three = OrderCheck(Board(store, 0, 3), (0, 1, 2), 0, is_part=True)
+    with pytest.raises(RanksDisagreeError) as refused:
+        three.before(A)
+    said = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
+    assert said + "rank 2 elsewhere." in str(refused.value)
+
+
+def test_a_store_that_has_gone_is_a_failure():
+    class Gone(Memory):
+        def set(self, *_):
+            raise dist.DistNetworkError("Broken pipe\n frames")
+
+        check = get = add = delete_key = set
+
+    board = Board(Gone(), 0, 1)
+    for use in (lambda: board.pin("[]"), board.meet, board.question, lambda: board.tally(0)):
+        with pytest.raises(CollectiveFailed, match=r"^the ranks' store cannot be reached: Broken pipe; the process"):
+            use()
+    board.take_down()  # what it held has gone with it
+
+
+def test_a_dispute_older_than_what_is_remembered_is_one_all_the_same():
+    store = Memory()
+    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
+    for _ in range(collective_order.REMEMBERED + 3):
+        lone.before(A)
+        lone.end_iteration()
+    tree = lone._tree
+    assert (
+        tree.collective_at((tree.iteration - 1, 0))
+        == tree.collective_at((tree.iteration - collective_order.REMEMBERED, 0))
+        == A
+    )
+    assert tree.collective_at((tree.iteration - 1, 1)) == END
+    assert tree.collective_at((0, 0)) is None
+
+
+# ---- ranks that are processes
+
+
+class Unlike(nn.Module):
+    """What one rank does otherwise: the blocks in another order, fewer or more of them, or no gradients."""
+
+    def __init__(self, *, unequal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(4))
+        if unequal:
+            self.blocks[2].mlp = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 5))
+        self.head = nn.Linear(5, 7)
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+ORDERS = {"swapped": [0, 2, 1, 3], "skipped": [0, 2, 3], "twice": [0, 1, 1, 2, 3], "unequal": [0, 2, 1, 3]}
+
+
+@contextmanager
+def unlike(model: nn.Module, how: str):
+    model.order = ORDERS.get(how, model.order)
+    with torch.set_grad_enabled(how != "no backward"):
+        yield
+    model.order = [0, 1, 2, 3]
+
+
+def steps(model: nn.Module) -> None:
+    step(model)
+    step(model)  # whoever was through first waits for the others here
+
+
+def step(model: nn.Module) -> None:
+    loss = loss_of(model, batch(dist.get_rank(), 0))
+    if torch.is_grad_enabled():
+        loss.backward()
+
+
+def differ(how: str, num_before: int) -> str:
+    plain = Unlike(unequal=how == "unequal")
+    model = shard_net(copy.deepcopy(plain))
+    if num_before:
+        train_both(plain, model, num_before)
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    with unlike(model, how if is_odd else ""), pytest.raises(RanksDisagreeError) as refused:
+        steps(model)
+    with pytest.raises(RuntimeError, match="was given up \\(RanksDisagreeError: ranks are about to do different"):
+        model(batch(0, 0))
+    process_groups.rebuild_all()
+    model.reset_iter_state()
+    model.zero_grad()
+    train_both(plain, model, 3)
+    return str(refused.value)
+
+
+SAID = {
+    "swapped": (" of unit ", "all-gather of unit blocks."),
+    "skipped": (" of unit ", ""),
+    "twice": (" of unit ", ""),
+    "unequal": (" of unit ", "all-gather of unit blocks."),
+    "no backward": (" of unit ", "end of the iteration"),
+}
+
+
+def check_told(messages: list[str], how: str) -> None:
+    assert len(set(messages)) == 1
+    most = len(messages) - 1
+    others = "rank 0" if most == 1 else "ranks 0, 1, 2"
+    common, odd = SAID[how]
+    said = messages[0].partition(" of this iteration: ")[2].partition(". Run the same")[0].split("; ")
+    assert said[0].startswith(others)
+    assert common in said[0]
+    assert said[1].startswith(f"rank {most} {odd}")
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("how", SAID)
+def test_two_ranks_that_part_are_told_and_go_on_after_a_rebuild(how, num_before):
+    check_told(run_ranks(2, differ, how, num_before), how)
+
+
+@pytest.mark.parametrize(("how", "num_before"), [("swapped", 2), ("unequal", 0), ("no backward", 2)])
+def test_four_ranks_too(how, num_before):
+    check_told(run_ranks(4, differ, how, num_before), how)
+
+
+def iterations(num: int) -> int:
+    """Train and evaluate in turn, with several forwards before a backward now and then; returns the store's keys."""
+    model = shard_net(make_net(num_blocks=2))
+    for number in range(num):
+        with torch.set_grad_enabled(number % 3 != 0):
+            losses = [loss_of(model, batch(dist.get_rank(), number)) for _ in range(1 + number % 2)]
+        model.set_requires_gradient_sync(number % 4 != 1)
+        for loss in losses if number % 3 else []:
+            loss.backward()
+    return default_store().num_keys()
+
+
+def test_the_store_does_not_grow_and_ranks_that_do_alike_are_never_told_off():
+    short, long = run_ranks(2, iterations, 3), run_ranks(2, iterations, 30)
+    assert max(long) <= max(short) + 1  # who looks for a question makes its tally
+
+
+def notes_left() -> list[dict[str, set[str]]]:
+    """The names of keys by incarnation of the group, after each of three."""
+    model = shard_net(make_net(num_blocks=1))
+    left = []
+    for _ in range(3):
+        step(model)
+        dist.barrier()
+        names = [key.rsplit("workbench/cpu/0-1/")[1] for key in default_store().list_keys() if "0-1/" in key]
+        keys = [name.partition("/") for name in names if "/cpu/" not in name]  # without gloo's addresses
+        left.append({number: {name for n, _, name in keys if n == number} for number, _, _ in keys})
+        dist.barrier()
+        process_groups.rebuild_all()
+    return left
+
+
+def test_a_rebuild_leaves_nothing_of_before_in_the_store():
+    left = run_ranks(2, notes_left)
+    assert left[0] == left[1]
+    for number, keys in enumerate(left[0]):
+        assert {"met", "left", "question", "note/0", "note/1"} <= keys.pop(str(number))
+        assert keys == {}
+
+
+def gather(group: CommGroup, unit: str) -> list[float]:
+    """All-gather this rank's number; waits for it."""
+    own, rows = torch.full((4,), float(dist.get_rank())), torch.zeros(group.size, 4)
+    pending = group.start(
+        lambda pg: dist.all_gather(list(rows.unbind(0)), own, group=pg, async_op=True),
+        Collective("all-gather", unit, rows.nbytes),
+    )
+    pending.block()
+    group.finished(pending)
+    pending.finish()
+    return rows[:, 0].tolist()
+
+
+def rows_and_columns() -> tuple[CommGroup, CommGroup]:
+    rank = dist.get_rank()
+    return process_groups.group_of((rank // 2 * 2, rank // 2 * 2 + 1)), process_groups.group_of(
+        (rank % 2, rank % 2 + 2)
+    )
+
+
+def gather_in_both(shard: CommGroup, unit: str, replicate: CommGroup) -> None:
+    gather(shard, unit)
+    gather(replicate, "a")
+
+
+def told_by_others() -> tuple[str, list[list[float]]]:
+    shard, replicate = rows_and_columns()
+    for _ in range(2):
+        seen = [gather(shard, "a"), gather(replicate, "a")]
+        process_groups.end_iteration([shard, replicate])
+    with pytest.raises(RanksDisagreeError) as refused:
+        gather_in_both(shard, "b" if dist.get_rank() == 3 else "a", replicate)
+    process_groups.rebuild_all()
+    assert seen == [gather(shard, "b"), gather(replicate, "b")]
+    return str(refused.value), seen
+
+
+def test_who_waits_in_another_group_for_a_rank_that_was_told_is_told_as_well():
+    results = run_ranks(4, told_by_others)
+    (message,) = {message for message, _ in results}
+    said = "collective 1 of this iteration among ranks 2, 3: rank 2 all-gather of unit a (32 bytes); rank 3 all-gather"
+    assert said in message
+    assert [seen for _, seen in results] == [
+        [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
+    ]  # fmt: skip
+
+
+def groups_of_their_own() -> dict[tuple[int, ...], tuple[int, list[float]]]:
+    """Some ranks have made more groups than others when they make one together."""
+    rank = dist.get_rank()
+    members = [m for m in ((0, 1), (0, 1, 2, 3), (0, 2), (1, 2, 3)) if rank in m]
+    mine = [process_groups.group_of(ranks) for ranks in members]
+    process_groups.rebuild_all()
+    for group in mine:
+        gather(group, "a")
+    if rank in {0, 2}:
+        process_groups.group_of((0, 2)).rebuild()
+    return {group.ranks: (group.incarnation, gather(group, "a")) for group in mine}
+
+
+def test_incarnations_are_equal_on_all_members_whatever_other_groups_they_have():
+    for seen in run_ranks(4, groups_of_their_own):
+        for ranks, (incarnation, rows) in seen.items():
+            assert rows == list(ranks)
+            assert incarnation == (2 if ranks == (0, 2) else 1)
+
+
+def interrupted_while_asking() -> list[str]:
+    """An interrupt while a rank waits for the others to say: they may have issued it meanwhile."""
+    group = process_groups.group_of((0, 1))
+    if dist.get_rank() == 0:
+        real = collective_order._pause
+
+        def interrupt(_delay_s: float) -> float:
+            raise KeyboardInterrupt
+
+        collective_order._pause = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            gather(group, "a")
+        collective_order._pause = real
+        with pytest.raises(RuntimeError, match="an earlier collective was given up \\(KeyboardInterrupt: \\)"):
+            gather(group, "a")
+    dist.barrier()
+    process_groups.rebuild_all()
+    return gather(group, "a")
+
+
+def test_an_interrupt_while_asking_counts_as_given_up():
+    assert run_ranks(2, interrupted_while_asking) == [[0, 1], [0, 1]]
+
+
+@simulating
+def test_a_simulated_world_asks_nobody():
+    with simulated_rank(1, 4):
+        group = process_groups.group_of((0, 1, 2, 3))
+        assert group.rank == 1
+        assert group.start(lambda _: None, A).has_ended
+        process_groups.end_iteration([group])
+        group.look()

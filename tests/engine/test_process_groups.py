@@ -1,0 +1,150 @@
+"""Process groups of the engine: which backend they have, and what becomes of one with a collective unfinished."""
+
+import multiprocessing
+import os
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.engine.models import batch, loss_of, make_net
+from tests.engine.parity import shard_net
+from tests.engine.ranks import on_one_rank, outcomes, run_ranks
+from tests.engine.test_collective_order import gather
+from tests.waiting import eventually
+from workbench.engine import CollectiveFailed, StepAborted, process_groups
+from workbench.engine.backends.async_work import AllOf, Transport
+from workbench.engine.backends.streams import StreamTransport, StreamWork
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.collective_order import Collective
+from workbench.engine.fsdp_state import states_below, units_of
+
+MIXED = "cpu:gloo,cuda:nccl"
+
+
+def pretend_mixed() -> None:
+    """Let the default group be one of ``init_process_group("cpu:gloo,cuda:nccl")``, as far as its name tells."""
+    default = distributed_c10d._get_default_group()
+    distributed_c10d._world.pg_map[default] = (MIXED, distributed_c10d._world.pg_map[default][1])
+    distributed_c10d._world.pg_backend_config[default] = MIXED
+
+
+def mixed_and_shared() -> set[str]:
+    pretend_mixed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_COMM", "")
+        model = shard_net(make_net(num_blocks=1))
+        loss_of(model, batch(dist.get_rank(), 0)).backward()
+    return {unit.comm.name for unit in units_of(states_below(model))}
+
+
+def test_a_cpu_mesh_shares_memory_whatever_the_default_group_has_for_cuda():
+    assert run_ranks(2, mixed_and_shared) == [{"shared memory"}] * 2
+
+
+def mixed_and_interrupted() -> None:
+    """Rank 1 does not come to the last all-gather."""
+    pretend_mixed()
+    group = process_groups.group_of((0, 1))
+    for _ in range(2):
+        gather(group, "a")
+        process_groups.end_iteration([group])
+    if dist.get_rank() == 0:
+        canceller = threading.Thread(
+            target=lambda: (eventually(process_groups.num_unfinished), cancellation.cancel("enough"))
+        )
+        canceller.start()
+        with pytest.raises(StepAborted, match=r"^enough$"):
+            gather(group, "a")
+        canceller.join()
+        cancellation.reset()
+    process_groups.rebuild_all()
+    gather(group, "a")
+
+
+def test_a_cpu_mesh_is_interruptible_whatever_the_default_group_has_for_cuda():
+    run_ranks(2, mixed_and_interrupted)
+
+
+def made_alone(may_come) -> list[float]:
+    """Rank 0 makes a group to which rank 1 does not come, is freed, and makes it once more."""
+    if dist.get_rank() == 0:
+        waiting = cancellation._cancelled._cond._waiters
+        canceller = threading.Thread(target=lambda: (eventually(lambda: bool(waiting)), cancellation.cancel("enough")))
+        canceller.start()
+        with pytest.raises(StepAborted, match=r"^enough$"):
+            process_groups.group_of((0, 1))
+        canceller.join()
+        cancellation.reset()
+        may_come.set()
+    assert may_come.wait(60)
+    return gather(process_groups.group_of((0, 1)), "a")
+
+
+def test_a_rank_that_makes_a_group_alone_can_be_freed():
+    assert run_ranks(2, made_alone, multiprocessing.get_context("fork").Event()) == [[0, 1], [0, 1]]
+
+
+class Spinning:
+    """A collective on a device whose peer does not come."""
+
+    def wait(self) -> None:
+        """The stream waits, not the host."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def unfinished(transport: Transport) -> tuple[list[str], int]:
+    """Return what was done with a process group that was let go with a collective unfinished, and how many kept it."""
+    group = process_groups.CommGroup((0,))
+    done: list[str] = []
+    group.process_group = dropped = SimpleNamespace(abort=lambda: done.append("abort"))
+    group._transport = transport
+    group._in_flight.add(StreamWork(Spinning(), Collective("all-gather", "a", 0), group))
+    references = sys.getrefcount(dropped)
+    group.let_go()
+    assert group.process_group is None
+    return done, sys.getrefcount(dropped) - references
+
+
+@on_one_rank
+def test_a_group_with_a_kernel_that_waits_for_a_peer_is_aborted():
+    assert unfinished(StreamTransport()) == (["abort"], -1)
+
+
+@on_one_rank
+def test_one_of_gloo_is_kept_for_good():
+    assert unfinished(Transport()) == ([], 0)
+
+
+def with_one_peer_dead_and_one_that_never_comes(begun, is_free) -> list[object] | None:
+    group = process_groups.group_of((0, 1, 2))
+    if dist.get_rank() == 2:
+        begun.wait()
+        os._exit(1)
+    if dist.get_rank() == 1:
+        is_free.wait()
+        return None
+    works = [dist.broadcast(torch.ones(1), source, group.process_group, async_op=True) for source in (1, 2)]
+    pending = group._transport.pending(AllOf(works), "broadcasts", group)
+    group._in_flight.add(pending)
+    begun.set()
+    pending.block()
+    with pytest.raises(CollectiveFailed, match="broadcasts failed: "):
+        pending.finish()  # and does not wait for rank 1
+    group.finished(pending)
+    found = [pending.has_ended, group.num_unfinished]
+    group.let_go()  # nor does this, in a thread that still waits for it
+    is_free.set()
+    return found
+
+
+def test_what_failed_in_part_is_unfinished_while_the_rest_goes_on():
+    begun, is_free = (multiprocessing.get_context("fork").Event() for _ in range(2))
+    found = outcomes(3, with_one_peer_dead_and_one_that_never_comes, begun, is_free, timeout_s=20)
+    assert found == [("ok", [False, 1]), ("ok", None), ("died", "exit code 1")]

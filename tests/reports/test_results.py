@@ -1,0 +1,339 @@
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType
+
+import pytest
+
+from tests.trace.strategies import example_trace
+from workbench.protocol.commands import ON_RANKS, Step, StepReply, Verify, VerifyReply
+from workbench.protocol.rank_messages import ModelInfo
+from workbench.reports.pause_results import EndReport
+from workbench.reports.results import (
+    SAYS,
+    CellReport,
+    ExportReport,
+    OpenReport,
+    RankStatus,
+    ReshardReport,
+    ShardedModel,
+    ShardReport,
+    StartReport,
+    StatusReport,
+    StepReport,
+    UnshardReport,
+    VerifyReport,
+    sharded_models,
+)
+from workbench.trace.schema import ClockReading, Header, HostClock
+
+EVIL = "<img src=x onerror=alert(1)>"
+SHARD = ShardReport(
+    model=EVIL,
+    units=(EVIL, ""),
+    num_params=2,
+    num_elements=1_000,
+    bytes_unsharded=4_000,
+    bytes_at_rest=(2_000, 2_000, 1_000),
+)
+VERIFY = VerifyReport(
+    num_params=2,
+    max_abs_diff=1e-8,
+    max_rel_diff=1e-7,
+    worst_param=EVIL,
+    loss_sharded=1.0,
+    loss_reference=1.5,
+    equal_bits=1,
+    ok=True,
+    tolerance="rtol 0.001",
+)
+RESHARD = ReshardReport(**vars(SHARD) | {"policy": ("computes in bfloat16", EVIL)}, optimizers=1)
+REPORTS = [
+    SHARD,
+    RESHARD,
+    VERIFY,
+    UnshardReport(model=EVIL, num_params=2, optimizers=0),
+    StepReport(steps_done=2, losses=(2.0, 1.0), seconds=(0.1, 0.3), optimizer_steps=2),
+    CellReport(texts={0: EVIL, 1: ""}, remarks=""),
+    ExportReport(path=Path(EVIL), what="all events", num_bytes=10),
+    StartReport(num_ranks=2, devices=(EVIL, "cpu"), seconds=1.5),
+    StatusReport(
+        running=True,
+        ranks=(RankStatus(rank=0, alive=True, host=EVIL, device="cpu", pid=1),),
+        models=(ShardedModel(name=EVIL, units=(EVIL,), policy=(EVIL,)),),
+    ),
+    OpenReport(name=EVIL, num_ranks=1, steps=(), models=(ShardedModel(units=(EVIL,)),), num_rows=1),
+]
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+def test_every_report_is_a_sentence_and_an_escaped_table(report):
+    assert str(report).splitlines()[0] == report.headline
+    bundle = report._repr_mimebundle_(include=None, exclude=None)
+    assert bundle["text/plain"] == str(report)
+    assert "<img" not in bundle["text/html"]
+    assert (EVIL in str(report)) == ("&lt;img src=x onerror=alert(1)&gt;" in bundle["text/html"])
+
+
+def test_shard_says_bytes_before_and_after_by_rank():
+    assert str(SHARD).splitlines()[1:] == [
+        f"  units            {EVIL}, (root)",
+        "  full model       3.91 KiB",
+        "  each rank keeps  1.95 KiB (50%) on ranks 0-1; 1000 B (25%) on rank 2 between uses",
+    ]
+
+
+def test_many_units_with_long_names_are_few_words():
+    names = tuple(f"layers.{i}.{'inner.' * 40}weight{i}" for i in range(1000))
+    text = str(ShardReport(**{**vars(SHARD), "units": names}))
+    assert len(text) < 1500
+    assert "layers.0.inner." in text
+    assert "inner.weight999" in text
+    assert "... 989 more ..." in text
+
+
+def test_reshard_says_what_changed_and_what_was_carried_along():
+    assert str(RESHARD).startswith(f"resharded in place, {EVIL}: 2 units on 3 ranks, ")
+    assert RESHARD.headline.endswith(", state of 1 optimizer carried along")
+    assert f"policy           computes in bfloat16; {EVIL}" in str(RESHARD)
+    assert "policy" not in str(SHARD)
+
+
+def test_many_units_are_cut():
+    many = ShardReport(**{**vars(SHARD), "units": (*(f"blocks.{i}" for i in range(48)), "")})
+    assert "blocks.9, ... 38 more ..., (root)" in str(many)
+
+
+@pytest.mark.parametrize(
+    ("report", "headline"),
+    [
+        (
+            StepReport(steps_done=1, losses=(2.0,), seconds=(0.5,), optimizer_steps=1),
+            "1 step, loss 2, 500 ms a step (median)",
+        ),
+        (StepReport(steps_done=0, losses=None, seconds=(), optimizer_steps=0), "0 steps"),
+        (
+            UnshardReport(model="m", num_params=1, optimizers=2),
+            "m is a plain module again on every rank: 1 parameter, state of 2 optimizers carried along",
+        ),
+        (StatusReport(running=False), "no ranks are running: %fsdp start -n 4"),
+        (CellReport(texts={1: "", 3: ""}), "ran on ranks 1, 3"),
+    ],
+)
+def test_headlines(report, headline):
+    assert report.headline == headline
+
+
+def test_no_step_has_no_median():
+    assert str(StepReport(steps_done=0, losses=None, seconds=(), optimizer_steps=0).median_seconds) == "nan"
+
+
+def test_verify_without_a_loss_leaves_it_out():
+    quiet = VerifyReport(**{**vars(VERIFY), "loss_sharded": None, "max_abs_diff": 0.0})
+    assert "loss" not in str(quiet)
+    assert EVIL not in str(quiet)
+
+
+def test_status_says_what_is_missing():
+    lost = StatusReport(running=True, num_rows=1, num_lost=5)
+    assert "nothing yet: %fsdp shard MODEL" in str(lost)
+    assert "1 event, 5 lost" in str(lost)
+
+
+def test_ranks_without_a_loss_do_not_count():
+    quiet = StepReply(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1, first_step=0)
+    assert SAYS[Step]([quiet, quiet]).losses is None
+    loud = replace(quiet, losses=(3.0,), seconds=(0.4,))
+    report = SAYS[Step]([quiet, loud])
+    assert (report.losses, report.seconds) == ((3.0,), (0.4,))
+
+
+def test_gradients_that_no_reduction_took_are_named_with_their_ranks():
+    quiet = StepReply(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1, first_step=0)
+    loud = replace(quiet, unreduced=("", "blocks.1"))
+    assert SAYS[Step]([quiet, quiet]).unreduced == ""
+    some, every = SAYS[Step]([quiet, loud]).headline, SAYS[Step]([loud, loud]).headline
+    assert "; gradients of (root), blocks.1 were not reduced on rank 1: call backward after" in some
+    assert "; gradients of (root), blocks.1 were not reduced on every rank: call backward after" in every
+
+
+def test_losses_belong_to_their_steps():
+    done = StepReply(steps_done=3, losses=(None, 2.0, None), seconds=(0.2,) * 3, optimizer_steps=3, first_step=0)
+    report = SAYS[Step]([done, replace(done, losses=(1.0, 4.0, None))])
+    assert report.losses == (1.0, 3.0, None)
+    assert "3 steps, loss 1 -> 3, " in report.headline
+
+
+def test_everything_that_ranks_do_is_done_and_said():
+    assert set(SAYS) == set(ON_RANKS.values())
+    assert all(word.reply is not NoneType for word in SAYS)
+
+
+def test_lines_of_a_headline_stay_lines_and_are_text():
+    report = EndReport(sentence="aborted; idle again\ngradients of <b> are left")
+    shown = report._repr_mimebundle_()
+    assert shown["text/plain"] == "aborted; idle again\ngradients of <b> are left"
+    assert shown["text/html"] == "<div><strong>aborted; idle again</strong><br>gradients of &lt;b&gt; are left</div>"
+
+
+def test_status_says_what_was_let_go():
+    said = str(StatusReport(running=False, num_rows=2_000_000, num_dropped=12_345))
+    assert "2,000,000 events, 12,345 before them let go: so many are kept" in said
+
+
+def test_status_says_what_is_under_way_and_which_cluster_was_attached():
+    going = "%fsdp step 400 --background: 372 of 400 steps"
+    facts = dict(StatusReport(running=True, under_way=going, cluster="the cluster of profile 'mine'").facts())
+    assert facts["sharded"] == "nothing yet: %fsdp shard MODEL"
+    assert facts["under way"] == going
+    assert facts["attached"] == "the cluster of profile 'mine'"
+    assert {"under way", "attached"}.isdisjoint(dict(StatusReport(running=True).facts()))
+
+
+def test_status_names_the_processes_that_stay_for_the_next_start():
+    assert ("kept", "processes 4, 12, so that the next start is quick") in StatusReport(
+        running=False, kept=(4, 12)
+    ).facts()
+    assert "kept" not in dict(StatusReport(running=False).facts())
+
+
+def units_of_two_models():
+    """The units of a model of which there are two copies, and of a plain one; names do not come in order."""
+    hybrid = {"replicate_size": 2, "compute_dtype": "bfloat16", "reduce_dtype": "bfloat16", "shard_size": 2}
+    first = [make_unit(i, 0, name=name, **hybrid) for i, name in enumerate(("", "layers.10", "layers.2"))]
+    second = [make_unit(3, 3, name=""), make_unit(4, 3, name="layers.2")]
+    return (*first, *second, make_unit(5, 3, name="undone", retired=True))
+
+
+def make_unit(index, root, **more):
+    return replace(example_trace().header.units[0], index=index, root=root, **more)
+
+
+def test_each_sharded_model_is_said_with_its_units_in_order_and_its_policy():
+    header = Header(units=units_of_two_models())
+    first = "3 units: (root), layers.2, layers.10; HSDP 2x2: 2 replicas, each sharded over 2 ranks; compute in bfloat16"
+    assert [str(model) for model in sharded_models(header)] == [first, "2 units: (root), layers.2"]
+    held = [model_info("block", 1), model_info("teacher", 3, 4), model_info("model", 0, 1, 2)]
+    named = sharded_models(header, held)
+    assert [str(model) for model in named] == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
+    for report in (
+        StatusReport(running=True, models=named),
+        OpenReport(name="a.trace", num_ranks=1, steps=(), models=named, num_rows=1),
+    ):
+        said = [text for name, text in report.facts() if name == "sharded"]
+        assert said == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
+
+
+def test_what_was_opened_says_what_draws_it():
+    report = OpenReport(name="a.trace", num_ranks=1, steps=(0,), models=(), num_rows=1)
+    assert report.facts() == [
+        ("steps", "0"),
+        ("sharded", "nothing"),
+        ("now", "%fsdp dashboard, or a view: layout, memory, timeline, states, comms, training"),
+    ]
+
+
+def test_before_the_first_forward_the_units_of_a_model_are_one_model():
+    header = Header(units=(make_unit(0, -1, name="layers.0"), make_unit(1, -1, name="")))
+    assert [str(model) for model in sharded_models(header)] == ["2 units: (root), layers.0"]
+
+
+def model_info(name, *units):
+    """A variable with a model that has these units."""
+    counts = {"num_params": 1, "num_elements": 1, "num_bytes": 4}
+    return ModelInfo(name=name, class_name="M", is_sharded=True, classes=(), suggested=(), units=units, **counts)
+
+
+def test_ranks_of_several_hosts_are_grouped_by_host():
+    ranks = tuple(
+        RankStatus(rank=rank, alive=True, host=host, device="cpu", pid=10 + rank, doing="idle")
+        for rank, host in enumerate(["a", "a", "b"])
+    )
+    grouped = StatusReport(running=True, ranks=ranks).facts()[:5]
+    assert grouped == [
+        ("a", "ranks 0-1"),
+        ("  rank 0", "cpu, pid 10; idle"),
+        ("  rank 1", "cpu, pid 11; idle"),
+        ("b", "rank 2"),
+        ("  rank 2", "cpu, pid 12; idle"),
+    ]
+
+
+def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
+    ranks = tuple(
+        RankStatus(rank=rank, alive=True, host=host, device="cpu", pid=10 + rank, doing="idle")
+        for rank, host in enumerate("aabc")
+    )
+    clocks = tuple(
+        HostClock(
+            ranks=(rank,),
+            readings=(
+                ClockReading(t_ns=1, offset_ns=1, error_ns=1),
+                ClockReading(t_ns=2, offset_ns=offset_ns, error_ns=400_000),
+            ),
+        )
+        for rank, offset_ns in ((2, 7_200_000_000_000), (3, -5_000_000))
+    )
+    told = dict(StatusReport(running=True, ranks=ranks, clocks=clocks).facts())
+    assert told["a"] == "ranks 0-1"
+    assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, give or take 400 µs"
+    assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, give or take 400 µs"
+    assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")
+
+
+def test_verify_of_nothing_but_nan_says_no_difference():
+    """A difference of 0 beside no equal parameter would be a riddle."""
+    nan = math.nan
+    alike = replace(VERIFY, num_params=2, not_finite=("a", "b"), equal_bits=0, loss_sharded=nan, loss_reference=nan)
+    facts = dict(alike.facts())
+    assert set(facts) == {"loss", "NaN or infinity in"}
+    assert facts["loss"] == "NaN sharded, NaN unsharded"
+    for other in (replace(alike, not_finite=("a",)), replace(alike, ok=False)):
+        assert "largest difference" in dict(other.facts())
+
+
+@pytest.mark.parametrize(("losses", "said"), [((2.0, math.nan), "loss 2 -> NaN"), ((math.nan,), "loss NaN")])
+def test_a_loss_that_is_no_number_is_written_as_the_panel_does(losses, said):
+    assert said in StepReport(steps_done=2, losses=losses, seconds=(), optimizer_steps=2).headline
+
+
+@pytest.mark.parametrize(
+    ("buffers", "since", "said"),
+    [
+        ([("b",), ("b",)], [3, 3], ("b on every rank", "the loss is not finite since step 3 on every rank")),
+        ([(), ("b", "c")], [None, 3], ("b, c on rank 1", "the loss is not finite since step 3, first on rank 1")),
+        ([(), ()], [None, None], ("", "")),
+    ],
+)
+def test_verify_says_on_which_ranks_as_step_does(buffers, since, said):
+    same = {"params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
+    report = SAYS[Verify](
+        [
+            VerifyReply(
+                **same, tolerance="", loss_sharded=None, loss_reference=None, buffers_not_finite=bad, since=step
+            )
+            for bad, step in zip(buffers, since, strict=True)
+        ]
+    )
+    assert (report.buffers, report.since) == said
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([(1.0, 2.0), (1.0, 2.0)], ""),
+        ([(1.0, NAN, NAN), (1.0, NAN, NAN)], "loss is NaN from step 6 on on every rank"),
+        ([(1.0, 2.0, 3.0), (1.0, NAN, 3.0)], "loss is NaN in step 6, first on rank 1"),
+        ([(INF, INF), (1.0, 2.0)], "loss is infinite from step 5 on, first on rank 0"),
+        ([None, (1.0, NAN)], "loss is NaN from step 6 on, first on rank 1"),
+    ],
+)
+def test_a_step_says_where_the_loss_first_was_not_finite(losses, said):
+    same = {"seconds": (0.1, 0.1, 0.1), "optimizer_steps": 3, "first_step": 5, "unreduced": ()}
+    report = SAYS[Step]([StepReply(steps_done=3, losses=own, **same) for own in losses])
+    assert report.not_finite == said
+    assert said in str(report)
+    assert bool(said) == ("loss is" in str(report))

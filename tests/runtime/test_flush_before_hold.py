@@ -1,0 +1,100 @@
+"""What happens between the decision to hold a rank and the announcement that it is held."""
+
+import sys
+import threading
+
+import torch
+
+from tests.runtime.job import run
+from tests.runtime.stopping import Door, beside
+from tests.runtime.test_gate import sharded
+from workbench.engine.backends.base import Backend
+from workbench.engine.backends.cpu import Cpu
+from workbench.protocol.commands import Continue, Step
+from workbench.runtime import rank as rank_module
+from workbench.runtime.flush_before_hold import FlushBeforeHold
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+class Accelerator(Backend):
+    """A device that is waited for as a test says."""
+
+    def __init__(self, synchronise):
+        super().__init__(CUDA)
+        self.synchronize = lambda: synchronise(CUDA)
+
+
+class Stream:
+    """A stdout that keeps what it was given until it is told to write it out."""
+
+    def __init__(self):
+        self.kept, self.written = [], []
+
+    def write(self, text):
+        self.kept.append(text)
+
+    def flush(self):
+        self.written, self.kept = [*self.written, *self.kept], []
+
+
+def test_only_an_accelerator_is_waited_for_and_what_was_printed_is_written_out(monkeypatch):
+    waited, stream = [], Stream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    sys.stdout.write("before the stop")
+    assert FlushBeforeHold(Cpu(CPU))() is False
+    assert "".join(stream.written) == "before the stop"
+    assert FlushBeforeHold(Accelerator(waited.append))() is True
+    assert waited == [CUDA]
+
+
+def on_a_device(script, synchronise):
+    """Run a step with a breakpoint at a backward, on a rank that thinks its device is a GPU."""
+    sharded()
+    Door().break_at({"event": "backward", "unit": "blocks.1"})
+    rank_module._this_rank().gate._quiet = FlushBeforeHold(Accelerator(synchronise))
+    return beside(script, Step())
+
+
+def synchronised_before_it_is_said():
+    seen = []
+
+    def synchronise(device):
+        seen.append((str(device), threading.current_thread() is threading.main_thread(), Door().where().held))
+
+    done, held = on_a_device(lambda door: door.until_held(), synchronise)
+    return done["steps_done"], seen, held.synchronised, held.kind.key
+
+
+def test_the_device_is_synchronised_in_the_held_thread_before_the_rank_counts_as_held():
+    assert run(1, synchronised_before_it_is_said) == [(1, [("cuda:1", True, None)], True, "backward")]
+
+
+def let_go_meanwhile():
+    door, seen = Door(), []
+
+    def synchronise(device):
+        door.break_at()
+        door(Continue())
+        seen.append(door.where().commands)
+
+    def ended(where):
+        return where.commands == 2 and where.doing == ""  # the second is the step
+
+    done, _ = on_a_device(lambda door: door.until(ended), synchronise)
+    return done["steps_done"], seen
+
+
+def test_a_rank_that_is_let_go_while_its_device_works_does_not_hold():
+    assert run(1, let_go_meanwhile) == [(1, [2])]
+
+
+def paused_on_the_cpu():
+    sharded()
+    Door().break_at({"event": "backward"})
+    done, held = beside(lambda door: door.until_held(), Step())
+    return done["steps_done"], held.synchronised
+
+
+def test_on_the_cpu_nothing_is_waited_for():
+    assert run(1, paused_on_the_cpu) == [(1, False)]

@@ -1,0 +1,103 @@
+"""How often ranks are asked for what live views are shown, on a fake cluster."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.fake_cluster import FakeCluster, inside
+from workbench.protocol.rank_messages import Drain
+from workbench.session import trace_collector
+from workbench.session.session import PULSE_S, REST_S
+from workbench.workbench import Workbench
+
+
+class Watched:
+    """A workbench that views look at: its clock stands but for the test, and it counts how often ranks are asked."""
+
+    def __init__(self, monkeypatch):
+        self.now_s, self.tick_s = 100.0, 0.0
+        monkeypatch.setattr(trace_collector, "time", SimpleNamespace(monotonic=self._clock))
+        self.workbench = Workbench(2, cluster_factory=self._make)
+        self.workbench.start()
+
+    def _make(self, **settings):
+        self.fake = FakeCluster(**settings)
+        self.fake.sharded()
+        self.fake.script["step"] = inside
+        return self.fake
+
+    def _clock(self):
+        self.now_s += self.tick_s
+        return self.now_s
+
+    def do(self, action):
+        """Have time pass until what the ranks are asked stands or is over."""
+        self.tick_s = 1.0
+        try:
+            return action()
+        finally:
+            self.tick_s = 0.0
+
+    def asks(self, after_s):
+        """Let time pass and look twice: how often ranks were asked for it."""
+        self.now_s += after_s
+        before = self._num_drains()
+        self.workbench.pulse()
+        self.workbench.pulse()
+        return self._num_drains() - before
+
+    def _num_drains(self):
+        return [word for word, _ in self.fake.patience].count(Drain.word)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    found = Watched(monkeypatch)
+    yield found
+    found.workbench.stop()
+
+
+def test_idle_ranks_are_asked_now_and_then(watched):
+    assert watched.asks(0.0) == 1
+    assert watched.asks(0.9 * REST_S) == 0
+    assert watched.asks(0.2 * REST_S) == 1
+    watched.workbench.break_add("all_gather")
+    assert watched.asks(0.0) == 1
+    assert watched.asks(2 * PULSE_S) == 0
+
+
+def test_once_something_has_begun_stands_or_is_over_ranks_are_asked_at_once(watched):
+    watched.asks(0.0)
+    watched.do(lambda: watched.workbench.step(1, until="all_gather"))
+    assert watched.asks(0.0) == 1
+    assert watched.asks(2 * PULSE_S) == 1, "it is under way: as often as ever"
+    assert watched.asks(0.5 * PULSE_S) == 0
+    watched.do(watched.workbench.resume)
+    assert watched.asks(0.0) == 1
+    assert watched.workbench.pulse().under_way is None
+    assert watched.asks(2 * PULSE_S) == 0
+
+
+def test_a_rank_that_did_not_answer_is_asked_as_often_as_ever(watched):
+    watched.asks(0.0)
+    watched.fake.silent.add(1)
+    assert watched.asks(1.1 * REST_S) == 1
+    assert watched.asks(1.1 * PULSE_S) == 1
+    watched.fake.silent.clear()
+    assert watched.asks(1.1 * PULSE_S) == 1
+    assert watched.asks(1.1 * PULSE_S) == 0
+
+
+def test_a_rank_that_is_lost_is_told_at_once_and_each_look_asks_the_processes_once(watched):
+    watched.asks(0.0)
+    looked, alive = [], watched.fake.alive
+    watched.fake.alive = lambda: looked.append(0) or alive()
+    watched.fake.lose(1)
+    assert watched.workbench.pulse().states == {0: "idle", 1: "gone"}
+    assert len(looked) == 1
+
+
+def test_a_rank_that_is_lost_while_ranks_are_asked_is_gone_wherever_it_is_told(watched):
+    watched.fake.on_drain = lambda: watched.fake.lose(1)
+    told = watched.workbench.pulse()
+    assert (told.states[1], set(told.losses)) == ("gone", {1})

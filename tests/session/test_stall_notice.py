@@ -1,0 +1,83 @@
+from dataclasses import replace
+
+import pytest
+
+from workbench.protocol.rank_messages import CellLine
+from workbench.session.stall_notice import AGAIN_S, MAX_TEXT, QUIET_S, StallNotice, who_works
+
+
+class Scene:
+    """A request, a clock that a test sets, and what was told."""
+
+    def __init__(self):
+        self.now, self.told = 100.0, []
+        self.standing = StallNotice(lambda: self.now)
+        self.look("begun")
+
+    def look(self, heard):
+        self.standing.look(heard, lambda seconds: f"{seconds:.0f} s", self.told.append)
+
+    def after(self, seconds, heard):
+        self.now += seconds
+        self.look(heard)
+
+
+def test_nothing_is_said_while_something_is_heard():
+    scene = Scene()
+    for number in range(10):
+        scene.after(0.9 * QUIET_S, number)
+    assert scene.told == []
+
+
+def test_it_is_said_after_a_while_and_anew_and_taken_back():
+    scene = Scene()
+    scene.after(QUIET_S, "begun")
+    scene.after(0.5 * AGAIN_S, "begun")
+    assert scene.told == ["3 s"]
+    scene.after(0.5 * AGAIN_S, "begun")
+    assert scene.told == ["3 s", "4 s"]
+    scene.after(0.1, "an output")
+    scene.after(0.1, "an output")
+    assert scene.told == ["3 s", "4 s", ""]
+    scene.after(QUIET_S, "an output")
+    assert scene.told[3:] == ["7 s"]
+
+
+def test_of_what_lasts_long_it_is_said_less_often():
+    scene = Scene()
+    for _ in range(3600 * 10):
+        scene.after(0.1, "begun")
+    assert len(scene.told) < 200
+    assert scene.told[-1] != ""
+
+
+BARRIER = CellLine(line=2, function="<module>", text="dist.barrier()")
+STEP = CellLine(line=5, function="train_step", text="loss.backward()")
+
+
+@pytest.mark.parametrize(
+    ("working", "lines", "ended", "expected"),
+    [
+        (
+            [1],
+            {1: BARRIER},
+            (0, 2, 3),
+            "rank 1 has run for 3 s, in dist.barrier() at line 2 of the cell; ranks 0, 2-3 have ended",
+        ),
+        ([0, 1], {0: STEP, 1: STEP}, (), "ranks 0-1 have run for 3 s, in loss.backward() at line 5 of train_step"),
+        (
+            range(4),
+            {0: BARRIER, 2: None, 3: BARRIER},
+            (4,),
+            "ranks 0, 3 have run for 3 s, in dist.barrier() at line 2 of the cell; rank 1 has run for 3 s without an "
+            "answer; rank 2 has run for 3 s; rank 4 has ended",
+        ),
+        ([0], {0: replace(BARRIER, text="")}, (), "rank 0 has run for 3 s, at line 2 of the cell"),
+    ],
+)
+def test_who_works(working, lines, ended, expected):
+    assert who_works(3.2, working, lines, ended) == expected
+
+
+def test_a_long_line_is_cut():
+    assert len(who_works(3, [0], {0: replace(BARRIER, text="x" * 1000)}, ())) < MAX_TEXT + 60

@@ -1,0 +1,109 @@
+import pytest
+
+from tests.trace.strategies import example_trace
+from workbench.errors import UsageError
+from workbench.export import export
+from workbench.session.trace_selectors import opened, side
+from workbench.trace import save, steps
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
+
+
+@pytest.fixture
+def file(tmp_path):
+    save(example_trace(steps=8), tmp_path / "run.trace")
+    return tmp_path / "run.trace"
+
+
+def recorded():
+    return example_trace(steps=6)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "found"),
+    [
+        ("last", "this run", [0, 1, 2, 3, 4, 5]),
+        ("last:3..5", "this run, steps 3-5", [3, 4, 5]),
+        ("3..5", "this run, steps 3-5", [3, 4, 5]),
+        ("4", "this run, step 4", [4]),
+        ("last:4..4", "this run, step 4", [4]),
+        ("..1", "this run, steps 0-1", [0, 1]),
+        ("last:4..", "this run, steps 4-5", [4, 5]),
+        ("last:-3..", "this run, steps 3-5", [3, 4, 5]),
+        ("last:-3..-2", "this run, steps 3-4", [3, 4]),
+        ("last:1..-2", "this run, steps 1-4", [1, 2, 3, 4]),
+        ("last:-6", "this run, step 0", [0]),
+        ("-1", "this run, step 5", [5]),
+    ],
+)
+def test_steps_of_what_is_recorded(text, name, found):
+    called, trace = side(text, recorded)
+    assert (called, steps(trace)) == (name, found)
+
+
+def test_a_file_whole_and_in_part(file):
+    assert side(str(file), Trace.empty) == ("run.trace", example_trace(steps=8))
+    name, trace = side(f"{file}:6..7", Trace.empty)
+    assert (name, steps(trace)) == ("run.trace, steps 6-7", [6, 7])
+    assert side(file, Trace.empty)[1] == example_trace(steps=8)
+
+
+def test_a_trace_stands_for_itself():
+    trace = recorded()
+    assert side(trace, Trace.empty) == ("a trace", trace)
+
+
+def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    file.rename(file.parent / "5")
+    assert side("./5", Trace.empty)[0] == "5"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nowhere.trace", "there is no file 'nowhere.trace'; a side is a trace file, 'last', or steps such as 3..5"),
+        ("lost", "there is no file 'lost'"),
+        ("last:7", "the trace has no step 7; its steps are: 0-5"),
+        ("2..9", "the trace has no step 9; its steps are: 0-5"),
+        ("last:-7", "the trace has no step -7; its steps are: 0-5"),
+        ("last:-2..-4", "steps 4..2 run backwards; write 2..4"),
+        ("5..3", "steps 5..3 run backwards; write 3..5"),
+        ("", "a side of a comparison is a trace file, 'last', or steps such as 3..5; got nothing"),
+    ],
+)
+def test_what_is_not_there_is_said(text, message):
+    with pytest.raises(UsageError, match=message):
+        side(text, recorded)
+
+
+def test_a_file_that_is_no_trace(tmp_path):
+    (tmp_path / "x.trace").write_text("no")
+    with pytest.raises(UsageError, match="it is not a trace"):
+        side(tmp_path / "x.trace", recorded)
+    with pytest.raises(UsageError, match="cannot read"):
+        side(tmp_path, recorded)
+
+
+@pytest.mark.parametrize("text", ["last", "3..5", "last:1"])
+def test_nothing_is_recorded_yet(text):
+    with pytest.raises(UsageError, match="nothing is recorded yet"):
+        side(text, Trace.empty)
+
+
+def test_a_trace_without_steps_has_none_to_choose():
+    with pytest.raises(UsageError, match=r"no step 3; its steps are: none yet"):
+        side("..3", lambda: example_trace(steps=0))
+
+
+@pytest.mark.parametrize("name", ["", "a\0b.trace", "~nobody-of-this-name/a.trace"])
+def test_what_no_file_can_be_called_is_refused_to_read_and_to_write(name):
+    trace = Trace(Header(world_size=1), ())
+    for use in (opened, lambda path: export(trace, path)):
+        with pytest.raises(UsageError, match="is not a file name"):
+            use(name)
+
+
+def test_a_folder_that_does_not_exist_is_named_before_a_file_is_written(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot write .*/nodir/a.trace: there is no folder .*/nodir$"):
+        export(Trace(Header(world_size=1), ()), tmp_path / "nodir" / "a.trace")

@@ -1,0 +1,41 @@
+"""Whether Jupyter finds the panel, and who is told that it does not."""
+
+import pytest
+
+import workbench
+from tests.shells import ipython_shell
+from workbench import jupyter_extensions
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where Jupyter looks for extensions; there are none."""
+    monkeypatch.setattr(jupyter_extensions, "jupyter_path", lambda kind: [str(tmp_path / kind)])
+    return tmp_path / "labextensions"
+
+
+def loaded(capsys):
+    with ipython_shell() as shell:
+        workbench.load_ipython_extension(shell)
+        workbench.unload_ipython_extension(shell)
+    return capsys.readouterr().out
+
+
+def test_a_missing_panel_is_said_in_one_sentence_where_a_server_started_the_kernel(folder, monkeypatch, capsys):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/a/notebook.ipynb")
+    said = loaded(capsys)
+    assert said.startswith("panel not installed: ")
+    assert said.endswith("JupyterLab runs in.\n")
+    assert said.count("\n") == 1
+
+
+def test_nothing_is_said_where_nobody_would_look_for_it(folder, monkeypatch, capsys):
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    assert loaded(capsys) == ""
+
+
+def test_nothing_is_said_where_it_is(folder, monkeypatch, capsys):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/a/notebook.ipynb")
+    (folder / "fsdp-workbench").mkdir(parents=True)
+    (folder / "fsdp-workbench" / "package.json").write_text("{}")
+    assert loaded(capsys) == ""

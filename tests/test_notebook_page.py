@@ -1,0 +1,137 @@
+import copy
+import json
+
+import nbformat.v4
+import plotly.graph_objects as go
+import pytest
+
+from tests.browser import figures, open_offline, titles_follow_the_width
+from tests.trace.simulation import example_trace
+from workbench.cluster.pending_replies import Output
+from workbench.notebook_page import to_page
+from workbench.session.outputs import written_at_once
+from workbench.views import draw, theme
+from workbench.views.theme import PLOTLY_MIME
+
+FIGURE = json.loads(go.Figure(go.Bar(y=[3, 1, 2]), layout={"title": "a </script> in its title"}).to_json())
+WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "m"}, "text/plain": "IntProgress(value=0)"}
+
+
+def notebook():
+    def shown(data):
+        return nbformat.v4.new_output("display_data", data=data)
+
+    return nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_markdown_cell("# A title"),
+            nbformat.v4.new_code_cell("%fsdp memory", outputs=[shown({PLOTLY_MIME: FIGURE, "text/plain": "figure"})]),
+            nbformat.v4.new_code_cell("%fsdp step", outputs=[shown(WIDGET)]),
+            nbformat.v4.new_code_cell("print(1)", outputs=[nbformat.v4.new_output("stream", text="1 < 2\n")]),
+            nbformat.v4.new_code_cell(
+                "%fsdp timeline", outputs=[shown({PLOTLY_MIME: FIGURE | {"config": {"displaylogo": False}}})]
+            ),
+        ]
+    )
+
+
+def test_it_names_nothing_outside():
+    page = to_page(notebook(), title="T")
+    assert "src=" not in page.partition("</head>")[2]
+    assert "<link" not in page
+    assert "cdnjs" not in page
+    assert "unpkg" not in page
+
+
+def test_plotly_is_inside_once():
+    page = to_page(notebook(), title="T")
+    one = to_page(nbformat.v4.new_notebook(), title="T")
+    assert page.count("plotly.js v") == one.count("plotly.js v") == 1
+    assert page.count("Plotly.newPlot(") - one.count("Plotly.newPlot(") == 2
+
+
+def test_widgets_are_left_out_and_text_is_escaped():
+    page = to_page(notebook(), title="a <b> title")
+    assert "IntProgress" not in page
+    assert "1 &lt; 2" in page
+    assert "<title>a &lt;b&gt; title</title>" in page
+
+
+def test_the_notebook_is_left_as_it_was():
+    given = notebook()
+    before = copy.deepcopy(given)
+    to_page(given, title="T")
+    assert given == before
+
+
+@pytest.mark.browser
+def test_a_browser_without_network_draws_it(tmp_path, chromium):
+    (tmp_path / "page.html").write_text(to_page(notebook(), title="T"), encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        opened.page.wait_for_function("document.querySelectorAll('.plotly-graph-div .main-svg').length >= 2")
+        drawn = figures(opened.page)
+        assert len(drawn) == 2
+        assert all(f["width"] > 300 and f["height"] > 200 and f["marks"] >= 3 for f in drawn)
+        assert opened.outside == []
+        assert opened.complaints == []
+
+
+@pytest.mark.browser
+def test_text_of_figures_has_the_colour_of_the_pages_text(tmp_path, chromium):
+    drawn = nbformat.v4.new_output("display_data", data={PLOTLY_MIME: json.loads(theme.figure("A title").to_json())})
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%fsdp memory", outputs=[drawn])])
+    (tmp_path / "page.html").write_text(to_page(book, title="T"), encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        opened.page.wait_for_selector(".gtitle")
+        assert opened.page.evaluate("getComputedStyle(document.querySelector('.gtitle')).fill") == opened.page.evaluate(
+            "getComputedStyle(document.querySelector('.jp-Notebook, main, body')).color"
+        )
+
+
+EVIL = "</pre><img src=x onerror='document.title = 1'><script>document.title = 2</script>"
+
+
+def by_rank(*texts):
+    """The outputs of a cell whose ranks wrote ``texts``."""
+    heard: list[Output] = []
+    written_at_once(dict(enumerate(texts)), heard.append)
+    return [nbformat.v4.new_output("display_data", data=output.data) for output in heard]
+
+
+@pytest.mark.browser
+def test_tabs_of_ranks_need_no_script(tmp_path, chromium):
+    cells = [("one", by_rank("a\n", "b\n", "a\n")), ("two", by_rank("c\n", f"{EVIL}\n"))]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code, outputs=outputs) for code, outputs in cells])
+    page = to_page(book, title="T").replace(
+        "<head>",
+        "<head><meta http-equiv='Content-Security-Policy' content=\"\
+default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:\">",
+    )
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        one, two = (opened.page.locator(".jp-CodeCell").nth(number) for number in range(2))
+
+        def seen(cell):
+            return [pane.inner_text() for pane in cell.locator("section pre").all() if pane.is_visible()]
+
+        assert (seen(one), seen(two)) == (["a"], ["c"])
+        one.get_by_role("radio", name="rank 1").check()
+        assert (seen(one), seen(two)) == (["b"], ["c"])
+        one.get_by_role("radio", name="rank 2").check()
+        assert seen(one) == ["a"]
+        one.get_by_role("radio", name="all").check()
+        two.get_by_role("radio", name="rank 1").check()
+        assert (seen(one), seen(two)) == (["a", "b"], [EVIL])
+        assert opened.page.title() == "T"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.browser
+def test_figures_follow_the_width_of_the_window(tmp_path, chromium):
+    given = json.loads(draw("timeline", example_trace()).to_json())
+    drawn = nbformat.v4.new_output("display_data", data={PLOTLY_MIME: given})
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%fsdp timeline", outputs=[drawn])])
+    (tmp_path / "page.html").write_text(to_page(book, title="T"), encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        figures(opened.page)
+        assert titles_follow_the_width(opened.page)
+        assert opened.complaints == []

@@ -1,0 +1,232 @@
+"""At least one broken trace per rule, and sound ones that look suspicious."""
+
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.replay.test_shards import make_flat, make_unit
+from tests.trace.strategies import any_traces, example_trace
+from workbench.events import Category, Edge, Kind
+from workbench.trace import RankTrace, Trace, check
+from workbench.trace.schema import ClockReading, Header, HostClock, KeyFrame, Rows
+
+EXAMPLE = example_trace(num_ranks=2, num_units=2, steps=1)
+
+
+def first(rows: Rows, kind: Kind, edge: Edge = Edge.INSTANT) -> int:
+    """Where the first row of this kind and edge is."""
+    return int(np.flatnonzero((rows["kind"] == kind) & (rows["edge"] == edge))[0])
+
+
+def put(column, value, *where):
+    """A change of one column of the first row of a kind and edge."""
+
+    def change(rows):
+        rows[column][first(rows, *where)] = value
+        return rows
+
+    return change
+
+
+def drop(*where):
+    """A change that takes one row out and closes the gap in seq."""
+
+    def change(rows):
+        rows = np.delete(rows, first(rows, *where))
+        rows["seq"] = np.arange(len(rows))
+        return rows
+
+    return change
+
+
+def end_before_begin(rows):
+    rows["t_ns"][first(rows, Kind.FORWARD, Edge.END)] = rows["t_ns"][0]
+    return rows
+
+
+def free_too_much(rows):
+    rows["num_bytes"][first(rows, Kind.FREE)] -= 10**9
+    return rows
+
+
+def tell_of(**columns):
+    """A change that puts a device's time for row 0 at the end of the trace."""
+
+    def change(rows):
+        more = rows[-1:].copy()
+        more["kind"], more["edge"], more["num_bytes"] = Kind.DEVICE, Edge.INSTANT, 0
+        more["seq"] += 1
+        for name, value in ({"value": 0, "module": 0, "unit": -1} | columns).items():
+            more[name] = value
+        return np.concatenate([rows, more])
+
+    return change
+
+
+def tell_twice(rows):
+    return tell_of()(tell_of()(rows))
+
+
+FORWARD_AT = first(EXAMPLE.rank(1).rows, Kind.FORWARD, Edge.BEGIN)
+ALLOC_AT = first(EXAMPLE.rank(1).rows, Kind.ALLOC)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (tell_of(value=10**6), "DEVICE does not tell of an earlier row"),
+        (tell_of(value=float("nan")), "DEVICE does not tell of an earlier row"),
+        (tell_of(value=0.5), "DEVICE does not tell of an earlier row"),
+        (tell_of(value=ALLOC_AT), "DEVICE tells of what no device does"),
+        (tell_of(value=FORWARD_AT, t_ns=0), "DEVICE is earlier than the row it tells of"),
+        (tell_of(value=FORWARD_AT, module=-1), "METRIC, LOG and DEVICE without a string"),
+        (tell_twice, "DEVICE tells of a row that another one tells of"),
+        (lambda rows: np.delete(rows, 5), "row 5: seq does not count up by one from the key frame's"),
+        (put("kind", 99, Kind.WAIT, Edge.BEGIN), "unknown kind"),
+        (put("edge", 3, Kind.WAIT, Edge.BEGIN), "unknown edge"),
+        (put("phase", 6, Kind.WAIT, Edge.BEGIN), "unknown phase"),
+        (
+            put("edge", Edge.INSTANT, Kind.WAIT, Edge.BEGIN),
+            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET, RESIDENT and DEVICE",
+        ),
+        (
+            put("edge", Edge.BEGIN, Kind.RESHARD),
+            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET, RESIDENT and DEVICE",
+        ),
+        (put("unit", 2, Kind.RESHARD), "unit is not in the header's table of 2"),
+        (put("unit", -2, Kind.RESHARD), "unit is not in the header's table of 2"),
+        (put("module", 1, Kind.METRIC), "module is not in the header's table of 1"),
+        (put("comm_group", 1, Kind.WAIT, Edge.BEGIN), "comm_group is not in the header's table of 1"),
+        (put("step", -2, Kind.METRIC), "step is less than -1"),
+        (put("category", 200, Kind.ALLOC), "ALLOC / FREE without a known category"),
+        (put("category", 0, Kind.WAIT, Edge.BEGIN), "a category on a row that is not ALLOC / FREE"),
+        (put("num_bytes", 0, Kind.ALLOC), "ALLOC must have num_bytes > 0"),
+        (put("num_bytes", 0, Kind.FREE), "FREE must have num_bytes < 0"),
+        (put("num_bytes", -1, Kind.WAIT, Edge.BEGIN), "num_bytes is negative"),
+        (free_too_much, "more bytes of ALL_GATHER_BUFFERS were freed than were live"),
+        (put("comm_group", -1, Kind.ALL_GATHER, Edge.BEGIN), "a collective without comm_group and comm_seq"),
+        (put("comm_seq", 99, Kind.ALL_GATHER, Edge.BEGIN), "comm_seq does not rise within its comm_group"),
+        (drop(Kind.FORWARD, Edge.BEGIN), "END without its BEGIN"),
+        (end_before_begin, "END is earlier than its BEGIN"),
+        (put("module", -1, Kind.METRIC), "METRIC, LOG and DEVICE without a string"),
+    ],
+)
+def test_a_broken_row_is_reported_with_its_rank_and_rule(change, sentence):
+    rows = change(EXAMPLE.rank(1).rows.copy())
+    found = check(Trace(EXAMPLE.header, (EXAMPLE.rank(0), RankTrace(1, rows))))
+    assert [s for s in found if sentence in s]
+    assert all(s.startswith("rank 1: row ") for s in found)
+
+
+def test_a_report_names_the_first_row_and_how_many_there_are():
+    rows = EXAMPLE.rank(1).rows.copy()
+    rows["phase"][[7, 9]] = 77
+    assert check(Trace(EXAMPLE.header, (RankTrace(1, rows),))) == ["rank 1: row 7: unknown phase (2 such rows)"]
+
+
+def test_a_rank_outside_the_world_is_reported():
+    far = RankTrace(2, EXAMPLE.rank(1).rows)
+    assert check(Trace(EXAMPLE.header, (far,))) == ["rank 2: the world has 2 ranks"]
+
+
+def test_a_trace_cut_on_the_left_may_end_what_it_has_not_begun():
+    rank = EXAMPLE.rank(0)
+    inside = rank.cut(first(rank.rows, Kind.FORWARD, Edge.BEGIN) + 1, rank.end_seq)
+    assert check(Trace(EXAMPLE.header, (inside,))) == []
+    assert check(Trace(EXAMPLE.header, (dataclasses.replace(inside, start=KeyFrame()),))) != []
+
+
+def test_live_bytes_count_from_the_key_frame():
+    rank = EXAMPLE.rank(0)
+    late = rank.cut(20, rank.end_seq)
+    nothing = KeyFrame(seq=20, bytes_by_category=(0,) * len(Category))
+    assert check(Trace(EXAMPLE.header, (late,))) == []
+    assert "were freed than were live" in check(Trace(EXAMPLE.header, (dataclasses.replace(late, start=nothing),)))[0]
+
+
+def header_with(*, unit: dict | None = None, param: dict | None = None) -> Header:
+    """The example's header with fields of its first unit and of that unit's first parameter replaced."""
+    root, *more = EXAMPLE.header.units
+    params = (dataclasses.replace(root.params[0], **(param or {})), *root.params[1:])
+    return dataclasses.replace(EXAMPLE.header, units=(dataclasses.replace(root, params=params, **(unit or {})), *more))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"unit": {"index": 1}}, "unit 'blocks.0' has index 1 but stands at 0"),
+        ({"unit": {"root": 2}}, "unit 'blocks.0' has root 2, there are 2 units"),
+        ({"param": {"shard_dim": 1}}, "of shape (64,) is sharded on dimension 1"),
+        ({"param": {"rows_per_rank": (64,)}}, "has 64 rows on 2 ranks, its shards have (64,) of 32 padded"),
+        ({"param": {"rows_per_rank": (32, 31)}}, "has 64 rows on 2 ranks, its shards have (32, 31) of 32 padded"),
+        ({"param": {"padded_rows": 31}}, "has 64 rows on 2 ranks, its shards have (32, 32) of 31 padded"),
+    ],
+)
+def test_a_header_that_does_not_add_up_is_reported(changes, sentence):
+    found = check(Trace(header_with(**changes)))
+    assert len(found) == 1
+    assert sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"first": 4}, "'p1' has the shape (6,) of (6,), from element 4 on, in the flat parameter '_flat_param' of 9"),
+        ({"shape": (-1,)}, "'p1' has the shape (-1,) of (6,), from element 3 on"),
+        ({"global_shape": (2**60,)}, f"'p1' has the shape (6,) of ({2**60},), from element 3 on"),
+    ],
+)
+def test_a_part_that_is_not_in_its_flat_parameter_is_reported(changes, sentence):
+    flat = make_flat((3, 6), 2)
+    wrong = replace(flat, parts=(flat.parts[0], replace(flat.parts[1], **changes)))
+    found = check(Trace(Header(world_size=2, units=(make_unit(wrong),))))
+    assert len(found) == 1
+    assert sentence in found[0]
+    assert check(Trace(Header(world_size=2, units=(make_unit(flat),)))) == []
+
+
+READING = ClockReading(t_ns=5, offset_ns=-3, error_ns=1)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "sentence"),
+    [
+        ([HostClock(ranks=(0,), readings=(READING,))], "that of rank 0 is not among those that differ from it"),
+        ([HostClock(ranks=(1, 1), readings=(READING,))], "each rank has one clock"),
+        ([HostClock(ranks=(1,), readings=())], "the clock of ranks (1,) has no readings"),
+        ([HostClock(ranks=(1,), readings=(READING, replace(READING, t_ns=4)))], "not in the order of their times"),
+        ([HostClock(ranks=(1,), readings=(replace(READING, error_ns=-1),))], "is off by less than nothing"),
+        ([HostClock(ranks=(2,), readings=(READING,))], "the world has 2 ranks, and rank 2 is spoken of"),
+    ],
+)
+def test_clocks_that_cannot_be_are_reported(clocks, sentence):
+    found = check(Trace(replace(EXAMPLE.header, clocks=tuple(clocks))))
+    assert len(found) == 1
+    assert sentence in found[0]
+    assert check(Trace(replace(EXAMPLE.header, clocks=(HostClock(ranks=(1,), readings=(READING,)),)))) == []
+
+
+def test_a_device_may_end_a_collective_before_the_host_waits_for_it():
+    at = first(EXAMPLE.rank(1).rows, Kind.ALL_GATHER, Edge.END)
+    rank = EXAMPLE.rank(1)
+    rows = tell_of(value=at, t_ns=rank.rows["t_ns"][at] - 1)(rank.rows)
+    assert check(Trace(EXAMPLE.header, (dataclasses.replace(rank, rows=rows),))) == []
+
+
+def test_an_empty_trace_is_valid():
+    assert check(Trace.empty()) == []
+
+
+@given(any_traces())
+def test_rows_of_any_content_are_judged_without_an_exception(trace):
+    assert all(isinstance(sentence, str) for sentence in check(trace))
+
+
+def test_a_parameter_without_shards_is_judged_too():
+    found = check(
+        Trace(header_with(param={"shape": (0,), "rows_per_rank": (), "padded_rows": 0}, unit={"shard_size": 0}))
+    )
+    assert all(isinstance(sentence, str) for sentence in found)

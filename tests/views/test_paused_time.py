@@ -1,0 +1,60 @@
+"""A run that somebody stopped is drawn as if nobody had, with a thin line where that was."""
+
+import numpy as np
+import pytest
+
+from tests.trace.holding import HOLD_NS, stopped_before
+from tests.trace.strategies import example_trace
+from tests.views.figures import subtitle, title
+from workbench.events import Kind
+from workbench.views import draw
+from workbench.views.paused_time import MAX_MARKS, NAME
+
+every_picture_of_time = pytest.mark.parametrize("name", ["memory", "timeline", "states"])
+
+
+def marks(fig):
+    return [trace for trace in fig.data if trace.name == NAME]
+
+
+def held_run(count=1, hold_ns=HOLD_NS):
+    trace = example_trace()
+    for number in range(count):
+        trace = stopped_before(trace, Kind.FORWARD, number=-1 - number, hold_ns=hold_ns)
+    return trace
+
+
+@every_picture_of_time
+def test_the_time_ranks_were_held_is_not_on_the_axis(name):
+    before, after = draw(name, example_trace()), draw(name, held_run())
+    x_axis = "xaxis"
+    assert before.layout[x_axis].title.text == after.layout[x_axis].title.text
+    assert after.layout[x_axis].range[1] == pytest.approx(before.layout[x_axis].range[1], rel=0.1)
+
+
+@every_picture_of_time
+def test_a_thin_line_says_where_and_how_long(name):
+    assert not marks(draw(name, example_trace()))
+    fig = draw(name, held_run())
+    (mark,) = marks(fig)
+    assert set(mark.text) == {"ranks stood still for 17.9 s: cut out"}
+    assert 0 < mark.x[0] < fig.layout.xaxis.range[1]
+    assert "17.9 s in which ranks were held or idle are cut out" in subtitle(fig)
+
+
+@every_picture_of_time
+def test_many_stops_have_few_lines(name):
+    fig = draw(name, held_run(count=4), steps=3)
+    assert "71.6 s in which ranks were held or idle are cut out" in subtitle(fig)
+    (mark,) = marks(fig)
+    places = {x for x in mark.x if x is not None and not np.isnan(x)}
+    assert len(places) == 4 <= MAX_MARKS
+
+
+def test_durations_said_are_those_without_the_stop():
+    assert title(draw("timeline", held_run())).partition(":")[0] == "Step 2"
+    assert "s, compute" not in title(draw("timeline", held_run())).replace("ms,", "").replace("µs,", "")
+    assert (
+        title(draw("training", held_run())).split(", ")[-1] == title(draw("training", example_trace())).split(", ")[-1]
+    )
+    assert "17.9 s" not in subtitle(draw("comms", held_run()))

@@ -1,0 +1,68 @@
+"""The widgets' modules become one text that fetches nothing."""
+
+import re
+
+import pytest
+
+from tests.source import REPO
+from workbench.widgets.dashboard import DashboardWidget
+from workbench.widgets.js_bundle import STATIC, joined
+
+
+def modules(folder, **texts):
+    for name, text in texts.items():
+        (folder / f"{name}.js").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_a_module_stands_behind_what_it_imports_and_sees_no_other_names(tmp_path):
+    modules(
+        tmp_path,
+        a='import { two } from "./b.js";\nimport {\n  one,\n} from "./c.js";\n'
+        "const own = 1;\nexport default { own, one };\n",
+        b='import { one } from "./c.js";\nconst own = 2;\nexport function two() {\n  return own + one;\n}\n',
+        c="export const one = 1;\n",
+    )
+    text = joined("a.js", tmp_path)
+    places = [text.index(f"const ${name} = ") for name in "cba"]
+    assert places == sorted(places)
+    assert text.count("const $c = ") == 1
+    assert re.findall(r"^(?:import|export)\b.*", text, re.MULTILINE) == ["export default $a.default;"]
+
+
+def test_what_is_exported_by_name_is_exported_by_the_whole(tmp_path):
+    text = joined(
+        "a.js", modules(tmp_path, a="export const one = 1;\nexport class Two {}\nexport function* three() {}\n")
+    )
+    assert text.endswith("export const { one, Two, three } = $a;\n")
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"a": 'import { x } from "./b.js";\n', "b": "const x = 1;\n"}, "a.js imports x from b.js"),
+        ({"a": 'import { b } from "./b.js";\n', "b": 'import { a } from "./a.js";\n'}, "circle: a.js -> b.js -> a.js"),
+        ({"a": 'import * as b from "./b.js";\n', "b": ""}, "this way to import or export"),
+        ({"a": 'import b from "https://elsewhere/b.js";\n'}, "this way to import or export"),
+        ({"a": "const x = 1;\nexport { x };\n"}, "this way to import or export"),
+    ],
+)
+def test_what_cannot_be_joined_is_said(tmp_path, texts, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        joined("a.js", modules(tmp_path, **texts))
+
+
+def test_the_widgets_program_is_one_module_that_asks_nobody_for_anything():
+    text = str(DashboardWidget._esm)
+    # a page takes the first; of a module that exports `render` itself anywidget says that this is the old way
+    assert re.findall(r"^export (.*) =|^export default", text, re.MULTILINE) == ["const { showDashboard }", ""]
+    assert not re.search(
+        r"^import |innerHTML|outerHTML|insertAdjacentHTML|https?://|\beval\(|document\.write", text, re.MULTILINE
+    )
+
+
+def test_the_wheel_takes_the_modules_along():
+    """Hatch takes every file of the package that git does not ignore."""
+    ignored = (REPO / ".gitignore").read_text().split()
+    assert not any(pattern in {"*.js", "static", "static/"} for pattern in ignored)
+    assert {path.name for path in STATIC.iterdir()} >= {"events.js", "timeline.js", "dashboard.js", "dashboard.css"}

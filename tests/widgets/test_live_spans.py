@@ -1,0 +1,194 @@
+"""What a rank did, read column by column, is what one reads row by row."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trace.aborting import aborted
+from tests.trace.on_device import hung, on_devices
+from tests.trace.strategies import cuttings, example_trace, traces
+from tests.widgets.long_trace import long_trace
+from workbench.events import COLLECTIVES, COPIES, Edge, Kind
+from workbench.trace import check
+from workbench.trace.columns import RankTrace
+from workbench.views.tracks import LANES, tracks
+from workbench.widgets.live_spans import TRACKS, RankSpans
+
+COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]
+OWN = (*TRACKS[0][1], Kind.STEP, Kind.WAIT)  # what the rank's own thread does
+WAITS = next(track for track, (name, _) in enumerate(TRACKS) if name == "wait")
+
+
+class Reader:
+    """Reads a whole trace of a rank one row after the other."""
+
+    def __init__(self, rank_trace):
+        self.open, self.since, self.compute = [], None, []
+        self.collectives, self.issued = {}, {}
+        self.waits, self.wait_of = [], {}
+        for row in rank_trace.rows:
+            key = (int(row["comm_group"]), int(row["comm_seq"]))
+            if row["kind"] in OWN:
+                self.own(row, key)
+            elif row["kind"] in COLLECTIVES:
+                self.collective(row, key)
+
+    def own(self, row, key):
+        name = (int(row["kind"]), int(row["unit"]), key)
+        if row["edge"] == Edge.BEGIN:
+            self.goes_by(int(row["t_ns"]))
+            self.open.append((name, int(row["num_bytes"])))
+            if row["kind"] == Kind.WAIT:
+                if key in self.collectives and self.collectives[key][5] is None:
+                    self.collectives[key][2] = 1  # compute waits before its end is known
+                begin_ns, issue_ns = int(row["t_ns"]), self.issued.get(key, -1)
+                fields = [WAITS, int(Kind.WAIT), 1, int(row["unit"]), begin_ns, None, issue_ns, int(row["num_bytes"])]
+                self.waits.append(fields)
+                self.wait_of[name] = fields
+        else:
+            if row["kind"] == Kind.WAIT:
+                self.wait_of[name][5] = int(row["t_ns"])
+            mine = next(k for k in reversed(range(len(self.open))) if self.open[k][0] == name)
+            if mine == len(self.open) - 1:
+                self.goes_by(int(row["t_ns"]))
+            del self.open[mine]
+
+    def goes_by(self, t_ns):
+        """Time up to now belongs to what began last."""
+        if self.open and t_ns > self.since:
+            (kind, unit, _), num_bytes = self.open[-1]
+            if kind not in (Kind.STEP, Kind.WAIT):
+                self.compute.append([0, kind, 0, unit, self.since, t_ns, -1, num_bytes])
+        self.since = t_ns
+
+    def collective(self, row, key):
+        if row["edge"] == Edge.BEGIN:
+            track = next(track for track, (_, kinds) in enumerate(TRACKS) if row["kind"] in kinds)
+            begin_ns, unit = int(row["t_ns"]), int(row["unit"])
+            self.issued[key] = begin_ns
+            self.collectives[key] = [track, int(row["kind"]), 0, unit, begin_ns, None, -1, int(row["num_bytes"])]
+        else:
+            self.collectives[key][5] = int(row["t_ns"])
+
+    def spans(self):
+        whole = [*self.collectives.values(), *self.waits]
+        return [*self.compute, *(found for track in range(1, len(TRACKS)) for found in whole if found[0] == track)]
+
+
+@given(traces(whole=True))
+def test_columns_are_read_as_rows(trace):
+    for rank_trace in trace.ranks:
+        found = RankSpans().take(rank_trace)[COLUMNS].tolist()
+        assert [list(span) for span in found] == Reader(rank_trace).spans()
+
+
+@given(st.data())
+def test_in_pieces_or_at_once(data):
+    trace = data.draw(traces())
+    for rank_trace in trace.ranks:
+        once, reader, pieces = RankSpans(), RankSpans(), []
+        for part in data.draw(cuttings(len(rank_trace.rows))):
+            pieces += reader.take(RankTrace(rank_trace.rank, rank_trace.rows[: part.stop], rank_trace.start)).tolist()
+        whole = once.take(rank_trace).tolist()
+        for track in range(len(TRACKS)):
+            assert [span for span in pieces if span[0] == track] == [span for span in whole if span[0] == track]
+
+
+def test_a_long_trace_is_a_valid_one():
+    assert check(long_trace(num_ranks=2, rows_per_rank=4_000)) == []
+
+
+# ---- as in the other pictures
+
+
+def drawn(rank_trace):
+    """What the static timeline draws of a rank: track, kind, unit, begin and end, in order."""
+    bars = tracks(rank_trace, int(rank_trace.rows["t_ns"].max())).bars
+    columns = bars.lane // LANES, bars.colour, bars.unit, bars.begin_ns, bars.end_ns
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def told(rank_trace):
+    """The same of the live one; what has not ended ends with the last row, as there."""
+    reader = RankSpans()
+    ended = reader.take(rank_trace)
+    open_now = reader.open.copy()
+    open_now["end_ns"] = rank_trace.rows["t_ns"].max()
+    found = np.concatenate([ended, open_now])
+    found = found[found["end_ns"] > found["begin_ns"]]
+    return sorted(found[["track", "kind", "unit", "begin_ns", "end_ns"]].tolist())
+
+
+@given(traces(whole=True), st.integers(0, 3), st.floats(0, 1))
+def test_the_live_timeline_draws_what_the_static_one_draws(trace, step, share):
+    """Of whole steps, of one under way, and of one that was aborted."""
+    if all((r.rows["step"] == step).any() for r in trace.ranks):
+        trace = aborted(trace, step, share)
+    for rank_trace in trace.ranks:
+        if len(rank_trace.rows):
+            assert told(rank_trace) == drawn(rank_trace)
+
+
+@given(st.floats(0, 1), st.booleans(), st.data())
+def test_an_abort_ends_what_was_open(share, goes_on, data):
+    trace = aborted(example_trace(num_ranks=2, steps=3), 1, share)
+    for rank_trace in trace.ranks:
+        rows = rank_trace.rows
+        reset = np.flatnonzero(rows["kind"] == Kind.RESET)
+        whole = rank_trace if goes_on else rank_trace.cut(0, int(reset[-1]) + 1)
+        reader = RankSpans()
+        pieces = [reader.take(whole.cut(0, part.stop)) for part in data.draw(cuttings(len(whole.rows)))]
+        assert not len(reader.open)
+        found = np.concatenate(pieces)
+        until_ns = rows["t_ns"][: reset[0]].max()
+        begun = found[found["begin_ns"] <= until_ns]
+        assert begun["end_ns"].max() <= until_ns, "nothing of the aborted step lies over what follows"
+
+
+# ---- on devices
+
+
+def as_listed(parts):
+    """Spans in the order of their tracks and begins."""
+    found = np.concatenate(parts)
+    return sorted(found[COLUMNS].tolist())
+
+
+@given(st.sampled_from([1, 7, 40, 333]))
+def test_spans_of_a_device_are_those_it_did_however_late_they_are_told(piece):
+    true = example_trace(num_ranks=2, steps=4)
+    trace = on_devices(true)
+    whole = trace.rank(1)
+    reader, ends = RankSpans(), [*range(0, len(whole.rows), piece), len(whole.rows)]
+    parts = [reader.take(whole.cut(0, end), header=trace.header) for end in ends]
+    expected = RankSpans().take(true.rank(1))
+    copies = np.isin(expected["kind"], COPIES)
+    found = np.concatenate(parts)
+    mine = found[~np.isin(found["kind"], COPIES)]
+    expected = expected[~copies]
+    for track in (1, 2):
+        told, true_spans = mine[mine["track"] == track], expected[expected["track"] == track]
+        assert told[COLUMNS].tolist() == true_spans[COLUMNS].tolist()
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WAIT):
+        ends = [int(part["end_ns"][part["kind"] == kind].max()) for part in (mine, expected)]
+        assert ends[0] == ends[1]
+    assert as_listed(parts) == as_listed([RankSpans().take(whole, header=trace.header)])
+
+
+def test_a_device_that_hangs_is_seen_in_what_it_is_in():
+    trace = on_devices(example_trace(num_ranks=2, steps=2))
+    rows = trace.rank(0).rows
+    waits = (rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END) & (rows["step"] == 1)
+    stuck = hung(trace, 0, int(np.flatnonzero(waits)[2]))
+    reader = RankSpans()
+    reader.take(stuck.rank(0), header=stuck.header)
+    open_now = reader.open
+    assert [Kind(kind) for kind in open_now["kind"][open_now["track"] == WAITS]] == [Kind.WAIT]
+    assert not (open_now["track"] == 0).any(), "it waits, and does not compute"
+
+
+def test_nothing_is_told_of_a_device_before_it_tells():
+    trace = on_devices(example_trace(num_ranks=2, steps=1), tells=False)
+    reader = RankSpans()
+    assert len(reader.take(trace.rank(0), header=trace.header)) == 0
+    assert len(reader.open) == 0

@@ -1,0 +1,257 @@
+"""The page that replays a record: whole, by itself, and with nothing in it but what we put there."""
+
+import json
+import re
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from tests.browser import open_offline, titles_follow_the_width
+from tests.trace.aborting import aborted
+from tests.trace.simulation import Setup, example_trace, simulate
+from tests.views.test_contract import same_with_names
+from tests.views.test_theme import contrast
+from workbench.session.snapshot import ClusterSnapshot
+from workbench.trace.columns import Trace
+from workbench.widgets.dashboard import read_question
+from workbench.widgets.dashboard_messages import AskFeed
+from workbench.widgets.trace_page import FIGURES, page
+from workbench.widgets.view_server import ViewServer
+
+EVIL = """<script>hacked = 1</script>"'><img src=x onerror="hacked = 1"></script><!-- <a href="javascript:y">evil $z$"""
+
+READY = f"() => document.querySelectorAll('.main-svg').length >= {len(FIGURES)} && document.querySelector('canvas')"
+LOOKS = """async () => {
+  const frame = () => new Promise((done) => requestAnimationFrame(done));
+  await frame();
+  await frame();
+  const view = document.querySelector(".fw-dashboard").dashboard;
+  const said = (name) => document.querySelector(`.fw-dashboard .fw-${name}`).textContent;
+  return {moment: view.moment, cursor: view.cursor, event: said("event"), ranks: said("ranks")};
+}"""
+
+
+@contextmanager
+def opened_page(chromium, folder, trace, title="run"):
+    """The page of a record, all of it drawn."""
+    (folder / "run.html").write_text(page(trace, title), encoding="utf-8")
+    with open_offline(chromium, folder / "run.html") as opened:
+        opened.page.wait_for_function(READY)
+        yield opened
+
+
+@pytest.mark.browser
+def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace()) as opened:
+        drawn = opened.page.evaluate(LOOKS)
+        sizes = opened.page.evaluate(
+            "() => [...document.querySelectorAll('.fw-timeline canvas, .main-svg')].map((e) => e.clientWidth)"
+        )
+        assert not opened.page.query_selector(".modebar a")  # its buttons would lie over the titles
+        about = opened.page.inner_text("header")
+    assert "step ends" in drawn["event"]
+    assert drawn["ranks"].startswith("ranks 0-3")
+    assert min(sizes) > 300
+    assert "A record of 4 ranks, 3 steps (0 to 2), " in about
+    assert (opened.outside, opened.complaints) == ([], [])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.browser
+def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chromium, tmp_path):
+    trace, kernel = example_trace(), ViewServer()
+    kernel.answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
+    answered = "() => !document.querySelector('.fw-dashboard').dashboard.isWaiting"
+
+    def says(question):
+        answer, _ = kernel.answer(read_question(question), ClusterSnapshot(trace=trace), time.monotonic)
+        return json.loads(json.dumps(answer["moment"]))
+
+    with opened_page(chromium, tmp_path, trace) as opened:
+        box = opened.page.locator(".fw-memory").bounding_box()
+        for share in (0.3, 0.55, 0.8):
+            opened.page.mouse.click(box["x"] + share * box["width"], box["y"] + 30)
+            opened.page.wait_for_function(answered)
+            shown = opened.page.evaluate(LOOKS)
+            assert shown["moment"] == says({"ask": "at", "t_us": shown["cursor"]})
+            assert shown["event"] == shown["moment"]["event"]
+        for key, by in (("ArrowLeft", -1), ("ArrowLeft", -1), ("ArrowRight", 1)):
+            before = shown["moment"]
+            opened.page.keyboard.press(key)
+            opened.page.wait_for_function(answered)
+            shown = opened.page.evaluate(LOOKS)
+            assert shown["moment"] == says({"ask": "beside", "rank": before["rank"], "seq": before["seq"], "by": by})
+            assert shown["cursor"] == shown["moment"]["t_us"]
+        assert opened.complaints == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.browser
+def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
+    """Not on a slow machine either, before its record is read."""
+    with opened_page(chromium, tmp_path, example_trace(num_ranks=2, steps=1)) as opened:
+        said = opened.page.evaluate(
+            """() => {
+              const view = document.querySelector(".fw-dashboard").dashboard;
+              view.answeredAt = -1e9;
+              view.say();
+              const late = view.sentence.textContent;
+              view.status = null;
+              view.drawHead(null);
+              return [late, view.live.textContent];
+            }"""
+        )
+    assert said == ["", "\u25cb latest"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.browser
+def test_a_page_opens_at_the_last_whole_step_and_not_at_what_an_abort_left(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, aborted(example_trace(num_ranks=2, steps=3), 2, 0.5)) as opened:
+        begun, ended, view, end = opened.page.evaluate(
+            """() => {
+              const view = document.querySelector(".fw-dashboard").dashboard, {length, columns: {t, ms}} = view.steps;
+              return [t[length - 1] - 1000 * ms[length - 1], t[length - 1], view.timeline.stats().view, view.end];
+            }"""
+        )
+    assert view[0] <= begun < ended <= view[1] < end
+    assert view[1] - ended < ended - begun
+
+
+@pytest.mark.browser
+def test_names_that_are_html_are_text_of_it_everywhere(chromium, tmp_path):
+    trace = same_with_names(example_trace(num_ranks=2, steps=2), EVIL)
+    with opened_page(chromium, tmp_path, trace, title=EVIL) as opened:
+        found = opened.page.evaluate(
+            """() => ({
+              hacked: typeof hacked,
+              scripts: document.scripts.length,
+              strange: document.querySelectorAll("img, iframe, [onerror], a[href^='javascript']").length,
+              title: document.title,
+              heading: document.querySelector("h1").textContent,
+              units: document.querySelector(".fw-dashboard").dashboard.units,
+            })"""
+        )
+        assert (opened.outside, opened.complaints) == ([], [])
+    assert (found["hacked"], found["scripts"], found["strange"]) == ("undefined", 3, 0)
+    assert found["title"] == found["heading"] == EVIL
+    assert any(EVIL in unit for unit in found["units"])
+
+
+@pytest.mark.browser
+def test_its_policy_lets_no_other_script_run_and_nothing_be_fetched(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace(num_ranks=1, steps=1)) as opened:
+        opened.page.evaluate(
+            """() => {
+              const script = document.createElement("script");
+              script.textContent = "window.hacked = 1";
+              document.body.append(script);
+              const image = "<img src='https://elsewhere/x.png' onerror='window.hacked = 2'>";
+              document.body.insertAdjacentHTML("beforeend", image);
+            }"""
+        )
+        assert (
+            opened.page.evaluate("() => fetch('https://elsewhere/').then(() => 'fetched', (error) => error.name)")
+            == "TypeError"
+        )
+        assert opened.page.evaluate("() => typeof hacked") == "undefined"
+        assert any("Content Security Policy" in complaint for complaint in opened.complaints)
+
+
+def test_only_its_two_scripts_may_run_and_none_of_them_ends_early():
+    text = page(example_trace(num_ranks=1, steps=1), "run")
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert policy.count("sha256-") == 2
+    assert not re.search(r"unsafe-eval|script-src[^;]*unsafe-inline|https?:", policy)
+    assert text.count("<script") == text.count("</script") == 3
+
+
+DRESS = """() => {
+  const styles = (places) => [...document.querySelectorAll(places)].map((place) => getComputedStyle(place));
+  const colours = (name, places) => styles(places).map((style) => style[name]);
+  const probe = document.createElement("i");
+  probe.style.background = "Canvas";
+  document.body.append(probe);
+  const [page] = colours("backgroundColor", "body > i");
+  probe.remove();
+  const inks = colours("fill", ".gtitle, .gtitle-subtitle, .xtick text, .annotation text, .legendtext");
+  const cards = colours("backgroundColor", ".fw-figure, .fw-figure .main-svg");
+  return {page, inks, filled: [...cards, ...colours("fill", ".fw-figure .bg")]};
+}"""
+INKED = "(ink) => [...document.querySelectorAll('.gtitle, .legendtext')].every((e) => getComputedStyle(e).fill !== ink)"
+
+
+# of what has the focus: what it is called, where it is, and whether that is seen
+FOCUSED = """() => {
+  const found = document.activeElement, {x, y} = found.getBoundingClientRect(), style = getComputedStyle(found);
+  const isShown = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
+  return [found.ariaLabel ?? found.innerText, y + scrollY, x, isShown];
+}"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.browser
+def test_all_of_it_is_reached_by_keyboard_in_the_order_in_which_one_reads(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace(num_ranks=4)) as opened:
+        opened.page.wait_for_selector(".fw-peak:not([hidden])")
+        found = []
+        while len(found) < 5:
+            opened.page.keyboard.press("Tab")
+            found.append(opened.page.evaluate(FOCUSED))
+        names = [name.partition(".")[0].partition(" ")[0] for name, *_ in found]
+        assert names == ["Live", "hold", "\u25cb", "peak", "Timeline"]
+        assert [place for _, *place, _ in found] == sorted(place for _, *place, _ in found)
+        assert all(is_shown for *_, is_shown in found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.browser
+def test_figures_are_in_the_colours_of_the_page_and_follow_them(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace()) as opened:
+        light = opened.page.evaluate(DRESS)
+        opened.page.emulate_media(color_scheme="dark")
+        opened.page.wait_for_function(INKED, arg=light["inks"][0])
+        dark = opened.page.evaluate(DRESS)
+        assert opened.complaints == []
+    assert light["page"] == "rgb(255, 255, 255)" != dark["page"]
+    for drawn in (light, dark):
+        assert len(drawn["inks"]) > 10
+        assert min(contrast(in_hex(ink), in_hex(drawn["page"])) for ink in drawn["inks"]) >= 7
+        assert "rgb(255, 255, 255)" not in drawn["filled"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.browser
+def test_figures_follow_the_width_of_the_window(chromium, tmp_path):
+    with opened_page(chromium, tmp_path, example_trace()) as opened:
+        assert titles_follow_the_width(opened.page)
+        assert opened.complaints == []
+
+
+def in_hex(colour):
+    """``rgb(255, 0, 16)`` as ``#ff0010``."""
+    return "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", colour)[:3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.browser
+def test_a_record_of_nothing_is_a_page_too(chromium, tmp_path):
+    (tmp_path / "run.html").write_text(page(Trace.empty(), "nothing"), encoding="utf-8")
+    with open_offline(chromium, tmp_path / "run.html") as opened:
+        opened.page.wait_for_selector(".fw-dashboard")
+        assert "no steps" in opened.page.inner_text("header")
+        assert opened.complaints == []
+
+
+def test_a_hundred_steps_of_four_ranks_of_the_tours_size_take_at_most_10_mb():
+    trace = simulate(Setup(num_ranks=4, num_units=6, steps=100))
+    assert trace.num_rows > 95_000  # the tour's model records 240 events a step on each rank
+    rng, ranks = np.random.default_rng(0), []
+    for r in trace.ranks:  # times of which none follows from another one
+        rows = r.rows.copy()
+        rows["t_ns"] = rows["t_ns"][0] + np.cumsum(rng.integers(1_000, 4_000_000, len(rows)))
+        ranks.append(r.__class__(r.rank, rows, r.start))
+    assert len(page(Trace(trace.header, tuple(ranks)), "run").encode()) <= 10_000_000

@@ -1,0 +1,183 @@
+"""The two doors of every rank, and which requests are open at each."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from workbench.cluster._ipyparallel import HOLD, INTERRUPT, REQUEST, SILENT, Wire
+from workbench.cluster.pending_replies import Answer, PendingReplies, settle
+from workbench.codec import decode, encode
+from workbench.errors import ClusterError
+from workbench.protocol.commands import RankRequest
+from workbench.protocol.starting import World
+
+R = TypeVar("R")
+
+
+class Channels:
+    """Sends requests to ranks and completes every one of them, also those of a rank that is lost.
+
+    Args:
+        wire: connection to the engines; closed by :meth:`close`.
+        engines: session id of the engine of each rank.
+
+    Attributes:
+        engines: likewise.
+        losses: how ranks were lost, in words, by rank; the cluster fills it.
+    """
+
+    def __init__(self, wire: Wire, engines: Sequence[str]) -> None:
+        self._wire = wire
+        self.engines = tuple(engines)
+        self.losses: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()  # a session numbers its messages without one
+        self._lost: dict[int, ClusterError] = {}
+        self._open: dict[int, set[Future[Any]]] = {rank: set() for rank in range(len(engines))}
+
+    def call(self, name: str, args: Mapping[int, Sequence[Any]]) -> PendingReplies:
+        """Call ``"module:function"`` in the main thread of each rank in ``args``, with that rank's arguments."""
+        answers = {rank: Answer() for rank in args}
+        for rank, answer in answers.items():
+            if self._admit(rank, answer.future):
+                with self._sending:
+                    self._wire.call(self.engines[rank], name, args[rank], self._wire.exchange(rank, answer))
+        return PendingReplies(answers)
+
+    def evaluate(self, program: str, expression: str) -> PendingReplies:
+        """Run a program on each rank, which need not have the workbench; the value is that of ``expression``."""
+        answers = {rank: Answer() for rank in range(len(self.engines))}
+        for rank, answer in answers.items():
+            if self._admit(rank, answer.future):
+                with self._sending:
+                    exchange = self._wire.exchange(rank, answer)
+                    self._wire.evaluate(self.engines[rank], program, expression, exchange)
+        return PendingReplies(answers)
+
+    def cell(self, code: str, ranks: Iterable[int]) -> PendingReplies:
+        """Run ``code`` as a cell in the main thread of each of ``ranks``."""
+        answers = {rank: Answer() for rank in ranks}
+        for rank, answer in answers.items():
+            if self._admit(rank, answer.future):
+                with self._sending:
+                    self._wire.cell(self.engines[rank], code, self._wire.exchange(rank, answer))
+        return PendingReplies(answers)
+
+    def ask(self, request: RankRequest[R], ranks: Iterable[int], timeout_s: float) -> dict[int, R | Exception]:
+        """Put ``request`` to the control thread of each of ``ranks`` and wait at most ``timeout_s`` s for all."""
+        futures = self._put(REQUEST, encode(request), ranks, timeout_s)
+        return {rank: _outcome(request, rank, future) for rank, future in futures.items()}
+
+    def interrupt(self, ranks: Iterable[int], timeout_s: float = 1.0) -> None:
+        """Send SIGINT to the main thread of each of ``ranks``, and wait until they have it, ``timeout_s`` s at most.
+
+        What they are asked later is not interrupted by it.
+        """
+        self._put(INTERRUPT, {}, ranks, timeout_s)
+
+    def hold(
+        self, asked: dict[str, Any], ranks: Iterable[int], timeout_s: float
+    ) -> dict[int, World | Exception | None]:
+        """Ask engines who holds them, or to be held or let go (:func:`workbench.cluster._ipyparallel._hold`).
+
+        Returns:
+            Per rank the world it is part of then, None if of none, or why it did not answer.
+        """
+        return {rank: _world(rank, future) for rank, future in self._put(HOLD, asked, ranks, timeout_s).items()}
+
+    def ask_for_silent(self, rank: int, delay_s: float, tell: Callable[[Sequence[str]], object]) -> None:
+        """Ask ``rank``, ``delay_s`` seconds from now, of which hosts it hears nothing.
+
+        ``tell`` is called with their names in the client's IO thread. Nobody waits for it: ``rank`` is not busy.
+        """
+        future: Future[Any] = Future()
+        future.add_done_callback(lambda done: tell(done.result()[0]))
+
+        def ask() -> None:
+            if not self.is_lost(rank):
+                with self._sending:
+                    self._wire.ask(self.engines[rank], rank, SILENT, {}, future)
+
+        self._wire.later(delay_s, ask)
+
+    def _put(self, kind: str, data: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Future[Any]]:
+        """Put something to the control thread of each of ``ranks``; every future that is returned is complete."""
+        futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
+        admitted = {rank: future for rank, future in futures.items() if self._admit(rank, future)}
+        with self._sending:
+            sent = {r: self._wire.ask(self.engines[r], r, kind, data, future) for r, future in admitted.items()}
+        concurrent.futures.wait(futures.values(), timeout_s)
+        for rank, future in futures.items():
+            settle(future, ClusterError(f"rank {rank} has not answered at its side door within {timeout_s} s"))
+        for message_id in sent.values():
+            self._wire.forget(message_id)
+        return futures
+
+    def _admit(self, rank: int, future: Future[Any]) -> bool:
+        """Note that ``future`` is open; False (and it is complete) when its rank is lost."""
+        with self._lock:
+            error = self._lost.get(rank)
+            if error is None:
+                self._open[rank].add(future)
+        if error is not None:
+            settle(future, error)
+            return False
+        future.add_done_callback(lambda done: self._dismiss(rank, done))
+        return True
+
+    def _dismiss(self, rank: int, future: Future[Any]) -> None:
+        with self._lock:
+            self._open[rank].discard(future)
+
+    def is_busy(self, rank: int) -> bool:
+        """Tell whether ``rank`` has requests that it has not answered."""
+        with self._lock:
+            return not all(future.done() for future in self._open[rank])  # one that is done is dismissed a moment later
+
+    def lose(self, rank: int, error: ClusterError) -> None:
+        """Complete every open and every later request to ``rank`` with ``error``; the first error stays."""
+        with self._lock:
+            reason = self._lost.setdefault(rank, error)
+            abandoned = tuple(self._open[rank])
+        for future in abandoned:
+            settle(future, reason)
+
+    def is_lost(self, rank: int) -> bool:
+        """Tell whether ``rank`` can be reached no more."""
+        with self._lock:
+            return rank in self._lost
+
+    def shut_down_engines(self) -> None:
+        """Have every engine end its process, on whichever host it is; nothing is waited for."""
+        with self._sending:
+            self._wire.shut_down_engines()
+
+    def close(self) -> None:
+        """Close the connection; every request still open completes with an error."""
+        for rank in range(len(self.engines)):
+            self.lose(rank, ClusterError(f"rank {rank} was stopped"))
+        self._wire.close()
+
+
+def _world(rank: int, future: Future[Any]) -> World | Exception | None:
+    error = future.exception()
+    if isinstance(error, Exception):
+        return error
+    found: World | None = decode(World | None, future.result()[0], f"what rank {rank} is part of")
+    return found
+
+
+def _outcome(request: RankRequest[R], rank: int, future: Future[Any]) -> R | Exception:
+    error = future.exception()
+    if isinstance(error, Exception):
+        return error
+    data, buffers = future.result()
+    try:
+        reply: R = decode(request.reply, data, "reply", buffers)
+    except ValueError as wrong:
+        return ClusterError(f"rank {rank} answers {request.word!r} with something else: {wrong}")
+    return reply

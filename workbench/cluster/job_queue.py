@@ -1,0 +1,101 @@
+"""What a queue says of the job in which engines are: why it waits, and how it ended. Slurm's is asked, no other yet."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from subprocess import SubprocessError
+from typing import Any
+
+from ipyparallel.cluster.launcher import SlurmLauncher
+
+EVERY_S = 5.0
+"""How often it is asked what a job waits for, in seconds."""
+
+ANSWER_S = 10.0
+"""How long it may take to answer while a job waits, in seconds."""
+
+WORD_S = 1.0
+"""How long engines that are gone may wait for its word on their job, in seconds: it may not know at once."""
+
+_POLL_S = 0.1
+_STATE = ("squeue", "--noheader", "--states=all", "--format=%T (%r)", "--jobs")
+_ACCOUNT = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", "--jobs")
+_GOES_ON = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED"}
+
+
+class JobQueue:
+    """The queue that has the job of an engine set; says nothing where it is none, or not known how to ask it.
+
+    Attributes:
+        state: what it said last, such as ``PENDING (Resources)``.
+    """
+
+    def __init__(self, engine_set: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
+        self._job = engine_set.job_id if isinstance(engine_set, SlurmLauncher) else ""
+        self._next = time.monotonic()
+        self._asking = threading.Lock()
+        self._word: str | None = None
+        self.state = ""
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether it says anything."""
+        return bool(self._job)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job runs no more, and will not."""
+        word = self.state.partition(" ")[0]
+        return bool(word) and word not in _GOES_ON and "REQUEUE" not in word
+
+    def look(self) -> None:
+        """Ask it if it is time; one that does not answer says nothing new."""
+        if not self._job or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + EVERY_S
+        with suppress(OSError, SubprocessError):
+            self.state = _said(_STATE, self._job, ANSWER_S)
+
+    def word_on_the_end(self) -> str:
+        """Say how the job has ended; empty: it goes on, or the queue does not say. Takes :data:`WORD_S` at most.
+
+        Example: ``the queue has ended job 12: TIMEOUT (TimeLimit)``.
+        """
+        with self._asking:
+            if self._word is None:
+                self._word = self._ask() if self._job else ""
+            return self._word
+
+    def _ask(self) -> str:
+        until = time.monotonic() + WORD_S
+        while (left_s := until - time.monotonic()) > 0:
+            try:
+                self.state = _said(_STATE, self._job, left_s)
+            except subprocess.CalledProcessError:  # what ended long ago is in the accounts alone
+                return f"the queue no longer knows job {self._job}{self._in_the_accounts(left_s)}"
+            except (OSError, SubprocessError):
+                break
+            if self.has_ended:
+                return f"the queue has ended job {self._job}: {self.state.removesuffix(' (None)')}"
+            time.sleep(_POLL_S)
+        word, _, why = self.state.removesuffix(" (None)").partition(" ")
+        return f"the queue is ending job {self._job} {why}".rstrip() if word == "COMPLETING" else ""
+
+    def _in_the_accounts(self, timeout_s: float) -> str:
+        with suppress(OSError, SubprocessError):
+            if said := _said(_ACCOUNT, self._job, timeout_s):
+                return f"; its accounts say: {said}"
+        return ""
+
+
+def _said(command: tuple[str, ...], job: str, timeout_s: float) -> str:
+    """Return the first line of what a command says of a job.
+
+    Raises:
+        OSError, SubprocessError: it cannot be run, fails, or takes too long.
+    """
+    asked = subprocess.run([*command, job], capture_output=True, text=True, timeout=timeout_s, check=True)
+    return asked.stdout.strip().partition("\n")[0]

@@ -1,0 +1,367 @@
+"""The processes of one cluster, from its reaper to its last engine, and its private files.
+
+One process routes messages (ipyparallel's controller, with its queues in threads, and a heartbeat process below it),
+one process is each rank (an ipyparallel engine). Their sockets are on the loopback interface, encrypted and
+authenticated by keys that lie in files only this user can read. What ranks open among themselves, c10d's store and
+gloo's connections (runtime/distributed.py), is on the loopback interface as well, but neither encrypted nor
+authenticated. Engines start while the controller does: each waits for a connection file that appears, complete, once
+the controller has written its own.
+
+We wait for the end of every process ourselves (they are our children), which tells at once and with a reason; so
+ipyparallel's own means for that are off: one watching process per engine, and giving up on an engine that was too busy
+to return a few heartbeats.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+
+from workbench.cluster import processes
+from workbench.cluster.engine_provider import EngineProvider, Registered, WaitNotices, no_wait
+from workbench.cluster.pending_replies import ranks_in_words
+from workbench.cluster.processes import ChildProcess
+from workbench.cluster.rank_assignment import few_devices
+from workbench.cluster.reaper import Reaper
+from workbench.cluster.zygote import ForkedRank, Zygote, can_fork
+from workbench.cluster.zygote_cache import KEEPER
+from workbench.devices import AUTO, DEVICES
+from workbench.errors import ClusterError, UsageError
+from workbench.ports import LOOPBACK, reserved_port
+
+HEARTBEAT_MS = 200  # an engine has registered after its second heartbeat
+STOP_GRACE_S = 2.0
+_NEVER = 10**6
+_PORTS = 15  # that the controller listens on
+_POLL_S = 0.01
+_LOG_LINES = 12
+
+
+def profile_directory(name: str) -> Path:
+    """Return the directory of the IPython profile ``name``.
+
+    Raises:
+        UsageError: there is none; the message names those there are.
+    """
+    home = Path(os.environ.get("IPYTHONDIR") or "~/.ipython").expanduser()
+    names = sorted(path.name.removeprefix("profile_") for path in home.glob("profile_*"))
+    if name not in names:
+        known = f"there are: {', '.join(names)}" if names else "there is none"
+        raise UsageError(
+            f"IPython profile {name!r} does not exist in {home}; {known}. Create it: ipython profile create"
+        )
+    return home / f"profile_{name}"
+
+
+def private_directory(profile: str | None) -> Path:
+    """Create the directory of a cluster's files, readable by this user only.
+
+    It holds an IPython profile of its own; a user's profile lends its configuration and its startup files to it, so
+    that keys, sockets and logs stay in one place that can be removed.
+    """
+    lent = profile_directory(profile) if profile is not None else None
+    root = Path(tempfile.mkdtemp(prefix="fsdp-workbench-"))
+    own = root / "profile"
+    own.mkdir(mode=0o700)
+    for path in lent.iterdir() if lent is not None else ():
+        if path.name == "startup" or path.stem.endswith("_config"):
+            (own / path.name).symlink_to(path)
+    return root
+
+
+def controller_command(root: Path) -> list[str]:
+    """Return the command line of the controller."""
+    flags = {
+        "IPController.ports": ",".join(str(reserved_port()) for _ in range(_PORTS)),
+        "ProfileDir.location": root / "profile",
+        "IPController.engine_ip": LOOPBACK,
+        "IPController.client_ip": LOOPBACK,
+        "IPController.monitor_ip": LOOPBACK,
+        "IPController.location": LOOPBACK,
+        "IPController.enable_curve": True,
+        "IPController.use_threads": True,
+        "IPController.db_class": "NoDB",
+        "IPController.broadcast_scheduler_depth": 0,
+        "IPController.log_level": "CRITICAL",
+        "HeartMonitor.period": HEARTBEAT_MS,
+        "HeartMonitor.max_heartmonitor_misses": _NEVER,
+    }
+    return _command("ipyparallel.controller", _arguments(flags))
+
+
+def engine_command(root: Path, engine: str, timeout_s: float) -> list[str]:
+    """Return the command line of the engine with the session id ``engine``."""
+    return _command("ipyparallel.engine", engine_arguments(root, engine, timeout_s))
+
+
+def engine_arguments(root: Path, engine: str, timeout_s: float) -> list[str]:
+    """Return the arguments of the engine with the session id ``engine``."""
+    flags = {
+        "ProfileDir.location": root / "profile",
+        "Session.session": engine,
+        "IPEngine.url_file": root / "engine.json",
+        "IPEngine.wait_for_url_file": timeout_s,
+        "IPEngine.timeout": timeout_s,
+        "IPEngine.max_heartbeat_misses": 0,
+        "IPEngine.enable_nanny": False,
+        "IPEngine.log_level": "ERROR",
+    }
+    return _arguments(flags)
+
+
+def _arguments(flags: dict[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def _command(module: str, arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
+
+
+class LocalLaunch(EngineProvider):
+    """The processes of a cluster of ``num_ranks`` ranks; the constructor starts them all and waits for none.
+
+    Args:
+        num_ranks: number of engines.
+        profile: name of the IPython profile that lends its configuration; None: none.
+        timeout_s: time in seconds the start may take.
+        device: one of :data:`workbench.devices.CHOICES`; where they may be, ranks are forked (zygote.py).
+        preload: module that every rank will need.
+        on_exit: called in a thread of its own when a process has ended, with the rank (None: the controller).
+        notices: takes what is waited for.
+
+    Attributes:
+        engines: session id of the engine of each rank.
+        deadline: time (monotonic clock, s) at which the start has taken too long.
+
+    Raises:
+        UsageError: the profile does not exist, or this machine has no such device.
+        ClusterError: the reaper did not start.
+    """
+
+    is_remote = False
+    tells_ends = True
+
+    def __init__(
+        self,
+        num_ranks: int,
+        profile: str | None,
+        timeout_s: float,
+        on_exit: Callable[[int | None], None],
+        *,
+        device: str = AUTO,
+        preload: str = "",
+        notices: WaitNotices | None = None,
+    ) -> None:
+        if device in DEVICES and not DEVICES[device].may_be_here():
+            raise UsageError(few_devices(socket.gethostname(), num_ranks, 0, device))
+        self._notices = notices or WaitNotices(no_wait)
+        self.deadline = time.monotonic() + timeout_s
+        self._id = secrets.token_hex(8)
+        self._on_exit = on_exit
+        self._watched: dict[int | None, ChildProcess | ForkedRank] = {}
+        self._zygote: Zygote | None = None
+        self._root = private_directory(profile)
+        self._environment = processes.environment(self._id, num_ranks) | {"IPP_SESSION_KEY": secrets.token_hex(32)}
+        self.engines = tuple(f"{self._id}-rank-{rank}" for rank in range(num_ranks))
+        self._reaper = Reaper(self._id, glob.escape(str(self._root)))
+        try:
+            if can_fork(device):
+                arguments = [engine_arguments(self._root, engine, timeout_s) for engine in self.engines]
+                self._fork(arguments, [preload] if preload else [])
+            self._spawn(None, controller_command(self._root))
+            for rank, engine in enumerate(self.engines if self._zygote is None else ()):
+                self._spawn(rank, engine_command(self._root, engine, timeout_s))
+        except BaseException:  # whatever it was: those that have started must not stay
+            self.end()
+            raise
+
+    def _spawn(self, rank: int | None, command: list[str]) -> None:
+        with self._log_file(rank).open("wb") as log:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the kernel alone
+            )
+        self._watched[rank] = watched = ChildProcess(popen, lambda _code: self._on_exit(rank))
+        self._reaper.adopt(watched.process)
+
+    def _fork(self, arguments: list[list[str]], preload: list[str]) -> None:
+        logs = [self._log_file(rank) for rank in range(len(arguments))]
+        self._zygote = KEEPER.take(self._environment, preload, logs[0])
+        ranks = self._zygote.fork(
+            arguments,
+            logs,
+            environment=self._environment,
+            on_born=self._reaper.adopt,
+            on_exit=lambda rank, _code: self._on_exit(rank),
+        )
+        self._watched |= dict(enumerate(ranks))
+
+    def wait_for_controller(self) -> Path:
+        """Wait until the controller listens, let the engines connect, and return its connection file for clients.
+
+        Raises:
+            ClusterError: it did not come up.
+        """
+        security = self._root / "profile" / "security"
+        for_client, for_engine = (security / f"ipcontroller-{whom}.json" for whom in ("client", "engine"))
+        while not (is_complete(for_client) and is_complete(for_engine)):
+            self._wait_a_moment("the controller did not start", [None], "waiting for the controller")
+        # a copy, for the controller is not done with its own; it appears complete: engines read it once it is there
+        copy = self._root / "engine.json.copy"
+        copy.touch(mode=0o600)
+        shutil.copyfile(for_engine, copy)
+        copy.rename(self._root / "engine.json")
+        return for_client
+
+    def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
+        """Wait until ``registered()`` has all engines; return the session id of each rank's.
+
+        Raises:
+            ClusterError: some did not come; the message names the ranks and shows the log of one.
+        """
+        while missing := [rank for rank, engine in enumerate(self.engines) if engine not in registered()]:
+            here = f"{len(self.engines) - len(missing)} of {len(self.engines)} processes have connected"
+            loads = self._zygote is not None and not self._zygote.has_made_all
+            detail = "importing torch" if loads else here
+            self._wait_a_moment(f"{ranks_in_words(missing)} did not start", [*missing], detail)
+        return self.engines
+
+    def _wait_a_moment(self, complaint: str, late: list[int | None], detail: str) -> None:
+        """Sleep for a moment, unless a process has ended or those that are ``late`` take too long."""
+        ended = [rank for rank in dict.fromkeys([*late, None]) if self.exit_code(rank) is not None]
+        if ended:
+            raise ClusterError(f"{_name(ended[0])} ended while it started{self.log_tail(ended[0])}")
+        if time.monotonic() > self.deadline:
+            raise ClusterError(f"{complaint} in time{self.advice(*late)}")
+        self._notices.notice(f"starting {len(self.engines)} rank{'' if len(self.engines) == 1 else 's'}", detail)
+        time.sleep(_POLL_S)
+
+    def exit_code(self, rank: int | None) -> int | None:
+        """Return the exit code of a rank's process (None: of the controller's), None while it runs."""
+        return self._watched[rank].returncode
+
+    def ending(self, rank: int | None) -> str:
+        """Say how the process of a rank (None: the controller) ended; ``""`` while it runs.
+
+        Example: ``the process was killed by SIGKILL (as when memory runs out)``.
+        """
+        watched = self._watched[rank]
+        if watched.returncode is None:
+            return ""
+        who = "the process" if rank is not None else "the cluster's controller"
+        if isinstance(watched, ForkedRank) and watched.died_with_zygote:
+            who = "the process that ranks are forked from"
+        return f"{who} {_ending(watched.returncode)}"
+
+    def is_running(self, rank: int) -> bool:
+        """Tell whether the process of ``rank`` runs; one that has ended and of which we were not told yet does not."""
+        process = self._watched[rank].process
+        return self.exit_code(rank) is None and process is not None and not processes.has_ended(process)
+
+    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
+        """Tell nothing: of the end of a process here we are told by the process itself."""
+        tell("")
+
+    def log_tail(self, rank: int | None) -> str:
+        """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
+        lines = self._log_lines(rank)
+        return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else " (its log is empty)"
+
+    def _log_lines(self, rank: int | None) -> list[str]:
+        try:
+            return self._log_file(rank).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        except OSError:
+            return []
+
+    def advice(self, rank: int | None, *others: int | None) -> str:
+        """Return the end of a message about processes (None: the controller) that are too slow.
+
+        A line of what to do, a line of facts, and the end of the log of the first process that has written one.
+        """
+        which = next((each for each in (rank, *others) if self._log_lines(each)), rank)
+        log = self._log_lines(which)
+        empty = "their logs are" if others else "its log is"
+        memory = psutil.virtual_memory()
+        free, total = (f"{num_bytes / 2**30:.1f}" for num_bytes in (memory.available, memory.total))
+        facts = (
+            f"memory, of which {free} of {total} GiB are free; load, {os.getloadavg()[0]:.1f} on "
+            f"{processes.usable_cores()} cores; ports on {LOOPBACK}, of which the controller listens on "
+            f"{self._num_listening()} of {_PORTS}"
+        )
+        todo = (
+            f"%fsdp start again with fewer ranks (-n), after ending what takes memory or cores, or letting traffic on "
+            f"{LOOPBACK} through (firewall, VPN); in a terminal, workbench doctor tries two ranks by itself"
+        )
+        tail = [f"the end of the log of {_name(which)}:", *log] if log else []
+        return "\n".join(["" if log else f" ({empty} empty)", todo, f"look at {facts}", *tail])
+
+    def _num_listening(self) -> int:
+        """On how many ports the controller listens, its heartbeat process included."""
+        controller = self._watched[None].process
+        if controller is None:
+            return 0
+        try:
+            processes = [controller, *controller.children(recursive=True)]
+            sockets = [each for process in processes for each in process.net_connections("tcp")]
+        except psutil.Error:  # it has ended
+            return 0
+        return len({each.laddr for each in sockets if each.status == psutil.CONN_LISTEN})
+
+    def _log_file(self, rank: int | None) -> Path:
+        return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")
+
+    def end(self) -> str:
+        """End all processes but a zygote that may be kept, and remove all files; may be called again."""
+        adopted = [watched.process for watched in self._watched.values() if watched.process is not None]
+        zygote, self._zygote = self._zygote, None
+        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+            last.callback(shutil.rmtree, self._root, ignore_errors=True)
+            last.callback(self._reaper.close, STOP_GRACE_S)
+            if zygote is not None:
+                last.callback(KEEPER.keep, zygote, STOP_GRACE_S)
+            for watched in self._watched.values():
+                if isinstance(watched, ChildProcess):
+                    last.callback(watched.join, STOP_GRACE_S)
+            last.callback(processes.end, self._id, adopted, grace_s=STOP_GRACE_S)
+            if zygote is not None and not zygote.has_made_all:
+                last.callback(zygote.end, STOP_GRACE_S)  # nobody could end ranks that it makes from now on
+        return ""
+
+
+def _ending(code: int) -> str:
+    """Say how a process ended. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
+    return f"was killed by {name}" + (" (as when memory runs out)" if name == "SIGKILL" else "")
+
+
+def _name(rank: int | None) -> str:
+    return "the controller" if rank is None else f"the process of rank {rank}"
+
+
+def is_complete(path: Path) -> bool:
+    """Tell whether a JSON file is there and was written to its end."""
+    try:
+        json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,230 @@
+"""Which engine becomes which rank, and whether they fit together: pure functions of what engines say of themselves."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from workbench.devices import AUTO, DEVICES, HOST
+from workbench.errors import UsageError
+from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
+from workbench.protocol.starting import Address, Boot, ConnectReply, HostInfo, World
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself (:mod:`workbench.cluster.engine_probe`).
+
+    Attributes:
+        pid: of its process.
+        host: name of its machine.
+        identity: of its host; engines with an equal one share memory and the loopback interface.
+        executable: path of its Python.
+        python: version, such as ``3.12``.
+        torch: version; empty: there is none.
+        workbench: version; empty: there is none.
+        devices: how many its host has of each kind that ranks do not share; none if they were not to be counted.
+        address: of its host, for other hosts; empty: there is none on that interface.
+        interface: that has this address.
+        interfaces: names of all that have one.
+        world: what it is part of, if it is a rank already.
+    """
+
+    pid: int
+    host: str
+    identity: str
+    executable: str
+    python: str
+    torch: str
+    workbench: str
+    devices: dict[str, int]
+    address: str
+    interface: str
+    interfaces: tuple[str, ...]
+    world: World | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAssignment:
+    """An engine and the rank it becomes.
+
+    Attributes:
+        engine: its session id.
+        said: what it says of itself.
+        local_rank: its number on its host, from 0.
+        local_world_size: ranks on its host.
+        label: name of its host that no other host has.
+    """
+
+    engine: str
+    said: EngineInfo
+    local_rank: int
+    local_world_size: int
+    label: str
+
+
+def seats(found: Mapping[str, EngineInfo], num_ranks: int | None = None) -> tuple[RankAssignment, ...]:
+    """Return the first ``num_ranks`` engines (None: all) in the order of ranks: those of a host next to each other.
+
+    Hosts are ordered by name, ``node2`` before ``node10``; engines of a host keep the order in which they are given.
+    """
+    chosen = sorted(found.items(), key=lambda item: _host_key(item[1]))[:num_ranks]
+    labels = _labels(said for _, said in chosen)
+    result = []
+    for identity, of_host in groupby(chosen, key=lambda item: item[1].identity):
+        local = list(of_host)
+        for local_rank, (engine, said) in enumerate(local):
+            result.append(
+                RankAssignment(
+                    engine=engine,
+                    said=said,
+                    local_rank=local_rank,
+                    local_world_size=len(local),
+                    label=labels[identity],
+                )
+            )
+    return tuple(result)
+
+
+def _host_key(said: EngineInfo) -> tuple[list[tuple[int, str]], str]:
+    """Order hosts: numbers in names count as such."""
+    parts = re.findall(r"\d+|\D+", said.host)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], said.identity
+
+
+def _labels(said: Iterable[EngineInfo]) -> dict[str, str]:
+    """Return a name for each host, by its identity; those that have the same one are told apart by their address."""
+    hosts = {one.identity: one for one in said}
+    count = Counter(one.host for one in hosts.values())
+    return {
+        identity: one.host if count[one.host] == 1 else f"{one.host} ({one.address or identity})"
+        for identity, one in hosts.items()
+    }
+
+
+def misfits(seated: Sequence[RankAssignment], workbench: str) -> list[str]:
+    """Say which hosts cannot take part, and what to do: a sentence each.
+
+    Args:
+        seated: the engines.
+        workbench: the notebook's version, which all must have.
+    """
+    python = _most(seat.said.python for seat in seated)
+    torch = _most(_public(seat.said.torch) for seat in seated if seat.said.torch)
+    sentences = [
+        f"{seat.label} has {problem} (its engines run {seat.said.executable})"
+        for seat in seated
+        if (problem := _misfit(seat.said, workbench, python, torch))
+    ]
+    return list(dict.fromkeys(sentences))
+
+
+def _misfit(said: EngineInfo, workbench: str, python: str, torch: str) -> str:
+    """Say what is wrong with an engine, and what to install; empty: nothing."""
+    if said.python != python:
+        return f"Python {said.python}, and most have {python}: give its engines that version"
+    if not said.workbench:
+        return f"no workbench: install version {workbench}"
+    if said.workbench != workbench:
+        return f"workbench {said.workbench}, and this notebook {workbench}: install that version"
+    if not said.torch:
+        return f"no torch: install {f'version {torch}' if torch else 'it'}"
+    if _public(said.torch) != torch:
+        return f"torch {said.torch}, and most have {torch}: install that version"
+    return ""
+
+
+def _most(versions: Iterable[str]) -> str:
+    """Return the version that most have; of those that equally many have the first; none: empty."""
+    return next((version for version, _ in Counter(versions).most_common(1)), "")
+
+
+def _public(version: str) -> str:
+    """Return a version without its local part: ``2.13.0+cu130`` -> ``2.13.0``."""
+    return version.partition("+")[0]
+
+
+def boots(seated: Sequence[RankAssignment], device: str, interface: str = "") -> dict[int, Boot]:
+    """Return what makes each engine a rank.
+
+    Args:
+        seated: the engines, by rank.
+        device: one of :data:`workbench.devices.CHOICES`.
+        interface: what the user says that hosts reach each other on; empty: nothing.
+
+    Raises:
+        UsageError: there are fewer devices than ranks, or a host cannot be reached by the others; a sentence each.
+    """
+    settled = _settle_device(seated, device)
+    is_alone = len({seat.said.identity for seat in seated}) == 1
+    if not is_alone:
+        _check_addresses(seated, interface)
+    return {
+        rank: Boot(
+            rank=rank,
+            world_size=len(seated),
+            local_rank=seat.local_rank,
+            local_world_size=seat.local_world_size,
+            device=settled,
+            host=HostInfo(
+                name=seat.label,
+                identity=seat.said.identity,
+                address=LOOPBACK if is_alone else seat.said.address,
+                interface=LOOPBACK_INTERFACE if is_alone else seat.said.interface,
+            ),
+        )
+        for rank, seat in enumerate(seated)
+    }
+
+
+def _settle_device(seated: Sequence[RankAssignment], device: str) -> str:
+    """Return the kind of device of all ranks: ``device``, or what :data:`~workbench.devices.AUTO` means here."""
+    if device == AUTO:
+        counted = [kind for kind in DEVICES if kind in seated[0].said.devices]
+        return next((kind for kind in counted if not _lacking(seated, kind)), HOST)
+    if lacking := _lacking(seated, device):
+        raise UsageError(
+            "\n".join(few_devices(s.label, s.local_world_size, s.said.devices[device], device) for s in lacking)
+        )
+    return device
+
+
+def _lacking(seated: Sequence[RankAssignment], kind: str) -> list[RankAssignment]:
+    """Return one seat of each host that has too few devices of a kind for a rank to have one of its own."""
+    counted = [seat for seat in seated if kind in seat.said.devices]
+    return list({seat.label: seat for seat in counted if seat.said.devices[kind] < seat.local_world_size}.values())
+
+
+def few_devices(host: str, needed: int, there: int, kind: str) -> str:
+    """Return that ``needed`` ranks cannot have a device of their own on a host that has ``there``, and what to do."""
+    need = f"{needed} ranks need {needed} {kind} devices" if needed > 1 else f"1 rank needs 1 {kind} device"
+    fewer = f", or no more than {there} there" if there else ""
+    return f"{need} and {host} has {there}: use --device {HOST}{fewer}"
+
+
+def _check_addresses(seated: Sequence[RankAssignment], interface: str) -> None:
+    without = {seat.label: seat.said for seat in seated if seat.said.address in {"", LOOPBACK}}
+    wrong = [
+        f"{label} has no address on {interface!r}; it has {', '.join(said.interfaces)}: --interface NAME"
+        if interface
+        else f"{label} cannot be reached from other hosts on the way to the controller: --interface NAME, one of "
+        f"{', '.join(said.interfaces)}"
+        for label, said in without.items()
+    ]
+    if wrong:
+        raise UsageError("\n".join(wrong))
+
+
+def lookouts(ranks: Sequence[ConnectReply]) -> dict[int, dict[str, Address]]:
+    """Return which rank looks at which hosts whether they are there, and where, by the hosts' names.
+
+    The first host looks at all others, and the second one at the first.
+    """
+    hosts = [(rank, rank.refuses) for rank in ranks if rank.refuses is not None]
+    if len(hosts) < 2:
+        return {}
+    (first, at), *others = hosts
+    return {first.rank: {other.host: there for other, there in others}, others[0][0].rank: {first.host: at}}

@@ -1,0 +1,71 @@
+"""Warnings about wrappers that work and cost more, or do less, than their script expects."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from types import FrameType
+
+from torch import nn
+
+from workbench.engine.classic.options import ShardingStrategy
+
+_ENGINE = "workbench.engine."
+
+
+def caution(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called the engine: there Python shows the same message once, however many units it is of.
+
+    Args:
+        message: what happened, and what to do.
+        category: of the warning.
+    """
+    level = 2
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_ENGINE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def check_is_called(module: nn.Module) -> None:
+    """Warn about a container: a wrapper gathers when its module is called, and a container never is."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        caution(
+            f"FullyShardedDataParallel around {type(module).__name__}, which has no forward: nobody calls it, so its "
+            "parameters are never gathered, and what computes with them raises. Wrap the modules in it one by one, or "
+            "the module that holds it"
+        )
+
+
+def check_splits(num_ranks: int, strategy: ShardingStrategy) -> None:
+    """Warn if a strategy that splits parameters has one rank, which has all of each."""
+    if num_ranks == 1 and strategy is not ShardingStrategy.NO_SHARD:
+        caution(
+            f"FullyShardedDataParallel: one rank holds whole parameters, so {strategy.name} is NO_SHARD here; start "
+            "several ranks, or give the process_group= or device_mesh= of several"
+        )
+
+
+def check_gradient_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Warn if only some parameters of a unit, given with their names, are trained: it reduces gradients of all."""
+    trained = [path for path, param in named if param.requires_grad]
+    frozen = [path for path, param in named if not param.requires_grad]
+    if trained and frozen:
+        numel = sum(param.numel() for _, param in named)
+        needed = sum(param.numel() for _, param in named if param.requires_grad)
+        caution(
+            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen in one unit: its reduction takes memory for "
+            f"gradients of {numel} elements, of which {needed} are trained. Wrap the frozen modules by themselves"
+        )
+
+
+def check_own_precision(kinds: Iterable[type[nn.Module]]) -> None:
+    """Warn that modules of some classes do not compute in the precision that was asked for."""
+    names = sorted({kind.__name__ for kind in kinds})
+    if names:
+        caution(
+            f"mixed_precision with auto_wrap_policy: every {' and '.join(names)} becomes a unit of its own that "
+            "computes in the dtype of its parameters. To have them in the others' units and precision, give "
+            "MixedPrecision(_module_classes_to_ignore=())"
+        )

@@ -1,0 +1,304 @@
+"""What an optimizer has for a flat parameter: whole, for each parameter in it, and back.
+
+Whatever lies as the flat parameter does is carried so, its gradient as well: *state* is a tensor or number by a key,
+and *pieces* of it are as those of parameters in ``flat_param.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workbench.engine.backends import is_of_kind
+from workbench.engine.classic.flat_param import FlatParam, FlatSlice
+from workbench.engine.classic.full_params import whole_parts
+from workbench.engine.param_group import FSDPParamGroup
+
+State = Mapping[str, Any]
+"""Of one parameter, by the optimizer's keys."""
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """Stands for state that is split as its parameter is."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ReplicatedState:
+    """State that is the same for all of a parameter; a tensor is on the host here, and ``computes`` on the device."""
+
+    value: Any
+    computes: bool = False
+
+    def on(self, device: torch.device) -> Any:  # noqa: ANN401 - optimizer state holds anything
+        """Return a copy of the value, where it was."""
+        value = copy.deepcopy(self.value)
+        return value.to(device) if self.computes else value
+
+
+@dataclass(frozen=True)
+class UnknownState:
+    """State that is neither: of ``shape``, where a rank has ``numel`` elements of the parameter."""
+
+    shape: tuple[int, ...]
+    numel: int
+
+
+Known = Mapping[str, SplitState | ReplicatedState | UnknownState]
+
+
+Keep = Callable[[FlatSlice, torch.Tensor], Any]
+
+
+def _cloned(part: FlatSlice, whole: torch.Tensor) -> torch.Tensor:
+    return part.as_global(whole.clone())
+
+
+@torch.no_grad()
+def whole_states(
+    unit: FSDPParamGroup,
+    flat: FlatParam,
+    states: Mapping[Any, State],
+    keep: Keep = _cloned,
+) -> list[dict[str, Any] | None]:
+    """Return the state of each part, gathered, None where no rank has any; collective, one key at a time.
+
+    Ranks agree on keys: a part that is another rank's alone has that rank's numbers.
+
+    Args:
+        unit: sharded now.
+        flat: its flat parameter.
+        states: of what ``flat`` owns; a parameter without state may be missing.
+        keep: makes what is kept of a part's tensor, of :attr:`Part.shape`, which may be a view; without it a copy, and
+            a DTensor where tensor parallelism has split the part.
+
+    Raises:
+        ValueError: a tensor of a parameter that is split is neither split alike nor a number.
+    """
+    if flat.owns_wholes and not flat.is_tensor_parallel:
+        return [_kept(part, states.get(part.held), keep, unit.device) for part in flat.parts]
+    pieces = _states_of_pieces(flat, states)
+    known = _agreed(unit, flat, [_known(flat, part, had, unit) for part, had in zip(flat.parts, pieces, strict=True)])
+    found = [None if keys is None else {key: _same(v, unit) for key, v in keys.items()} for keys in known]
+    splits = {(key, v.dtype) for keys in known if keys for key, v in keys.items() if isinstance(v, SplitState)}
+    for key, dtype in sorted(splits, key=str):
+        slot = torch.zeros_like(flat.slot, dtype=dtype)
+        for piece, had in zip(flat.pieces_of(slot), pieces, strict=True):
+            if had is not None and piece.numel() and isinstance(had.get(key), torch.Tensor):
+                piece.copy_(had[key].view_as(piece))
+        for part, whole, keys, state in zip(flat.parts, whole_parts(unit, flat, slot), known, found, strict=True):
+            if state is not None and keys is not None and keys.get(key) == SplitState(dtype):
+                state[key] = keep(part, whole)
+    return [None if state is None else _as_torchs(state, numbers_first=flat.use_orig_params) for state in found]
+
+
+def _as_torchs(state: dict[str, Any], *, numbers_first: bool) -> dict[str, Any]:
+    """Return state in the order that torch's wrapper saves it in: by the alphabet, numbers before tensors or after."""
+
+    def place(key: str) -> tuple[int, str]:
+        value = state[key]
+        dims = -1 if not isinstance(value, torch.Tensor) else min(value.ndim, 1)
+        return (dims if numbers_first else -dims), str(key)
+
+    return {key: state[key] for key in sorted(state, key=place)}
+
+
+def _kept(part: FlatSlice, state: State | None, keep: Keep, device: torch.device) -> dict[str, Any] | None:
+    """Return a copy of what there is of a whole parameter, tensors of any shape."""
+    if state is None:
+        return None
+    return {
+        key: keep(part, value.to(device)) if isinstance(value, torch.Tensor) and value.ndim else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+
+
+def _states_of_pieces(flat: FlatParam, states: Mapping[Any, State]) -> list[State | None]:
+    """Return what this rank has for its piece of each part."""
+    if flat.use_orig_params:
+        return [states.get(part.held) for part in flat.parts]
+    state = states.get(flat.sharded_param)
+    if state is None:
+        return [None] * len(flat.parts)
+    by_key = {key: _cut(flat, value) for key, value in state.items()}
+    return [{key: values[i] for key, values in by_key.items()} for i in range(len(flat.parts))]
+
+
+def _cut(flat: FlatParam, value: object) -> Sequence[object]:
+    if isinstance(value, torch.Tensor) and value.shape == flat.slot.shape:
+        return flat.pieces_of(value)
+    return [value] * len(flat.parts)
+
+
+def _known(flat: FlatParam, part: FlatSlice, state: State | None, unit: FSDPParamGroup) -> Known | None:
+    """Return what the other ranks must know of this one's state of a part."""
+    if state is None:
+        return None
+    first, last = part.within(*flat.bounds)
+    return {key: _described(value, max(0, last - first), unit.device) for key, value in state.items()}
+
+
+def _described(value: Any, numel: int, device: torch.device) -> SplitState | ReplicatedState | UnknownState:  # noqa: ANN401 - any
+    if not isinstance(value, torch.Tensor):
+        return ReplicatedState(value)
+    if value.ndim and value.numel() == numel:
+        return SplitState(value.dtype)
+    if value.numel() == 1:
+        return ReplicatedState(value.detach().cpu(), is_of_kind(value, device))
+    return UnknownState(tuple(value.shape), numel)
+
+
+def _agreed(unit: FSDPParamGroup, flat: FlatParam, own: Sequence[Known | None]) -> list[Known | None]:
+    """Return what there is of each part on all ranks; collective."""
+    mesh = flat.mesh_info
+    of_ranks: list[Any] = [own]
+    if unit.shard_group is not None:
+        of_ranks = [None] * mesh.shard_mesh_size
+        dist.all_gather_object(of_ranks, own, group=mesh.mesh.get_group(cast("int", mesh.shard_mesh_dim)))
+    found = [_joined(part, flat, [known[i] for known in of_ranks]) for i, part in enumerate(flat.parts)]
+    for group in dict.fromkeys(group for part in flat.parts for group in part.tp_groups):
+        of_group: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_group, found, group=group)  # without an element of a part there is no state of it
+        found = [own or next(filter(None, others), None) for own, *others in zip(found, *of_group, strict=True)]
+    return found
+
+
+def _joined(part: FlatSlice, flat: FlatParam, of_ranks: Sequence[Known | None]) -> Known | None:
+    """Return what ranks have of one part; those that hold some of it are heard first."""
+    holders = [known for rank, known in enumerate(of_ranks) if known is not None and _holds(part, flat, rank)]
+    told = holders or [known for known in of_ranks if known is not None]
+    if not told:
+        return None
+    joined = {key: value for known in reversed(told) for key, value in known.items()}
+    for known in told:  # one element is a number where another rank has several of the same parameter
+        joined |= {key: value for key, value in known.items() if isinstance(value, ReplicatedState)}
+    unknown = [(key, value) for key, value in joined.items() if isinstance(value, UnknownState)]
+    if unknown:
+        key, value = unknown[0]
+        raise ValueError(
+            f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)} where a rank has {value.numel} "
+            "elements of the parameter: only state that has one for each of these, or is one number, can be gathered"
+        )
+    return joined
+
+
+def _holds(part: FlatSlice, flat: FlatParam, rank: int) -> bool:
+    first, last = part.within(rank * flat.slot_numel, (rank + 1) * flat.slot_numel)
+    return first < last
+
+
+def _same(value: SplitState | ReplicatedState | UnknownState, unit: FSDPParamGroup) -> Any:  # noqa: ANN401 - optimizer state holds anything
+    return value.on(unit.device) if isinstance(value, ReplicatedState) else None
+
+
+@torch.no_grad()
+def split_states(
+    flat: FlatParam,
+    wholes: Sequence[State | None],
+    fetch: Callable[[Any], Any] = lambda value: value,
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the state of what ``flat`` owns, from that of each part: :func:`whole_states` the other way round.
+
+    Args:
+        flat: whose slots are to be filled.
+        wholes: the state of each part, its tensors of :attr:`Part.global_shape`; None for a part without state.
+        fetch: gives the value behind what ``wholes`` holds; called in the same order on all ranks.
+
+    Raises:
+        ValueError: a tensor has another shape than its parameter, which is to be split; the parameters of a flat one
+            that the optimizer has as one differ in keys, numbers or dtypes.
+    """
+    return dict(_split_pieces(flat, wholes, fetch) if flat.use_orig_params else _split_flat(flat, wholes, fetch))
+
+
+def _split_pieces(
+    flat: FlatParam, wholes: Sequence[State | None], fetch: Callable[[Any], Any]
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    for part, piece, state in zip(flat.parts, flat.pieces_of(flat.slot), wholes, strict=True):
+        found: dict[str, Any] = {}
+        for key in sorted(state or ()):
+            value = fetch((state or {})[key])
+            found[key] = copy.deepcopy(_own(flat, part, key, value, piece.device))
+        if state is not None and piece.numel():
+            yield part.held, found
+
+
+def _own(flat: FlatParam, part: FlatSlice, key: str, value: Any, device: torch.device) -> Any:  # noqa: ANN401 - any
+    """Return what an optimizer of pieces has of a part's state."""
+    if flat.owns_wholes:
+        has_its_shape = isinstance(value, torch.Tensor) and value.shape == part.global_shape
+        return part.local_part(value) if has_its_shape else value
+    return flat.piece_of_full(part, part.local_part(value)).to(device) if _is_split(part, key, value) else value
+
+
+def _split_flat(
+    flat: FlatParam, wholes: Sequence[State | None], fetch: Callable[[Any], Any]
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    first = next((state for state in wholes if state is not None), None)
+    if first is None:
+        return
+    for part, state in zip(flat.parts, wholes, strict=True):
+        if state is None or state.keys() != first.keys():
+            came = "no state" if state is None else f"state {', '.join(sorted(state)) or 'of no key'}"
+            raise ValueError(
+                f"{part.fqn!r} has {came}, and another parameter of the same flat one has {', '.join(sorted(first))}: "
+                "an optimizer has one state for all of them; wrap with use_orig_params=True to keep theirs apart"
+            )
+    yield flat.sharded_param, {key: _filled(flat, key, [s[key] for s in wholes if s], fetch) for key in sorted(first)}
+
+
+def _filled(flat: FlatParam, key: str, values: Sequence[Any], fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - any
+    """Return one value for all parts: a slot that is filled with pieces, or the number that all have."""
+    slot: torch.Tensor | None = None
+    had: list[Any] = []
+    for i, (part, given) in enumerate(zip(flat.parts, values, strict=True)):
+        value = fetch(given)
+        if not _is_split(part, key, value):
+            had.append(value)
+            continue
+        if slot is None:
+            slot = torch.zeros_like(flat.slot, dtype=value.dtype)
+        if slot.dtype != value.dtype:
+            break
+        flat.pieces_of(slot)[i].copy_(flat.piece_of_full(part, part.local_part(value)))
+    else:
+        if slot is not None and not had:
+            return slot
+        if slot is None and all(_is_equal(value, had[0]) for value in had):
+            return copy.deepcopy(had[0])
+    raise ValueError(
+        f"the parameters of flat parameter {flat.fqn!r} differ in optimizer state {key!r}, of which there can be one "
+        "alone; wrap with use_orig_params=True to keep theirs apart"
+    )
+
+
+def _is_split(part: FlatSlice, key: str, value: object) -> bool:
+    """Tell whether state has one element for each of the parameter.
+
+    Raises:
+        ValueError: it has neither that nor one number.
+    """
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return False
+    if value.shape == part.global_shape:
+        return True
+    if value.numel() == 1:
+        return False
+    raise ValueError(
+        f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)}, the parameter "
+        f"{list(part.global_shape)}: only state of the parameter's shape, or one number, can be split"
+    )
+
+
+def _is_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 - optimizer state holds anything
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,26 @@
+"""What state dicts of a tree of wrappers are, and of its optimizers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from workbench.engine.classic.options import StateDictSettings
+from workbench.engine.classic.wrapper_state import wrapper_states_below
+
+
+def settings_of(module: nn.Module) -> StateDictSettings:
+    """Return what the wrappers in the tree of ``module`` were told; FULL_STATE_DICT where nothing was said.
+
+    Raises:
+        ValueError: there is no wrapper, or they were told different things.
+    """
+    said = [state.settings for state in wrapper_states_below(module)]
+    if not said:
+        raise ValueError(f"{type(module).__name__} holds no FullyShardedDataParallel")
+    differs = next((settings for settings in said if settings != said[0]), None)
+    if differs is not None:
+        raise ValueError(
+            f"the wrappers in {type(module).__name__} were told different state dict types, {said[0]} and {differs}; "
+            "call set_state_dict_type on the outermost module"
+        )
+    return said[0]

@@ -1,0 +1,256 @@
+"""What is behind one wrapper: the hooks of ``fully_shard``, with the first API's choices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from workbench.engine._torch import is_in_backward
+from workbench.engine.classic.flat_param import FlatParam
+from workbench.engine.classic.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+    WrapperTrainingState,
+)
+from workbench.engine.fsdp_state import FSDPState, state_of
+from workbench.engine.managed_params import _get_managed_modules
+from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.param_group import FSDPParamGroup, TrainingState
+from workbench.engine.policies import MixedPrecisionPolicy
+from workbench.engine.root_checks import WRAPPED
+
+KEEPS_AFTER_FORWARD = frozenset({ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2})
+
+
+class WrapperState(FSDPState):
+    """State behind one wrapper, and its unit.
+
+    Attributes:
+        wrapper: the module of the call.
+        strategy: what of it is split.
+        precision: of parameters, reductions, buffers and inputs.
+        mesh: the ranks of the wrapper.
+        cpu_offload: whether its shards are on the CPU.
+        when_to_prefetch: when backward gathers for the wrapper that comes next; None: not ahead.
+        limit_all_gathers: what was given; it changes nothing.
+        is_summoned: the modules have whole parameters for a while.
+        is_loading: they have others, into which a state dict is loaded.
+        was_kept: this rank got the state dict that was made last.
+        settings: what its state dicts are; see :func:`workbench.engine.classic.state_dict_settings.settings_of`.
+        original_buffer_dtypes: of the wrapper's own buffers that are computed in another one, by module and name.
+    """
+
+    made_by = "FullyShardedDataParallel"
+    undone_by = "workbench.engine.classic.unwrap"
+    joined_by = "wrap a module that holds both, and none in it that holds only one of them"
+    reduced_by = "run a backward outside of no_sync()"
+
+    def __init__(  # noqa: PLR0913 - keywords, each an argument of the wrapper
+        self,
+        wrapper: nn.Module,
+        unit: FSDPParamGroup | None,
+        *,
+        mesh: FSDPMeshInfo,
+        strategy: ShardingStrategy,
+        precision: MixedPrecision,
+        cpu_offload: CPUOffload,
+        backward_prefetch: BackwardPrefetch | None,
+        forward_prefetch: bool,
+        limit_all_gathers: bool,
+    ) -> None:
+        self.wrapper = wrapper
+        self.strategy = strategy
+        self.precision = precision
+        self.mesh = mesh.mesh
+        self.is_summoned = False
+        self.is_loading = False
+        self.was_kept = True
+        self.settings = StateDictSettings.of(StateDictType.FULL_STATE_DICT)
+        self.original_buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self._of_training = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype)
+        self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self.cpu_offload, self.limit_all_gathers = cpu_offload, limit_all_gathers
+        self._ahead: tuple[FSDPState, ...] = ()
+        super().__init__(
+            (wrapper,),
+            [] if unit is None else [unit],
+            device=mesh.device,
+            auto_reshard=strategy not in KEEPS_AFTER_FORWARD,
+            mp_policy=self._of_training,
+        )
+        self.forward_prefetch = None if forward_prefetch else ()
+        self.when_to_prefetch = backward_prefetch
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The module in the wrapper."""
+        return self.wrapper.get_submodule(WRAPPED)
+
+    @property
+    def when_to_prefetch(self) -> BackwardPrefetch | None:
+        """When backward gathers the parameters of the next wrapper; None: only when they are needed."""
+        return self._when_to_prefetch
+
+    @when_to_prefetch.setter
+    def when_to_prefetch(self, when: BackwardPrefetch | None) -> None:
+        """Change it, from the next backward on."""
+        self._when_to_prefetch = when
+        self.backward_prefetch = () if when is None else None
+
+    @property
+    def doing(self) -> WrapperTrainingState:
+        """What the wrapper does now."""
+        if self.is_summoned:
+            return WrapperTrainingState.SUMMON_FULL_PARAMS
+        idle = self._training_state is TrainingState.IDLE
+        return WrapperTrainingState.IDLE if idle else WrapperTrainingState.FORWARD_BACKWARD
+
+    @property
+    def unit(self) -> FSDPParamGroup | None:
+        """The wrapper's unit; None if all its parameters are in wrappers below it, or ignored."""
+        return self._fsdp_param_group
+
+    @property
+    def flat(self) -> FlatParam | None:
+        """The flat parameter."""
+        return None if self.unit is None else flat_of(self.unit)
+
+    def _state_dict_hooks(self) -> list[RemovableHandle]:
+        """A wrapper makes and loads state dicts in its own ways."""
+        return []
+
+    # ---- precision
+
+    @property
+    def is_full_precision(self) -> bool:
+        """True while the module is in eval mode, if ``FSDP_USE_FULL_PREC_IN_EVAL=1`` was set as it was wrapped."""
+        return self._full_precision_in_eval and not self.wrapped.training
+
+    def _begin_forward(self) -> None:
+        if self._full_precision_in_eval and self._is_outermost and not is_in_backward():
+            for state in self._root.states:
+                if isinstance(state, WrapperState):
+                    state.match_mode()
+        super()._begin_forward()
+
+    def match_mode(self) -> None:
+        """Let the unit and buffers be of the dtypes that go with train or eval mode, whichever the module is in."""
+        wanted = MixedPrecisionPolicy() if self.is_full_precision else self._of_training
+        if self.mp_policy == wanted:
+            return
+        self.mp_policy = wanted
+        for unit in self._fsdp_param_groups:
+            unit.reshard()  # a forward without a backward may have left it full
+            unit.change_policy(replace(unit.policy, mp_policy=wanted, reshard_after_forward=unit.reshard_after_forward))
+        if self.is_full_precision:
+            self.restore_buffers()
+        else:
+            self.has_root()
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating-point inputs of forward are cast to; None: they stay as they are."""
+        precision = self.precision
+        casts = precision.cast_forward_inputs or (bool(self._is_root) and precision.cast_root_forward_inputs)
+        return precision.param_dtype if casts and self.unit is not None and not self.is_full_precision else None
+
+    def has_root(self) -> None:
+        """Let buffers be of the dtype that forward computes with, from the first one on."""
+        dtype = self.precision.buffer_dtype
+        if dtype is None or self.is_full_precision:
+            return
+        for module, name, buffer in own_buffers(self.wrapper):
+            if buffer.is_floating_point() and buffer.dtype != dtype:
+                self.original_buffer_dtypes.setdefault((module, name), buffer.dtype)
+                module._buffers[name] = buffer.to(dtype)
+
+    def restore_buffers(self) -> None:
+        """Give buffers the dtype back that they had before the first forward."""
+        for (module, name), dtype in self.original_buffer_dtypes.items():
+            module._buffers[name] = module.get_buffer(name).to(dtype)
+        self.original_buffer_dtypes.clear()
+
+    # ---- whole for a while
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if not self.is_summoned:
+            return super()._pre_forward(module, args, kwargs)
+        if torch.is_grad_enabled() and self.unit is not None and self.unit.is_trained:
+            raise RuntimeError(
+                "a forward within summon_full_params cannot be trained: its gradients would reach no shard; evaluate "
+                "under torch.no_grad() there, or train outside"
+            )
+        return self._on_device(args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
+        return output if self.is_summoned else super()._post_forward(module, args, output)
+
+    # ---- order
+
+    def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
+        if self.when_to_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._ahead = tuple(ahead)
+        else:
+            super()._backward_begins(ahead)
+
+    def post_backward(self) -> None:
+        """All gradients are there: reduce them, and with BACKWARD_POST gather for what comes next."""
+        super().post_backward()
+        ahead, self._ahead = self._ahead, ()
+        super()._backward_begins(ahead)
+
+
+def flat_of(unit: FSDPParamGroup) -> FlatParam:
+    """Return the flat parameter of a wrapper's unit.
+
+    Raises:
+        TypeError: ``fully_shard`` made the unit.
+    """
+    (param,) = unit.fsdp_params
+    if not isinstance(param, FlatParam):
+        raise TypeError(f"unit {unit.name!r} was made by fully_shard, it has no flat parameter")
+    return param
+
+
+def wrapper_states_below(module: nn.Module) -> list[WrapperState]:
+    """Return the state of every wrapper in the tree of ``module``, parents first."""
+    found = (state_of(m) for m in module.modules())
+    return [state for state in found if isinstance(state, WrapperState)]
+
+
+def is_first(state: WrapperState) -> bool:
+    """Return whether this rank is the first of a wrapper's mesh; with tensor parallelism there are several of these."""
+    return dist.get_rank() == int(state.mesh.mesh.flatten()[0])
+
+
+def check_idle(states: Iterable[WrapperState], what: str) -> None:
+    """Check that none of ``states`` is within an iteration.
+
+    Raises:
+        RuntimeError: one is; ``what`` was called there.
+    """
+    busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
+    if busy is not None:
+        raise RuntimeError(
+            f"{what}: the forward or backward of {type(busy.wrapped).__name__} is under way, or has raised; call it "
+            "between iterations, after an exception after reset_iter_state() on the outermost wrapper"
+        )
+
+
+def own_buffers(wrapper: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield the buffers in ``wrapper`` that are in no wrapper below it, with their modules and names there."""
+    for _, module in _get_managed_modules(list(wrapper.children())):
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                yield module, name, buffer

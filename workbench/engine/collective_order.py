@@ -1,0 +1,551 @@
+"""Are all ranks of a group about to issue the same collective? Asked before each one is issued.
+
+Gloo pairs collectives by their number alone: two equal-sized units swapped on one rank return each other's shards
+silently, and a difference in size kills a process. So every rank keeps the order of the iterations that all ranks are
+known to have gone through, and asks the others only where that order does not settle what comes next.
+
+Words: a *collective* is what all ranks of a group do together: one of c10d's, the end of an iteration, a comparison. A
+*place* is (iteration, number of collectives before it in this iteration). Iterations seen form a *tree*: those that
+begin alike share their first collectives. One is *known* where it is the only one that was ever agreed on in its place:
+then it is issued after one comparison. Where the tree branches (training or evaluation, with or without reduction),
+ends or says otherwise, the rank *asks*: it adds its own to the question's tally, one number in the store, and issues it
+only when all ranks have added the same::
+
+    first iteration    A? B? C? END?     each is agreed on (?)
+    the same again     A  B  C  END      one comparison each
+    another end        A  B  D? END?     agreed on by all: the tree now branches behind B
+    from then on       A  B  C? END      one question each iteration, until D was not seen for REMEMBERED iterations
+
+A question costs each rank one addition and, while it waits, one read a look, and three once others are late, however
+many ranks there are.
+
+Ranks that follow the tree do not look at the board. One that waits for a collective does so in its wait slices: a
+question about a place that it has passed without being asked is a difference, because trees are equal on all ranks. It
+adds what it did there, so that those who ask learn of it. Only then do all ranks pin notes, each with its own
+collective, and read all of them for the message. Whoever sees a difference tells all of its groups, and raises. A rank
+that ends an iteration unasked may never look again: it pins that at once, and who asks looks at the others' notes in
+turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.errors import CollectiveFailed, RanksDisagreeError
+from workbench.events import unit_words
+
+FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.01
+ANSWERS_S = 3.0
+"""How long the first to see a difference waits for the others' part of the message, in seconds."""
+REMEMBERED = 16
+"""Iterations after which a branch of the tree that no one took is forgotten."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What all ranks of a group do together, as they must agree on it.
+
+    Attributes:
+        kind: all-gather, reduce-scatter ...
+        unit: name of the unit, empty for the root's; None if it concerns no unit.
+        num_bytes: bytes of the payload.
+    """
+
+    kind: str
+    unit: str | None
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return self.kind if self.unit is None else f"{self.kind} of unit {unit_words(self.unit)}"
+
+    def sized(self) -> str:
+        """Return the text with the bytes, such as ``all-gather of unit blocks.0 (1,024 bytes)``."""
+        return f"{self} ({self.num_bytes:,} bytes)" if self.num_bytes else str(self)
+
+
+END = Collective("end of the iteration", None, 0)
+
+
+class _Step:
+    """A collective in the tree.
+
+    Attributes:
+        depth: collectives of its iteration up to and including it; 0 is the root of the tree.
+        known: the only step seen after it; None if there are several, or none.
+        last_seen: of an END, the last iteration that ended so.
+    """
+
+    __slots__ = ("after", "collective", "depth", "known", "last_seen", "parent")
+
+    def __init__(self, collective: Collective, parent: _Step | None) -> None:
+        self.collective = collective
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.after: dict[Collective, _Step] = {}
+        self.known: _Step | None = None
+        self.last_seen = 0
+
+    def grow(self, collective: Collective) -> _Step:
+        """Return the step of ``collective`` after this one, a new one if it was never seen here."""
+        if collective not in self.after:
+            self.after[collective] = _Step(collective, self)
+            self._settle()
+        return self.after[collective]
+
+    def cut(self, collective: Collective) -> None:
+        """Forget what follows by ``collective``."""
+        del self.after[collective]
+        self._settle()
+
+    def _settle(self) -> None:
+        self.known = next(iter(self.after.values())) if len(self.after) == 1 else None
+
+
+class Tree:
+    """The iterations that all ranks went through, and where this rank is in them.
+
+    Attributes:
+        here: the step of the last collective.
+        iteration: number of the iteration under way.
+    """
+
+    def __init__(self) -> None:
+        self._root = self.here = _Step(END, None)
+        self.iteration = 0
+        self._ends: OrderedDict[_Step, None] = OrderedDict()  # the least recent first
+        self._last_ends: deque[_Step] = deque(maxlen=REMEMBERED)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the next collective will be."""
+        return self.iteration, self.here.depth
+
+    def end_iteration(self) -> None:
+        """Go back to the root from an END."""
+        end = self.here
+        end.last_seen = self.iteration
+        self._last_ends.append(end)
+        self._ends[end] = None
+        self._ends.move_to_end(end)
+        oldest = next(iter(self._ends))
+        if oldest.last_seen + REMEMBERED < self.iteration:
+            del self._ends[oldest]
+            _cut_off(oldest)
+        self.here = self._root
+        self.iteration += 1
+
+    def collective_at(self, place: tuple[int, int]) -> Collective | None:
+        """Return what this rank did at ``place``; None if that is further back than it remembers."""
+        iteration, position = place
+        back = self.iteration - iteration
+        if back > len(self._last_ends):
+            return None
+        step: _Step | None = self._last_ends[-back] if back else self.here
+        while step is not None and step.depth > position + 1:
+            step = step.parent
+        return None if step is None else step.collective
+
+
+def _cut_off(end: _Step) -> None:
+    """Cut the tree's branch that leads to ``end`` alone."""
+    step = end
+    while step.parent is not None:
+        parent = step.parent
+        parent.cut(step.collective)
+        if parent.after:
+            return
+        step = parent
+
+
+@dataclass(frozen=True)
+class BoardEntry:
+    """What a rank pinned.
+
+    Attributes:
+        serial: how often the ranks of the group had agreed before.
+        place: where the collective is.
+        collective: what the rank is about to do there, or did.
+    """
+
+    serial: int
+    place: tuple[int, int]
+    collective: Collective
+
+    def text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(
+            [self.serial, *self.place, self.collective.kind, self.collective.unit, self.collective.num_bytes]
+        )
+
+    @staticmethod
+    def of(fields: Sequence[Any]) -> BoardEntry:
+        """Return the note whose JSON is the list ``fields``."""
+        serial, iteration, position, kind, unit, num_bytes = fields
+        return BoardEntry(serial, (iteration, position), Collective(kind, unit, num_bytes))
+
+
+_ONE = 1 << 48  # above the sum of digests of 32 bits: room for 2 ** 15 ranks
+
+
+def _vote(text: str) -> int:
+    """Return what a rank that says ``text`` adds to a tally."""
+    return _ONE + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many ranks have said something, and whether they said the same: the sum of their votes, one number.
+
+    Texts that differ pass for the same once in 2 ** 32 times.
+    """
+
+    total: int
+
+    @property
+    def count(self) -> int:
+        """Number of votes."""
+        return self.total // _ONE
+
+    def all_say(self, text: str) -> bool:
+        """True if every vote so far was for ``text``."""
+        return self.total == self.count * _vote(text)
+
+
+class Board:
+    """What the ranks of a group tell each other, in a ``store`` that is the group's own.
+
+    Each rank has one *note*; a new one replaces its last. A *tally* belongs to a question, numbered by its serial. What
+    belongs to a question is deleted two questions later: then everyone has asked the next one, and reads it no more.
+
+    Raises:
+        CollectiveFailed: from every method, if the store cannot be reached.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank, self._size = rank, size
+        self._next_reader = itertools.cycle([*range(rank + 1, size), *range(rank)])
+        self._own: deque[tuple[int, str]] = deque()  # (serial, key) that this rank has made and will delete
+
+    def meet(self) -> None:
+        """Wait until every rank of the group has a board: from then on no read can block.
+
+        Raises:
+            StepAborted: cancelled meanwhile; this rank may come again, and counts once.
+        """
+        is_new = not self._is_there(f"note/{self._rank}")
+        self.pin("[]")
+        if self._rank == 0:
+            self._set("question", "[]")
+            self._add("left", 0)
+        met = self._add("met", int(is_new))
+        delay_s = FIRST_POLL_S
+        while met < self._size:
+            delay_s = _pause(delay_s)
+            met = self._add("met", 0)
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _set(self, key: str, text: str) -> None:
+        try:
+            self._store.set(key, text)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _get(self, key: str) -> str:
+        try:
+            return bytes(self._store.get(key)).decode()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _add(self, key: str, number: int) -> int:
+        """Add to a number and return the sum; 0 only reads it, or makes it."""
+        try:
+            return int(self._store.add(key, number))
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    # ---- what belongs to a question
+
+    def vote(self, serial: int, text: str, about: str = "tally") -> Tally:
+        """Add a vote to a tally of question ``serial``, and return it."""
+        key = f"{about}/{serial}"
+        tally = Tally(self._add(key, _vote(text)))
+        if tally.count == 1:
+            self._own.append((serial, key))
+        return tally
+
+    def tally(self, serial: int, about: str = "tally") -> Tally:
+        """Return a tally of question ``serial``."""
+        return Tally(self._add(f"{about}/{serial}", 0))
+
+    def put(self, serial: int, key: str, text: str) -> None:
+        """Write ``text`` for those who will have agreed on question ``serial``."""
+        self._set(f"{key}/{serial}", text)
+        self._own.append((serial, f"{key}/{serial}"))
+
+    def text(self, serial: int, key: str) -> str:
+        """Return what was put."""
+        return self._get(f"{key}/{serial}")
+
+    def ask(self, note: BoardEntry) -> Tally:
+        """Vote for ``note``; the first to do so also says where the question is."""
+        while self._own and self._own[0][0] <= note.serial - 2:
+            self._delete(self._own.popleft()[1])
+        tally = self.vote(note.serial, note.text())
+        if tally.count == 1:
+            self._set("question", note.text())
+        return tally
+
+    def question(self) -> BoardEntry | None:
+        """Return the note of the first to ask the newest question, None if there never was one."""
+        return _note_of(self._get("question"))
+
+    # ---- notes
+
+    def pin(self, text: str) -> None:
+        """Replace this rank's note by ``text``."""
+        self._set(f"note/{self._rank}", text)
+
+    def note_of_next(self) -> BoardEntry | None:
+        """Return the note of another rank, another one at every call."""
+        return _note_of(self._get(f"note/{next(self._next_reader)}")) if self._size > 1 else None
+
+    def notes(self) -> dict[int, BoardEntry]:
+        """Return the notes of the others that pinned one, by their position in the group."""
+        found = {r: _note_of(self._get(f"note/{r}")) for r in range(self._size) if r != self._rank}
+        return {rank: note for rank, note in found.items() if note is not None}
+
+    # ---- the end
+
+    def leave(self, message: str) -> None:
+        """Tell who looks at the board that this rank has left, and why."""
+        self._set("why", message)
+        self._add("left", 1)
+
+    def check_left(self) -> None:
+        """Raise RanksDisagreeError if a rank has left."""
+        if self._add("left", 0):
+            raise RanksDisagreeError(self._get("why"))
+
+    def take_down(self) -> None:
+        """Delete what this rank has put up; nobody may look for it any more."""
+        common = ("question", "left", "why", "met") if self._rank == 0 else ()
+        for key in (f"note/{self._rank}", *(key for _, key in self._own), *common):
+            self._delete(key)
+        self._own.clear()
+
+    def _delete(self, key: str) -> None:
+        try:
+            self._store.delete_key(key)
+        except RuntimeError:
+            return  # the store died with its host, and the key with it
+
+
+def _note_of(text: str) -> BoardEntry | None:
+    fields = json.loads(text)
+    return BoardEntry.of(fields) if fields else None
+
+
+def _lost(error: RuntimeError) -> CollectiveFailed:
+    cancellation.check_after_failure()
+    return CollectiveFailed(
+        f"the ranks' store cannot be reached: {str(error).splitlines()[0]}; the process that holds it, most often rank "
+        "0's, has ended"
+    )
+
+
+def _pause(delay_s: float) -> float:
+    """Sleep ``delay_s`` seconds unless cancelled; returns how long to sleep next time."""
+    cancellation.sleep(delay_s)
+    return min(2 * delay_s, LAST_POLL_S)
+
+
+class OrderCheck:
+    """The order check of one group, from when it was built to when it is built anew.
+
+    Args:
+        board: the group's, at which all its ranks have met.
+        ranks: global ranks, in group order.
+        rank: this rank's position among them.
+        is_part: there are other ranks than these.
+    """
+
+    def __init__(self, board: Board, ranks: tuple[int, ...], rank: int, *, is_part: bool) -> None:
+        self._board = board
+        self._ranks = ranks
+        self._rank = rank
+        self._is_part = is_part
+        self._tree = Tree()
+        self._serial = 0
+
+    def before(self, collective: Collective) -> None:
+        """Return once it is known that all ranks issue ``collective`` next.
+
+        Raises:
+            RanksDisagreeError: they do not.
+            StepAborted: cancelled while waiting for the others to say.
+            CollectiveFailed: the store cannot be reached.
+        """
+        tree = self._tree
+        known = tree.here.known
+        if known is not None and known.collective == collective:
+            tree.here = known
+            return
+        self.ask(collective)
+        tree.here = tree.here.grow(collective)
+
+    def ask(self, collective: Collective) -> None:
+        """Agree with all ranks on one that is no part of the order, as it does not recur; raises as :meth:`before`."""
+        own = BoardEntry(self._serial, self._tree.place, collective)
+        tally = self._board.ask(own)
+        self._check_same(tally, own)
+        delay_s = FIRST_POLL_S
+        while tally.count < len(self._ranks):
+            delay_s = _pause(delay_s)
+            if delay_s == LAST_POLL_S:
+                self._look_for_others(own)
+            tally = self._board.tally(own.serial)
+            self._check_same(tally, own)
+        self._serial += 1
+
+    def _look_for_others(self, own: BoardEntry) -> None:
+        """Look whether those that do not vote have left, or do something else."""
+        self._board.check_left()
+        if self._disputed([self._board.note_of_next()], own) is not None:
+            self._raise_difference(own, own.place)
+
+    def _check_same(self, tally: Tally, own: BoardEntry) -> None:
+        if not tally.all_say(own.text()):
+            self._raise_difference(own, own.place)
+
+    def tell(self, collective: Collective, text: str) -> str:
+        """Return what the first rank tells; ``collective`` names the occasion. Raises as :meth:`before`."""
+        serial = self._serial
+        if self._rank == 0:
+            self._board.put(serial, "told", text)
+        self.ask(collective)
+        return self._board.text(serial, "told")
+
+    def compare(self, collective: Collective, text: str) -> list[str]:
+        """Return every rank's text, in group order; others' are read only if not all are the same.
+
+        ``collective`` names the occasion. Raises as :meth:`before`.
+        """
+        serial = self._serial
+        self._board.vote(serial, text, about="same")
+        self.ask(collective)
+        if self._board.tally(serial, about="same").all_say(text):
+            return [text] * len(self._ranks)
+        serial = self._serial
+        self._board.put(serial, f"text/{self._rank}", text)
+        self.ask(collective)
+        return [self._board.text(serial, f"text/{rank}") for rank in range(len(self._ranks))]
+
+    def end_iteration(self) -> None:
+        """All collectives of this iteration were made; nothing if there was none. Raises as :meth:`before`."""
+        tree = self._tree
+        if not tree.here.depth:
+            return
+        place, serial = tree.place, self._serial
+        self.before(END)
+        tree.end_iteration()
+        if serial == self._serial:  # nobody was asked: say it for one that asks whether the iteration goes on
+            self._board.pin(BoardEntry(serial, place, END).text())
+
+    def look(self) -> None:
+        """Look whether a rank has asked about a place that this one has passed; raises as :meth:`before`."""
+        self._board.check_left()
+        tally = self._board.tally(self._serial)
+        question = self._board.question() if tally.count else None
+        if question is None or question.serial != self._serial:
+            return  # not asked, or not written yet
+        place = self._disputed([question], None)
+        if place is None and not tally.all_say(question.text()):
+            place = self._disputed(self._board.notes().values(), None)
+        if place is not None:
+            self._raise_difference(None, place)
+
+    def _disputed(self, others: Iterable[BoardEntry | None], own: BoardEntry | None) -> tuple[int, int] | None:
+        """Return the first place at which another rank's note differs from what this one did, or asks in ``own``."""
+        places = []
+        for note in others:
+            if note is None or note.serial != self._serial:
+                continue  # settled
+            if note.place < self._tree.place:
+                places += [note.place] if note.collective != self._tree.collective_at(note.place) else []
+            elif own is not None and note != own:
+                places.append(own.place)  # it does something else here, or has passed without being asked
+        return min(places, default=None)
+
+    def _raise_difference(self, own: BoardEntry | None, place: tuple[int, int]) -> None:
+        """Answer what this rank did at the first place in dispute, wait for the others' answers, and raise.
+
+        Args:
+            own: what this rank asks; None if it was not asked.
+            place: a place in dispute; the others' notes may tell of one before it.
+        """
+        deadline_s = time.monotonic() + ANSWERS_S
+        delay_s = FIRST_POLL_S
+        answer: BoardEntry | None = None
+        while True:
+            others = self._board.notes()
+            place = min(place, self._disputed(others.values(), own) or place)
+            if answer is None or answer.place != place:
+                done = own.collective if own and own.place == place else self._tree.collective_at(place)
+                is_first = answer is None
+                answer = BoardEntry(self._serial, place, done or Collective("something forgotten", None, 0))
+                self._board.pin(answer.text())
+                if own is None and is_first:
+                    self._board.vote(self._serial, answer.text())  # those who ask look at the tally
+            notes = sorted({**others, self._rank: answer}.items())
+            collectives = {
+                self._ranks[r]: n.collective for r, n in notes if (n.serial, n.place) == (self._serial, place)
+            }
+            if len(collectives) == len(self._ranks) or time.monotonic() > deadline_s:
+                raise RanksDisagreeError(self._difference(place, collectives))
+            self._board.check_left()
+            delay_s = _pause(delay_s)
+
+    def _difference(self, place: tuple[int, int], collectives: dict[int, Collective]) -> str:
+        holders = {
+            collective: [r for r, c in collectives.items() if c == collective] for collective in collectives.values()
+        }
+        parts = [f"{_ranks(who)} {collective.sized()}" for collective, who in holders.items()]
+        silent = [r for r in self._ranks if r not in collectives]
+        parts += [f"{_ranks(silent)} elsewhere"] if silent else []
+        among = f" among {_ranks(self._ranks)}" if self._is_part else ""
+        return (
+            f"ranks are about to do different things as collective {place[1] + 1} of this iteration{among}: "
+            f"{'; '.join(parts)}. Run the same forwards and backwards on every rank; if what runs depends on data, let "
+            "one rank decide for all, or run the module on all. Then go on with workbench.engine.rebuild_groups() on "
+            "all ranks and reset_iter_state() on the root"
+        )
+
+    def leave(self, message: str) -> None:
+        """Let every rank that looks at this group's board raise ``message``."""
+        self._board.leave(message)
+
+    def close(self) -> None:
+        """Clear this rank's part of the store; all ranks of the group must be past their last look."""
+        self._board.take_down()
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Name ``ranks``: ``[0]`` -> ``rank 0``, ``[0, 2]`` -> ``ranks 0, 2``."""
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

@@ -1,0 +1,316 @@
+"""What ``fully_shard`` adds to a module: :class:`FSDPModule`, mixed into its class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+
+from workbench.engine.comm import AllGather, ReduceScatter
+from workbench.engine.fsdp_state import FSDPState, state_of, states_below, units_of
+from workbench.engine.param_group import FSDPParamGroup
+
+
+class UnshardHandle:
+    """Returned by ``unshard(async_op=True)``."""
+
+    def __init__(self, units: Sequence[FSDPParamGroup]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Block until the module's parameters are full and registered.
+
+        Raises:
+            StepAborted: the wait was cancelled.
+            CollectiveFailed: a peer died or left.
+            RanksDisagreeError: ranks do different things.
+        """
+        for unit in self._units:
+            unit.wait_for_unshard()
+        for unit in self._units:  # no reduction need follow, and the shards may be written next
+            unit.comm_ctx.comms.wait_for_readers()
+
+
+class FSDPModule:
+    """Methods that a module gains through ``fully_shard``; flags must be bools (TypeError)."""
+
+    def __copy__(self) -> Self:
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
+    def _get_fsdp_state(self) -> FSDPState:
+        """Return the state of the call that made this module an FSDP module."""
+        state = state_of(cast("nn.Module", self))
+        if state is None:
+            raise AttributeError(f"no fully_shard state on this {type(self).__name__}")
+        return state
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this module's own unit (not its children's).
+
+        Args:
+            async_op: only start it; the returned handle waits.
+        """
+        handle = UnshardHandle(_own_units(self))
+        for unit in _own_units(self):
+            unit.comm_ctx.streams.shards_changed(self._get_fsdp_state()._root.post_optim_event)
+            unit.unshard()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the full parameters of this module's own unit."""
+        for unit in _own_units(self):
+            unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Make the next iteration clean after an exception in forward or backward; call it on the root."""
+        self._get_fsdp_state().reset_iter_state()
+
+    def release_buffers(self) -> None:
+        """Free the memory that is kept for the next step; call it on the root, between steps."""
+        self._get_fsdp_state()._comm_ctx.release_buffers()
+
+    # ---- schedule
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward ends the iteration, or more micro-batches follow; call it on the root."""
+        self._get_fsdp_state()._root.is_last_backward = _flag(is_last_backward, "set_is_last_backward")
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free full parameters between forward and backward, or keep them; from the next forward on.
+
+        Raises:
+            TypeError: not a bool.
+        """
+        _flag(reshard_after_forward, "set_reshard_after_forward")
+        for state in _states(self, recurse=recurse):
+            state.auto_reshard = False
+            for unit in state._fsdp_param_groups:
+                unit.set_reshard_after_forward(reshard_after_forward)
+                unit.announce()
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
+        """Free full parameters after backward, or keep them for a next micro-batch."""
+        _flag(reshard_after_backward, "set_reshard_after_backward")
+        for unit in units_of(_states(self, recurse=recurse)):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
+        """Gather ``modules`` ahead, in this order, while this module's forward runs.
+
+        Empty: none, which is what torch's engine does by itself. None, as at first: the one that ran next in the last
+        iteration.
+
+        Raises:
+            TypeError: one of them is no FSDP module.
+        """
+        ahead = None if modules is None else _states_of(modules, "set_modules_to_forward_prefetch")
+        self._get_fsdp_state().forward_prefetch = ahead
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather ``modules`` ahead, in this order, while this module's backward runs; empty: the one that ran before.
+
+        Raises:
+            TypeError: one of them is no FSDP module.
+        """
+        before = _states_of(modules, "set_modules_to_backward_prefetch")
+        self._get_fsdp_state().backward_prefetch = before or None
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Gather this module's parameters in backward, or not: an embedding's backward does not read them."""
+        for unit in _own_units(self):
+            unit.unshard_in_backward = _flag(unshard_in_backward, "set_unshard_in_backward")
+
+    def set_post_optim_event(self, event: torch.cuda.Event | None) -> None:
+        """Let the next forward's all-gathers on CUDA wait for ``event``, not for all that was computed (None).
+
+        Call it on the root, after every optimizer step anew.
+        """
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise TypeError(f"set_post_optim_event takes a torch.Event or None, got {event!r}")
+        self._get_fsdp_state()._root.post_optim_event = event
+
+    # ---- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
+        """Reduce gradients at the end of backward, or keep adding up full gradients (accumulation without sync).
+
+        With replicas this is for both steps of the reduction: what :meth:`set_requires_all_reduce` said is replaced.
+        """
+        sync = _flag(requires_gradient_sync, "set_requires_gradient_sync")
+        for unit in units_of(_states(self, recurse=recurse)):
+            unit.sync.reduce_grads = unit.sync.all_reduce_grads = sync
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Count parameters without a gradient as zero: for ranks that use different ones, such as experts."""
+        for unit in units_of(_states(self, recurse=recurse)):
+            unit.sync.reduce_unused = _flag(reduce_scatter_unused_params, "set_reduce_scatter_unused_params")
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
+        """With replicas: all-reduce reduced shards, or keep adding them up."""
+        for unit in units_of(_states(self, recurse=recurse)):
+            unit.sync.all_reduce_grads = _flag(requires_all_reduce, "set_requires_all_reduce")
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of this module's gradients by ``factor`` instead of the number of ranks with different data.
+
+        Raises:
+            TypeError, ValueError: not a positive number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise TypeError(f"set_gradient_divide_factor takes a number, got {factor!r}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"set_gradient_divide_factor takes a finite number above 0, got {factor!r}")
+        for unit in _own_units(self):
+            unit.sync.divide_factor = float(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let the backend only ever sum, and divide in the engine."""
+        for unit in _own_units(self):
+            unit.sync.force_sum = _flag(enable, "set_force_sum_reduction_for_comms")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, recurse: bool = True) -> None:
+        """Allow so many reduce-scatters in flight at once, each of which holds an input buffer; all share one limit.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers takes an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers takes 1 or more buffers, got {max_input_buffers}")
+        for unit in units_of(_states(self, recurse=recurse)):
+            unit.set_max_reductions(max_input_buffers)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with this module's reduced shard ``[S]`` before it is divided, in ``stream`` if given.
+
+        Raises:
+            ValueError: the module's parameters lie on several meshes; a stream with replicas, whose all-reduce has one.
+        """
+        if not callable(hook):
+            raise TypeError(f"set_all_reduce_hook takes a function of the reduced shard, got {hook!r}")
+        units = _one_mesh(self, "set_all_reduce_hook")
+        for unit in units:
+            if stream is not None and unit.mesh_info.replicate_mesh_size > 1:
+                raise ValueError(
+                    "set_all_reduce_hook: with replicas the hook runs after their all-reduce, in its stream"
+                )
+            unit.sync.all_reduce_hook, unit.sync.hook_stream = hook, stream
+
+    # ---- communication
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters with ``comm``.
+
+        Raises:
+            ValueError: the module's parameters lie on several meshes.
+        """
+        _check_comm(comm, "set_custom_all_gather")
+        for unit in _one_mesh(self, "set_custom_all_gather"):
+            unit.set_custom(gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this module's gradients with ``comm``.
+
+        Raises:
+            ValueError: the module's parameters lie on several meshes.
+        """
+        _check_comm(comm, "set_custom_reduce_scatter")
+        for unit in _one_mesh(self, "set_custom_reduce_scatter"):
+            unit.set_custom(reduce=comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let the backend allocate what is communicated (zero-copy transfers), if it allocates anything; gloo does not.
+
+        Raises:
+            ValueError: the unit has a custom all-gather or reduce-scatter, which allocates by itself.
+        """
+        for unit in _own_units(self):
+            unit.allocate_from_group(_flag(enable, "set_allocate_memory_from_process_group_for_comm"))
+
+    # ---- the rest
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Convert parameters (``.to``, ``.double`` ...), then take the new ones over."""
+        module = cast("nn.Module", self)
+        units = units_of(states_below(module))
+        for unit in units:
+            unit.reshard()
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for unit in units:
+            unit.adopt_registered(fresh=True)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise NotImplementedError(
+            "an FSDP module cannot be deep-copied: copy the plain module before fully_shard, or after unshard_module"
+        )
+
+
+def _own_units(module: FSDPModule) -> list[FSDPParamGroup]:
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def _states(module: FSDPModule, *, recurse: bool) -> list[FSDPState]:
+    return states_below(cast("nn.Module", module)) if recurse else [module._get_fsdp_state()]
+
+
+def _one_mesh(module: FSDPModule, what: str) -> list[FSDPParamGroup]:
+    units = _own_units(module)
+    num_meshes = len({unit.mesh_info for unit in units})
+    if num_meshes > 1:
+        raise ValueError(
+            f"{what}: the parameters of this {type(module).__name__} lie on {num_meshes} meshes, and one object "
+            "cannot serve them all"
+        )
+    return units
+
+
+def _flag(value: object, what: str) -> bool:
+    """Return ``value``, given to the setter ``what``; raises TypeError for anything but a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} takes True or False, got {value!r}")
+    return value
+
+
+def _check_comm(comm: object, what: str) -> None:
+    if isinstance(comm, type) or not callable(comm) or not hasattr(comm, "allocate"):
+        raise TypeError(f"{what} takes an object that can be called and has a method allocate, got {comm!r:.60}")
+
+
+def _states_of(modules: Sequence[object], what: str) -> tuple[FSDPState, ...]:
+    if not isinstance(modules, Sequence) or isinstance(modules, str):
+        raise TypeError(f"{what} takes a list of modules, got {type(modules).__name__}")
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise TypeError(f"{what} takes modules that fully_shard was called on, got {type(module).__name__}")
+    return tuple(module._get_fsdp_state() for module in cast("Sequence[FSDPModule]", modules))
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of ``cls`` with FSDPModule mixed in, one per class.
+
+    Called, it makes a plain module: ``sequential[:2]`` and ``type(module)(...)`` want a new one, which nobody sharded.
+    """
+
+    def new(_sharded: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - those of cls
+        return cls(*args, **kwargs)
+
+    if cls not in _classes:
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__new__": new}
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+    return _classes[cls]

@@ -1,0 +1,755 @@
+"""One ``fully_shard`` call, its hooks, and what the calls of one model share.
+
+A step, as the hooks of one call see it::
+
+    forward pre-hook   unshard, wait, prefetch          forward hook    reshard (policy), hook the outputs
+    output grad hook   unshard, wait, prefetch          post-backward   take grads, reshard, start the reduction
+    end of backward    (root) post-backward of the rest, wait for the last reductions
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from workbench.engine import probe, process_groups, root_checks
+from workbench.engine._torch import (
+    base_of,
+    is_in_backward,
+    is_transforming,
+    queue_backward_final_callback,
+    set_composed,
+)
+from workbench.engine.backends import backend_of
+from workbench.engine.collective_order import END
+from workbench.engine.comm_context import FSDPCommContext, RecordedForward
+from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
+from workbench.engine.explain import explain
+from workbench.engine.param_group import FSDPParamGroup, TrainingState
+from workbench.engine.policies import MixedPrecisionPolicy
+from workbench.engine.process_groups import CommGroup
+from workbench.engine.tensor_trees import cast_floats, differentiable_in, map_tensors, tensors_in, unrecorded
+from workbench.events import Phase
+
+
+class FSDPState:
+    """State behind the modules of one ``fully_shard`` call, and the units it made of their parameters.
+
+    Attributes:
+        modules: the modules given to that call.
+        original_classes: their classes before it.
+        auto_reshard: no policy was given: reshard after forward unless this is the root.
+        mp_policy: which dtypes inputs and outputs are cast to.
+        forward_prefetch: calls whose units are gathered ahead, set by the user; None: the one that ran next before.
+        backward_prefetch: the same for backward; None: the one that ran before in forward.
+    """
+
+    made_by: ClassVar = "fully_shard"
+    undone_by: ClassVar = "unshard_module"
+    joined_by: ClassVar = "call fully_shard on a module that holds both, or on a list of the two"
+    reduced_by: ClassVar = (
+        "run a backward after set_requires_gradient_sync(True) and set_requires_all_reduce(True), or drop them with "
+        "reset_iter_state()"
+    )
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        param_groups: Sequence[FSDPParamGroup],
+        *,
+        device: torch.device,
+        auto_reshard: bool,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.modules = modules
+        self.original_classes = tuple(type(m) for m in modules)
+        self.auto_reshard = auto_reshard
+        self.mp_policy = mp_policy
+        self._fsdp_param_groups = list(param_groups)
+        for unit in self._fsdp_param_groups:
+            unit.on_inner_grad = self._inner_backward
+        self._comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext(device)
+        self._is_root: bool | None = None
+        self._around: tuple[FSDPState, ...] = ()  # calls whose modules hold those of this one, outermost first
+        self._not_yet_run: set[int] = set()
+        self._handled: BaseException | None = None  # what the caller was handling when the present forward began
+        self._backward_follows = False
+        self._recorded: RecordedForward | None = None  # the present forward, if autograd records it
+        self._recomputes = False  # the present forward runs within a backward, for activation checkpointing
+        self._is_recomputed = False  # that was seen: a backward follows also where autograd does not record the forward
+        self._unrecorded_before: list[FSDPState | None] = []  # what came before such forwards
+        self._training_state = TrainingState.IDLE
+        self.forward_prefetch: tuple[FSDPState, ...] | None = None
+        self.backward_prefetch: tuple[FSDPState, ...] | None = None
+        self._root = RootContext()
+        self._handles = self._register_hooks()
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        """The call's unit; the first one if its parameters lie on several meshes, None if it has no parameters."""
+        return self._fsdp_param_groups[0] if self._fsdp_param_groups else None
+
+    @property
+    def _states(self) -> tuple[FSDPState, ...]:
+        """Every call in the tree, once this is a root that ran."""
+        states: tuple[FSDPState, ...] = self._root.states if self._is_root else ()
+        return states
+
+    def use_comm_ctx(self, ctx: FSDPCommContext) -> None:
+        """Share ``ctx`` with other roots."""
+        self._comm_ctx = ctx
+        for unit in self._fsdp_param_groups:
+            unit.comm_ctx = ctx
+
+    def overlaps(self, states: Iterable[FSDPState]) -> bool:
+        """Tell whether one of ``states`` belongs to this root."""
+        return any(state in self._states for state in states)
+
+    # ---- hooks on and off
+
+    def _register_hooks(self) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        before, after = map(torch.compiler.disable, (self._pre_forward, self._post_forward))  # compiled code ends here
+        for module in self.modules:
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, prepend=False, always_call=True))
+        return [*handles, *self._state_dict_hooks()]
+
+    def _state_dict_hooks(self) -> list[RemovableHandle]:
+        """Let state dicts be made of shards, and loaded into them."""
+        handles = [module.register_load_state_dict_post_hook(self._after_load) for module in self.modules]
+        for module in self._owners():
+            handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
+            handles.append(module.register_load_state_dict_pre_hook(self._before_state_dict))
+        return handles
+
+    def _owners(self) -> set[nn.Module]:
+        """Return the modules that parameters are registered on: each can be asked for its state dict by itself."""
+        return {m for unit in self._fsdp_param_groups for p in unit.fsdp_params for m, _ in p.info.places}
+
+    def remove_hooks(self) -> None:
+        """Take every hook off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def plain_modules(self) -> Iterator[None]:
+        """Within the body nothing of the call is on the modules; enter it while they are sharded."""
+        self.remove_hooks()
+        classes = [type(m) for m in self.modules]
+        for module, original in zip(self.modules, self.original_classes, strict=True):
+            detach(module)
+            module.__class__ = original
+        try:
+            yield
+        finally:
+            for module, cls in zip(self.modules, classes, strict=True):
+                attach(module, self)
+                module.__class__ = cls
+            self._handles = self._register_hooks()
+
+    def _before_state_dict(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        for unit in self._fsdp_param_groups:
+            unit.reshard()
+
+    def _after_load(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        for unit in self._fsdp_param_groups:
+            unit.adopt_registered()
+
+    # ---- becoming a root
+
+    @unrecorded
+    def _lazy_init(self) -> None:
+        """Make this state the root of the tree below it, on the first forward.
+
+        Raises:
+            RuntimeError: a module below ran before this root did; a unit's module was taken out of the tree; parameters
+                are still on the meta device.
+            ValueError: parameters of the tree were tied, or exchanged for others of another shape, after fully_shard.
+            RanksDisagreeError: ranks hold different units.
+        """
+        names = root_checks.names_below(self.modules)
+        states = _states_of(names)
+        units = units_of(states)
+        ran = [m for state in states if state is not self and state._is_root is not None for m in state.modules]
+        root_checks.check_tree(type(self.modules[0]).__name__, ran, units, names)
+        root_checks.check_not_tied(units, names)
+        self._name_units(states, names)
+        root_checks.check_no_meta(units)
+        root_checks.check_ranks_agree(units)
+        self._comm_ctx.choose_comms(units)
+        self._root.states = states  # it has what the user set before
+        for state in states:
+            state._is_root = state is self
+            state._comm_ctx = self._comm_ctx
+            state._root = self._root
+            state.has_root()
+        for state in states:
+            for inner in _states_of(m for module in state.modules for m in module.modules()):
+                if inner is not state:
+                    inner._around = (*inner._around, state)
+        roots.add(self)
+
+    def has_root(self) -> None:
+        """A root is known, and the first forward of the tree begins."""
+
+    def _name_units(self, states: Sequence[FSDPState], names: root_checks.Names) -> None:
+        """Give units and parameters their names from this root, and settle its own policy."""
+        if self.auto_reshard:
+            for unit in self._fsdp_param_groups:
+                unit.set_reshard_after_forward(False)
+        own = self._fsdp_param_group
+        root_index = own.index if own is not None else -1
+        for unit, name in _named(states, names):
+            unit.lazy_init(name, root_index, self._comm_ctx)
+
+    def name_units(self) -> None:
+        """Give units and parameters below this call their names from here, until a first forward makes a root."""
+        names = root_checks.names_below(self.modules)
+        for unit, name in _named([state for state in _states_of(names) if state._is_root is None], names):
+            unit.take_name(name)
+            unit.announce()
+
+    # ---- forward
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if is_transforming():
+            raise NotImplementedError(
+                f"{type(module).__name__} is sharded and cannot run within a transform of torch.func (grad, vjp, vmap "
+                "...): transform what it is made of, use torch.autograd on its outputs, or undo it with "
+                f"{self.undone_by}"
+            )
+        if self._root.final_callback_queued and not is_in_backward():
+            self._root.end_failed_backward(self._comm_ctx)
+        if self._training_state is TrainingState.PRE_BACKWARD:
+            # activation checkpointing recomputes the forward within backward
+            self._unshard(())
+            for unit in self._fsdp_param_groups:
+                unit.recomputes()
+            return self._cast_inputs(args, kwargs)
+        if self._is_root is None:
+            self._lazy_init()
+        if self._is_outermost:
+            args, kwargs = self._on_device(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        is_first = self._training_state is not TrainingState.FORWARD or id(module) not in self._not_yet_run
+        if is_first:
+            self._begin_forward()
+        self._not_yet_run.discard(id(module))
+        # autograd reaches the inputs of the first module last, when all gradients of the unit are there
+        return self._hook_inputs(args, kwargs) if is_first else (args, kwargs)
+
+    def _begin_forward(self) -> None:
+        probe.phase(Phase.FORWARD)
+        self._recomputes = is_in_backward()
+        self._handled = sys.exception()
+        expected: tuple[FSDPState, ...] = ()
+        if not self._recomputes:
+            if self._is_outermost:
+                self._root.end_failed_forward()
+            if self._is_root:
+                self._root.begin_forward(self._comm_ctx)
+            elif not self._root.is_running:
+                self._root.shards_changed(self._comm_ctx)
+            expected = self._root.expected_after(self)
+        self._unshard(expected if self.forward_prefetch is None else self.forward_prefetch)
+        for unit in self._fsdp_param_groups:
+            unit.pre_forward(recomputed=self._recomputes)
+        self._training_state = TrainingState.FORWARD
+        self._not_yet_run = {id(m) for m in self.modules}
+        self._backward_follows = False
+
+    def _unshard(self, ahead: Iterable[FSDPState]) -> None:
+        """Make the parameters full, and start doing so for the units of ``ahead``.
+
+        What was gathered ahead itself is copied out first, which frees its staging for the next one. On a device that
+        would let the next all-gather wait for this copy, and so for the compute before it: there it is issued first.
+        """
+        units = self._fsdp_param_groups
+        copies_first = any(u.is_unsharding for u in units) and not self._comm_ctx.streams.are_there
+        for unit in units:
+            unit.unshard()
+        if not copies_first:
+            _prefetch(ahead)
+        for unit in units:
+            unit.wait_for_unshard()
+        if copies_first:
+            _prefetch(ahead)
+
+    @property
+    def _is_outermost(self) -> bool:
+        """True where the model is entered: at its root, or at an inner module that was called by itself."""
+        return bool(self._is_root) or not self._root.is_running
+
+    def _on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Move the model's inputs from the host, where a data loader leaves them, to the device that computes."""
+        device = self._comm_ctx.device
+        if backend_of(device).is_host:
+            return args, kwargs
+        moved_args, moved_kwargs = map_tensors((args, kwargs), lambda t: t.to(device))
+        return moved_args, moved_kwargs
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What floating-point inputs of forward are cast to; None: they stay as they are."""
+        return self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return cast_floats(args, self.input_dtype), cast_floats(kwargs, self.input_dtype)
+
+    def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Let the units know when the gradients of their inputs are done."""
+        if not self._fsdp_param_groups or not torch.is_grad_enabled():
+            return args, kwargs
+        found = differentiable_in((args, kwargs))
+        if not found:
+            return args, kwargs
+        outputs = RegisterPostBackwardFunction.apply(self, *found)  # type: ignore[no-untyped-call]
+        hooked: dict[int, torch.Tensor] = {id(tensor): output for tensor, output in zip(found, outputs, strict=True)}
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            return hooked.get(id(tensor), tensor)
+
+        return map_tensors(args, put), map_tensors(kwargs, put)
+
+    def _post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
+        if self._training_state is TrainingState.PRE_BACKWARD:
+            return cast_floats(output, self.mp_policy.output_dtype)
+        if output is None and self._has_failed():
+            return output
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+            self._hook_output(tensor)
+        if not self._not_yet_run:  # else another module of the same call has yet to run
+            if self._is_root:
+                self._root.end_partial_forwards()
+            self._end_forward()
+            if self._recomputes:
+                probe.phase(Phase.BACKWARD)
+            elif self._is_outermost:
+                self._end_outermost_forward()
+        return cast_floats(output, self.mp_policy.output_dtype)
+
+    def _end_forward(self) -> None:
+        for unit in self._fsdp_param_groups:
+            unit.post_forward(backward_follows=self._backward_follows, recomputed=self._recomputes)
+        if self._fsdp_param_groups:
+            self._note_forward()
+        self._not_yet_run.clear()
+        self._recorded = None  # from here on the graph alone keeps it alive
+        self._handled = None
+        self._training_state = TrainingState.IDLE
+
+    def _has_failed(self) -> bool:
+        """Tell whether the present forward has raised; if so end it, without waiting for anything."""
+        error = sys.exception()
+        if error is None or error is self._handled:
+            return False
+        explain(error)
+        self._handled = None
+        if self._recomputes or isinstance(error, StepAborted | CollectiveFailed | RanksDisagreeError):
+            return True  # the backward around it has failed; or groups are built anew, and the iteration is reset
+        for unit in self._fsdp_param_groups:
+            if unit.training_state is TrainingState.FORWARD:
+                if self._root.raised_in == probe.NO_UNIT:  # inner modules come first
+                    self._root.raised_in = unit.index
+                unit.post_forward(backward_follows=False, recomputed=False)
+        self._not_yet_run.clear()
+        self._recorded = None
+        self._training_state = TrainingState.IDLE
+        if self._is_outermost:
+            self._root.forward_failed = True
+            self._root.forget_forwards(self._comm_ctx)
+            probe.phase(Phase.IDLE)
+        return True
+
+    def _note_forward(self) -> None:
+        """Note which forward came before; a forward that is run again takes the place of the one it repeats."""
+        if self._recomputes:
+            self._is_recomputed = True
+            if self._recorded is not None and self._unrecorded_before:
+                self._recorded.before = self._unrecorded_before.pop()
+        elif self._recorded is not None or self._is_recomputed:
+            order = self._comm_ctx.post_forward_order
+            before = order[-1] if order else None
+            if self._recorded is not None:
+                self._recorded.before = before
+            else:
+                self._unrecorded_before.append(before)
+            order.append(self)
+
+    def _end_outermost_forward(self) -> None:
+        if not self._backward_follows:
+            for unit in units_of(self._states):
+                if unit.is_unsharding:
+                    unit.reshard()  # gathered ahead for nothing; by the next forward the shards may have changed
+            self._root.forget_forwards(self._comm_ctx)
+        self._comm_ctx.comms.wait_for_readers()
+        self._comm_ctx.comms.release_buffers()  # a step needs the most memory now, and nothing is in flight
+        if not self._backward_follows:
+            self._root.end_iteration()
+        probe.phase(Phase.IDLE)
+
+    def _hook_output(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad:
+            self._backward_follows = True
+            if self._recorded is None:
+                self._recorded = RecordedForward([unit.home for unit in self._fsdp_param_groups])
+                self._comm_ctx.recorded.add(self._recorded)
+            tensor.register_hook(functools.partial(self._pre_backward, self._recorded))
+            base = base_of(tensor)
+            if base is not None:  # writing to a view in place makes it another node's, and leaves its hooks behind
+                base.register_hook(functools.partial(self._pre_backward_of_base, self._recorded))
+
+    # ---- backward
+
+    def _pre_backward_of_base(self, forward: RecordedForward, grad: torch.Tensor) -> torch.Tensor:
+        return self._pre_backward(forward, grad) if forward in self._comm_ctx.recorded else grad
+
+    def _pre_backward(self, forward: RecordedForward, grad: torch.Tensor) -> torch.Tensor:
+        self._comm_ctx.recorded.discard(forward)
+        self._root.expect_end_of_backward()
+        for state in self._around:
+            state._enter_backward_around()
+        self._training_state = TrainingState.PRE_BACKWARD
+        units = []
+        for unit, home in zip(self._fsdp_param_groups, forward.homes, strict=True):
+            if unit.training_state is TrainingState.PRE_BACKWARD:  # another output, another forward, or from inside
+                unit.enter_backward(home)
+            else:
+                unit.pre_backward(home)
+                units.append(unit)
+        if units:
+            before = () if forward.before is None else (forward.before,)
+            self._backward_begins(before if self.backward_prefetch is None else self.backward_prefetch)
+        for unit in units:
+            unit.begin_backward()
+        return grad
+
+    def _enter_backward_around(self) -> None:
+        """Begin the backward of units around one whose backward begins, if that was reached past their outputs.
+
+        Once their parameters are needed no hook is called in time.
+        """
+        for unit in self._fsdp_param_groups:
+            if unit.pending_backwards and unit.training_state is TrainingState.IDLE:
+                self._training_state = TrainingState.PRE_BACKWARD
+                unit.pre_backward(unit.home)
+                unit.begin_backward()
+
+    def _inner_backward(self, unit: FSDPParamGroup) -> None:
+        """A gradient of ``unit`` comes past all outputs of the call."""
+        self._root.expect_end_of_backward()
+        unit.enter_inner_backward()
+
+    def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
+        """Start gathering for the calls of ``ahead``, whose backward comes next."""
+        _prefetch(ahead, backward=True)
+
+    def post_backward(self) -> None:
+        """All gradients of the modules' inputs are there, and so are those of their parameters."""
+        for unit in reversed(self._fsdp_param_groups):
+            unit.post_backward()
+
+    # ---- the end of an iteration
+
+    def forget_forwards(self) -> None:
+        """The iteration is over."""
+        self._unrecorded_before.clear()
+
+    def reset(self) -> None:
+        """Forget this call's part of an iteration that raised."""
+        for unit in self._fsdp_param_groups:
+            unit.reset_iter_state()
+        self._recorded = None
+        self._training_state = TrainingState.IDLE
+        self._not_yet_run.clear()
+        self.forget_forwards()
+
+    def reset_iter_state(self) -> None:
+        """Make the next iteration clean after an exception in forward or backward.
+
+        Raises:
+            RuntimeError: this is not the root; its tree communicates as one, and is reset as one.
+        """
+        if self._is_root is False:
+            raise RuntimeError(
+                f"reset_iter_state was called on a {type(self.modules[0]).__name__} inside of an FSDP root; "
+                "call it on the root"
+            )
+        self._root.reset(self._states or (self,), self._comm_ctx)
+        probe.phase(Phase.IDLE)
+
+    # ---- what torch's pipelining asks a root for, where it ends a step's backward itself
+
+    @property
+    def _state_ctx(self) -> RootContext:
+        return self._root
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._root.end_of_backward()
+
+
+def _prefetch(states: Iterable[FSDPState], *, backward: bool = False) -> None:
+    """Start gathering the units of ``states``."""
+    for state in states:
+        units = state._fsdp_param_groups
+        for unit in reversed(units) if backward else units:
+            if unit.unshard_in_backward or not backward:
+                unit.unshard()
+
+
+class RegisterPostBackwardFunction(torch.autograd.Function):
+    """Identity on a module's inputs whose backward runs when the module's own backward has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        """Return ``inputs`` unchanged."""
+        ctx.state = state
+        ctx.set_materialize_grads(False)  # an input the unit did not use gets no gradient, rather than zeros
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        """Run the call's post-backward, then let the gradients pass."""
+        ctx.state._root.expect_end_of_backward()
+        ctx.state.post_backward()
+        return (None, *grads)
+
+
+_ATTRIBUTE = "_workbench_fsdp_state"
+
+
+def attach(module: nn.Module, state: FSDPState) -> None:
+    """Remember ``state`` on ``module``."""
+    vars(module)[_ATTRIBUTE] = state
+    set_composed(module, sharded=True)
+
+
+def detach(module: nn.Module) -> None:
+    """Forget it."""
+    del vars(module)[_ATTRIBUTE]
+    set_composed(module, sharded=False)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return the state of the ``fully_shard`` call that ``module`` itself was given to."""
+    state: FSDPState | None = vars(module).get(_ATTRIBUTE)  # getattr would find that of a module inside a wrapper
+    return state
+
+
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """Return the state of every ``fully_shard`` call in ``module``'s tree, each once, parents first."""
+    return list(_states_of(module.modules()))
+
+
+def _named(states: Iterable[FSDPState], names: root_checks.Names) -> Iterator[tuple[FSDPParamGroup, str]]:
+    """Let the parameters of ``states`` take their names, and yield every unit with its own."""
+    for state in states:
+        name = ", ".join(names[m] for m in state.modules)
+        for unit in state._fsdp_param_groups:
+            for param in unit.fsdp_params:
+                param.take_names(functools.partial(root_checks.full_name, names))
+            yield unit, name
+
+
+def _states_of(modules: Iterable[nn.Module]) -> tuple[FSDPState, ...]:
+    return tuple({id(s): s for m in modules if (s := state_of(m)) is not None}.values())
+
+
+def units_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
+    """Return the units of ``states``; a call on modules without parameters has none."""
+    return [unit for state in states for unit in state._fsdp_param_groups]
+
+
+# ---- the root
+
+
+class RootContext:
+    """What the calls of one model share, from the first forward of its root on.
+
+    Attributes:
+        states: every call in the tree, parents first.
+        is_last_backward: the next backward ends the iteration (False: more micro-batches follow).
+        final_callback_queued: the current backward pass already has its end-of-backward callback.
+        forward_failed: the last forward of the model raised.
+        raised_in: index of the innermost unit whose forward that was; NO_UNIT without.
+        post_optim_event: CUDA event after which the next forward may read shards; None: all that was computed before.
+    """
+
+    def __init__(self) -> None:
+        self.states: tuple[FSDPState, ...] = ()
+        self.is_last_backward = True
+        self.final_callback_queued = False
+        self.forward_failed = False
+        self.raised_in = probe.NO_UNIT
+        self.post_optim_event: torch.cuda.Event | None = None
+        self._last_forwards: list[FSDPState] = []  # of forwards in the last iteration
+        self._forwards: list[FSDPState] = []
+
+    def begin_forward(self, ctx: FSDPCommContext) -> None:
+        """The root's forward begins."""
+        if self._forwards:
+            self._last_forwards, self._forwards = self._forwards, []
+        units = units_of(self.states)
+        if any(unit.needs_comm for unit in units):
+            ctx.choose_comms(units)
+        self.shards_changed(ctx)
+
+    def shards_changed(self, ctx: FSDPCommContext) -> None:
+        """Let all-gathers from now on see what was written to shards since the last forward."""
+        event, self.post_optim_event = self.post_optim_event, None  # it stands for one optimizer step
+        ctx.streams.shards_changed(event)
+
+    @property
+    def all_states(self) -> tuple[FSDPState, ...]:
+        """The same as :attr:`states`, under the name that torch's pipelining knows."""
+        return self.states
+
+    @property
+    def is_running(self) -> bool:
+        """True within the root's forward, or a backward; else an inner module that runs was called by itself."""
+        in_forward = bool(self.states) and self.states[0]._training_state is TrainingState.FORWARD
+        return in_forward or self.final_callback_queued
+
+    def expected_after(self, state: FSDPState) -> tuple[FSDPState, ...]:
+        """Note that the forward of ``state`` begins, and return the one that followed it in the last iteration.
+
+        Empty if this iteration has gone another way.
+        """
+        number, before = len(self._forwards), self._last_forwards
+        self._forwards.append(state)
+        if number + 1 < len(before) and before[number] is state:
+            return (before[number + 1],)
+        return ()
+
+    def end_partial_forwards(self) -> None:
+        """End the forward of every call of whose modules only some ran."""
+        for state in self.states:
+            if state._not_yet_run and not state._is_root:
+                state._end_forward()
+
+    def expect_end_of_backward(self) -> None:
+        """Finish the units when the backward pass under way ends."""
+        if not self.final_callback_queued:
+            self.final_callback_queued = True
+            queue_backward_final_callback(self.end_of_backward)
+
+    def end_failed_forward(self) -> None:
+        """Free what a forward that raised has gathered ahead: by the next one shards may have changed."""
+        self.raised_in = probe.NO_UNIT
+        if self.forward_failed:
+            self.forward_failed = False
+            for unit in units_of(self.states):
+                if unit.is_unsharding:
+                    unit.reshard()
+
+    def end_failed_backward(self, ctx: FSDPCommContext) -> None:
+        """End the iteration of a backward that raised, on every rank: drop full gradients, reshard.
+
+        It waits for what is in flight, since the groups are used again, and drops what comes out.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: other ranks have got further, or not as far.
+            RuntimeError: a collective was given up, see :meth:`CommGroup.start`.
+        """
+        for group in self._groups():
+            group.check_usable(END)
+        with torch.no_grad(), ctx.streams.reducing(after_compute=False):
+            ctx.reductions.drain()
+        ctx.join(all_streams=True)
+        for unit in units_of(self.states):
+            unit.reshard()
+        ctx.comms.wait_for_readers()
+        self.reset(self.states, ctx)
+        self.end_iteration()
+
+    def _groups(self) -> Iterable[CommGroup]:
+        return dict.fromkeys(group for unit in units_of(self.states) for group in unit.groups)
+
+    def end_iteration(self) -> None:
+        """Let the order of the model's collectives begin anew; raises as :func:`groups.end_iteration`."""
+        process_groups.end_iteration(self._groups())
+
+    def end_of_backward(self) -> None:
+        """Finish every unit of the tree: some have no hooked input, some did not take part."""
+        ctx = self.states[0]._comm_ctx
+        for state in self.states:
+            state._training_state = TrainingState.IDLE
+        for unit in reversed(units_of(self.states)):
+            if unit.training_state is TrainingState.PRE_BACKWARD or unit.owes_reduction:
+                unit.post_backward()
+            if self.is_last_backward:
+                unit.finalize_backward()
+            unit.training_state = TrainingState.IDLE
+        with torch.no_grad(), ctx.streams.reducing(after_compute=False):
+            ctx.reductions.finish()
+        ctx.join(all_streams=True)
+        ctx.comms.wait_for_readers()
+        if not ctx.recorded:  # else a backward follows
+            ctx.comms.empty()
+        for unit in units_of(self.states):
+            unit.wait_for_host()
+        if self.is_last_backward:
+            self.forget_forwards(ctx)
+            self.end_iteration()
+        self.final_callback_queued = False  # not before: what raises here leaves a backward that failed
+        probe.phase(Phase.IDLE)
+
+    def forget_forwards(self, ctx: FSDPCommContext) -> None:
+        """The iteration is over: what follows has no forward before it."""
+        ctx.post_forward_order.clear()
+        for state in self.states:
+            state.forget_forwards()
+
+    def reset(self, states: Sequence[FSDPState], ctx: FSDPCommContext) -> None:
+        """Drop what an iteration that raised has left, without waiting for anything."""
+        for state in states:
+            state.reset()
+        ctx.abandon()
+        self.is_last_backward = True
+        self.final_callback_queued = self.forward_failed = False
+        self._last_forwards, self._forwards = [], []  # ranks may have come to differ
+
+
+roots: weakref.WeakSet[FSDPState] = weakref.WeakSet()
+"""Every root that has run; recovery after a failure resets them."""
+
+
+def raised_in() -> int:
+    """Return the innermost unit whose forward a model's last one raised in, by index; NO_UNIT: none did."""
+    return max((root._root.raised_in for root in tuple(roots)), default=probe.NO_UNIT)
+
+
+def missed_grads() -> list[str]:
+    """Return the names of the units of any model whose gradients no reduction has taken, outside of a backward."""
+    return [unit.name for root in tuple(roots) for unit in units_of(root._states) if unit.has_missed_grads]
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
+    """After an optimizer's step: full parameters from before it are no longer what their shards say."""
+    stepped: set[int] = set()
+    for unit in (unit for root in roots for unit in units_of(root._states)):
+        if unit.is_sharded and not unit.is_unsharding:
+            continue
+        stepped = stepped or {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(owned) in stepped for p in unit.fsdp_params for owned in p.owned):
+            unit.reshard()
+
+
+def _before_step(*_: Any) -> None:  # noqa: ANN401 - hook signature
+    """Before an optimizer's step: other ranks may still read the shards, if no reduction came after their reads."""
+    for root in tuple(roots):
+        root._comm_ctx.comms.wait_for_readers()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,259 @@
+"""A unit's collectives: what each of them is while in flight; from its shards to full parameters.
+
+The way back, from full gradients to shards, is in ``reduction.py``. Layouts (S = sum of the slots of the parameters
+taking part, F = shard ranks)::
+
+    all-gather output       [F, S]   row r = the flat shard of rank r, in the param dtype
+    padded full of param p  [F, s_p] s_p = its slot; row r = what rank r holds (its padded rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from workbench.engine import probe
+from workbench.engine.backends import backend_of
+from workbench.engine.backends.async_work import PendingWork
+from workbench.engine.backends.device_clock import Event
+from workbench.engine.collective_order import Collective
+from workbench.engine.comm import AllGather, give_back, is_of_others, output_nbytes, reads_own_row
+from workbench.engine.process_groups import CommGroup
+from workbench.events import Category, Comm, Edge, Kind
+
+
+@dataclass(frozen=True)
+class UnitId:
+    """Which unit a collective belongs to: its number for the probe, its name for people."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class ScatteredShard:
+    """A flat shard ``[S]`` whose slots do not lie in one piece, but where the user has put them.
+
+    Attributes:
+        slot_numels: elements of each slot, S in all.
+        pairs: yields for memory of each slot, in order, (where this rank's rows lie in it, these rows).
+    """
+
+    slot_numels: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    pairs: Callable[[Sequence[torch.Tensor]], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+    is_meta: ClassVar[bool] = False
+
+    def numel(self) -> int:
+        """Return S."""
+        return sum(self.slot_numels)
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Fill ``target`` ``[S]``, but for padding; casts and moves if need be."""
+        pairs = list(self.pairs(target.split(list(self.slot_numels))))
+        torch._foreach_copy_([slot for slot, _ in pairs], [rows for _, rows in pairs], non_blocking=True)
+
+
+@dataclass
+class InFlight:
+    """A collective that was issued, on one group.
+
+    Attributes:
+        kind: what it is.
+        payload: its bytes, as the probe is told.
+    """
+
+    unit: UnitId
+    kind: Kind
+    group: CommGroup
+    pending: PendingWork
+    comm: Comm
+    payload: int
+
+    def __post_init__(self) -> None:
+        if probe.active is not None:
+            wait = self.pending.lets_stream_wait
+            if wait is not None:
+                probe.active.issued(self.comm, wait)
+
+    def wait(self) -> None:
+        """Wait interruptibly; the collective counts as unfinished if the wait is given up.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        unit = self.unit.index
+        probe.event(Kind.WAIT, Edge.BEGIN, unit, comm=self.comm)
+        self.pending.block()
+        self.group.finished(self.pending)
+        probe.event(Kind.WAIT, Edge.END, unit, comm=self.comm)
+        probe.event(self.kind, Edge.END, unit, self.payload, self.comm, self.pending.end_ns or None)
+
+
+@dataclass
+class AllGatherState:
+    """An all-gather in flight.
+
+    Attributes:
+        output: ``[F * S]``, or less, see :func:`is_of_others`.
+        own: ``[S]``, what this rank sends.
+        gather: who allocated the output.
+        num_bytes: of what exists for it alone.
+    """
+
+    output: torch.Tensor
+    own: torch.Tensor
+    gather: AllGather
+    flight: InFlight
+    num_bytes: int
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the bytes; returns the flat shards, ``[n, S]`` each, of so many ranks one after another, F in all.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        self.flight.wait()
+        self.flight.pending.finish()
+        rank, size, numel = self.flight.group.rank, self.flight.group.size, self.own.numel()
+        if not is_of_others(self.gather):
+            return [self.output.view(size, numel)]
+        rows = self.output.view(size - 1, numel)
+        return [part for part in (rows[:rank], self.own.view(1, numel), rows[rank:]) if len(part)]
+
+    def abandon(self) -> None:
+        """Forget the output; whatever still arrives in it is nobody's."""
+        self.flight.pending.abandon()
+        probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
+
+    def drop(self) -> None:
+        """Give the output back; nothing may write to it any more."""
+        probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
+        give_back(self.gather, self.output)
+
+
+@dataclass
+class DeviceCopyState:
+    """The flat shard of a single rank on its way to the device that computes: what an all-gather is among several.
+
+    Attributes:
+        output: ``[S]`` there.
+        ready: after the copy; None where the host has waited for it.
+    """
+
+    output: torch.Tensor
+    unit: UnitId
+    ready: Event
+
+    def wait(self) -> list[torch.Tensor]:
+        """Let the current stream wait for the bytes; returns the one flat shard, ``[1, S]``."""
+        if self.ready is not None:
+            backend_of(self.output.device).wait_event(self.ready)
+        return [self.output.view(1, -1)]
+
+    def drop(self) -> None:
+        """Forget the output."""
+        probe.memory(Category.ALL_GATHER_BUFFERS, self.unit.index, -self.output.nbytes)
+
+    abandon = drop
+
+
+@contextmanager
+def alive_unless_raised(announce: Callable[[int], None], amount: int) -> Iterator[None]:
+    """Announce an amount, such as bytes, that outlives the body, unless it raises."""
+    announce(amount)
+    try:
+        yield
+    except BaseException:  # an interrupt while the probe holds, an abort, a peer that is gone: nothing was issued
+        announce(-amount)
+        raise
+
+
+def announce(
+    unit: UnitId, kind: Kind, group: CommGroup, num_bytes: int, exception: str = ""
+) -> tuple[Comm, Collective]:
+    """Number a collective and tell the probe, just before it is issued."""
+    comm = group.next_comm()
+    probe.event(kind, Edge.BEGIN, unit.index, num_bytes, comm)
+    return comm, Collective(kind.words + exception, unit.name, num_bytes)
+
+
+def foreach_all_gather(
+    shard: torch.Tensor | ScatteredShard,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: CommGroup,
+    gather: AllGather,
+    unit: UnitId,
+) -> AllGatherState:
+    """Start gathering the flat shard ``[S]`` in ``dtype`` on ``device``.
+
+    It is the collective's input as it lies, unless it must be cast, moved or put together, or be in this rank's row of
+    the output; then that is, if there is one.
+    """
+    numel, leaves_own_out = shard.numel(), is_of_others(gather)
+    num_gathered = group.size - leaves_own_out
+    output = gather.allocate((numel * num_gathered,), dtype=dtype, device=device)
+    own, own_nbytes = None, 0
+    if isinstance(shard, torch.Tensor) and (shard.dtype, shard.device) == (dtype, output.device):
+        own = None if reads_own_row(gather) else shard
+    is_copied = own is None
+    if own is None and leaves_own_out:
+        own = torch.empty(numel, dtype=dtype, device=device)
+        own_nbytes = own.nbytes
+    elif own is None:
+        own = output.view(group.size, numel)[group.rank]
+    payload, num_bytes = numel * group.size * dtype.itemsize, output_nbytes(gather, output, group) + own_nbytes
+    with alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), num_bytes):
+        if is_copied:
+            _copy_shard(own, shard, unit)
+        comm, collective = announce(unit, Kind.ALL_GATHER, group, payload)
+        pending = group.start(lambda pg: gather(output, own, pg, async_op=True), collective)
+    flight = InFlight(unit, Kind.ALL_GATHER, group, pending, comm, payload)
+    return AllGatherState(output, own, gather, flight, num_bytes)
+
+
+def copy_to_device(
+    shard: torch.Tensor | ScatteredShard, dtype: torch.dtype, device: torch.device, unit: UnitId
+) -> DeviceCopyState:
+    """Start copying the flat shard ``[S]``, in one piece, to ``device``, in ``dtype``."""
+    output = torch.empty(shard.numel(), dtype=dtype, device=device)
+    with alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), output.nbytes):
+        _copy_shard(output, shard, unit)
+    return DeviceCopyState(output, unit, backend_of(device).record_event())
+
+
+def _copy_shard(target: torch.Tensor, shard: torch.Tensor | ScatteredShard, unit: UnitId) -> None:
+    """Cast and move a flat shard, or put it together."""
+    kind = Kind.COPY_IN if target.device == shard.device else Kind.OFFLOAD
+    probe.event(kind, Edge.BEGIN, unit.index, target.nbytes)
+    if isinstance(shard, ScatteredShard):
+        shard.copy_to(target)
+    else:
+        target.copy_(shard, non_blocking=True)
+    probe.event(kind, Edge.END, unit.index, target.nbytes)
+
+
+def foreach_all_gather_copy_out(
+    gathered: Sequence[torch.Tensor], targets: Sequence[Sequence[torch.Tensor]], unit: UnitId
+) -> None:
+    """Copy ``gathered`` into the parameters' padded fulls; casts if need be.
+
+    Args:
+        gathered: ``[n, S]`` each, of so many ranks one after another, F in all.
+        targets: for each of these what its ranks hold of each parameter, ``[n, ...]``; see
+            :func:`workbench.engine.shard_layout.rows_of`.
+        unit: for the probe.
+    """
+    num_bytes = sum(part.nbytes for part in gathered)
+    probe.event(Kind.COPY_OUT, Edge.BEGIN, unit.index, num_bytes)
+    backend = backend_of(gathered[0].device)
+    for part, rows in zip(gathered, targets, strict=True):
+        backend.copy_out(part, rows)
+    probe.event(Kind.COPY_OUT, Edge.END, unit.index, num_bytes)

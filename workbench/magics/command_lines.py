@@ -1,0 +1,304 @@
+"""Lines of ``%fsdp``: a parser for each word, made from what :mod:`workbench.protocol.commands` declares.
+
+A word that draws is declared by its view: the first line of its docstring, its keywords and what it says of them.
+
+Nothing here runs anything. A wrong line becomes a :class:`~workbench.errors.UsageError` with the usage line and the
+nearest match; ``-h`` becomes :class:`HelpAsked` with the text to show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any, cast, get_type_hints
+
+from workbench.errors import UsageError
+from workbench.magics.parser import AskHelp, HelpAsked, Parser, PositionalText, as_written
+from workbench.magics.view_options import Option, options_of
+from workbench.protocol.arguments import Argument, Names, Variable, argument, argument_of, truth, with_variables
+from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, is_by_place, summary
+from workbench.views import VIEWS
+
+CELL = Cell.word
+
+
+class DrawCommand(Command):
+    """Base of the words that draw; options that were not given are None, and the view's own default holds."""
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return the method of the workbench that draws it, and the options that were given."""
+        _, options = super().call()
+        return self.word, {name: value for name, value in options.items() if value is not None}
+
+
+class TimelineCommand(DrawCommand):
+    """Base of ``timeline``, which also has a widget of its own: that one shows ranks that are started later."""
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """Return the method of the workbench that draws it, and the options that were given."""
+        name, options = super().call()
+        if not options.pop("canvas", False):
+            return name, options
+        if options:
+            raise UsageError("%fsdp timeline --canvas shows all of the run: no other flag goes with it")
+        return "canvas", {}
+
+
+_CANVAS = argument("all of the run instead, live, to pan and zoom", needs_no_ranks=True)
+_COMPLETES: dict[str, Names] = {"unit": "units"}
+_MORE = {
+    "layout": "`--unit blocks.2`: of this unit alone",
+    "states": "`--unit blocks.2`: of this unit alone",
+    "comms": "`--unit blocks.2`: of this unit alone",
+    "timeline": "`--canvas`: of the whole run, live, to pan and zoom",
+    "memory": "`--process`: the whole process as well",
+}
+
+
+def _drawing(name: str) -> type[Command]:
+    """Return the word of the view called ``name``."""
+    options = [(option.name, _type(option), _optional(_argument(option))) for option in options_of(VIEWS[name])]
+    options += [("talk", bool | None, _optional(TALK))]
+    options += [("canvas", bool | None, _optional(_CANVAS))] if name == "timeline" else []
+    made = dataclasses.make_dataclass(
+        f"Draw{name.title()}",
+        options,
+        bases=(TimelineCommand if name == "timeline" else DrawCommand,),
+        frozen=True,
+        kw_only=True,
+        namespace={"word": name, "example": name, "more": _MORE.get(name, ""), "__doc__": VIEWS[name].__doc__},
+    )
+    return cast("type[Command]", made)
+
+
+def _type(option: Option) -> Any:  # noqa: ANN401 - a type
+    return bool | None if option.is_switch else option.type | None
+
+
+def _optional(metadata: dict[str, Argument]) -> Any:  # noqa: ANN401 - a field
+    return dataclasses.field(default=None, metadata=metadata)
+
+
+def _argument(option: Option) -> dict[str, Argument]:
+    about = option.about.replace("``", "")
+    if option.is_switch:
+        return argument(about)
+    if option.type is bool:
+        return argument(about, metavar="true|false", read=truth, flags=("--" + option.name.replace("_", "-"),))
+    completes = _COMPLETES.get(option.name, "")
+    return argument(about, metavar=option.name.upper(), read=option.type, completes=completes)
+
+
+WORDS: dict[str, type[Command]] = {}
+for _name, _declared in COMMANDS.items():
+    WORDS |= {_name: _declared}
+    if _name == "verify":  # in the order in which they are read: what draws stands before what compares and exports
+        WORDS |= {view: _drawing(view) for view in VIEWS}
+
+
+def parser_for(name: str) -> Parser:
+    """Return the parser of one word of ``%fsdp``, or of the cell magic for ``"%%fsdp"``.
+
+    Args:
+        name: key of :data:`WORDS`, or :data:`CELL`.
+    """
+    word = Cell if name == CELL else WORDS[name]
+    prog = CELL if name == CELL else f"%fsdp {name}"
+    example = f"{CELL} {word.example}" if name == CELL else f"%fsdp {word.example}"
+    parser = Parser(
+        prog=prog,
+        description=summary(word),
+        epilog="example:\n" + "\n".join(f"  {line}" for line in example.splitlines()),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100, max_help_position=32),
+        argument_default=argparse.SUPPRESS,  # the command's own defaults hold
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.flag("-h", "--help", action=AskHelp, nargs=0, help="show this")
+    hints = get_type_hints(word)
+    for declared in dataclasses.fields(word):
+        _add(parser, declared, is_bool=bool in {hints[declared.name], *getattr(hints[declared.name], "__args__", ())})
+    return parser
+
+
+def _add(parser: Parser, declared: dataclasses.Field[Any], *, is_bool: bool) -> None:
+    """Add one argument."""
+    known = argument_of(declared)
+    flag = "--" + declared.name.replace("_", "-")
+    about = known.about.replace("%", "%%")
+    if is_bool and not known.flags:
+        parser.switch(flag, about=about)
+        return
+    complete: Sequence[str] = list(WORDS) if known.completes == "words" else known.choices or known.completes
+    settings: dict[str, Any] = {"type": _reading(known.read), "metavar": known.metavar, "help": about}
+    settings |= {} if known.choices is None else {"choices": known.choices}
+    if not is_by_place(declared):
+        parser.flag(*(known.flags or (flag,)), complete=complete, dest=declared.name, **settings)
+        return
+    if known.is_code:
+        parser.rest = complete
+    is_optional = declared.default is not dataclasses.MISSING
+    if is_optional:
+        settings |= {"nargs": "?", "default": declared.default}  # argparse takes no SUPPRESS here
+    parser.positional(declared.name, complete=complete, **settings)
+
+
+def _reading(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return what argparse calls to read a text."""
+
+    def called(text: str) -> Any:  # noqa: ANN401
+        try:
+            return read(as_written(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return called
+
+
+_as_it_is: Variable = "{{{}}}".format
+"""Leaves ``{name}`` in its place."""
+
+
+def parse(name: str, args: Sequence[str], variable: Variable = _as_it_is) -> Command:
+    """Return the command of one word and its arguments.
+
+    Args:
+        name: as for :func:`parser_for`.
+        args: in words.
+        variable: gives the text for ``{name}``, in all of them but code.
+
+    Raises:
+        UsageError: they are not such arguments.
+        HelpAsked: ``-h`` is among them.
+    """
+    parser = parser_for(name)
+    word = Cell if name == CELL else WORDS[name]
+    code = [f"--{f.name}" for f in dataclasses.fields(word) if argument_of(f).is_code and not is_by_place(f)]
+    end = args.index("--") if "--" in args else len(args)
+    words: list[str] = []
+    for before, arg in zip(["", *args], args[:end], strict=False):
+        flag, is_joined, text = arg.partition("=")
+        if is_joined and flag in parser.flags:
+            words += [flag, PositionalText(text if flag in code else with_variables(text, variable))]
+        else:
+            words.append(arg if before in code else with_variables(arg, variable))
+    behind = [PositionalText(with_variables(arg, variable)) for arg in args[end + 1 :]]
+    return _command(parser, word, [*words, *behind])
+
+
+def _command(parser: Parser, word: Callable[..., Command], words: Sequence[str]) -> Command:
+    found, rest = parser.read(words)
+    if rest:
+        first = as_written(rest[0])
+        if not rest[0].startswith("-"):
+            is_number = first.isdecimal() and "-n" in parser.flags
+            parser.error(f"unknown argument {first!r}{f', did you mean -n {first}?' if is_number else ''}")
+        meant = "" if first.startswith("--") else parser.behind_hint(words)
+        near = did_you_mean(first.partition("=")[0], [*parser.flags, *parser.switches])
+        parser.error(f"unknown flag {first!r}{meant or near}")
+    try:
+        return word(**vars(found))
+    except ValueError as error:
+        raise UsageError(f"{parser.prog}: {error}\n{parser.usage_line()}") from None
+
+
+def split(line: str) -> list[str]:
+    """Split a magic's line into words, quotes honoured.
+
+    Raises:
+        UsageError: a quote is not closed.
+    """
+    try:
+        return shlex.split(line, posix=True)
+    except ValueError as error:
+        raise UsageError(f"cannot split {line!r} into words: {error}") from None
+
+
+def parse_line(line: str, variable: Variable = _as_it_is) -> Command:
+    """Return the command of a ``%fsdp`` line; an empty line means ``help``.
+
+    Inverse of :func:`workbench.protocol.commands.to_text`.
+
+    Args:
+        line: without ``%fsdp``.
+        variable: gives the text for ``{name}``, in all arguments but code.
+
+    Raises:
+        UsageError: no such word, or not its arguments.
+        HelpAsked: ``-h`` is among them.
+    """
+    name, rest = [*line.split(maxsplit=1), "", ""][:2]
+    if name in WORDS and any(is_by_place(f) and argument_of(f).is_code for f in dataclasses.fields(WORDS[name])):
+        return _parse_raw(name, rest.strip(), variable)  # its code has quotes of its own
+    name, *args = split(line) or ["help"]
+    if name in {"-h", "--help"}:
+        name = "help"
+    if name not in WORDS:
+        raise no_such_word(name)
+    return parse(name, args, variable)
+
+
+def no_such_word(name: str) -> UsageError:
+    """Return the error for a word that ``%fsdp`` does not have; it names the nearest one."""
+    return UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n%fsdp help lists them")
+
+
+def _parse_raw(name: str, rest: str, variable: Variable) -> Command:
+    """Read a line whose rest is code, with flags before it or after it: ``"--frame 1 x.shape -t 0,1"``.
+
+    After ``--`` all is code: ``"--frame 1 -- x -t 0"``. Of the flags alone ``{name}`` is replaced.
+    """
+    parser = parser_for(name)
+    if rest in {"-h", "--help"}:
+        raise HelpAsked(parser.format_help())
+    names = "|".join(map(re.escape, sorted(parser.flags.keys() - {"-h", "--help"}, reverse=True)))
+    flag = rf"(?P<flag>{names})[ =]\s*(?P<value>[\d,\-]+|\{{\w+\}})"
+    leading, trailing = rf"{flag}(?:\s+(?P<rest>.*))?", rf"(?P<rest>.*\S)\s+{flag}"
+    before, after = list[str](), list[str]()
+    while found := re.fullmatch(leading, rest, re.DOTALL):
+        before += [found["flag"], with_variables(found["value"], variable)]
+        rest = found["rest"] or ""
+    if marked := re.fullmatch(r"--(?:\s+(?P<code>.*))?", rest, re.DOTALL):
+        rest = marked["code"] or ""
+    else:
+        while found := re.fullmatch(trailing, rest, re.DOTALL):
+            after = [found["flag"], with_variables(found["value"], variable), *after]
+            rest = found["rest"]
+    return _command(parser, WORDS[name], [*before, *after, *([PositionalText(rest)] if rest else [])])
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return ``", did you mean 'shard'?"`` for the nearest of ``known``, or nothing."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+_BEGINS = {
+    "start": "Ranks",
+    "dashboard": "All of it, live",
+    "shard": "The model",
+    "step": "Training, and stopping inside a step",
+    "verify": "Whether it trains right",
+    "layout": "Views of what was recorded",
+    "export": "Records and help",
+}
+"""Headings of the help, by the first of the words below each."""
+
+
+def overview() -> str:
+    """Return the help of ``%fsdp``: every word in one line, below headings."""
+    width = max(map(len, WORDS))
+    lines = []
+    for name, word in WORDS.items():
+        lines += ["", f"{_BEGINS[name]}:"] if name in _BEGINS else []
+        lines.append(f"  {name:<{width}}  {summary(word)}")
+    cell = f"  {CELL:<{width}}  first line of a cell: {summary(Cell)}"
+    texts = (
+        "  {name} stands for a variable of this notebook, {{name}} for the text {name}; the code of eval,",
+        "  --when and cells stays as it is. After -- a text may begin with -: %fsdp open -- -odd.trace",
+    )
+    return "\n".join(["usage: %fsdp WORD ...  (-h after a word explains it)", *lines, "", cell, *texts])

@@ -1,0 +1,68 @@
+"""Showing results in a notebook or a terminal: reports, figures, and the output of ranks."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from IPython.display import clear_output, display
+
+from workbench.cluster.pending_replies import Output
+from workbench.widgets.progress import in_notebook
+
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+_DROPPING = ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")  # the latter two: the last line of an interactive cell
+
+
+def show(value: Any) -> None:  # noqa: ANN401 - whatever a word answers
+    """Display ``value``, a figure or a report, as a cell's result is displayed."""
+    display(value)  # type: ignore[no-untyped-call] # IPython has no types
+
+
+def publish(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None, **more: Any) -> None:  # noqa: ANN401
+    """Display a ready MIME bundle; ``more`` goes to IPython's ``display``."""
+    display(dict(data), raw=True, metadata=dict(metadata or {}), **more)  # type: ignore[no-untyped-call]
+
+
+def emit(output: Output) -> None:
+    """Show a piece of a rank's output as if it came from this notebook."""
+    if output.is_draft and not in_notebook():
+        return  # what is written there stays
+    if output.kind in {"stdout", "stderr"}:
+        stream = sys.stderr if output.kind == "stderr" else sys.stdout
+        stream.write(output.text)
+        stream.flush()
+    elif output.kind == "clear":
+        clear_output(wait=True)  # type: ignore[no-untyped-call]
+    else:
+        # a widget of a rank has no counterpart here: its text stands for it
+        data = {mime: value for mime, value in output.data.items() if mime != WIDGET_MIME}
+        named = {"display_id": output.display_id} if output.display_id else {}
+        publish(data, output.metadata, update=output.kind == "update", **named)
+
+
+def say(text: str) -> None:
+    """Write ``text`` where the cell's output goes."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    sys.stdout.flush()
+
+
+def result_is_dropped(frame: FrameType | None) -> bool:
+    """Whether the line of the user's code that called a magic does nothing with its result.
+
+    IPython shows the value of a cell's last line only. A magic on a line of its own is to be seen wherever it stands,
+    and ``fig = %fsdp memory`` is not: the instruction after the call tells the two apart.
+
+    Args:
+        frame: of the magic function or anything it called.
+    """
+    while frame is not None and frame.f_code.co_name not in {"run_line_magic", "run_cell_magic"}:
+        frame = frame.f_back
+    caller = frame.f_back if frame is not None else None
+    if caller is None:
+        return False
+    later = (i.opname for i in dis.get_instructions(caller.f_code) if i.offset > caller.f_lasti)
+    return next(later, "") in _DROPPING

@@ -1,0 +1,70 @@
+"""An executed notebook as one HTML file that needs nothing else: figures, styles and plotly.js are inside it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import plotly.io
+from nbconvert import HTMLExporter
+from nbformat import NotebookNode
+from plotly.offline import get_plotlyjs
+
+from workbench.views.theme import PLOTLY_MIME
+from workbench.widgets.js_bundle import STATIC, joined
+
+# widgets need a kernel, and the page that would show their last state fetches its script from outside
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
+# nbconvert's page, without the scripts that it would fetch: formulas, diagrams, widgets, require.js and jQuery
+_TEMPLATE = """
+{%- extends 'lab/index.html.j2' -%}
+{%- block html_head_js -%}
+<script>{{ resources.plotly_js }}</script>
+<style>{{ resources.figures_css }}</style>
+{%- endblock -%}
+{%- block body_footer -%}
+<script type="module">{{ resources.figures_js }}</script>
+{{ super() }}
+{%- endblock -%}
+{%- block html_head_js_mathjax -%}{%- endblock -%}
+{%- block html_head_js_mermaidjs -%}{%- endblock -%}
+{%- block jupyter_widgets -%}{%- endblock -%}
+"""
+
+
+def to_page(notebook: NotebookNode, *, title: str) -> str:
+    """Return the HTML of ``notebook`` with its saved outputs; it opens without a network.
+
+    Args:
+        notebook: as executed; left as it is.
+        title: of the page.
+    """
+    notebook = copy.deepcopy(notebook)
+    notebook.metadata["title"] = title
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [drawn for output in cell.outputs if (drawn := _without_kernel(output)) is not None]
+    exporter = HTMLExporter(raw_template=_TEMPLATE, exclude_input_prompt=True, exclude_output_prompt=True)
+    inside = {
+        "plotly_js": get_plotlyjs(),
+        "figures_css": (STATIC / "figures.css").read_text("utf-8"),
+        "figures_js": joined("notebook.js"),
+    }
+    html, _ = exporter.from_notebook_node(notebook, resources=inside)
+    return str(html)
+
+
+def _without_kernel(output: NotebookNode) -> NotebookNode | None:
+    """Return ``output`` in a form that a plain page shows; None for one that only a kernel can show."""
+    data: dict[str, Any] = output.get("data", {})
+    if PLOTLY_MIME in data:
+        output["data"] = {"text/html": _figure_div(data[PLOTLY_MIME])}
+    return None if _WIDGET in output.get("data", {}) else output
+
+
+def _figure_div(figure: dict[str, Any]) -> str:
+    """Return the div that draws ``figure``, given that the page holds plotly.js."""
+    config = figure.get("config", {})
+    bare = {key: figure[key] for key in ("data", "layout", "frames") if key in figure}
+    return str(plotly.io.to_html(bare, config=config, include_plotlyjs=False, full_html=False, validate=False))

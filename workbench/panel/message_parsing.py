@@ -1,0 +1,44 @@
+"""What comes from the browser, read: questions and commands, and the line of a command."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from workbench.codec import decode_named
+from workbench.errors import UsageError
+from workbench.magics.command_lines import WORDS, parse_line
+from workbench.panel.panel_messages import Question
+from workbench.protocol.commands import Command, to_text
+
+QUESTIONS = {question.word: question for question in get_args(Question)}
+
+
+def read_question(data: Any) -> Question:  # noqa: ANN401 - anything may come
+    """Return the question that came as ``data``.
+
+    Raises:
+        ValueError: it is none, or a field is missing or of another type.
+    """
+    question: Question = decode_named(QUESTIONS, data, "question", fill=True)
+    return question
+
+
+def read_command(data: Any) -> Command:  # noqa: ANN401 - anything may come
+    """Return the command that came as ``data``, as its line gives it; what it lacks has its default.
+
+    Raises:
+        UsageError: there is no such word, it takes no such arguments, or they do not fit on one line.
+    """
+    try:
+        command: Command = decode_named(WORDS, data, "command", fill=True)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    line = to_text(command)
+    if len(line.splitlines()) > 1:  # what Python takes for the end of a line ends the magic's as well
+        raise UsageError("a command is one line: an argument of it has a line break")
+    return parse_line(line)
+
+
+def line_of(command: Command) -> str:
+    """Return the line that one could have typed for ``command``; what is at its default is left out."""
+    return f"%fsdp {to_text(command)}"

@@ -1,0 +1,326 @@
+"""What pausing, looking around and going on answer: reports as in :mod:`workbench.reports.results`."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.events import Edge, Kind, unit_words
+from workbench.protocol.breakpoints import Breakpoint
+from workbench.protocol.inspect_reply import InspectReply
+from workbench.protocol.rank_messages import Hold, Position, Thread
+from workbench.replay.grouping import label
+from workbench.reports.inspect_table import table_of, unit_of
+from workbench.reports.results import Report
+from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of, unit_names
+from workbench.reports.tables import Table
+from workbench.reports.threads import lines_of
+from workbench.trace.schema import Header
+from workbench.views.theme import format_duration, plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReport(Report):
+    """Ranks stand still inside a step; what they were asked stays under way.
+
+    Attributes:
+        stop: where they stand.
+        words: what they were asked.
+        reasons: the breakpoints that hold them, in words.
+    """
+
+    stop: StopGroup
+    words: str
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return str(self.stop)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return why, and what can be done now."""
+        why = [("because of", "; ".join(self.reasons))] if self.reasons else []
+        waited = self.stop.synchronised
+        device = [("device", f"synchronised on {label(waited)}: all that it was given is done")] if waited else []
+        now = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"
+        return [*why, *device, ("under way", self.words), ("now", now)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackgroundReport(Report):
+    """Ranks work while the notebook goes on.
+
+    Attributes:
+        words: what they were asked.
+    """
+
+    words: str
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return f"{self.words} runs in the background: %fsdp pause stops inside it, %fsdp abort gives it up"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndReport(Report):
+    """What ranks did is over, or was given up.
+
+    Attributes:
+        sentence: how it ended.
+    """
+
+    sentence: str
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return self.sentence
+
+
+WHERE_COLUMNS = ("rank", "state", "step", "phase", "unit", "event", "since")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhereRow:
+    """Where one rank is; texts are empty where nothing is known.
+
+    Attributes:
+        rank: global rank.
+        state: held, waiting, running, starting, idle, no answer, gone.
+        step: training step.
+        phase: of the step.
+        unit: name.
+        event: the newest, or the one it is held before.
+        since: how long it has been there.
+        stacks: its Python threads, the main one first; none if nobody asked.
+    """
+
+    rank: int
+    state: str
+    step: str = ""
+    phase: str = ""
+    unit: str = ""
+    event: str = ""
+    since: str = ""
+    stacks: tuple[Thread, ...] = ()
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the texts of :data:`WHERE_COLUMNS`."""
+        return (str(self.rank), self.state, self.step, self.phase, self.unit, self.event, self.since)
+
+
+def row_of(
+    rank: int,
+    position: Position,
+    header: Header,
+    stacks: tuple[Thread, ...] = (),
+    state: State | None = None,
+) -> WhereRow:
+    """Return one line of the table.
+
+    Args:
+        rank: whose.
+        position: where it is.
+        header: of its trace.
+        stacks: its Python threads.
+        state: what it is doing; None: what the position says.
+    """
+    state = state or state_of(position)
+    held, step = position.held, position.place.step
+    row = WhereRow(rank=rank, state=state, step=str(step) if step >= 0 else "", stacks=stacks)
+    event = held or position.newest  # of a held rank the event to come, of others the newest one
+    if event is None or state == "idle":  # its newest event is of a step that is over
+        return row
+    if held is not None:
+        what = _held_at(held)
+    else:
+        what = f"{'start of ' if event.edge is Edge.BEGIN else ''}{event_words(event.kind, event.edge, None)}"
+    unit = unit_names(header).get(event.unit)
+    return replace(
+        row,
+        phase=event.phase.words,
+        unit="" if unit is None else unit_words(unit),
+        event=what,
+        since=format_duration(max(position.now_ns - event.since_ns, 0)),
+    )
+
+
+def _held_at(hold: Hold) -> str:
+    """Say before which event a rank is held, its unit left out: ``"before all-gather"``, ``"in a wait"``."""
+    synchronised = ", device synchronised" if hold.synchronised else ""
+    if hold.kind is Kind.WAIT:
+        return f"{'in a wait' if is_in_wait(hold) else 'at the end of a wait'}{synchronised}"
+    return f"before {event_words(hold.kind, hold.edge, None)}{synchronised}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhereReport(Report):
+    """Where every rank is: a table.
+
+    Attributes:
+        rows: one per rank.
+        obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
+    """
+
+    rows: tuple[WhereRow, ...]
+    obstacle: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return "; ".join(filter(None, [self._states(), self.obstacle]))
+
+    def _states(self) -> str:
+        states: dict[str, list[int]] = {}
+        for row in self.rows:
+            states.setdefault(row.state, []).append(row.rank)
+        if len(states) == 1:
+            return f"{plural(len(self.rows), 'rank')} {next(iter(states))}"
+        return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
+
+    def __str__(self) -> str:
+        table = (f"  {line}" for line in self._table().lines())
+        return "\n".join([self.headline, *table, *self._stack_lines()])
+
+    def _table(self) -> Table:
+        return Table(head=WHERE_COLUMNS, rows=[row.cells() for row in self.rows])
+
+    def _stack_lines(self) -> list[str]:
+        return lines_of({row.rank: row.stacks for row in self.rows})
+
+    def _repr_html_(self) -> str:
+        lines = self._stack_lines()
+        stacks = f'<pre style="overflow-x:auto">{html.escape(chr(10).join(lines))}</pre>' if lines else ""
+        return f"<div><strong>{html.escape(self.headline)}</strong>{self._table().html()}{stacks}</div>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakReport(Report):
+    """The breakpoints there are.
+
+    Attributes:
+        breakpoints: in the order they were added.
+        said: what was done, a sentence; empty: only looked.
+    """
+
+    breakpoints: Sequence[Breakpoint]
+    said: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        there = plural(len(self.breakpoints), "breakpoint") if self.breakpoints else "no breakpoints"
+        return self.said or there
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return each with its number, and whether it is off."""
+        return [
+            ("--until" if b.id == 0 else str(b.id), str(b) if b.is_on else f"{b} (off: %fsdp break on {b.id})")
+            for b in self.breakpoints
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport(Report):
+    """What an expression is on ranks.
+
+    Attributes:
+        expr: as it was asked.
+        texts: its value as text, by rank.
+        others: ranks that do not stand in the gate, and so were not asked.
+    """
+
+    expr: str
+    texts: Mapping[int, str]
+    others: Sequence[int] = ()
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        values = list(dict.fromkeys(self.texts.values()))
+        if len(values) > 1:
+            return f"{self.expr} differs between {label(self.texts)}"
+        where = f"{len(self.texts)} ranks agree" if len(self.texts) > 1 else label(self.texts)
+        return f"{self.expr} = {values[0].rstrip()}   ({where})"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the value of each rank, equal ones once; none if all agree."""
+        groups = alike(self.texts)
+        values = [(label(ranks), text.rstrip()) for text, ranks in groups.items()] if len(groups) > 1 else []
+        return [*values, *_left_out(self.others)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectReport(Report):
+    """A parameter as every stopped rank has it.
+
+    Attributes:
+        fqn: its name.
+        by_rank: what each rank says of it.
+        others: ranks that do not stand in the gate, and so were not asked.
+    """
+
+    fqn: str
+    by_rank: Mapping[int, InspectReply]
+    others: Sequence[int] = ()
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return f"{self.fqn} on {label(self.by_rank)}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what it is part of, and why its full parameter is there or is not, equal reasons once."""
+        units = alike({rank: unit_of(found) for rank, found in self.by_rank.items()})
+        whys = alike({rank: found.full.why for rank, found in self.by_rank.items()})
+        said = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
+        return [(name, text) for name, text in said if text]
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"  {line}" for line in table_of(self.by_rank).lines())])
+
+    def _repr_html_(self) -> str:
+        return f"<div>{super()._repr_html_()}{table_of(self.by_rank).html()}</div>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackReport(Report):
+    """The cursor was moved over what was recorded; nothing was undone.
+
+    Attributes:
+        sentence: where it is now.
+    """
+
+    sentence: str
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return self.sentence
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what that means."""
+        return [("views", "show what was recorded up to there"), ("the ranks", "stay where they are")]
+
+
+def _with_ranks(groups: Mapping[str, Sequence[int]]) -> str:
+    """Say each text with its ranks; one that is that of all alone."""
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "; ".join(f"{text} on {label(ranks)}" for text, ranks in groups.items() if text)
+
+
+def _left_out(others: Sequence[int]) -> list[tuple[str, str]]:
+    verb = "does" if len(others) == 1 else "do"
+    return [("not asked", f"{label(others)}: {verb} not stand in the gate, see %fsdp where")] if others else []
+
+
+def alike(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks of each text."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        groups.setdefault(text, []).append(rank)
+    return groups

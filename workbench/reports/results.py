@@ -1,0 +1,738 @@
+"""What a command answers: small frozen reports that print as sentences and show as a small table.
+
+Everything in them that a person or a rank named is escaped when it becomes HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from workbench.events import Unit
+from workbench.protocol.commands import (
+    Command,
+    Reshard,
+    Shard,
+    ShardReply,
+    Step,
+    StepReply,
+    UnmanagedState,
+    Unshard,
+    UnshardReply,
+    Verify,
+    VerifyReply,
+)
+from workbench.protocol.policy import policy_words
+from workbench.protocol.rank_messages import ModelInfo
+from workbench.replay.grouping import label, ranges
+from workbench.replay.units import by_number, differing, listed, unmanaged_sentences
+from workbench.reports.clock_text import clock_words
+from workbench.reports.stop_positions import live_units
+from workbench.trace.schema import Header, HostClock
+from workbench.views import VIEWS
+from workbench.views.theme import format_bytes, format_duration, format_loss, plural
+
+_MUTED = "color:var(--jp-ui-font-color2, #757575)"
+
+
+class Report(ABC):
+    """Base of all reports: a headline, and facts as (name, value) pairs. All plain text."""
+
+    @property
+    @abstractmethod
+    def headline(self) -> str:
+        """The result in one sentence."""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return further facts as (name, value), in the order they are read."""
+        return []
+
+    def __str__(self) -> str:
+        width = max((len(name) for name, _ in self.facts()), default=0)
+        return "\n".join([self.headline, *(f"  {name:<{width}}  {value}" for name, value in self.facts())])
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><td style="text-align:left;white-space:nowrap;{_MUTED}">{html.escape(name)}</td>'
+            f'<td style="text-align:left">{html.escape(value)}</td></tr>'
+            for name, value in self.facts()
+        )
+        table = f'<table style="margin:4px 0 0 0">{rows}</table>' if rows else ""
+        first, *others = html.escape(self.headline).split("\n")
+        return f"<div><strong>{first}</strong>{''.join(f'<br>{line}' for line in others)}{table}</div>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank as it is now.
+
+    Attributes:
+        rank: global rank.
+        alive: whether its process is there.
+        host: where it runs.
+        device: e.g. ``cpu`` or ``cuda:0``.
+        pid: of its process.
+        doing: what it is busy with, in words; ``""`` if it did not answer.
+        loss: how it was lost, in words; ``""`` if it was not, or nobody knows.
+    """
+
+    rank: int
+    alive: bool
+    host: str
+    device: str
+    pid: int
+    doing: str = ""
+    loss: str = ""
+
+    def __str__(self) -> str:
+        return self.words(with_host=True)
+
+    def words(self, *, with_host: bool) -> str:
+        """Say where it is, its host's name only if asked to, and what it does."""
+        place = f"{self.device}{f' on {self.host}' if with_host else ''}, pid {self.pid}"
+        return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.loss or 'gone'}"
+
+
+def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
+    """Return the fact that another notebook has the ranks, or had them."""
+    if is_free:
+        return [("held by", "nobody any more, they are free: %fsdp attach takes them")]
+    return [("held by", f"{holder}; here you can only view them")] if holder else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """A model that is sharded.
+
+    Attributes:
+        name: its variable on the ranks; empty: not known.
+        units: names of its units, root ``""`` included, from the top of the model.
+        policy: how they are kept and computed, a phrase each; none where it is the plain way.
+    """
+
+    name: str = ""
+    units: tuple[str, ...]
+    policy: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        units = f"{plural(len(self.units), 'unit')}: {listed(self.units)}"
+        return "; ".join([f"{self.name}, {units}" if self.name else units, *self.policy])
+
+
+def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[ShardedModel, ...]:
+    """Return the models whose units are in use, in the order in which they were sharded.
+
+    Args:
+        header: of the trace.
+        models: the variables that hold a model. Of several that hold a unit, the one with the most units names it. A
+            unit that none of them holds belongs to the model of its root.
+    """
+    holders = sorted(models, key=lambda model: -len(model.units))
+    parts: dict[tuple[str, int], list[Unit]] = {}
+    for unit in live_units(header):
+        name = next((model.name for model in holders if unit.index in model.units), "")
+        parts.setdefault((name, -1 if name else unit.root), []).append(unit)
+    return tuple(
+        ShardedModel(
+            name=name,
+            units=tuple(sorted((unit.name for unit in units), key=by_number)),
+            policy=tuple(policy_words(units)),
+        )
+        for (name, _), units in parts.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusReport(Report):
+    """The ranks, the sharded units, and how much is recorded.
+
+    Attributes:
+        running: whether ranks are started.
+        ranks: one entry per rank; none when stopped.
+        models: those that are sharded.
+        num_rows: rows of the trace so far, all ranks together.
+        num_lost: rows overwritten on ranks before they could be read.
+        num_dropped: oldest rows that were let go here, for only so many are kept.
+        record: the file that is shown instead of what ranks record; empty: none.
+        kept: ids of the processes that stay without ranks, for the next start.
+        holder: who else has the ranks, so that they can be looked at only; empty: nobody.
+        is_free: whether the holder has let go of them.
+        clocks: those of hosts that do not read rank 0's.
+        stopped: where what is under way stands, in words; empty: nothing is stopped.
+        obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
+        under_way: what ranks do and have not ended, in words; empty: nothing.
+        cluster: the cluster that the ranks were attached of, in words; empty: they were started here.
+        notes: what is likely not meant, and what to do, a sentence each.
+    """
+
+    running: bool
+    ranks: tuple[RankStatus, ...] = ()
+    models: tuple[ShardedModel, ...] = ()
+    num_rows: int = 0
+    num_lost: int = 0
+    num_dropped: int = 0
+    record: str = ""
+    kept: tuple[int, ...] = ()
+    holder: str = ""
+    is_free: bool = False
+    clocks: tuple[HostClock, ...] = ()
+    stopped: str = ""
+    obstacle: str = ""
+    under_way: str = ""
+    cluster: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        if not self.running:
+            shown = f", {self.record} is open" if self.record else ""
+            return f"no ranks are running{shown}: %fsdp start -n 4"
+        dead = [r.rank for r in self.ranks if not r.alive]
+        if dead:
+            return f"{label(dead)} of {len(self.ranks)} gone: %fsdp stop, then %fsdp start"
+        return self.obstacle or self.stopped or f"{plural(len(self.ranks), 'rank')} running"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the ranks, then what is sharded and recorded."""
+        found = [*_held(self.holder, is_free=self.is_free), *self._ranks_of_hosts()]
+        if self.cluster:
+            found.insert(0, ("attached", self.cluster))
+        if self.under_way:
+            found.append(("under way", self.under_way))
+        found += [("sharded", str(model)) for model in self.models]
+        if not self.models and (self.running or self.record):
+            found.append(("sharded", "nothing yet: %fsdp shard MODEL"))
+        found += [("note", note) for note in self.notes]
+        lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
+        dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
+        found.append(("recorded", plural(self.num_rows, "event") + dropped + lost))
+        if self.kept:
+            found.append(("kept", f"processes {', '.join(map(str, self.kept))}, so that the next start is quick"))
+        return found
+
+    def _ranks_of_hosts(self) -> Iterator[tuple[str, str]]:
+        """Yield a fact of each rank, and of each host before its ranks if there are several."""
+        has_several = len({r.host for r in self.ranks}) > 1
+        for host, own in groupby(self.ranks, key=lambda r: r.host):
+            ranks = list(own)
+            if has_several:
+                yield host, f"{label([r.rank for r in ranks])}{self._clock_of(ranks[0].rank)}"
+            for r in ranks:
+                yield f"{'  ' * has_several}rank {r.rank}", r.words(with_host=not has_several)
+
+    def _clock_of(self, rank: int) -> str:
+        """Say what the clock of a rank was found to differ by from rank 0's; empty: it is the same, or nobody knows."""
+        return "".join(f"; {clock_words(clock)}" for clock in self.clocks if rank in clock.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardReport(Report):
+    """A model was sharded.
+
+    Attributes:
+        model: its name on the ranks.
+        units: names of its units, root ``""`` included.
+        num_params: parameters (tensors).
+        num_elements: elements of all parameters.
+        bytes_unsharded: bytes of the whole model.
+        bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
+        policy: how they are kept and computed, a phrase each; none where it is the plain way.
+        notes: what is likely not meant, and what to do, a sentence each.
+        chosen: classes that were wrapped because the command named none; None if it named some.
+    """
+
+    model: str
+    units: tuple[str, ...]
+    num_params: int
+    num_elements: int
+    bytes_unsharded: int
+    bytes_at_rest: tuple[int, ...]
+    policy: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    chosen: tuple[str, ...] | None = None
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        size = f"{self.num_elements:,} elements in {plural(self.num_params, 'parameter')}"
+        return f"{self.model}: {plural(len(self.units), 'unit')} on {plural(len(self.bytes_at_rest), 'rank')}, {size}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the units and the bytes before and after."""
+        whole = max(self.bytes_unsharded, 1)
+        kept = [f"{format_bytes(n)} ({n / whole:.0%})" for n in self.bytes_at_rest]
+        at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
+        return [
+            ("units", listed(self.units)),
+            *self._wrapped(),
+            *([("policy", "; ".join(self.policy))] if self.policy else []),
+            ("full model", format_bytes(self.bytes_unsharded)),
+            ("each rank keeps", f"{at_rest} between uses"),
+            *(("note", note) for note in self.notes),
+        ]
+
+    def _wrapped(self) -> list[tuple[str, str]]:
+        """Return which class was chosen, where none was named."""
+        if self.chosen is None:
+            return []
+        names = ", ".join(self.chosen)
+        found = f"{names}, which the model repeats most" if names else "nothing: no list of modules repeats a class"
+        return [("wrapped", f"{found}; --wrap CLASS names another")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardReport(ShardReport):
+    """A sharded model is sharded in another way; attributes as in :class:`ShardReport`, and one more.
+
+    Attributes:
+        optimizers: optimizers whose state was carried along.
+    """
+
+    optimizers: int = 0
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return f"resharded in place, {super().headline}{_carried(self.optimizers)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnshardReport(UnshardReply, Report):
+    """A model is a plain module again; attributes as in :class:`~workbench.protocol.commands.UnshardReply`."""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        done = f"{self.model} is a plain module again on every rank: {plural(self.num_params, 'parameter')}"
+        return done + _carried(self.optimizers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(Report):
+    """Training steps were done.
+
+    Attributes:
+        steps_done: steps of this command.
+        losses: per step, the mean over the ranks where the step function returned a number; None where it did on none.
+        seconds: time of each step on its slowest rank.
+        optimizer_steps: optimizer steps since the ranks started.
+        missed: the event before which they were to stop and which did not come; empty: none.
+        came: events that did come, what reads most like ``missed`` first.
+        not_finite: from which step on, and on which rank first, the loss is not a finite number; empty: it is one.
+        unreduced: which units hold gradients that no reduction took, on which ranks, and what to do; empty: none.
+    """
+
+    steps_done: int
+    losses: tuple[float | None, ...] | None
+    seconds: tuple[float, ...]
+    optimizer_steps: int
+    missed: str = ""
+    came: tuple[str, ...] = ()
+    not_finite: str = ""
+    unreduced: str = ""
+
+    @property
+    def median_seconds(self) -> float:
+        """Median step time in seconds; NaN without a step."""
+        return statistics.median(self.seconds) if self.seconds else float("nan")
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        parts = [plural(self.steps_done, "step")]
+        losses = [loss for loss in self.losses or () if loss is not None]
+        if losses:
+            ends = losses[:1] if len(losses) == 1 else [losses[0], losses[-1]]
+            parts.append(f"loss {' -> '.join(map(format_loss, ends))}")
+        if self.seconds:
+            parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
+        missed = f"; {self.missed} did not come" if self.missed else ""
+        return ", ".join(parts) + "".join(f"; {said}" for said in (self.not_finite, self.unreduced) if said) + missed
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what came instead of the event that did not; nothing otherwise."""
+        return [("came, nearest first", ", ".join(self.came) or "nothing")] if self.missed else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport(Report):
+    """One sharded step compared with the same step of an unsharded copy.
+
+    Attributes:
+        num_params: parameters compared.
+        max_abs_diff: largest absolute difference of any element, on any rank.
+        max_rel_diff: largest relative difference.
+        worst_param: the parameter that has it.
+        loss_sharded: mean over ranks.
+        loss_reference: of the unsharded copy, mean over ranks.
+        equal_bits: parameters that are equal bit by bit.
+        ok: whether all differences are within the tolerance.
+        tolerance: what is allowed, in words.
+        not_finite: parameters that hold NaN or infinity in both.
+        buffers: buffers that hold NaN or infinity, and on which ranks, in words; empty: none.
+        since: since which step the loss is not finite, and on which ranks first, in words; empty: it is.
+        notes: what is likely not meant, and what to do, a sentence each.
+    """
+
+    num_params: int
+    max_abs_diff: float
+    max_rel_diff: float
+    worst_param: str
+    loss_sharded: float | None
+    loss_reference: float | None
+    equal_bits: int
+    ok: bool
+    tolerance: str
+    not_finite: tuple[str, ...] = ()
+    buffers: str = ""
+    since: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        if self.ok and self.not_finite:
+            bad, compared = len(self.not_finite), plural(self.num_params, "parameter")
+            those = f"all {compared}" if bad == self.num_params else f"{bad} of {compared}"
+            since = f"; {self.since}" if self.since else ""
+            return f"cannot tell: {those} hold NaN or infinity in both{since}"
+        verdict = "the same as" if self.ok else "NOT the same as"
+        return (
+            f"sharded training is {verdict} unsharded: {plural(self.num_params, 'parameter')} compared after one step"
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the differences, term by term."""
+        worst = f", in {self.worst_param}" if self.max_abs_diff else ""
+        found = [
+            ("largest difference", f"{self.max_abs_diff:.3g} absolute, {self.max_rel_diff:.3g} relative{worst}"),
+            ("tolerance", self.tolerance),
+            ("equal bit by bit", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
+        ]
+        if self.ok and len(self.not_finite) == self.num_params:
+            found = []  # nothing could be compared
+        if self.loss_sharded is not None and self.loss_reference is not None:
+            both = (format_loss(loss, ".6g") for loss in (self.loss_sharded, self.loss_reference))
+            found.append(("loss", "{} sharded, {} unsharded".format(*both)))
+        if self.not_finite:
+            found.append(("NaN or infinity in", listed(self.not_finite)))
+        if self.buffers:
+            found.append(("NaN or infinity in buffers", self.buffers))
+        return [*found, *(("note", note) for note in self.notes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport(Report):
+    """A file was written.
+
+    Attributes:
+        path: where.
+        what: what is in it, in words.
+        num_bytes: its size.
+    """
+
+    path: Path
+    what: str
+    num_bytes: int
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return f"wrote {self.path} ({format_bytes(self.num_bytes)}): {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenReport(Report):
+    """A trace file is shown.
+
+    Attributes:
+        name: of the file.
+        num_ranks: ranks that recorded anything.
+        steps: numbers of the training steps in it.
+        models: those that are sharded.
+        num_rows: rows, all ranks together.
+    """
+
+    name: str
+    num_ranks: int
+    steps: tuple[int, ...]
+    models: tuple[ShardedModel, ...]
+    num_rows: int
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        ranks, events = plural(self.num_ranks, "rank"), plural(self.num_rows, "event")
+        return f"opened {self.name}: {ranks}, {plural(len(self.steps), 'step')}, {events}; no ranks needed"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the steps, what is sharded, and what draws it."""
+        found = [("steps", ranges(self.steps))] if self.steps else []
+        found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
+        return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellReport(Report):
+    """A cell ran on ranks.
+
+    Attributes:
+        texts: what each rank wrote and showed, as plain text, by rank.
+        remarks: how the ranks' output differs, or that it does not; ``""`` if there was none.
+    """
+
+    texts: Mapping[int, str]
+    remarks: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return f"ran on {label(self.texts)}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what each rank wrote."""
+        return [(f"rank {rank}", text.strip()) for rank, text in self.texts.items() if text.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartReport(Report):
+    """Ranks were started.
+
+    Attributes:
+        num_ranks: how many.
+        devices: of each rank.
+        seconds: how long it took.
+        notice: a sentence that the ranks have for the user; empty if they have none.
+        how: ``started`` or ``attached``.
+        holder: who else has them, so that they can be looked at only; empty: nobody.
+    """
+
+    num_ranks: int
+    devices: tuple[str, ...]
+    seconds: float
+    notice: str = ""
+    how: str = "started"
+    holder: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        devices = _by_rank(list(self.devices))
+        return f"{plural(self.num_ranks, 'rank')} {self.how} in {self.seconds:.1f} s: {devices}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return who has them, and the notice."""
+        return [*_held(self.holder), *([("notice", self.notice)] if self.notice else [])]
+
+
+Source = Literal["cell", "panel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastCommand:
+    """A command that was asked for in this notebook.
+
+    Attributes:
+        line: what was typed, or could have been.
+        source: who asked.
+        t_s: when, in seconds since 1970.
+    """
+
+    line: str
+    source: Source
+    t_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryReport(Report):
+    """The commands of a notebook.
+
+    Attributes:
+        commands: the oldest first.
+    """
+
+    commands: tuple[PastCommand, ...]
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return plural(len(self.commands), "command") if self.commands else "no commands yet: %fsdp help lists them"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return each with the time of day, and who asked if that was no cell."""
+        return [(_when(past), past.line) for past in self.commands]
+
+
+def _when(past: PastCommand) -> str:
+    moment = time.strftime("%H:%M:%S", time.localtime(past.t_s))
+    return moment if past.source == "cell" else f"{moment} {past.source}"
+
+
+def _carried(optimizers: int) -> str:
+    """Say that the state of so many optimizers went along, if there are any."""
+    return f", state of {plural(optimizers, 'optimizer')} carried along" if optimizers else ""
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """Say a text per rank, equal ones once, empty ones not: ``["cpu", "cpu"]`` -> ``"cpu on every rank"``."""
+    return "; ".join(f"{value} {_on(own, len(values))}" for value, own in _ranks_by(values).items() if value)
+
+
+def _ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
+    """Return the ranks of each text."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+# ---- from what the ranks answer to a command to its report
+
+Saying = Callable[[Sequence[Any]], Report]
+"""Makes a report of what every rank answered, in the order of the ranks."""
+
+SAYS: dict[type[Command], Saying] = {}
+
+
+def says(command: type[Command]) -> Callable[[Saying], Saying]:
+    """Have the function below make the reports of ``command``."""
+
+    def note(saying: Saying) -> Saying:
+        SAYS[command] = saying
+        return saying
+
+    return note
+
+
+@says(Shard)
+def _shard(by_rank: Sequence[ShardReply]) -> ShardReport:
+    sharded, optimizers = _sharded(by_rank), by_rank[0].optimizers
+    if optimizers:
+        it, them = ("was", "it") if optimizers == 1 else ("were", "them")
+        carried = f"{plural(optimizers, 'optimizer')} made before sharding {it} carried over; a script must make {them}"
+        sharded["notes"] = (f"{carried} after fully_shard", *sharded["notes"])
+    return ShardReport(**sharded, chosen=by_rank[0].chosen)
+
+
+@says(Reshard)
+def _reshard(by_rank: Sequence[ShardReply]) -> ReshardReport:
+    return ReshardReport(**_sharded(by_rank), optimizers=by_rank[0].optimizers)
+
+
+def _sharded(by_rank: Sequence[ShardReply]) -> dict[str, Any]:
+    first = by_rank[0]
+    same = {name: getattr(first, name) for name in ("model", "num_params", "num_elements", "bytes_unsharded")}
+    at_rest = tuple(sharded.bytes_at_rest for sharded in by_rank)
+    notes = _notes(first.model, [sharded.unmanaged for sharded in by_rank])
+    return same | {"units": first.units, "policy": first.policy, "bytes_at_rest": at_rest, "notes": notes}
+
+
+def _notes(model: str, by_rank: Sequence[UnmanagedState]) -> tuple[str, ...]:
+    """Say what of ``model`` (its name on the ranks, or empty) nothing averages, calls, or keeps equal on them."""
+    params, hooks = ({name: None for rank in by_rank for name in getattr(rank, kind)} for kind in ("params", "hooks"))
+    buffers = differing([rank.buffers for rank in by_rank])
+    return unmanaged_sentences({model: tuple(params)}, tuple(hooks), {model: buffers})
+
+
+@says(Unshard)
+def _unshard(by_rank: Sequence[UnshardReply]) -> UnshardReport:
+    return UnshardReport(**vars(by_rank[0]))
+
+
+@says(Step)
+def _step(by_rank: Sequence[StepReply]) -> StepReport:
+    return StepReport(
+        steps_done=min(stepped.steps_done for stepped in by_rank),
+        losses=_losses([stepped.losses or () for stepped in by_rank]),
+        seconds=tuple(map(max, zip(*(stepped.seconds for stepped in by_rank), strict=False))),
+        optimizer_steps=min(stepped.optimizer_steps for stepped in by_rank),
+        not_finite=_not_finite(by_rank),
+        unreduced=_unreduced([stepped.unreduced for stepped in by_rank]),
+    )
+
+
+def _unreduced(by_rank: Sequence[tuple[str, ...]]) -> str:
+    """Say which units hold gradients that no reduction took, and what to do about it; empty: none does."""
+    ranks = {names: own for names, own in _ranks_by([listed(names) for names in by_rank]).items() if names}
+    if not ranks:
+        return ""
+    where = [f"gradients of {names} were not reduced {_on(own, len(by_rank))}" for names, own in ranks.items()]
+    return (
+        f"{', '.join(where)}: call backward after the model's forward has returned, on a tensor that is computed from "
+        "its outputs; model.reset_iter_state() drops these gradients"
+    )
+
+
+def _on(ranks: Sequence[int], num_ranks: int) -> str:
+    return "on every rank" if len(ranks) == num_ranks else f"on {label(ranks)}"
+
+
+def _first_on(ranks: Sequence[int], num_ranks: int) -> str:
+    return f"{', first' if len(ranks) < num_ranks else ''} {_on(ranks, num_ranks)}"
+
+
+def _not_finite(by_rank: Sequence[StepReply]) -> str:
+    """Say in which step, and on which ranks, the loss first was NaN or infinite; empty: in none."""
+    steps = [
+        {rank: loss for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)}
+        for losses in zip_longest(*(stepped.losses or () for stepped in by_rank))
+    ]
+    first = next((i for i, bad in enumerate(steps) if bad), None)
+    if first is None:
+        return ""
+    kind = "NaN" if any(math.isnan(loss) for loss in steps[first].values()) else "infinite"
+    number = by_rank[0].first_step + first
+    begin = f"loss is {kind} from step {number} on" if all(steps[first:]) else f"loss is {kind} in step {number}"
+    return begin + _first_on(list(steps[first]), len(by_rank))
+
+
+def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ...] | None:
+    """Return the mean of each step over the ranks that have a loss of it; None if no rank has one of any step."""
+    steps = [[loss for loss in step if loss is not None] for step in zip_longest(*by_rank)]
+    return tuple(fmean(step) if step else None for step in steps) if any(steps) else None
+
+
+@says(Verify)
+def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
+    worst = max(by_rank, key=lambda verified: verified.max_abs_diff)
+    return VerifyReport(
+        num_params=worst.params,
+        max_abs_diff=worst.max_abs_diff,
+        max_rel_diff=max(verified.max_rel_diff for verified in by_rank),
+        worst_param=worst.worst_param,
+        loss_sharded=_mean([verified.loss_sharded for verified in by_rank]),
+        loss_reference=_mean([verified.loss_reference for verified in by_rank]),
+        equal_bits=min(verified.equal_bits for verified in by_rank),
+        ok=all(verified.ok for verified in by_rank),
+        tolerance=worst.tolerance,
+        not_finite=worst.not_finite,
+        buffers=_by_rank([", ".join(verified.buffers_not_finite) for verified in by_rank]),
+        since=_since([verified.since for verified in by_rank]),
+        notes=_notes("", [verified.unmanaged for verified in by_rank]),
+    )
+
+
+def _since(by_rank: Sequence[int | None]) -> str:
+    steps = [step for step in by_rank if step is not None]
+    if not steps:
+        return ""
+    first = [rank for rank, step in enumerate(by_rank) if step == min(steps)]
+    return f"the loss is not finite since step {min(steps)}{_first_on(first, len(by_rank))}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

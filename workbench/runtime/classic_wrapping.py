@@ -1,0 +1,107 @@
+"""Sharding with the classic wrapper: what ``shard --api classic`` does beside what all sharding does."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from workbench.engine import classic
+from workbench.engine.classic import FullyShardedDataParallel, ShardingStrategy
+from workbench.engine.classic.unwrapping import rewrap_optimizers, unwrap
+from workbench.engine.classic.wrapper_state import wrapper_states_below
+from workbench.protocol.commands import Reshard, Shard
+from workbench.protocol.policy import DTYPES, STRATEGIES, PrecisionNames, Strategy
+
+
+def wrap(
+    model: nn.Module,
+    inner: Collection[nn.Module],
+    mesh: DeviceMesh,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: dict[str, Any],
+) -> FullyShardedDataParallel:
+    """Return ``model`` in a wrapper, each of ``inner`` in one of its own; optimizers go on with them. Collective.
+
+    Args:
+        model: what is wrapped; changed in place.
+        inner: modules in it that become units of their own.
+        mesh: over which it is sharded.
+        optimizers: hold its parameters.
+        options: of the wrapper.
+
+    Raises:
+        TypeError, ValueError: the wrapper refuses, or an optimizer cannot go on; nothing is changed then.
+    """
+    chosen = frozenset(inner)
+    policy = classic.CustomPolicy(lambda module: module in chosen)
+    top: nn.Module = model
+    try:
+        with _warnings_in_plain_words():
+            top = wrapper = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh, **options)
+        rewrap_optimizers(wrapper, optimizers)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        if wrapper_states_below(top):
+            unwrap(top)
+        raise
+    return wrapper
+
+
+@contextmanager
+def _warnings_in_plain_words() -> Iterator[None]:
+    """Print what is warned of, each message once, without the line of ours that it would be blamed on."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for message in dict.fromkeys(str(each.message) for each in caught):
+        sys.stderr.write(f"{message}\n")
+
+
+def options_of(command: Shard | Reshard) -> dict[str, Any]:
+    """Return the wrapper's arguments for what a command asks for; what stands at its default is left out."""
+    found: dict[str, Any] = {}
+    if command.strategy:
+        found["sharding_strategy"] = ShardingStrategy[STRATEGIES[command.strategy]]
+    if command.mp != type(command).mp:
+        dtypes = PrecisionNames.parse(command.mp)
+        found["mixed_precision"] = classic.MixedPrecision(_dtype(dtypes.param), _dtype(dtypes.reduce))
+    if command.offload is not type(command).offload:
+        found["cpu_offload"] = classic.CPUOffload(offload_params=bool(command.offload))
+    if command.prefetch is not type(command).prefetch:
+        found["forward_prefetch"] = bool(command.prefetch)
+    if command.orig_params is not type(command).orig_params:
+        found["use_orig_params"] = bool(command.orig_params)
+    return found
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return getattr(torch, DTYPES[name]) if name else None
+
+
+def strategy_of(model: nn.Module) -> Strategy | Literal[""]:
+    """Return the strategy of a wrapped model; empty: its units differ."""
+    names = {state.strategy.name for state in wrapper_states_below(model) if state.unit is not None}
+    words = [word for word, name in STRATEGIES.items() if names == {name}]
+    return cast("Strategy", words[0]) if words else ""
+
+
+def strategy_like(mesh: Sequence[int], reshard_after_forward: str | int) -> Strategy | Literal[""]:
+    """Return the strategy that does what ``fully_shard`` does; empty: there is none."""
+    if reshard_after_forward not in {"auto", "true", "false"}:
+        return ""
+    copies, size = (1, *mesh)[-2:]
+    if size == 1 and copies > 1:
+        return "none"
+    keeps = reshard_after_forward == "false"
+    return ("hybrid2" if keeps else "hybrid") if copies > 1 else ("grad" if keeps else "full")
+
+
+def has_originals(model: nn.Module) -> bool:
+    """Return whether an optimizer has pieces of the original parameters of a wrapped model."""
+    flats = (state.flat for state in wrapper_states_below(model))
+    return any(flat.use_orig_params for flat in flats if flat is not None)

@@ -1,0 +1,303 @@
+"""What a held rank runs between two events of its step: expressions, cells and inspections.
+
+An expression and a cell see, in this order: the variables of the user's functions that are under way, innermost first;
+those of the cells; and the globals of the modules that these functions are from. What they assign becomes a variable of
+the cells.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import difflib
+import io
+import linecache
+import traceback
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.engine._torch import local_of
+from workbench.errors import UsageError
+from workbench.protocol.commands import Evaluate, Inspect
+from workbench.protocol.rank_messages import Job, JobError, JobReply, RunCell
+from workbench.runtime.inspection import inspect
+from workbench.runtime.namespace import user_namespace
+from workbench.runtime.recorder import Recorder
+from workbench.runtime.stacks import frames_of_the_step, place_of
+
+MAX_TEXT = 50_000
+"""Characters of output or of a repr that are kept."""
+
+_CELL = "<cell while stopped>"
+_EXPRESSION = "<expression>"
+_COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # wait for what was issued, or only make a tensor of it
+
+
+def run(job: Job, recorder: Recorder) -> JobReply:
+    """Run one job in this thread; one that raises leaves the rank held.
+
+    Args:
+        job: what to do. If other ranks do not do it as well, a collective with them would wait for ever, and raises.
+        recorder: what the rank recorded.
+
+    Returns:
+        ``text`` is what to show (a repr, or the output).
+    """
+    output = io.StringIO()
+    try:
+        with redirect_stdout(output), redirect_stderr(output), _company(job):
+            if isinstance(job.work, Inspect):
+                return JobReply(inspected=inspect(job.work.fqn, recorder))
+            text = _run(job.work)
+    except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer: the stop stays
+        return JobReply(text=_cut(output.getvalue()), error=_error(error, job.work))
+    return JobReply(text=_cut(output.getvalue() + text))
+
+
+def _company(job: Job) -> AbstractContextManager[object]:
+    if not job.alone:
+        return nullcontext()
+    alone: AbstractContextManager[object] = _CollectiveGuard(job.alone, job.ranks)
+    return alone
+
+
+def needs_others(what: str, alone: str) -> str:
+    """Return why ``what`` cannot be done by some ranks only; ``alone`` is as a job has it."""
+    return f"{what} waits for other ranks, and only {alone}"
+
+
+def refusal(why: str) -> JobReply:
+    """Return how a job ended that did not run."""
+    return JobReply(error=JobError(ename="NotRun", evalue=why, traceback=f"NotRun: {why}"))
+
+
+def _run(work: Evaluate | RunCell) -> str:
+    scope = _Scope.here(work.frame if isinstance(work, Evaluate) else 0)
+    with _WholeNumbers(), scope.explained():
+        return _evaluate(work.expr, scope) if isinstance(work, Evaluate) else _run_cell(work.code, scope)
+
+
+# ---- what names mean
+
+
+class _Scope(MutableMapping[str, Any]):
+    """What names mean where the step is stopped: variables of functions and of the cells, globals of modules.
+
+    Args:
+        frames: of the user's functions that are under way, innermost first.
+        first: number of the frame that is looked at first, and those around it.
+    """
+
+    def __init__(self, frames: Sequence[FrameType], first: int) -> None:
+        self._places = [place_of(frame) for frame in frames]
+        if first and first >= len(frames):
+            raise UsageError(f"there is no frame {first} here; {self._frames()}")
+        self._cells = user_namespace()
+        self._variables: dict[str, Any] = {}
+        self._modules: dict[str, Any] = {}
+        for frame in reversed(frames[first:]):
+            self._modules |= frame.f_globals
+            if frame.f_locals is not self._cells:
+                self._variables |= frame.f_locals
+
+    @classmethod
+    def here(cls, first: int) -> _Scope:
+        """Return what names mean in the calling thread."""
+        return cls(frames_of_the_step(), first)
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a variable
+        for known in (self._variables, self._cells, self._modules):
+            if name in known:
+                return known[name]
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401 - a variable
+        self._variables.pop(name, None)
+        self._cells[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._variables.pop(name, None)
+        del self._cells[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole())
+
+    def __len__(self) -> int:
+        return len(self.whole())
+
+    def whole(self) -> dict[str, Any]:
+        """Return all names and what they mean."""
+        return self._modules | self._cells | self._variables
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say of a name that the body itself uses, and that there is not, which ones come near and where they are."""
+        try:
+            yield
+        except NameError as error:
+            if error.name is None or traceback.extract_tb(error.__traceback__)[-1].filename not in {_CELL, _EXPRESSION}:
+                raise
+            near = _nearest(error.name, self.whole()) or _nearest(error.name, dir(builtins))
+            hint = [f"nearest: {', '.join(near)}"] if near else []
+            named = NameError("; ".join([str(error), *hint, self._frames()]), name=error.name)
+            raise named.with_traceback(error.__traceback__) from None
+
+    def _frames(self) -> str:
+        if not self._places:
+            return "no function of yours is under way here"
+        return f"frames: {', '.join(f'{number} {place}' for number, place in enumerate(self._places))}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=5, cutoff=0.5)
+
+
+# ---- expressions
+
+
+def _evaluate(text: str, scope: _Scope) -> str:
+    tree = ast.parse(text.strip(), _EXPRESSION, "eval")
+    names = scope.whole()  # one dictionary: a function within the expression sees nothing else
+    value = eval(compile(tree, _EXPRESSION, "eval", dont_inherit=True), names)
+    for name in {node.target.id for node in ast.walk(tree) if isinstance(node, ast.NamedExpr)} & names.keys():
+        if names[name] is not scope.get(name):
+            scope[name] = names[name]
+    return described(value)
+
+
+def described(value: Any) -> str:  # noqa: ANN401 - whatever the user's expression gave
+    """Return the repr of ``value``; a DTensor is said to be this rank's shard, with its local values."""
+    if not isinstance(value, DTensor):
+        return repr(value)
+    local = local_of(value).detach()
+    placements = ", ".join(map(str, value.placements))
+    return f"this shard, {list(local.shape)} of {list(value.shape)}, placed as {placements}:\n{local!r}"
+
+
+class _WholeNumbers(TorchFunctionMode):
+    """Refuses to make a number of a DTensor that is a pending sum: on one rank it would be that rank's part."""
+
+    _MAKE_NUMBERS = frozenset(
+        {
+            torch.Tensor.item,
+            torch.Tensor.tolist,
+            torch.Tensor.__float__,
+            torch.Tensor.__int__,
+            torch.Tensor.__bool__,
+        }
+    )
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - signature of torch
+        """Call ``func`` unless it is one of those."""
+        if func in self._MAKE_NUMBERS and _is_pending_sum(args[0]):
+            raise TypeError(
+                "this DTensor is a sum over ranks that was not taken yet; its value here is this rank's part: evaluate "
+                "x.full_tensor() on all ranks, or x.to_local() for the part"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_pending_sum(value: object) -> bool:
+    return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+
+
+class _CollectiveGuard(TorchDispatchMode):
+    """Refuses collectives with ranks that do not take part.
+
+    Args:
+        alone: as a job has it.
+        ranks: that take part.
+    """
+
+    def __init__(self, alone: str, ranks: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alone, self._ranks = alone, frozenset(ranks)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - signature of torch
+        """Call ``func`` unless it communicates."""
+        if DTensor in types:
+            return NotImplemented  # let it become plain operations, which come here again
+        given = (*args, *(kwargs or {}).values())
+        if func.namespace in _COMMUNICATING and func.overloadpacket.__name__ not in _LOCAL:
+            group = _group_among(given)
+            if group is None or not self._ranks.issuperset(dist.get_process_group_ranks(group)):
+                raise UsageError(needs_others(func.overloadpacket.__name__.strip("_"), self._alone))
+        return func(*args, **(kwargs or {}))
+
+
+def _group_among(given: Sequence[object]) -> dist.ProcessGroup | None:
+    """Return the process group that an operator was given; None if it was given a name, or none."""
+    for value in given:
+        if isinstance(value, torch.ScriptObject):
+            with suppress(RuntimeError):  # it is something else, such as the kind of a reduction
+                return dist.ProcessGroup.unbox(value)
+    return None
+
+
+# ---- cells
+
+
+def _run_cell(text: str, scope: _Scope) -> str:
+    """Run a cell; returns the repr of its last line if that is an expression with a value."""
+    linecache.cache[_CELL] = (len(text), None, text.splitlines(keepends=True), _CELL)
+    tree = ast.parse(text, _CELL)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, _CELL, "exec", dont_inherit=True), user_namespace(), scope)
+    if not isinstance(last, ast.Expr):
+        return ""
+    value = eval(compile(ast.Expression(last.value), _CELL, "eval", dont_inherit=True), user_namespace(), scope)
+    return "" if value is None else f"{described(value)}\n"
+
+
+# ---- what went wrong
+
+
+def _error(error: BaseException, work: Inspect | Evaluate | RunCell) -> JobError:
+    ename, evalue = type(error).__name__, str(error)
+    if isinstance(work, RunCell):
+        return JobError(ename=ename, evalue=evalue, traceback=_cut("".join(_traceback_of(error))))
+    place = _place(error) if isinstance(work, Evaluate) else ""
+    said = _cut(f"{place}{ename}: {evalue.partition(chr(10))[0]}")
+    return JobError(ename=ename, evalue=evalue, traceback=said)
+
+
+def _traceback_of(error: BaseException) -> list[str]:
+    """Return the traceback from the cell's own line on."""
+    where = error.__traceback__
+    while where is not None and where.tb_frame.f_code.co_filename != _CELL:
+        where = where.tb_next
+    return traceback.format_exception(type(error), error, where)
+
+
+def _place(error: BaseException) -> str:
+    """Say where it was raised, if that is not the expression itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    if last is None or last.filename in {_EXPRESSION, __file__}:
+        return ""
+    return f"{last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}: "
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n... {len(text) - MAX_TEXT:,} more characters"

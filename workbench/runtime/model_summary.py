@@ -1,0 +1,199 @@
+"""What a sharded model is, in numbers and words: what ``shard`` and ``reshard`` answer."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from workbench.engine._torch import has_grad_hooks
+from workbench.engine.fsdp_state import state_of, states_below, units_of
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.root_checks import clean, full_name, names_below
+from workbench.events import Param, Unit, unit_words
+from workbench.protocol.commands import ShardReply, UnmanagedState
+from workbench.protocol.policy import policy_words
+from workbench.runtime.namespace import find_module, module_names
+
+
+def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> ShardReply:
+    """Return the facts of a sharded model.
+
+    Args:
+        name: what the ranks call it.
+        model: the root.
+        prefetch: units asked for ahead by explicit lists, 0 without.
+        optimizers: how many go on with its parameters.
+    """
+    infos, sizes = unit_infos(model), sizes_of(model)
+    return ShardReply(
+        model=name,
+        units=tuple(_unit_names(model)),
+        num_params=len(sizes),
+        num_elements=sum(size.numel for size in sizes),
+        bytes_unsharded=sum(size.numel * size.itemsize for size in sizes),
+        bytes_at_rest=sum(_bytes_at_rest(param) for info in infos for param in info.params)
+        + sum(size.numel * size.itemsize for size in sizes if not size.is_managed),
+        policy=tuple(policy_words(infos, prefetch)),
+        optimizers=optimizers,
+        unmanaged=unmanaged_in(model),
+    )
+
+
+def unmanaged_in(model: nn.Module, *, buffers: bool = True) -> UnmanagedState:
+    """Return what of a sharded model the engine does not manage; buffers, which have to be read, if asked to."""
+    owned = _owned(units_of(states_below(model)))
+    return UnmanagedState(
+        params=tuple(names[0] for param, names in _in_no_unit(model).items() if param.requires_grad),
+        hooks=tuple(clean(n) for n, param in model.named_parameters() if param in owned and has_grad_hooks(param)),
+        buffers={clean(n): _checksum(b) for n, b in model.named_buffers() if _is_plain(b)} if buffers else {},
+    )
+
+
+def unmanaged(*, buffers: bool = True) -> UnmanagedState:
+    """Return :func:`unmanaged_in` of the sharded models among the variables, each name after its variable.
+
+    Example: ``"model.scale"``: what ``model.get_parameter("scale")`` returns.
+    """
+    models = {name: find_module(name) for name in module_names()}
+    sharded = outermost({name: model for name, model in models.items() if states_below(model)})
+    found = {name: unmanaged_in(model, buffers=buffers) for name, model in sharded.items()}
+    return UnmanagedState(
+        params=tuple(f"{name}.{param}" for name, own in found.items() for param in own.params),
+        hooks=tuple(f"{name}.{param}" for name, own in found.items() for param in own.hooks),
+        buffers={f"{name}.{buffer}": crc32 for name, own in found.items() for buffer, crc32 in own.buffers.items()},
+    )
+
+
+def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the models that are not part of another one, each under the first of its names.
+
+    Several variables may hold one model, and a loop over its blocks leaves a block in a variable.
+    """
+    once: dict[int, tuple[str, nn.Module]] = {}
+    for name, model in models.items():
+        once.setdefault(id(model), (name, model))
+    if len(once) > 1:  # each training forward of a cell asks: do not walk through the only model
+        for _, model in tuple(once.values()):
+            for part in model.modules():
+                if part is not model:
+                    once.pop(id(part), None)
+    return dict(once.values())
+
+
+def _in_no_unit(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the parameters that belong to no unit, each with the names of every place where it is.
+
+    They are looked for by place as well: while a unit is unsharded, as a root is after an evaluation, its modules have
+    full parameters, which are others than those that the unit owns.
+    """
+    units = units_of(states_below(model))
+    owned = _owned(units)
+    managed = {place for unit in units for param in unit.fsdp_params for info in param.infos for place in info.places}
+    found: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param not in owned and (module, name) not in managed:
+                found.setdefault(param, []).append(clean(f"{path}.{name}" if path else name))
+    return found
+
+
+def _owned(units: Iterable[FSDPParamGroup]) -> set[nn.Parameter]:
+    return {param for unit in units for each in unit.fsdp_params for param in each.owned}
+
+
+def _is_plain(buffer: torch.Tensor) -> bool:
+    """Return whether every rank holds all of a buffer's elements."""
+    return not (buffer.is_meta or isinstance(buffer, DTensor) or buffer.layout is not torch.strided)
+
+
+def _checksum(buffer: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes."""
+    return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> ShardReply:
+    """Return the facts of some units alone, as :func:`describe` does of a model; ``name``: what the ranks call them."""
+    infos = [unit.describe() for unit in units]
+    params = [param for info in infos for param in info.params]
+    return ShardReply(
+        model=name,
+        units=tuple(unit_words(info.name) for info in infos),
+        num_params=len(params),
+        num_elements=sum(math.prod(param.global_shape) for param in params),
+        bytes_unsharded=sum(math.prod(param.global_shape) * param.itemsize for param in params),
+        bytes_at_rest=sum(map(_bytes_at_rest, params)),
+        policy=tuple(policy_words(infos)),
+        optimizers=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSize:
+    """A parameter of a model, sharded or not, in numbers.
+
+    Attributes:
+        names: of every place where it is, as they are where there are no wrappers.
+        shape: of the whole.
+        itemsize: bytes of an element.
+        unit: the one that manages it, or None.
+    """
+
+    names: tuple[str, ...]
+    shape: Sequence[int]
+    itemsize: int
+    unit: FSDPParamGroup | None = None
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether it is of a unit."""
+        return self.unit is not None
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def above(self) -> set[str]:
+        """Paths of the modules that hold it, but for the root."""
+        return {name[:end] for name in self.names for end, letter in enumerate(name) if letter == "."}
+
+
+def sizes_of(model: nn.Module) -> list[ParamSize]:
+    """Return the sizes of the parameters, each once; what a flat parameter stands for, not the flat one."""
+    managed = [(unit, param) for unit in units_of(states_below(model)) for param in unit.fsdp_params]
+    names = names_below((model,))
+    found: list[ParamSize] = []
+    for unit, param in managed:
+        known = param.describe()
+        shapes = [each.global_shape for each in known.parts or (known,)]
+        for info, shape in zip(param.infos, shapes, strict=True):
+            places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
+            found.append(ParamSize(names=places, shape=shape, itemsize=known.itemsize, unit=unit))
+    return [
+        *found,
+        *(ParamSize(names=tuple(names), shape=p.shape, itemsize=p.itemsize) for p, names in _in_no_unit(model).items()),
+    ]
+
+
+def unit_infos(model: nn.Module) -> list[Unit]:
+    """Return what the engine says of each unit in the tree."""
+    return [unit.describe() for unit in units_of(states_below(model))]
+
+
+def _unit_names(model: nn.Module) -> list[str]:
+    """Return the paths of the units, ``(root)`` for the model's own; a call that found no parameters made none."""
+    states = ((clean(name), state_of(module)) for name, module in model.named_modules())
+    return [unit_words(name) for name, s in states if s is not None and s._fsdp_param_group is not None]
+
+
+def _bytes_at_rest(param: Param) -> int:
+    """Return the bytes of one shard, with padding."""
+    others = (size for dim, size in enumerate(param.shape) if dim != param.shard_dim)
+    return param.padded_rows * math.prod(others) * param.itemsize

@@ -1,0 +1,160 @@
+"""When ranks count as stopped, and how all of them come to stop at the same event.
+
+A pause has two steps. First every rank holds at its next event, or where it waits. Then all run on to the place of the
+one that is furthest: it has already issued what the others need to get there, so nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from workbench.protocol.commands import Continue, Next, Pause, RankRequest
+from workbench.protocol.rank_messages import Hold, Locate, Position, RunTo, StepPosition
+from workbench.reports.stop_positions import StopGroup, is_in_wait
+from workbench.session.channel_protocol import ControlChannel, answers
+
+R = TypeVar("R")
+
+ALIGN_S = 0.15
+"""How long after a pause a rank may still run before the others are told how far to go, in seconds."""
+
+PAUSE_S = 0.4
+"""How long after a pause a rank that computes is waited for, in seconds; it stops later by itself.
+
+So does one that waits and has not looked up from that yet.
+"""
+
+SETTLED_S = 0.25
+"""How long ranks must have stood still before those that wait for a held one count as stopped, in seconds."""
+
+STARVED_S = 5.0
+"""The same when no held rank can be what they wait for, in seconds: then they go on once the machine lets them.
+
+And how long a rank may not say where it is: it may be past the others, and wait for them to come.
+"""
+
+WHERE_S, WHERE_PER_RANK_S = 0.15, 0.02
+"""How long ranks may take to say where they are, in seconds: at least, and for each, as they share the cores."""
+
+
+class PauseProtocol:
+    """Stops the ranks of one request, lets them go, and tells when they stand.
+
+    Args:
+        door: side doors of the cluster.
+        clock: seconds, monotonic.
+
+    Attributes:
+        eager: whether a stop is due soon, and worth asking for 50 times a second.
+        is_armed: whether ranks may still stop because of an earlier pause or next.
+    """
+
+    def __init__(self, door: ControlChannel, clock: Callable[[], float] = time.monotonic) -> None:
+        self._door, self._clock = door, clock
+        self.eager = self.is_armed = False
+        self._paused_at: float | None = None
+        self._sent_to: StepPosition | None = None
+        self._left: dict[int, Hold | None] = {}
+        self._standing: dict[int, Position] = {}  # ranks seen held, which stay so until they are let go
+        self._ask_at = 0.0
+        self._seen: Any = None
+        self._seen_at = 0.0
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether a pause is under way."""
+        return self._paused_at is not None
+
+    def pause(self, ranks: Set[int]) -> None:
+        """Begin to stop ``ranks``; a second call while they are stopping does nothing."""
+        if self._paused_at is not None:
+            return
+        self._paused_at, self._sent_to = self._clock(), None
+        self.eager = self.is_armed = True
+        self._ask(Pause(), ranks)
+
+    def release(self, ranks: Set[int], positions: Mapping[int, Position], what: str | None = None) -> None:
+        """Let ``ranks`` go, until the next ``what`` (event, collective, unit, phase) if one is given."""
+        self._left = {rank: position.held for rank, position in positions.items()}
+        self._paused_at, self._seen, self._standing = None, None, {}
+        self.eager = self.is_armed = what is not None
+        self._ask(Continue() if what is None else Next(what=what), ranks)
+
+    def disarm(self, ranks: Set[int]) -> None:
+        """Make sure that nothing of an earlier pause or next stops ``ranks`` later."""
+        if self.is_armed:
+            self.release(ranks, {})
+
+    def ask_where(self, ranks: Set[int]) -> dict[int, Position] | None:
+        """Return where those of ``ranks`` are now that were not seen held; one that does not answer is left out.
+
+        None: they were asked a moment ago. To answer takes a rank time in which others would come to their stops: with
+        many ranks on few cores, at least as much is left to them.
+        """
+        begin = self._clock()
+        if begin < self._ask_at:
+            return None
+        found = self._ask(Locate(), ranks - self._standing.keys())
+        end = self._clock()
+        self._ask_at = end + (end - begin)
+        return found
+
+    def look(self, positions: Mapping[int, Position], running: Set[int]) -> StopGroup | None:
+        """Return the stop if the ``running`` ranks stand by now, and let those that stand too early run on."""
+        fresh = {rank: self._fresh(rank, position) for rank, position in positions.items()}
+        self._standing |= {rank: p for rank, p in fresh.items() if p.held is not None and not is_in_wait(p.held)}
+        known = fresh | self._standing
+        here = {rank: known[rank] for rank in sorted(running) if rank in known}
+        held = {rank for rank, position in here.items() if position.held is not None}
+        self._note({rank: (position.held, position.place, position.waiting) for rank, position in here.items()})
+        if self._paused_at is not None and self._align(here, held, running):
+            return None
+        if not held or not self._is_over(here, held, running):
+            return None
+        self._paused_at, self.eager, self._standing = None, False, {}
+        return StopGroup(positions={rank: here.get(rank, Position(rank=rank)) for rank in sorted(running)})
+
+    def _fresh(self, rank: int, position: Position) -> Position:
+        """A rank that was let go and has not noticed yet is not held."""
+        is_old = position.held is not None and position.held == self._left.get(rank)
+        return replace(position, held=None) if is_old else position
+
+    def _note(self, seen: object) -> None:
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, self._clock()
+
+    def _align(self, here: Mapping[int, Position], held: Set[int], running: Set[int]) -> bool:
+        """Send all ranks to the furthest place, if they are not there; tell whether they have to get there first."""
+        since = self._clock() - (self._paused_at or 0.0)
+        if held != running and since < ALIGN_S:
+            return True
+        places = {rank: position.place for rank, position in here.items()}
+        furthest = max(places.values(), default=None)
+        if furthest is None or all(place == furthest for place in places.values()):
+            return False
+        if self._sent_to is None or self._sent_to < furthest:
+            self._sent_to = furthest
+            self._left = {rank: here[rank].held for rank in held if places[rank] < furthest}
+            for rank in self._left:
+                self._standing.pop(rank, None)
+            self._ask(RunTo(place=furthest), running)
+            return True
+        return since < PAUSE_S
+
+    def _is_over(self, here: Mapping[int, Position], held: Set[int], running: Set[int]) -> bool:
+        if held == running:
+            return True
+        if self._paused_at is not None:  # whoever waits comes to a stop by itself
+            return self._clock() - self._paused_at >= (PAUSE_S if running <= here.keys() else STARVED_S)
+        others_wait = all(rank in here and here[rank].waiting for rank in running - held)
+        places = {rank: position.place for rank, position in here.items()}
+        # whoever is furthest behind has from all others what it needs: it waits for nobody, unless it is held
+        is_held_up = min(places.values()) in {places[rank] for rank in held}
+        return others_wait and self._clock() - self._seen_at >= (SETTLED_S if is_held_up else STARVED_S)
+
+    def _ask(self, request: RankRequest[R], ranks: Set[int]) -> dict[int, R]:
+        timeout_s = max(WHERE_S, WHERE_PER_RANK_S * len(ranks))
+        return answers(self._door, request, sorted(ranks), timeout_s=timeout_s) if ranks else {}

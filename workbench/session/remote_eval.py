@@ -1,0 +1,199 @@
+"""Code for ranks that stand in the gate: sent to the held threads through the side doors, results asked for there."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from workbench.cluster.deferred_interrupts import CountInterrupts
+from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
+from workbench.protocol.commands import Evaluate, Inspect
+from workbench.protocol.rank_messages import Forget, Job, JobReply, Locate, RunCell
+from workbench.replay.grouping import label
+from workbench.session.waiter import ASK_S, PATIENT_S, SLICE_S, Interruptible
+
+Inner = Inspect | Evaluate | RunCell
+"""What is done inside a stopped step."""
+
+R = TypeVar("R")
+
+GROUP_MAKERS = frozenset(
+    {
+        "init_device_mesh",
+        "init_process_group",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+    }
+)
+"""Functions that wait for other ranks without a collective: a rank sees the collectives themselves, not these."""
+
+_numbers = itertools.count(1)
+
+
+def group_maker_in(code: str) -> str:
+    """Return the name of the first of :data:`GROUP_MAKERS` that ``code`` calls; ``""`` if there is none."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return ""  # the rank says so better
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name in GROUP_MAKERS:
+                return str(name)
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRanks:
+    """Who runs a job.
+
+    Attributes:
+        ranks: that run it.
+        held: ranks that stand in the gate.
+        num_ranks: how many ranks there are.
+    """
+
+    ranks: Sequence[int]
+    held: Sequence[int]
+    num_ranks: int
+
+    @property
+    def alone(self) -> str:
+        """Who runs it and what to do instead, the end of a sentence of why others cannot be waited for; empty: all."""
+        if len(self.ranks) == self.num_ranks:
+            return ""
+        part = "or look at the part of this rank with to_local()"
+        if len(self.held) == self.num_ranks:
+            return f"{label(self.ranks)} would call it: leave -t out, {part}"
+        return f"{label(self.held)} of {self.num_ranks} can call it here: stop where all ranks stop, {part}"
+
+    def job(self, ticket: str, work: Inner) -> Job:
+        """Return the job of ``work``.
+
+        Raises:
+            UsageError: it makes a process group, which waits for ranks that do not run it.
+        """
+        alone = "" if isinstance(work, Inspect) else self.alone  # an inspection waits for nobody
+        code = work.expr if isinstance(work, Evaluate) else work.code if isinstance(work, RunCell) else ""
+        maker = group_maker_in(code) if alone else ""
+        if maker:
+            raise UsageError(f"{maker}() waits for other ranks, and only {alone}")
+        return Job(ticket=ticket, work=work, ranks=tuple(self.ranks), alone=alone)
+
+
+def check_held(ranks: Sequence[int], held: Sequence[int]) -> None:
+    """Check that each of ``ranks`` stands in the gate, as ``held`` do.
+
+    Raises:
+        UsageError: the message names those that do not.
+    """
+    missing = [rank for rank in ranks if rank not in held]
+    if missing:
+        there = f"; there is {label(held)}" if held else ""
+        verb = "does" if len(missing) == 1 else "do"
+        raise UsageError(f"{label(missing)} {verb} not stand in the gate{there}: see %fsdp where")
+
+
+class RemoteEval:
+    """Runs jobs in the held threads of stopped ranks.
+
+    Args:
+        cluster: where the ranks are.
+        company: who runs them.
+    """
+
+    def __init__(self, cluster: Interruptible, company: JobRanks) -> None:
+        self._cluster, self._company = cluster, company
+
+    def run(self, work: Inner) -> dict[int, JobReply]:
+        """Have every rank do ``work``, and return how it ended on each.
+
+        Raises:
+            UsageError: a rank does not stand in the gate, or the job makes a process group on some ranks only.
+            RankDied: a rank is gone.
+            Interrupted: a second Ctrl-C; the first one is sent to the ranks.
+        """
+        ticket, ranks = str(next(_numbers)), self._company.ranks
+        replies = self._cluster.ask(self._company.job(ticket, work), ranks, timeout_s=PATIENT_S)
+        accepted = [rank for rank in ranks if _value(replies[rank])]
+        try:
+            check_held(ranks, accepted)
+            return self._wait(ticket, ranks)
+        finally:
+            self._cluster.ask(Forget(tickets=(ticket,)), ranks, timeout_s=ASK_S)
+
+    def _wait(self, ticket: str, ranks: Sequence[int]) -> dict[int, JobReply]:
+        done: dict[int, JobReply] = {}
+        seen = 0
+        with CountInterrupts() as interrupts:
+            while len(done) < len(ranks):
+                if interrupts.count > seen:
+                    seen += 1
+                    self._interrupt(seen, [rank for rank in ranks if rank not in done])
+                done |= self._look(ticket, [rank for rank in ranks if rank not in done])
+                if len(done) < len(ranks):
+                    time.sleep(SLICE_S)
+        return done
+
+    def _interrupt(self, count: int, ranks: Sequence[int]) -> None:
+        if count > 1:
+            raise Interrupted(f"Interrupted; nobody waits for {label(ranks)} any more: %fsdp where, %fsdp abort")
+        self._cluster.interrupt(ranks)
+
+    def _look(self, ticket: str, ranks: Sequence[int]) -> dict[int, JobReply]:
+        found = {}
+        for rank, reply in self._cluster.ask(Locate(), ranks, timeout_s=ASK_S).items():
+            position = _value(reply)
+            if position is None:
+                continue
+            if ticket in position.tickets:
+                found[rank] = position.tickets[ticket]
+            elif position.held is None:
+                raise ClusterError(f"rank {rank} left the gate before it was done: see %fsdp where")
+        return found
+
+
+def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
+    """Return what to raise for jobs that failed, one line a kind of error; None if all returned.
+
+    Args:
+        done: by rank.
+        where: where the ranks stand, as before.
+    """
+    errors = {rank: ended.error for rank, ended in sorted(done.items()) if ended.error is not None}
+    if not errors:
+        return None
+    groups: dict[str, list[int]] = {}
+    for rank, error in errors.items():
+        groups.setdefault(f"{error.ename}: {error.evalue}".rstrip(": ").splitlines()[0], []).append(rank)
+    first, error = next(iter(errors.items()))
+    if error.ename == UsageError.__name__:
+        return UsageError(error.evalue)
+    lines = [f"{label(ranks)} raised {what}" for what, ranks in groups.items()]
+    return RankError(
+        "\n".join([*lines, f"the stop stays: {where}"]),
+        rank=first,
+        ename=error.ename,
+        evalue=error.evalue,
+        also=tuple(rank for rank in next(iter(groups.values())) if rank != first),
+    )
+
+
+def _value(reply: R | Exception) -> R | None:
+    """Return a rank's answer; one that does not answer in time has none.
+
+    Raises:
+        RankDied: its process is gone.
+        RankError: its side door refused the request.
+    """
+    if isinstance(reply, (RankDied, RankError)):
+        raise reply
+    return None if isinstance(reply, Exception) else reply

@@ -1,0 +1,146 @@
+"""What ``%fsdp compare`` and ``export`` are given: a side is a trace, or some steps of one.
+
+::
+
+    SIDE   = SOURCE | SOURCE:STEPS | STEPS    a trace file, or ``last``: the trace so far, which STEPS alone mean too
+    STEPS  = N | N..M | N.. | ..M                 one step, or from one to another, both included; -1: the newest one
+
+``run.trace``, ``last``, ``last:3..5``, ``run.trace:7``, ``last:-3..``, ``3..5``. A file whose name reads as steps is
+written ``./5``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from workbench.errors import TraceError, UsageError
+from workbench.replay.grouping import ranges
+from workbench.trace import load, steps
+from workbench.trace.columns import Trace
+from workbench.trace.step_names import step_name
+
+LAST = "last"
+_STEPS = r"-?\d+|-?\d+\.\.(?:-?\d+)?|\.\.-?\d+"
+_SIDE = re.compile(rf"(?:(?P<source>.+?)(?::(?P<part>{_STEPS}))?)")
+
+
+def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tuple[str, Trace]:
+    """Return what a person calls a side, and its trace.
+
+    Args:
+        text: as the module says; a Trace stands for itself.
+        last: gives the trace so far.
+
+    Raises:
+        UsageError: there is no such file, it is no trace, nothing was recorded, or the trace lacks the steps.
+    """
+    if isinstance(text, Trace):
+        return "a trace", text
+    source, part = _split(os.fspath(text))
+    trace = last() if source == LAST else opened(source, "; a side is a trace file, 'last', or steps such as 3..5")
+    if source == LAST and not trace.num_rows:
+        raise UsageError("nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3")
+    name = "this run" if source == LAST else Path(source).name
+    if not part:
+        return name, trace
+    spoken, found = some_steps(trace, part)
+    return f"{name}, {spoken}", found
+
+
+def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:
+    """Return what a person calls some steps of ``trace``, and them with the state before them.
+
+    Args:
+        trace: what happened.
+        text: STEPS, as the module says.
+
+    Raises:
+        UsageError: it is none, or the trace lacks the steps.
+    """
+    if not re.fullmatch(_STEPS, text):
+        raise UsageError(f"steps are such as 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}")
+    known = steps(trace)
+    first, dots, end = text.partition("..")
+    bounds = _number(first, known), _number(end if dots else first, known)
+    cut = _cut(trace, known, *bounds)
+    return _spoken(steps(cut)), cut
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return ``(source, steps)``: ``"last:3..5" -> ("last", "3..5")``, ``"4" -> ("last", "4")``."""
+    if re.fullmatch(_STEPS, text):
+        return LAST, text
+    found = _SIDE.fullmatch(text)
+    if found is None:
+        raise UsageError("a side of a comparison is a trace file, 'last', or steps such as 3..5; got nothing")
+    return found["source"], found["part"] or ""
+
+
+def file_at(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file, ``~`` replaced.
+
+    Raises:
+        UsageError: no file can have this name.
+    """
+    text = os.fspath(path)
+    if not text or "\0" in text:
+        raise UsageError(f"{text!r} is not a file name")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # no such user
+        raise UsageError(f"{text!r} is not a file name: {error}") from error
+
+
+def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
+    """Return the trace of a file.
+
+    Args:
+        path: of the file.
+        if_missing: what else to say where there is none.
+
+    Raises:
+        UsageError: there is no such file, or it is no trace; the message says why.
+    """
+    file = file_at(path)
+    try:
+        return load(file)
+    except FileNotFoundError:
+        there = sorted(other.name for other in file.parent.glob("*.trace"))
+        near = difflib.get_close_matches(file.name, there, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"there is no file {os.fspath(path)!r}{hint}{if_missing}") from None
+    except TraceError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _number(text: str, known: Sequence[int]) -> int | None:
+    """Return the step that ``text`` names, of those there are; None where it names none: ``("-1", [3, 4]) -> 4``."""
+    number = int(text) if text else None
+    if number is None or number >= 0 or -number > len(known):
+        return number
+    return known[number]
+
+
+def _spoken(numbers: Sequence[int]) -> str:
+    return step_name(numbers[0]) if len(numbers) == 1 else f"steps {ranges(numbers)}"
+
+
+def _cut(trace: Trace, known: Sequence[int], first: int | None, last: int | None) -> Trace:
+    """Return some steps of a trace, which has those that are ``known``.
+
+    Raises:
+        UsageError: it has none of them, or lacks one that is named.
+    """
+    if first is not None and last is not None and first > last:
+        raise UsageError(f"steps {first}..{last} run backwards; write {last}..{first}")
+    missing = [step for step in (first, last) if step is not None and step not in known]
+    if missing or not known:
+        what = f"no step {missing[0]}" if missing else "no steps"
+        raise UsageError(f"the trace has {what}; its steps are: {ranges(known) or 'none yet'}")
+    return trace.slice(first=first, last=last)

@@ -1,0 +1,45 @@
+"""A figure for a projector: everything half as large again, near black on white, whatever page it is on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from workbench.views import theme
+
+SCALE = 1.5
+
+_PAPER = "#ffffff"
+_COLOURS = {theme.INK: "#111111", theme.GRID: "rgba(0,0,0,0.32)", theme.FAINT: "rgba(0,0,0,0.07)"}
+
+# fields of a figure that are pixels; what is data (the width of a bar) is none of these
+_PIXELS = {"size", "minsize", "height", "arrowwidth", "ax", "ay", "xshift", "yshift", "shift", "ticklabelstandoff"}
+_PIXELS |= {"below", "least"}  # of a page (workbench/views/responsive.py)
+_PIXELS_WITHIN = {"line": {"width"}, "margin": {"l", "r", "t", "b"}, "pad": {"l", "r", "t", "b"}}
+
+
+def for_talk(fig: go.Figure) -> go.Figure:
+    """Return a figure as it is shown to a room; readable where the other one is at two thirds of the width."""
+    larger = theme.Figure(_larger(fig.to_plotly_json(), ""))
+    return larger.update_layout(paper_bgcolor=_PAPER, plot_bgcolor=_PAPER)
+
+
+def _larger(value: Any, field: str, within: str = "") -> Any:  # noqa: ANN401 - whatever a figure holds
+    if isinstance(value, dict):
+        pixels = {"y0", "y1"} if value.get("ysizemode") == "pixel" else set()
+        return {name: _scaled(item) if name in pixels else _larger(item, name, field) for name, item in value.items()}
+    if field in _PIXELS or field in _PIXELS_WITHIN.get(within, ()):
+        return _scaled(value)
+    if isinstance(value, str):
+        return _COLOURS.get(value, value)
+    return [_larger(item, field, within) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _scaled(value: Any) -> Any:  # noqa: ANN401 - a number, or several
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_scaled(item) for item in value]
+    if isinstance(value, int):
+        return round(value * SCALE)  # some of a figure's fields take whole pixels only
+    return value * SCALE if isinstance(value, float) else value

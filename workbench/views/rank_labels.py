@@ -1,0 +1,57 @@
+"""How ranks are named in a picture of many: the few that do otherwise, and on which hosts they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from workbench.replay.grouping import MAX_RUNS, label, ranges, runs
+from workbench.trace.schema import Header
+from workbench.views import theme
+
+MANY = 16
+"""Of more ranks those are named that are not meant, if they are fewer; and a view folds those that did the same."""
+
+_NAMED = 3  # hosts, and ranks with their hosts
+_HOST_LETTERS = 24
+
+
+def who(header: Header, ranks: Iterable[int], everyone: Iterable[int] = ()) -> str:
+    """Return how a person names ranks of a job that may run on several hosts; plain text.
+
+    Example: ``"rank 37 on node04"``; ``"ranks 96-103, all of node12"``; ``"all 512 ranks but 37, 300"``.
+
+    Args:
+        header: says which rank is on which host.
+        ranks: to be named, at least one.
+        everyone: those that they are some of; none: not to be spoken of.
+    """
+    chosen = set(ranks)
+    others = set(everyone) - chosen
+    if len(chosen) > MANY and 0 < len(runs(others)) <= min(MAX_RUNS, len(runs(chosen))):
+        return f"all {len(chosen) + len(others):,} ranks but {ranges(others)}"
+    hosts = hosts_of(header)
+    if len(hosts) < 2:
+        return label(chosen)
+    if len(chosen) <= _NAMED:
+        places = {rank: theme.shorten(host, _HOST_LETTERS) for host, there in hosts.items() for rank in there}
+        named = [f"{rank} on {places[rank]}" if rank in places else f"{rank}" for rank in sorted(chosen)]
+        return f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}"
+    whole = [host for host, there in hosts.items() if chosen.issuperset(there)]
+    if len(whole) > _NAMED or sum(len(hosts[host]) for host in whole) < len(chosen):
+        return label(chosen)
+    return f"{label(chosen)}, all of {' and '.join(theme.shorten(host, _HOST_LETTERS) for host in whole)}"
+
+
+def several(header: Header, groups: Sequence[Iterable[int]], most: int = 4) -> str:
+    """Return how a person names some groups of ranks, and how many there are besides."""
+    named = "; ".join(who(header, ranks) for ranks in groups[:most])
+    left = len(groups) - most
+    return f"{named} and {theme.plural(left, 'more group')} of ranks" if left > 0 else named
+
+
+def hosts_of(header: Header) -> dict[str, list[int]]:
+    """Return which ranks are on which host, by its name, as far as that is known."""
+    found: dict[str, list[int]] = {}
+    for info in header.ranks:
+        found.setdefault(info.host, []).append(info.rank)
+    return found

@@ -1,0 +1,238 @@
+"""What a rank did from when to when, read off a growing trace: the rectangles of the live timeline.
+
+A span is told once it has ended or was aborted, and each track's in the order they began. Of nested compute each
+stretch belongs to the innermost span, as in the static timeline. Arrays: ``N`` spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.events import COLLECTIVES, Kind, Track
+from workbench.replay.device import ClockSource, clock_of, on_device
+from workbench.replay.paused_time import Cuts
+from workbench.replay.spans import Ints, Spans, closed, end_aborted, exclusive, spans
+from workbench.trace.columns import RankTrace
+from workbench.trace.schema import Header, KeyFrame, Rows
+from workbench.views import tracks
+from workbench.views.tracks import COMPUTE, MASKING, WAIT_TRACK
+
+TRACKS = tracks.TRACKS[: len(Track)]
+"""Name and kinds of each track of a rank, from the top: those of the static timeline."""
+
+SPAN_DTYPE = np.dtype(
+    [
+        ("track", "u1"),
+        ("kind", "u1"),
+        ("exposed", "u1"),  # compute waited for it, or it is a wait
+        ("unit", "<i2"),  # -1 none or several
+        ("count", "<i4"),  # spans it stands for
+        ("begin_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("issue_ns", "<i8"),  # of a wait: when what it waits for was issued; -1 not known, and for other kinds
+        ("num_bytes", "<i8"),
+    ]
+)
+
+NO_HEADER = Header()
+
+_READ = (*COMPUTE, Kind.STEP, Kind.WAIT, *COLLECTIVES)
+
+
+_Parts = tuple[NDArray[np.void], NDArray[np.void]]  # ended since the last time, and open
+
+
+class RankSpans:
+    """Reads the spans of one rank, each once.
+
+    Args:
+        from_seq: the row to begin with; spans begun before it are left out.
+
+    Attributes:
+        open: what the rank is in now, of SPAN_DTYPE: spans that have begun and not ended, up to its last row.
+    """
+
+    def __init__(self, from_seq: int = 0) -> None:
+        self._from_seq = from_seq  # before this row nothing is needed any more
+        self._end_seq = from_seq
+        self._told = dict.fromkeys(range(1, len(TRACKS)), -1)  # BEGIN row of the last one told
+        self._until_ns = np.iinfo(np.int64).min  # compute is told up to here
+        self.open = np.empty(0, SPAN_DTYPE)
+
+    def take(
+        self,
+        rank_trace: RankTrace,
+        *,
+        header: Header = NO_HEADER,
+        first_track: int = 0,
+        cuts: Cuts | None = None,
+        until_seq: int | None = None,
+    ) -> NDArray[np.void]:
+        """Return the spans that have ended since the last time, of SPAN_DTYPE.
+
+        Args:
+            rank_trace: a later state of the same one.
+            header: of the trace. Where it says that devices tell when they did what, spans are theirs, and told once
+                the device has come to their end.
+            first_track: number of the rank's first track.
+            cuts: what is cut out of the time axis; times are those at which spans are shown.
+            until_seq: the row before which to stop; None: read all.
+        """
+        end_seq = until_seq = rank_trace.end_seq if until_seq is None else until_seq
+        if until_seq <= self._end_seq:
+            return np.empty(0, SPAN_DTYPE)
+        first_seq = max(self._from_seq, rank_trace.start.seq)
+        rows = rank_trace.rows[first_seq - rank_trace.start.seq : until_seq - rank_trace.start.seq]
+        if clock_of(header) is ClockSource.DEVICE:
+            rows, end_seq = _of_device(rank_trace, RankTrace(rank_trace.rank, rows, KeyFrame(seq=first_seq)), header)
+        rows = rows if cuts is None else cuts.rows(rows)
+        every = end_aborted(spans(rows, _READ), rows)  # found once: it is what takes the time
+        parts = [self._compute(rows, every), *(self._whole(rows, every, track) for track in self._told)]
+        oldest_open = int(every.begin_seq[every.end_seq < 0].min(initial=end_seq))
+        self._from_seq, self._end_seq = oldest_open, until_seq
+        ended, self.open = (np.concatenate(found) for found in zip(*parts, strict=True))
+        for found in (ended, self.open):
+            found["track"] += first_track
+        return ended
+
+    def _compute(self, rows: Rows, every: Spans) -> _Parts:
+        found = _of(every, (*COMPUTE, *MASKING))
+        owner, begin_ns, end_ns = exclusive(closed(found, rows))
+        fresh = begin_ns >= self._until_ns
+        goes_on = np.zeros_like(fresh)
+        goes_on[-1:] = found.end_seq[owner[-1:]] < 0
+        ended = np.flatnonzero(fresh & ~goes_on)
+        self._until_ns = int(end_ns[ended[-1]]) if len(ended) else self._until_ns
+        told = _told(found, owner, 0, begin_ns, end_ns)
+        shown = ~_of_kind(told, MASKING)
+        innermost = np.flatnonzero(found.end_seq < 0)[-1:]
+        if not len(innermost) or innermost[0] in owner[-1:]:
+            return told[fresh & ~goes_on & shown], told[goes_on & shown]
+        now_ns = found.begin_ns[innermost]  # it has begun with the last row: no time belongs to it yet
+        just_begun = _told(found, innermost, 0, now_ns, now_ns)
+        return told[fresh & ~goes_on & shown], just_begun[~_of_kind(just_begun, MASKING)]
+
+    def _whole(self, rows: Rows, every: Spans, track: int) -> _Parts:
+        """Return collectives or waits, which may lie within each other."""
+        found = _of(every, TRACKS[track][1])
+        mine = np.flatnonzero(found.begin_seq > self._told[track])
+        waits_on = np.flatnonzero(found.end_seq[mine] < 0)
+        count = int(waits_on[0]) if len(waits_on) else len(mine)  # told in the order they began
+        if count:
+            self._told[track] = int(found.begin_seq[mine[count - 1]])
+        told = _told(found, mine, track, found.begin_ns[mine], closed(found, rows).end_ns[mine])
+        if track == WAIT_TRACK:
+            told["exposed"], told["issue_ns"] = 1, _issued_ns(every, _keys(found)[mine])
+        else:
+            told["exposed"] = _was_waited_for(every, found)[mine]
+        return told[:count], told[waits_on]
+
+
+def _of_device(whole: RankTrace, part: RankTrace, header: Header) -> tuple[Rows, int]:
+    """Return what its device did of a part of a rank's trace, and the first row that it has not come to."""
+    told = on_device(whole, part, header)
+    return (part.rows[:0], part.start.seq) if told is None else (told.part.rows, told.end_seq)
+
+
+def _told(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) -> NDArray[np.void]:
+    told = np.empty(len(which), SPAN_DTYPE)
+    told["track"], told["exposed"], told["count"], told["issue_ns"] = track, 0, 1, -1
+    told["kind"], told["unit"], told["num_bytes"] = found.kind[which], found.unit[which], found.num_bytes[which]
+    told["begin_ns"], told["end_ns"] = begin_ns, end_ns
+    return told
+
+
+def _of_kind(told: NDArray[np.void], kinds: Iterable[Kind]) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = np.isin(told["kind"], list(kinds))
+    return found
+
+
+def _keys(found: Spans) -> Ints:
+    """One number per collective, the same for a wait for it; -1 for what is neither. ``[N]``."""
+    return np.where(found.comm_seq >= 0, (found.comm_group << 32) | found.comm_seq, -1)
+
+
+def _of(found: Spans, kinds: Iterable[Kind]) -> Spans:
+    """Return the spans of some kinds."""
+    wanted = np.zeros(256, np.bool_)  # quicker than np.isin on few spans
+    wanted[list(kinds)] = True
+    mine = wanted[found.kind]
+    return Spans(**{column.name: getattr(found, column.name)[mine] for column in fields(Spans)})
+
+
+def _issued_ns(every: Spans, keys: Ints) -> Ints:
+    """When the collective of each key was issued; -1 where the spans do not say. ``[N]``."""
+    issued = _of(every, COLLECTIVES)
+    place, known = _lookup(_keys(issued), keys)
+    return np.where(known, np.append(issued.begin_ns, -1)[place], -1)
+
+
+def _was_waited_for(every: Spans, found: Spans) -> NDArray[np.bool_]:
+    """Whether compute began to wait for each collective before its end was recorded. ``[N]``."""
+    waits = _of(every, (Kind.WAIT,))
+    place, known = _lookup(_keys(waits), _keys(found))
+    until = np.where(found.end_seq >= 0, found.end_seq, np.iinfo(np.int64).max)
+    begun: NDArray[np.bool_] = known & (np.append(waits.begin_seq, 0)[place] < until)
+    return begun
+
+
+def _lookup(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the first position in ``keys`` of each one wanted, and whether it is there (and no -1)."""
+    order = np.argsort(keys, kind="stable")
+    place = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
+    place = order[place] if len(keys) else np.zeros(len(wanted), np.int64)
+    known: NDArray[np.bool_] = (keys[place] == wanted) & (wanted >= 0) if len(keys) else np.zeros(len(wanted), np.bool_)
+    return place, known
+
+
+def thinned(found: NDArray[np.void], limit: int) -> NDArray[np.void]:
+    """Return at most about ``limit`` spans: the narrowest are merged with their like; each track stays in order.
+
+    The merged one is as wide as they are together, so that a colour keeps its share, and counts them.
+    """
+    if len(found) <= limit:
+        return found
+    width_ns = int(found["end_ns"].max() - found["begin_ns"].min())
+    pixel_ns = max(width_ns // max(limit, 1), 1)
+    merged = _merged(found, pixel_ns)
+    while len(merged) > limit and pixel_ns <= width_ns:
+        pixel_ns *= 2
+        merged = _merged(merged, pixel_ns)
+    merged = merged[np.lexsort((merged["begin_ns"], merged["track"]))]
+    for track in np.unique(merged["track"][np.isin(merged["track"] % len(TRACKS), (0, WAIT_TRACK))]):
+        mine = np.flatnonzero(merged["track"] == track)
+        merged[mine] = _one_after_the_other(merged[mine])
+    return merged
+
+
+def _one_after_the_other(found: NDArray[np.void]) -> NDArray[np.void]:
+    """Put spans off until those before them are over: what a thread does, it does not do at the same time."""
+    width = found["end_ns"] - found["begin_ns"]
+    until = np.cumsum(width)
+    late = np.maximum.accumulate(found["begin_ns"] - (until - width))
+    found["begin_ns"], found["end_ns"] = late + until - width, late + until
+    return found
+
+
+def _merged(found: NDArray[np.void], pixel_ns: int) -> NDArray[np.void]:
+    """Make one of the spans that begin in one pixel, are narrower than one, and share track and kind."""
+    pixel = (found["begin_ns"] - found["begin_ns"].min()) // pixel_ns
+    wide = np.flatnonzero(found["end_ns"] - found["begin_ns"] >= pixel_ns)
+    pixel[wide] = int(pixel.max()) + 1 + np.arange(len(wide))  # each on its own
+    key = (found["track"].astype(np.int64) << 8 | found["kind"]) * (int(pixel.max()) + 1) + pixel
+    order = np.argsort(key, kind="stable")
+    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    there = found[order]
+    merged = there[first].copy()
+    merged["begin_ns"] = np.minimum.reduceat(there["begin_ns"], first)
+    merged["end_ns"] = merged["begin_ns"] + np.add.reduceat(there["end_ns"] - there["begin_ns"], first)
+    for name in ("count", "num_bytes"):
+        merged[name] = np.add.reduceat(there[name], first)
+    merged["exposed"] = np.maximum.reduceat(there["exposed"], first)
+    same_unit = np.minimum.reduceat(there["unit"], first) == np.maximum.reduceat(there["unit"], first)
+    merged["unit"] = np.where(same_unit, merged["unit"], -1)
+    return merged

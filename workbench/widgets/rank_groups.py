@@ -1,0 +1,82 @@
+"""Which ranks behave alike so far, step by step: they share one panel until the day they differ."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.events import COLLECTIVES, Category, Edge, Kind
+from workbench.replay.spans import of_kind
+from workbench.replay.states import CHANGING_KINDS
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Rows
+
+ALIKE = 0.02
+"""Ranks are alike if no class of memory differs by more than this part of all, as in the memory view."""
+
+
+class RankGroups:
+    """Groups of alike ranks. A group is only ever split: what was drawn for it holds for all its ranks."""
+
+    def __init__(self) -> None:
+        self.groups: tuple[tuple[int, ...], ...] = ()
+        self._seen: dict[int, int] = {}
+
+    def update(self, trace: Trace) -> bool:
+        """Look at the steps that all ranks have finished since; return whether the groups changed."""
+        ranks = [rank_trace for rank_trace in trace.ranks if rank_trace.end_seq > rank_trace.start.seq]
+        if {r.rank for r in ranks} != {rank for group in self.groups for rank in group}:
+            self.groups = (tuple(r.rank for r in ranks),) if ranks else ()
+            self._seen = {}
+            self._split(ranks)
+            return True
+        return self._split(ranks)
+
+    def _split(self, ranks: list[RankTrace]) -> bool:
+        marks = self._marks(ranks)
+        found: list[list[int]] = []
+        for group in self.groups:
+            parts: list[list[int]] = []
+            for rank in group:
+                place = next((part for part in parts if _same(marks.get(part[0]), marks.get(rank))), None)
+                if place is None:
+                    parts.append([rank])
+                else:
+                    place.append(rank)
+            found += parts
+        before, self.groups = self.groups, tuple(map(tuple, found))
+        return before != self.groups
+
+    def _marks(self, ranks: list[RankTrace]) -> dict[int, tuple[bytes, np.ndarray]]:
+        """By rank, what tells it from others in the steps that all have finished and nobody looked at."""
+        new = {r.rank: r.rows[max(self._seen.get(r.rank, 0) - r.start.seq, 0) :] for r in ranks}
+        ends = {rank: _step_ends(rows) for rank, rows in new.items()}
+        common = min((len(found) for found in ends.values()), default=0)
+        if not common:
+            return {}
+        cut = {rank: rows[: ends[rank][common - 1] + 1] for rank, rows in new.items()}
+        self._seen |= {rank: int(rows["seq"][-1]) + 1 for rank, rows in cut.items()}
+        return {rank: (_program(rows), _moved(rows)) for rank, rows in cut.items()}
+
+
+def _step_ends(rows: Rows) -> np.ndarray:
+    return np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END))
+
+
+def _program(rows: Rows) -> bytes:
+    """What the rank's program did to its units, in its order; when a collective arrives is not its doing."""
+    places = np.flatnonzero(of_kind(rows, CHANGING_KINDS))
+    kind, edge, unit = (rows[name][places] for name in ("kind", "edge", "unit"))  # three columns: less to copy
+    did = ~(np.isin(kind, COLLECTIVES) & (edge == Edge.END))
+    return b"".join(column[did].tobytes() for column in (kind, edge, unit))
+
+
+def _moved(rows: Rows) -> np.ndarray:
+    """Bytes allocated of each class. ``[C]``."""
+    places = np.flatnonzero((rows["kind"] == Kind.ALLOC) & (rows["category"] < len(Category)))
+    return np.bincount(rows["category"][places], rows["num_bytes"][places], len(Category))
+
+
+def _same(first: tuple[bytes, np.ndarray] | None, second: tuple[bytes, np.ndarray] | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return first[0] == second[0] and bool(np.abs(first[1] - second[1]).max() <= ALIKE * first[1].sum())

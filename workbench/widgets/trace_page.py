@@ -1,0 +1,94 @@
+"""A record as one page that needs nothing else: the dashboard over it, and figures of what it does not show.
+
+The page opens from a file, without a server, a network or Python. It runs two scripts, its own and plotly's, and its
+policy names them by their hashes: nothing else runs, and nothing is fetched. The record is base64 text, and names of
+modules, ranks and metrics are only ever made text of the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+
+from plotly.offline import get_plotlyjs
+
+from workbench.trace.columns import Trace, steps
+from workbench.views import draw
+from workbench.views.theme import plural
+from workbench.widgets.js_bundle import STATIC, joined
+from workbench.widgets.recorded import packed
+
+FIGURES = ("layout", "comms", "training")
+"""The views that the dashboard does not have."""
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<header><h1>{title}</h1><p>{about}</p></header>
+<main>
+<div id="dashboard"></div>
+<div class="fw-figures" id="figures">
+{figures}
+</div>
+</main>
+<script type="application/octet-stream" id="record">{record}</script>
+<script>{plotly}</script>
+<script type="module">{program}</script>
+</body>
+</html>
+"""
+
+
+def page(trace: Trace, title: str) -> str:
+    """Return the page of a record.
+
+    Args:
+        trace: what happened.
+        title: of the page; any text.
+    """
+    figures = {name: json.loads(str(draw(name, trace).to_json())) for name in FIGURES}
+    program, plotly = joined("page.js"), get_plotlyjs()
+    for script in (program, plotly):
+        if "</script" in script.lower() or "<!--" in script:
+            raise ValueError("a script of the page would end before its end")
+    return _PAGE.format(
+        policy="; ".join(
+            (
+                "default-src 'none'",
+                f"script-src {_hash(plotly)} {_hash(program)}",
+                "style-src 'unsafe-inline'",  # plotly puts styles on what it draws
+                "base-uri 'none'",
+                "form-action 'none'",
+            )
+        ),
+        title=html.escape(title),
+        about=html.escape(_about(trace)),
+        style="".join((STATIC / name).read_text("utf-8") for name in ("dashboard.css", "figures.css", "page.css")),
+        figures="\n".join(f'<div class="fw-figure"><div id="{name}"></div></div>' for name in FIGURES),
+        record=base64.b64encode(packed(trace, {"figures": figures})).decode(),
+        plotly=plotly,
+        program=program,
+    )
+
+
+def _about(trace: Trace) -> str:
+    found = steps(trace)
+    ran = f"{plural(len(found), 'step')} ({found[0]} to {found[-1]})" if found else "no steps"
+    return (
+        f"A record of {plural(len(trace.ranks), 'rank')}, {ran}, {plural(trace.num_rows, 'event')}. "
+        "Drag in the areas or on the axis to move the cursor; left and right arrow keys go from event to event."
+    )
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

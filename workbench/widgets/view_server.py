@@ -1,0 +1,218 @@
+"""What the dashboard in the browser is told: the answers to the questions of one view, of a trace that may grow.
+
+The messages are those of :mod:`workbench.widgets.dashboard_messages`; nothing here knows of a notebook or of who asks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from workbench.codec import encode
+from workbench.replay.clock_error import error_ns
+from workbench.replay.device import ClockSource, clock_of
+from workbench.replay.paused_time import Cuts
+from workbench.replay.units import model_order, unit_name
+from workbench.reports.cursor import Cursor
+from workbench.session.snapshot import ClusterSnapshot
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
+from workbench.views import theme
+from workbench.widgets.dashboard_messages import (
+    Answer,
+    AskAt,
+    AskBeside,
+    AskFeed,
+    AskWindow,
+    Counts,
+    FeedUpdate,
+    Moment,
+    MomentReply,
+    MovedCursor,
+    PeakInfo,
+    RanksAt,
+    WindowDetail,
+)
+from workbench.widgets.feed import HISTORY_ROWS, Feed
+from workbench.widgets.live_peak import Peaks
+from workbench.widgets.long_poll import breakpoints, health, said
+from workbench.widgets.overview import PolicyEffect, slowest, status, whose
+from workbench.widgets.packing import pack, told_holds, told_open
+from workbench.widgets.rate_limit import BYTES_PER_S
+from workbench.widgets.state_at import StateAt
+from workbench.widgets.window_detail import window
+
+FIRST_BYTES = 256 * 1024
+"""Binary data of the first answer: what happened before the view was opened."""
+
+_ALL_NS = 1 << 62  # later than anything
+_MAX_US = float(1 << 51)  # 71 years: further from the origin than anything, and 64 bits hold it in nanoseconds
+
+Looking = AskFeed | AskAt | AskBeside | AskWindow
+"""Questions about what was recorded."""
+
+
+class ViewServer:
+    """What one view in the browser knows, and the answers to what it asks.
+
+    Args:
+        first_bytes: of binary data that the first answer to ``feed`` may have.
+        history_rows: of each rank that it tells of.
+        least_spans: that are told at once, whatever they take.
+    """
+
+    def __init__(self, first_bytes: int = FIRST_BYTES, history_rows: int = HISTORY_ROWS, least_spans: int = 0) -> None:
+        self._first_bytes, self._new_feed = first_bytes, partial(Feed, history_rows, least_spans)
+        self._feed, self._moments, self._peaks = self._new_feed(), StateAt(), Peaks()
+        self._origin_ns = 0
+        self._units: Sequence[object] = ()
+        self._num_cuts = 0
+        self._cursor: Cursor | None = None
+        self._record = ""
+        self._asked_at: float | None = None
+        self._turns = PolicyEffect()
+        self._ends: list[tuple[int, int]] = []
+        self._newest_at = 0.0  # when something new was recorded last
+
+    @property
+    def origin_ns(self) -> int:
+        """The time that the view calls 0, in nanoseconds."""
+        return self._origin_ns
+
+    @property
+    def cuts(self) -> Cuts:
+        """What is cut out of the view's time axis."""
+        return self._feed.cuts
+
+    def answer(
+        self, question: Looking, pulse: ClusterSnapshot, clock: Callable[[], float]
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Return the answer to a question as plain data and buffers."""
+        found, buffers = self._answer(question, pulse, clock)
+        return encode(found), buffers
+
+    def _answer(
+        self, question: Looking, pulse: ClusterSnapshot, clock: Callable[[], float]
+    ) -> tuple[Answer, list[bytes]]:
+        trace = pulse.trace
+        match question:
+            case AskFeed():
+                return self._news(pulse, clock)
+            case AskWindow():
+                return self._window(trace, question)
+            case AskAt():
+                moment = self._at(trace, self._true_ns(question.t_us))
+            case AskBeside():
+                moment = self._moments.beside(trace, question.rank, question.seq, question.by)
+        return MomentReply(number=question.number, moment=self._moment(moment)), []
+
+    def _window(self, trace: Trace, question: AskWindow) -> tuple[WindowDetail, list[bytes]]:
+        from_us, to_us = float(question.from_us), float(question.to_us)
+        begin_ns, end_ns = self._true_ns(from_us), self._true_ns(to_us)
+        found = window(trace, self._moments, self._feed.groups, begin_ns, end_ns, self._feed.cuts, self._feed.ranks)
+        counts, buffer = pack(found, self._origin_ns)
+        number = question.number
+        return WindowDetail(number=number, from_us=from_us, to_us=to_us, exact=found.is_exact, counts=counts), [buffer]
+
+    def _news(self, pulse: ClusterSnapshot, clock: Callable[[], float]) -> tuple[FeedUpdate, list[bytes]]:
+        begin = clock()
+        ago = None if self._asked_at is None else min(begin - self._asked_at, 1.0)
+        self._asked_at = begin
+        if pulse.record != self._record:  # it may be of the same job, with other rows
+            self._record, self._feed = pulse.record, self._new_feed()
+        trace = pulse.trace
+        new = self._feed.take(trace, self._first_bytes if ago is None else int(BYTES_PER_S * ago))
+        if new.restart:
+            self._origin_ns, self._units, self._cursor = _origin_ns(trace), (), None
+            self._moments, self._peaks = StateAt(), Peaks()
+            self._turns = PolicyEffect() if new.is_another else self._turns
+        counts, buffer = pack(new, self._origin_ns)
+        header, is_news = trace.header, new.restart or counts != Counts(spans=0, memory=0, states=0, steps=0)
+        are_units_new, are_holds_new = (
+            header.units != self._units,
+            new.restart or len(self._feed.cuts) != self._num_cuts,
+        )
+        has_moved = pulse.cursor != self._cursor
+        self._units, self._num_cuts, self._cursor = header.units, len(self._feed.cuts), pulse.cursor
+        ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in trace.ranks]
+        if ends != self._ends:
+            self._ends, self._newest_at = ends, begin
+        change = None
+        if new.groups:
+            change = self._turns.take(
+                trace, pulse.policies, new.steps, self._moments, new.groups[0][0], self._feed.cuts
+            )
+        news = FeedUpdate(
+            restart=new.restart,
+            another=new.is_another,
+            exact=new.is_exact,
+            groups=new.groups,
+            tracks=new.ranks,
+            open=told_open(new.open, self._origin_ns),
+            counts=counts,
+            begin_us=self._us(_origin_ns(trace)),
+            health=health(pulse),
+            breakpoints=breakpoints(pulse),
+            status=status(pulse, begin - self._newest_at),
+            whose=whose(header, os.getpid()) if pulse.running else "",
+            late=slowest(new.steps[-1]) if len(new.steps) else None,
+            change=change,
+            said=said(pulse),
+            clock=_clock(trace),
+            units=tuple(unit_name(header, unit.index) for unit in header.units) if are_units_new else None,
+            order=_order(header) if are_units_new else None,
+            holds=told_holds(self._feed.cuts, self._origin_ns) if are_holds_new else None,
+            now=self._moment(self._moments.at(trace, _ALL_NS)) if is_news else None,
+            peaks=tuple(self._peak(trace, group[0]) for group in new.groups) if is_news else None,
+            has_moved=has_moved,
+            cursor=self._moved(trace, pulse.cursor) if has_moved else None,
+        )
+        return news, [buffer]
+
+    def _moved(self, trace: Trace, cursor: Cursor | None) -> MovedCursor | None:
+        if cursor is None:
+            return None
+        return MovedCursor(t_us=self._us(cursor.t_ns), moment=self._moment(self._moments.at_cursor(trace, cursor)))
+
+    def _at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
+        """All ranks at a time; at that of the cursor, where the cursor cuts each of them."""
+        if self._cursor is not None and self._us(t_ns) == self._us(self._cursor.t_ns):
+            return self._moments.at_cursor(trace, self._cursor)
+        return self._moments.at(trace, t_ns)
+
+    def _moment(self, found: dict[str, Any] | None) -> Moment | None:
+        if found is None:
+            return None
+        known = {key: found[key] for key in ("rank", "seq", "step", "event")}
+        ranks = tuple(RanksAt(**{**group, "ranks": tuple(group["ranks"])}) for group in found["ranks"])
+        return Moment(t_us=self._us(found["t_ns"]), ranks=ranks, **known)
+
+    def _peak(self, trace: Trace, rank: int) -> PeakInfo:
+        found = self._peaks.of(trace, rank)
+        return PeakInfo(t_us=self._us(found["t_ns"]), **{key: found[key] for key in ("num_bytes", "step", "text")})
+
+    def _us(self, t_ns: int) -> float:
+        """Where the view shows a time."""
+        return (self._feed.cuts.shown_at(t_ns) - self._origin_ns) / 1e3
+
+    def _true_ns(self, us: float) -> int:
+        """The time that the view shows there."""
+        return self._feed.cuts.true_at(round(min(max(us, -_MAX_US), _MAX_US) * 1e3) + self._origin_ns)
+
+
+def _order(header: Header) -> tuple[int, ...]:
+    """The units that were not undone, from the top."""
+    return tuple(unit for unit in model_order(header) if header.units[unit].in_use)
+
+
+def _clock(trace: Trace) -> tuple[str, str]:
+    """Whose times the timeline has, and whose the panels of memory and units; nothing where one host computes."""
+    clock = clock_of(trace.header)
+    timeline = filter(None, (theme.clock_words(trace.header, clock), theme.error_words(error_ns(trace))))
+    return " · ".join(timeline), "" if clock is ClockSource.HOST else "in the host's order, at its times"
+
+
+def _origin_ns(trace: Trace) -> int:
+    return min((int(r.rows["t_ns"][0]) for r in trace.ranks if len(r.rows)), default=0)
