@@ -18,12 +18,12 @@ OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed
 # What depends on torch's version, for the other two: what the engine takes from torch's inside; its numbers, names and
 # choices beside those of torch's own FSDP; what gives modules, tensors and groups of ours to another part of torch; ranks
 # that abort their groups. What only our code decides runs with one torch, as do cross products and many examples.
-INSIDE := torch_private imports groups waits
+INSIDE := torch_private imports process_groups cancellable_waits
 BESIDE := parity against_torch same_script names gradients roots unused_params mixed_precision
 # with the newest alone, as it is the one that changes:
 OTHER_PARTS := first_iteration inner_losses call checkpoint checkpointing state_dict optimizers meta_init mesh_dims \
   tensor_parallel pipelining software
-CLASSIC := api wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state checkpoints
+CLASSIC := options wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state torch_checkpoint
 OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE)) \
   $(CLASSIC:%=tests/engine/classic/test_%.py) tests/engine/classic/test_tensor_parallel.py::test_it_trains_as_torchs_wrapper \
   $(patsubst %,tests/runtime/test_%.py,recovery meshes)

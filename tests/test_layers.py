@@ -85,7 +85,7 @@ def test_only_backends_ask_for_the_kind_of_a_device_or_an_address(folder, num_fi
     assert found == []
 
 
-KINDS = {"cuda", "gloo", "host", "hosts", "shared_comm", "shared_memory", "shared_selection", "streams"}
+KINDS = {"cpu", "cuda", "gloo", "hierarchical_comm", "shared_comm", "shared_memory", "shared_selection", "streams"}
 
 
 def test_what_a_kind_of_device_does_in_its_own_way_is_private_to_backends():

@@ -42,7 +42,7 @@ class Device:
 
 
 DEVICES: Mapping[str, Device] = {
-    HOST: Device("workbench.engine.backends.cpu:Host"),
+    HOST: Device("workbench.engine.backends.cpu:Cpu"),
     "cuda": Device("workbench.engine.backends.cuda:Cuda", driver="/dev/nvidiactl", library="libcuda.so.1"),
 }
 """By the name that ``--device`` takes: if torch knows the kind, by what ``torch.device.type`` calls it."""

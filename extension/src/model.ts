@@ -3,7 +3,7 @@ import type { IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
 
 import { type Client, Refusal, type Standing } from "./client";
-import type { Command, Model, ParamInfo, Preview, Reshard, Said, Shard, State, UnitInfo } from "./protocol";
+import type { Command, Model, ParamInfo, Preview, Reshard, CommandOutput, Shard, State, UnitInfo } from "./protocol";
 import type { Wanted } from "./starting";
 import type { Prepared } from "./words";
 
@@ -194,7 +194,7 @@ export class PanelModel implements IDisposable {
   }
 
   /** Do a command; null if it failed. `isShown`: what it says is shown elsewhere. */
-  async #say(command: Command, isShown = false): Promise<Said | null> {
+  async #say(command: Command, isShown = false): Promise<CommandOutput | null> {
     this.#key += 1;
     const key = this.#key;
     if (command.word === "abort") this.#aborts += 1;

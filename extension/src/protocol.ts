@@ -27,7 +27,7 @@ export interface Hello {
 }
 
 /** Asks how everything is. */
-export interface Look {
+export interface GetState {
   readonly word: "look";
   /** comes back with the answer. */
   readonly number: number;
@@ -47,7 +47,7 @@ export interface FindModels {
 }
 
 /** Asks what a command `shard` or `reshard` would come to, before it is done. */
-export interface Try {
+export interface PreviewCommand {
   readonly word: "try";
   /** comes back with the answer. */
   readonly number: number;
@@ -65,7 +65,7 @@ export interface FindParams {
 }
 
 /** Asks for the line that one could have typed for a command. */
-export interface Spell {
+export interface FormatCommand {
   readonly word: "spell";
   /** comes back with the answer. */
   readonly number: number;
@@ -74,7 +74,7 @@ export interface Spell {
 }
 
 /** Asks for a command to be done, as the line typed into a cell would be. */
-export interface Do {
+export interface RunCommand {
   readonly word: "do";
   /** comes back with the answer. */
   readonly number: number;
@@ -83,7 +83,7 @@ export interface Do {
 }
 
 /** Asks which commands were done in this notebook. */
-export interface Recall {
+export interface GetHistory {
   readonly word: "recall";
   /** comes back with the answer. */
   readonly number: number;
@@ -256,7 +256,7 @@ export interface RequestState {
 }
 
 /** How training goes. */
-export interface TrainingState {
+export interface TrainingSummary {
   /** number of the newest step that a rank has begun, -1 before the first. */
   readonly step: number;
   /** mean over the ranks, of the newest step that has one. */
@@ -270,7 +270,7 @@ export interface TrainingState {
 }
 
 /** How the last thing that the ranks were asked ended, whoever asked it. */
-export interface Ending {
+export interface LastResult {
   /** how many have ended; another one than before: this is news. */
   readonly count: number;
   /** what it was, such as `%fsdp step 40`, or `a cell`. */
@@ -301,9 +301,9 @@ export interface State {
   /** what is under way; None: nothing is. */
   readonly request: RequestState | null;
   /** how training goes. */
-  readonly training: TrainingState;
+  readonly training: TrainingSummary;
   /** how the last request ended; None: none has yet. */
-  readonly ended: Ending | null;
+  readonly ended: LastResult | null;
   /** whether there is something to draw and to export. */
   readonly is_recorded: boolean;
   /** name of the file that is shown; empty: what ranks recorded. */
@@ -482,7 +482,7 @@ export interface Params {
 }
 
 /** A command as a line. */
-export interface Line {
+export interface CommandLine {
   readonly word: "line";
   /** of the question. */
   readonly number: number;
@@ -491,7 +491,7 @@ export interface Line {
 }
 
 /** What a command said. */
-export interface Said {
+export interface CommandOutput {
   readonly word: "said";
   /** of the question. */
   readonly number: number;
@@ -509,7 +509,7 @@ export interface Said {
 }
 
 /** A command that was asked for in this notebook. */
-export interface Past {
+export interface PastCommand {
   /** what was typed, or could have been. */
   readonly line: string;
   /** who asked. */
@@ -519,12 +519,12 @@ export interface Past {
 }
 
 /** The commands of this notebook; `%fsdp history` shows the same. */
-export interface Recalled {
+export interface CommandHistory {
   readonly word: "recalled";
   /** of the question. */
   readonly number: number;
   /** the oldest first. */
-  readonly commands: readonly Past[];
+  readonly commands: readonly PastCommand[];
 }
 
 /** A question that has no answer. */
@@ -932,13 +932,13 @@ export interface Help {
 
 export type Question =
   | Hello
-  | Look
+  | GetState
   | FindModels
-  | Try
+  | PreviewCommand
   | FindParams
-  | Spell
-  | Do
-  | Recall;
+  | FormatCommand
+  | RunCommand
+  | GetHistory;
 
 export type Answer =
   | Welcome
@@ -946,9 +946,9 @@ export type Answer =
   | Models
   | Preview
   | Params
-  | Line
-  | Said
-  | Recalled
+  | CommandLine
+  | CommandOutput
+  | CommandHistory
   | Refused;
 
 export type Command =

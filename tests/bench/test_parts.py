@@ -55,9 +55,9 @@ def story():
     return Story()
 
 
-HOOK, INNER = Code("/engine/state.py"), Code("/engine/deeper/param.py")
+HOOK, INNER = Code("/engine/fsdp_state.py"), Code("/engine/deeper/param.py")
 MODEL, ELSEWHERE = Code("/model.py"), Code("/engineer.py")
-BLOCK = Code("/engine/backends/pending.py", "PendingWork.block")
+BLOCK = Code("/engine/backends/async_work.py", "PendingWork.block")
 GATHER = Code("/engine/comm.py", "GlooAllGather.__call__")
 
 

@@ -119,7 +119,7 @@ def test_an_error_in_a_called_function_comes_from_the_rank_that_raised(cluster):
     error = pending.error(1)
     assert (error.rank, error.ename, error.evalue, error.line) == (1, "ZeroDivisionError", "on purpose", None)
     assert "fake_rank.py" in error.traceback
-    assert "_control.py" not in error.traceback
+    assert "_ipyparallel.py" not in error.traceback
 
 
 def test_an_error_below_a_called_function_names_the_line_of_the_cell(cluster):

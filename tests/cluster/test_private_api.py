@@ -1,4 +1,4 @@
-"""What _control.py uses of ipyparallel and ipykernel is still there."""
+"""What _ipyparallel.py uses of ipyparallel and ipykernel is still there."""
 
 import asyncio
 import inspect

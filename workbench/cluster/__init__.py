@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "Output", "PendingReplies"]
 
-_HOME = {"Cluster": "cluster", "Output": "pending", "PendingReplies": "pending"}
+_HOME = {"Cluster": "cluster", "Output": "pending_replies", "PendingReplies": "pending_replies"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562

@@ -109,9 +109,10 @@ def _put_streams_back() -> None:
 
 standing: dict[str, Any] = {"world": None, "lookout": None, "children": None, "stdout": None, "stderr": None}
 """What an engine keeps while it is a rank: its :class:`~workbench.protocol.starting.World` as data, the
-:class:`~workbench.cluster.host_liveness.HostMonitor` for other hosts, the :class:`~workbench.cluster.child_output.ChildOutput`, and
-the streams that publish what it prints. Each is None until this engine is first a rank; the world is None again
-when it no longer is one, and the lookout where it watches no other host."""
+:class:`~workbench.cluster.host_liveness.HostMonitor` for other hosts, the
+:class:`~workbench.cluster.child_output.ChildOutput`, and the streams that publish what it prints. Each is None until
+this engine is first a rank; the world is None again when it no longer is one, and the lookout where it watches no other
+host."""
 
 
 def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> None:

@@ -115,8 +115,13 @@ class Cluster:
 
     @classmethod
     def attached(
-        cls, target: AttachTarget, num_ranks: int | None = None, *, take: bool = False, **settings: Any
-    ) -> Self:  # noqa: ANN401
+        cls,
+        target: AttachTarget,
+        num_ranks: int | None = None,
+        *,
+        take: bool = False,
+        **settings: Any,  # noqa: ANN401
+    ) -> Self:
         """Return a cluster whose engines run already; :meth:`start` finds them, :meth:`stop` ends no process.
 
         Engines that are ranks already, and that nobody holds, keep their variables. Those that another notebook holds
@@ -382,7 +387,7 @@ class Cluster:
         """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
 
         Ranks that are idle leave their process groups first; busy ones are asked to end and killed 2 s later. The
-        process that ranks on the CPU were forked from stays for the next start of this process (keeper.py).
+        process that ranks on the CPU were forked from stays for the next start of this process (zygote_cache.py).
 
         Returns:
             What could not be ended, because its host was not reached, and what becomes of it; empty: nothing is left.

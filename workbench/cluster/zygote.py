@@ -4,7 +4,7 @@ The zygote imports, then forks one child per rank while it is still a single thr
 an engine with a session, a log file and a process id of its own. Then the zygote only waits for its children and tells
 the kernel, one JSON line each, who was born (``{"rank": 0, "pid": 12}``) and who ended (``{"rank": 0, "code": -9}``).
 A child dies with it (Linux's parent death signal), so that no rank is ever left that nobody waits for. Once all have
-ended it is idle, as it was before, and may be asked for the ranks of another cluster (keeper.py).
+ended it is idle, as it was before, and may be asked for the ranks of another cluster (zygote_cache.py).
 
 It belongs to no cluster, but has a marker and a reaper of its own: whatever becomes of the kernel, it ends as well.
 

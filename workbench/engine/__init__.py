@@ -13,8 +13,9 @@ reduce-scatters come in torch's order then, so that a record can be compared wit
 zero-bubble schedules give ``reshard_after_forward=False``, here as there: they find the parameters of a module that is
 resharded between its forward and backward nowhere, and leave them without gradients.
 
-Follow one all-gather from hook to wire: ``state.py`` (hooks) -> ``param_group.py`` (a unit) -> ``collectives.py``
-(layouts) -> ``comm.py`` (the wire). A gradient goes back from the hook by ``param_group.py`` and ``reduction.py``.
+To follow one all-gather from hook to wire, read ``fsdp_state.py`` (hooks), ``param_group.py`` (a unit),
+``unit_collectives.py`` (layouts) and ``comm.py`` (the wire). A gradient travels back from the hook through
+``param_group.py`` and ``reduction.py``.
 """
 
 from workbench.engine.api import fully_shard, register_fsdp_forward_method, share_comm_ctx

@@ -1,6 +1,6 @@
 """How every wait of this process is ended from outside: a flag, at which whoever waits looks in slices of time.
 
-How a collective is waited for is the affair of its backend (``backends/pending.py``).
+How a collective is waited for is the affair of its backend (``backends/async_work.py``).
 """
 
 from __future__ import annotations

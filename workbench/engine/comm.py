@@ -2,7 +2,7 @@
 
 ``WORKBENCH_COMM`` in the environment chooses: unset, ranks of one host use shared memory
 (``backends/shared_memory.py``), those of several hosts with as many on each as well, and gloo between the hosts
-(``backends/hosts.py``), and others the fastest pair for their backend; ``gloo``, never shared memory;
+(``backends/hierarchical_comm.py``), and others the fastest pair for their backend; ``gloo``, never shared memory;
 ``default``, c10d's single-tensor collectives. On gloo those are slow (``reduce_scatter_single`` runs as an all-reduce),
 so there the engine picks others (``backends/gloo.py``).
 """
@@ -29,7 +29,7 @@ SET_BY_USER = frozenset({CUSTOM, OF_GROUP})
 
 
 class Peers(Protocol):
-    """The ranks that communicate as one, as a backend knows them: :class:`workbench.engine.process_groups.CommGroup`."""
+    """The ranks that communicate as one, as a backend knows them: see :mod:`workbench.engine.process_groups`."""
 
     ranks: tuple[int, ...]
     rank: int

@@ -1,6 +1,6 @@
 """One parameter of a unit, in its forms.
 
-Words for tensors and bytes, used in the whole engine (see ``layout.py`` for rows, slot and padded full):
+Words for tensors and bytes, used in the whole engine (see ``shard_layout.py`` for rows, slot and padded full):
 
 - *full shape*     the shape of what this unit splits: the parameter's own, or a rank's part of it if tensor parallelism
                    has split it before.

@@ -4,7 +4,8 @@ A group with an unfinished collective is never used again (its next collective c
 abort or a failure every :class:`CommGroup` gets a fresh process group, and the units that refer to it do not notice.
 They are kept apart from the groups of the DTensor mesh, which the user's own collectives use.
 
-No collective is issued before the order check (``order.py``) knows that all ranks of the group issue the same.
+No collective is issued before the order check (``collective_order.py``) knows that all ranks of the group issue the
+same one.
 """
 
 from __future__ import annotations

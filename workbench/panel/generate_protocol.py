@@ -1,7 +1,7 @@
-"""The panel's types: ``extension/src/protocol.ts``, made of :mod:`workbench.panel.panel_messages` and the words of ``%fsdp``.
+"""Generate ``extension/src/protocol.ts`` from :mod:`workbench.panel.panel_messages` and the commands of ``%fsdp``.
 
-``python -m workbench.panel.generate_protocol`` writes it again after one of them has changed, and the kinds of device that the
-panel's settings offer.
+Run ``python -m workbench.panel.generate_protocol`` after a change of either. It also writes the kinds of device that
+the panel's settings offer.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 A magic, a button and the Python API build the same command, and :meth:`workbench.workbench.Workbench.do` does it. The
 declaration of a word is all there is of it on the way: its docstring is its help, its fields are its arguments, on the
-line (:mod:`workbench.magics.command_lines` makes the parser) as in Python (:func:`workbench.workbench.Workbench` takes its
-methods' signatures from here), and as plain data it goes to the ranks if it is for them.
+line (:mod:`workbench.magics.command_lines` makes the parser) as in Python (:func:`workbench.workbench.Workbench` takes
+its methods' signatures from here), and as plain data it goes to the ranks if it is for them.
 
 To add one that ranks do: declare it here, with what a rank answers; write what a rank does in ``runtime/``, under
-:func:`workbench.runtime.command_handlers.does`; and what is said in ``reports/results.py``, under ``@says``. It then has its parser,
-its help, its completion and its method.
+:func:`workbench.runtime.command_handlers.does`; and what is said in ``reports/results.py``, under ``@says``. It then
+has its parser, its help, its completion and its method.
 """
 
 from __future__ import annotations

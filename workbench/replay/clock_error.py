@@ -1,9 +1,10 @@
 """How far times of ranks on different hosts may be from where they are drawn.
 
 All times of a trace are on rank 0's clock, but those of ranks that read another clock were converted by what comparing
-the two has found, give or take an error (:class:`~workbench.trace.schema.ClockReading`). Times of one rank, and of ranks
-that read the same clock, have none: how long something took on a rank is as exact as its clock, and so is who waited
-least, which says who came last. Only when something happened on one host and when on another is not known better.
+the two has found, give or take an error (:class:`~workbench.trace.schema.ClockReading`). Times of one rank, and of
+ranks that read the same clock, have none: how long something took on a rank is as exact as its clock, and so is
+who waited least, which says who came last. Only when something happened on one host and when on another is not known
+better.
 
 From one reading to the next a clock drifts at most as far as from the one offset to the other; before the first reading
 and after the last one, two clocks are taken to drift apart by :data:`DRIFT` of the time.

@@ -345,7 +345,7 @@ def shutdown() -> None:
 
 
 def side_door(data: dict[str, Any]) -> tuple[Any, list[memoryview]]:
-    """Answer a request of the control thread (:mod:`workbench.protocol.rank_messages`), as data and what goes beside it.
+    """Answer a request of the control thread (:mod:`workbench.protocol.rank_messages`): return data and its buffers.
 
     Raises:
         ValueError: it is no request.

@@ -1,8 +1,9 @@
 """The command ``verify``: one sharded step against the same step of an unsharded copy, then everything as before.
 
 Both steps start from the same parameters, optimizer state and random numbers. The copy computes in the same precision
-(``reference.py``) and averages its gradients over the ranks that see other data by an all-reduce as soon as they are
-accumulated, which is what sharded training promises to equal. What tensor parallelism has split stays split in it.
+(``reference_precision.py``) and averages its gradients over the ranks that see other data by an all-reduce as soon as
+they are accumulated, which is what sharded training promises to equal. What tensor parallelism has split stays split
+in it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The live dashboard: one widget that shows what all ranks do while they train, and at any event before.
 
 The browser asks, this side answers; nothing is sent unasked, so a dashboard that nobody sees costs nothing. Each
-view in the browser has a name of its own, by which its :class:`~workbench.widgets.view_server.ViewServer` are kept here.
+view in the browser has a name of its own, which finds its :class:`~workbench.widgets.view_server.ViewServer` here.
 
 The messages are declared in :mod:`workbench.widgets.dashboard_messages`. With one panel alone, ``timeline``, it is what
 ``%fsdp timeline --canvas`` shows.
 
 The feed keeps to a number of bytes a second and is thinned out for it. A window is asked for when the view holds still
 and somebody looks closely: such answers come with what a person does and are not part of that number. One is limited
-by :data:`workbench.widgets.window_detail.MOST` and :data:`workbench.widgets.window_detail.MOST_SPANS`; beyond that it says that it
-is not ``exact``.
+by :data:`workbench.widgets.window_detail.MOST` and :data:`workbench.widgets.window_detail.MOST_SPANS`; beyond that it
+says that it is not ``exact``.
 
-:class:`DashboardWidget` is a widget; :class:`Views` is all of it but the way that messages go, which may be another one.
+:class:`DashboardWidget` is a widget; :class:`Views` is all of it but the transport of its messages.
 """
 
 from __future__ import annotations

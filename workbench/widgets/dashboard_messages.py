@@ -1,9 +1,9 @@
 """What a dashboard in the browser and the kernel say to each other: questions and answers, all declared here.
 
 Every question bears the ``view`` that asks, a name of its own choice, and every answer the ``view`` that it is for,
-which :class:`~workbench.widgets.dashboard.DashboardWidget` writes on it. A question may leave out what has a default. Times
-are microseconds from the view's origin, as they are shown: without time in which ranks were held or idle. What is told
-in numbers is in a buffer beside the message, as :data:`workbench.widgets.packing.COLUMNS` says.
+which :class:`~workbench.widgets.dashboard.DashboardWidget` writes on it. A question may leave out what has a default.
+Times are microseconds from the view's origin, as they are shown: without time in which ranks were held or idle. Numbers
+are in a buffer beside the message, as :data:`workbench.widgets.packing.COLUMNS` says.
 ``static/messages.d.ts`` has the same types for the front end; ``python -m workbench.widgets.generate_js`` writes it.
 
 ============================ =================== ==============================================================

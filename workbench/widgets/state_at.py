@@ -4,7 +4,7 @@ Key frames are kept along the way, so that a moment late in a long trace costs n
 ranks that did the same up to the same row the state is found once: of many ranks few do otherwise.
 Times are nanoseconds. A row counts from the time it was *known*: its own, or that of a row before it
 if that is later (an arrival may bear an earlier time than what was recorded before it), as for ``%fsdp back``. So a
-moment is a time, whatever led to it, and what is drawn over time (:mod:`workbench.widgets.window_detail`) agrees with it.
+moment is a time, whatever led to it, and what is drawn over time (:mod:`workbench.widgets.window_detail`) agrees.
 """
 
 from __future__ import annotations

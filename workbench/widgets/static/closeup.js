@@ -2,7 +2,7 @@
 // of what is long ago nothing; where the view holds still the kernel is asked for the rest, so that what is drawn under
 // the cursor is what the numbers say.
 
-/** @import { AskWindow, Window } from "./messages.js" */
+/** @import { AskWindow, WindowDetail } from "./messages.js" */
 /** @import { Known } from "./series.js" */
 /** @import { Items } from "./track.js" */
 
@@ -97,7 +97,7 @@ export class Closeup {
 
   /**
    * Keep an answer; returns whether it is for the last question.
-   * @param {Window} answer
+   * @param {WindowDetail} answer
    * @param {Known} known
    * @param {Items[]} spans of each track
    */

@@ -14,7 +14,7 @@ import { TRACKS } from "./tables.js";
 import { createTimeline } from "./timeline.js";
 import { itemsOf, unpack } from "./unpack.js";
 
-/** @import { About, Answer, AskAt, AskBeside, BreakpointState, Change, Costs, HealthOfRanks, Moment, MomentTold, MovedCursor, News, OpenSpan, Peak, Question, SpansTable, Status, Window } from "./messages.js" */
+/** @import { InitialState, Answer, AskAt, AskBeside, BreakpointState, KnobEffect, Costs, RankHealth, Moment, MomentReply, MovedCursor, FeedUpdate, OpenSpan, PeakInfo, Question, SpansTable, RunStatus, WindowDetail } from "./messages.js" */
 /** @import { Scene, Skin, Value } from "./panels.js" */
 /** @import { Items } from "./track.js" */
 
@@ -32,7 +32,7 @@ const BADGES = {
 /**
  * The kernel's side: a widget's model, or what stands for one.
  * @typedef {object} Model
- * @property {(name: "about") => About} get
+ * @property {(name: "about") => InitialState} get
  * @property {(question: Question) => void} send
  * @property {boolean} [isRecord] there is no kernel: all is in the page
  * @property {(name: "msg:custom", call: OnMessage) => void} on
@@ -70,7 +70,7 @@ class DashboardView {
     this.moment = null; // under the cursor
     /** @type {Moment | null} */
     this.now = null;
-    /** @type {readonly HealthOfRanks[]} */
+    /** @type {readonly RankHealth[]} */
     this.health = [];
     /** @type {readonly string[]} */
     this.units = [];
@@ -78,7 +78,7 @@ class DashboardView {
     this.order = [];
     /** @type {readonly (readonly number[])[]} */
     this.groups = [];
-    /** @type {readonly Peak[]} */
+    /** @type {readonly PeakInfo[]} */
     this.peaks = [];
     /** @type {readonly (readonly [number, number])[]} */
     this.holds = [];
@@ -116,10 +116,10 @@ class DashboardView {
     /** @type {Items[] | null} */
     this.closeSpans = null; // that the timeline has
 
-    /** @type {Status | null} */
+    /** @type {RunStatus | null} */
     this.status = null; // nothing was told yet
     this.late = "";
-    /** @type {Change | null} */
+    /** @type {KnobEffect | null} */
     this.change = null;
     this.badge = make("span", "fw-badge");
     this.why = make("span", "fw-why");
@@ -402,7 +402,7 @@ class DashboardView {
   }
 
   /**
-   * @param {News} news
+   * @param {FeedUpdate} news
    * @param {DataView} data
    */
   takeNews(news, data) {
@@ -564,7 +564,7 @@ class DashboardView {
 
   /**
    * Every change in view; what is said of the cursor is asked for again: ranks may have told something since.
-   * @param {Window} answer
+   * @param {WindowDetail} answer
    * @param {DataView} data
    */
   takeWindow(answer, data) {
@@ -577,7 +577,7 @@ class DashboardView {
     this.want(this.moves || this.cursor === null ? { ask: "beside", rank, seq, by: 0 } : { ask: "at", t_us: this.cursor });
   }
 
-  /** @param {MomentTold} answer */
+  /** @param {MomentReply} answer */
   takeMoment({ number, moment }) {
     if (number !== this.number) return; // the cursor has moved on
     this.isWaiting = false;
@@ -845,7 +845,7 @@ class DashboardView {
 
   /** @param {Moment | null} at */
   drawRanks(at) {
-    const isGone = (/** @type {HealthOfRanks} */ { state }) => Number(state === "gone");
+    const isGone = (/** @type {RankHealth} */ { state }) => Number(state === "gone");
     const health = [...this.health].sort((a, b) => isGone(b) - isGone(a)); // the list may be longer than its card
     const rows = health.map(({ state, label, where }) => ({ state, label, text: where ? `held ${where}` : state }));
     const doing = (at?.ranks ?? []).map(({ label, doing: text }) => ({ state: "", label, text }));
@@ -930,7 +930,7 @@ class DashboardView {
   }
 
   /**
-   * @param {Peak[]} peaks
+   * @param {PeakInfo[]} peaks
    * @param {number} count of groups
    */
   drawPeakNote(peaks, count) {

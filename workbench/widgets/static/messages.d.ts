@@ -49,7 +49,7 @@ export interface AskWindow {
 }
 
 /** Asks for what a button says. */
-export interface AskToDo {
+export interface RunButton {
   readonly ask: "do";
   /** who asks. */
   readonly view: string;
@@ -63,7 +63,7 @@ export interface AskToDo {
 }
 
 /** Says that a view is gone. */
-export interface Bye {
+export interface CloseView {
   readonly ask: "bye";
   /** which. */
   readonly view: string;
@@ -96,7 +96,7 @@ export interface Counts {
 }
 
 /** Ranks that are alike now. */
-export interface HealthOfRanks {
+export interface RankHealth {
   /** which, in words. */
   readonly label: string;
   /** which. */
@@ -118,7 +118,7 @@ export interface BreakpointState {
 }
 
 /** What the ranks do, in a word, and why. */
-export interface Status {
+export interface RunStatus {
   /**
    * `empty`: nothing is recorded yet; `over`: there are no ranks any more, and this is what
    * they recorded.
@@ -134,7 +134,7 @@ export interface Status {
 }
 
 /** Ranks that were alike at a moment. */
-export interface RanksThen {
+export interface RanksAt {
   /** which. */
   readonly ranks: readonly number[];
   /** which, in words. */
@@ -162,11 +162,11 @@ export interface Moment {
   /** what it was, in words. */
   readonly event: string;
   /** all ranks, alike ones together. */
-  readonly ranks: readonly RanksThen[];
+  readonly ranks: readonly RanksAt[];
 }
 
 /** The highest peak of memory so far of a group of ranks. */
-export interface Peak {
+export interface PeakInfo {
   /** in use then. */
   readonly num_bytes: number;
   /** when. */
@@ -190,7 +190,7 @@ export interface Costs {
 }
 
 /** What the last turn of a knob has changed. */
-export interface Change {
+export interface KnobEffect {
   /** was turned, in words. */
   readonly what: string;
   /** the first step after it. */
@@ -210,7 +210,7 @@ export interface MovedCursor {
 }
 
 /** What a view does not know yet. Its buffer has all tables. */
-export interface News {
+export interface FeedUpdate {
   readonly kind: "feed";
   /** whom it is for. */
   readonly view: string;
@@ -231,11 +231,11 @@ export interface News {
   /** where the record begins that the kernel has; negative where that is before the first step. */
   readonly begin_us: number;
   /** how the ranks are, alike ones together; none without ranks. */
-  readonly health: readonly HealthOfRanks[];
+  readonly health: readonly RankHealth[];
   /** in the order they were added, but for that of `step --until`. */
   readonly breakpoints: readonly BreakpointState[];
   /** what they do, in a word, and why. */
-  readonly status: Status;
+  readonly status: RunStatus;
   /** whose ranks these are, in words. */
   readonly whose: string;
   /** a sentence about what there is to see; empty while ranks train. */
@@ -254,14 +254,14 @@ export interface News {
   /** all ranks at the newest event, if it is another one. */
   readonly now: Moment | null;
   /** of each group, if anything was recorded. */
-  readonly peaks: readonly Peak[] | null;
+  readonly peaks: readonly PeakInfo[] | null;
   /**
    * which rank the others wait for in the newest finished step, in words; empty: none; None: no
    * step has finished since the last time.
    */
   readonly late: string | null;
   /** what the last turn of a knob has changed, if that is known and new. */
-  readonly change: Change | null;
+  readonly change: KnobEffect | null;
   /** the cursor of `%fsdp back` is elsewhere than before. */
   readonly has_moved: boolean;
   /** where it is then; None: at the newest event. */
@@ -269,7 +269,7 @@ export interface News {
 }
 
 /** All ranks at a moment that was asked for. */
-export interface MomentTold {
+export interface MomentReply {
   readonly kind: "moment";
   /** whom it is for. */
   readonly view: string;
@@ -280,7 +280,7 @@ export interface MomentTold {
 }
 
 /** What happened in a part of time. Its buffer has all tables; there are no steps in it. */
-export interface Window {
+export interface WindowDetail {
   readonly kind: "window";
   /** whom it is for. */
   readonly view: string;
@@ -297,7 +297,7 @@ export interface Window {
 }
 
 /** What came of a button. */
-export interface Said {
+export interface ButtonResult {
   readonly kind: "said";
   /** whom it is for. */
   readonly view: string;
@@ -308,7 +308,7 @@ export interface Said {
 }
 
 /** A question that cannot be read or answered; nothing was done. */
-export interface Refused {
+export interface QueryRefused {
   readonly kind: "refused";
   /** whom it is for. */
   readonly view: string;
@@ -319,7 +319,7 @@ export interface Refused {
 }
 
 /** What the browser has to know from the beginning. */
-export interface About {
+export interface InitialState {
   /** that the ranks can be told things with. */
   readonly buttons: readonly string[];
   /** to be shown. */
@@ -333,15 +333,15 @@ export type Question =
   | AskAt
   | AskBeside
   | AskWindow
-  | AskToDo
-  | Bye;
+  | RunButton
+  | CloseView;
 
 export type Answer =
-  | News
-  | MomentTold
-  | Window
-  | Said
-  | Refused;
+  | FeedUpdate
+  | MomentReply
+  | WindowDetail
+  | ButtonResult
+  | QueryRefused;
 
 export interface SpansTable {
   readonly start: Float64Array;

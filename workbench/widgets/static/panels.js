@@ -9,7 +9,7 @@ import { FONT, penOf } from "./look.js";
 import { lastUpTo } from "./series.js";
 import { sure } from "./sure.js";
 
-/** @import { Peak } from "./messages.js" */
+/** @import { PeakInfo } from "./messages.js" */
 /** @import { Changes, Memory, Steps } from "./series.js" */
 
 /** @typedef {CanvasRenderingContext2D} Pen */
@@ -26,7 +26,7 @@ import { sure } from "./sure.js";
  * @property {Skin} skin
  */
 
-/** @typedef {{ label: string, series: Memory, peak: Peak | undefined }} MemoryGroup */
+/** @typedef {{ label: string, series: Memory, peak: PeakInfo | undefined }} MemoryGroup */
 
 /** @typedef {{ name: string, series: Changes, now: number | undefined }} UnitRow `now`: its state at the cursor */
 
@@ -245,7 +245,7 @@ function drawMemoryLabel(pen, label, { y, left, skin }) {
 
 /**
  * @param {Pen} pen
- * @param {Peak} peak
+ * @param {PeakInfo} peak
  * @param {{ axis: Axis, base: number, scale: number, skin: Skin, width: number }} where
  */
 function drawPeak(pen, peak, { axis, base, scale, skin, width }) {

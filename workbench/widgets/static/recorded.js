@@ -6,7 +6,7 @@ import { lastUpTo } from "./series.js";
 import { sure } from "./sure.js";
 import { aligned, pack, unpack } from "./unpack.js";
 
-/** @import { About, Answer, Moment, News, Question, RanksThen, SpansTable } from "./messages.js" */
+/** @import { InitialState, Answer, Moment, FeedUpdate, Question, RanksAt, SpansTable } from "./messages.js" */
 
 const MOST = 20_000; // changes of one group that are told of a window; of more the first answer's picture has to do
 const IDLE_MS = 1500; // until the dashboard hears that there is nothing new
@@ -18,8 +18,8 @@ const TYPES = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
 /**
  * What the blob says besides its columns.
  * @typedef {object} Told
- * @property {About} about
- * @property {News} feed the first answer
+ * @property {InitialState} about
+ * @property {FeedUpdate} feed the first answer
  * @property {readonly { rank: number, seq: number }[]} ranks those with rows, and the number of their first row
  * @property {number} alike ranks are alike if no class of memory differs by more than this part of all
  * @property {number} reserved number of the class of memory that is not in use
@@ -213,7 +213,7 @@ export class RecordedRun {
    * @param {RankRecord} rank
    * @param {number} row
    * @param {number} named
-   * @returns {RanksThen}
+   * @returns {RanksAt}
    */
   entry(rank, row, named) {
     const bytes = rank.bytes.after(row);
@@ -221,7 +221,7 @@ export class RecordedRun {
       ranks: [rank.rank],
       label: ranksInWords([rank.rank]),
       doing: sure(this.told.doings[sure(rank.doing[named])]),
-      units: /** @type {RanksThen["units"]} */ (rank.units.after(row)),
+      units: /** @type {RanksAt["units"]} */ (rank.units.after(row)),
       bytes,
       in_use: total(bytes) - sure(bytes[this.told.reserved]),
     };
@@ -229,10 +229,10 @@ export class RecordedRun {
 
   /**
    * Entries of which alike ones are one.
-   * @param {readonly RanksThen[]} entries
+   * @param {readonly RanksAt[]} entries
    */
   folded(entries) {
-    /** @type {RanksThen[]} */
+    /** @type {RanksAt[]} */
     const groups = [];
     for (const entry of entries) {
       const place = groups.findIndex((group) => this.areAlike(group, entry));
@@ -247,8 +247,8 @@ export class RecordedRun {
   }
 
   /**
-   * @param {RanksThen} first
-   * @param {RanksThen} other
+   * @param {RanksAt} first
+   * @param {RanksAt} other
    */
   areAlike(first, other) {
     const near = this.told.alike * Math.max(total(first.bytes), 1);
@@ -301,7 +301,7 @@ export class RecordedRun {
 
   /**
    * @param {string} view
-   * @returns {News}
+   * @returns {FeedUpdate}
    */
   nothingNew(view) {
     const known = { units: null, order: null, holds: null, now: null, peaks: null, cursor: null, has_moved: false };
