@@ -246,16 +246,7 @@ class LocalLaunch(EngineProvider):
         return self.engines
 
     def _wait_a_moment(self, complaint: str, late: list[int | None], detail: str) -> None:
-        """Sleep for a moment; raise if a process has ended or the deadline has passed.
-
-        Args:
-            complaint: start of the message after the deadline.
-            late: the processes that the start waits for (None: the controller).
-            detail: what it waits for, for the notice.
-
-        Raises:
-            ClusterError: likewise.
-        """
+        """Sleep for a moment; raise if a process has ended, or if the ``late`` ones exceed the deadline."""
         ended = [rank for rank in dict.fromkeys([*late, None]) if self.exit_code(rank) is not None]
         if ended:
             raise ClusterError(f"{_name(ended[0])} ended while it started{self.log_tail(ended[0])}")

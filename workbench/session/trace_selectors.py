@@ -120,7 +120,7 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
 
 
 def _number(text: str, known: Sequence[int]) -> int | None:
-    """Return ``text`` as a step number, negative ones counted from the end of ``known``; None if empty."""
+    """Return ``text`` as a step number, negatives as indices of ``known``, None if empty: ``("-1", [3, 4]) -> 4``."""
     number = int(text) if text else None
     if number is None or number >= 0 or -number > len(known):
         return number
