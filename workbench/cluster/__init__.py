@@ -1,10 +1,10 @@
-"""Where ranks live: start, reach and stop the processes of a cluster.
+"""Starts, reaches and stops the processes of a cluster.
 
-A rank is one ipyparallel engine. It is reached by two doors: the front door runs calls and cells in its main thread,
-the side door is answered by its control thread even while the main thread is busy. What runs behind the doors is
-named as a string, ``"module:function"``: nothing here imports torch.
+A rank is one ipyparallel engine with two channels. The front door runs calls and cells in the rank's main thread. The
+side door is served by its control thread, even while the main thread is busy. Rank-side functions are named by
+strings, ``"module:function"``, so nothing here imports torch.
 
-Importing this package loads nothing heavy; its names are imported at first use.
+Importing this package is cheap: its names are imported at first use.
 """
 
 from __future__ import annotations

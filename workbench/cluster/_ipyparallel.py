@@ -1,15 +1,15 @@
-"""Everything private of ipyparallel and ipykernel that the cluster uses, on both ends of the wire.
+"""All uses of private parts of ipyparallel and ipykernel, on the engine and on the kernel.
 
-On the engine's end :func:`install` opens the side door: requests of type ``workbench_request`` on the control channel,
-which the engine serves in its own "Control" thread, one at a time, even while the main thread is busy. It also reports
-the line at which a cell failed. :func:`call` runs a function by its name.
+On the engine, :func:`install` opens the side door: requests of type ``workbench_request`` on the control channel, which
+the engine serves in its "Control" thread, one at a time, even while the main thread is busy. It also reports the line
+at which a cell failed. :func:`call` runs a function by its name.
 
-On the kernel's end :class:`Wire` sends both kinds of requests to one engine each, and :class:`Exchange` waits for a
-front-door request's reply *and* its last output, which arrive on different sockets.
+On the kernel, :class:`Wire` sends front-door and side-door requests to single engines, and :class:`Exchange` waits for
+the reply *and* the last output of a front-door request, which arrive on different sockets.
 
-Private here means: ``Client._send``, its sockets, addresses, IO loop, futures and callbacks;
-``MessageFuture.iopub_callbacks``; ``Kernel.control_handlers`` and ``Kernel.process_control``; of ``IPEngine`` how it
-connects. :func:`check_version` and a test notice when they change.
+The private parts are: ``Client._send``, its sockets, addresses, IO loop, futures and callbacks;
+``MessageFuture.iopub_callbacks``; ``Kernel.control_handlers`` and ``Kernel.process_control``; how ``IPEngine``
+connects. :func:`check_version` and a test detect changes in them.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ SILENT = "workbench_silent"
 INSTALL = f"{__name__}:install"
 ERROR_MIME = "application/vnd.workbench.error+json"
 
-# how long the side door waits until the main thread, which computes in Python, lets it have the interpreter: once and
-# again for every request, and so less than the 5 ms that Python waits by itself
+# how long the control thread waits for the interpreter while the main thread runs Python code; every request waits
+# repeatedly, so it is less than Python's default of 5 ms
 _SWITCH_S = 0.001
 
-# between a request's reply and its last output (either may be first); longer only when one of them was lost
+# limit between a request's reply and its last output, in either order; after it one of them counts as lost
 _STRAGGLER_S = 3.0
 
-# parameters of Client._send that are used below
+# parameters of Client._send used below
 _SEND_PARAMETERS = {"socket", "msg_type", "content", "ident", "track_outstanding", "message_future_hook"}
 
 
 def check_version() -> None:
-    """Check that the ipyparallel installed is one this file was written for.
+    """Check that this file supports the installed ipyparallel.
 
     Raises:
-        ClusterError: it is another one.
+        ClusterError: it does not.
     """
     send = getattr(ipyparallel.Client, "_send", None)
     known = send is not None and inspect.signature(send).parameters.keys() >= _SEND_PARAMETERS
@@ -72,7 +72,7 @@ def check_version() -> None:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Return the function that ``"module:function"`` names, importing its module."""
+    """Import and return the function named ``"module:function"``."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
@@ -82,7 +82,7 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
     """Call the function ``name`` with ``args``; return ``{"value": ...}`` or ``{"error": ...}`` (:func:`report`)."""
     try:
         return {"value": resolve(name)(*args)}
-    except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer
+    except BaseException as error:  # noqa: BLE001 - any exception, an interrupt too, is the reply
         with undisturbed():
             shell = _kernel().shell
             answer = {"error": report(error, shell, render(error, shell))}
@@ -95,23 +95,23 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
 
 
 def _put_streams_back() -> None:
-    """Give this engine its stdout and stderr back where the user's code has left something that cannot be flushed.
+    """Restore the engine's stdout and stderr where the user's code left an object that cannot be flushed.
 
-    ipyparallel flushes both before it sends a reply: with ``sys.stdout = None`` or a closed file it would send none.
-    A stream of the user's that works stays.
+    ipyparallel flushes both before it sends a reply; with ``sys.stdout = None`` or a closed file it would send none. A
+    working stream of the user's is kept.
     """
     for name in ("stdout", "stderr"):
         try:
             getattr(sys, name).flush()
-        except Exception:  # noqa: BLE001 - whatever the user's object raises
+        except Exception:  # noqa: BLE001 - the user's object may raise anything
             setattr(sys, name, standing[name])
 
 
 standing: dict[str, Any] = {"world": None, "lookout": None, "children": None, "stdout": None, "stderr": None}
-"""What an engine keeps while it is a rank: its :class:`~workbench.protocol.starting.World` as data, the
-:class:`~workbench.cluster.host_liveness.HostMonitor` for other hosts, the
-:class:`~workbench.cluster.child_output.ChildOutput`, and the streams that publish what it prints. Each is None until
-this engine is first a rank; the world is None again when it no longer is one, and the lookout where it watches no other
+"""State of an engine as a rank: its :class:`~workbench.protocol.starting.World` as data, the
+:class:`~workbench.cluster.host_liveness.HostMonitor` of other hosts, the
+:class:`~workbench.cluster.child_output.ChildOutput`, and the streams that publish its output. Each is None until the
+engine first is a rank. The world is None again when it no longer is one; the lookout is None when it monitors no
 host."""
 
 
@@ -120,10 +120,9 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
 
     Args:
         handler_name: ``"module:function"`` that takes the request (JSON data) and returns the reply (JSON data) and
-            what goes beside it. It is called in the control thread and must not block.
-        world: what this engine is part of now.
-        hosts: by name, which it looks at whether they are there, and where: an
-            :class:`~workbench.protocol.starting.Address` each, as data.
+            its binary buffers. It is called in the control thread and must not block.
+        world: the world that this engine now belongs to.
+        hosts: the hosts to monitor, by name: an :class:`~workbench.protocol.starting.Address` each, as data.
     """
     kernel = _kernel()
     handler = resolve(handler_name)
@@ -137,7 +136,7 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
             content, buffers = _serve(handle, parent["content"])
             try:
                 kernel.session.send(stream, REPLY, content, parent, ident=ident, buffers=buffers)
-            except (TypeError, ValueError) as error:  # not plain data: tell the one who asked, who would wait in vain
+            except (TypeError, ValueError) as error:  # not plain data: the caller needs a reply
                 kernel.session.send(stream, REPLY, {"error": report(error, kernel.shell)}, parent, ident=ident)
 
         return serve
@@ -145,12 +144,12 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
     is_first = REQUEST not in kernel.control_handlers
     served = {REQUEST: handler, INTERRUPT: _interrupt, HOLD: _hold, SILENT: _silent}
     kernel.control_handlers.update({kind: serving(handle) for kind, handle in served.items()})
-    if is_first:  # it may have been a rank before
+    if is_first:  # the engine may have been a rank before
         _adapt(kernel)
 
 
 def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
-    """Have an engine's kernel do what a rank's must."""
+    """Set up an engine's kernel for a rank."""
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
     standing["children"] = children = ChildOutput()
@@ -164,10 +163,10 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
 
 
 def _end_when_alone() -> None:
-    """Have a rank end by itself once its controller was not heard for as long as ipyparallel lets an engine go on.
+    """Make a rank end itself when its controller is silent for as long as ipyparallel allows an engine.
 
-    ipyparallel's own check is made in the main thread, and so not while that is busy: a rank that waits for others in a
-    collective would stay for ever. And what it listens to is a process that outlives the controller's.
+    ipyparallel's own check runs in the main thread, so a rank that waits in a collective would stay for ever. It also
+    listens to a process that outlives the controller's.
     """
     from ipyparallel.engine.app import IPEngine  # noqa: PLC0415 - only an engine has one
 
@@ -187,16 +186,16 @@ def _end_when_alone() -> None:
 def _interrupt(_: dict[str, Any]) -> tuple[None, list[memoryview]]:
     """Send SIGINT to the main thread of this process."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    # a cell that awaits is cancelled by a callback that ipykernel's handler adds without waking the loop
+    # ipykernel's handler cancels an awaiting cell by a callback, but does not wake the loop
     _kernel().io_loop.add_callback(lambda: None)
     return None, []
 
 
 def _hold(asked: dict[str, Any]) -> tuple[Any, list[memoryview]]:
-    """Return the world that this engine is part of, after what was asked: one who holds it, or that nobody does.
+    """Apply a hold request and return the world of this engine afterwards.
 
-    ``{}``: nothing is asked. ``{"holder": H, "take": False}``: H holds it if nobody else does; ``take``: all the same.
-    ``{"holder": None, "take": True}``: nobody does. ``{"leave": True}``: it is no rank any more.
+    ``{}`` changes nothing. ``{"holder": H, "take": False}`` makes H the holder if there is none; with ``take`` even if
+    there is one. ``{"holder": None, "take": True}`` releases the engine. ``{"leave": True}``: it is no rank any more.
     """
     world = standing["world"]
     if asked.get("leave"):
@@ -207,7 +206,7 @@ def _hold(asked: dict[str, Any]) -> tuple[Any, list[memoryview]]:
 
 
 def _leave() -> None:
-    """Be no rank any more."""
+    """Stop being a rank: drop the world and the monitor of other hosts."""
     standing["world"] = None
     if standing["lookout"] is not None:
         standing["lookout"].close()
@@ -215,17 +214,17 @@ def _leave() -> None:
 
 
 def _silent(_: dict[str, Any]) -> tuple[Sequence[str], list[memoryview]]:
-    """Return the names of the hosts of which nothing is heard here."""
+    """Return the names of the silent hosts."""
     lookout = standing["lookout"]
     return ([] if lookout is None else lookout.silent), []
 
 
 def _serve_without_ado(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
-    """Serve requests of the side door without telling everybody that the kernel is busy and idle again.
+    """Serve side-door requests without publishing the kernel's busy and idle status.
 
-    ipykernel does so around every control message, and flushes stdout and stderr: four messages to another thread, two
-    of them published. Nobody listens, and ranks that are asked ten times a second train meanwhile: this halves the CPU
-    time of a request.
+    ipykernel publishes it around every control message and flushes stdout and stderr, which takes four messages to
+    another thread. Nothing reads them, and ranks get ten requests a second while they train: this halves the CPU time
+    of a request.
     """
     session, process = kernel.session, kernel.process_control
 
@@ -236,14 +235,14 @@ def _serve_without_ado(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipypar
         if kind is None:
             await process(message)
             return
-        request = session.deserialize(frames, content=True, copy=False)  # raises if it is not signed
+        request = session.deserialize(frames, content=True, copy=False)  # raises on a wrong signature
         await kernel.control_handlers[kind](kernel.control_stream, idents, request)
 
     kernel.process_control = process_control
 
 
 class _NoShellThread:
-    """What an engine's kernel has instead of a shell channel thread."""
+    """Stand-in for the shell channel thread that an engine's kernel lacks."""
 
     parent_thread = threading.main_thread()
 
@@ -254,8 +253,8 @@ class _NoShellThread:
 def _repair_await(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     """Let cells use a top-level ``await``.
 
-    ipykernel 7 asks its shell channel thread for its parent before it runs such a cell. An engine has no such thread:
-    the question fails, and the request is never answered.
+    ipykernel 7 reads ``parent_thread`` of its shell channel thread before it runs such a cell. An engine has no such
+    thread, so the access fails and the request is never answered.
     """
     if kernel.shell_channel_thread is None:
         type(kernel)._supports_kernel_subshells = False  # a property that would now say True
@@ -265,7 +264,7 @@ def _repair_await(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
 def _serve(handler: Callable[..., Any], request: dict[str, Any]) -> tuple[dict[str, Any], list[memoryview]]:
     try:
         content, buffers = handler(request)
-    except Exception as error:  # noqa: BLE001 - whatever it is must reach the one who asked
+    except Exception as error:  # noqa: BLE001 - any exception is the reply
         return {"error": report(error, _kernel().shell)}, []
     return {"content": content}, buffers
 
@@ -274,8 +273,8 @@ def _publish_error(result: Any) -> None:  # noqa: ANN401 - IPython's ExecutionRe
     error = None if result is None else result.error_before_exec or result.error_in_exec
     if error is not None:
         shell = _kernel().shell
-        shell.display_pub.publish({ERROR_MIME: {"line": cell_line(error, shell)}})  # the rest comes with the reply
-        let_go(error)  # IPython has shown it
+        shell.display_pub.publish({ERROR_MIME: {"line": cell_line(error, shell)}})  # the reply has the rest
+        let_go(error)  # IPython has rendered it
 
 
 def _kernel() -> Any:  # noqa: ANN401 - untyped in ipyparallel
@@ -288,18 +287,17 @@ def _kernel() -> Any:  # noqa: ANN401 - untyped in ipyparallel
 
 
 class Wire:
-    """The connection to a cluster's engines; an engine is named by its session id.
+    """The connection to a cluster's engines; an engine is identified by its session id.
 
     Args:
         connection_file: the controller's connection file for clients.
-        timeout_s: how long in seconds the controller may take to answer.
-        on_gone: called, in the client's IO thread, with an engine that the controller has found gone.
-        on_silence: called, in a thread of its own, once nothing is heard of the controller any more; None: it is known
-            otherwise.
+        timeout_s: timeout of the connection to the controller, in seconds.
+        on_gone: called in the client's IO thread with each engine that the controller reports gone.
+        on_silence: called in a separate thread when the controller's heartbeats stop; None: they are not monitored.
 
     Raises:
-        TimeoutError: it did not answer.
-        ClusterError: another version of ipyparallel is installed.
+        TimeoutError: the controller did not answer.
+        ClusterError: the installed ipyparallel is not supported.
     """
 
     def __init__(
@@ -314,7 +312,7 @@ class Wire:
         self._on_gone = on_gone
         self._client._registration_callbacks.append(self._note)
         self._num_interrupts = Counter[int]()  # by rank
-        # through a tunnel it is the tunnel that would be heard
+        # through a tunnel the heartbeats would be the tunnel's
         self._listener = None
         if on_silence is not None and not self._client._ssh:
             self._listener = HeartbeatMonitor(self._client._config["notification"], self._client, on_silence)
@@ -325,7 +323,7 @@ class Wire:
 
     def engines(self) -> dict[str, int]:
         """Return the ipyparallel engine id of every engine that has registered, by session id."""
-        # not Client.ids: the IO thread adds to it first
+        # not Client.ids, which the IO thread fills first
         return {str(engine): number for number, engine in dict(self._client._engines).items()}
 
     def call(self, engine: str, name: str, args: Sequence[Any], exchange: Exchange) -> None:
@@ -333,9 +331,9 @@ class Wire:
         self._apply(engine, call, [name, args], exchange)
 
     def evaluate(self, engine: str, program: str, expression: str, exchange: Exchange) -> None:
-        """Run ``program`` in the engine's main thread, in a namespace of its own; the value is that of ``expression``.
+        """Run ``program`` in the engine's main thread, in a fresh namespace; the reply is the value of ``expression``.
 
-        Both are texts, so the engine need not have the workbench.
+        Both are sent as text, so the engine need not have the workbench.
         """
         names = {"program": program, "expression": expression, "__name__": "program of a notebook"}
         run = "[exec(program, globals()), {'value': eval(expression, globals())}][1]"
@@ -355,7 +353,7 @@ class Wire:
             "store_history": True,
             "user_expressions": {},
             "allow_stdin": False,
-            "stop_on_error": False,  # else a cell sent right after one that failed is dropped by the engine
+            "stop_on_error": False,  # else the engine drops a cell sent right after a failed one
         }
         client = self._client
         client._send(
@@ -368,19 +366,19 @@ class Wire:
         )
 
     def exchange(self, rank: int, answer: Answer) -> Exchange:
-        """Return what receives the reply and the outputs of one front-door request."""
+        """Return the receiver of the reply and the outputs of one front-door request."""
         before = self._num_interrupts[rank]
         return Exchange(self._client._io_loop, rank, answer, lambda: self._num_interrupts[rank] > before)
 
     def ask(self, engine: str, rank: int, kind: str, request: dict[str, Any], future: Future[Any]) -> str:
-        """Put ``request`` through the engine's side door; ``future`` gets its reply. Returns the message's id.
+        """Send ``request`` to the engine's side door and return the message id.
 
         Args:
             engine: its session id.
-            rank: which it is; for messages.
-            kind: :data:`REQUEST` or another that :func:`install` serves.
+            rank: its rank, for error messages.
+            kind: :data:`REQUEST` or another message type that :func:`install` serves.
             request: JSON data.
-            future: completes with the reply and what comes beside it, or with the exception.
+            future: completes with the reply and its binary buffers, or with the exception.
         """
         client = self._client
         self._num_interrupts[rank] += kind == INTERRUPT
@@ -389,7 +387,7 @@ class Wire:
         return str(message.msg_id)
 
     def later(self, delay_s: float, do: Callable[[], object]) -> None:
-        """Have ``do`` called in the client's IO thread, if it still runs by then."""
+        """Call ``do`` in the client's IO thread after ``delay_s`` seconds, if the thread still runs."""
         loop = self._client._io_loop
         loop.add_callback(loop.call_later, delay_s, do)
 
@@ -398,27 +396,27 @@ class Wire:
         self._client._futures.pop(message_id, None)
 
     def shut_down_engines(self) -> None:
-        """Have every engine end its process, as soon as it has done what it does; nothing is waited for."""
+        """Have every engine end its process after its current request, without waiting."""
         self._client.shutdown(block=False)
 
     def close(self) -> None:
-        """Close the connection; what was not sent yet is dropped."""
+        """Close the connection; unsent messages are dropped."""
         if self._listener is not None:
             self._listener.close()
         self._client.close(linger=0)
 
 
 class Exchange:
-    """One front-door request to one rank: over when its reply and its last output are here.
+    """One front-door request to one rank; complete when its reply and its last output have arrived.
 
-    Its methods run in the client's IO thread. If one of the two is lost, the other one ends it a moment after the last
-    sign of life. A SIGINT between two bytecodes of the engine's own can lose a reply: that is a KeyboardInterrupt.
+    Its methods run in the client's IO thread. If one of the two is lost, the other one completes it, a moment after the
+    newest message. A SIGINT in the engine's own code can lose a reply, which then counts as a KeyboardInterrupt.
 
     Args:
-        loop: the client's.
-        rank: whose request it is.
-        answer: receives both.
-        was_interrupted: tells whether the rank was sent SIGINT since.
+        loop: the client's IO loop.
+        rank: the rank.
+        answer: receives reply and outputs.
+        was_interrupted: returns whether the rank was sent SIGINT since the request.
     """
 
     def __init__(self, loop: Any, rank: int, answer: Answer, was_interrupted: Callable[[], bool]) -> None:  # noqa: ANN401 - tornado's IOLoop
@@ -439,7 +437,7 @@ class Exchange:
 
     def _on_reply(self, reply: Any) -> None:  # noqa: ANN401 - ExecuteReply, RemoteError or a value
         if isinstance(reply, RemoteError) and reply.ename == "EngineError" and not reply.engine_info:
-            return  # the client's own word for an engine that is gone: the cluster is told next, and says more
+            return  # the client's error for a lost engine; the cluster reports it with more detail
         self._reply, self._is_replied = reply, True
         self._advance()
 
@@ -480,7 +478,7 @@ class Exchange:
 
 
 def as_output(kind: str, content: dict[str, Any]) -> Output | None:
-    """Return a message of the Jupyter protocol as an :class:`Output`; None for one that is not an output."""
+    """Return a Jupyter message as an :class:`Output`; None if it is not an output."""
     if kind == "stream":
         return Output("stderr" if content["name"] == "stderr" else "stdout", text=content["text"])
     kinds: dict[str, OutputKind] = {
@@ -500,7 +498,7 @@ def as_output(kind: str, content: dict[str, Any]) -> Output | None:
 
 
 def _front_outcome(rank: int, reply: Any, cell_report: dict[str, Any]) -> Any:  # noqa: ANN401 - any value
-    """Return the value that a rank's reply carries, or the exception."""
+    """Return the value of a rank's reply, or the exception."""
     if isinstance(reply, RemoteError):
         text = {"ename": reply.ename, "evalue": reply.evalue, "traceback": reply.traceback}
         return as_error(rank, {"line": cell_report.get("line"), **text})
@@ -512,7 +510,7 @@ def _front_outcome(rank: int, reply: Any, cell_report: dict[str, Any]) -> Any:  
 
 
 def _side_outcome(rank: int, message: dict[str, Any]) -> tuple[Any, Sequence[memoryview]] | RankError:
-    """Return the data of a reply and what came beside it, or the exception."""
+    """Return the data and the binary buffers of a reply, or the exception."""
     content = message["content"]
     if "error" in content:
         return as_error(rank, content["error"])
@@ -520,7 +518,7 @@ def _side_outcome(rank: int, message: dict[str, Any]) -> tuple[Any, Sequence[mem
 
 
 def as_error(rank: int, reported: dict[str, Any]) -> RankError:
-    """Return what :func:`report` said about an exception on ``rank`` as an exception of ours."""
+    """Return a :func:`report` of an exception on ``rank`` as a :class:`~workbench.errors.RankError`."""
     what = ": ".join(part for part in (reported["ename"], reported["evalue"]) if part)
     where = f"rank {rank}" if reported["line"] is None else f"rank {rank}, line {reported['line']}"
     return RankError(f"{where}: {what}", rank=rank, **reported)

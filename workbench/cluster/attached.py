@@ -1,4 +1,4 @@
-"""A cluster that runs already: its controller and engines were started by somebody else, and outlive us."""
+"""A running cluster to attach to: its controller and engines were started elsewhere and outlive this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workbench.protocol.starting import ClusterOwner
 
 
 def holder_here() -> ClusterOwner:
-    """Return this process as one that holds ranks."""
+    """Return this process as an owner of ranks."""
     me = psutil.Process()
     return ClusterOwner(
         user=getpass.getuser(),
@@ -32,7 +32,7 @@ def holder_here() -> ClusterOwner:
 
 
 def is_gone(holder: ClusterOwner) -> bool:
-    """Tell whether a process is known to have ended: one of another host is not."""
+    """Return whether the holder's process has ended; False for one on another host, where that is unknown."""
     if holder.identity != identity():
         return False
     try:
@@ -49,12 +49,12 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class AttachTarget:
-    """Which cluster is meant; with no field given the only one of the default profile.
+    """The cluster to attach to; by default the only one of the default profile.
 
     Attributes:
-        profile: IPython profile in whose directory its connection files are; None: the default one.
-        cluster_id: as ipyparallel calls it; empty: the only one there.
-        file: its connection file for clients, ``ipcontroller-client.json``; empty: is looked for in the profile.
+        profile: IPython profile whose directory has its connection files; None: the default profile.
+        cluster_id: its ipyparallel cluster id; empty: the only cluster of the profile.
+        file: its connection file for clients, ``ipcontroller-client.json``; empty: searched for in the profile.
     """
 
     profile: str | None = None
@@ -63,7 +63,7 @@ class AttachTarget:
 
     @property
     def words(self) -> str:
-        """Which cluster it is, as it was asked for."""
+        """The target as the user named it, for messages."""
         if self.file:
             return f"the cluster of {self.file}"
         name = f"cluster {self.cluster_id!r}" if self.cluster_id else "the cluster"
@@ -73,7 +73,7 @@ class AttachTarget:
         """Return its connection file for clients.
 
         Raises:
-            UsageError: there is none, it is another kind of file, or it is not clear which is meant.
+            UsageError: it does not exist, is another kind of file, or is ambiguous.
         """
         found = Path(self.file).expanduser() if self.file else self._in_profile()
         try:
@@ -108,15 +108,15 @@ class AttachTarget:
 
 
 class AttachedEngines(EngineProvider):
-    """Engines that run already.
+    """Provider of engines that run already.
 
     Args:
         target: which cluster.
-        num_ranks: how many of its engines are needed; None: one at least.
+        num_ranks: how many of its engines are needed; None: at least one.
         timeout_s: time in seconds it may take to find them.
     """
 
-    is_remote = False  # and nothing of it is ended
+    is_remote = False  # no engine is shut down
     tells_ends = False
 
     def __init__(self, target: AttachTarget, num_ranks: int | None, timeout_s: float) -> None:
@@ -129,7 +129,7 @@ class AttachedEngines(EngineProvider):
         return self._file
 
     def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
-        """Return the session id of every engine there is.
+        """Return the session id of every registered engine.
 
         Raises:
             UsageError: there are fewer than needed.
@@ -141,28 +141,28 @@ class AttachedEngines(EngineProvider):
         return tuple(sorted(engines, key=engines.__getitem__))
 
     def is_running(self, _rank: int) -> bool:
-        """Tell whether nothing is known of an end: that is the controller's to say."""
+        """Return True: only the controller reports ended engines."""
         return True
 
     def ending(self, _rank: int | None) -> str:
-        """Say nothing: these processes are not ours."""
+        """Return ``""``: the exit of a foreign process is unknown."""
         return ""
 
     def ask_why_gone(self, tell: Callable[[str], object]) -> None:
-        """Tell nothing: these processes are not ours."""
+        """Call ``tell`` with ``""``: the exit of a foreign process is unknown."""
         tell("")
 
     def log_tail(self, _rank: int | None) -> str:
-        """Return nothing: their logs are not ours."""
+        """Return ``""``: the logs of foreign processes are unknown."""
         return ""
 
     def advice(self, _rank: int | None, *_others: int | None) -> str:
-        """Return what there is to look at, and to do, when the cluster does not answer."""
+        """Return what to check and to do when the cluster does not answer."""
         return (
             f"; is it running, and can it be reached from here? {self._file} says where it listens; what engines do "
             "besides, as for another notebook, has to end first"
         )
 
     def end(self) -> str:
-        """Leave all as it is."""
+        """No-op: the engines keep running."""
         return ""

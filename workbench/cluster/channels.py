@@ -1,4 +1,4 @@
-"""The two doors of every rank, and which requests are open at each."""
+"""The two channels of every rank, front door and side door, with their open requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Channels:
-    """Sends requests to ranks and completes every one of them, also those of a rank that is lost.
+    """Sends requests to ranks and completes every one of them, including those of a lost rank.
 
     Args:
         wire: connection to the engines; closed by :meth:`close`.
@@ -27,7 +27,7 @@ class Channels:
 
     Attributes:
         engines: likewise.
-        losses: how ranks were lost, in words, by rank; the cluster fills it.
+        losses: how each lost rank was lost, in words, by rank; filled by the cluster.
     """
 
     def __init__(self, wire: Wire, engines: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ class Channels:
         self.engines = tuple(engines)
         self.losses: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._sending = threading.Lock()  # a session numbers its messages without one
+        self._sending = threading.Lock()  # a Jupyter session counts its messages without a lock
         self._lost: dict[int, ClusterError] = {}
         self._open: dict[int, set[Future[Any]]] = {rank: set() for rank in range(len(engines))}
 
@@ -49,7 +49,7 @@ class Channels:
         return PendingReplies(answers)
 
     def evaluate(self, program: str, expression: str) -> PendingReplies:
-        """Run a program on each rank, which need not have the workbench; the value is that of ``expression``."""
+        """Run a program on each rank, even without the workbench; the reply is the value of ``expression``."""
         answers = {rank: Answer() for rank in range(len(self.engines))}
         for rank, answer in answers.items():
             if self._admit(rank, answer.future):
@@ -68,31 +68,31 @@ class Channels:
         return PendingReplies(answers)
 
     def ask(self, request: RankRequest[R], ranks: Iterable[int], timeout_s: float) -> dict[int, R | Exception]:
-        """Put ``request`` to the control thread of each of ``ranks`` and wait at most ``timeout_s`` s for all."""
+        """Send ``request`` to the control thread of each of ``ranks`` and wait at most ``timeout_s`` s for replies."""
         futures = self._put(REQUEST, encode(request), ranks, timeout_s)
         return {rank: _outcome(request, rank, future) for rank, future in futures.items()}
 
     def interrupt(self, ranks: Iterable[int], timeout_s: float = 1.0) -> None:
-        """Send SIGINT to the main thread of each of ``ranks``, and wait until they have it, ``timeout_s`` s at most.
+        """Send SIGINT to the main thread of each of ``ranks`` and wait for delivery, ``timeout_s`` s at most.
 
-        What they are asked later is not interrupted by it.
+        It does not interrupt later requests.
         """
         self._put(INTERRUPT, {}, ranks, timeout_s)
 
     def hold(
         self, asked: dict[str, Any], ranks: Iterable[int], timeout_s: float
     ) -> dict[int, World | Exception | None]:
-        """Ask engines who holds them, or to be held or let go (:func:`workbench.cluster._ipyparallel._hold`).
+        """Query, set or release the holder of engines (:func:`workbench.cluster._ipyparallel._hold`).
 
         Returns:
-            Per rank the world it is part of then, None if of none, or why it did not answer.
+            For each rank its world afterwards, None if it has none, or the exception if it did not answer.
         """
         return {rank: _world(rank, future) for rank, future in self._put(HOLD, asked, ranks, timeout_s).items()}
 
     def ask_for_silent(self, rank: int, delay_s: float, tell: Callable[[Sequence[str]], object]) -> None:
-        """Ask ``rank``, ``delay_s`` seconds from now, of which hosts it hears nothing.
+        """Ask ``rank``, ``delay_s`` seconds from now, which hosts are silent.
 
-        ``tell`` is called with their names in the client's IO thread. Nobody waits for it: ``rank`` is not busy.
+        ``tell`` is called with their names in the client's IO thread. The request does not make ``rank`` busy.
         """
         future: Future[Any] = Future()
         future.add_done_callback(lambda done: tell(done.result()[0]))
@@ -105,7 +105,7 @@ class Channels:
         self._wire.later(delay_s, ask)
 
     def _put(self, kind: str, data: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Future[Any]]:
-        """Put something to the control thread of each of ``ranks``; every future that is returned is complete."""
+        """Send a request to the control thread of each of ``ranks``; all returned futures are complete."""
         futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
         admitted = {rank: future for rank, future in futures.items() if self._admit(rank, future)}
         with self._sending:
@@ -118,7 +118,7 @@ class Channels:
         return futures
 
     def _admit(self, rank: int, future: Future[Any]) -> bool:
-        """Note that ``future`` is open; False (and it is complete) when its rank is lost."""
+        """Register ``future`` as open; if its rank is lost, complete it and return False."""
         with self._lock:
             error = self._lost.get(rank)
             if error is None:
@@ -134,12 +134,12 @@ class Channels:
             self._open[rank].discard(future)
 
     def is_busy(self, rank: int) -> bool:
-        """Tell whether ``rank`` has requests that it has not answered."""
+        """Return whether ``rank`` has unanswered requests."""
         with self._lock:
-            return not all(future.done() for future in self._open[rank])  # one that is done is dismissed a moment later
+            return not all(future.done() for future in self._open[rank])  # a completed one is removed a moment later
 
     def lose(self, rank: int, error: ClusterError) -> None:
-        """Complete every open and every later request to ``rank`` with ``error``; the first error stays."""
+        """Complete every open and every later request to ``rank`` with ``error``; the first error wins."""
         with self._lock:
             reason = self._lost.setdefault(rank, error)
             abandoned = tuple(self._open[rank])
@@ -147,17 +147,17 @@ class Channels:
             settle(future, reason)
 
     def is_lost(self, rank: int) -> bool:
-        """Tell whether ``rank`` can be reached no more."""
+        """Return whether ``rank`` is lost."""
         with self._lock:
             return rank in self._lost
 
     def shut_down_engines(self) -> None:
-        """Have every engine end its process, on whichever host it is; nothing is waited for."""
+        """Have every engine end its process, on any host, without waiting."""
         with self._sending:
             self._wire.shut_down_engines()
 
     def close(self) -> None:
-        """Close the connection; every request still open completes with an error."""
+        """Close the connection; every open request completes with an error."""
         for rank in range(len(self.engines)):
             self.lose(rank, ClusterError(f"rank {rank} was stopped"))
         self._wire.close()

@@ -1,9 +1,9 @@
-"""What processes that a rank starts write, such as workers of a DataLoader: shown where the rank's own output is.
+"""Output of a rank's child processes, such as DataLoader workers, shown with the rank's own output.
 
-A rank's stdout publishes through a thread, which a forked process does not have, so what that process wrote would be
-lost. It gets plain files instead, whose text this process writes out as its own. Processes that multiprocessing or
-subprocess start with a program of their own inherit these files as well: they are the rank's standard files for as long
-as the start takes, and not longer, since what the rank itself writes there when it dies belongs in its log.
+A rank's stdout publishes through a thread. A forked process lacks that thread, so its output would be lost. It writes
+to a pipe instead, and the rank prints the pipe's text as its own. Programs started by multiprocessing or subprocess
+inherit the pipe too: it replaces the rank's standard files while the child starts, and no longer, because what the rank
+itself writes there when it dies belongs in its log.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class ChildOutput:
-    """Takes what forked processes write to stdout and stderr, from when it is made until this process ends."""
+    """Forwards the stdout and stderr of child processes, from its construction until this process ends."""
 
     def __init__(self) -> None:
         self._sources = [_OutputStream(stream, number) for number, stream in ((1, sys.stdout), (2, sys.stderr))]
@@ -35,7 +35,7 @@ class ChildOutput:
         threading.Thread(target=self._listen, name="workbench: children", daemon=True).start()
 
     def take(self) -> None:
-        """Write out all that was written so far."""
+        """Forward everything that children have written so far."""
         with self._lock:
             for source in self._sources:
                 source.take()
@@ -48,9 +48,9 @@ class ChildOutput:
             self.take()
 
     def _shown(self, start: Callable[..., int]) -> Callable[..., int]:
-        """Return ``start``, of a process with another program, so that what this writes is shown."""
+        """Wrap ``start``, which runs another program, so that the program's output is shown."""
 
-        def shown(*args: Any) -> int:  # noqa: ANN401 - as start has them
+        def shown(*args: Any) -> int:  # noqa: ANN401 - those of start
             with self._starts, ExitStack() as standard_files:
                 for source in self._sources:
                     standard_files.enter_context(source.inherited())
@@ -59,7 +59,7 @@ class ChildOutput:
         return shown
 
     def _in_child(self) -> None:
-        self._starts = threading.Lock()  # another thread may have had it
+        self._starts = threading.Lock()  # another thread may have held it at the fork
         for name, source in zip(("stdout", "stderr"), self._sources, strict=True):
             file = source.in_child()
             if getattr(sys, name) is source.stream:  # else the user's code has redirected it
@@ -67,15 +67,15 @@ class ChildOutput:
 
 
 class _OutputStream:
-    """One of the two standard streams of forked processes.
+    """One of the two standard streams of child processes.
 
     Args:
-        stream: of this process, that shows what is written.
-        number: of the file in those processes.
+        stream: stream of this process that receives the text.
+        number: file descriptor in the child processes.
 
     Attributes:
         stream: likewise.
-        reads: the end of the pipe at which this process reads.
+        reads: read end of the pipe.
     """
 
     def __init__(self, stream: TextIO, number: int) -> None:
@@ -88,13 +88,13 @@ class _OutputStream:
         while True:
             try:
                 piece = os.read(self.reads, _PIECE_BYTES)
-            except BlockingIOError:  # that was all
+            except BlockingIOError:  # the pipe is empty
                 return
             self.stream.write(self._decoder.decode(piece))
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Have the standard file be the pipe while the body runs."""
+        """Replace this process's standard file by the pipe while the body runs."""
         before = os.dup(self._number)
         try:
             os.dup2(self._writes, self._number)
@@ -104,6 +104,6 @@ class _OutputStream:
             os.close(before)
 
     def in_child(self) -> TextIO:
-        """Have the standard file write to the pipe, here and in what this process starts; return it."""
+        """Redirect the standard file to the pipe, here and in child processes; return it as a text file."""
         os.dup2(self._writes, self._number)
         return open(self._number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)

@@ -1,4 +1,4 @@
-"""A cluster of ranks, wherever their engines come from."""
+"""A cluster of ranks, independent of how its engines are started."""
 
 from __future__ import annotations
 
@@ -37,43 +37,43 @@ R = TypeVar("R")
 
 RUNTIME = "workbench.runtime.rank"
 MAX_RANKS = 64
-"""On this machine, by the fast start."""
+"""Limit of the fast start on this machine."""
 
-_QUICK_S = 2.0  # a start on this machine that takes no longer is not reported while it lasts
+_QUICK_S = 2.0  # a start on this machine shows no notices before that
 _STOPPED = "the other ranks were stopped"
 _GIVEN_UP = "The start was given up: nothing of it is left"
 _ATTACH_GIVEN_UP = "The attach was given up: the cluster goes on running, and can be attached again"
 _SHUTDOWN_S = 2.0
 _PATIENCE_S = 1.0
 _HOLD_S = 2.0
-_ANSWER_S = 20.0  # how long it may take until an engine that does nothing else counts as busy: its machine may be
-_WHO_S = 2.0  # how often it is asked whether another notebook has taken the ranks
-_SILENT_S = 0.2  # how often two ranks are asked which hosts are silent
+_ANSWER_S = 20.0  # until an engine without an answer counts as busy; an idle one may be slow because its machine is
+_WHO_S = 2.0  # period of the check whether another notebook has taken the ranks
+_SILENT_S = 0.2  # period at which two ranks are polled for silent hosts
 
 PROGRAM = Path(engine_probe.__file__).read_text(encoding="utf-8")
-"""Runs on every engine before it is a rank: it need not have the workbench."""
+"""Program run on every engine before it is a rank; sent as text, as an engine may lack the workbench."""
 
 
 class Cluster:
-    """Ranks 0 to ``num_ranks - 1``, each in a process of its own.
+    """Ranks 0 to ``num_ranks - 1``, each in a separate process.
 
     Args:
-        num_ranks: number of ranks; by the fast start 1 to 64.
+        num_ranks: number of ranks; 1 to 64 with the fast start.
         device: one of :data:`workbench.devices.CHOICES`.
         profile: an IPython profile whose ``ipcluster_config.py``, ``ipcontroller_config.py``, ``ipengine_config.py``
             and startup files apply.
-        engines: which of ipyparallel's launchers starts them, such as ``ssh``, ``slurm``, ``mpi``; empty: the one that
-            the profile configures, else this machine's own fast start.
-        interface: of the network, on which hosts reach each other, or several of which each has one; empty: that of
+        engines: the ipyparallel launcher that starts them, such as ``ssh``, ``slurm``, ``mpi``; empty: the one that the
+            profile configures, else the fast start on this machine.
+        interface: network interface between the hosts, or a list of which each host has one; empty: the interface of
             the route to the controller.
         runtime: module of the rank side, with the functions ``boot, connect, side_door, shutdown``; imported on the
             ranks only.
         start_timeout_s: time in seconds :meth:`start` may take.
 
-    A cluster that was not stopped is stopped when Python exits, and taken down by its reaper should Python be killed.
+    A cluster that is still running when Python exits is stopped then; if Python is killed, the reaper ends it.
 
     Raises:
-        UsageError: an argument that cannot be.
+        UsageError: an argument is invalid.
     """
 
     def __init__(
@@ -122,19 +122,19 @@ class Cluster:
         take: bool = False,
         **settings: Any,  # noqa: ANN401
     ) -> Self:
-        """Return a cluster whose engines run already; :meth:`start` finds them, :meth:`stop` ends no process.
+        """Return a cluster of running engines; :meth:`start` finds them, :meth:`stop` ends no process.
 
-        Engines that are ranks already, and that nobody holds, keep their variables. Those that another notebook holds
-        can be looked at alone: :attr:`held_by`.
+        Engines that are ranks already keep their variables. Ranks that another notebook holds can only be viewed
+        (:attr:`held_by`).
 
         Args:
             target: which cluster.
             num_ranks: how many of its engines become ranks; None: all.
-            take: the notebook that holds them is gone.
+            take: take the ranks even if another notebook holds them.
             settings: ``device, interface, runtime, start_timeout_s``, as of the constructor.
 
         Raises:
-            UsageError: an argument that cannot be.
+            UsageError: an argument is invalid.
         """
         made = cls(1 if num_ranks is None else num_ranks, engines="", profile="", **settings)
         made._target, made._takes, made._num_wanted = target, take, num_ranks
@@ -149,18 +149,19 @@ class Cluster:
     ) -> None:
         self.stop()
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ start and stop
 
     def start(self, on_wait: OnWait = no_wait) -> None:
         """Start all ranks and join them into one process group.
 
         Args:
-            on_wait: takes what is waited for, where that takes long; a KeyboardInterrupt of it gives the start up.
+            on_wait: receives notices of what a long start waits for; a KeyboardInterrupt raised in it cancels the
+                start.
 
         Raises:
-            UsageError: they are started already; the profile does not exist; the device cannot be had.
-            ClusterError: a rank did not come up in time or failed to; all are stopped again.
-            Interrupted: Ctrl-C; likewise.
+            UsageError: they are started already; the profile does not exist; the device is not available.
+            ClusterError: a rank failed to start or timed out; all are stopped again.
+            Interrupted: Ctrl-C; all are stopped again.
         """
         if self._place is not None:
             raise UsageError("the ranks are started already: stop them first (%fsdp stop)")
@@ -179,7 +180,7 @@ class Cluster:
                 self.stop()
 
     def _open(self) -> EngineProvider:
-        """Begin to start processes; nothing is waited for."""
+        """Begin to start or find the engines, without waiting."""
         if self._target is not None:
             return AttachedEngines(self._target, self._num_wanted, self._start_timeout_s)
         if self._launcher or (self._profile is not None and configures_launcher(self._profile)):
@@ -203,7 +204,7 @@ class Cluster:
         )
 
     def _connect(self, place: EngineProvider) -> Wire:
-        """Wait for controller and engines, open the doors of these in the order in which they come, return the wire."""
+        """Wait for the controller and the engines, open channels to them in the provider's order, return the wire."""
         connection_file = place.wait_for_controller()
         on_silence = None if place.tells_ends else self._on_silence
         connecting: Future[Wire] = Future()
@@ -214,7 +215,7 @@ class Cluster:
             except Exception as error:  # noqa: BLE001 - raised in the thread that waits
                 connecting.set_exception(error)
 
-        # in a thread: ipyparallel's client waits for the controller, and can neither be told to stop nor say so
+        # in a thread: ipyparallel's client waits for the controller, without a way to cancel the wait or report it
         threading.Thread(target=connect, name="connect to the controller", daemon=True).start()
         try:
             while not connecting.done():
@@ -229,27 +230,30 @@ class Cluster:
             ended = place.ending(None)
             late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
             raise ClusterError(f"{late}{place.advice(None)}") from error
-        self._doors = Channels(wire, ())  # closes the wire, whatever comes
+        self._doors = Channels(wire, ())  # so that the wire is closed if the next line fails
         self._open_doors(place, wire, place.wait_for_engines(wire.engines))
         return wire
 
     def _open_doors(self, place: EngineProvider, wire: Wire, engines: tuple[str, ...]) -> None:
-        """Open a door to each of ``engines``; rank 0 is the first.
+        """Open channels to ``engines``, by rank.
 
-        One assignment: the threads that report deaths never see engines without their doors.
+        One assignment: the threads that report deaths never see engines without their channels.
         """
         self._doors = Channels(wire, engines)
-        for rank in range(len(engines)):  # one may have ended before its door was open
+        for rank in range(len(engines)):  # it may have ended before its channel was open
             if not place.is_running(rank):
                 self._on_exit(rank)
         for engine in set(engines) - set(wire.engines()):
             self._on_gone(engine)
 
     def _join(self, place: EngineProvider, wire: Wire) -> tuple[ConnectReply, ...]:
-        """Hold the ranks that engines are already, or look at them; return what these say, nothing if there are none.
+        """Join the running ranks of an attached cluster; hold them, or only view them if another notebook does.
+
+        Returns:
+            The replies of the ranks when they connected; empty: the engines are no ranks yet.
 
         Raises:
-            UsageError: there are not as many as were asked for.
+            UsageError: their number is not the requested one.
             ClusterError: an engine does not answer.
         """
         if self._target is None:
@@ -272,9 +276,9 @@ class Cluster:
         return world.ranks
 
     def _find_world(self, place: EngineProvider) -> World | None:
-        """Return what the engines are part of; those that are busy are asked through their side doors."""
+        """Return the world of the engines, None if they are no ranks; busy engines are asked at their side doors."""
         doors = self._reach()
-        answers = self._survey(doors, counts_devices=False)  # which may take long: it imports torch
+        answers = self._survey(doors, counts_devices=False)  # counting imports torch, which may take long
         told: dict[int, World | None] = {}
         until = time.monotonic() + _ANSWER_S
         while busy := self._busy(answers, told):
@@ -287,7 +291,7 @@ class Cluster:
         others = sorted(set(answers.ranks) - set(told))
         told |= {rank: one.world for rank, one in zip(others, self._said(answers, others), strict=True)}
         worlds = {doors.engines[rank]: world for rank, world in told.items()}
-        # one that was not reached when the others were stopped knows of a world that is no more
+        # an engine that could not be reached when its world was stopped still reports that world
         found = [each for each in worlds.values() if each and None not in map(worlds.get, {*each.engines} & {*worlds})]
         if not found:
             stranded = [rank for rank in told if told[rank] is not None]
@@ -296,12 +300,12 @@ class Cluster:
 
     @staticmethod
     def _busy(answers: PendingReplies, told: Mapping[int, object]) -> list[int]:
-        """Wait for answers; return who has given none by then, and ``told`` nothing either."""
+        """Wait up to ``_PATIENCE_S`` for answers; return the ranks that neither answered nor are in ``told``."""
         answers.wait(_PATIENCE_S)
         return [rank for rank in answers.ranks if rank not in told and not answers.done(rank)]
 
     def _hold(self, asked: dict[str, Any]) -> list[ClusterOwner | None]:
-        """Have all ranks held, or let go, and return who holds each then."""
+        """Send a hold request to all living ranks and return the holder of each afterwards."""
         doors = self._reach()
         living = [rank for rank in range(len(doors.engines)) if not doors.is_lost(rank)]
         replies = doors.hold(asked, living, _HOLD_S).values()
@@ -316,7 +320,7 @@ class Cluster:
         return [decode(EngineInfo, json.loads(answers.result(rank)), f"engine {rank}") for rank in sorted(ranks)]
 
     def _seat(self, place: EngineProvider, wire: Wire) -> dict[int, Boot]:
-        """Ask the engines who they are, let each become a rank, and return what makes it one."""
+        """Survey the engines, assign a rank to each, and return the boot request of each rank."""
         doors = self._reach()
         answers = self._survey(doors, counts_devices=self.device != HOST)
         self._wait(place, answers, "say who it is")
@@ -333,7 +337,7 @@ class Cluster:
         return boots(seated, self.device, self._interface)
 
     def _boot(self, place: EngineProvider, asked: Mapping[int, Boot]) -> tuple[ConnectReply, ...]:
-        """Build the process group and open the side doors; return what each rank says of itself."""
+        """Build the process group and open the side doors; return the reply of each rank when it connected."""
         booted = self._begin(place, asked)
         address = booted[0]
         if address is None:
@@ -347,7 +351,7 @@ class Cluster:
         return info
 
     def _begin(self, place: EngineProvider, requests: Mapping[int, RankRequest[R]]) -> dict[int, R]:
-        """Have every rank do its request while starting, in its main thread."""
+        """Run a start request in the main thread of every rank, and return the replies."""
         word, reply = requests[0].word, requests[0].reply
         args = {rank: (encode(request),) for rank, request in requests.items()}
         answers = self._on_all(place, f"{self._runtime}:{word}", args)
@@ -357,13 +361,13 @@ class Cluster:
             raise ClusterError(f"a rank answers {word!r} with something else: {wrong}") from wrong
 
     def _on_all(self, place: EngineProvider, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call ``name`` on every rank while starting; the first failure ends the start."""
+        """Call ``name`` on every rank during the start; the first failure ends the start."""
         pending = self._reach().call(name, args)
         self._wait(place, pending, f"finish {name}")
         return pending.results()
 
     def _wait(self, place: EngineProvider, pending: PendingReplies, what: str) -> None:
-        """Wait for what ranks do while starting; the first failure ends the start."""
+        """Wait for ``pending`` during the start; the first failure ends the start."""
         while not (is_done := pending.wait(NOTICE_S, or_error=True)):
             if time.monotonic() > place.deadline or any(map(pending.error, pending.ranks)):
                 break
@@ -379,24 +383,24 @@ class Cluster:
             raise ClusterError(f"{ranks_in_words(late)} did not {what} in time{place.advice(*late)}")
 
     def _notice(self, num_ranks: int | None, detail: str) -> None:
-        """Report what a start or an attach waits for; ``num_ranks`` None stands for all engines."""
+        """Report what a start or an attach waits for; ``num_ranks`` None means all engines."""
         what = "all engines" if num_ranks is None else f"{num_ranks} rank{'' if num_ranks == 1 else 's'}"
         self._notices.notice(f"{'starting' if self._target is None else 'attaching'} {what}", detail)
 
     def stop(self) -> str:
-        """Stop all ranks and remove everything of theirs; nothing happens when they are not started.
+        """Stop all ranks and remove their files; no-op when they are not started.
 
-        Ranks that are idle leave their process groups first; busy ones are asked to end and killed 2 s later. The
-        process that ranks on the CPU were forked from stays for the next start of this process (zygote_cache.py).
+        Idle ranks leave their process groups first; busy ones are asked to end, and killed 2 s later. The process that
+        CPU ranks are forked from is kept for the next start (zygote_cache.py).
 
         Returns:
-            What could not be ended, because its host was not reached, and what becomes of it; empty: nothing is left.
+            A sentence on the hosts that could not be reached and what happens there; empty: everything has ended.
 
         Raises:
-            Interrupted: Ctrl-C came meanwhile; the ranks are stopped all the same.
+            Interrupted: Ctrl-C was pressed during the stop; the ranks are stopped all the same.
         """
         left = [""]
-        with CountInterrupts() as interrupts, ExitStack() as last:  # each, whether or not those below it could be done
+        with CountInterrupts() as interrupts, ExitStack() as last:  # last line first; each runs even if another raises
             last.callback(self._forget)
             if self._place is not None:
                 last.callback(self._end, self._place, left)
@@ -413,7 +417,7 @@ class Cluster:
         left.append(place.end())
 
     def detach(self) -> None:
-        """Leave the ranks as they are, with their variables, and nobody's; :meth:`attached` finds them again.
+        """Release the ranks without stopping them; they keep their variables and can be attached again.
 
         Raises:
             UsageError: they are not started, or were started here.
@@ -440,14 +444,14 @@ class Cluster:
         if self._rank_info and self._holder is None:
             idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not doors.is_busy(rank)]
             left = doors.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ()))
-            if not left.wait(_SHUTDOWN_S) and self._target is not None:  # at work for a notebook that is gone
+            if not left.wait(_SHUTDOWN_S) and self._target is not None:  # busy for a notebook that is gone
                 free(doors, late(left, idle), left, _STOPPED, store=True)
                 left.wait(_SHUTDOWN_S)
             if self._target is not None:
                 self._hold({"leave": True})
 
     def _stop_at_exit(self, pid: int) -> None:
-        if os.getpid() != pid:  # in a forked child, whose ranks they are not
+        if os.getpid() != pid:  # a forked child does not own the ranks
             return
         if self._target is not None and self.is_started:
             self.detach()
@@ -455,7 +459,7 @@ class Cluster:
             self.stop()
 
     def _on_exit(self, rank: int | None) -> None:
-        """Note the end of a process that the place knows (None: the controller's); called in a thread of its own."""
+        """Mark ranks lost whose process has ended (None: the controller's, so all); called in a separate thread."""
         place, doors = self._place, self._doors
         if place is None or doors is None:
             return
@@ -465,7 +469,7 @@ class Cluster:
                 self._lose(doors, lost, how, place.log_tail(rank))
 
     def _on_silence(self) -> None:
-        """Note that nothing is heard of the controller any more; called in a thread of its own."""
+        """Mark all ranks lost, as the controller sends no heartbeat any more; called in a separate thread."""
         place, doors = self._place, self._doors
         if place is None or doors is None:
             return
@@ -474,7 +478,7 @@ class Cluster:
             self._lose(doors, rank, f"cannot be reached: {how}", place.log_tail(None))
 
     def _on_gone(self, engine: str) -> None:
-        """Note that the controller has found an engine gone; called in the client's IO thread."""
+        """Mark the rank of an engine lost that the controller reports gone; called in the client's IO thread."""
         place, doors = self._place, self._doors
         if place is None or doors is None or engine not in doors.engines:
             return
@@ -483,19 +487,19 @@ class Cluster:
         host = f" on {info[rank].host}" if info else ""
 
         def tell(why: str) -> None:
-            if self._doors is doors:  # else it was stopped meanwhile
+            if self._doors is doors:  # else the cluster was stopped meanwhile
                 how = f"died: the process{host} has ended" + (f": {why}" if why else ", or its host is gone")
                 self._lose(doors, rank, how, "")
 
         place.ask_why_gone(tell)
 
     def _watch_hosts(self, doors: Channels, rank: int, known: frozenset[str], silent: Sequence[str] = ()) -> None:
-        """Lose the ranks of hosts of which ``rank`` hears nothing: of ``silent``, and of those it tells of from now on.
+        """Mark the ranks on ``silent`` hosts lost, and poll ``rank`` for further silent hosts.
 
-        It is asked again and again, and tells nothing unasked: what it sends once the controller is gone would keep
-        ipyparallel's process between the two for ever.
+        The rank is polled, it pushes nothing: a message it sends after the controller is gone would keep the
+        ipyparallel process between the two alive for ever.
         """
-        if self._doors is not doors or doors.is_lost(rank):  # it was stopped; or all are silent to who is cut off
+        if self._doors is not doors or doors.is_lost(rank):  # stopped, or cut off: to a lost rank all hosts are silent
             return
         for info, engine in zip(self._rank_info, doors.engines, strict=True):
             if info.host in silent and info.host not in known:
@@ -507,7 +511,7 @@ class Cluster:
         doors.losses.setdefault(rank, how)
         doors.lose(rank, RankDied(f"rank {rank} {how}{log}", ranks=(rank,)))
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ state
 
     @property
     def is_started(self) -> bool:
@@ -516,21 +520,21 @@ class Cluster:
 
     @property
     def held_by(self) -> str:
-        """Who else commands these ranks, in words; they can then be looked at, and nothing else. Empty: nobody."""
+        """The other notebook that controls these ranks, in words; this one can then only view them. Empty: none."""
         return "" if self._holder is None else str(self._holder)
 
     @property
     def is_free(self) -> bool:
-        """Whether the notebook that had these ranks has detached or ended, so that they can be attached again."""
+        """Whether the notebook that held these ranks has detached or ended, so that they can be attached."""
         return self._is_free
 
     @property
     def outlives(self) -> bool:
-        """Whether the engines were there before, and stay."""
+        """Whether the engines were started elsewhere and keep running after :meth:`stop`."""
         return self._target is not None
 
     def _ask_who_holds(self, doors: Channels) -> None:
-        """Learn now and then whether another notebook has taken attached ranks, or has let go of them."""
+        """Check every ``_WHO_S`` seconds whether another notebook has taken or released attached ranks."""
         now = time.monotonic()
         if self._target is None or not self._rank_info or now < self._ask_who_at:
             return
@@ -552,35 +556,35 @@ class Cluster:
 
     @property
     def rank_info(self) -> tuple[ConnectReply, ...]:
-        """What each rank said of itself when it joined."""
+        """The reply of each rank when it connected."""
         self._reach()
         return self._rank_info
 
     @property
     def engine_ids(self) -> tuple[int, ...]:
-        """The ipyparallel engine id of each rank; they are in no order."""
+        """The ipyparallel engine id of each rank; not necessarily ascending."""
         self._reach()
         return self._engine_ids
 
     def alive(self) -> tuple[bool, ...]:
-        """Tell for each rank whether its process runs and can be reached; all False when not started."""
+        """Return for each rank whether its process runs and can be reached; all False when not started."""
         place, doors = self._place, self._doors
         if place is None or doors is None:
             return (False,) * self.num_ranks
         return tuple(place.is_running(rank) and not doors.is_lost(rank) for rank in range(self.num_ranks))
 
     def losses(self) -> dict[int, str]:
-        """Say how ranks were lost, of each that was: ``died: the process was killed by SIGKILL (...)``."""
+        """Return how each lost rank was lost, such as ``died: the process was killed by SIGKILL (...)``."""
         return {} if self._doors is None else dict(sorted(self._doors.losses.copy().items()))
 
-    # ------------------------------------------------------------------ the doors
+    # ------------------------------------------------------------------ requests
 
     def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> PendingReplies:  # noqa: ANN401 - plain data
         """Call the function ``"module:function"`` in the main thread of ``ranks`` (default: all).
 
         Args:
-            name: its module is imported on the rank.
-            args: plain data; the function's value must be plain data as well, for the kernel unpickles it.
+            name: the function; its module is imported on the rank.
+            args: plain data; the return value must be plain data too, as the kernel unpickles it.
             ranks: the ranks to call.
 
         Raises:
@@ -591,7 +595,7 @@ class Cluster:
         return doors.call(name, dict.fromkeys(self._select(ranks), args))
 
     def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> PendingReplies:
-        """Run ``code`` as IPython runs a cell, in the user's namespace of ``ranks`` (default: all).
+        """Run ``code`` as an IPython cell in the user's namespace of ``ranks`` (default: all).
 
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
@@ -603,17 +607,16 @@ class Cluster:
     def ask(
         self, request: RankRequest[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
     ) -> dict[int, R | Exception]:
-        """Ask the control thread of ``ranks`` (default: all), which answers even while the main thread is busy.
+        """Send ``request`` to the control thread of ``ranks`` (default: all), which answers while the rank is busy.
 
         Args:
             request: for the ``side_door`` function of the rank side.
-            ranks: the ranks to ask; may be none, as when all have died.
-            timeout_s: time in seconds after which no answer is waited for.
+            ranks: the ranks to ask; may be empty, as when all have died.
+            timeout_s: time in seconds to wait for the replies.
 
         Returns:
-            Per rank its reply, or the exception: :class:`RankError` when ``side_door`` raised, :class:`RankDied` when
-            the rank is lost, :class:`ClusterError` when it did not answer in time, or not as it should. In the order of
-            the ranks.
+            For each rank, in order, its reply or an exception: :class:`RankError` when ``side_door`` raised,
+            :class:`RankDied` when the rank is lost, :class:`ClusterError` when the reply timed out or is invalid.
 
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
@@ -626,7 +629,7 @@ class Cluster:
         return doors.ask(request, self._select(ranks, may_be_none=True), timeout_s)
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
-        """Send SIGINT to ``ranks`` (default: all; may be none); a rank that runs nothing ignores it.
+        """Send SIGINT to ``ranks`` (default: all; may be empty); an idle rank ignores it.
 
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
@@ -645,6 +648,6 @@ class Cluster:
 
 
 def _close(connecting: Future[Wire]) -> None:
-    """Close a connection that came up after it was given up."""
+    """Close a connection that was established after the start was cancelled."""
     if connecting.exception() is None:
         connecting.result().close()

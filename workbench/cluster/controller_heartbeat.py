@@ -1,10 +1,10 @@
-"""Noticing that nothing is heard of a controller any more: its process has ended, or its host is gone.
+"""Detection of a lost controller: its process has ended, or its host is gone.
 
-A notebook is told of it within two seconds. An engine goes on for longer, since a network may come back, and then ends
-itself: nobody else may be able to reach it.
+A notebook detects it within two seconds. An engine waits longer, since a network may recover, and then ends itself, as
+nothing else may be able to reach it.
 
-Both listen on a connection of their own. What it carries is answered by ZeroMQ's threads, which need no interpreter,
-so that a process which is merely busy is never taken for one that is gone.
+Both use a separate connection. Its heartbeats are answered by ZeroMQ's threads, which do not need the interpreter, so a
+busy process is never taken for a lost one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 PERIOD_S, SILENCE_S = 0.5, 1.5
-"""How often a notebook asks the controller for a sign of life, and how long it may take to give it, in seconds."""
+"""Heartbeat period and timeout of a notebook, in seconds."""
 
 GRACE_S = 5.0
-"""How long a process may take to end by itself, in seconds."""
+"""Time in seconds that a process may take to end after SIGTERM or after its main thread."""
 
 _STDERR = 2
 
 
 class CurveKeys(Protocol):
-    """A key pair of one's own for CURVE, and the controller's public key, which is empty where nothing is encrypted."""
+    """The client's CURVE key pair and the controller's public key; the latter is empty without encryption."""
 
     curve_serverkey: bytes | None
     curve_publickey: bytes | None
@@ -38,12 +38,12 @@ class CurveKeys(Protocol):
 
 
 class HeartbeatMonitor:
-    """Tells when the connection to a controller has ended, or nothing comes through it.
+    """Calls back when the connection to a controller ends or its heartbeats time out.
 
     Args:
-        address: of one of its sockets to which subscribers connect, as ZeroMQ writes it.
-        keys: to authenticate with.
-        on_silence: called once, in a thread of its own.
+        address: ZeroMQ address of one of the controller's publisher sockets.
+        keys: keys for authentication.
+        on_silence: called once, in a separate thread.
     """
 
     def __init__(self, address: str, keys: CurveKeys, on_silence: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class HeartbeatMonitor:
             self._on_silence()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening and close the connection."""
         self._socket.disable_monitor()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -74,12 +74,12 @@ class HeartbeatMonitor:
 
 
 def monitor_of(socket: zmq.Socket[Any], period_s: float, silence_s: float) -> zmq.Socket[Any]:
-    """Return a socket that tells when another one, not connected yet, is connected and is so no more.
+    """Return a monitor socket that reports when ``socket`` is connected and disconnected.
 
     Args:
-        socket: to be connected afterwards.
-        period_s: how often the other end is asked for a sign of life, in seconds.
-        silence_s: how long it may take to give one, in seconds; then the connection has ended.
+        socket: socket that is not connected yet.
+        period_s: heartbeat period, in seconds.
+        silence_s: heartbeat timeout, in seconds, after which the connection counts as ended.
     """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * period_s))
@@ -90,15 +90,15 @@ def monitor_of(socket: zmq.Socket[Any], period_s: float, silence_s: float) -> zm
 def end_when_alone(
     socket: zmq.Socket[Any], connect: Callable[[zmq.Socket[Any]], object], alone_s: float, may_end: Callable[[], bool]
 ) -> None:
-    """End this process once nothing was heard of its controller for a long time; runs in a thread of its own.
+    """End this process once its controller was silent for ``alone_s`` seconds; runs in a separate thread.
 
     Args:
-        socket: that nobody else uses.
+        socket: socket for this function alone.
         connect: connects it to the controller's own process.
-        alone_s: how long nothing must be heard, in seconds.
-        may_end: asked then; if not, it listens on.
+        alone_s: length of the silence, in seconds.
+        may_end: returns whether the process may end now; if not, the wait continues.
     """
-    monitor = monitor_of(socket, alone_s / 8, alone_s / 8)  # so a silence is noticed after a quarter of the time
+    monitor = monitor_of(socket, alone_s / 8, alone_s / 8)  # detects a silence after a quarter of alone_s
     connect(socket)
     is_heard = False
     while is_heard or monitor.poll(round(750 * alone_s)) or not may_end():
@@ -109,18 +109,18 @@ def end_when_alone(
 
 
 def end_process(grace_s: float) -> None:
-    """End this process as SIGTERM does, and after ``grace_s`` seconds all the same.
+    """End this process with SIGTERM, and forcibly after ``grace_s`` seconds.
 
-    It may be inside a collective, where Python sees no signal, and where no other thread of Python gets on.
+    It may be inside a collective, where Python handles no signal and runs no other Python thread.
     """
     faulthandler.dump_traceback_later(grace_s, exit=True, file=_STDERR)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_main_thread(grace_s: float) -> None:
-    """End this process ``grace_s`` seconds after its main thread, whatever other threads run; in one of its own.
+    """End this process ``grace_s`` seconds after its main thread, even if other threads run; runs in a separate thread.
 
-    A thread of the user's that is no daemon would keep it: a rank that serves nothing any more and looks alive.
+    A non-daemon thread of the user's would keep the process alive as a rank that serves no requests.
     """
     main = threading.main_thread()
     main.join()

@@ -1,4 +1,4 @@
-"""Ctrl-C while something must be finished: it is counted, and raises nothing in between."""
+"""Deferred Ctrl-C: counted, instead of raised in the middle of code that must finish."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class CountInterrupts:
-    """While it is entered, Ctrl-C only counts: no exception rises in the middle of what must be finished.
+    """Context manager in which Ctrl-C is counted instead of raised.
 
-    Outside the main thread, where signals never arrive, it does nothing. It may be entered again within; the first exit
-    ends it.
+    Outside the main thread, where signals never arrive, it does nothing. It may be entered again while active; the
+    first exit ends it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""What a process says of itself before it is a rank. The text of this file runs on every engine.
+"""An engine's report about itself and its host, before it is a rank. The text of this file runs on every engine.
 
-It is sent as text, for an engine may lack the workbench, or have another one: so it needs nothing but Python and what
-ipyparallel needs itself. Torch, which takes seconds, is imported only where devices are to be counted.
+It is sent as text, as an engine may lack the workbench or have another version, so it depends only on Python and on
+ipyparallel's own dependencies. Torch takes seconds to import, so it is imported only to count devices.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import sys
 from importlib import import_module, metadata, util
 from typing import Any
 
-ELSEWHERE = "192.0.2.1"  # of a network that nobody has (RFC 5737): the way there is the default route
+ELSEWHERE = "192.0.2.1"  # reserved network (RFC 5737), so its route is the default route
 
 
 def survey(interface: str, *, count_for: str) -> str:
     """Return a JSON object with the fields of :class:`workbench.cluster.rank_assignment.EngineInfo`.
 
     Args:
-        interface: whose address other hosts are to use, or several, of which it has one: ``eth0,ib0``; empty: the one
-            on the route to the controller.
-        count_for: the notebook's version of the workbench, if devices are to be counted; they are where this one has
-            the same. Empty: they are not.
+        interface: network interface whose address other hosts use, or a list of which this host has one:
+            ``eth0,ib0``; empty: the interface of the route to the controller.
+        count_for: the notebook's version of the workbench; devices are counted if this host has the same. Empty:
+            devices are not counted.
     """
     interfaces = interfaces_here()
     named = [interfaces[name] for name in interface.split(",") if name in interfaces]
@@ -47,16 +47,16 @@ def survey(interface: str, *, count_for: str) -> str:
 
 
 def _world() -> Any:  # noqa: ANN401 - JSON data
-    """Return what this engine is part of, if it is a rank already."""
+    """Return the world of this engine if it is a rank already, else None."""
     control = sys.modules.get("workbench.cluster._ipyparallel")
     return None if control is None else control.standing["world"]
 
 
 def identity() -> str:
-    """Name this host: processes on it share memory and its loopback interface.
+    """Return the identity of this host, on which processes share memory and the loopback interface.
 
-    A network namespace counts as a host of its own, as a container's does: what listens on loopback in one cannot be
-    reached from another, though both may see each other's processes.
+    A network namespace, such as a container's, counts as a separate host: its loopback sockets cannot be reached from
+    another one, even if both see each other's processes.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -67,15 +67,15 @@ def identity() -> str:
 
 def interfaces_here() -> dict[str, str]:
     """Return the IPv4 address of every network interface that has one."""
-    import psutil  # noqa: PLC0415 - this file is a text first of all
+    import psutil  # noqa: PLC0415 - this file is sent as text
 
     found = psutil.net_if_addrs().items()
     return {name: a.address for name, addresses in found for a in addresses if a.family == socket.AF_INET}
 
 
 def _route() -> str:
-    """Return this host's address on the way to the controller; if that is a tunnel's end, on the default route."""
-    from ipyparallel.engine.app import IPEngine  # noqa: PLC0415 - this file is a text first of all
+    """Return this host's address on the route to the controller; behind a tunnel, that on the default route."""
+    from ipyparallel.engine.app import IPEngine  # noqa: PLC0415 - this file is sent as text
 
     controller = IPEngine.instance().registration_url.rpartition("/")[2].rpartition(":")[0]
     address = address_towards(controller)
@@ -83,7 +83,7 @@ def _route() -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the address from which ``host`` would be reached; empty: it cannot be. Nothing is sent."""
+    """Return this host's address on the route to ``host``; empty: there is no route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
@@ -100,10 +100,10 @@ def _torch() -> str:
 
 
 def workbench_version() -> str:
-    """Return the version of the workbench here; empty: there is none."""
+    """Return the installed version of the workbench; empty: not installed."""
     return str(import_module("workbench").__version__) if util.find_spec("workbench") else ""
 
 
 def _devices() -> dict[str, int]:
-    """Return how many of each kind there are."""
+    """Return the number of devices of each kind."""
     return dict(import_module("workbench.engine.backends").counts())

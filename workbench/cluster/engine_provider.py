@@ -1,4 +1,4 @@
-"""Where the engines of a cluster come from: what a cluster asks of whatever starts them, or finds them."""
+"""The interface between a cluster and the code that starts its engines, or finds running ones."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ Registered = Callable[[], dict[str, int]]
 """Returns the ipyparallel engine id of every engine that has registered, by session id."""
 
 OnWait = Callable[[str], None]
-"""Takes, in a sentence, what a start waits for; ``""``: nothing any more. A KeyboardInterrupt of it ends the start."""
+"""Receives a sentence on what a start waits for; ``""``: the wait is over. If it raises KeyboardInterrupt, the start
+is cancelled."""
 
 NOTICE_S = 0.5
 """Seconds between two notices of what a start waits for."""
 
 
 def no_wait(_sentence: str) -> None:
-    """Tell nobody."""
+    """Ignore the notice."""
 
 
 class WaitNotices:
-    """Says now and then what a start waits for, and since how many seconds.
+    """Rate-limited notices of what a start waits for, and for how many seconds.
 
     Args:
-        on_wait: takes the sentence.
-        after_s: seconds in which a start is too quick to be reported.
+        on_wait: receives the notice.
+        after_s: delay of the first notice, in seconds.
     """
 
     def __init__(self, on_wait: OnWait, after_s: float = 0.0) -> None:
@@ -45,13 +46,13 @@ class WaitNotices:
 class EngineProvider(Protocol):
     """Engines, and the controller that routes messages to them.
 
-    A rank is an index of what :meth:`wait_for_engines` has returned only where the place itself has started a process
-    for each; elsewhere it is known from the controller alone whether an engine is there.
+    Ranks index the result of :meth:`wait_for_engines` only if the provider has started a process for each; otherwise
+    only the controller knows whether an engine is alive.
 
     Attributes:
-        deadline: time (monotonic clock, s) at which what is waited for has taken too long.
-        is_remote: whether its engines are to be told to end before :meth:`end`, which may not reach them at once.
-        tells_ends: whether it tells of the end of each process at once.
+        deadline: time (monotonic clock, s) at which the current wait times out.
+        is_remote: whether engines get a shutdown request before :meth:`end`, which may not reach them at once.
+        tells_ends: whether it reports the end of each process at once.
     """
 
     deadline: float
@@ -63,37 +64,37 @@ class EngineProvider(Protocol):
 
         Raises:
             UsageError: there is none.
-            ClusterError: it did not come up.
+            ClusterError: it did not start.
         """
 
     def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
         """Wait until there are enough engines, and return the session id of each.
 
         Raises:
-            ClusterError: some did not come; the message says which, and why as far as it is known.
+            ClusterError: some did not register; the message says which, and why if that is known.
         """
 
     def is_running(self, rank: int) -> bool:
-        """Tell whether nothing is known here of an end of the process of ``rank``."""
+        """Return whether the process of ``rank`` runs, as far as the provider knows."""
 
     def ending(self, rank: int | None) -> str:
-        """Say how the process of a rank (None: the controller) ended; ``""`` while nothing is known of that."""
+        """Return how the process of a rank (None: the controller) ended, in words; ``""`` if unknown or running."""
 
     def log_tail(self, rank: int | None) -> str:
-        """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
+        """Return the last lines of a process's log, as the end of a message."""
 
     def advice(self, rank: int | None, *others: int | None) -> str:
-        """Return what there is to look at, and to do, when processes (None: the controller) are too slow."""
+        """Return what to check and to do when processes (None: the controller) are too slow."""
 
     def ask_why_gone(self, tell: Callable[[str], object]) -> None:
-        """Have ``tell`` called with why an engine is gone, in words, ``""`` if that is not known.
+        """Call ``tell`` with the reason why an engine is gone, in words; ``""`` if it is unknown.
 
-        At once; or, in another thread, when a queue that has the engines was asked, which takes a second at most.
+        Immediately, or in another thread after querying the job queue, which takes a second at most.
         """
 
     def end(self) -> str:
-        """End what was started, and remove its files; may be called again.
+        """End everything that the provider started, and remove its files. Idempotent.
 
         Returns:
-            What could not be ended and what becomes of it, a sentence; empty: nothing is left.
+            A sentence on the engines that could not be ended and what happens to them; empty: all have ended.
         """

@@ -1,7 +1,7 @@
-"""Noticing from one host that another one is gone.
+"""Detection of a lost host from another host.
 
-A host says that it is there by refusing a connection to a port at which nothing listens. Its kernel does so, whatever
-its processes are doing: a rank that is busy, or stopped, is never taken for a host that is gone. Nothing is sent.
+The probe connects to a port on which nothing listens; a live host refuses the connection. Its operating system does so
+independently of its processes, so a busy or stopped rank is never taken for a lost host. No data is sent.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from collections.abc import Mapping
 from workbench.protocol.starting import Address
 
 PERIOD_S, SILENCE_S = 0.25, 1.25
-"""How often a host is asked for a sign of life, and how long it may take to give one, in seconds."""
+"""Probe period and timeout, in seconds."""
 
 _MOST = 8
-"""Attempts to connect that are waited for at a time: as many as fit into a silence, and some."""
+"""Limit of pending connection attempts: as many as fit into the timeout, and some more."""
 
 _NOT_THERE = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT}
-"""What is said, by this host or a router, where the other one has said nothing."""
+"""Errors reported by this host or a router when the other host does not answer."""
 
 
 class HostLiveness:
-    """What one host has answered. It has no clock: times are told, in seconds.
+    """Liveness of one host. It reads no clock: the caller passes times, in seconds.
 
     Args:
-        address: where it is asked for a sign of life.
+        address: address to probe.
     """
 
     def __init__(self, address: Address) -> None:
         self._address = (address.host, address.port)
         self._attempts: list[socket.socket] = []
-        self._asked_s: float | None = None  # the first time since its last sign of life
+        self._asked_s: float | None = None  # first probe since its last answer
         self._was_heard = False
 
     def is_silent(self, now_s: float) -> bool:
-        """Return whether it has given no sign of life for too long, and ask for one more.
+        """Return whether the host has not answered for :data:`SILENCE_S`, and probe it again.
 
-        One that was never heard is not silent: there may be a firewall that lets nothing through.
+        A host that never answered is not silent: a firewall may drop the probes.
         """
         if self._is_heard():
             self._was_heard = True
@@ -52,7 +52,7 @@ class HostLiveness:
         return self._was_heard and now_s - self._asked_s >= SILENCE_S
 
     def _is_heard(self) -> bool:
-        """Return whether an attempt has ended in another way than it does at a host that is not there."""
+        """Return whether the host has answered one of the pending attempts."""
         is_heard, under_way = False, []
         for attempt in self._attempts:
             outcome = _outcome(attempt)
@@ -75,27 +75,27 @@ class HostLiveness:
             self._attempts.append(attempt)
 
     def close(self) -> None:
-        """Wait for no answer to what was asked so far."""
+        """Close all pending attempts."""
         for attempt in self._attempts:
             attempt.close()
         self._attempts, self._asked_s = [], None
 
 
 def _outcome(attempt: socket.socket) -> int | None:
-    """Return how an attempt to connect has ended, 0 or a number of ``errno``; None: it has not."""
+    """Return the result of a connection attempt, 0 or an ``errno``; None while it is pending."""
     poll = select.poll()
     poll.register(attempt, select.POLLOUT)
     return attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if poll.poll(0) else None
 
 
 class HostMonitor:
-    """Looks in a thread of its own which hosts are silent.
+    """Monitors other hosts in a separate thread.
 
     Args:
-        hosts: where each is asked for a sign of life, by its name.
+        hosts: address to probe of each host, by name.
 
     Attributes:
-        silent: the names of those that are.
+        silent: names of the silent hosts.
     """
 
     def __init__(self, hosts: Mapping[str, Address]) -> None:
@@ -112,6 +112,6 @@ class HostMonitor:
             host.close()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop monitoring."""
         self._is_over.set()
         self._thread.join()

@@ -1,12 +1,11 @@
-"""Engines that one of ipyparallel's launchers starts: processes of this machine, over SSH or MPI, or jobs of a queue.
+"""Engines started by an ipyparallel launcher: local processes, over SSH or MPI, or as jobs of a queue.
 
-All of it is ipyparallel's ``Cluster``, configured as its users do: ``ipcluster_config.py`` of a profile. Here it gets a
-thread with an event loop for as long as it lasts, a marker by which processes on this machine are found again, and what
-its launcher says is kept to be shown.
+This wraps ipyparallel's ``Cluster``, configured as usual by a profile's ``ipcluster_config.py``. It adds a thread with
+an event loop, a marker by which processes on this machine are found, and a log of the launcher's messages.
 
-The controller listens where ipyparallel is configured to have it listen. Where nothing is configured, and engines are
-on other hosts, that is this host's address on the route to them, and no other. Its connections are encrypted and
-authenticated (CURVE), unless that is configured otherwise.
+The controller listens where ipyparallel is configured to have it listen. Without configuration, and with engines on
+other hosts, it listens only on this host's address on the route to them. Its connections are encrypted and
+authenticated (CURVE), unless configured otherwise.
 """
 
 from __future__ import annotations
@@ -48,41 +47,41 @@ from workbench.cluster.reaper import Reaper, remove
 from workbench.errors import ClusterError, UsageError
 
 LAUNCHERS = "ipyparallel.engine_launchers"
-"""Entry points that name launchers of engines."""
+"""Entry point group of engine launchers."""
 
 HEARTBEAT_MS, HEARTBEAT_MISSES = 450, 2
-"""How often an engine is asked for a sign of life; after so many that did not come, and one more, it is gone: 1.8 s.
+"""Heartbeat period of engines, and allowed misses; one more and the engine counts as gone, after 1.8 s.
 
-An engine gives it in a thread that needs no interpreter, however busy it is otherwise.
+An engine answers heartbeats in a thread that does not need the interpreter, so also while it is busy.
 """
 
 ALONE_S = 60.0
-"""How long engines go on that hear nothing of their controller, in seconds; then they end."""
+"""Time in seconds without the controller's heartbeats after which engines end themselves."""
 
-_CHECK_MS = 500  # ipyparallel has an engine expect a heartbeat so much later than the controller's period
+_CHECK_MS = 500  # an engine allows this much more than the controller's heartbeat period
 
 STOP_S = 60.0
-"""How long launchers may take to end what they have started, in seconds."""
+"""Timeout in seconds of launchers that end their engines."""
 
 _PROGRAMS = ("mpi_cmd", "submit_command", "ssh_cmd")
-"""Traits of launchers that hold the command line of the program that they run here."""
+"""Traits of launchers with the command line of the program that they run on this machine."""
 
-_INNARDS = "Create ShellCommandSend object"  # what ipyparallel says of an SSH connection
+_INNARDS = "Create ShellCommandSend object"  # ipyparallel's log message for an SSH connection
 _GRACE_S = 2.0
 _POLL_S = 0.02
 _LINES, _COMPLAINTS = 12, 3
 
 
 def launchers() -> tuple[str, ...]:
-    """Return the names of the launchers that are installed."""
+    """Return the names of the installed launchers."""
     return tuple(sorted({entry.name.lower() for entry in entry_points(group=LAUNCHERS)}))
 
 
 def check_launcher(name: str) -> None:
-    """Raise unless there is a launcher of engines called ``name``.
+    """Check that there is an engine launcher called ``name``.
 
     Raises:
-        UsageError: there is none; the message lists those there are.
+        UsageError: there is none; the message lists the installed ones.
     """
     if name.lower() not in launchers():
         near = difflib.get_close_matches(name.lower(), launchers(), n=1)
@@ -93,7 +92,7 @@ def check_launcher(name: str) -> None:
 
 
 def configures_launcher(profile: str) -> bool:
-    """Tell whether a profile says which launcher starts engines.
+    """Return whether a profile configures the engine launcher.
 
     Raises:
         UsageError: the profile does not exist, or its configuration cannot be read.
@@ -102,7 +101,7 @@ def configures_launcher(profile: str) -> bool:
 
 
 def _configured(profile_directory: Path, file: str) -> Config:
-    """Return what a configuration file of a profile says; ipyparallel itself would pass over one that fails.
+    """Return the content of a configuration file of a profile; ipyparallel itself ignores a file that fails.
 
     Raises:
         UsageError: it cannot be read.
@@ -114,7 +113,7 @@ def _configured(profile_directory: Path, file: str) -> Config:
 
 
 def _unless_set(defaults: Mapping[str, object], config: Config, given: Iterable[str]) -> list[str]:
-    """Return arguments for those of ``defaults``, ``Class.trait`` -> value, that are neither configured nor given."""
+    """Return arguments for the ``defaults`` (``Class.trait`` -> value) that are neither configured nor given."""
     named = {argument.lstrip("-").partition("=")[0] for argument in given}
     unset = {name: value for name, value in defaults.items() if name not in named}
     return [f"--{name}={value}" for name, value in unset.items() if name not in config]
@@ -131,20 +130,20 @@ def _cluster(profile: str | None, engines: str, **more: Any) -> Any:  # noqa: AN
 
 
 class LauncherLog(logging.Handler):
-    """Keeps the last lines that launchers log."""
+    """Handler that keeps the last lines logged by launchers."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: deque[str] = deque(maxlen=_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the lines of ``record``."""
+        """Append the lines of ``record``."""
         lines = record.getMessage().splitlines()
         self.lines.extend(line.rstrip() for line in lines if line.strip() and not line.startswith(_INNARDS))
 
 
 class EventLoop:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -157,11 +156,11 @@ class EventLoop:
         self._loop.close()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Begin ``work``, and return what will be its result."""
+        """Start ``work`` and return the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self, timeout_s: float) -> None:
-        """End the loop once it is idle; a launcher that is stuck keeps its thread until it is not."""
+        """Stop the loop once it is idle; a stuck launcher keeps its thread until it returns."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
 
@@ -172,14 +171,15 @@ class IppLaunch(EngineProvider):
     Args:
         num_ranks: number of engines.
         engines: name of the launcher; empty: the profile's.
-        profile: name of the IPython profile whose configuration applies; None: the default one's.
-        timeout_s: time in seconds after which nothing more is expected of what has not gone on; in a queue none is.
-        interface: that engines of other hosts reach the controller on; empty: the one on the route to them.
-        on_exit: called in a thread of its own with None when the controller has ended.
-        notices: takes what is waited for.
+        profile: name of the IPython profile whose configuration applies; None: the default profile.
+        timeout_s: time in seconds without progress after which the start times out; engines in a queue have no limit.
+        interface: network interface on which engines of other hosts reach the controller; empty: that of the route to
+            them.
+        on_exit: called in a separate thread with None when the controller has ended.
+        notices: receives notices of what the start waits for.
 
     Raises:
-        UsageError: there is no such launcher, profile or interface, or what the launcher runs is missing here.
+        UsageError: there is no such launcher, profile or interface, or the launcher's program is missing here.
     """
 
     is_remote = True
@@ -224,14 +224,14 @@ class IppLaunch(EngineProvider):
 
     @property
     def _words(self) -> str:
-        """Name the launcher, as in messages."""
+        """The launcher's name, for messages."""
         return f"ipyparallel's {self._launcher_class.__name__}"
 
     def _check_installed(self) -> None:
-        """Raise unless what starts the engines is there: before the controller is started, which takes seconds.
+        """Check that the launcher can run, before the controller is started, which takes seconds.
 
         Raises:
-            UsageError: its program is not on PATH, or it knows no hosts, or too few engines on them.
+            UsageError: its program is not on PATH, or it has no hosts, or too few engines on them.
         """
         configured, name = self._settings(self._launcher_class), self._launcher_class.__name__
         file = f"{Path(self._cluster.profile_dir) / 'ipcluster_config.py'}"
@@ -265,7 +265,7 @@ class IppLaunch(EngineProvider):
     # ---- where the controller listens
 
     def _listen_on(self, interface: str) -> None:
-        """Have the controller listen where engines reach it, unless that is configured."""
+        """Have the controller listen where engines can reach it, unless its address is configured."""
         cluster = self._cluster
         own = self._configured("ipcontroller_config.py").IPController
         if interface:
@@ -275,7 +275,7 @@ class IppLaunch(EngineProvider):
 
     @property
     def _is_here(self) -> bool:
-        """Whether engines are processes of this machine."""
+        """Whether engines are processes on this machine."""
         return issubclass(self._launcher_class, LocalEngineSetLauncher) and not self._is_ssh
 
     @property
@@ -283,7 +283,7 @@ class IppLaunch(EngineProvider):
         return issubclass(self._launcher_class, SSHLauncher)
 
     def _first_host(self) -> str:
-        """Return the address of a host on which engines are to be started; empty: it is not known before."""
+        """Return the address of a host on which engines are to be started; empty: not known yet."""
         hosts = getattr(self._settings(self._launcher_class), "engines", {}) if self._is_ssh else {}
         for host in hosts:
             with suppress(OSError):
@@ -291,16 +291,16 @@ class IppLaunch(EngineProvider):
         return ""
 
     def _settings(self, launcher: type[BaseLauncher]) -> Any:  # noqa: ANN401 - ipyparallel is untyped
-        """Return a launcher of this class that starts nothing: it has what was configured."""
+        """Return a launcher of this class, not started, for its configured traits."""
         return launcher(parent=self._cluster, profile_dir=self._cluster.profile_dir, log=self._cluster.log)
 
-    # ---- starting, in the loop's thread
+    # ---- start, in the loop's thread
 
     async def _start_controller(self) -> None:
         cluster = self._cluster
         environment = {
             "IPP_ENABLE_CURVE": "1",
-            "IPP_SESSION_KEY": secrets.token_hex(32),  # messages are signed as well, or the client warns of it
+            "IPP_SESSION_KEY": secrets.token_hex(32),  # without signed messages the client warns
             **self._settings(cluster.controller_launcher_class).environment,
             processes.MARKER: self._id,
         }
@@ -312,7 +312,7 @@ class IppLaunch(EngineProvider):
     async def _start_engines(self) -> None:
         configured = self._settings(self._launcher_class)
         if self._is_ssh and self._cluster.send_engines_connection_env:
-            # they are told in their environment how to connect: no key need lie on their hosts
+            # their environment has the connection info, so no key file is needed on their hosts
             self._cluster.config.SSHEngineLauncher.setdefault("to_send", [])
         settings = {
             "environment": {**configured.environment, processes.MARKER: self._id},
@@ -321,15 +321,15 @@ class IppLaunch(EngineProvider):
         self._complaints.parent.mkdir(parents=True, exist_ok=True)
         complaining = ["sh", "-c", f'exec "$0" "$@" 2>>{shlex.quote(str(self._complaints))}']
         if issubclass(self._launcher_class, BatchSystemLauncher) and not issubclass(self._launcher_class, LSFLauncher):
-            settings["submit_command"] = [*complaining, *configured.submit_command]  # LSF is given it in another way
+            settings["submit_command"] = [*complaining, *configured.submit_command]  # LSF's launcher differs
         if self._is_ssh:
-            # what waits here for an engine there is found by the marker and ended as well
+            # the local ssh process of each engine gets the marker, so that it is found and ended too
             settings["ssh_cmd"] = ["env", f"{processes.MARKER}={self._id}", *complaining, *configured.ssh_cmd]
             self._cluster.engine_launcher_class = ssh_launch.patient(self._launcher_class, self._gives_up)
         await self._cluster.start_engines(self._num_ranks, **settings)
 
     def _controller_arguments(self) -> list[str]:
-        """Have the controller find engines gone soon, unless it is configured how soon."""
+        """Return arguments for early detection of lost engines, unless configured."""
         defaults = {
             "HeartMonitor.period": HEARTBEAT_MS,
             "HeartMonitor.max_heartmonitor_misses": HEARTBEAT_MISSES,
@@ -339,7 +339,7 @@ class IppLaunch(EngineProvider):
         return _unless_set(defaults, self._configured("ipcontroller_config.py"), given)
 
     def _engine_arguments(self, given: Sequence[str]) -> list[str]:
-        """Have engines end that are alone, unless it is configured after how many heartbeats."""
+        """Return arguments that make engines end without a controller, unless the number of misses is configured."""
         period = self._configured("ipcontroller_config.py").HeartMonitor.get("period", HEARTBEAT_MS)
         misses = max(1, round(1000 * ALONE_S / (period + _CHECK_MS)))
         return _unless_set({"IPEngine.max_heartbeat_misses": misses}, self._configured("ipengine_config.py"), given)
@@ -347,13 +347,13 @@ class IppLaunch(EngineProvider):
     def _configured(self, file: str) -> Config:
         return _configured(Path(self._cluster.profile_dir), file)
 
-    # ---- waiting for it
+    # ---- waiting
 
     def wait_for_controller(self) -> Path:
         """Wait until the controller listens, begin to start engines, and return its connection file for clients.
 
         Raises:
-            ClusterError: it did not come up.
+            ClusterError: it did not start.
         """
         while not self._controller_started.done():
             self._wait_a_moment("waiting for the controller")
@@ -362,10 +362,10 @@ class IppLaunch(EngineProvider):
         return Path(self._cluster.controller.connection_files["client"])
 
     def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
-        """Wait until all engines have registered; in a queue without a limit.
+        """Wait until all engines have registered; without a limit in a queue.
 
         Raises:
-            ClusterError: some did not come, or the launcher refused; the message has what it said.
+            ClusterError: some did not register, or the launcher failed; the message includes its log.
         """
         while not self._engines_started.done():
             begun = len(getattr(self._cluster.engine_set, "launchers", ()))  # one after the other, over SSH
@@ -380,7 +380,7 @@ class IppLaunch(EngineProvider):
         return tuple(sorted(registered(), key=registered().__getitem__))
 
     def _commands_to_end(self) -> list[list[str]]:
-        """Return the commands that end what was started as a job, or on other hosts."""
+        """Return the commands that end queue jobs and engines on other hosts."""
         started = (self._cluster.engine_set, self._cluster.controller)
         jobs = [each for each in started if isinstance(each, BatchSystemLauncher)]
         return [
@@ -389,12 +389,12 @@ class IppLaunch(EngineProvider):
         ]
 
     def _hosts(self) -> list[list[SSHLauncher]]:
-        """Return what has started an engine over SSH, by host; nothing where another kind of launcher did."""
+        """Return the SSH launchers of running engines, grouped by host; empty with another kind of launcher."""
         launchers = getattr(self._cluster.engine_set, "launchers", {}).values() if self._is_ssh else ()
         return ssh_launch.by_host([launcher for launcher in launchers if launcher.state == "running"])
 
     def _note_batch_file(self) -> list[Path]:
-        """Note what ipyparallel has written into the directory of this moment, as later it may be another."""
+        """Record ipyparallel's batch file by its absolute path, as the current directory may change later."""
         engine_set = self._cluster.engine_set
         if isinstance(engine_set, BatchSystemLauncher) and not self._batch_files:
             self._batch_files.append(Path(engine_set.batch_file).resolve())
@@ -415,7 +415,7 @@ class IppLaunch(EngineProvider):
             queue.look()
 
     def _wait_a_moment(self, what: str) -> None:
-        """Sleep for a moment, and tell what is waited for, unless nothing has come of it for too long."""
+        """Report what the start waits for and sleep for a moment; raise after ``timeout_s`` without progress."""
         if what != self._waits_for:
             self._waits_for, self.deadline = what, max(self.deadline, time.monotonic() + self._timeout_s)
         if time.monotonic() > self.deadline:
@@ -429,7 +429,7 @@ class IppLaunch(EngineProvider):
             return
         where = advice = ""
         for launcher in getattr(self._cluster.engine_set, "launchers", {}).values():
-            if self._is_ssh and launcher.state == "before":  # the one at which it ended
+            if self._is_ssh and launcher.state == "before":  # the host at which the start failed
                 where = f" on {launcher.location}"
                 advice = f"\nlook whether ssh {launcher.location} works from here without a password"
         file = self._complaints
@@ -439,18 +439,18 @@ class IppLaunch(EngineProvider):
 
     @property
     def _complaints(self) -> Path:
-        """A file for what ssh, or a queue that takes no job, says on stderr; removed with the cluster's others."""
+        """File for the stderr of ssh and of the queue's submit command; removed with the cluster's other files."""
         return Path(self._cluster.profile_dir) / "log" / f"complaints-{self._cluster.cluster_id}.log"
 
-    # ---- what is known of it
+    # ---- state
 
     def is_running(self, _rank: int) -> bool:
-        """Tell whether the controller runs, from which it is known which engines do."""
+        """Return whether the controller runs; only the controller reports ended engines."""
         controller = self._cluster.controller
         return controller is not None and controller.state == "running"
 
     def ending(self, _rank: int | None) -> str:
-        """Say how the controller ended; ``""`` while it runs."""
+        """Return how the controller ended, in words; ``""`` while it runs."""
         controller = self._cluster.controller
         if controller is None or controller.state != "after":
             return ""
@@ -458,19 +458,19 @@ class IppLaunch(EngineProvider):
         return "the cluster's controller has ended" + ("" if code is None else f" with exit code {code}")
 
     def ask_why_gone(self, tell: Callable[[str], object]) -> None:
-        """Have ``tell`` called with what the queue says of its job; at once and with nothing where there is none."""
+        """Call ``tell`` with how the queue ended the job; immediately with ``""`` where no queue can be queried."""
         queue = self._queue
         if queue is None or not queue.can_be_asked:
             tell("")
-        else:  # the loop may have to end while the queue is silent
+        else:  # in a thread, as the queue may take time to answer
             threading.Thread(target=lambda: tell(queue.word_on_the_end()), name="asks the queue", daemon=True).start()
 
     def log_tail(self, _rank: int | None) -> str:
-        """Return the last lines that the launcher said as the end of a message."""
+        """Return the last lines that the launcher logged, as the end of a message."""
         return f"; the launcher said:\n{chr(10).join(self._said.lines)}" if self._said.lines else ""
 
     def advice(self, rank: int | None, *_others: int | None) -> str:
-        """Return what there is to look at, and to do, when engines do not come."""
+        """Return what to check and to do when engines do not register."""
         ip = self._cluster.controller_ip
         heard = f"the controller listens on {ip}" if ip else "the controller listens on this machine alone"
         return (
@@ -479,15 +479,15 @@ class IppLaunch(EngineProvider):
             f"{Path(self._cluster.profile_dir) / 'ipcluster_config.py'})"
         )
 
-    # ---- the end
+    # ---- stop
 
     def end(self) -> str:
-        """End controller and engines, take back what is queued, and remove all files; may be called again."""
+        """End controller and engines, cancel queued jobs, and remove all files. Idempotent."""
         if self._is_ending:
             return ""
         self._is_ending = True
         self._gives_up.set()
-        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+        with ExitStack() as last:  # runs from the last line up; a callback that raises does not stop the others
             last.callback(self._remove_files)
             last.callback(self._reaper.close, _GRACE_S)
             last.callback(self._loop.close, _GRACE_S)
@@ -503,30 +503,30 @@ class IppLaunch(EngineProvider):
 
     def _stop(self) -> None:
         self._note_batch_file()
-        with suppress(Exception):  # whatever a launcher raises, what it has left here is ended next
+        with suppress(Exception):  # local processes that a failed launcher leaves are ended next
             self._loop.submit(self._stop_all()).result(STOP_S)
 
     async def _stop_all(self) -> None:
-        """Have the launchers end what they have started, on every host that answers."""
+        """End all engines, on every host that answers, and the controller."""
         launchers, hosts = getattr(self._cluster.engine_set, "launchers", {}), self._hosts()
         ended_here = {launcher for host in hosts for launcher in host}
         for name, launcher in tuple(launchers.items()):
             if launcher in ended_here or launcher.state == "before":
-                launchers.pop(name).state = "after"  # else each fetches what its engine wrote, one after the other
+                launchers.pop(name).state = "after"  # else each fetches its engine's output, one after the other
         answers = await asyncio.gather(*(asyncio.to_thread(ssh_launch.end_there, host) for host in hosts))
         self._out_of_reach = [host[0].location for host, has_ended in zip(hosts, answers, strict=True) if not has_ended]
         await self._cluster.stop_cluster()
-        with suppress(ClusterError):  # it is gone as well
+        with suppress(ClusterError):  # the reaper is gone
             self._reaper.leave([])
 
     def _remove_files(self) -> None:
-        """Remove what ipyparallel leaves in the profile's directory, and in that where this began."""
+        """Remove ipyparallel's files in the profile's directory, and the batch file."""
         for path in (*map(Path, glob.glob(self._own_files)), *self._batch_files):
             remove(path)
 
 
 def _address_of(interface: str) -> str:
-    """Return this host's address on the first interface of a list that it has.
+    """Return this host's address on the first interface of the list that it has.
 
     Raises:
         UsageError: it has none of them.

@@ -1,4 +1,4 @@
-"""What a queue says of the job in which engines are: why it waits, and how it ended. Slurm's is asked, no other yet."""
+"""State of an engine set's job in its queue: why it waits, and how it ended. Only Slurm is queried so far."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from ipyparallel.cluster.launcher import SlurmLauncher
 
 EVERY_S = 5.0
-"""How often it is asked what a job waits for, in seconds."""
+"""Period of the queries while a job waits, in seconds."""
 
 ANSWER_S = 10.0
-"""How long it may take to answer while a job waits, in seconds."""
+"""Timeout of a query while a job waits, in seconds."""
 
 WORD_S = 1.0
-"""How long engines that are gone may wait for its word on their job, in seconds: it may not know at once."""
+"""Time in seconds to poll for the job's end after engines are gone; the queue may not know it at once."""
 
 _POLL_S = 0.1
 _STATE = ("squeue", "--noheader", "--states=all", "--format=%T (%r)", "--jobs")
@@ -27,10 +27,10 @@ _GOES_ON = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STO
 
 
 class JobQueue:
-    """The queue that has the job of an engine set; says nothing where it is none, or not known how to ask it.
+    """The queue of an engine set's job; reports nothing if there is none or it is not Slurm's.
 
     Attributes:
-        state: what it said last, such as ``PENDING (Resources)``.
+        state: the job's last known state, such as ``PENDING (Resources)``.
     """
 
     def __init__(self, engine_set: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
@@ -42,17 +42,17 @@ class JobQueue:
 
     @property
     def can_be_asked(self) -> bool:
-        """Whether it says anything."""
+        """Whether the queue can be queried."""
         return bool(self._job)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job runs no more, and will not."""
+        """Whether the job has ended for good."""
         word = self.state.partition(" ")[0]
         return bool(word) and word not in _GOES_ON and "REQUEUE" not in word
 
     def look(self) -> None:
-        """Ask it if it is time; one that does not answer says nothing new."""
+        """Query the state if the period has passed; a failed query keeps the old state."""
         if not self._job or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY_S
@@ -60,7 +60,7 @@ class JobQueue:
             self.state = _said(_STATE, self._job, ANSWER_S)
 
     def word_on_the_end(self) -> str:
-        """Say how the job has ended; empty: it goes on, or the queue does not say. Takes :data:`WORD_S` at most.
+        """Return how the job ended, in words; empty: it runs, or that is unknown. Takes :data:`WORD_S` at most.
 
         Example: ``the queue has ended job 12: TIMEOUT (TimeLimit)``.
         """
@@ -74,7 +74,7 @@ class JobQueue:
         while (left_s := until - time.monotonic()) > 0:
             try:
                 self.state = _said(_STATE, self._job, left_s)
-            except subprocess.CalledProcessError:  # what ended long ago is in the accounts alone
+            except subprocess.CalledProcessError:  # an old job is only in the accounting database
                 return f"the queue no longer knows job {self._job}{self._in_the_accounts(left_s)}"
             except (OSError, SubprocessError):
                 break
@@ -92,10 +92,10 @@ class JobQueue:
 
 
 def _said(command: tuple[str, ...], job: str, timeout_s: float) -> str:
-    """Return the first line of what a command says of a job.
+    """Return the first line of a command's output for a job.
 
     Raises:
-        OSError, SubprocessError: it cannot be run, fails, or takes too long.
+        OSError, SubprocessError: it cannot be run, fails, or times out.
     """
     asked = subprocess.run([*command, job], capture_output=True, text=True, timeout=timeout_s, check=True)
     return asked.stdout.strip().partition("\n")[0]

@@ -1,15 +1,15 @@
-"""The processes of one cluster, from its reaper to its last engine, and its private files.
+"""The fast start on this machine: the processes of one cluster, from reaper to last engine, and its private files.
 
-One process routes messages (ipyparallel's controller, with its queues in threads, and a heartbeat process below it),
-one process is each rank (an ipyparallel engine). Their sockets are on the loopback interface, encrypted and
-authenticated by keys that lie in files only this user can read. What ranks open among themselves, c10d's store and
-gloo's connections (runtime/distributed.py), is on the loopback interface as well, but neither encrypted nor
-authenticated. Engines start while the controller does: each waits for a connection file that appears, complete, once
-the controller has written its own.
+One process routes messages: ipyparallel's controller, with its queues in threads and a heartbeat process below it. Each
+rank is one more process, an ipyparallel engine. Their sockets are on the loopback interface, encrypted and
+authenticated by keys in files that only this user can read. The connections among ranks, c10d's store and gloo's
+(runtime/distributed.py), are on the loopback interface too, but neither encrypted nor authenticated. Engines start in
+parallel with the controller: each waits for a connection file, which appears, complete, once the controller has written
+its own.
 
-We wait for the end of every process ourselves (they are our children), which tells at once and with a reason; so
-ipyparallel's own means for that are off: one watching process per engine, and giving up on an engine that was too busy
-to return a few heartbeats.
+All processes are our children, so we wait for their ends ourselves and learn of each at once, with its exit code.
+ipyparallel's own means are therefore off: the nanny process of each engine, and the limit of missed heartbeats, which a
+busy engine may exceed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def profile_directory(name: str) -> Path:
     """Return the directory of the IPython profile ``name``.
 
     Raises:
-        UsageError: there is none; the message names those there are.
+        UsageError: it does not exist; the message lists the existing profiles.
     """
     home = Path(os.environ.get("IPYTHONDIR") or "~/.ipython").expanduser()
     names = sorted(path.name.removeprefix("profile_") for path in home.glob("profile_*"))
@@ -70,8 +70,8 @@ def profile_directory(name: str) -> Path:
 def private_directory(profile: str | None) -> Path:
     """Create the directory of a cluster's files, readable by this user only.
 
-    It holds an IPython profile of its own; a user's profile lends its configuration and its startup files to it, so
-    that keys, sockets and logs stay in one place that can be removed.
+    It holds an IPython profile of its own, with links to the configuration and startup files of the user's profile.
+    Keys, sockets and logs thus stay in one place that can be removed.
     """
     lent = profile_directory(profile) if profile is not None else None
     root = Path(tempfile.mkdtemp(prefix="fsdp-workbench-"))
@@ -136,16 +136,16 @@ class LocalLaunch(EngineProvider):
 
     Args:
         num_ranks: number of engines.
-        profile: name of the IPython profile that lends its configuration; None: none.
+        profile: name of the IPython profile whose configuration applies; None: none.
         timeout_s: time in seconds the start may take.
-        device: one of :data:`workbench.devices.CHOICES`; where they may be, ranks are forked (zygote.py).
+        device: one of :data:`workbench.devices.CHOICES`; ranks are forked where the device allows it (zygote.py).
         preload: module that every rank will need.
-        on_exit: called in a thread of its own when a process has ended, with the rank (None: the controller).
-        notices: takes what is waited for.
+        on_exit: called in a separate thread when a process has ended, with the rank (None: the controller).
+        notices: receives notices of what the start waits for.
 
     Attributes:
         engines: session id of the engine of each rank.
-        deadline: time (monotonic clock, s) at which the start has taken too long.
+        deadline: time (monotonic clock, s) at which the start times out.
 
     Raises:
         UsageError: the profile does not exist, or this machine has no such device.
@@ -185,7 +185,7 @@ class LocalLaunch(EngineProvider):
             self._spawn(None, controller_command(self._root))
             for rank, engine in enumerate(self.engines if self._zygote is None else ()):
                 self._spawn(rank, engine_command(self._root, engine, timeout_s))
-        except BaseException:  # whatever it was: those that have started must not stay
+        except BaseException:  # processes that have started must not survive
             self.end()
             raise
 
@@ -218,13 +218,14 @@ class LocalLaunch(EngineProvider):
         """Wait until the controller listens, let the engines connect, and return its connection file for clients.
 
         Raises:
-            ClusterError: it did not come up.
+            ClusterError: it did not start.
         """
         security = self._root / "profile" / "security"
         for_client, for_engine = (security / f"ipcontroller-{whom}.json" for whom in ("client", "engine"))
         while not (is_complete(for_client) and is_complete(for_engine)):
             self._wait_a_moment("the controller did not start", [None], "waiting for the controller")
-        # a copy, for the controller is not done with its own; it appears complete: engines read it once it is there
+        # engines read the file as soon as it exists, so it must appear complete: renamed, and a copy, since the
+        # controller still writes to its own
         copy = self._root / "engine.json.copy"
         copy.touch(mode=0o600)
         shutil.copyfile(for_engine, copy)
@@ -235,7 +236,7 @@ class LocalLaunch(EngineProvider):
         """Wait until ``registered()`` has all engines; return the session id of each rank's.
 
         Raises:
-            ClusterError: some did not come; the message names the ranks and shows the log of one.
+            ClusterError: some did not register; the message names the ranks and shows the log of one.
         """
         while missing := [rank for rank, engine in enumerate(self.engines) if engine not in registered()]:
             here = f"{len(self.engines) - len(missing)} of {len(self.engines)} processes have connected"
@@ -245,7 +246,7 @@ class LocalLaunch(EngineProvider):
         return self.engines
 
     def _wait_a_moment(self, complaint: str, late: list[int | None], detail: str) -> None:
-        """Sleep for a moment, unless a process has ended or those that are ``late`` take too long."""
+        """Sleep for a moment; raise if a process has ended, or if the ``late`` ones exceed the deadline."""
         ended = [rank for rank in dict.fromkeys([*late, None]) if self.exit_code(rank) is not None]
         if ended:
             raise ClusterError(f"{_name(ended[0])} ended while it started{self.log_tail(ended[0])}")
@@ -259,7 +260,7 @@ class LocalLaunch(EngineProvider):
         return self._watched[rank].returncode
 
     def ending(self, rank: int | None) -> str:
-        """Say how the process of a rank (None: the controller) ended; ``""`` while it runs.
+        """Return how the process of a rank (None: the controller) ended, in words; ``""`` while it runs.
 
         Example: ``the process was killed by SIGKILL (as when memory runs out)``.
         """
@@ -272,16 +273,16 @@ class LocalLaunch(EngineProvider):
         return f"{who} {_ending(watched.returncode)}"
 
     def is_running(self, rank: int) -> bool:
-        """Tell whether the process of ``rank`` runs; one that has ended and of which we were not told yet does not."""
+        """Return whether the process of ``rank`` runs; False as soon as it has ended, even before ``on_exit``."""
         process = self._watched[rank].process
         return self.exit_code(rank) is None and process is not None and not processes.has_ended(process)
 
     def ask_why_gone(self, tell: Callable[[str], object]) -> None:
-        """Tell nothing: of the end of a process here we are told by the process itself."""
+        """Call ``tell`` with ``""``: the ends of local processes are reported by :meth:`ending`."""
         tell("")
 
     def log_tail(self, rank: int | None) -> str:
-        """Return the last lines that a process wrote to its own stdout and stderr as the end of a message."""
+        """Return the last lines of a process's log, as the end of a message."""
         lines = self._log_lines(rank)
         return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else " (its log is empty)"
 
@@ -294,7 +295,7 @@ class LocalLaunch(EngineProvider):
     def advice(self, rank: int | None, *others: int | None) -> str:
         """Return the end of a message about processes (None: the controller) that are too slow.
 
-        A line of what to do, a line of facts, and the end of the log of the first process that has written one.
+        It has a line of what to do, a line of facts, and the end of the first log that is not empty.
         """
         which = next((each for each in (rank, *others) if self._log_lines(each)), rank)
         log = self._log_lines(which)
@@ -314,7 +315,7 @@ class LocalLaunch(EngineProvider):
         return "\n".join(["" if log else f" ({empty} empty)", todo, f"look at {facts}", *tail])
 
     def _num_listening(self) -> int:
-        """On how many ports the controller listens, its heartbeat process included."""
+        """Return on how many ports the controller and its heartbeat process listen."""
         controller = self._watched[None].process
         if controller is None:
             return 0
@@ -329,10 +330,10 @@ class LocalLaunch(EngineProvider):
         return self._root / ("controller.log" if rank is None else f"rank-{rank}.log")
 
     def end(self) -> str:
-        """End all processes but a zygote that may be kept, and remove all files; may be called again."""
+        """End all processes except a zygote that can be reused, and remove all files. Idempotent."""
         adopted = [watched.process for watched in self._watched.values() if watched.process is not None]
         zygote, self._zygote = self._zygote, None
-        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+        with ExitStack() as last:  # runs from the last line up; a callback that raises does not stop the others
             last.callback(shutil.rmtree, self._root, ignore_errors=True)
             last.callback(self._reaper.close, STOP_GRACE_S)
             if zygote is not None:
@@ -342,12 +343,12 @@ class LocalLaunch(EngineProvider):
                     last.callback(watched.join, STOP_GRACE_S)
             last.callback(processes.end, self._id, adopted, grace_s=STOP_GRACE_S)
             if zygote is not None and not zygote.has_made_all:
-                last.callback(zygote.end, STOP_GRACE_S)  # nobody could end ranks that it makes from now on
+                last.callback(zygote.end, STOP_GRACE_S)  # ranks that it forks from now on could not be ended
         return ""
 
 
 def _ending(code: int) -> str:
-    """Say how a process ended. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``."""
+    """Return an exit code in words. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
@@ -359,7 +360,7 @@ def _name(rank: int | None) -> str:
 
 
 def is_complete(path: Path) -> bool:
-    """Tell whether a JSON file is there and was written to its end."""
+    """Return whether a JSON file exists and is complete."""
     try:
         json.loads(path.read_text())
     except (OSError, ValueError):

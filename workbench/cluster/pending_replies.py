@@ -1,4 +1,4 @@
-"""What a request to some ranks gives back: one answer per rank, each arriving in its own time."""
+"""The pending replies of a request to several ranks: one answer per rank, each with its own arrival time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Output:
     Attributes:
         kind: ``stdout`` and ``stderr`` carry text; ``display``, ``update`` (of an earlier display with the same
             ``display_id``) and ``result`` (value of a cell's last line) carry data; ``clear`` empties what was shown.
-        text: for streams, as it was written; not escaped.
+        text: text of a stream, unescaped.
         data: value per MIME type, as in the Jupyter protocol.
         metadata: metadata per MIME type.
-        display_id: names a display that can be updated; empty: cannot.
-        is_draft: it will be updated soon, and is for those only who show that in its place.
+        display_id: id of a display that can be updated; empty: it cannot.
+        is_draft: an update follows soon; only for consumers that replace displays.
     """
 
     kind: OutputKind
@@ -39,11 +39,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank has answered so far.
+    """The answer of one rank so far.
 
     Attributes:
         future: completes with the value or the exception.
-        outputs: outputs in the order of arrival; only ever appended to.
+        outputs: outputs in order of arrival; append-only.
     """
 
     future: Future[Any] = field(default_factory=Future)
@@ -52,7 +52,7 @@ class Answer:
 
 
 def settle(future: Future[Any], outcome: object) -> None:
-    """Complete ``future`` with a value or an exception, unless it is complete: the first outcome stays."""
+    """Complete ``future`` with a value or an exception; the first outcome wins."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
@@ -61,10 +61,10 @@ def settle(future: Future[Any], outcome: object) -> None:
 
 
 def select(ranks: Iterable[int] | None, num_ranks: int, *, may_be_none: bool = False) -> tuple[int, ...]:
-    """Return the ranks meant, ascending, each once; None: all.
+    """Return the selected ranks, ascending and unique; None selects all.
 
     Raises:
-        UsageError: there is no such rank, or none where there must be one.
+        UsageError: a rank does not exist, or the selection is empty and must not be.
     """
     chosen = tuple(sorted(set(range(num_ranks) if ranks is None else ranks)))
     unknown = [rank for rank in chosen if rank not in range(num_ranks)]
@@ -75,7 +75,7 @@ def select(ranks: Iterable[int] | None, num_ranks: int, *, may_be_none: bool = F
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return ranks with runs of neighbours joined: ``(3,)`` -> ``"rank 3"``; ``(5, 0, 1, 2)`` -> ``"ranks 0-2, 5"``."""
+    """Return ranks as text, runs as ranges: ``(3,)`` -> ``"rank 3"``; ``(5, 0, 1, 2)`` -> ``"ranks 0-2, 5"``."""
     numbers = sorted(set(ranks))
     runs: list[list[int]] = []
     for number in numbers:
@@ -109,11 +109,11 @@ class PendingReplies:
         return f"<Pending: {sum(map(self.done, self.ranks))} of {len(self.ranks)} ranks done>"
 
     def outputs(self, rank: int, start: int = 0) -> tuple[Output, ...]:
-        """Return what ``rank`` has written and displayed so far, from the ``start``-th output on."""
+        """Return the outputs of ``rank`` so far, from index ``start`` on."""
         return tuple(self._answer(rank).outputs[start:])
 
     def wait(self, timeout_s: float | None = None, *, or_error: bool = False) -> bool:
-        """Wait until every rank is done, at most ``timeout_s`` seconds; tell whether every rank is.
+        """Wait until every rank is done, at most ``timeout_s`` seconds; return whether every rank is.
 
         With ``or_error`` the wait also ends as soon as one rank has failed (:meth:`raise_error` then raises).
         """
@@ -122,7 +122,7 @@ class PendingReplies:
         return not concurrent.futures.wait(futures, timeout_s, return_when=until).not_done
 
     def done(self, rank: int) -> bool:
-        """Tell whether ``rank`` has answered; its outputs are then complete."""
+        """Return whether ``rank`` has answered; its outputs are then complete."""
         return self._answer(rank).future.done()
 
     def result(self, rank: int, timeout_s: float | None = None) -> Any:  # noqa: ANN401 - whatever the rank returned
@@ -135,11 +135,11 @@ class PendingReplies:
         """
         try:
             return self._answer(rank).future.result(timeout_s)
-        except TimeoutError as error:  # ours alone: one raised by code on the rank comes as a RankError
+        except TimeoutError as error:  # never the rank's: code on the rank raises RankError
             raise ClusterError(f"rank {rank} has not answered within {timeout_s} s") from error
 
     def error(self, rank: int) -> BaseException | None:
-        """Return the exception ``rank`` ended with; None while it runs and when it returned."""
+        """Return the exception that ``rank`` ended with; None while it runs and if it returned."""
         future = self._answer(rank).future
         return future.exception() if future.done() else None
 
@@ -149,7 +149,7 @@ class PendingReplies:
         Raises:
             RankError: of the lowest rank whose code raised; ``also`` lists the ranks with an equal exception.
             RankDied: a process is gone, and no rank's code raised.
-            ClusterError: not all have answered within ``timeout_s`` seconds in all, or the cluster was stopped.
+            ClusterError: not all have answered within ``timeout_s`` seconds, or the cluster was stopped.
         """
         if not self.wait(timeout_s):
             waiting = ", ".join(str(rank) for rank in self.ranks if not self.done(rank))
@@ -158,7 +158,7 @@ class PendingReplies:
         return {rank: self.result(rank) for rank in self.ranks}
 
     def raise_error(self) -> None:
-        """Raise the exception that explains best why ranks failed; return when none did (or none has so far)."""
+        """Raise the exception that explains best why ranks failed; return if none has failed so far."""
         errors = {rank: error for rank in self.ranks if (error := self.error(rank)) is not None}
         raised = {rank: error for rank, error in errors.items() if isinstance(error, RankError)}
         for rank, error in raised.items():

@@ -1,8 +1,8 @@
-"""The processes of a cluster: their environment, who belongs to it, and how all of them are ended.
+"""The processes of a cluster: their environment, their membership, and how all of them are ended.
 
-Words: a process *belongs* to a cluster when it was adopted by it, descends from one that was, or carries the
-cluster's marker in its environment (so that workers started by a user's code on a rank belong to it too).
-A process is always a :class:`psutil.Process`, which is pid *and* creation time: a reused pid is never signalled.
+A process *belongs* to a cluster when it was adopted by it, descends from an adopted one, or has the cluster's marker in
+its environment (so that workers started by a user's code on a rank belong to it too). A process is always a
+:class:`psutil.Process`, identified by pid *and* creation time, so a reused pid is never signalled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChildProcess:
         on_exit: called once, in the waiting thread, with the exit code (negative: the signal that ended it).
 
     Attributes:
-        process: the process as psutil knows it.
+        process: the psutil process.
         returncode: exit code, None while it runs.
     """
 
@@ -55,19 +55,19 @@ class ChildProcess:
         self._on_exit(self.returncode)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the waiting thread, thus for the process, to end."""
+        """Wait for the process and the waiting thread to end."""
         self._thread.join(timeout_s)
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many cores this process may keep busy: its affinity, and a container's CPU quota rounded up."""
+    """Return how many cores this process may use: its affinity, limited by a container's CPU quota, rounded up."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(cgroup)
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def _quota(cgroup: Path) -> float | None:
-    """Return the CPU quota of this container in cores; None where there is none or no cgroup (v2 or v1) to ask."""
+    """Return the CPU quota of this container in cores; None without a quota or a cgroup (v2 or v1)."""
     try:
         words = (cgroup / "cpu.max").read_text().split()
     except OSError:
@@ -79,9 +79,9 @@ def _quota(cgroup: Path) -> float | None:
 
 
 def thread_limits(num_ranks: int, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that keep ``num_ranks`` processes from fighting over ``cores`` cores.
+    """Return the environment variables that keep ``num_ranks`` processes from oversubscribing ``cores`` cores.
 
-    A lower number that is already in ``environ`` is kept.
+    A lower number already in ``environ`` is kept.
 
     Example: 4 ranks, 8 cores, ``{"OMP_NUM_THREADS": "1"}`` -> OMP 1, the others 2.
     """
@@ -94,20 +94,20 @@ def thread_limits(num_ranks: int, cores: int, environ: Mapping[str, str]) -> dic
 
 
 def environment(cluster_id: str, num_ranks: int) -> dict[str, str]:
-    """Return the environment of a cluster's processes: ours, without another cluster's settings, with the marker."""
+    """Return the environment of a cluster's processes: ours, with marker and thread limits, without ``IPP_*``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("IPP_")}
     return kept | thread_limits(num_ranks, usable_cores(), kept) | {MARKER: cluster_id}
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Tell whether the process still runs; one that has ended but was not waited for does not."""
+    """Return whether the process runs; False for a zombie."""
     return bool(process.is_running() and not has_ended(process))
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Tell whether a process has ended, waited for or not, which takes one look at it.
+    """Return whether a process has ended, zombies included, with a single query.
 
-    Whether its number is another one's by now is not asked: this is for those of whose end we are told at once.
+    A reused pid is not detected: use this only for processes whose end is reported at once.
     """
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
@@ -132,7 +132,7 @@ def _marked(cluster_id: str) -> Iterable[psutil.Process]:
         try:
             if process.environ().get(MARKER) == cluster_id:
                 yield process
-        except (psutil.Error, OSError):  # not ours to read, or just gone: so not one of the cluster's
+        except (psutil.Error, OSError):  # not ours to read, or just gone: so not in the cluster
             continue
 
 
@@ -143,7 +143,7 @@ def end(cluster_id: str, adopted: Iterable[psutil.Process], *, grace_s: float, d
         cluster_id: value of the marker.
         adopted: processes known to belong to it.
         grace_s: time in seconds between asking (SIGTERM) and killing (SIGKILL).
-        deadline_s: time in seconds after which to give up on processes that do not even die of SIGKILL.
+        deadline_s: time in seconds to keep sending SIGKILL to processes that do not end.
 
     Returns:
         True when none is left.
@@ -169,7 +169,7 @@ def _signal(processes: Iterable[psutil.Process], send: Callable[[psutil.Process]
 
 def wait_for_end(processes: Iterable[psutil.Process], timeout_s: float) -> None:
     """Wait until none of ``processes`` runs, ``timeout_s`` seconds at most."""
-    # not psutil.wait_procs: it would take the exit codes of our children away from those who wait for them
+    # not psutil.wait_procs: it would reap our children, and their exit codes would be lost to ChildProcess
     deadline = time.monotonic() + timeout_s
     while any(is_running(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Which engine becomes which rank, and whether they fit together: pure functions of what engines say of themselves."""
+"""Which engine becomes which rank, and whether the engines fit together: pure functions of :class:`EngineInfo`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from workbench.protocol.starting import Address, Boot, ConnectReply, HostInfo, W
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself (:mod:`workbench.cluster.engine_probe`).
+    """What an engine reports about itself and its host (:mod:`workbench.cluster.engine_probe`).
 
     Attributes:
-        pid: of its process.
-        host: name of its machine.
-        identity: of its host; engines with an equal one share memory and the loopback interface.
+        pid: process id.
+        host: host name.
+        identity: identity of the host; engines with equal ones share memory and the loopback interface.
         executable: path of its Python.
         python: version, such as ``3.12``.
-        torch: version; empty: there is none.
-        workbench: version; empty: there is none.
-        devices: how many its host has of each kind that ranks do not share; none if they were not to be counted.
-        address: of its host, for other hosts; empty: there is none on that interface.
-        interface: that has this address.
-        interfaces: names of all that have one.
-        world: what it is part of, if it is a rank already.
+        torch: version; empty: not installed.
+        workbench: version; empty: not installed.
+        devices: number of devices on the host, by each kind that ranks do not share; empty if not counted.
+        address: address of the host for other hosts; empty: it has none on the chosen interface.
+        interface: network interface with this address.
+        interfaces: names of all interfaces with an address.
+        world: the world it belongs to, if it is a rank already.
     """
 
     pid: int
@@ -53,10 +53,10 @@ class RankAssignment:
 
     Attributes:
         engine: its session id.
-        said: what it says of itself.
+        said: its report about itself.
         local_rank: its number on its host, from 0.
         local_world_size: ranks on its host.
-        label: name of its host that no other host has.
+        label: unique name of its host.
     """
 
     engine: str
@@ -67,9 +67,9 @@ class RankAssignment:
 
 
 def seats(found: Mapping[str, EngineInfo], num_ranks: int | None = None) -> tuple[RankAssignment, ...]:
-    """Return the first ``num_ranks`` engines (None: all) in the order of ranks: those of a host next to each other.
+    """Return the first ``num_ranks`` engines (None: all) in rank order; the ranks of a host are consecutive.
 
-    Hosts are ordered by name, ``node2`` before ``node10``; engines of a host keep the order in which they are given.
+    Hosts are ordered by name, ``node2`` before ``node10``; engines of a host keep their order in ``found``.
     """
     chosen = sorted(found.items(), key=lambda item: _host_key(item[1]))[:num_ranks]
     labels = _labels(said for _, said in chosen)
@@ -90,13 +90,13 @@ def seats(found: Mapping[str, EngineInfo], num_ranks: int | None = None) -> tupl
 
 
 def _host_key(said: EngineInfo) -> tuple[list[tuple[int, str]], str]:
-    """Order hosts: numbers in names count as such."""
+    """Return the sort key of a host; numbers in its name compare as numbers."""
     parts = re.findall(r"\d+|\D+", said.host)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], said.identity
 
 
 def _labels(said: Iterable[EngineInfo]) -> dict[str, str]:
-    """Return a name for each host, by its identity; those that have the same one are told apart by their address."""
+    """Return a unique name for each host, by identity; hosts of the same name get their address appended."""
     hosts = {one.identity: one for one in said}
     count = Counter(one.host for one in hosts.values())
     return {
@@ -106,7 +106,7 @@ def _labels(said: Iterable[EngineInfo]) -> dict[str, str]:
 
 
 def misfits(seated: Sequence[RankAssignment], workbench: str) -> list[str]:
-    """Say which hosts cannot take part, and what to do: a sentence each.
+    """Return a sentence for each host that cannot take part: why, and what to do.
 
     Args:
         seated: the engines.
@@ -123,7 +123,7 @@ def misfits(seated: Sequence[RankAssignment], workbench: str) -> list[str]:
 
 
 def _misfit(said: EngineInfo, workbench: str, python: str, torch: str) -> str:
-    """Say what is wrong with an engine, and what to install; empty: nothing."""
+    """Return what is wrong with an engine, and what to install; empty: nothing."""
     if said.python != python:
         return f"Python {said.python}, and most have {python}: give its engines that version"
     if not said.workbench:
@@ -138,7 +138,7 @@ def _misfit(said: EngineInfo, workbench: str, python: str, torch: str) -> str:
 
 
 def _most(versions: Iterable[str]) -> str:
-    """Return the version that most have; of those that equally many have the first; none: empty."""
+    """Return the most frequent version, the first one of a tie; empty if there is none."""
     return next((version for version, _ in Counter(versions).most_common(1)), "")
 
 
@@ -148,15 +148,15 @@ def _public(version: str) -> str:
 
 
 def boots(seated: Sequence[RankAssignment], device: str, interface: str = "") -> dict[int, Boot]:
-    """Return what makes each engine a rank.
+    """Return the boot request of each rank.
 
     Args:
         seated: the engines, by rank.
         device: one of :data:`workbench.devices.CHOICES`.
-        interface: what the user says that hosts reach each other on; empty: nothing.
+        interface: network interface between the hosts, as given by the user; empty: not given.
 
     Raises:
-        UsageError: there are fewer devices than ranks, or a host cannot be reached by the others; a sentence each.
+        UsageError: a host has fewer devices than ranks, or other hosts cannot reach it; a sentence for each.
     """
     settled = _settle_device(seated, device)
     is_alone = len({seat.said.identity for seat in seated}) == 1
@@ -181,7 +181,7 @@ def boots(seated: Sequence[RankAssignment], device: str, interface: str = "") ->
 
 
 def _settle_device(seated: Sequence[RankAssignment], device: str) -> str:
-    """Return the kind of device of all ranks: ``device``, or what :data:`~workbench.devices.AUTO` means here."""
+    """Return the device kind of all ranks: ``device``, or the kind that :data:`~workbench.devices.AUTO` resolves to."""
     if device == AUTO:
         counted = [kind for kind in DEVICES if kind in seated[0].said.devices]
         return next((kind for kind in counted if not _lacking(seated, kind)), HOST)
@@ -193,13 +193,13 @@ def _settle_device(seated: Sequence[RankAssignment], device: str) -> str:
 
 
 def _lacking(seated: Sequence[RankAssignment], kind: str) -> list[RankAssignment]:
-    """Return one seat of each host that has too few devices of a kind for a rank to have one of its own."""
+    """Return one seat of each host that has fewer devices of a kind than ranks."""
     counted = [seat for seat in seated if kind in seat.said.devices]
     return list({seat.label: seat for seat in counted if seat.said.devices[kind] < seat.local_world_size}.values())
 
 
 def few_devices(host: str, needed: int, there: int, kind: str) -> str:
-    """Return that ``needed`` ranks cannot have a device of their own on a host that has ``there``, and what to do."""
+    """Return the message that a host has only ``there`` devices for ``needed`` ranks, and what to do."""
     need = f"{needed} ranks need {needed} {kind} devices" if needed > 1 else f"1 rank needs 1 {kind} device"
     fewer = f", or no more than {there} there" if there else ""
     return f"{need} and {host} has {there}: use --device {HOST}{fewer}"
@@ -219,9 +219,9 @@ def _check_addresses(seated: Sequence[RankAssignment], interface: str) -> None:
 
 
 def lookouts(ranks: Sequence[ConnectReply]) -> dict[int, dict[str, Address]]:
-    """Return which rank looks at which hosts whether they are there, and where, by the hosts' names.
+    """Return which rank monitors which hosts: their addresses by host name, by rank.
 
-    The first host looks at all others, and the second one at the first.
+    The first host monitors all others, and the second one monitors the first.
     """
     hosts = [(rank, rank.refuses) for rank in ranks if rank.refuses is not None]
     if len(hosts) < 2:

@@ -1,10 +1,9 @@
 """The reaper: a small process that outlives the notebook's kernel just long enough to clean up after it.
 
-It is started before any other process of a cluster, is told of each one (a JSON line on its stdin), and waits for the
-kernel to end: by end of file on its stdin, or by becoming somebody else's child (a forked child of the kernel may keep
-the pipe open). Then it ends whatever still belongs to the cluster, runs the commands that end what is elsewhere (a job
-of a queue, engines of other hosts), removes the cluster's private files, and ends.
-After a normal stop there is nothing left for it to do but to end.
+It is the first process of a cluster and receives a JSON line on its stdin for each further one. It detects the end of
+the kernel by end of file on its stdin, or by a new parent process (a forked child of the kernel may keep the pipe
+open). Then it ends the processes that still belong to the cluster, runs the commands that end a queue's job or engines
+on other hosts, removes the cluster's private files, and exits. After a normal stop it just exits.
 
 Run as ``python -m workbench.cluster.reaper CLUSTER_ID PARENT_PID PATTERN ...``.
 """
@@ -34,7 +33,7 @@ from workbench.errors import ClusterError
 GRACE_S = 2.0
 
 COMMANDS_S = 15.0
-"""How long the commands that end what is elsewhere may take, all at once, in seconds."""
+"""Timeout in seconds of all cleanup commands together."""
 
 _PARENT_POLL_S = 0.5
 
@@ -44,8 +43,7 @@ class Reaper:
 
     Args:
         cluster_id: value of the marker in the environment of the cluster's processes.
-        patterns: of paths, as :func:`glob.glob` takes them: the cluster's private files and directories, removed with
-            it.
+        patterns: :func:`glob.glob` patterns of the cluster's private files and directories, which the reaper removes.
     """
 
     def __init__(self, cluster_id: str, *patterns: str) -> None:
@@ -57,7 +55,7 @@ class Reaper:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            start_new_session=True,  # Ctrl-C in the terminal must not reach it
         )
 
     @property
@@ -66,7 +64,7 @@ class Reaper:
         return self._popen.pid
 
     def adopt(self, process: psutil.Process) -> None:
-        """Tell the reaper of a process it will have to end.
+        """Register a process that the reaper has to end.
 
         Raises:
             ClusterError: the reaper is gone.
@@ -74,11 +72,11 @@ class Reaper:
         self._tell({"pid": process.pid, "created_s": process.create_time()})
 
     def leave(self, commands: Sequence[Sequence[str]], paths: Sequence[Path] = ()) -> None:
-        """Tell the reaper what it will have to do besides, in the place of what it was told before.
+        """Set the further cleanup of the reaper, replacing that of an earlier call.
 
         Args:
-            commands: end what is elsewhere; they are run at the same time.
-            paths: of files to remove.
+            commands: end jobs and engines elsewhere; run in parallel.
+            paths: files to remove.
 
         Raises:
             ClusterError: the reaper is gone.
@@ -94,7 +92,7 @@ class Reaper:
             raise ClusterError("the process that cleans up after a cluster has ended early; start again") from error
 
     def close(self, timeout_s: float) -> None:
-        """Let the reaper do what is left to do and end; kill it when that takes longer than ``timeout_s`` seconds."""
+        """Let the reaper finish its cleanup; kill it after ``timeout_s`` seconds."""
         if self._popen.stdin is not None:
             self._popen.stdin.close()
         try:
@@ -105,7 +103,7 @@ class Reaper:
 
 
 def process_of(named: Mapping[str, Any]) -> psutil.Process | None:
-    """Return the process that is named; None when it no longer runs.
+    """Return the process with this pid and creation time; None when it no longer runs.
 
     Example: ``{"pid": 12, "created_s": 1700000000.25}`` -> process 12 if it was created at that time.
     """
@@ -131,7 +129,7 @@ def _lines(descriptor: int, parent_pid: int) -> Iterator[bytes]:
 
 
 def main(cluster_id: str, parent_pid: int, *patterns: str) -> None:
-    """Wait for the end of the process ``parent_pid``, then clean up (see the module's text)."""
+    """Wait for the end of the process ``parent_pid``, then clean up (see the module docstring)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     adopted: list[psutil.Process] = []
@@ -148,7 +146,7 @@ def main(cluster_id: str, parent_pid: int, *patterns: str) -> None:
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands at the same time; what they say is nobody's."""
+    """Run commands in parallel and discard their output."""
     nowhere, begun = subprocess.DEVNULL, []
     for command in commands:
         with suppress(OSError):
@@ -163,7 +161,7 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory with all that is in it; one that is gone is fine."""
+    """Remove a file or a directory tree, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,4 +1,4 @@
-"""Having ranks leave what they do, more and more firmly."""
+"""Aborting the current work of ranks, with escalating means."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from workbench.protocol.commands import RankRequest
 from workbench.protocol.rank_messages import GiveUp, Shut
 
 SHUT_AFTER_S = 0.35
-"""How long after an abort a rank may still run before its process groups' sockets are shut, in seconds.
+"""Time in seconds after an abort before the sockets of the process groups of ranks still running are shut.
 
-By then the engine's waits have ended, and who still runs computes or is blocked in a collective of the user's own.
-Shutting while ranks still exchange data could leave one waiting for ever inside that exchange.
+After this time the engine's waits have ended, and a rank still running computes or is blocked in a collective of the
+user's code. Shutting sockets while ranks still exchange data could leave one waiting for ever inside that exchange.
 """
 
 SIGNAL_AFTER_S = 0.5
-"""How long after an abort a rank in a step may still run before it is sent SIGINT, in seconds."""
+"""Time in seconds after an abort before a rank still running in a step is sent SIGINT."""
 
 
-_ASK_S = 1.0  # how long a rank may take to answer at its side door
+_ASK_S = 1.0  # timeout of a side-door request
 
 
 class Releasable(Protocol):
-    """What of a cluster, or of the doors of its ranks, is needed here."""
+    """The part of a cluster or its channels used here."""
 
     def ask(self, request: RankRequest[Any], ranks: Iterable[int], timeout_s: float) -> Mapping[int, object]:
-        """Put a request to the side doors of ``ranks``."""
+        """Send a request to the side doors of ``ranks``."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Send SIGINT to ``ranks``."""
 
 
 def late(pending: PendingReplies, ranks: Iterable[int]) -> list[int]:
-    """Return which of ``ranks`` were asked and have not answered."""
+    """Return those of ``ranks`` that were asked in ``pending`` and have not answered."""
     return [rank for rank in ranks if rank in pending.ranks and not pending.done(rank)]
 
 
@@ -47,15 +47,15 @@ def free(
     store: bool,
     interrupts: bool = True,
 ) -> None:
-    """Free ``ranks`` from what they do until ``pending`` is done; what comes of the last means is not waited for.
+    """Abort the current work of ``ranks``, escalating until ``pending`` completes; do not wait after the last step.
 
     Args:
-        door: to the ranks.
-        ranks: who is told to give up, whether or not it does something.
-        pending: what they do, or what they were asked after it.
-        reason: why; they say it.
-        store: whether they may not even wait for the store any more, for good.
-        interrupts: whether SIGINT is the last means; it could end as well what they were asked after that.
+        door: channels to the ranks.
+        ranks: the ranks to abort, idle ones included.
+        pending: their current request, or one queued after it.
+        reason: reason of the abort, which the ranks report.
+        store: also end their waits for the store, for good.
+        interrupts: whether to send SIGINT as the last step; it could also end a request queued after ``pending``.
     """
     door.ask(GiveUp(reason=reason), ranks, _ASK_S)
     if not pending.wait(SHUT_AFTER_S):

@@ -1,6 +1,6 @@
-"""What a rank tells of an exception, as plain data, and how it lets go of it. Runs on the engine.
+"""Exceptions of a rank as plain data, and the release of their frames. Runs on the engine.
 
-``shell`` is the engine's IPython, which knows the code of cells and how to show a traceback.
+``shell`` is the engine's IPython shell, which has the code of cells and renders tracebacks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Shell(Protocol):
-    """What of IPython's shell is needed here."""
+    """The part of IPython's shell used here."""
 
     compile: Any
     InteractiveTB: Any
@@ -23,9 +23,9 @@ def report(error: BaseException, shell: Shell, rendered: str | None = None) -> d
     """Return an exception as plain data: ``ename``, ``evalue``, ``traceback`` (text), ``line`` (int or None).
 
     Args:
-        error: what was raised.
-        shell: the engine's IPython.
-        rendered: its traceback; None: as Python writes it.
+        error: the exception.
+        shell: the engine's IPython shell.
+        rendered: its rendered traceback; None: as Python formats it.
     """
     return {
         "ename": type(error).__name__,
@@ -36,7 +36,7 @@ def report(error: BaseException, shell: Shell, rendered: str | None = None) -> d
 
 
 def cell_line(error: BaseException, shell: Shell) -> int | None:
-    """Return the line of the innermost frame that belongs to a cell, else that of a cell's syntax error."""
+    """Return the line of the innermost frame in a cell, else the line of a cell's syntax error, else None."""
     line, cell_of = None, shell.compile.format_code_name
     for frame, number in traceback.walk_tb(error.__traceback__):
         if cell_of(frame.f_code.co_filename) is not None:
@@ -48,7 +48,7 @@ def cell_line(error: BaseException, shell: Shell) -> int | None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore interrupts: what they are for has ended already, and what they would end is the answer."""
+    """Ignore SIGINT: the code to interrupt has ended already, and SIGINT would only abort the reply."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -57,24 +57,25 @@ def undisturbed() -> Iterator[None]:
 
 
 def render(error: BaseException, shell: Shell) -> str:
-    """Return the traceback of a call as IPython shows it."""
+    """Return the traceback of a call as IPython renders it."""
     below = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without the frame of the call
     lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, below, tb_offset=0)
     return "\n".join(lines)
 
 
 def let_go(error: BaseException) -> None:
-    """Empty the frames of an exception that was reported, and of those before it.
+    """Clear the frames of a reported exception and of its causes and contexts.
 
-    What rendered them keeps them: gradients and full parameters would live on until the next error, and longer.
+    The code that rendered them keeps references to them, so gradients and full parameters would stay alive until the
+    next error or longer.
     """
-    chain, seen = [error], {id(error)}  # an exception may be among those before itself
+    chain, seen = [error], {id(error)}  # the chain may be cyclic
     while chain:
         one = chain.pop()
         for frame, _ in traceback.walk_tb(one.__traceback__):
             with contextlib.suppress(RuntimeError):  # it is still executing
                 frame.clear()
-            _ = frame.f_locals  # before Python 3.13 a copy that the frame keeps: to look at it is to renew it
+            _ = frame.f_locals  # before Python 3.13 the frame keeps a copy, which reading it refreshes
         for earlier in (one.__cause__, one.__context__):
             if earlier is not None and id(earlier) not in seen:
                 seen.add(id(earlier))

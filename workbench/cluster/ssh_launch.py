@@ -1,7 +1,7 @@
-"""Engines that were started over SSH: how they are waited for while connections break, and ended all at once.
+"""Engines started over SSH: waiting for them across broken connections, and ending all of them in parallel.
 
-ipyparallel ends them one after the other, in four connections each, with a Python at the other end of most. Here it is
-one for a host, with nothing but a shell there.
+ipyparallel ends them one after the other, with four connections each, most of which run Python on the host. Here each
+host gets one connection, which needs only a shell there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from subprocess import SubprocessError
 from ipyparallel.cluster.launcher import SSHLauncher
 
 REACH_S = 10.0
-"""How long a host may take to answer at all, in seconds."""
+"""Timeout of a connection to a host, in seconds."""
 
 AGAIN_S = 10.0
-"""How long after a connection broke a host is asked again, in seconds."""
+"""Delay before reconnecting to a host after a broken connection, in seconds."""
 
 GRACE_S = 2
-"""How long a process of a host may take to end by itself, in seconds."""
+"""Time between SIGTERM and SIGKILL, in seconds."""
 
 _WINDOWS = "Windows_NT"
 
@@ -35,11 +35,11 @@ rm -f -- {files}
 
 
 def patient(launcher_class: type[SSHLauncher], gives_up: threading.Event) -> type[SSHLauncher]:
-    """Return a launcher that waits for an engine through another connection when one breaks: the engine may run on.
+    """Return a launcher class that reconnects when a connection breaks while it waits for an engine, which may run on.
 
     Args:
-        launcher_class: of engines over SSH.
-        gives_up: set when nothing is waited for any more.
+        launcher_class: a launcher class of engines over SSH.
+        gives_up: set to end all waits.
     """
     one = getattr(launcher_class, "launcher_class", launcher_class)
 
@@ -55,12 +55,12 @@ def patient(launcher_class: type[SSHLauncher], gives_up: threading.Event) -> typ
 
 
 def _derived(base: type[SSHLauncher], **attributes: object) -> type[SSHLauncher]:
-    """Return a class of the same name, by which it is configured and called in messages."""
+    """Return a subclass of the same name, which configuration and messages refer to."""
     return type(base.__name__, (base,), {"__module__": base.__module__, **attributes})
 
 
 def by_host(launchers: Sequence[SSHLauncher]) -> list[list[SSHLauncher]]:
-    """Return launchers of one engine each, those of a host together; without hosts whose shell is not POSIX's."""
+    """Group launchers of single engines by host; hosts without a POSIX shell are left out."""
     found: dict[tuple[str, ...], list[SSHLauncher]] = {}
     for launcher in launchers:
         if launcher.ssh_sender.get_shell_info()[0] != _WINDOWS:
@@ -69,20 +69,20 @@ def by_host(launchers: Sequence[SSHLauncher]) -> list[list[SSHLauncher]]:
 
 
 def command_to_end(launchers: Sequence[SSHLauncher]) -> list[str]:
-    """Return the command that ends the engines of one host, and removes what they wrote there, in one connection.
+    """Return the command that ends the engines of one host and removes their output files there, in one connection.
 
-    An engine may be inside a collective, where it hears no SIGTERM: what has not ended after :data:`GRACE_S` is killed.
-    So is what it has started itself: ipyparallel gives each engine a process group of its own.
+    An engine inside a collective does not handle SIGTERM, so it is killed after :data:`GRACE_S`. So are its child
+    processes: ipyparallel gives each engine its own process group.
     """
     sender = launchers[0].ssh_sender
     pids, files = ([getattr(each, name) for each in launchers] for name in ("pid", "remote_output_file"))
     program = _END.format(pids=" ".join(map(str, pids)), files=shlex.join(files), tenths=10 * GRACE_S)
     one_line = f"exec 2>/dev/null; {'; '.join(program.strip().splitlines())}"
-    return [*sender.shell, *sender.args, f"sh -c {shlex.quote(one_line)}"]  # whatever the user's own shell is
+    return [*sender.shell, *sender.args, f"sh -c {shlex.quote(one_line)}"]  # the user's shell may be another
 
 
 def end_there(launchers: Sequence[SSHLauncher]) -> bool:
-    """End the engines of one host (:func:`command_to_end`); False if it does not answer."""
+    """End the engines of one host (:func:`command_to_end`); return False if it does not answer."""
     try:
         subprocess.run(
             command_to_end(launchers),

@@ -1,12 +1,12 @@
-"""One process that imports what all ranks need, and becomes them: importing torch once instead of once per rank.
+"""The zygote: a process that imports torch once and forks all ranks, which saves an import per rank.
 
-The zygote imports, then forks one child per rank while it is still a single thread with no socket; each child becomes
-an engine with a session, a log file and a process id of its own. Then the zygote only waits for its children and tells
-the kernel, one JSON line each, who was born (``{"rank": 0, "pid": 12}``) and who ended (``{"rank": 0, "code": -9}``).
-A child dies with it (Linux's parent death signal), so that no rank is ever left that nobody waits for. Once all have
-ended it is idle, as it was before, and may be asked for the ranks of another cluster (zygote_cache.py).
+It forks one child per rank while it is still single-threaded and has no socket. Each child becomes an engine with its
+own session, log file and process id. The zygote then only waits for its children and reports each start
+(``{"rank": 0, "pid": 12}``) and end (``{"rank": 0, "code": -9}``) to the kernel, as one JSON line. A child dies with
+the zygote (Linux's parent death signal), so every running rank has a parent that waits for it. Once all children have
+ended the zygote is idle again and can fork the ranks of another cluster (zygote_cache.py).
 
-It belongs to no cluster, but has a marker and a reaper of its own: whatever becomes of the kernel, it ends as well.
+It belongs to no cluster; it has its own marker and reaper, so it ends when the kernel does.
 
 Only on Linux, and only for ranks that compute on the CPU: a CUDA library does not survive a fork.
 
@@ -42,16 +42,16 @@ from workbench.cluster.reaper import Reaper
 from workbench.devices import AUTO, DEVICES
 from workbench.errors import ClusterError
 
-_DIE_S = 5.0  # a process needs a moment to die of a signal
+_DIE_S = 5.0  # limit for a process to die of a signal
 _PR_SET_PDEATHSIG = 1
-_ENV_START = 47  # which field of /proc/PID/stat, after the name, is the address of the environment
-_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # it starts its threads when it is imported
-# no import looks at these; pytest writes the name of the test at hand into the last
+_ENV_START = 47  # index of the environment's address among the fields of /proc/PID/stat after the name
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS starts its threads at import
+# no import reads these; pytest writes the name of the current test into the last
 _OF_ONE_START = {processes.MARKER, "IPP_SESSION_KEY", "PYTEST_CURRENT_TEST"}
 
 
 def can_fork(device: str) -> bool:
-    """Whether ranks on ``device``, one of :data:`workbench.devices.CHOICES`, can be forked here."""
+    """Return whether ranks on ``device``, one of :data:`workbench.devices.CHOICES`, can be forked on this machine."""
     drivers = [kind.driver for kind in DEVICES.values() if kind.driver]
     is_free = not any(Path(driver).exists() for driver in drivers) if device == AUTO else not DEVICES[device].driver
     return sys.platform == "linux" and is_free
@@ -65,10 +65,10 @@ class ForkedRank:
     """A rank's process, which is a child of the zygote.
 
     Attributes:
-        process: None before it was born.
-        returncode: exit code (negative: the signal that ended it), None while it runs or was not born yet; of a rank
-            that died with the zygote the zygote's.
-        died_with_zygote: whether it was the zygote's end that ended it.
+        process: the process; None before the fork.
+        returncode: exit code (negative: the signal that ended it); None before the fork and while it runs; the
+            zygote's exit code if it died with the zygote.
+        died_with_zygote: whether it ended because the zygote did.
     """
 
     process: psutil.Process | None = None
@@ -77,16 +77,16 @@ class ForkedRank:
 
 
 class Zygote:
-    """The kernel's handle on a zygote; the constructor starts it and waits for nothing.
+    """The kernel's handle on a zygote; the constructor starts it without waiting.
 
     Args:
-        environment: what it has while it imports; ranks get their own.
-        preload: modules to import before the first ranks are made.
-        log: file for what it writes until it is asked for ranks.
+        environment: environment during its imports; ranks get their own.
+        preload: modules to import before the first fork.
+        log: file for its output until the first request.
 
     Attributes:
         process: the zygote itself.
-        inherited: what decides whether it may serve another start, too.
+        inherited: state that its ranks inherit; it serves another start only if that matches.
 
     Raises:
         ClusterError: its reaper did not start.
@@ -122,12 +122,12 @@ class Zygote:
 
     @property
     def has_made_all(self) -> bool:
-        """Whether all ranks it was asked for were born."""
+        """Whether all requested ranks were forked."""
         return all(forked.process is not None or forked.returncode is not None for forked in self._ranks)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it runs and all ranks it was asked for, if any, were born and have ended."""
+        """Whether it runs and all requested ranks, if any, were forked and have ended."""
         all_ended = all(forked.returncode is not None and not forked.died_with_zygote for forked in self._ranks)
         return all_ended and self._popen.poll() is None
 
@@ -140,17 +140,17 @@ class Zygote:
         on_born: Callable[[psutil.Process], None],
         on_exit: Callable[[int, int], None],
     ) -> list[ForkedRank]:
-        """Have an idle zygote make ranks; this waits for none of them.
+        """Have an idle zygote fork ranks, without waiting for them.
 
         Args:
             arguments: command line of each rank's engine, without the interpreter and the module.
-            logs: file for stdout and stderr of each rank; the first one's takes the zygote's own, too.
-            environment: of the ranks.
-            on_born: called in a thread of its own with a process that a rank now has.
-            on_exit: called in that thread with a rank that has ended and its exit code.
+            logs: file for stdout and stderr of each rank; the first one also receives the zygote's own output.
+            environment: environment of the ranks.
+            on_born: called in a separate thread with the process of each forked rank.
+            on_exit: called in that thread with each rank that has ended and its exit code.
 
         Returns:
-            The process of each rank, as far as it is known.
+            The handle of each rank, filled in as the zygote reports.
         """
         self._ranks = ranks = [ForkedRank() for _ in arguments]
         engines = [{"arguments": list(a), "log": str(log)} for a, log in zip(arguments, logs, strict=True)]
@@ -162,7 +162,7 @@ class Zygote:
 
     def _ask(self, request: Mapping[str, object]) -> None:
         if self._popen.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code will tell
+            with contextlib.suppress(BrokenPipeError):  # it has ended; _listen reports that
                 self._popen.stdin.write(json.dumps(request).encode() + b"\n")
                 self._popen.stdin.flush()
 
@@ -172,12 +172,12 @@ class Zygote:
         on_born: Callable[[psutil.Process], None],
         on_exit: Callable[[int, int], None],
     ) -> None:
-        """Hear of each rank until all have ended, or the zygote has."""
+        """Process the zygote's reports until all ranks have ended, or the zygote has."""
         while any(forked.returncode is None for forked in ranks) and (line := self._read()):
             told = json.loads(line)
             forked = ranks[told["rank"]]
             if "pid" in told:
-                # it has ended already: that is told next; or the reaper is gone: it stays a child of the zygote
+                # the rank has ended already, which is reported next, or the reaper is gone, but the zygote remains
                 with contextlib.suppress(psutil.NoSuchProcess, ClusterError):
                     forked.process = process = psutil.Process(told["pid"])
                     on_born(process)
@@ -202,16 +202,16 @@ class Zygote:
             self._thread.join(timeout_s)
 
     def end(self, timeout_s: float) -> None:
-        """End it, and its ranks with it; kill what takes longer than ``timeout_s`` seconds."""
-        with ExitStack() as last:  # from the last line up, and each whether or not those before it could be done
+        """End the zygote and its ranks; kill what takes longer than ``timeout_s`` seconds."""
+        with ExitStack() as last:  # runs from the last line up; a callback that raises does not stop the others
             last.callback(self._reaper.close, timeout_s)
             last.callback(self._die, timeout_s)
             if self._popen.stdin is not None:
-                last.enter_context(contextlib.suppress(BrokenPipeError))  # what it did not read
+                last.enter_context(contextlib.suppress(BrokenPipeError))  # a request that it did not read
                 last.callback(self._popen.stdin.close)
 
     def _die(self, timeout_s: float) -> None:
-        self._popen.terminate()  # one that has ranks does not listen to that
+        self._popen.terminate()  # ignored while it has ranks
         try:
             self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -223,17 +223,17 @@ class Zygote:
 
 
 def inherited(environment: Mapping[str, str], preload: Sequence[str]) -> tuple[object, ...]:
-    """Return all that ranks would have from a zygote that is started now, with ``environment`` and ``preload``.
+    """Return all state that ranks would inherit from a zygote started now with ``environment`` and ``preload``.
 
-    One that was started when any of it was otherwise must not make these ranks: libraries look at their variables when
-    they are imported, and what a process may do it has from the one that started it.
+    A zygote with other state must not fork these ranks: libraries read their variables at import, and a process
+    inherits its permissions and limits from its parent.
     """
     status = Path("/proc/self/status").read_text()
     installed = (*site.getsitepackages(), site.getusersitepackages())
     return (
         tuple(preload),
         {name: value for name, value in environment.items() if name not in _OF_ONE_START},
-        os.readlink("/proc/self/cwd"),  # which may be gone, where os.getcwd() raises
+        os.readlink("/proc/self/cwd"),  # os.getcwd() raises if the directory was removed
         re.findall(r"^(?:Umask|[UG]id|Groups|Cpus_allowed|Mems_allowed):.*$", status, re.MULTILINE),
         os.getpriority(os.PRIO_PROCESS, 0),
         Path("/proc/self/limits").read_text(),
@@ -245,10 +245,10 @@ def inherited(environment: Mapping[str, str], preload: Sequence[str]) -> tuple[o
 
 
 def main() -> None:
-    """Be a zygote; in each child, be an engine (see the module's text)."""
+    """Run the zygote; in each child, run an engine (see the module docstring)."""
     zygote = os.getpid()
     tell = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what an import prints is not for the kernel
+    os.dup2(2, 1)  # keep output of imports out of the kernel's pipe
     for line in sys.stdin.buffer:
         request = json.loads(line)
         _write_to(request["engines"][0]["log"])
@@ -263,16 +263,16 @@ def main() -> None:
 
 def _import(preload: Sequence[str]) -> None:
     importlib.invalidate_caches()
-    gc.disable()  # it would look at all that was imported, again and again: a quarter of the time
+    gc.disable()  # it would traverse all imported objects repeatedly, a quarter of the time
     for module in ("ipyparallel.engine.app", *preload):
-        with contextlib.suppress(ImportError):  # the rank says so when it is asked for it
+        with contextlib.suppress(ImportError):  # the rank raises it when it needs the module
             importlib.import_module(module)
-    gc.freeze()  # what is there now is never looked at again: the ranks share its pages
+    gc.freeze()  # never traversed again, so the ranks keep sharing its pages
     gc.enable()
 
 
 def _fork(engines: Sequence[Mapping[str, Any]], tell: IO[bytes]) -> Mapping[str, Any] | None:
-    """Make a child for each engine and wait for all; return None, and in each child its engine."""
+    """Fork a child for each engine and wait for all; return None in the zygote, and in each child its engine."""
     ranks = {}
     for rank, engine in enumerate(engines):
         pid = os.fork()
@@ -280,7 +280,7 @@ def _fork(engines: Sequence[Mapping[str, Any]], tell: IO[bytes]) -> Mapping[str,
             return engine
         ranks[pid] = rank
         _say(tell, {"rank": rank, "pid": pid})
-    # it ends when its ranks have: they are asked to, and may take time
+    # the zygote must outlive its ranks, which may take time to end
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     while ranks:
         pid, status = os.wait()
@@ -298,7 +298,7 @@ def _say(tell: IO[bytes], what: Mapping[str, int]) -> None:
 def _become(engine: Mapping[str, Any], zygote: int, environment: Mapping[str, str]) -> None:
     """Turn this child into an engine that dies with the zygote, and run it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != zygote:  # it died before that took hold
+    if os.getppid() != zygote:  # the zygote died before the death signal was set
         os.kill(os.getpid(), signal.SIGKILL)
     os.setsid()
     _read_nothing()
@@ -308,16 +308,16 @@ def _become(engine: Mapping[str, Any], zygote: int, environment: Mapping[str, st
     os.environ.update(environment)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # else all ranks draw the same numbers; Python's own generator sees to it itself
+        numpy.random.seed()  # else all ranks draw the same numbers; Python reseeds its own generator
     sys.argv[1:] = engine["arguments"]
     runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
 
 
 def _mark(cluster_id: str) -> None:
-    """Have others read the cluster's marker in this process's environment, and in those forked from it.
+    """Make the cluster's marker visible in ``/proc/PID/environ`` of this process and its forks.
 
-    What ``/proc/PID/environ`` shows is the memory in which the environment lay when the zygote was started. The two
-    markers are of the same length.
+    That file shows the memory of the environment with which the zygote was started, so the marker is overwritten in
+    place. Both markers have the same length.
     """
     was = b"\0" + Path("/proc/self/environ").read_bytes()
     name = f"\0{processes.MARKER}=".encode()
@@ -332,7 +332,7 @@ def _read_nothing() -> None:
 
 
 def _write_to(log: str) -> None:
-    """Have stdout and stderr go to the file ``log``."""
+    """Redirect stdout and stderr to the file ``log``."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)

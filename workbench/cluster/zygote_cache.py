@@ -1,10 +1,10 @@
-"""What is kept when a cluster stops: the zygote that its ranks were forked from.
+"""The cache of the zygote: kept when a cluster stops, for the next start.
 
-The next start of this process then forks its ranks at once, where it would first have to import torch. One is kept at
-most, for ten minutes, and as long as this process lasts. It serves no start for which something is otherwise than when
-it was started: a variable of the environment, the directory, what is installed; its place is taken by a new one then.
-So what a start finds is the same with a zygote that was kept and with a new one, but for files of the workbench itself,
-or of torch, that were changed in place: as for the kernel, it takes a restart of the kernel until they are read again.
+The next start in this process then forks its ranks at once, without importing torch first. At most one zygote is kept,
+for ten minutes at most, and it ends with this process. If the environment variables, the directory or the installed
+packages differ from those at its start, it is replaced by a new one. A cached zygote thus behaves like a new one, with
+one exception: source files of the workbench or torch edited in place are read again only after a restart of the kernel,
+as in the kernel itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _END_S = 2.0
 
 
 class ZygoteCache:
-    """Keeps a zygote that is idle; may be used from any thread."""
+    """Cache of one idle zygote. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,28 +33,28 @@ class ZygoteCache:
         self._not_ours: Zygote | None = None
 
     def forget(self) -> None:
-        """Keep nothing in a forked child: what its parent keeps is not its own, and not for it to end."""
+        """Empty the cache in a forked child without ending the zygote, which belongs to the parent."""
         self._not_ours = self._kept
         self._lock, self._kept, self._timer = threading.Lock(), None, None
 
     @property
     def processes(self) -> tuple[psutil.Process, ...]:
-        """The zygote that is kept and its reaper; nothing when none is."""
+        """The cached zygote and its reaper; empty when there is none."""
         kept = self._kept
         return () if kept is None else kept.processes
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The thread that ends the zygote that is kept when nobody has wanted it for long."""
+        """The timer thread that ends the cached zygote after :data:`IDLE_S`; None without one."""
         return self._timer
 
     def take(self, environment: Mapping[str, str], preload: Sequence[str], log: Path) -> Zygote:
-        """Return a zygote, which is the caller's until :meth:`keep`: the one that is kept, if it will do, or a new one.
+        """Return a zygote that the caller owns until :meth:`keep`: the cached one if it matches, else a new one.
 
         Args:
-            environment: that ranks are to have.
+            environment: environment of the ranks.
             preload: modules that they need.
-            log: file for what a new one writes until it is asked for ranks.
+            log: file for a new zygote's output until its first request.
 
         Raises:
             ClusterError: its reaper did not start.
@@ -67,7 +67,7 @@ class ZygoteCache:
         return Zygote(environment, preload, log)
 
     def keep(self, zygote: Zygote, timeout_s: float) -> None:
-        """Keep a zygote once its ranks have ended; one that is not idle within ``timeout_s`` seconds is ended."""
+        """Cache a zygote once its ranks have ended; end it if it is not idle within ``timeout_s`` seconds."""
         zygote.join(timeout_s)
         timer = threading.Timer(IDLE_S, self._expire, [zygote])
         timer.name, timer.daemon = f"keeper of zygote(pid={zygote.process.pid})", True
@@ -85,7 +85,7 @@ class ZygoteCache:
             self._expire(zygote)
 
     def end(self) -> None:
-        """End the zygote that is kept, if there is one."""
+        """End the cached zygote, if there is one."""
         kept = self._let_go()
         if kept is not None:
             kept.end(_END_S)
@@ -96,7 +96,7 @@ class ZygoteCache:
             kept.end(_END_S)
 
     def _let_go(self, only: Zygote | None = None) -> Zygote | None:
-        """Take what is kept out of here; with ``only``, nothing else than that."""
+        """Remove the cached zygote and return it; with ``only``, only if it is that one."""
         with self._lock:
             if only is not None and only is not self._kept:
                 return None
@@ -108,7 +108,7 @@ class ZygoteCache:
 
 
 KEEPER = ZygoteCache()
-"""That of this process."""
+"""The cache of this process."""
 
-atexit.register(KEEPER.end)  # after clusters that are stopped at the exit: they are started later than this is imported
+atexit.register(KEEPER.end)  # clusters register later, when they start, so they are stopped before
 os.register_at_fork(after_in_child=KEEPER.forget)

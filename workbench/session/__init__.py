@@ -1,1 +1,1 @@
-"""WHAT A STARTED CLUSTER IS ASKED: requests from sending to settled, what went wrong, and the answer in words."""
+"""REQUESTS TO A STARTED CLUSTER: sending, waiting, pausing, recovery after failures, and the reports."""

@@ -1,4 +1,4 @@
-"""The breakpoints of a started cluster, with their numbers."""
+"""The numbered breakpoints of a started cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.protocol.breakpoints import Breakpoint
 
 
 class Breakpoints:
-    """The breakpoints there are, in the order they were added; that of ``step --until`` is its request's own."""
+    """The breakpoints in the order they were added; that of ``step --until`` belongs to its request."""
 
     def __init__(self) -> None:
         self._all: dict[int, Breakpoint] = {}
@@ -32,7 +32,7 @@ class Breakpoints:
         return added
 
     def clear(self, number: int | None) -> int:
-        """Take one away, or all; return how many.
+        """Remove a breakpoint (None: all); return how many.
 
         Raises:
             UsageError: there is no such breakpoint.
@@ -43,7 +43,7 @@ class Breakpoints:
         return len(chosen)
 
     def switch(self, number: int | None, *, is_on: bool) -> int:
-        """Have one stop ranks or not, or all; return how many these are.
+        """Enable or disable a breakpoint (None: all); return how many.
 
         Raises:
             UsageError: there is no such breakpoint.

@@ -1,4 +1,4 @@
-"""What of a cluster is needed to ask its ranks at their side doors."""
+"""The interface for requests to the ranks' side doors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ R = TypeVar("R")
 
 
 class ControlChannel(Protocol):
-    """What of a cluster is needed here."""
+    """The part of a cluster used here."""
 
     def ask(
         self, request: RankRequest[R], ranks: Iterable[int] | None = None, timeout_s: float = ...
     ) -> Mapping[int, R | Exception]:
-        """Put one request to the side doors of ``ranks`` at the same time."""
+        """Send a request to the side doors of ``ranks`` in parallel."""
 
 
 def answers(door: ControlChannel, request: RankRequest[R], ranks: Iterable[int], *, timeout_s: float) -> dict[int, R]:
-    """Return what ``ranks`` answer at their side doors; one that does not in time is left out."""
+    """Return the side-door replies of ``ranks``, without those of ranks that failed or timed out."""
     replies = door.ask(request, ranks, timeout_s=timeout_s)
     return {rank: reply for rank, reply in replies.items() if not isinstance(reply, Exception)}

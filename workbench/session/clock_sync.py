@@ -1,17 +1,17 @@
-"""One clock for the rows of all ranks: rank 0's.
+"""Clock synchronization: converts the times of all ranks to rank 0's clock.
 
-Ranks of one machine read one clock. Those of another host read one that was started at another time and runs a little
-faster or slower. The notebook asks one rank of each such host where it is, and with the answer comes what its clock
-showed: at a time of the notebook's between the question and the answer. So the two are known to differ by so much, give
-or take half of what that took (F. Cristian, Probabilistic clock synchronization, 1989); of several questions in a row
-the quickest counts. Rank 0's clock is compared with the notebook's likewise, unless it is the same: the difference of
-both is what a rank's clock is ahead of rank 0's, and their errors add up. The questions go through the side doors,
-which are there and are served while a rank is in a step; no rank needs a way to another one for it, and no port.
+Ranks on one machine share a clock. The clock of another host has another origin and a slightly different rate. The
+notebook sends one rank of each such host a request whose reply includes the reading of its clock, taken at a time
+between request and reply on the notebook's clock. This gives the offset of the two clocks, with an error of half the
+round-trip time (F. Cristian, Probabilistic clock synchronization, 1989); of several requests in a row the fastest
+counts. Rank 0's clock is compared with the notebook's in the same way, unless they are the same. The difference of the
+two offsets is that of a rank's clock to rank 0's, and their errors add up. The requests use the side doors, which are
+served during a step, so the ranks need no further connections or ports.
 
-They are compared when rows are about to be collected: at first, and again when the last comparison is
-:data:`EVERY_S` old. Times are converted once, as the rows come in, and never change again: what was drawn stays, and a
-live view shows what the file will. Between two comparisons a drift is shared out evenly over the rows that came since
-the last ones that were collected; so time never runs backwards on a rank.
+Clocks are compared just before rows are collected: the first time, and when the last comparison is :data:`EVERY_S` old.
+Times are converted once, when the rows arrive, and never change again, so a live view shows the same as the file later.
+The drift between two comparisons is spread evenly over the rows since the last collection, so time never runs backwards
+on a rank.
 
 Arrays: ``N`` times.
 """
@@ -34,49 +34,49 @@ from workbench.session.channel_protocol import ControlChannel, answers
 from workbench.trace.schema import ROW_DTYPE, ClockReading, HostClock
 
 EVERY_S = 10.0
-"""How old a comparison may be when rows are collected, in seconds."""
+"""Maximum age of a comparison when rows are collected, in seconds."""
 
 TIMES = 4
-"""Questions of one comparison, of which the quickest counts."""
+"""Requests per comparison; the fastest counts."""
 
 ANSWER_S = 0.5
-"""How long an answer may take, in seconds, and after which nothing is asked again: what takes longer says little."""
+"""Timeout of a reply, and limit of the repeated requests of a comparison, in seconds: slow replies are inaccurate."""
 
 KEPT = 120
-"""Readings of a clock that are kept: of more every other one goes, so that many hours of many hosts fit a header."""
+"""Limit of stored readings of a clock; beyond it every other one is dropped, so that long runs fit into a header."""
 
 STEEPEST = 20
-"""Over how many times its length a change of a clock's offset is spread at least, so that durations stay durations."""
+"""A change of a clock's offset is spread over at least this many times its size, so that durations stay realistic."""
 
 _NS = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockComparison:
-    """A clock beside the notebook's: ``offset_ns`` ahead at ``at_ns`` of the notebook's, give or take ``error_ns``."""
+    """A clock relative to the notebook's: ``offset_ns`` ahead at the notebook's ``at_ns``, within ``error_ns``."""
 
     at_ns: int
     offset_ns: int
     error_ns: int
 
     def error_at(self, at_ns: int) -> int:
-        """Return how far the offset may be off by then."""
+        """Return the error of the offset at ``at_ns``, drift included, in nanoseconds."""
         return self.error_ns + math.ceil(DRIFT * abs(at_ns - self.at_ns))
 
 
 class ClockFit:
-    """By how much a clock is ahead of rank 0's at each of its times: a line through what comparisons have found."""
+    """The offset of a clock to rank 0's as a function of its time: a polyline through the comparisons."""
 
     def __init__(self) -> None:
         self._t_ns: Ints = np.empty(0, np.int64)
         self._offset_ns: Ints = np.empty(0, np.int64)
-        self._until_ns = int(np.iinfo(np.int64).min)  # up to where times were converted
+        self._until_ns = int(np.iinfo(np.int64).min)  # newest converted time
 
     def __len__(self) -> int:
         return len(self._t_ns)
 
     def bend(self, t_ns: int, offset_ns: int) -> None:
-        """Lead the line to ``offset_ns`` at ``t_ns`` of the clock, or soon after; what was converted stays."""
+        """Extend the line to ``offset_ns`` at ``t_ns`` of the clock, or soon after; converted times stay unchanged."""
         if not len(self):
             self._add(t_ns, offset_ns)
             return
@@ -86,7 +86,7 @@ class ClockFit:
         self._add(max(t_ns, begin_ns + 1 + STEEPEST * abs(offset_ns - before_ns)), offset_ns)
 
     def on_rank_0s(self, t_ns: Ints) -> Ints:
-        """Return times of the clock, ``[N]``, on rank 0's."""
+        """Return times of the clock, ``[N]``, converted to rank 0's clock."""
         self._until_ns = int(t_ns.max(initial=self._until_ns))
         return t_ns - self._offsets(t_ns)
 
@@ -94,7 +94,7 @@ class ClockFit:
         return int(self._offsets(np.array([t_ns], np.int64))[0])
 
     def _offsets(self, t_ns: Ints) -> Ints:
-        first_t, first = self._t_ns[0], self._offset_ns[0]  # floats have room for differences only
+        first_t, first = self._t_ns[0], self._offset_ns[0]  # floats are exact enough for differences only
         ahead = np.interp(t_ns - first_t, self._t_ns - first_t, self._offset_ns - first)
         offsets: Ints = np.rint(ahead).astype(np.int64) + first
         return offsets
@@ -107,9 +107,9 @@ class ClockSync:
     """Compares the clocks of ranks, and converts their times to rank 0's. Not thread-safe.
 
     Args:
-        clock_of: by rank, the name of the clock that it reads (:func:`workbench.clock.clock_here`).
-        here: the name of the notebook's.
-        now_ns: reads the notebook's.
+        clock_of: name of each rank's clock (:func:`workbench.clock.clock_here`), by rank.
+        here: name of the notebook's clock.
+        now_ns: reads the notebook's clock.
     """
 
     def __init__(
@@ -129,21 +129,21 @@ class ClockSync:
         self._readings: dict[str, list[ClockReading]] = {clock: [] for clock in self._lines}
         self._compared: dict[str, ClockComparison] = {}
         self._asked_ns: dict[str, int] = {}
-        self._turns: Counter[str] = Counter()  # how many of its ranks did not answer
+        self._turns: Counter[str] = Counter()  # by clock, requests without an answer: the next one goes to another rank
 
     @property
     def readings(self) -> tuple[HostClock, ...]:
-        """What was found so far, for the header of a trace."""
+        """The readings so far, for the header of a trace."""
         found = ((tuple(self._ranks[clock]), tuple(readings)) for clock, readings in self._readings.items() if readings)
         return tuple(HostClock(ranks=ranks, readings=readings) for ranks, readings in sorted(found))
 
     def knows(self, rank: int) -> bool:
-        """Tell whether times of ``rank`` can be converted."""
+        """Return whether times of ``rank`` can be converted."""
         line = self._lines.get(self._clock_of.get(rank, self._own))
         return line is None or len(line) > 0
 
     def on_rank_0s(self, rank: int, packed: bytes) -> bytes:
-        """Return packed rows of ``rank``, the next ones that are collected, with times of rank 0's clock."""
+        """Return ``packed``, the next rows of ``rank``, with times on rank 0's clock."""
         line = self._lines.get(self._clock_of.get(rank, self._own))
         if line is None:
             return packed
@@ -152,12 +152,12 @@ class ClockSync:
         return rows.tobytes()
 
     def compare(self, door: ControlChannel, ranks: Iterable[int], *, timeout_s: float) -> bool:
-        """Compare clocks that were never compared, and of the others the one whose turn it is; tell if any was.
+        """Compare all new clocks and the one whose comparison is oldest and due; return whether there is a new reading.
 
         Args:
             door: side doors of the ranks.
-            ranks: who may be asked.
-            timeout_s: how long they may take to answer, if that is less than :data:`ANSWER_S`.
+            ranks: ranks that may be asked.
+            timeout_s: timeout of the replies in seconds, at most :data:`ANSWER_S`.
         """
         due = self._due()
         if not due:
@@ -165,7 +165,7 @@ class ClockSync:
         fresh = self._ask(door, [self._own, *due], set(ranks), min(timeout_s, ANSWER_S))
         for clock, found in fresh.items():
             before = self._compared.get(clock)
-            if before is None or found.error_ns <= before.error_at(found.at_ns):  # else less is known now than before
+            if before is None or found.error_ns <= before.error_at(found.at_ns):  # else the old one is more accurate
                 self._compared[clock] = found
         own = self._compared.get(self._own)
         taken = [clock for clock in due if own is not None and clock in fresh and self._compared[clock] is fresh[clock]]
@@ -183,7 +183,7 @@ class ClockSync:
     def _ask(
         self, door: ControlChannel, clocks: Sequence[str], ranks: set[int], timeout_s: float
     ) -> dict[str, ClockComparison]:
-        """Return what was found of clocks of which a rank answers: all at the same time, then each by itself."""
+        """Return a comparison of each clock with a rank that answers: first all in parallel, then one at a time."""
         asked, begin_ns = {}, self._now_ns()
         for clock in clocks:
             self._asked_ns[clock] = begin_ns
@@ -194,7 +194,7 @@ class ClockSync:
         self._turns.update(clock for clock in asked.values() if clock not in found)
         for rank, clock in asked.items():
             for _ in range(TIMES - 1 if clock in found else 0):
-                if self._now_ns() - begin_ns > ANSWER_S * _NS:  # somebody waits for what is collected
+                if self._now_ns() - begin_ns > ANSWER_S * _NS:  # the caller waits for the rows
                     break
                 again = self._locate(door, {rank: clock}, timeout_s).get(clock, found[clock])
                 found[clock] = min(found[clock], again, key=lambda compared: compared.error_ns)
@@ -203,7 +203,7 @@ class ClockSync:
         return found
 
     def _locate(self, door: ControlChannel, asked: Mapping[int, str], timeout_s: float) -> dict[str, ClockComparison]:
-        """Ask ranks, of a clock each, where they are at the same time; return what that says of their clocks."""
+        """Send a locate request to one rank of each clock, in parallel; return the comparisons by clock."""
         begin_ns = self._now_ns()
         replies = answers(door, Locate(), asked, timeout_s=timeout_s) if asked else {}
         end_ns = self._now_ns()
@@ -214,7 +214,7 @@ class ClockSync:
         }
 
     def _take(self, clock: str, found: ClockComparison, own: ClockComparison) -> None:
-        """Convert by what was found from now on."""
+        """Use a comparison for later conversions, and record it as a reading."""
         offset_ns = found.offset_ns - own.offset_ns
         self._lines[clock].bend(found.at_ns + found.offset_ns, offset_ns)
         error_ns = found.error_ns + own.error_at(found.at_ns)

@@ -1,4 +1,4 @@
-"""What ranks wrote, handed on as it comes where they agree and in tabs where they differ."""
+"""Forwarding of the ranks' output: as it arrives while the ranks agree, in tabs where they differ."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from workbench.reports import per_rank_tabs
 from workbench.reports.per_rank_tabs import Pane, RankOutput
 
 GRACE_S = 0.25
-"""How long what one rank wrote waits for the others to write the same, or something else, in seconds."""
+"""How long the output of one rank waits for that of the other ranks, in seconds."""
 
 RENEW_S = 0.2
-"""How often tabs are renewed at most, in seconds."""
+"""Minimum time between two updates of the tabs, in seconds."""
 
 CHARS_A_SECOND = 500_000
-"""Letters of tabs that are handed on in a second at most: large ones are renewed more rarely."""
+"""Limit of forwarded characters of tabs per second: large tabs are updated less often."""
 
 OnOutput = Callable[[Output], None]
 
 
 def text_of(outputs: Iterable[Output]) -> str:
-    """Return what a rank wrote and showed as plain text; what it later updated or cleared counts as first shown."""
+    """Return a rank's outputs as plain text; updates and clears are ignored."""
     parts = []
     for output in outputs:
         if output.kind in {"stdout", "stderr"}:
@@ -37,19 +37,19 @@ def text_of(outputs: Iterable[Output]) -> str:
 
 
 def _is_text(output: Output) -> bool:
-    """Whether there is nothing more to it than its text."""
+    """Return whether the output consists of text only."""
     shown = output.kind in {"display", "result"} and not output.display_id and output.data.keys() == {"text/plain"}
     return shown or output.kind in {"stdout", "stderr"}
 
 
 def written_at_once(texts: Mapping[int, str], on_output: OnOutput) -> str:
-    """Hand on what several ranks have written, as :class:`Stream` does; return how they differ as text."""
+    """Forward finished texts of several ranks as :class:`Stream` does; return their differences as text."""
     answers = {rank: Answer(outputs=[Output("stdout", text=text)]) for rank, text in texts.items()}
     return Stream(PendingReplies(answers), min(texts)).finish(on_output, also_agreement=True)
 
 
 class _Text:
-    """A text that grows, in pieces; to look at a part of it takes as long as the part."""
+    """A growing text, stored in pieces; reading a part takes time in the length of the part only."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -64,14 +64,14 @@ class _Text:
             self._ends.append(len(self) + len(text))
 
     def part(self, begin: int, end: int) -> str:
-        """Return the letters from ``begin`` to ``end``, not included."""
+        """Return the characters from ``begin`` up to and excluding ``end``."""
         first = bisect_right(self._ends, begin)
         last = bisect_right(self._ends, max(end - 1, begin)) + 1
         start = self._ends[first - 1] if first else 0
         return "".join(self._pieces[first:last])[begin - start : end - start]
 
     def line_start(self, place: int) -> int:
-        """Return where the line begins in which ``place`` is."""
+        """Return the begin of the line that contains ``place``."""
         begin = place
         while begin > 0:
             before = max(0, begin - 1000)
@@ -82,7 +82,7 @@ class _Text:
         return 0
 
     def line_end(self, place: int) -> int:
-        """Return where the line of ``place`` ends, its newline included; the end of the text if it has none."""
+        """Return the end of the line that contains ``place``, after its newline; the end of the text without one."""
         while place < len(self):
             found = self.part(place, place + 1000).find("\n")
             if found >= 0:
@@ -93,17 +93,17 @@ class _Text:
 
 @dataclass
 class _Rank:
-    """What one rank wrote.
+    """Output of one rank.
 
     Attributes:
-        text: all of it.
-        num_seen: how many of its outputs are in it.
-        newline: where the newest line begins.
-        base: where the present part begins: what was settled once is not looked at again.
-        agreed: characters of the present part that the first rank has written as well.
-        matched: characters of the first rank's present part that they agree with.
-        marks: ``(matched, agreed)`` behind each line that both ranks drew again and again, each in its own time.
-        is_drawing: whether both draw such a line: what it says is compared when it ends.
+        text: its whole text.
+        num_seen: number of its outputs in ``text``.
+        newline: begin of the newest line.
+        base: begin of the current part; text before it was compared once and for all.
+        agreed: characters of the current part that match the first rank's output.
+        matched: characters of the first rank's current part that they match.
+        marks: ``(matched, agreed)`` after each line that both ranks redrew, each at its own pace.
+        is_drawing: whether both ranks are redrawing a line, which is compared when it ends.
     """
 
     text: _Text = field(default_factory=_Text)
@@ -131,29 +131,29 @@ class _Rank:
         self.base, self.agreed, self.matched, self.marks, self.is_drawing = base, 0, 0, [], False
 
     def place_of(self, place: int) -> int:
-        """Return where this rank is in its part when the first one is at ``place`` in its own."""
+        """Return the position in this rank's part that corresponds to ``place`` in the first rank's part."""
         matched, agreed = max((mark for mark in self.marks if mark[0] <= place), default=(0, 0))
         return agreed + place - matched
 
     def line(self, place: int) -> tuple[str, int]:
-        """Return the line of the present part in which ``place`` is, and where it ends."""
+        """Return the line of the current part that contains ``place``, and its end."""
         begin = max(self.text.line_start(self.base + place), self.base)
         end = self.text.line_end(self.base + place)
         return self.text.part(begin, end), end - self.base
 
     def is_redrawn(self, place: int) -> bool:
-        """Whether the cursor went back to the begin of the line in which ``place`` is."""
+        """Return whether the line that contains ``place`` has a carriage return up to there."""
         begin = max(self.text.line_start(self.base + place), self.base)
         return "\r" in self.text.part(begin, self.base + place + 1)
 
 
 @dataclass
 class _Tabs:
-    """Two displays: see :mod:`workbench.reports.per_rank_tabs`.
+    """The two displays of :mod:`workbench.reports.per_rank_tabs`.
 
     Attributes:
-        name: starts those of both.
-        lengths: letters of all ranks that the lower one shows; None: there is neither yet.
+        name: prefix of both display ids.
+        lengths: text lengths of all ranks in the lower display; None: neither is shown yet.
     """
 
     name: str = field(default_factory=lambda: f"wb-{uuid4().hex[:12]}")
@@ -166,43 +166,43 @@ class _Tabs:
 
 
 class Stream:
-    """Hands on what ranks write: as it comes while they agree, in tabs from the line on in which they differ.
+    """Forwards the output of ranks: as it arrives while they agree, in tabs from the first differing line on.
 
-    What a rank writes that the others have not come to is handed on after a moment; that all wrote the same is said
-    when they stop and at the end. Figures and the like are handed on of the first rank alone.
+    Output that the other ranks have not written yet is forwarded after :data:`GRACE_S`. A stop and the end report
+    whether all ranks wrote the same. Figures and other displays are forwarded from the first rank only.
 
     Args:
         pending: the request.
-        rank: whose output is handed on.
-        clock: seconds, monotonic.
+        rank: the first rank, whose output is forwarded.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, pending: PendingReplies, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._pending, self._first, self._clock = pending, rank, clock
         self._ranks = {number: _Rank() for number in pending.ranks}
         self._lead = self._ranks[rank]
-        self._held: deque[tuple[Output, int, float]] = deque()  # of the first rank, where each begins, since when
+        self._held: deque[tuple[Output, int, float]] = deque()  # first rank: output, begin, arrival time
         self._apart_at: int | None = None
         self._apart: frozenset[int] = frozenset()
-        self._num_handed = 0  # of the present part of the first rank's text
+        self._num_handed = 0  # characters of the first rank's current part
         self._tabs = _Tabs()
         self._renew_at = 0.0
 
-    # ---- while they write
+    # ---- while the ranks run
 
     def num_outputs(self) -> int:
-        """Return how much all ranks have written and shown, in pieces."""
+        """Return the number of outputs of all ranks so far."""
         return sum(len(self._pending.outputs(rank)) for rank in self._pending.ranks)
 
     def forward(self, on_output: OnOutput) -> None:
-        """Hand on what is new."""
+        """Forward new output."""
         self._take()
         self._hand_on(on_output, self._is_settled)
         if self._apart_at is not None:
             self._renew(on_output)
 
     def _take(self) -> None:
-        """Take what ranks wrote since the last time, and see how far they agree."""
+        """Read the new output of all ranks and compare it."""
         for number, rank in self._ranks.items():
             for output in self._pending.outputs(number, rank.num_seen):
                 rank.num_seen += 1
@@ -214,7 +214,7 @@ class Stream:
             self._compare(number, self._ranks[number])
 
     def _compare(self, number: int, rank: _Rank, *, is_over: bool = False) -> None:
-        """See how far ``rank`` agrees with the first one; once all ``is_over`` no line gets longer."""
+        """Update how far ``rank`` agrees with the first rank; ``is_over``: all ranks are done, all lines complete."""
         lead = self._lead
         has_ended = rank.newline > rank.base + rank.agreed and lead.newline > lead.base + rank.matched
         if rank.is_drawing and not (has_ended or is_over):
@@ -226,7 +226,7 @@ class Stream:
             if theirs != ours:
                 same = next(place for place, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
             rank.agreed, rank.matched = rank.agreed + same, rank.matched + same
-            is_rest = same == length  # that one of the two has not written, or not yet
+            is_rest = same == length  # one of the two has written no more so far
             if is_rest and not (is_over and len(rank) - rank.agreed != len(lead) - rank.matched):
                 return
             if not self._draw_alike(rank, is_over=is_over):
@@ -235,9 +235,9 @@ class Stream:
                 return
 
     def _draw_alike(self, rank: _Rank, *, is_over: bool) -> bool:
-        """Whether a line in which ``rank`` and the first one differ was drawn alike by both in the end; go past it.
+        """Skip a redrawn line, such as a progress bar, if both ranks end with the same content; return whether so.
 
-        A progress bar is drawn as often as time allows, and says how long it took.
+        Ranks redraw a progress bar at different times and show different durations in it.
         """
         lead = self._lead
         rank.is_drawing = rank.is_redrawn(rank.agreed) and lead.is_redrawn(rank.matched)
@@ -254,13 +254,13 @@ class Stream:
         return True
 
     def _part(self, place: int, ranks: Iterable[int]) -> None:
-        """Note that ``ranks`` wrote something else from ``place`` on."""
+        """Record that ``ranks`` differ from the first rank from ``place`` on."""
         begin = max(self._lead.text.line_start(self._lead.base + place) - self._lead.base, 0)
         self._apart_at = begin if self._apart_at is None else min(begin, self._apart_at)
         self._apart |= frozenset(ranks)
 
     def _is_settled(self, end: int, since_s: float) -> bool:
-        """Whether what ends at ``end`` need not wait for other ranks any more."""
+        """Return whether output up to ``end`` need not wait for other ranks any more."""
         behind = (number for number, rank in self._ranks.items() if rank.matched < end)
         return self._clock() >= since_s + GRACE_S or all(map(self._pending.done, behind))
 
@@ -277,10 +277,10 @@ class Stream:
             if shown is not None:
                 on_output(shown)
             if output.kind == "clear":
-                self._tabs = _Tabs()  # what they were in is gone
+                self._tabs = _Tabs()  # the displays were cleared too
 
     def _outside(self, output: Output, begin: int) -> Output | None:
-        """Return what is not in the tabs of an output of the first rank; None: nothing."""
+        """Return the part of the first rank's output that belongs above the tabs; None: nothing."""
         if self._apart_at is None or not _is_text(output):
             return output
         above = self._above(self._apart_at)
@@ -291,14 +291,14 @@ class Stream:
         return replace(output, text=output.text[: above - begin]) if output.text else output
 
     def _above(self, apart_at: int) -> int:
-        """Return where the text above the tabs ends: a line that is drawn there again and again is so to its end."""
+        """Return the end of the text above the tabs; a line that is redrawn there is completed there."""
         lead, last = self._lead, self._num_handed - 1
         if last < apart_at or lead.part(last, last + 1) == "\n" or not lead.is_redrawn(last):
             return apart_at
         return lead.line(last)[1]
 
     def _renew(self, on_output: OnOutput) -> None:
-        """Show the tabs as they are now, if it is time and there is anything new."""
+        """Update the tabs if there is new output and the last update is old enough."""
         lengths = tuple(map(len, self._ranks.values()))
         if self._clock() >= self._renew_at and self._tabs.lengths != lengths:
             self._show(on_output, per_rank_tabs.panes_of(self._written(), self._first), self._apart, is_draft=True)
@@ -324,13 +324,13 @@ class Stream:
             for own in (rank.place_of(begin),)
         }
 
-    # ---- when they stand
+    # ---- when the ranks are stopped
 
     def pause(self, on_output: OnOutput) -> None:
-        """Hand on the rest and how the ranks differ so far.
+        """Forward the rest and the differences so far.
 
-        A rank that stands earlier in the same output has written nothing that cannot be seen; what the others are
-        ahead is compared later.
+        A rank that stopped earlier in the same output does not differ; the rest of the others' output is compared
+        later.
         """
         self._take()
         ranks = self._ranks.values()
@@ -340,14 +340,14 @@ class Stream:
             return
         self._hand_on(on_output, lambda end, since_s: True)
         shortest = min(rank.matched for rank in ranks)
-        if any(rank.is_drawing or rank.marks for rank in ranks):  # within a line they are not where the first one is
+        if any(rank.is_drawing or rank.marks for rank in ranks):  # positions within a redrawn line do not correspond
             shortest = max(self._lead.text.line_start(self._lead.base + shortest) - self._lead.base, 0)
         if self._lead.part(0, shortest).strip():
             self._say(on_output, per_rank_tabs.agreement(len(self._ranks)))
         self._begin({number: rank.base + rank.place_of(shortest) for number, rank in self._ranks.items()})
 
     def finish(self, on_output: OnOutput, *, also_agreement: bool) -> str:
-        """Hand on the rest, and how the ranks differ; return the latter as text."""
+        """Forward the rest and the differences of the ranks; return the differences as text."""
         self._take()
         if self._apart_at is None:
             self._part_at_the_end()
@@ -363,7 +363,7 @@ class Stream:
         return remarks
 
     def _part_at_the_end(self) -> None:
-        """Note who wrote less than others or more; one that wrote alone has its output where all have it."""
+        """Record ranks that wrote less or more than the first; no difference if only the first one wrote."""
         for number in self._ranks.keys() - {self._first}:
             self._compare(number, self._ranks[number], is_over=True)
         lead, ranks = self._lead, self._ranks.values()
@@ -372,7 +372,7 @@ class Stream:
             self._part(min(rank.matched for rank in ranks), ())
 
     def _silent(self) -> tuple[int, ...]:
-        """Return all other ranks if the first wrote something, and they nothing at all."""
+        """Return all other ranks if only the first one wrote anything, else none."""
         others = [number for number in self._ranks if number != self._first]
         wrote = any(self._ranks[number].part(0, len(self._ranks[number])).strip() for number in others)
         return () if wrote or not self._lead.part(0, len(self._lead)).strip() else tuple(others)
@@ -389,7 +389,7 @@ class Stream:
             on_output(Output("stdout", text=text))
 
     def _begin(self, bases: Mapping[int, int]) -> None:
-        """Begin another part: what was settled is not looked at again."""
+        """Begin a new part at ``bases``; text before it is not compared again."""
         for number, rank in self._ranks.items():
             rank.begin(bases[number])
         self._apart_at, self._apart, self._tabs, self._renew_at = None, frozenset(), _Tabs(), 0.0

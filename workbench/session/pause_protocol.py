@@ -1,7 +1,8 @@
-"""When ranks count as stopped, and how all of them come to stop at the same event.
+"""Stopping all ranks at the same event, and detecting that they are stopped.
 
-A pause has two steps. First every rank holds at its next event, or where it waits. Then all run on to the place of the
-one that is furthest: it has already issued what the others need to get there, so nobody waits for ever.
+A pause has two steps. First every rank holds at its next event, or where it waits. Then all ranks run on to the
+position of the furthest one. That rank has already issued everything that the others need to get there, so none waits
+for ever.
 """
 
 from __future__ import annotations
@@ -19,36 +20,36 @@ from workbench.session.channel_protocol import ControlChannel, answers
 R = TypeVar("R")
 
 ALIGN_S = 0.15
-"""How long after a pause a rank may still run before the others are told how far to go, in seconds."""
+"""Time in seconds to wait for running ranks to hold before the furthest position is sent to all."""
 
 PAUSE_S = 0.4
-"""How long after a pause a rank that computes is waited for, in seconds; it stops later by itself.
+"""Time in seconds after a pause to wait for a rank that computes; it stops later, at its next event.
 
-So does one that waits and has not looked up from that yet.
+The same holds for a rank in a wait that has not checked for the pause yet.
 """
 
 SETTLED_S = 0.25
-"""How long ranks must have stood still before those that wait for a held one count as stopped, in seconds."""
+"""Time in seconds without any change after which ranks that wait for a held rank count as stopped."""
 
 STARVED_S = 5.0
-"""The same when no held rank can be what they wait for, in seconds: then they go on once the machine lets them.
+"""The same if no held rank can be the one they wait for, in seconds: then they may still go on, on a slow machine.
 
-And how long a rank may not say where it is: it may be past the others, and wait for them to come.
+Also how long a pause waits for a rank that does not answer: it may be ahead of the others and wait for them.
 """
 
 WHERE_S, WHERE_PER_RANK_S = 0.15, 0.02
-"""How long ranks may take to say where they are, in seconds: at least, and for each, as they share the cores."""
+"""Timeout of a position query, in seconds: minimum, and per rank, as the ranks share the cores."""
 
 
 class PauseProtocol:
-    """Stops the ranks of one request, lets them go, and tells when they stand.
+    """Stops the ranks of one request, releases them, and detects when they are stopped.
 
     Args:
         door: side doors of the cluster.
-        clock: seconds, monotonic.
+        clock: monotonic clock, in seconds.
 
     Attributes:
-        eager: whether a stop is due soon, and worth asking for 50 times a second.
+        eager: whether a stop is due soon, so that positions are worth polling 50 times a second.
         is_armed: whether ranks may still stop because of an earlier pause or next.
     """
 
@@ -58,7 +59,7 @@ class PauseProtocol:
         self._paused_at: float | None = None
         self._sent_to: StepPosition | None = None
         self._left: dict[int, Hold | None] = {}
-        self._standing: dict[int, Position] = {}  # ranks seen held, which stay so until they are let go
+        self._standing: dict[int, Position] = {}  # ranks seen held; they stay held until released
         self._ask_at = 0.0
         self._seen: Any = None
         self._seen_at = 0.0
@@ -77,22 +78,22 @@ class PauseProtocol:
         self._ask(Pause(), ranks)
 
     def release(self, ranks: Set[int], positions: Mapping[int, Position], what: str | None = None) -> None:
-        """Let ``ranks`` go, until the next ``what`` (event, collective, unit, phase) if one is given."""
+        """Release ``ranks``, until the next ``what`` (event, collective, unit, phase) if one is given."""
         self._left = {rank: position.held for rank, position in positions.items()}
         self._paused_at, self._seen, self._standing = None, None, {}
         self.eager = self.is_armed = what is not None
         self._ask(Continue() if what is None else Next(what=what), ranks)
 
     def disarm(self, ranks: Set[int]) -> None:
-        """Make sure that nothing of an earlier pause or next stops ``ranks`` later."""
+        """Cancel an earlier pause or next that could still stop ``ranks``."""
         if self.is_armed:
             self.release(ranks, {})
 
     def ask_where(self, ranks: Set[int]) -> dict[int, Position] | None:
-        """Return where those of ``ranks`` are now that were not seen held; one that does not answer is left out.
+        """Return the positions of those of ``ranks`` not seen held yet, without ranks that do not answer.
 
-        None: they were asked a moment ago. To answer takes a rank time in which others would come to their stops: with
-        many ranks on few cores, at least as much is left to them.
+        None if the last query is too recent: answering costs CPU time that other ranks need to reach their stops, so
+        the pause between two queries is at least as long as a query.
         """
         begin = self._clock()
         if begin < self._ask_at:
@@ -103,7 +104,7 @@ class PauseProtocol:
         return found
 
     def look(self, positions: Mapping[int, Position], running: Set[int]) -> StopGroup | None:
-        """Return the stop if the ``running`` ranks stand by now, and let those that stand too early run on."""
+        """Return the stop if the ``running`` ranks are stopped, else None; let ranks held too early run on."""
         fresh = {rank: self._fresh(rank, position) for rank, position in positions.items()}
         self._standing |= {rank: p for rank, p in fresh.items() if p.held is not None and not is_in_wait(p.held)}
         known = fresh | self._standing
@@ -118,7 +119,7 @@ class PauseProtocol:
         return StopGroup(positions={rank: here.get(rank, Position(rank=rank)) for rank in sorted(running)})
 
     def _fresh(self, rank: int, position: Position) -> Position:
-        """A rank that was let go and has not noticed yet is not held."""
+        """Return ``position`` without its hold if the rank was released from that hold already."""
         is_old = position.held is not None and position.held == self._left.get(rank)
         return replace(position, held=None) if is_old else position
 
@@ -127,7 +128,7 @@ class PauseProtocol:
             self._seen, self._seen_at = seen, self._clock()
 
     def _align(self, here: Mapping[int, Position], held: Set[int], running: Set[int]) -> bool:
-        """Send all ranks to the furthest place, if they are not there; tell whether they have to get there first."""
+        """Send all ranks to the furthest position; return whether the pause has to wait until they get there."""
         since = self._clock() - (self._paused_at or 0.0)
         if held != running and since < ALIGN_S:
             return True
@@ -147,11 +148,11 @@ class PauseProtocol:
     def _is_over(self, here: Mapping[int, Position], held: Set[int], running: Set[int]) -> bool:
         if held == running:
             return True
-        if self._paused_at is not None:  # whoever waits comes to a stop by itself
+        if self._paused_at is not None:  # ranks that still run stop later, at their next event
             return self._clock() - self._paused_at >= (PAUSE_S if running <= here.keys() else STARVED_S)
         others_wait = all(rank in here and here[rank].waiting for rank in running - held)
         places = {rank: position.place for rank, position in here.items()}
-        # whoever is furthest behind has from all others what it needs: it waits for nobody, unless it is held
+        # the rank furthest behind has everything it needs from the others, so it can only be stuck if it is held
         is_held_up = min(places.values()) in {places[rank] for rank in held}
         return others_wait and self._clock() - self._seen_at >= (SETTLED_S if is_held_up else STARVED_S)
 

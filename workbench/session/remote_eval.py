@@ -1,4 +1,4 @@
-"""Code for ranks that stand in the gate: sent to the held threads through the side doors, results asked for there."""
+"""Running code on ranks held in the gate: jobs for the held threads, sent and polled through the side doors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.replay.grouping import label
 from workbench.session.waiter import ASK_S, PATIENT_S, SLICE_S, Interruptible
 
 Inner = Inspect | Evaluate | RunCell
-"""What is done inside a stopped step."""
+"""A request inside a stopped step."""
 
 R = TypeVar("R")
 
@@ -31,7 +31,7 @@ GROUP_MAKERS = frozenset(
         "split_group",
     }
 )
-"""Functions that wait for other ranks without a collective: a rank sees the collectives themselves, not these."""
+"""Functions that wait for other ranks without a collective, so that a rank cannot detect them as one."""
 
 _numbers = itertools.count(1)
 
@@ -41,7 +41,7 @@ def group_maker_in(code: str) -> str:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
-        return ""  # the rank says so better
+        return ""  # the rank reports it better
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = node.func
@@ -53,12 +53,12 @@ def group_maker_in(code: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRanks:
-    """Who runs a job.
+    """The ranks of a job.
 
     Attributes:
-        ranks: that run it.
-        held: ranks that stand in the gate.
-        num_ranks: how many ranks there are.
+        ranks: ranks that run it.
+        held: ranks held in the gate.
+        num_ranks: number of all ranks.
     """
 
     ranks: Sequence[int]
@@ -67,7 +67,7 @@ class JobRanks:
 
     @property
     def alone(self) -> str:
-        """Who runs it and what to do instead, the end of a sentence of why others cannot be waited for; empty: all."""
+        """End of the message that the job cannot wait for other ranks: who runs it, what to do; empty: all run it."""
         if len(self.ranks) == self.num_ranks:
             return ""
         part = "or look at the part of this rank with to_local()"
@@ -79,9 +79,9 @@ class JobRanks:
         """Return the job of ``work``.
 
         Raises:
-            UsageError: it makes a process group, which waits for ranks that do not run it.
+            UsageError: it creates a process group, which waits for ranks that do not run the job.
         """
-        alone = "" if isinstance(work, Inspect) else self.alone  # an inspection waits for nobody
+        alone = "" if isinstance(work, Inspect) else self.alone  # an inspection waits for no other rank
         code = work.expr if isinstance(work, Evaluate) else work.code if isinstance(work, RunCell) else ""
         maker = group_maker_in(code) if alone else ""
         if maker:
@@ -90,10 +90,10 @@ class JobRanks:
 
 
 def check_held(ranks: Sequence[int], held: Sequence[int]) -> None:
-    """Check that each of ``ranks`` stands in the gate, as ``held`` do.
+    """Check that all ``ranks`` are among the ``held`` ones.
 
     Raises:
-        UsageError: the message names those that do not.
+        UsageError: the message names those that are not.
     """
     missing = [rank for rank in ranks if rank not in held]
     if missing:
@@ -106,18 +106,18 @@ class RemoteEval:
     """Runs jobs in the held threads of stopped ranks.
 
     Args:
-        cluster: where the ranks are.
-        company: who runs them.
+        cluster: the cluster.
+        company: the ranks that run the jobs.
     """
 
     def __init__(self, cluster: Interruptible, company: JobRanks) -> None:
         self._cluster, self._company = cluster, company
 
     def run(self, work: Inner) -> dict[int, JobReply]:
-        """Have every rank do ``work``, and return how it ended on each.
+        """Run ``work`` on every rank and return each rank's reply.
 
         Raises:
-            UsageError: a rank does not stand in the gate, or the job makes a process group on some ranks only.
+            UsageError: a rank is not held in the gate, or the job creates a process group on some ranks only.
             RankDied: a rank is gone.
             Interrupted: a second Ctrl-C; the first one is sent to the ranks.
         """
@@ -162,11 +162,11 @@ class RemoteEval:
 
 
 def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
-    """Return what to raise for jobs that failed, one line a kind of error; None if all returned.
+    """Return the error of failed jobs, with a line for each distinct error; None if none failed.
 
     Args:
-        done: by rank.
-        where: where the ranks stand, as before.
+        done: replies by rank.
+        where: where the ranks are stopped, in words.
     """
     errors = {rank: ended.error for rank, ended in sorted(done.items()) if ended.error is not None}
     if not errors:
@@ -188,7 +188,7 @@ def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
 
 
 def _value(reply: R | Exception) -> R | None:
-    """Return a rank's answer; one that does not answer in time has none.
+    """Return a rank's reply; None if it did not answer in time.
 
     Raises:
         RankDied: its process is gone.

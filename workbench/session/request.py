@@ -1,4 +1,4 @@
-"""One request to the ranks, from sending until every rank is done; in between it may stop and go on."""
+"""One request to the ranks, from sending until every rank is done; it may stop and continue in between."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ OnProgress = Callable[[Progress], None]
 
 
 def no_progress(progress: Progress) -> None:
-    """Take progress that nobody looks at."""
+    """Ignore progress."""
 
 
 def no_output(output: Output) -> None:
-    """Take output that nobody looks at."""
+    """Ignore output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestListener:
-    """Who is told while ranks work; another one may take over when a request goes on.
+    """Callbacks while ranks run; they may be replaced when a request continues.
 
     Attributes:
-        on_progress: called while steps are done, and once at their end.
-        on_output: called with what a cell writes and shows, as it arrives.
-        on_standing: called with who still works and where, once nothing else is heard for a while.
+        on_progress: called during steps, and once at their end.
+        on_output: called with each output as it arrives.
+        on_standing: called with the ranks that still run and their positions, after a while without other news.
     """
 
     on_progress: OnProgress = no_progress
@@ -50,13 +50,13 @@ class RequestListener:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceMark:
-    """Where the ranks were before a request.
+    """State of the ranks before a request.
 
     Attributes:
         num_rows: rows recorded, by rank.
-        optimizer_steps: by rank.
-        commands: begun, by rank.
-        gradient_bytes: of sharded gradients, by rank.
+        optimizer_steps: optimizer steps done, by rank.
+        commands: commands begun, by rank.
+        gradient_bytes: bytes of sharded gradients, by rank.
     """
 
     num_rows: dict[int, int]
@@ -66,12 +66,12 @@ class TraceMark:
 
 
 class RankTask(Protocol):
-    """What is asked of the ranks: what to do meanwhile, and what becomes of their results.
+    """The work of a request: what to do while the ranks run, and the report of their results.
 
     Attributes:
-        words: how a person calls it.
+        words: name for people.
         is_command: whether it is a command; else a cell.
-        until: where it is to stop once, and has not stopped yet; None: nowhere.
+        until: where it is still to stop once; None: nowhere.
     """
 
     words: str
@@ -79,29 +79,29 @@ class RankTask(Protocol):
     until: Breakpoint | None
 
     def progress(self, trace: Trace) -> Progress | None:
-        """Return how far it is by ``trace``; from any thread. None: it has no steps."""
+        """Return the progress according to ``trace``; None without steps. Thread-safe."""
 
     def on_slice(self, listener: RequestListener) -> None:
-        """Do what is to be done about 50 times a second."""
+        """Do the work of every poll, about 50 times a second."""
 
     def on_tick(self, listener: RequestListener, trace: Trace) -> None:
-        """Do what is to be done about 10 times a second, when ``trace`` is up to date."""
+        """Do the work of every tick, about 10 times a second, after a drain into ``trace``."""
 
     def num_outputs(self) -> int:
-        """Return how much the ranks have written and shown, in pieces."""
+        """Return the number of outputs of the ranks so far."""
 
     def stand(self, listener: RequestListener) -> None:
-        """Tell what there is to tell when they stopped."""
+        """Report to ``listener`` when the ranks have stopped."""
 
     def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
-        """Return the report of what every rank returned."""
+        """Return the report of the results of all ranks."""
 
     def fail(self, listener: RequestListener) -> None:
-        """Tell what there is to tell when it failed."""
+        """Report to ``listener`` when the request has failed."""
 
 
 class _OutputTask:
-    """Work whose output is shown: of one rank as it arrives, of the others as far as it differs.
+    """Work whose output is shown: that of one rank as it arrives, that of the others where it differs.
 
     Args:
         pending: the request.
@@ -113,19 +113,19 @@ class _OutputTask:
         self._stream = Stream(pending, pending.ranks[0])
 
     def on_slice(self, listener: RequestListener) -> None:
-        """Hand on what was written."""
+        """Forward new output."""
         self._stream.forward(listener.on_output)
 
     def num_outputs(self) -> int:
-        """Return how much the ranks have written and shown, in pieces."""
+        """Return the number of outputs of the ranks so far."""
         return self._stream.num_outputs()
 
     def stand(self, listener: RequestListener) -> None:
-        """Hand on what was written so far, and how the ranks differ."""
+        """Forward the output so far, and the differences of the ranks."""
         self._stream.pause(listener.on_output)
 
     def fail(self, listener: RequestListener) -> None:
-        """Hand on the rest, and how the ranks differ."""
+        """Forward the rest of the output, and the differences of the ranks."""
         self._stream.finish(listener.on_output, also_agreement=False)
 
 
@@ -133,9 +133,9 @@ class CommandTask(_OutputTask):
     """A command of the workbench.
 
     Args:
-        command: of which the report is made.
+        command: the command.
         pending: the request.
-        before: what was recorded before it, after which its steps are followed.
+        before: the trace before it; its steps are followed from there on.
     """
 
     is_command = True
@@ -150,17 +150,17 @@ class CommandTask(_OutputTask):
         self.words = f"%fsdp {to_text(command)}"
 
     def progress(self, trace: Trace) -> Progress | None:
-        """Return how far its steps are; None: it has none."""
+        """Return the progress of its steps; None without steps."""
         return None if self._follower is None else self._follower.catch_up(trace)
 
     def on_tick(self, listener: RequestListener, trace: Trace) -> None:
-        """Tell how far it is."""
+        """Report the progress."""
         progress = self.progress(trace)
         if progress is not None:
             listener.on_progress(progress)
 
     def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
-        """Hand on the rest of the output and return its report."""
+        """Forward the rest of the output and return the report."""
         self._stream.finish(listener.on_output, also_agreement=True)
         answers = [decode(self.command.reply, results[rank], f"answer of rank {rank}") for rank in sorted(results)]
         return SAYS[type(self.command)](answers)
@@ -170,7 +170,7 @@ class CellTask(_OutputTask):
     """A cell.
 
     Args:
-        pending: the request; the output of the first rank is handed on as it arrives.
+        pending: the request; the output of its first rank is forwarded as it arrives.
     """
 
     words, is_command = "a cell", False
@@ -180,38 +180,38 @@ class CellTask(_OutputTask):
         self._pending = pending
 
     def progress(self, trace: Trace) -> Progress | None:
-        """Return nothing: a cell is not followed."""
+        """Return None: a cell has no progress."""
 
     def on_tick(self, listener: RequestListener, trace: Trace) -> None:
         """Do nothing."""
 
     def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
-        """Hand on the rest and return what each rank wrote."""
+        """Forward the rest of the output and return a report of what each rank wrote."""
         remarks = self._stream.finish(listener.on_output, also_agreement=True)
         texts = {rank: text_of(self._pending.outputs(rank)) for rank in self._pending.ranks}
         return CellReport(texts=texts, remarks=remarks)
 
 
 class Request:
-    """A request that is under way. Its attributes are changed under the session's lock.
+    """A request under way. Its attributes are changed under the session's lock.
 
     Attributes:
-        work: what was asked.
-        pending: what the ranks have answered so far.
-        mark: where the ranks were before it.
+        work: its work.
+        pending: the replies of the ranks.
+        mark: state of the ranks before it.
         watch: waits for it; set once.
-        standing: when to say who works on it; set whenever somebody begins to wait for it.
-        listener: who is told.
-        state: whether ranks work on it, stand still inside it, or it is over.
-        stop: where they stand, or stood last.
-        report: the same as a report.
-        worked: who worked on it and where, the last time that this was said.
-        ending: how it ended, or where it stopped last, in words.
-        failed: whether that is an error.
+        standing: times the notices of running ranks; new for each wait.
+        listener: its callbacks.
+        state: whether ranks run, are stopped inside it, or are done.
+        stop: its current or last stop.
+        report: the report of that stop.
+        worked: the last notice of running ranks.
+        ending: how it ended, or where it last stopped, in words.
+        failed: whether ``ending`` is an error.
         watcher: the thread that waits for it.
-        thread: the same, if it is one of the background.
-        is_background: whether it was begun or let go in the background, where it goes on after a stop.
-        interrupts: counts each Ctrl-C from when it is sent or let go until it stands or is over.
+        thread: the same, if it is a background thread.
+        is_background: whether it was started or continued in the background, where it also continues after a stop.
+        interrupts: counts each Ctrl-C from when it is sent or continued until it is stopped or done.
     """
 
     def __init__(self, work: RankTask, pending: PendingReplies, mark: TraceMark) -> None:

@@ -1,4 +1,4 @@
-"""One started cluster: its trace, its requests from sending to settled, and getting over what went wrong."""
+"""The session of a started cluster: its trace, its requests, and the recovery after failures."""
 
 from __future__ import annotations
 
@@ -69,62 +69,62 @@ from workbench.trace.columns import Trace
 R = TypeVar("R")
 
 RUNTIME = "workbench.runtime.rank"
-"""The rank side, in the ranks' processes; here it is only a name."""
+"""Module of the rank side, imported in the ranks' processes only."""
 
 PULSE_S = 0.02
-"""How old what a live view is shown may be, in seconds: several of them ask the ranks once."""
+"""Maximum age of the data of a live view, in seconds, so that several views poll the ranks once."""
 
 REST_S = 0.5
-"""The same while the ranks are idle and nothing is under way, in seconds."""
+"""The same while the ranks are idle and no request is under way, in seconds."""
 
 SHARED_S = TICK_S
-"""How old what a view was told may be, in seconds, for those who wait for a request not to ask the ranks once more."""
+"""Maximum age of data drained for a view that a waiting request may use instead of polling again, in seconds."""
 
 RECOVER_S = 30.0
-"""How long ranks may take to build new process groups, in seconds."""
+"""Timeout of building new process groups, in seconds."""
 
 STOP_S = 10.0
-"""How long a pause that somebody else carries out is waited for, in seconds; after an abort the ranks recover."""
+"""Time in seconds to wait for a pause that another thread carries out; an abort adds the time to recover."""
 
 CLOSE_S = 1.0
-"""How long ranks may take to leave what they do before they are stopped, in seconds."""
+"""Time in seconds for ranks to end their current work before they are stopped."""
 
 
 class ClusterLike(Interruptible, Protocol):
-    """What a workbench needs of a cluster: see :class:`workbench.cluster.Cluster`."""
+    """The part of :class:`workbench.cluster.Cluster` used here."""
 
     num_ranks: int
 
     @property
     def rank_info(self) -> Sequence[ConnectReply]:
-        """What each rank said of itself when it joined."""
+        """The reply of each rank when it connected."""
 
     @property
     def held_by(self) -> str:
-        """Who else commands these ranks; empty: nobody."""
+        """The other notebook that controls these ranks, in words; empty: none."""
 
     @property
     def is_free(self) -> bool:
-        """Whether the notebook that had them has let go of them."""
+        """Whether the notebook that held them has released them."""
 
     @property
     def outlives(self) -> bool:
-        """Whether the engines were there before, and stay."""
+        """Whether the engines were started elsewhere and keep running after a stop."""
 
     def detach(self) -> None:
-        """Leave the ranks as they are, for whoever comes next."""
+        """Release the ranks without stopping them."""
 
     def start(self, on_wait: OnWait = no_wait) -> None:
-        """Start all ranks; ``on_wait`` is told what is waited for."""
+        """Start all ranks; ``on_wait`` receives what the start waits for."""
 
     def stop(self) -> str:
-        """Stop all ranks; may be called again. Returns what could not be ended, a sentence; empty: nothing is left."""
+        """Stop all ranks, idempotent; return a sentence on ranks that could not be ended, empty: all have ended."""
 
     def alive(self) -> tuple[bool, ...]:
-        """Tell for each rank whether it can be reached."""
+        """Return for each rank whether it can be reached."""
 
     def losses(self) -> dict[int, str]:
-        """Say of each rank that was lost how: ``died: ...`` or ``cannot be reached: ...``."""
+        """Return how each lost rank was lost: ``died: ...`` or ``cannot be reached: ...``."""
 
     def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> PendingReplies:  # noqa: ANN401
         """Call ``"module:function"`` in the main thread of ranks."""
@@ -142,13 +142,13 @@ STOP_SOMEWHERE = "stop one with %fsdp step --until all_gather, or %fsdp break ad
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Obstacle:
-    """Why the ranks cannot do a step together any more.
+    """The reason why the ranks cannot do a step together any more.
 
     Attributes:
-        why: a sentence, without what to do.
-        pending: what some of them may still do; these run nothing else meanwhile.
-        culprits: the ranks that it began with.
-        is_for_good: whether it stays when these have ended what they do.
+        why: the reason, a sentence without advice.
+        pending: a request that some ranks may still run; these can run nothing else.
+        culprits: the ranks that caused it.
+        is_for_good: whether it remains after these have finished.
     """
 
     why: str
@@ -159,12 +159,12 @@ class Obstacle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepInspection:
-    """What ranks did inside a stopped step.
+    """The result of work inside a stopped step.
 
     Attributes:
-        done: how it ended, by rank.
-        others: ranks that do not stand in the gate, and so could not be asked.
-        error: what to raise; None: nothing.
+        done: replies, by rank.
+        others: ranks that are not held in the gate and so could not take part.
+        error: the exception to raise; None: no rank failed.
     """
 
     done: Mapping[int, JobReply]
@@ -173,19 +173,17 @@ class StepInspection:
 
 
 class Session:
-    """A started cluster: what it is asked, what it has recorded, and how it gets over what went wrong.
-
-    Its methods may be called from any thread.
+    """A started cluster with its requests, its trace, and its recovery after failures. Thread-safe.
 
     Args:
-        cluster: started.
-        in_notebook: tells whether the caller itself has a variable of some name; used in messages only.
-        on_go: called when the ranks begin or go on.
+        cluster: a started cluster.
+        in_notebook: returns whether the notebook has a variable of this name; used in messages only.
+        on_go: called when the ranks begin or continue.
 
     Attributes:
-        request: what is under way, stopped ones included; None between requests.
-        breakpoints: where ranks stop.
-        ended: how the last request ended; None: none has.
+        request: the request under way or stopped; None between requests.
+        breakpoints: the breakpoints.
+        ended: the result of the last request; None: none has ended.
         is_closed: whether the ranks are being stopped.
     """
 
@@ -198,30 +196,30 @@ class Session:
     ) -> None:
         self.cluster = cluster
         self._in_notebook, self._on_go = in_notebook, on_go
-        # held while a request is sent, stops, goes on or ends; notified at the latter three
+        # held while a request is sent, stops, continues or ends; notified when it stops or ends
         self._changed = threading.Condition(threading.RLock())
-        self._news: deque[tuple[Request, str]] = deque()  # added to by the threads that wait in the background
+        self._news: deque[tuple[Request, str]] = deque()  # appended to by background threads
         self.request: Request | None = None
         self.breakpoints = Breakpoints()
-        self._pulsed: tuple[object, ...] | None = None  # what was asked at the last pulse
+        self._pulsed: tuple[object, ...] | None = None  # asked() at the last pulse
         self.ended: LastResult | None = None
         self.is_closed = False
         self._clocks = ClockSync({info.rank: info.clock for info in cluster.rank_info})
         self._collector = TraceCollector(self._clocks)
-        self._catch_up: Callable[[], object] = self.drain  # with what ranks recorded, before the next request
-        self._needs_recovery: bool | None = None if cluster.outlives else False  # None: another notebook may know
+        self._catch_up: Callable[[], object] = self.drain  # completes the trace before the next request
+        self._needs_recovery: bool | None = None if cluster.outlives else False  # None: not known yet
         self._obstacle: Obstacle | None = None
 
-    # ---- asking
+    # ---- queries
 
     @property
     def trace(self) -> Trace:
-        """What was drained so far."""
+        """The trace drained so far."""
         return self._collector.trace
 
     @property
     def policies(self) -> tuple[ActivePolicy, ...]:
-        """Those that were in force, from the first on."""
+        """All sharding policies so far, oldest first."""
         return self._collector.policies
 
     def living(self) -> list[int]:
@@ -230,24 +228,24 @@ class Session:
 
     @property
     def heard(self) -> Mapping[int, Position]:
-        """Where the ranks were that answered the last drain."""
+        """The positions of the ranks that answered the last drain."""
         return self._collector.heard
 
     def drain(self, *, timeout_s: float = PATIENT_S, max_age_s: float = 0.0) -> None:
-        """Take what the ranks recorded since the last time, unless that is less than ``max_age_s`` seconds ago."""
+        """Collect the rows recorded since the last drain, unless that is less than ``max_age_s`` seconds ago."""
         self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
 
     def pulse(self) -> ClusterSnapshot:
-        """Return the trace so far and how each rank is, about a tenth of a second old.
+        """Return a snapshot of the trace and the ranks, about a tenth of a second old.
 
-        While nothing is under way idle ranks are asked less often, but at once when something has begun or ended.
+        Idle ranks are polled less often, but at once when a request has begun or ended.
         """
         alive = self.cluster.alive()
         living = [rank for rank, is_alive in enumerate(alive) if is_alive]
         self._collector.drain(self.cluster, living, timeout_s=ASK_S, max_age_s=self._max_age_s(living))
         self._renew_stop(self._collector.heard)
         trace, losses = self.trace, self.cluster.losses()
-        alive = tuple(rank in living and rank not in losses for rank in range(len(alive)))  # one may be lost meanwhile
+        alive = tuple(rank in living and rank not in losses for rank in range(len(alive)))  # may be lost meanwhile
         found = pulse(trace, alive, self._collector.positions, self.state)
         return dataclasses.replace(
             found,
@@ -261,16 +259,16 @@ class Session:
         )
 
     def _renew_stop(self, positions: Mapping[int, Position]) -> None:
-        """Take note of ranks that have come to the stop late, or had not answered."""
+        """Update the current stop with ranks that stopped late or had not answered."""
         request = self.request
         if request is None or request.state != "stopped":
             return
-        with self._changed:  # it may go on, and stop elsewhere
+        with self._changed:  # it may have continued and stopped elsewhere
             if request.state == "stopped" and request.stop is not None:
                 request.stop = request.stop.renewed(positions)
 
     def _max_age_s(self, living: Sequence[int]) -> float:
-        """How old what a live view is shown may be; 0 once after each change of what the ranks are asked."""
+        """Return the maximum age of a live view's data; 0 once after each change of the request."""
         asked = self.asked()
         before, self._pulsed = self._pulsed, asked
         if asked != before:
@@ -280,29 +278,29 @@ class Session:
         return REST_S if is_quiet else PULSE_S
 
     def asked(self) -> tuple[object, ...]:
-        """Return what is different once a request was sent, stands, goes on or is over; no rank is asked."""
+        """Return a value that changes when a request is sent, stops, continues or ends, without polling a rank."""
         request = self.request
         under_way = None if request is None else (request.work.words, request.state)
-        return under_way, self.ended, self.stops()  # the same words again: another one has ended
+        return under_way, self.ended, self.stops()  # ``ended`` changes even if the same words follow
 
     def stops(self) -> tuple[Breakpoint, ...]:
-        """Return all breakpoints, that of ``step --until`` last."""
+        """Return all breakpoints; that of ``step --until`` is the last."""
         until = None if self.request is None else self.request.work.until
         return (*self.breakpoints, *(() if until is None else (until,)))
 
     def names(self) -> dict[int, Names]:
-        """Return what the ranks' namespaces hold; a rank that does not answer at once is left out."""
+        """Return the names in the ranks' namespaces, without ranks that do not answer in time."""
         return self.ask(ListNames())
 
     def models(self) -> dict[int, tuple[ModelInfo, ...]]:
-        """Return the models that the ranks' cells have made; a rank that does not answer at once is left out."""
+        """Return the models created by cells on the ranks, without ranks that do not answer in time."""
         return self.ask(ListModels())
 
     def plan(self, command: Shard | Reshard) -> tuple[Unit, ...]:
-        """Return the units that ``command`` would make; nothing is changed.
+        """Return the units that ``command`` would create, without running it.
 
         Raises:
-            UsageError: it cannot be done; the message says what to write instead.
+            UsageError: it cannot run; the message says what to write instead.
         """
         command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
         check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
@@ -315,14 +313,14 @@ class Session:
         raise UsageError("no rank has answered: see %fsdp where")
 
     def positions(self, *, timeout_s: float = ASK_S) -> dict[int, Position]:
-        """Return where each rank is; one that does not answer in time is left out."""
+        """Return the position of each rank that answers in time."""
         return self.ask(Locate(), timeout_s=timeout_s)
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for the ranks to say where they are, in seconds.
+        """Timeout of a position query, in seconds.
 
-        If all are stopped or idle, they are there, and answer once the machine lets them.
+        If all ranks are stopped or idle, they are sure to answer, at the latest when the machine is less busy.
         """
         request = self.request
         if request is not None and request.state == "stopped" and request.stop is not None:
@@ -330,7 +328,7 @@ class Session:
         return PATIENT_S if request is None and not self.obstacle else WHERE_S
 
     def where(self, *, stacks: bool) -> WhereReport:
-        """Return where every rank is; one that does not answer in a moment is named so."""
+        """Return where every rank is; a rank without an answer is reported as such."""
         timeout_s = self.patience_s
         positions = self.positions(timeout_s=timeout_s)
         self._renew_stop(positions)
@@ -352,7 +350,7 @@ class Session:
         return [unit.name for unit in live_units(self.trace.header)]
 
     def state(self, rank: int, position: Position) -> State:
-        """Return what a rank that answered is doing; one that has not begun what it was asked says that it is idle."""
+        """Return the state of a rank that answered; one that has not begun its request yet reports itself idle."""
         request = self.request
         if request is None or rank not in request.watch.running:
             return state_of(position)
@@ -362,24 +360,24 @@ class Session:
         return state_of(position, "idle" if has_begun else "starting")
 
     def ask(self, request: SideRequest[R], *, timeout_s: float = ASK_S) -> dict[int, R]:
-        """Return what the ranks answer to a request at their side doors; one that does not in time is left out."""
+        """Return the side-door replies of the living ranks, without those that failed or timed out."""
         return answers(self.cluster, request, self.living(), timeout_s=timeout_s)
 
     def parameters(self) -> list[str]:
-        """Return the names of all sharded parameters, flat ones and those in them."""
+        """Return the names of all sharded parameters, both flat parameters and their parts."""
         self.drain()
         return param_names(self.trace.header)
 
-    # ---- the life of a request
+    # ---- requests
 
     def run(self, command: Command, listener: RequestListener) -> Report:
-        """Have all ranks do ``command``; return its report, or where they stopped inside it.
+        """Run ``command`` on all ranks; return its report, or where they stopped inside it.
 
         Raises:
-            UsageError: it cannot be done as asked; the message says what to run first or write instead.
-            RankError: it raised on a rank; the others were freed and all are ready again.
+            UsageError: it cannot run; the message says what to run first or write instead.
+            RankError: it raised on a rank; the others were aborted and all are ready again.
             RankDied: a rank is gone.
-            Interrupted: it was given up.
+            Interrupted: it was cancelled.
         """
         num_ranks = self.cluster.num_ranks
         interrupts = CountInterrupts()
@@ -389,7 +387,7 @@ class Session:
                 command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
                 check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
                 before = self.trace
-                sending.enter_context(interrupts)  # else some ranks might wait for others that were asked nothing
+                sending.enter_context(interrupts)  # else some ranks might wait for others without the request
                 pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
                 request = self._open(CommandTask(command, pending, before), pending, mark, interrupts)
             request.is_background = isinstance(command, Step) and command.background
@@ -407,13 +405,13 @@ class Session:
             return self._follow(request, listener, background=False)
 
     def pause(self, tell: OnStanding = no_standing) -> Report:
-        """Stop all ranks at the same event of what they are doing, and return where they stand.
+        """Stop all ranks at the same event of the request under way, and return where they stopped.
 
         Args:
-            tell: is told what is waited for.
+            tell: receives notices of what the pause waits for.
 
         Raises:
-            UsageError: nothing is under way.
+            UsageError: no request is under way.
         """
         request = self._under_way("pause")
         with self._changed:
@@ -431,15 +429,15 @@ class Session:
         return EndReport(sentence=f"{request.work.words} {ended}{how}")
 
     def go_on(self, what: str | None, listener: RequestListener, *, background: bool | None) -> Report:
-        """Let stopped ranks go on, to the next ``what`` if one is given; return how it ended or where it stopped again.
+        """Continue a stopped request, to the next ``what`` if given; return its report, or where it stopped again.
 
         Args:
             what: as for :class:`~workbench.protocol.commands.Next`.
-            listener: who is told; without an ``on_output``, what is printed stays with the one who was told of it.
-            background: return at once; None: if it was begun so.
+            listener: callbacks; without an ``on_output``, output still goes to that of the previous listener.
+            background: return at once; None: as the request was started.
 
         Raises:
-            UsageError: nothing is stopped.
+            UsageError: no request is stopped.
         """
         request = self._under_way("continue" if what is None else "next")
         interrupts = CountInterrupts()
@@ -458,14 +456,14 @@ class Session:
             return self._follow(request, listener, background=is_background)
 
     def abort(self, tell: OnStanding = no_standing) -> Report:
-        """Give up what the ranks do; they are ready again afterwards.
+        """Abort the request under way; the ranks are ready again afterwards.
 
         Args:
-            tell: is told what is waited for.
+            tell: receives notices of what the abort waits for.
 
         Raises:
-            UsageError: nothing is under way.
-            WorkbenchError: they could not be made ready again.
+            UsageError: no request is under way.
+            WorkbenchError: the ranks could not recover.
         """
         if self.request is None and self._needs_recovery is None:
             return self._end_left()
@@ -491,16 +489,17 @@ class Session:
         )
 
     def do_inside(self, word: str, work: Inner, ranks: Sequence[int] | None) -> StepInspection:
-        """Have ranks do ``work`` in the stopped step's own threads.
+        """Run ``work`` in the threads of the stopped step.
 
         Args:
-            word: what is asked, for messages.
-            work: what to do; an :class:`~workbench.protocol.commands.Evaluate` is told its ranks here.
-            ranks: which; None: all that stand in the gate.
+            word: name of the command, for messages.
+            work: the work.
+            ranks: ranks that run it; None: all that are held in the gate.
 
         Raises:
-            UsageError: nothing is stopped, a rank does not stand in the gate, or it waits for ranks that do not do it.
-            RankError: it raised; the stop stays.
+            UsageError: no request is stopped, a rank is not held in the gate, or the work waits for ranks that do not
+                run it.
+            RankError: the side door of a rank refused it; the step stays stopped.
         """
         request = self._under_way(word)
         if request.state != "stopped":
@@ -519,14 +518,14 @@ class Session:
         return StepInspection(done=done, others=others, error=to_error_of_jobs(done, str(request.stop)))
 
     def news(self) -> tuple[str, ...]:
-        """Return what ended or stopped in the background since the last time, a sentence each.
+        """Return a sentence for each request that ended or stopped in the background since the last call.
 
-        What stopped ranks had written and what came too late to be shown then is handed on first.
+        Output of stopped ranks that arrived too late for the stop is forwarded first.
         """
         if self.request is not None and self.request.state == "stopped":
             self.request.work.on_slice(self.request.listener)
         news = []
-        with suppress(IndexError):  # one at a time: another may be added meanwhile, and none is to be lost
+        with suppress(IndexError):  # popped one at a time, as another thread may append meanwhile
             while True:
                 news.append(self._news.popleft()[1])
         return tuple(news)
@@ -539,13 +538,13 @@ class Session:
         return request
 
     def _follow(self, request: Request, listener: RequestListener, *, background: bool) -> Report:
-        """Wait for a request here, or have a thread wait for it."""
+        """Wait for a request in this thread, or start a background thread that waits."""
         self._on_go()
-        self._forget_news_of(request)  # where it stood before it went on
+        self._forget_news_of(request)  # its previous stop is no news any more
         request.listener, request.thread = listener, None
         if not background:
             return self._attend(request)
-        request.interrupts = CountInterrupts()  # that of the main thread ends with the caller
+        request.interrupts = CountInterrupts()  # the main thread's ends with this call
         name = f"workbench: {request.work.words}"
         request.thread = threading.Thread(target=self._attend_behind, args=(request,), name=name, daemon=True)
         request.thread.start()
@@ -556,13 +555,13 @@ class Session:
             said = self._attend(request).headline
         except WorkbenchError as error:
             said = str(error)
-        except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
+        except Exception as error:  # noqa: BLE001 - reported as news
             said = f"{type(error).__name__}: {error}"
         if not self.is_closed:
             self._news.append((request, f"in the background, {request.work.words}: {said}"))
 
     def _drop_news_of(self, request: Request) -> None:
-        """Leave out what the caller is told anyway."""
+        """Drop the news of a request whose end the caller reports itself."""
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(STOP_S)
         self._forget_news_of(request)
@@ -570,12 +569,12 @@ class Session:
     def _forget_news_of(self, request: Request) -> None:
         for entry in tuple(self._news):
             if entry[0] is request:
-                with suppress(ValueError):  # it was told at this moment
+                with suppress(ValueError):  # news() took it meanwhile
                     self._news.remove(entry)
 
     def _wait_while_running(self, request: Request, timeout_s: float, tell: OnStanding) -> None:
         if request.watcher is threading.current_thread():
-            return  # a callback of the one who waits cannot wait for itself
+            return  # a callback of the waiting thread must not wait for it
         until = time.monotonic() + timeout_s
         while (left_s := until - time.monotonic()) > 0:
             if self._changed.wait_for(lambda: request.state != "running", min(left_s, ASK_S)):
@@ -583,15 +582,15 @@ class Session:
             if awaited := self._awaited(request):
                 tell(awaited)
 
-    # ---- its steps
+    # ---- stages of a request
 
     def _ready(self, ranks: Sequence[int]) -> TraceMark:
-        """Make sure that ``ranks`` can take a request, and return where things are before it.
+        """Make ``ranks`` ready for a request, and return their state before it.
 
         Raises:
             UsageError: another request is under way.
             RankDied: one of them is gone.
-            ClusterError: they could not be joined again after an earlier failure.
+            ClusterError: they could not recover after an earlier failure.
         """
         if self.request is not None:
             raise UsageError(busy_sentence(self.request))
@@ -619,7 +618,7 @@ class Session:
 
     @property
     def obstacle(self) -> str:
-        """Why no step is possible any more, and what to do; empty: nothing is known of it."""
+        """Why no step is possible any more, and what to do; empty: no obstacle is known."""
         found = self._obstacle
         if found is None or not (found.is_for_good or late(found.pending, self.living())):
             return ""
@@ -627,12 +626,12 @@ class Session:
         return f"{found.why}: {what_is_left([rank for rank in usable if rank not in found.culprits])}"
 
     def _usable(self, living: Sequence[int]) -> list[int]:
-        """Return which of the ``living`` ranks run a cell of their own at once."""
+        """Return those of the ``living`` ranks that can run a cell at once."""
         busy = () if self._obstacle is None else late(self._obstacle.pending, living)
         return [rank for rank in living if rank not in busy]
 
     def _left(self) -> str:
-        """Return in words what these ranks still do for a notebook that had them before, as far as they say."""
+        """Return in words the command of an earlier notebook that attached ranks still run; empty: none is known."""
         if self._needs_recovery is not None or self.cluster.held_by:
             return ""
         here = self._collector.positions
@@ -640,10 +639,10 @@ class Session:
         return f"%fsdp {min(doing)} of the notebook before" if doing else ""
 
     def _find_left(self) -> bool:
-        """Return whether an earlier notebook gave up what these ranks did, so that they have to be joined again.
+        """Return whether an earlier notebook aborted these ranks, so that they need recovery.
 
         Raises:
-            UsageError: they do it still.
+            UsageError: they still run its request.
         """
         self.drain()
         left = self._left()
@@ -652,11 +651,11 @@ class Session:
         return any(position.given_up for position in self._collector.positions.values())
 
     def _is_idle(self) -> PendingReplies:
-        """Return what is done once the ranks have done all that they were asked before."""
+        """Return a request that completes once the ranks have completed all earlier ones."""
         return self.cluster.run_cell("pass", self.living())
 
     def _open(self, work: RankTask, pending: PendingReplies, mark: TraceMark, interrupts: CountInterrupts) -> Request:
-        """Return the request that ``pending`` is, just sent; nothing else is asked of the ranks until it is over."""
+        """Register the request just sent as the one under way, and return it."""
         request = Request(work, pending, mark)
         request.interrupts = interrupts
         request.watch = RequestWaiter(
@@ -671,9 +670,10 @@ class Session:
         return request
 
     def _take(self, request: Request, tick: Tick) -> dict[int, Position]:
-        """Take what the ranks recorded, and return where those that answered are.
+        """Drain the ranks and return the positions of those that answered.
 
-        While they work, what a live view was told a moment ago is new enough, and a late answer comes the next time.
+        While ranks run, the data of a live view from a moment ago is recent enough, and a late reply is repeated at the
+        next drain.
         """
         if self.is_closed:
             raise ClusterError("the ranks were stopped")
@@ -688,9 +688,9 @@ class Session:
         return self._collector.heard
 
     def _tell_who_works(self, request: Request) -> None:
-        """Say who works and where if nothing else was heard of ``request`` for a while, and somebody wants to know.
+        """Notify the listener which ranks run and where, if there is no other news of ``request`` for a while.
 
-        That a rank has died, and what a pause or an abort waits for, is said at once.
+        The death of a rank, and what a pause or an abort waits for, is reported at once.
         """
         if request.listener.on_standing is no_standing:
             return
@@ -711,14 +711,14 @@ class Session:
             request.worked = ""
 
     def _who_works(self, request: Request, seconds: float) -> str:
-        running = sorted(set(request.watch.running) - set(request.dead))  # the watch may not have seen a death yet
+        running = sorted(set(request.watch.running) - set(request.dead))  # the waiter may not have noticed a death yet
         ended = sorted(set(request.pending.ranks) - set(running))
         losses = self.cluster.losses()
         deaths = {rank: death_in_short(losses.get(rank, "died")) for rank in request.dead}
         return who_works(seconds, running, self.ask(LocateLine()), ended, deaths)
 
     def _awaited(self, request: Request) -> str:
-        """Return what a pause or an abort still waits for; empty: nothing was asked for."""
+        """Return what a pause or an abort still waits for, in words; empty: neither is under way."""
         here, running = self._collector.heard, sorted(request.watch.running)
         if not request.watch.asked or not running:
             return ""
@@ -728,7 +728,7 @@ class Session:
         return f"stops at the next event of {label(late or running)}"
 
     def _end(self, request: Request) -> dict[int, Position]:
-        """Take what is left of a command; of a cell later, while nobody waits: most record nothing."""
+        """Drain the rest of a command now, of a cell in a thread: most cells record nothing, so no one waits."""
         if request.work.is_command:
             self._take(request, Tick.ENDED)
             self._catch_up = lambda: None
@@ -739,13 +739,13 @@ class Session:
         return self._collector.heard
 
     def _attend(self, request: Request) -> Report:
-        """Wait for ``request`` until it is over or stops; after a failure the ranks are ready again.
+        """Wait until ``request`` is done or stops; after a failure the ranks recover.
 
         Raises:
             UsageError: the ranks refused the command.
             RankError: it raised on a rank.
             RankDied: a rank is gone.
-            Interrupted: it was given up.
+            Interrupted: it was cancelled.
         """
         request.watcher = threading.current_thread()
         request.standing = StallNotice(time.monotonic)
@@ -767,7 +767,7 @@ class Session:
         try:
             return request.watch.run(request.interrupts)
         except BaseException:
-            self._needs_recovery = True  # the ranks were aborted; nobody saw how they ended
+            self._needs_recovery = True  # the ranks were aborted, and how they ended is unknown
             raise
 
     def _stopped(self, request: Request, stop: StopGroup) -> StopReport:
@@ -790,13 +790,13 @@ class Session:
         raise error
 
     def _reason(self, number: int, until: Breakpoint | None) -> str:
-        """Return in words what held a rank: a breakpoint, or the ``until`` of its steps."""
+        """Return in words what stopped a rank: a breakpoint, or the ``--until`` of its steps."""
         if number == UNTIL:
             return f"--until {until or ''}".rstrip()
         return self.breakpoints.named(number)
 
     def _with_missed(self, request: Request, report: Report) -> Report:
-        """Say in the report of steps that were to stop before an event that the event did not come."""
+        """Add to the report of ``step --until`` that the event did not occur, and the events that did."""
         until = request.work.until
         if until is None or not isinstance(report, StepReport):
             return report
@@ -804,7 +804,7 @@ class Session:
         return dataclasses.replace(report, missed=str(until), came=tuple(events))
 
     def _note(self, request: Request, *, is_over: bool) -> None:
-        """Tell everybody that ``request`` stands or is over."""
+        """Mark ``request`` stopped or done and wake all waiters."""
         with self._changed:
             request.state = "over" if is_over else "stopped"
             if is_over and self.request is request:
@@ -815,11 +815,11 @@ class Session:
             self._changed.notify_all()
 
     def push_breakpoints(self) -> None:
-        """Have all ranks take the breakpoints that there are."""
+        """Send the breakpoints to all ranks."""
         self.ask(SetBreakpoints(breakpoints=tuple(self.breakpoints)), timeout_s=PATIENT_S)
 
     def close(self) -> None:
-        """Free the ranks from what they do, and whoever waits for them; called before the cluster is stopped."""
+        """Abort the request under way, which also ends its waits; called before the cluster is stopped."""
         self.is_closed = True
         self._catch_up()
         request = self.request
@@ -831,16 +831,16 @@ class Session:
             request.thread.join(CLOSE_S)
 
     def _free(self, pending: PendingReplies, reason: str, *, store: bool = False) -> None:
-        """Free the ranks from what they do until ``pending`` is done, with ``store`` from their store, for good."""
+        """Abort the ranks until ``pending`` is done; ``store``: also end their waits for the store, for good."""
         living = self.living()
         free(self.cluster, living, pending, reason, store=store or 0 not in living)
 
     def _end_left(self) -> EndReport:
-        """Have the ranks give up what an earlier notebook asked of them, if they do it still.
+        """Abort the request of an earlier notebook that the ranks still run.
 
         Raises:
-            UsageError: they do nothing.
-            ClusterError: they do it for ever.
+            UsageError: the ranks are idle.
+            ClusterError: the ranks do not end it.
         """
         idle = self._is_idle()
         if idle.wait(ASK_S):
@@ -854,10 +854,10 @@ class Session:
         return EndReport(sentence="what the ranks did for the notebook before was given up")
 
     def recover(self) -> None:
-        """Have all ranks build new process groups and forget the step they were in.
+        """Have all ranks build new process groups and discard the step they were in.
 
         Raises:
-            ClusterError: it failed or took too long; the cluster is of no more use.
+            ClusterError: it failed or timed out; the ranks can do no step together any more.
         """
         self._needs_recovery = True
         pending = self.cluster.apply(f"{RUNTIME}:recover", uuid.uuid4().hex)
@@ -873,36 +873,36 @@ class Session:
         else:
             culprits = tuple(self._not_there(pending))
             why = who_works(RECOVER_S, culprits, self.ask(LocateLine()), ())
-        self._free(pending, "the ranks could not be joined again", store=True)  # the others wait for those
+        self._free(pending, "the ranks could not be joined again", store=True)  # the others wait for the culprits
         pending.wait(CLOSE_S)
         why = f"the ranks could not be joined again ({why})"
         self._obstacle = Obstacle(why=why, pending=pending, culprits=culprits, is_for_good=True)
         raise ClusterError(self.obstacle)
 
     def _not_there(self, pending: PendingReplies) -> list[int]:
-        """Return the ranks that the others wait for: that say nothing, or still run a cell; all if none does."""
+        """Return the late ranks that do not answer or still run a cell; all late ranks if there are none."""
         waiting, lines = late(pending, self.living()), self.ask(LocateLine())
         return [rank for rank in waiting if rank not in lines or lines[rank] is not None] or waiting
 
     def _settle(self, outcome: Outcome, request: Request) -> WorkbenchError:
-        """Get the ranks ready again, if that can be, and return what to raise."""
+        """Recover the ranks, if possible, and return the exception to raise."""
         found = self._aftermath(request.mark, timeout_s=ASK_S if outcome.abandoned else PATIENT_S)
         return _error_of(outcome, found, self._get_ready(outcome, request, found), request.worked)
 
     def _get_ready(self, outcome: Outcome, request: Request, found: Mapping[int, Aftermath]) -> str:
-        """Have the ranks joined again if they have to be; return why that cannot be, empty: they are ready."""
+        """Recover the ranks if they need it; return why that is impossible, empty: they are ready."""
         living = self.living()
         worked = request.work.is_command or self._collector.next_seq != request.mark.num_rows
         blocked = any(left.unfinished for left in found.values())
         if not (worked or blocked or outcome.aborted or outcome.results):
-            return self.obstacle  # all ranks raised by themselves, before anything that concerns the others
+            return self.obstacle  # all ranks raised on their own, before any work with the others
         self._needs_recovery = True
         if outcome.abandoned and not self.obstacle:
             still = f"{label(outcome.abandoned)} still {_run(outcome.abandoned)}, and nobody waits"
             self._obstacle = Obstacle(why=still, pending=request.pending, culprits=outcome.abandoned, is_for_good=False)
         if self.obstacle:
             return self.obstacle
-        if len(living) < self.cluster.num_ranks:  # it would be waited for
+        if len(living) < self.cluster.num_ranks:  # the recovery would wait for the dead
             return death_sentence([rank for rank in range(self.cluster.num_ranks) if rank not in living], living)
         try:
             self.recover()
@@ -911,7 +911,7 @@ class Session:
         return ""
 
     def _aftermath(self, mark: TraceMark, *, timeout_s: float) -> dict[int, Aftermath]:
-        """Return where the ranks that answer are, with what they did since ``mark``."""
+        """Return the state of each rank that answers, relative to ``mark``."""
         trace, gradient_bytes = self.trace, self._collector.gradient_bytes
         names = {unit.index: unit.name for unit in trace.header.units}
         newest = {r.rank: r.rows[-1] for r in trace.ranks if r.end_seq > mark.num_rows.get(r.rank, 0) and len(r.rows)}
@@ -929,7 +929,7 @@ class Session:
 
 
 def _unit_at_work(newest: np.void, raised_in: int) -> int:
-    """Return the index of the unit in which a rank raised; a forward that raises ends in the units around it too."""
+    """Return the index of the unit in which a rank raised; after a raising forward the newest row has an outer unit."""
     return raised_in if raised_in >= 0 and newest["phase"] == Phase.FORWARD else int(newest["unit"])
 
 
@@ -948,7 +948,7 @@ def _under_way(request: Request | None, trace: Trace, left: str) -> ActiveReques
 
 
 def busy_sentence(request: Request) -> str:
-    """Return why nothing else can be asked while ``request`` is under way, and what to do."""
+    """Return the message that ``request`` is under way and blocks others, and what to do."""
     dead = request.dead
     if dead:
         return f"{request.work.words} is under way, and {label(dead)} died meanwhile: end it with %fsdp abort"
@@ -961,14 +961,14 @@ def busy_sentence(request: Request) -> str:
 
 
 def _nothing(word: str) -> str:
-    """Return why ``word`` has nothing to do while the ranks are idle, and what to do first."""
+    """Return the message that ``word`` needs a request under way or stopped, and what to do first."""
     if word in {"abort", "pause"}:
         return f"nothing to {word}: no step is running"
     return f"{word}: no step is stopped; {STOP_SOMEWHERE}"
 
 
 def _left_sentence(left: str) -> str:
-    """Return why nothing can be asked of ranks that do something for nobody any more, and what to do."""
+    """Return the message that the ranks still run the request of an earlier notebook, and what to do."""
     return f"the ranks still do {left}: wait, or give it up with %fsdp abort"
 
 
@@ -977,13 +977,13 @@ def _run(ranks: Sequence[int]) -> str:
 
 
 def _error_of(outcome: Outcome, found: dict[int, Aftermath], obstacle: str, said: str) -> WorkbenchError:
-    """Return what to raise for an outcome that is not a success.
+    """Return the exception of a failed or cancelled request.
 
     Args:
-        outcome: how it ended.
-        found: where that found the ranks.
-        obstacle: why they cannot go on; empty: they are ready.
-        said: who worked and where, as far as the user was told of it.
+        outcome: its outcome.
+        found: state of the ranks afterwards, by rank.
+        obstacle: why the ranks cannot continue; empty: they are ready.
+        said: the last notice of running ranks that the user saw.
     """
     given_up = (outcome.given_up or "interrupted").capitalize()
     if outcome.abandoned or (outcome.given_up and not any(failure.died for failure in outcome.failures)):

@@ -1,4 +1,4 @@
-"""How a cluster is doing at this moment: the trace so far, and the state of each rank."""
+"""A snapshot of a cluster for live views: the trace so far, and the state of each rank."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from workbench.reports.stop_positions import State, state_of
 from workbench.trace.columns import Trace
 
 Exchange = Literal["", "start", "stop", "open"]
-"""Word of the command that is exchanging the ranks, or what is shown instead of them; empty: none is."""
+"""The command that is replacing the ranks, or the record shown instead of them; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveRequest:
-    """What ranks were asked and have not ended.
+    """The request under way.
 
     Attributes:
-        words: such as ``%fsdp step 40``, or ``a cell``.
-        is_stopped: whether they stand still inside it.
-        stop: where they stand, in words; empty: they do not.
-        reasons: because of which breakpoints, in words.
-        in_background: whether a thread waits for it, and the notebook does not.
-        progress: of steps; None: it has none, or none is known yet.
+        words: its name, such as ``%fsdp step 40``, or ``a cell``.
+        is_stopped: whether the ranks are stopped inside it.
+        stop: where they are stopped, in words; empty: not stopped.
+        reasons: the breakpoints that stopped them, in words.
+        in_background: whether a thread waits for it instead of the notebook.
+        progress: progress of its steps; None: it has none, or none is known yet.
     """
 
     words: str
@@ -41,13 +41,13 @@ class ActiveRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LastResult:
-    """How the last thing that the ranks were asked ended, whoever asked it.
+    """The result of the last request, from any caller.
 
     Attributes:
-        count: how many have ended; another one than before: this is news.
-        line: what it was, such as ``%fsdp step 40``, or ``a cell``.
+        count: number of requests that have ended; a new value means a new result.
+        line: name of the request, such as ``%fsdp step 40``, or ``a cell``.
         text: its result or its error.
-        is_error: whether it failed or was given up, or its report has a problem, such as a loss that is NaN.
+        is_error: whether it failed, was cancelled, or its report has a problem, such as a loss that is NaN.
     """
 
     count: int
@@ -58,11 +58,11 @@ class LastResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivePolicy:
-    """How models are sharded, and since when.
+    """A sharding of the models, and its first step.
 
     Attributes:
-        from_step: the step that was under way when it came into force, or the next one if none was.
-        units: those in use.
+        from_step: the step under way when it took effect, or the next one.
+        units: units in use.
     """
 
     from_step: int
@@ -71,25 +71,25 @@ class ActivePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSnapshot:
-    """What a live view is told.
+    """The data of a live view.
 
     Attributes:
-        trace: what happened so far.
+        trace: the trace so far.
         running: whether there are ranks.
         exchange: whether they are being started or stopped.
-        waits_for: what a start or an attach waits for, such as ``starting 4 ranks, 12 s: importing torch``; empty:
-            nothing, or not long enough to say so.
-        states: of each rank, by number; none without ranks.
-        positions: where each rank was when it was last heard of.
-        losses: of each rank that was lost, how.
-        holder: who else commands the ranks, in words; empty: nobody.
-        is_free: whether the holder has let go of them, so that they can be attached.
-        cursor: up to where the views show what was recorded; None: all of it.
-        record: name of the file that the trace is from; empty: ranks recorded it.
-        under_way: what the ranks were asked and have not ended; None: nothing.
-        ended: how the last thing ended that they were asked; None: none has.
-        breakpoints: in the order they were added.
-        policies: those that were in force, from the first on.
+        waits_for: what a start or an attach waits for, such as ``starting 4 ranks, 12 s: importing torch``; empty: no
+            wait, or a short one.
+        states: state of each rank, by number; empty without ranks.
+        positions: last known position of each rank.
+        losses: how each lost rank was lost.
+        holder: the other notebook that controls the ranks, in words; empty: none.
+        is_free: whether the holder has released them, so that they can be attached.
+        cursor: end of the part of the trace that the views show; None: all of it.
+        record: name of the file that the trace was loaded from; empty: recorded by ranks.
+        under_way: the request under way; None: none.
+        ended: the result of the last request; None: none has ended.
+        breakpoints: breakpoints in the order they were added.
+        policies: all policies so far, oldest first.
     """
 
     trace: Trace
@@ -115,13 +115,13 @@ def pulse(
     positions: Mapping[int, Position],
     state: Callable[[int, Position], State] = lambda rank, position: state_of(position),
 ) -> ClusterSnapshot:
-    """Return the pulse of ranks of which some are ``alive`` and some were heard of at ``positions``.
+    """Return the snapshot of running ranks.
 
     Args:
-        trace: what happened so far.
+        trace: the trace so far.
         alive: for each rank, whether it can be reached.
-        positions: by rank.
-        state: tells what a rank at a position is doing.
+        positions: last known positions, by rank.
+        state: returns the state of a rank at a position.
     """
     return ClusterSnapshot(
         trace=trace,

@@ -1,4 +1,4 @@
-"""Who still works on a request of which nothing is heard, and where they stand: a line that is renewed in place."""
+"""Notice of a stalled request: which ranks still run, and where; a line that is updated in place."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from workbench.protocol.rank_messages import CellLine
 from workbench.replay.grouping import label
 
 QUIET_S = 3.0
-"""How long nothing must be heard of a request until it is said who works on it, in seconds."""
+"""Time in seconds without news of a request before the first notice."""
 
 AGAIN_S = 1.0
-"""How often that is said anew at most, in seconds."""
+"""Minimum time between two notices, in seconds."""
 
 MAX_TEXT = 60
-"""Letters shown of a line of code."""
+"""Limit of the characters shown of a line of code."""
 
 OnStanding = Callable[[str], None]
-"""Takes the sentence that replaces the last one; ``""``: something was heard, and there is nothing to say."""
+"""Receives the sentence that replaces the last one; ``""`` removes it, as there is news."""
 
 
 def no_standing(sentence: str) -> None:
-    """Take a sentence that nobody looks at."""
+    """Ignore the sentence."""
 
 
 class StallNotice:
-    """Tells from time to time who works on a request, as long as nothing else is heard of it.
+    """Times the notices of a request: which ranks run, from time to time while there is no other news.
 
     Args:
-        clock: seconds, monotonic.
+        clock: monotonic clock, in seconds.
 
     Attributes:
-        said: the newest sentence; ``""``: something was heard since.
+        said: the current sentence; ``""``: none, as there is news since.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -45,13 +45,13 @@ class StallNotice:
     def look(
         self, heard: object, sentence: Callable[[float], str], tell: OnStanding, *, is_urgent: bool = False
     ) -> None:
-        """Tell if it is time.
+        """Call ``tell`` with a notice if it is time.
 
         Args:
-            heard: what was heard so far, in any form: if it is another than the last time, something was.
-            sentence: says who works, given for how many seconds they have.
-            tell: is told.
-            is_urgent: a rank has died, or the user waits for a stop: that is said at once, and whatever else is heard.
+            heard: state of the news, in any form; a changed value means news.
+            sentence: returns the notice for a duration in seconds.
+            tell: receives the notice.
+            is_urgent: a rank has died, or the user waits for a stop: notify at once, regardless of news.
         """
         now = self._clock()
         if is_urgent:
@@ -65,7 +65,7 @@ class StallNotice:
         if now >= self._next:
             self.said = sentence(now - self._began)
             tell(self.said)
-            self._next = now + max(AGAIN_S, (now - self._began) / 20)  # of what lasts long, less often
+            self._next = now + max(AGAIN_S, (now - self._began) / 20)  # less often for a long request
 
 
 def who_works(
@@ -75,16 +75,16 @@ def who_works(
     ended: Iterable[int],
     deaths: Mapping[int, str] | None = None,
 ) -> str:
-    """Return who works and where, alike ranks together; the dead come first.
+    """Return which ranks run and where, grouped by position; dead ranks come first.
 
     Example: ``rank 1 has run for 3 s, in dist.barrier() at line 2 of the cell; ranks 0, 2-3 have ended``.
 
     Args:
-        seconds: since when.
-        working: ranks.
-        lines: where those that answered are in a cell; None: in no cell.
-        ended: the other ranks that were asked.
-        deaths: how those of them died that did: ``"died (SIGKILL)"``.
+        seconds: time since the start, in seconds.
+        working: ranks that still run.
+        lines: line of a cell of each rank that answered; None: in no cell.
+        ended: the other ranks of the request.
+        deaths: how the dead ones among ``ended`` died, such as ``"died (SIGKILL)"``.
     """
     died: dict[str, list[int]] = {}
     for rank, how in sorted((deaths or {}).items()):

@@ -1,4 +1,4 @@
-"""Emptying the ranks' recorders through their side doors into one growing trace."""
+"""Collecting the ranks' recorded rows through their side doors into one growing trace."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from workbench.trace.row_compression import from_wire
 from workbench.trace.schema import Rows
 
 LEISURE = 0.75
-"""While ranks work, each of them adds so many times as long as it takes them to answer to how long they are left alone.
+"""Back-off: after polling n busy ranks, wait LEISURE * n * reply time before polling again.
 
-The more ranks share the cores, the less of a core each of them has to answer with. Of 8 ranks on 2 cores, which answer
-within 40 ms, watching takes 3% of a step's CPU time then, and 4 to 6% where they are left alone a third of that time.
+The more ranks share the cores, the less CPU time each has to answer. With 8 ranks on 2 cores, which answer within
+40 ms, polling takes 3% of a step's CPU time; with a third of the wait it takes 4 to 6%.
 """
 
 MAX_LEISURE_S = 0.25
-"""But not for longer, in seconds, unless to answer took longer: a rank may be in code that lets nobody answer."""
+"""Limit of the back-off in seconds, unless the replies took longer: a rank may run code that blocks its side door."""
 
 
 class TraceCollector:
-    """The trace of one cluster so far, and where each rank was when it was last heard of. Thread-safe.
+    """The trace of one cluster so far, and the last known position of each rank. Thread-safe.
 
     Args:
-        clocks: bring the times of all ranks to rank 0's clock; None: it is the clock of all.
+        clocks: converts the times of all ranks to rank 0's clock; None: all ranks share a clock.
 
     Attributes:
-        positions: by rank, the newest answer to "where".
-        heard: the same of the ranks that answered when they were asked last.
-        gradient_bytes: by rank, sharded gradients it had when it was last heard of.
-        policies: how models were sharded, and since when.
+        positions: last known position, by rank.
+        heard: positions of the ranks that answered the last drain.
+        gradient_bytes: last known bytes of sharded gradients, by rank.
+        policies: sharding policies so far, with their first steps.
     """
 
     def __init__(self, clocks: ClockSync | None = None) -> None:
@@ -55,26 +55,25 @@ class TraceCollector:
 
     @property
     def next_seq(self) -> dict[int, int]:
-        """By rank, how many rows it had recorded when it was last heard of."""
+        """Number of rows that each rank had recorded at its last answer."""
         return dict(self._next_seq)
 
     @property
     def trace(self) -> Trace:
-        """What was collected so far."""
+        """The trace collected so far."""
         return self._builder.snapshot()
 
     def drain(self, door: ControlChannel, ranks: Iterable[int], *, timeout_s: float, max_age_s: float = 0.0) -> None:
-        """Take what ``ranks`` recorded since the last time; one that does not answer in time is left out.
+        """Collect the rows that ``ranks`` recorded since the last drain, except from ranks that do not answer in time.
 
-        So is one whose clock could not be compared with rank 0's yet: what it recorded stays with it.
+        Ranks whose clock was not compared with rank 0's yet are skipped; they keep their rows until a later drain.
 
         Args:
             door: their side doors.
-            ranks: who is asked.
-            timeout_s: how long each may take.
-            max_age_s: nobody is asked if that was done less than so many seconds ago, by whichever thread, nor, unless
-                it is 0, before the ranks had their leisure: many ranks on few cores pay for every question with time
-                in which they would compute.
+            ranks: ranks to drain.
+            timeout_s: timeout of the replies, in seconds.
+            max_age_s: no-op if the last drain, by any thread, is less than this many seconds ago, or within the
+                back-off (:data:`LEISURE`). 0: drain always.
         """
         with self._lock:
             begin = time.monotonic()
@@ -84,8 +83,7 @@ class TraceCollector:
             if self._clocks.compare(door, ranks, timeout_s=timeout_s):
                 self._builder.set_clocks(self._clocks.readings)
             begin = time.monotonic()
-            # one request for all ranks: each finds in it what we know of itself, and an answer that came too late
-            # for the last request comes again
+            # one request for all ranks with what is known of each, so a rank whose last reply came too late repeats it
             known = {
                 r: RecordSummary(next_seq=self._next_seq.get(r, 0), header_version=self._versions.get(r, 0))
                 for r in ranks
@@ -102,10 +100,10 @@ class TraceCollector:
             self._leisure_s = max(min(LEISURE * len(known) * took_s, MAX_LEISURE_S), took_s)
 
     def _note_policy(self, trace: Trace) -> None:
-        """Keep which units are in use, if others are than before or as others.
+        """Record the units in use if they have changed.
 
-        A command ends with a drain: of one that changes the policy, all steps before it are in ``trace``, and none of
-        those after it is.
+        A command ends with a drain. After a command that changes the policy, ``trace`` thus has all steps before it and
+        none after it.
         """
         units = tuple(unit for unit in trace.header.units if unit.in_use)
         if units == (self.policies[-1].units if self.policies else ()):
@@ -127,7 +125,7 @@ class TraceCollector:
 
 
 def _next_step(rows: Rows) -> int:
-    """Return the step that is under way at the last row; that of the next one if none is."""
+    """Return the step of the last row if it is under way, else the number of the next step."""
     if not len(rows):
         return 0
     kind, edge, step = (int(rows[name][-1]) for name in ("kind", "edge", "step"))

@@ -1,4 +1,4 @@
-"""What ``%fsdp compare`` and ``export`` are given: a side is a trace, or some steps of one.
+"""The arguments of ``%fsdp compare`` and ``export``: a side is a trace, or some steps of one.
 
 ::
 
@@ -29,14 +29,14 @@ _SIDE = re.compile(rf"(?:(?P<source>.+?)(?::(?P<part>{_STEPS}))?)")
 
 
 def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tuple[str, Trace]:
-    """Return what a person calls a side, and its trace.
+    """Return the name of a side, for people, and its trace.
 
     Args:
-        text: as the module says; a Trace stands for itself.
-        last: gives the trace so far.
+        text: a SIDE (see the module docstring), or a Trace.
+        last: returns the trace so far.
 
     Raises:
-        UsageError: there is no such file, it is no trace, nothing was recorded, or the trace lacks the steps.
+        UsageError: the file does not exist or is no trace, nothing was recorded, or the trace lacks the steps.
     """
     if isinstance(text, Trace):
         return "a trace", text
@@ -52,14 +52,14 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
 
 
 def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:
-    """Return what a person calls some steps of ``trace``, and them with the state before them.
+    """Return the name of some steps of ``trace``, for people, and the trace of these steps with the state before them.
 
     Args:
-        trace: what happened.
-        text: STEPS, as the module says.
+        trace: the trace.
+        text: STEPS (see the module docstring).
 
     Raises:
-        UsageError: it is none, or the trace lacks the steps.
+        UsageError: ``text`` names no steps, or the trace lacks them.
     """
     if not re.fullmatch(_STEPS, text):
         raise UsageError(f"steps are such as 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}")
@@ -81,10 +81,10 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def file_at(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file, ``~`` replaced.
+    """Return the path of a file, with ``~`` expanded.
 
     Raises:
-        UsageError: no file can have this name.
+        UsageError: the name is invalid.
     """
     text = os.fspath(path)
     if not text or "\0" in text:
@@ -99,11 +99,11 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
     """Return the trace of a file.
 
     Args:
-        path: of the file.
-        if_missing: what else to say where there is none, a sentence that begins with a small letter.
+        path: path of the file.
+        if_missing: text appended to the message if the file does not exist, a sentence with a small first letter.
 
     Raises:
-        UsageError: there is no such file, or it is no trace; the message says why.
+        UsageError: the file does not exist or is no trace; the message says why.
     """
     file = file_at(path)
     try:
@@ -121,7 +121,7 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
 
 
 def _number(text: str, known: Sequence[int]) -> int | None:
-    """Return the step that ``text`` names, of those there are; None where it names none: ``("-1", [3, 4]) -> 4``."""
+    """Return ``text`` as a step number, negatives as indices of ``known``, None if empty: ``("-1", [3, 4]) -> 4``."""
     number = int(text) if text else None
     if number is None or number >= 0 or -number > len(known):
         return number
@@ -133,10 +133,10 @@ def _spoken(numbers: Sequence[int]) -> str:
 
 
 def _cut(trace: Trace, known: Sequence[int], first: int | None, last: int | None) -> Trace:
-    """Return some steps of a trace, which has those that are ``known``.
+    """Return the steps ``first`` to ``last`` of a trace whose steps are ``known``.
 
     Raises:
-        UsageError: it has none of them, or lacks one that is named.
+        UsageError: the trace has no steps, or lacks ``first`` or ``last``.
     """
     if first is not None and last is not None and first > last:
         raise UsageError(f"steps {first}..{last} run backwards; write {last}..{first}")

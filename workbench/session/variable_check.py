@@ -1,4 +1,4 @@
-"""What a request may name on the ranks, checked before any rank starts: a name one rank lacks would block the rest."""
+"""Checks of the names in a request before any rank starts: a name missing on one rank would block the others."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ C = TypeVar("C", bound=Command)
 
 
 def everywhere(names: Mapping[int, Names], kind: str) -> list[str]:
-    """Return the names of one kind (a field of :class:`Names`) that any rank has, sorted, without ``_private`` ones."""
+    """Return the names of one kind (a field of :class:`Names`) on any rank, sorted, without ``_private`` ones."""
     return sorted({name for own in names.values() for name in getattr(own, kind) if not name.startswith("_")})
 
 
 def unit_paths(models: Mapping[int, Iterable[ModelInfo]], units: Iterable[Unit]) -> list[str]:
-    """Return what a line calls each unit that can be resharded alone, such as ``model.blocks.2``, in their order.
+    """Return the path of each unit that can be resharded alone, such as ``model.blocks.2``, in their order.
 
     Args:
-        models: of each rank.
-        units: all that are in use; one of several modules is called by the first, and a classic model's have no
-            policy of their own.
+        models: models of each rank.
+        units: all units in use; a unit of several modules is named after the first, and units of a classic model are
+            left out, as they have no separate policies.
     """
     having = {model.name: set(model.units) for found in models.values() for model in found}
     alone = [unit for unit in units if unit.name and not any(param.parts for param in unit.params)]
@@ -46,19 +46,19 @@ def unit_paths(models: Mapping[int, Iterable[ModelInfo]], units: Iterable[Unit])
 
 
 def check_model(names: Mapping[int, Names], model: str, in_notebook: Callable[[str], bool]) -> None:
-    """Raise unless every rank has the variable that ``model`` starts with.
+    """Check that every rank has the variable that ``model`` starts with.
 
     Raises:
-        UsageError: the message says which ranks have it, or what there is instead.
+        UsageError: the message names the ranks that have it, or the available models.
     """
     _check(names, model.partition(".")[0], what="model", instead=everywhere(names, "modules"), in_notebook=in_notebook)
 
 
 def check_function(names: Mapping[int, Names], fn: str, in_notebook: Callable[[str], bool]) -> None:
-    """Raise unless every rank has the variable ``fn``.
+    """Check that every rank has the variable ``fn``.
 
     Raises:
-        UsageError: the message says which ranks have it, or what there is instead.
+        UsageError: the message names the ranks that have it, or similar variables.
     """
     near = difflib.get_close_matches(fn, everywhere(names, "variables"), n=3, cutoff=0.5)
     _check(names, fn, what="function", instead=near, in_notebook=in_notebook)
@@ -76,7 +76,7 @@ def check_parameter(fqn: str, known: Sequence[str]) -> None:
 
 
 def shard_first(names: Mapping[int, Names], word: str) -> UsageError:
-    """Return the error for a word that needs a sharded model when there is none: it says what to run first."""
+    """Return the error of a command that needs a sharded model when there is none; it says what to run first."""
     models = everywhere(names, "modules")
     first = f"%fsdp shard {models[0]}" if models else "build a model in a %%fsdp cell, then %fsdp shard MODEL"
     return UsageError(f"nothing is sharded yet, so there is nothing to {word}: first {first}")
@@ -109,10 +109,10 @@ def _instead(name: str, known: Sequence[str]) -> str:
 
 
 def on_hosts(command: C, ranks: Sequence[ConnectReply]) -> C:
-    """Return ``command`` with what it says of hosts in numbers.
+    """Return ``command`` with its host options resolved to numbers.
 
     Raises:
-        UsageError: these ranks do not fit.
+        UsageError: they do not fit these ranks.
     """
     if not isinstance(command, (Shard, Reshard)):
         return command
@@ -123,10 +123,10 @@ def on_hosts(command: C, ranks: Sequence[ConnectReply]) -> C:
 
 
 def with_path(command: C, models: Callable[[], Mapping[int, Iterable[ModelInfo]]], header: Header) -> C:
-    """Return a reshard of a unit by its name, as ``shard`` prints it, with the path that starts at a variable.
+    """Return a ``reshard`` of a unit name, as printed by ``shard``, with the full path from the variable.
 
     Example: ``reshard model.layers.1`` of a variable ``model`` that has a module ``model`` ->
-    ``reshard model.model.layers.1``.
+    ``reshard model.model.layers.1``. Other commands are returned as they are.
 
     Raises:
         UsageError: several models have such a unit.
@@ -146,10 +146,10 @@ def with_path(command: C, models: Callable[[], Mapping[int, Iterable[ModelInfo]]
 def check(
     command: Command, names: Mapping[int, Names], header: Header, num_ranks: int, in_notebook: Callable[[str], bool]
 ) -> None:
-    """Check that the ranks and their names fit ``command``: on some it would start, and wait for the rest.
+    """Check that ``command`` can run on all ranks; else some would start and wait for the rest.
 
     Raises:
-        UsageError: they do not; the message says what to run first or write instead.
+        UsageError: it cannot; the message says what to run first or write instead.
     """
     if isinstance(command, (Shard, Reshard)):
         try:

@@ -1,4 +1,4 @@
-"""Waiting for ranks: a failure frees the others, a Ctrl-C stops or frees all of them, and nobody is forgotten."""
+"""Waiting for ranks: after a failure the other ranks are aborted, and Ctrl-C stops or aborts all of them."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from workbench.session.channel_protocol import ControlChannel
 from workbench.session.pause_protocol import PauseProtocol
 
 SLICE_S = 0.02
-"""How often a wait looks up, in seconds."""
+"""Polling period of a wait, in seconds."""
 
 TICK_S = 0.1
-"""How often the trace is drained while ranks work, in seconds."""
+"""Period at which the trace is drained while ranks run, in seconds."""
 
 GRACE_S = 0.1
-"""How long after a rank's failure the others may fail by themselves before they are aborted, in seconds."""
+"""Time in seconds after a rank's failure before the others are aborted; they may fail themselves first."""
 
 SIGNAL_CELL_AFTER_S = 0.25
-"""How long after a Ctrl-C a cell, most of which is the user's own code, may still run before it is sent the signal, in
-seconds: by then the engine's waits have ended."""
+"""Time in seconds after Ctrl-C before a running cell, which is mostly the user's code, is sent SIGINT; the engine's
+waits have ended before."""
 
 SIGNAL_AFTER_DEATH_S = 2.0
-"""How long after the death of a rank the others may still run before they are sent SIGINT, in seconds: without it no
-step can be done to its end."""
+"""Time in seconds after the death of a rank before the others are sent SIGINT; they cannot finish a step without it."""
 
 ABANDON_AFTER_S = 10.0
-"""How long after an abort ranks that still run are waited for, in seconds."""
+"""Time in seconds after an abort before the wait for ranks that still run ends."""
 
 QUIET_S, HEAR_OUT_S = 0.05, 0.3
-"""How long nothing must arrive until all that stopped ranks wrote counts as here, and how long at most, in seconds."""
+"""Time in seconds without new output after which the output of stopped ranks counts as complete, and its limit."""
 
 ASK_S = 0.5
-"""How long a rank may take to answer at its side door while others wait for it, in seconds."""
+"""Timeout of a side-door request while others wait for the reply, in seconds."""
 
 PATIENT_S = 5.0
-"""How long when nothing else goes on and its answer matters, in seconds: it is there, and the machine may be busy."""
+"""The same when the reply matters and nothing else waits, in seconds: an idle rank answers, though late if the machine
+is busy."""
 
 
 class Interruptible(ControlChannel, Protocol):
-    """What of a cluster is needed here."""
+    """The part of a cluster used here."""
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
         """Send SIGINT to ranks."""
@@ -60,11 +60,11 @@ class Outcome:
     """How a request ended on each rank.
 
     Attributes:
-        results: what ranks returned.
-        failures: of the others, in the order they came in.
-        aborted: ranks that were told to give up.
-        given_up: why the user gave it up, ``"interrupted"`` or ``"aborted"``; empty: did not.
-        abandoned: ranks that still run, because a last Ctrl-C ended the wait, or they did not heed an abort.
+        results: return values, by rank.
+        failures: failures of other ranks, in order of arrival.
+        aborted: ranks that were sent an abort.
+        given_up: how the user cancelled it, ``"interrupted"`` or ``"aborted"``; empty: not cancelled.
+        abandoned: ranks still running when the last Ctrl-C, or the limit after an abort, ended the wait.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
@@ -75,15 +75,15 @@ class Outcome:
 
 
 Asked = Literal["", "pause", "abort"]
-"""What the user may ask for while ranks work."""
+"""What the user may request while ranks run."""
 
 
 _MEANS = ("stops inside the step", "gives up", "sends SIGINT", "stops waiting")
-"""What Ctrl-C does, of one after the other."""
+"""What each further Ctrl-C does."""
 
 
 class Tick(Enum):
-    """Why it is asked what the ranks recorded."""
+    """Why the ranks are drained."""
 
     IN_TIME = "they work"
     LEFT = "they are not waited for any more, and some still work"
@@ -93,19 +93,19 @@ class Tick(Enum):
 
 
 class RequestWaiter:
-    """Waits for one request, as often as it stops and goes on.
+    """Waits for one request, across its stops.
 
     Args:
-        cluster: where the ranks are.
+        cluster: the cluster.
         pending: the request.
-        on_slice: called at every look-up, about 50 times a second.
-        on_tick: called about 10 times a second, and once when the ranks stand or all is over; returns where they are.
-        num_outputs: returns how much the ranks have written so far, in pieces.
+        on_slice: called at every poll, about 50 times a second.
+        on_tick: called about 10 times a second, and once when the ranks are stopped or done; returns their positions.
+        num_outputs: returns the number of outputs of the ranks so far.
         can_pause: whether the first Ctrl-C stops the ranks inside the step; the next one then aborts.
-        clock: seconds, monotonic.
+        clock: monotonic clock, in seconds.
 
     Attributes:
-        stopper: stops the ranks and lets them go.
+        stopper: stops and releases the ranks.
         running: ranks that have not ended.
     """
 
@@ -135,24 +135,24 @@ class RequestWaiter:
         self._next_tick = clock() + TICK_S
 
     def ask_pause(self) -> None:
-        """Have the ranks stop; called from any thread."""
+        """Request a stop of the ranks. Thread-safe."""
         self._pause_asked = True
 
     def ask_abort(self) -> None:
-        """Have the ranks give up; called from any thread."""
+        """Request an abort of the ranks. Thread-safe."""
         self._abort_asked = True
 
     @property
     def asked(self) -> Asked:
-        """What the user asked for that has not come yet."""
+        """The user's request that is not complete yet."""
         if self._outcome.given_up:
             return "abort"
         return "pause" if self.stopper.is_pausing else ""
 
     def run(self, interrupts: CountInterrupts | None = None) -> Outcome | StopGroup:
-        """Wait until every rank is done, stands, or the user gives up on those that are neither.
+        """Wait until every rank is done or stopped, or the user abandons the rest; return the outcome or the stop.
 
-        ``interrupts`` counts them since the request was sent, and until this returns.
+        ``interrupts`` counts each Ctrl-C from the sending of the request until this returns.
         """
         self._level = 0
         with interrupts or CountInterrupts() as counted:
@@ -184,14 +184,14 @@ class RequestWaiter:
         return None
 
     def _hear_out(self) -> None:
-        """Wait until nothing more arrives of what the ranks wrote before they stopped: it takes another way."""
+        """Wait for the output that the ranks wrote before they stopped; it arrives on another socket."""
         until, heard = self._clock() + HEAR_OUT_S, -1
         while self._num_outputs() != heard and self._clock() < until:
             heard = self._num_outputs()
             self._pending.wait(QUIET_S)
 
     def _look(self) -> StopGroup | None:
-        """Drain in time; return the stop if the ranks stand."""
+        """Drain the ranks if it is time; return the stop if they are stopped, else None."""
         positions = None
         if self._clock() >= self._next_tick:
             positions = self._on_tick(Tick.IN_TIME)
@@ -203,7 +203,7 @@ class RequestWaiter:
         return self.stopper.look(positions, self.running)
 
     def _gather(self) -> None:
-        """Sort out the ranks that have ended since the last look."""
+        """Collect the results and failures of ranks that have ended."""
         for rank in sorted(self.running):
             if not self._pending.done(rank):
                 continue
@@ -221,7 +221,7 @@ class RequestWaiter:
                     self._shut_at = self._clock()  # the others may wait for its store
 
     def _obey(self) -> None:
-        """Do what other threads asked for."""
+        """Carry out the requests of other threads."""
         if self._pause_asked:
             self._pause_asked = False
             self._pause()
@@ -232,7 +232,7 @@ class RequestWaiter:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether a rank has died, and all was done to free the others: nothing is left but to wait."""
+        """Whether a rank has died and all means to abort the others are used up."""
         has_died = any(failure.died for failure in self._outcome.failures)
         return has_died and self._signal_at is None and self.running <= self._outcome.aborted
 
@@ -242,7 +242,7 @@ class RequestWaiter:
         return f"Ctrl-C {'again ' if self._level else ''}{_MEANS[self._next_level()]}"
 
     def _escalate(self) -> None:
-        """Do more than at the last Ctrl-C: stop, abort, signal at once, wait no more."""
+        """Escalate at a Ctrl-C: pause, abort, signal at once, abandon."""
         level = self._next_level()
         self._level = min(level + 1, 3)
         (self._pause, self._interrupt, self._signal, self._abandon)[level]()
@@ -283,7 +283,7 @@ class RequestWaiter:
             self._abandon()
 
     def _abort(self, reason: str) -> None:
-        """Free the ranks that still run; each is told once."""
+        """Abort the ranks that still run; each gets one abort."""
         ranks = sorted(self.running - self._outcome.aborted)
         self._outcome.aborted.update(ranks)
         if ranks:
@@ -291,7 +291,7 @@ class RequestWaiter:
             self._shut_at = self._clock() + SHUT_AFTER_S
 
     def _shut(self) -> None:
-        """Free the aborted ranks that still run from what blocks them."""
+        """Shut the sockets of aborted ranks that still run, to end what blocks them."""
         self._shut_at = None
         self._gather()
         ranks = sorted(self.running & self._outcome.aborted)
@@ -307,7 +307,7 @@ class RequestWaiter:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """Return how ``rank`` failed, from the exception its request ended with."""
+    """Return the failure of ``rank`` for the exception that its request ended with."""
     if isinstance(error, RankDied):
         return Failure(rank=rank, evalue=str(error), died=True)
     if isinstance(error, RankError):
