@@ -44,7 +44,7 @@ class Peers(Protocol):
         """Return a subgroup for steps within this group's collectives; its ranks must call this together."""
 
     def step(self, issue: Callable[[dist.ProcessGroup], AsyncWork]) -> AsyncWork:
-        """Issue a step of another group's collective; steps from different threads run one at a time."""
+        """Issue a step of another group's collective; callable from any thread, one call at a time."""
 
     def tell(self, collective: Collective, text: str) -> str:
         """Return the first rank's ``text``; collective."""
