@@ -23,9 +23,9 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def in_flat_order(slot_numels: Sequence[int]) -> list[int]:
     """Return the order of slots in the flat shard, as indices; ``slot_numels`` are their sizes in elements.
 
-    Slots whose size is a multiple of a larger power of two, up to 32, come first; then the larger slots. So each slot
-    is aligned to the power of two, up to 32 elements, that divides its own size, without padding. The same holds for
-    the full parameters. Only odd-sized parameters after other odd-sized ones are unaligned, and these are the smaller.
+    Slots whose size is divisible by a larger power of two, up to 32, come first; among equals, larger ones. So each
+    slot is aligned, without padding, to the power of two, up to 32, that divides its size; so are the full parameters.
+    Only odd-sized parameters after other odd-sized ones are unaligned: the smaller ones.
 
     Example: ``[1, 96, 6, 64, 3]`` -> ``[1, 3, 2, 4, 0]``: the slots begin at 0, 96, 160, 166 and 169.
     """

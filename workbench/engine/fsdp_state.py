@@ -49,10 +49,8 @@ class FSDPState:
         original_classes: their classes before the call.
         auto_reshard: True if the user gave no policy: reshard after forward, except on the root.
         mp_policy: dtypes to cast inputs and outputs to.
-        forward_prefetch: states whose units forward prefetches, set by the user; None: the state that ran next in the
-            last iteration.
-        backward_prefetch: states whose units backward prefetches; None: the state that ran just before this one in
-            forward.
+        forward_prefetch: states to prefetch in forward, set by the user; None: the one that ran next last iteration.
+        backward_prefetch: states to prefetch in backward, set by the user; None: the one that ran before in forward.
     """
 
     made_by: ClassVar = "fully_shard"
@@ -273,9 +271,8 @@ class FSDPState:
     def _unshard(self, ahead: Iterable[FSDPState]) -> None:
         """Unshard this call's units and start prefetching those of ``ahead``.
 
-        A prefetched unit is copied out first, which frees its staging for the next all-gather. On a device with
-        streams the next all-gather would then wait for this copy, and so for the compute before it: there the
-        all-gather is issued first.
+        A prefetched unit is copied out first, which frees its staging for the next all-gather. With streams, that
+        all-gather would wait for this copy, and so for the compute before it; there it is issued first.
         """
         units = self._fsdp_param_groups
         copies_first = any(u.is_unsharding for u in units) and not self._comm_ctx.streams.are_there
@@ -331,7 +328,7 @@ class FSDPState:
             return output
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             self._hook_output(tensor)
-        if not self._not_yet_run:  # else another module of the same call has yet to run
+        if not self._not_yet_run:  # otherwise another module of the call has yet to run
             if self._is_root:
                 self._root.end_partial_forwards()
             self._end_forward()
@@ -697,7 +694,7 @@ class RootContext:
             ctx.reductions.finish()
         ctx.join(all_streams=True)
         ctx.comms.wait_for_readers()
-        if not ctx.recorded:  # else a backward follows
+        if not ctx.recorded:  # otherwise a backward follows
             ctx.comms.empty()
         for unit in units_of(self.states):
             unit.wait_for_host()

@@ -169,7 +169,7 @@ class FullParam:
         return sum(g.nbytes for g in self.grads)
 
     def accumulate_grad(self, dtype: torch.dtype) -> None:
-        """Add the full gradient to ``accumulated_grad``, in the reduce dtype; no-op if autograd accumulates in it."""
+        """Add the full gradient to ``accumulated_grad`` in ``dtype``; no-op if autograd accumulates in that dtype."""
         if self.param.grad is None:
             return
         if self.accumulated_grad is not None:

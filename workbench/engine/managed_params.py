@@ -48,7 +48,7 @@ def _walk(
 def _get_param_module_infos(
     modules: Sequence[tuple[str, nn.Module]], ignored: frozenset[int]
 ) -> list[tuple[nn.Parameter, ParamModuleInfo]]:
-    """Pair each managed parameter with every place it is registered at, and check that it can be sharded.
+    """Return each managed parameter with all places it is registered at; check that it can be sharded.
 
     Raises:
         ValueError, NotImplementedError: see :func:`_check_param`.

@@ -57,7 +57,7 @@ class ParamModuleInfo:
 
     @property
     def places(self) -> tuple[tuple[nn.Module, str], ...]:
-        """Every place."""
+        """All places."""
         return ((self.module, self.name), *self.shared)
 
     def register(self, param: nn.Parameter) -> None:

@@ -55,7 +55,7 @@ class TrainingState(Enum):
 class FSDPParamGroup:
     """A unit: parameters that are gathered and reduced together.
 
-    Holds their memory and communication, and handles them in each phase of a step.
+    Handles their memory and communication in each phase of a step.
 
     Attributes:
         index: number of the unit in this process, never reused; equal on all ranks that make the same calls.
@@ -73,8 +73,7 @@ class FSDPParamGroup:
         reshard_after_backward: free full parameters after backward.
         unshard_in_backward: False if backward does not need the full parameters, as for an embedding.
         pending_backwards: recorded forwards whose backward has not begun.
-        on_inner_grad: called before autograd accumulates a gradient of the unit that it reached without passing an
-            output.
+        on_inner_grad: called before a gradient is accumulated that autograd reached without passing an output.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Scaling:
-    """Divisors and reduce operations that turn a sum of gradients into the result the user asked for.
+    """Divisors and operations of a gradient reduction.
 
     Attributes:
         pre: divisor before the reduction; None: 1.
@@ -126,9 +126,9 @@ class GradientSync:
 
 
 def _use_staging(reduce: ReduceScatter, unit: UnitId, chunks: torch.Tensor, group: CommGroup, sign: int) -> None:
-    """Announce that the input and its staging are in use (1), or no longer in use (-1).
+    """Announce the input and its staging as in use (1) or released (-1).
 
-    The input ``chunks`` may be in a buffer that ``reduce`` keeps, which counts as reserved while unused.
+    ``chunks`` may be in a buffer that ``reduce`` keeps and that counts as reserved while unused.
     """
     probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, sign * input_nbytes(reduce, chunks, group))
     lease = getattr(reduce, "lease", None)
@@ -264,7 +264,7 @@ class Reducer:
         """Divisors and operations for the next reduction."""
         if self.sync.comm_hook is not None:
             return Scaling(None, None, dist.ReduceOp.SUM, dist.ReduceOp.SUM)
-        # NCCL applies the user's factor in the reduce-scatter, and a single shard rank has no reduce-scatter
+        # NCCL applies the user's factor in the reduce-scatter; a single shard rank has none
         can_divide = self.sync.divide_factor is None or self.mesh_info.shard_group is not None
         return _get_gradient_divide_factors(
             self.mesh_info.data_parallel_size,
@@ -294,7 +294,7 @@ class Reducer:
         return kept
 
     def added(self, part: PartialSum, other: PartialSum) -> PartialSum:
-        """Return the sum of two partial sums, over the union of their parameters; may change the first in place."""
+        """Return the sum, over the union of their parameters; may change ``part`` in place."""
         if part.params == other.params:
             part.output += other.output
             return part
@@ -317,7 +317,7 @@ class Reducer:
         if self.offloads and grad.device != CPU:
             grad = self._copy_to_host(grad)
             if any(p.has_sharded_grad or any(map(has_post_accumulate_hooks, p.owned)) for p in params):
-                self.wait_for_host()  # the accumulation or the hooks below read it
+                self.wait_for_host()  # accumulation or hooks read it below
         if grad is not output:
             lease = probe.BufferHandle(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
         set_sharded_grads(params, grad, lease)
@@ -463,7 +463,7 @@ def foreach_reduce(
 
 
 def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads]) -> PartialSum:
-    """Return the full gradients of a single shard rank as a partial sum: they need no reduce-scatter."""
+    """Return a single shard rank's full gradients as a partial sum; it needs no reduce-scatter."""
     device = reducer.mesh_info.device
     output = torch.empty(sum(p.slot_numel for p in params), dtype=reducer.dtype, device=device)
     lay_out(params, grads, [output.view(1, -1)], reducer.unit)

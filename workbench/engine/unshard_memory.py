@@ -27,14 +27,14 @@ class MemoryOfShards:
         self.tensor = shards
 
     def present(self) -> AbstractContextManager[None]:
-        """Return an empty context: views of :attr:`tensor` can always be made."""
+        """Return a no-op context: views can always be made."""
         return nullcontext()
 
     def fill(self, _spare: SparePages) -> None:
-        """Do nothing: the shards are the full parameters."""
+        """No-op: the shards are the full parameters."""
 
     def empty(self, _spare: SparePages) -> None:
-        """Do nothing: the shards stay."""
+        """No-op: the shards stay."""
 
 
 class UnshardMemory:
@@ -60,7 +60,7 @@ class UnshardMemory:
 
     @contextmanager
     def present(self) -> Iterator[torch.Tensor]:
-        """Allow views of :attr:`full` to be made within the body, though it is empty."""
+        """Allow views of :attr:`full` within the body, though it is empty."""
         with self._memory.present():
             yield self.full
 
