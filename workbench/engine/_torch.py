@@ -494,7 +494,7 @@ class GradScalerWithFlags(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, _allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Return the flags; allow float16, which torch refuses, because sharded gradients may have that dtype."""
+        """Return the flags; allow float16, which torch refuses: sharded gradients may have that dtype."""
         flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, True) or {found_inf.device: found_inf}
         self.share_flags(list(flags.values()), found_inf.device)
         return flags

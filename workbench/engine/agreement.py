@@ -154,7 +154,7 @@ class Agreement:
         return Collective(f"agreement of the ranks before {self._what}", None, 0)
 
     def _difference(self, answers: Sequence[tuple[str, bool, dict[str, Rows]]], ranks: Sequence[int]) -> str:
-        """Return a sentence on how the ranks differ; "" if they do not, or only where it does not matter."""
+        """Return a sentence on how the ranks differ; "" if in nothing that matters."""
         unable = [rank for rank, (refusal, *_) in zip(ranks, answers, strict=True) if refusal]
         if unable:
             refusal = next(refusal for refusal, *_ in answers if refusal)

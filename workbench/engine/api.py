@@ -221,7 +221,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     def call(*args: object, **kwargs: object) -> object:
         state = state_of(module)
-        if state is None:  # unsharded since
+        if state is None:  # fully_shard was undone
             return method(*args, **kwargs)
         args, kwargs = state._pre_forward(module, args, kwargs)
         return state._post_forward(module, args, method(*args, **kwargs))

@@ -69,7 +69,7 @@ class Cancellation:
     def check_after_failure(self) -> None:
         """Raise StepAborted if cancelled, now or within :data:`GRACE_S`.
 
-        A collective most often fails because a peer was aborted and left; the abort then reaches this rank soon too.
+        A collective most often fails because a peer was aborted and left; the abort soon reaches this rank too.
         """
         if self._cancelled.wait(GRACE_S):
             self.check()

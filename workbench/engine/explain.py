@@ -28,9 +28,8 @@ _OF_NOTHING = re.compile(r"both arguments to \w+ need to be at least 1D|\w+ must
 def explain(error: BaseException) -> None:
     """Put an explanation before torch's message; no-op for other errors and for one already explained.
 
-    It explains: an operation on a sharded parameter and an ordinary tensor; a backward that needs a full parameter that
-    was resharded; a backward through a view made before a reshard; an operation on a full parameter kept from before a
-    reshard.
+    It explains an operation on a sharded parameter and an ordinary tensor, a backward that needs a resharded full
+    parameter, a backward through a view made before a reshard, and an operation on a full parameter kept past one.
     """
     text = str(error)
     if not isinstance(error, RuntimeError):

@@ -35,10 +35,10 @@ def in_flat_order(slot_numels: Sequence[int]) -> list[int]:
 class FlatShard:
     """The shards of one unit on this rank.
 
-    They are in one flat tensor, whose address never changes, although the pages behind it may be exchanged. If the user
-    puts a parameter elsewhere, it stays there, since other objects may refer to that memory; then all parameters stay
-    where they are, and each all-gather assembles them. Only parameters that ``.to`` or ``to_empty`` just created move
-    into a flat tensor again.
+    They are in one flat tensor, whose address never changes, although the pages behind it may be exchanged. A parameter
+    that the user put elsewhere stays there, since other objects may refer to that memory; then all stay where they are,
+    and each all-gather assembles them. Only parameters that ``.to`` or ``to_empty`` just created move into a flat
+    tensor again.
 
     Attributes:
         flat: ``[S]``, the slots one after another; input of the all-gather, without a copy if it is a tensor.

@@ -177,7 +177,7 @@ class FSDPModule:
             unit.sync.force_sum = _flag(enable, "set_force_sum_reduction_for_comms")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, recurse: bool = True) -> None:
-        """Limit the reduce-scatters in flight, each of which holds an input buffer; the whole model shares one limit.
+        """Limit the reduce-scatters in flight, each of which holds an input buffer; the model shares one limit.
 
         Raises:
             TypeError: not an int.

@@ -200,10 +200,10 @@ class FSDPState:
         roots.add(self)
 
     def has_root(self) -> None:
-        """Called when the root is known, at the start of the tree's first forward."""
+        """Called once the root is known, as the tree's first forward begins."""
 
     def _name_units(self, states: Sequence[FSDPState], names: root_checks.Names) -> None:
-        """Name units and parameters relative to this root, and keep the root unsharded if its policy is automatic."""
+        """Name units and parameters from this root; keep its own units unsharded if its policy is automatic."""
         if self.auto_reshard:
             for unit in self._fsdp_param_groups:
                 unit.set_reshard_after_forward(False)
@@ -616,7 +616,7 @@ class RootContext:
 
     @property
     def is_running(self) -> bool:
-        """True within the root's forward or a backward; otherwise the user called an inner module directly."""
+        """True within the root's forward or a backward; else an inner module was called directly."""
         in_forward = bool(self.states) and self.states[0]._training_state is TrainingState.FORWARD
         return in_forward or self.final_callback_queued
 
@@ -653,7 +653,7 @@ class RootContext:
                     unit.reshard()
 
     def end_failed_backward(self, ctx: FSDPCommContext) -> None:
-        """End the iteration of a backward that raised on every rank: drop full gradients and reshard.
+        """End, on every rank, the iteration of a backward that raised: drop full gradients and reshard.
 
         Collectives in flight are awaited, since the groups are used again, and their results dropped.
 
@@ -676,7 +676,7 @@ class RootContext:
         return dict.fromkeys(group for unit in units_of(self.states) for group in unit.groups)
 
     def end_iteration(self) -> None:
-        """Restart the order check of the model's collectives; raises as :func:`groups.end_iteration`."""
+        """Restart the order check of the model's collectives; raises as :func:`process_groups.end_iteration`."""
         process_groups.end_iteration(self._groups())
 
     def end_of_backward(self) -> None:
@@ -730,7 +730,7 @@ def raised_in() -> int:
 
 
 def missed_grads() -> list[str]:
-    """Return the names of all models' units with full gradients that no reduction took, outside of a backward."""
+    """Return the names of all models' units with full gradients that no reduction took, outside a backward."""
     return [unit.name for root in tuple(roots) for unit in units_of(root._states) if unit.has_missed_grads]
 
 

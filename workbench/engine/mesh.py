@@ -273,7 +273,7 @@ def _check_dims(mesh: DeviceMesh, dims: object) -> None:
 
 
 def _spmd_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInfo:
-    """Return the info of the data-parallel part of ``mesh``, with several axes of one kind joined."""
+    """Return the info of the data-parallel part of ``mesh``, with axes of one kind joined."""
     shard, replicate = (_part(mesh, names) for names in (dims.shard_names, dims.replicate_names))
     whole: dict[str, Any] = {"dp_mesh_dims": dims, "spmd_mesh": mesh}
     if shard is None:

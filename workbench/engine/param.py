@@ -81,7 +81,7 @@ class FSDPParam(ABC):
     """
 
     computes_in_shard: ClassVar[bool] = False
-    """With a single shard rank, modules compute with the optimizer's parameters themselves instead of a copy."""
+    """With a single shard rank, modules compute with the optimizer's own parameters, not a copy."""
 
     sharded_param: nn.Parameter
 
@@ -138,7 +138,7 @@ class FSDPParam(ABC):
 
     @property
     def meshes(self) -> Sequence[DeviceMesh]:
-        """Meshes of those of its parameters that are DTensors: all ranks that hold a part of them."""
+        """Meshes of its DTensor parameters: all ranks that hold a part."""
         return [param.device_mesh for param in self.owned if isinstance(param, DTensor)]
 
     def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
@@ -182,7 +182,7 @@ class FSDPParam(ABC):
     @property
     @abstractmethod
     def holders(self) -> Sequence[torch.Tensor]:
-        """Tensors that live, and keep the slot alive, as long as one of the parameters is referenced."""
+        """Tensors that keep the slot alive as long as one of the parameters is referenced."""
 
     @abstractmethod
     def adopt(self, slot: torch.Tensor) -> None:

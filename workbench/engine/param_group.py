@@ -396,7 +396,7 @@ class FSDPParamGroup:
         return cast("torch.Tensor", shard).view(1, -1)
 
     def _targets(self, gathered: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Return the full parameters' memory, split the way ``gathered`` is."""
+        """Return the full parameters' memory, split as ``gathered``."""
         num_ranks = [len(part) for part in gathered]
         if self._post_forward is not None:
             return rows_of(self._post_forward.by_rank(self._home.padded_fulls), num_ranks)

@@ -70,7 +70,7 @@ class CommGroup:
         self.index = next(_indices)
         self._seq = 0
         self._given_up = ""
-        # a rank that joins later has the same count as the others: a new default group resets it to 0 on all
+        # a rank that joins later has the same count: a new default group resets it on all ranks
         store = default_store()
         self.incarnation = self.incarnation + 1 if store is self._store else 0
         self._store = store
@@ -127,7 +127,7 @@ class CommGroup:
             self.give_up(error)
             raise
         pending = self._transport.pending(issue(process_group), collective, self)
-        self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset skips the wait
+        self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset leaves some unawaited
         return pending
 
     def part(self, ranks: tuple[int, ...], purpose: str) -> CommGroup:
@@ -204,7 +204,7 @@ class CommGroup:
         self._order_check.before(collective)
 
     def look(self) -> None:
-        """Raise RanksDisagreeError if another rank issues a different collective than this one; for wait slices."""
+        """Raise RanksDisagreeError if another rank's collectives differ from this one's; called in wait slices."""
         if self._order_check is not None:
             self._order_check.look()
 

@@ -4,7 +4,7 @@ A reduction has these steps, each only where it applies::
 
     copy-in -> reduce-scatter over F -> [+ partial sums] -> all-reduce over R -> hook -> divide -> cast -> .grad
 
-A unit's post-backward starts it. It is finished later, when another one needs its slot or backward ends.
+A unit's post-backward starts it. It is finished when another one needs its room or backward ends.
 Layouts (S = sum of the slots of the parameters taking part, F = shard ranks)::
 
     reduce-scatter input    [F, S]   row r = rank r's part of every gradient, in the reduce dtype

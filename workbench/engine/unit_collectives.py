@@ -195,7 +195,7 @@ def foreach_all_gather(
     """Start gathering the flat shard ``[S]`` in ``dtype`` on ``device``.
 
     The shard itself is the input, unless it must be cast, moved or assembled, or must be in this rank's row of the
-    output. It is then copied: into that row, or into a buffer if the output has no such row.
+    output. Then it is copied: into that row, or into a buffer if there is no such row.
     """
     numel, leaves_own_out = shard.numel(), is_of_others(gather)
     num_gathered = group.size - leaves_own_out

@@ -188,7 +188,7 @@ def copied(module: nn.Module, memo: dict[int, Any], make: Callable[[], T]) -> T:
     before = dict(memo)
     try:
         return make()
-    except Exception:  # noqa: BLE001 - an attribute's class may raise anything; if sharing does not help, ``make`` raises again below
+    except Exception:  # noqa: BLE001 - an attribute's class may raise anything; the second make() raises again
         memo.clear()  # drop half-made copies
         memo |= before
     _share_uncopyable(module, memo)
