@@ -1,20 +1,23 @@
-"""Our own Fully Sharded Data Parallel engine: per-parameter sharding on DTensor, torch's public API shape.
+"""Fully Sharded Data Parallel engine: per-parameter sharding on DTensor, with the shape of torch's public API.
 
-Other than in torch's: a user's mistake is a ValueError, TypeError, NotImplementedError or RuntimeError, never an
-AssertionError, and flags must be bools; policies are the classes here; not there are tensors that
-bring ``fsdp_pre_all_gather``, transforms of ``torch.func`` around a sharded module, deprecated names, and
-``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``; a full parameter that is kept beyond its reshard
-reads as NaN; writing to a view that a module returned is allowed, and so is inference mode between training steps; a
-list of modules can be the root; and from the second iteration on, a unit's forward starts the all-gather of the unit
-that ran next in the last one. ``set_modules_to_forward_prefetch([])`` on every unit leaves that out: all-gathers and
-reduce-scatters come in torch's order then, so that a record can be compared with one of torch's.
+Differences from torch's engine:
+
+- A user's mistake is a ValueError, TypeError, NotImplementedError or RuntimeError, never an AssertionError. Flags must
+  be bools, and policies instances of the classes here.
+- Not supported: tensors with ``fsdp_pre_all_gather``, transforms of ``torch.func`` around a sharded module, deprecated
+  names, ``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``.
+- A full parameter kept past its reshard reads as NaN.
+- Allowed: writing to a view that a module returned, inference mode between training steps, a list of modules as root.
+- From the second iteration on, a unit's forward starts the all-gather of the unit that ran next in the last iteration.
+  ``set_modules_to_forward_prefetch([])`` on every unit disables this: all-gathers and reduce-scatters then come in
+  torch's order, so that traces of the two can be compared.
 
 ``torch.distributed.pipelining``, imported before ``fully_shard`` is called, treats sharded stages as torch's. With its
-zero-bubble schedules give ``reshard_after_forward=False``, here as there: they find the parameters of a module that is
-resharded between its forward and backward nowhere, and leave them without gradients.
+zero-bubble schedules use ``reshard_after_forward=False``, as with torch's engine: they do not find the parameters of a
+module resharded between its forward and backward, and leave them without gradients.
 
 To follow one all-gather from hook to wire, read ``fsdp_state.py`` (hooks), ``param_group.py`` (a unit),
-``unit_collectives.py`` (layouts) and ``comm.py`` (the wire). A gradient travels back from the hook through
+``unit_collectives.py`` (layouts) and ``comm.py`` (the wire). To follow a gradient from the hook, read
 ``param_group.py`` and ``reduction.py``.
 """
 

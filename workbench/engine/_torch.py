@@ -1,6 +1,6 @@
-"""Every private piece of torch that the engine needs, and nothing else.
+"""All uses of torch's private API in the engine, and nothing else.
 
-Each function here has a test in ``tests/engine/test_torch_private.py`` that notices when torch changes it.
+Each function here has a test in ``tests/engine/test_torch_private.py`` that fails when torch changes it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 OLDEST, NEWEST = (2, 11), (2, 14)
-"""Versions of torch, major and minor, between which the tests run."""
+"""Oldest and newest version of torch, major and minor, that the tests run on."""
 
 Spec = DTensorSpec
 BatchNorm = _BatchNorm
-"""What every batch norm is: of 1 to 3 dimensions, over ranks, and lazy."""
+"""Base class of every batch norm: 1 to 3 dimensions, synchronised, and lazy."""
 
 
 def untried(version: str = torch.__version__) -> str:
-    """Return a sentence about a version of torch that the tests do not run on; empty for the others."""
+    """Return a warning if the tests do not run on this version of torch, "" if they do."""
     major, minor = (int(part) for part in version.split(".")[:2])
     if OLDEST <= (major, minor) <= NEWEST:
         return ""
@@ -50,7 +50,7 @@ if untried():
 def all_gather_single(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Gather into one tensor; before torch 2.13 it has another name."""
+    """All-gather into one tensor; torch before 2.13 has another name for it."""
     newer: Callable[..., dist.Work | None] | None = getattr(dist, "all_gather_single", None)
     return (newer or dist.all_gather_into_tensor)(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -58,27 +58,27 @@ def all_gather_single(
 def reduce_scatter_single(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: object, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Reduce one tensor and scatter it; before torch 2.13 it has another name."""
+    """Reduce-scatter one tensor; torch before 2.13 has another name for it."""
     newer: Callable[..., dist.Work | None] | None = getattr(dist, "reduce_scatter_single", None)
     return (newer or dist.reduce_scatter_tensor)(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def queue_backward_final_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass under way has finished all of its work.
+    """Run ``callback`` at the end of the current backward pass.
 
     Raises:
-        RuntimeError: outside of a backward pass.
+        RuntimeError: outside a backward pass.
     """
     Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call,attr-defined,unused-ignore]
 
 
 def is_in_backward() -> bool:
-    """Return True within a backward pass of this thread: a module that runs there is run again, for a checkpoint."""
+    """Return whether this thread is in a backward pass: a forward that runs there is recomputed for a checkpoint."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
 def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor) -> Spec:
-    """Describe a DTensor of ``like``'s global shape, stride and dtype."""
+    """Return the spec of a DTensor with the global shape, stride and dtype of ``like``."""
     return DTensorSpec(mesh, tuple(placements), TensorMeta(like.shape, like.stride(), like.dtype))
 
 
@@ -91,17 +91,17 @@ def with_dtype(spec: Spec, dtype: torch.dtype) -> Spec:
 
 
 def spec_of(dtensor: DTensor) -> Spec:
-    """Return the description a DTensor carries."""
+    """Return the spec of a DTensor."""
     return dtensor._spec
 
 
 def shards_along(spec: Spec, dim: int) -> int:
-    """Return over how many ranks tensor dimension ``dim`` is split."""
+    """Return the number of ranks that tensor dimension ``dim`` is split over."""
     return int(spec.num_shards_map[dim])
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return the placement of an axis that splits what another axis has split before, into ``split_factor`` parts."""
+    """Return the placement of an axis that splits ``dim`` after another has split it into ``split_factor`` parts."""
     return _StridedShard(dim, split_factor=split_factor) if split_factor > 1 else Shard(dim)
 
 
@@ -111,15 +111,15 @@ def splits(placement: Placement, dim: int) -> bool:
 
 
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the 1-D mesh ``name`` over all ranks of ``mesh``, which has named axes; made at the first call."""
+    """Return the 1-D mesh ``name`` over all ranks of ``mesh``, which has named axes; created at the first call."""
     return mesh._flatten(name)
 
 
 def joined_mesh(*meshes: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of the axes of all, which must come from one and have names.
+    """Return a mesh of the axes of all ``meshes``, which must be named and come from one mesh.
 
     Raises:
-        RuntimeError: they do not come from one.
+        RuntimeError: the meshes do not come from one mesh.
         TypeError: an axis has no name.
     """
     return DeviceMesh._concatenate(list(meshes))
@@ -134,34 +134,34 @@ def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
 
 
 def local_of(dtensor: DTensor) -> torch.Tensor:
-    """Return the very tensor a DTensor wraps (``to_local`` gives a new view of a parameter's)."""
+    """Return the tensor object that a DTensor wraps (``to_local`` returns a new view for a parameter)."""
     return dtensor._local_tensor
 
 
 def set_local(dtensor: DTensor, local: torch.Tensor) -> None:
-    """Exchange the tensor a DTensor wraps; shape must be what its spec says; a new dtype is taken into the spec."""
+    """Replace the tensor a DTensor wraps; its shape must match the spec; the spec takes its dtype."""
     dtensor._local_tensor = local
     dtensor._spec = with_dtype(dtensor._spec, local.dtype)
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` itself, after the collective that makes it if a DTensor operation has started one."""
+    """Return the plain tensor, after waiting if a pending DTensor collective produces it."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def is_of_old_shards(tensor: object) -> bool:
-    """Return whether ``tensor`` is a ShardedTensor, which torch's first FSDP makes of what has no device mesh."""
+    """Return whether ``tensor`` is a ShardedTensor, which torch's first FSDP makes without a device mesh."""
     return isinstance(tensor, torch.Tensor) and callable(getattr(tensor, "local_shards", None))
 
 
 def gather_old_shards(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return all of a ShardedTensor on every rank that has a part of it, on ``device``; collective among these."""
+    """Return the whole of a ShardedTensor on ``device``; collective among the ranks that have a part of it."""
     old = cast("Any", tensor)
     whole = torch.zeros(old.size(), dtype=old.dtype, device=device)
     for shard in old.local_shards():
         sizes = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
         whole[tuple(slice(first, first + size) for first, size in sizes)] = shard.tensor.to(device)
-    dist.all_reduce(whole.view(-1).view(torch.uint8), group=old._process_group)  # bytes: of any dtype, -0.0 as well
+    dist.all_reduce(whole.view(-1).view(torch.uint8), group=old._process_group)  # as bytes: any dtype, and keeps -0.0
     return whole
 
 
@@ -169,27 +169,27 @@ _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
 class Checkpointed(Protocol):
-    """What that module asks of its class of wrappers."""
+    """Methods that ``torch.distributed.checkpoint.state_dict`` calls on its wrapper class."""
 
     @staticmethod
     def fsdp_modules(module: nn.Module) -> Sequence[nn.Module]:
-        """Return the wrappers in the tree of ``module``; empty: there are none."""
+        """Return the wrappers in the tree of ``module``."""
 
     @staticmethod
     def state_dict_type(*args: Any, **settings: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - torch's classes
-        """Let them be set as ``settings`` say for the time of a ``with``."""
+        """Return a context manager that applies ``settings`` to the wrappers."""
 
     @staticmethod
     def optim_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - passed on
-        """Return the state of an optimizer by names."""
+        """Return the state of an optimizer by parameter name."""
 
     @staticmethod
     def optim_state_dict_to_load(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - passed on
-        """Return what an optimizer loads."""
+        """Return a state dict that an optimizer can load."""
 
 
 class _Wrappers:
-    """Stands in ``torch.distributed.checkpoint.state_dict`` for its class of wrappers: it, and another one."""
+    """Replaces the wrapper class in ``torch.distributed.checkpoint.state_dict``: dispatches to it or to ours."""
 
     def __init__(self, theirs: Any, kind: type[nn.Module], ours: Checkpointed) -> None:  # noqa: ANN401 - torch's class
         self._theirs, self._kind, self._ours = theirs, kind, ours
@@ -214,16 +214,16 @@ class _Wrappers:
 
 
 def tell_checkpoints(kind: type[nn.Module], ours: Checkpointed) -> None:
-    """Let ``torch.distributed.checkpoint.state_dict``, which calls, treat modules of ``kind`` as its own wrappers.
+    """Make ``torch.distributed.checkpoint.state_dict``, the caller, treat modules of ``kind`` as its own wrappers.
 
-    It has one class of wrappers, and asks that for all that it does with them, but for whether a module is sharded.
+    It calls its one wrapper class for everything except whether a module is sharded.
 
     Args:
-        kind: the class of wrappers; a wrapped module lies where it does in torch's.
-        ours: answers for them.
+        kind: the wrapper class; holds the wrapped module under the same attribute as torch's.
+        ours: the methods for ``kind``.
 
     Raises:
-        NotImplementedError: it is of a version of torch that has other names there.
+        NotImplementedError: this version of torch has other names there.
     """
     checkpoints = cast("Any", sys.modules.get(_CHECKPOINTS))
     if checkpoints is None or isinstance(getattr(checkpoints, "FSDP", None), _Wrappers):
@@ -242,18 +242,18 @@ def tell_checkpoints(kind: type[nn.Module], ours: Checkpointed) -> None:
 
 
 def is_asked_by_checkpoints() -> bool:
-    """Return whether the function that called the present one is of ``torch.distributed.checkpoint.state_dict``.
+    """Return whether the calling function was called by ``torch.distributed.checkpoint.state_dict``.
 
-    It lists a model's parameters by walking its modules, to find those of an optimizer.
+    That module walks a model's modules to find an optimizer's parameters.
     """
     caller = sys._getframe(2)
     return caller.f_globals.get("__name__") == _CHECKPOINTS
 
 
 def lists_parameters_for_checkpoints() -> bool:
-    """Return whether that module has called ``named_parameters``, which goes through modules in the present function.
+    """Return whether ``torch.distributed.checkpoint.state_dict`` is in ``named_parameters``, which called the caller.
 
-    It takes frozen parameters out of a state dict by these names.
+    It removes frozen parameters from a state dict by these names.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name in {"named_modules", "_named_members"}:
@@ -265,16 +265,16 @@ def lists_parameters_for_checkpoints() -> bool:
 
 
 def set_own_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Register a parameter that is none of the module's: ``torch.distributed.checkpoint.state_dict`` must not see it.
+    """Register a parameter of the engine's own, hidden from ``torch.distributed.checkpoint.state_dict``.
 
-    That leaves out what a module would not save, buffer or not; the module itself saves it.
+    That module leaves out names in the non-persistent set, buffers or not; the module itself still saves them.
     """
     module._parameters[name] = param
     module._non_persistent_buffers_set.add(name)
 
 
 def drop_own_parameter(module: nn.Module, name: str) -> None:
-    """Undo :func:`set_own_parameter`; nothing is wrong if it was never called."""
+    """Undo :func:`set_own_parameter`; no-op if it was never called."""
     module._parameters.pop(name, None)
     module._non_persistent_buffers_set.discard(name)
 
@@ -285,18 +285,18 @@ def premultiplied_sum(factor: float) -> object:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that ``tensor`` is a view of, if a node of autograd's graph has made that one."""
+    """Return the tensor that ``tensor`` is a view of, if that has a ``grad_fn``; else None."""
     base = tensor._base
     return base if base is not None and base.grad_fn is not None else None
 
 
 def is_transforming() -> bool:
-    """Return True within a transform of ``torch.func`` (grad, vjp, jvp, vmap ...), where every tensor is wrapped."""
+    """Return whether a transform of ``torch.func`` (grad, vjp, jvp, vmap ...), which wraps every tensor, is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def set_composed(module: nn.Module, *, sharded: bool) -> None:
-    """Tell torch's composable functions (``replicate``) that ``fully_shard`` has ``module``, or has it no more."""
+    """Mark ``module`` as sharded, or not, for torch's composable functions (``replicate``)."""
     registry: dict[str, object] = vars(module).setdefault(REGISTRY_KEY, {})
     if sharded:
         registry["fully_shard"] = RegistryItem()
@@ -312,13 +312,13 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def tell_pipelining(kind: type[object], state_of: Callable[[nn.Module], object]) -> None:
-    """Let ``torch.distributed.pipelining``, once it is imported, treat modules of ``kind`` as torch's FSDP modules.
+    """Make ``torch.distributed.pipelining``, if imported, treat modules of ``kind`` as torch's FSDP modules.
 
-    It unshards, reshards and reduces those that it knows by itself, once a step. It asks a stage for its state, and
-    that for ``_state_ctx.all_states``, their ``_fsdp_param_groups`` and ``_root_post_backward_final_callback``.
+    It unshards, reshards and reduces FSDP modules itself, once a step. It reads a stage's state, and from that
+    ``_state_ctx.all_states``, their ``_fsdp_param_groups`` and ``_root_post_backward_final_callback``.
 
     Args:
-        kind: the class mixed into them.
+        kind: the class mixed into the modules.
         state_of: returns a module's state; None for a module of another kind.
     """
     names = ("stage", "schedules")
@@ -336,9 +336,9 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Exchange a registered parameter without the checks of ``nn.Module.__setattr__``: runs 4 times a step each.
+    """Replace a registered parameter without the checks of ``nn.Module.__setattr__``: runs 4 times a step for each.
 
-    A module that has a ``__setattr__`` of its own wants to know.
+    A custom ``__setattr__`` of the module's class is called.
     """
     if has_own_setattr(module):
         setattr(module, name, param)
@@ -347,31 +347,31 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 def has_own_setattr(module: nn.Module) -> bool:
-    """Return whether a module's class has a ``__setattr__`` of its own."""
+    """Return whether a module's class overrides ``__setattr__``."""
     return type(module).__setattr__ is not nn.Module.__setattr__
 
 
 def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Exchange a registered parameter; nothing of the module is called."""
+    """Replace a registered parameter without calling any method of the module."""
     module._parameters[name] = param
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set the counters by which autograd notices that what it saved has changed."""
+    """Set the version counters by which autograd detects changes of saved tensors."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def forbid_reading(tensor: torch.Tensor, reason: str) -> None:
-    """Let whatever reads ``tensor``, or what shares its storage, raise RuntimeError with ``reason``.
+    """Make every read of ``tensor``, or of a tensor that shares its storage, raise RuntimeError with ``reason``.
 
-    Only CUDA builds can, from torch 2.12 on; elsewhere this does nothing.
+    Works in CUDA builds from torch 2.12 on; a no-op elsewhere.
     """
     if _can_forbid:
         torch._C._set_storage_data_ptr_access_error_msg(tensor.untyped_storage()._cdata, reason)
 
 
 def allow_reading(tensor: torch.Tensor) -> None:
-    """Undo :func:`forbid_reading`; nothing is wrong if it was never called."""
+    """Undo :func:`forbid_reading`; no-op if it was never called."""
     if _can_forbid:
         torch._C._clear_storage_data_ptr_access_error_msg(tensor.untyped_storage()._cdata)
 
@@ -380,14 +380,14 @@ _can_forbid = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
 
 
 def call_post_accumulate_hooks(param: nn.Parameter) -> None:
-    """Call what the user registered with ``param.register_post_accumulate_grad_hook``."""
+    """Call the hooks registered with ``param.register_post_accumulate_grad_hook``."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     for hook in list(hooks.values()):
         hook(param)
 
 
 def has_post_accumulate_hooks(param: nn.Parameter) -> bool:
-    """Return whether there are such hooks."""
+    """Return whether ``param`` has post-accumulate-grad hooks."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
@@ -397,14 +397,14 @@ def has_grad_hooks(param: nn.Parameter) -> bool:
 
 
 def share_post_accumulate_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Let ``new`` have those hooks too: the same ones, so that the handles the user got go on removing them."""
+    """Share the post-accumulate-grad hooks of ``old`` with ``new``, so that the user's handles still remove them."""
     hooks = getattr(old, "_post_accumulate_grad_hooks", None)
     if hooks is not None:
         new._post_accumulate_grad_hooks = hooks
 
 
 def group_allocator(group: dist.ProcessGroup | None, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """Return what allocates memory for collectives in ``group``'s backend (numel, dtype, device); None: nothing."""
+    """Return the allocator (numel, dtype, device) of ``group``'s backend for collectives; None if it has none."""
     backend = None if group is None else group._get_backend(device)
     if backend is None or not backend.supports_tensor_alloc(device):
         return None
@@ -416,15 +416,15 @@ def group_allocator(group: dist.ProcessGroup | None, device: torch.device) -> Ca
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
-    """Copy chunk r of every tensor, cut along dim 0 as torch.chunk does and padded with zeros, into row r of ``out``.
+    """Copy chunk r of every tensor, split along dim 0 as by torch.chunk and zero-padded, into row r of ``out``.
 
-    ``out`` is ``[num_chunks, ...]``; it may have another dtype. On CUDA that is one kernel for all tensors.
+    ``out`` is ``[num_chunks, ...]`` and may have another dtype. On CUDA this is one kernel for all tensors.
     """
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
 
 
 def default_store() -> Store:
-    """Return the store of the default process group; another object after every ``init_process_group``.
+    """Return the store of the default process group; a new object after every ``init_process_group``.
 
     Raises:
         ValueError: there is no default process group.
@@ -433,35 +433,35 @@ def default_store() -> Store:
 
 
 def abort_process_groups() -> None:
-    """Destroy all process groups without waiting for what they do; NCCL's kernels that wait for a peer end."""
+    """Destroy all process groups without waiting for their work; ends NCCL kernels that wait for a peer."""
     distributed_c10d._abort_process_group()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def named_groups() -> dict[str, dist.ProcessGroup]:
-    """Return the groups that this process has, by name, in the order of their making; the default one is the first."""
+    """Return this process's groups by name, in order of creation; the default group is first."""
     world = distributed_c10d._world
     return {str(world.pg_names[group]): group for group in world.pg_map}
 
 
 def name_groups_from(number: int) -> int:
-    """Let the groups that are made from now on be numbered from ``number`` on at least; return the next number."""
+    """Raise the number of the next group to at least ``number``; return that number."""
     world = distributed_c10d._world
     world.group_count = max(world.group_count, number)
     return world.group_count
 
 
 def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist.ProcessGroup:
-    """Make a process group under a name of one's own; only its ranks, and all of them, must call this.
+    """Create a process group under the given name; exactly its ranks must call this, together.
 
-    Its backends are those that the default group has, or what it has for ``device_type`` alone.
+    It uses the default group's backend for ``device_type``, or all its backends.
 
-    ``new_group(use_local_synchronization=True)`` names a group after the number of groups this process has made: ranks
-    of which one has made another group before wait for each other for ever.
+    ``new_group(use_local_synchronization=True)`` names a group after the number of groups this process has created: if
+    one rank created another group before, the ranks wait for each other for ever.
 
     Args:
         ranks: global ranks, in group order.
-        name: new, and the same on all of them.
-        device_type: of the tensors that will be communicated; empty: any.
+        name: an unused name, the same on all ranks.
+        device_type: type of the tensors to communicate; empty: any.
     """
     of_default = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][0]
     backend = dist.BackendConfig(dist.Backend(of_default)).get_device_backend_map().get(device_type, of_default)
@@ -480,21 +480,21 @@ def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist
 
 
 class GradScalerWithFlags(GradScaler):
-    """torch's, with a say in what was found among an optimizer's gradients: a flag per device, 1 for inf or NaN."""
+    """torch's GradScaler with a hook for the flags of an optimizer's gradients: one per device, 1 for inf or NaN."""
 
     def share_flags(self, flags: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Change flags, each a 0-dimensional float32 tensor, in place; there is always one.
+        """Change the flags in place; each is a 0-dimensional float32 tensor, and there is at least one.
 
         Args:
-            flags: those of the devices that hold gradients.
-            device: that of the scale.
+            flags: flags of the devices that hold gradients.
+            device: device of the scale.
         """
         raise NotImplementedError
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, _allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Return the flags; torch itself refuses float16, which is what sharded gradients may be."""
+        """Return the flags; allow float16, which torch refuses: sharded gradients may have that dtype."""
         flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, True) or {found_inf.device: found_inf}
         self.share_flags(list(flags.values()), found_inf.device)
         return flags

@@ -1,11 +1,11 @@
-"""Ranks agree before a collective operation on a model on what each of them holds, and after it on its outcome.
+"""Agreement of ranks on what each holds before a collective operation on a model, and on its outcome after it.
 
 After a step that failed or was aborted, some ranks hold gradients or optimizer state that others lack. A rank that
 gathers such a tensor alone waits for ever, or receives another tensor's bytes. So :meth:`Agreement.check` compares a
-description of everything that is to be gathered, before the first byte moves.
+description of everything to gather before any data moves.
 
-An operation that exchanges parameters gathers first and exchanges last. Between the two, :meth:`Agreement.all_or_none`
-takes a vote in the store: the exchange happens on every rank or on none, also if a rank is interrupted while it votes.
+An operation that replaces parameters gathers first and replaces last. Between the two, :meth:`Agreement.all_or_none`
+takes a vote in the store: every rank replaces them or none does, even if a rank is interrupted while it votes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workbench.engine.process_groups import CommGroup, group_of
 from workbench.engine.root_checks import full_name, names_below
 
 Rows = dict[str, str | None]
-"""Description by name; None: this rank holds no elements of it, so that any description agrees."""
+"""Descriptions by name; None: this rank holds no elements, so any description matches."""
 
 _NONE = "none"
 _SHOWN = 3
@@ -44,14 +44,14 @@ _NOBODYS, _LOWEST = -1, -(2**62)  # what ranks without elements give as highest 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one rank holds of a model.
+    """Descriptions of one rank's part of a model.
 
     Attributes:
         params: its parameters.
         grads: their gradients.
-        held: which of them an optimizer holds.
-        states: the state that optimizers have for them.
-        given: the state in a state dict that is to be loaded.
+        held: the parameters that an optimizer holds.
+        states: the optimizers' state for them.
+        given: the state in a state dict to load.
     """
 
     params: Rows = field(default_factory=dict)
@@ -80,7 +80,7 @@ _CURES = {
 
 
 def holdings(named: Iterable[tuple[str, torch.Tensor]], optimizers: Sequence[torch.optim.Optimizer] = ()) -> Holdings:
-    """Describe parameters that are the same kind of tensor on every rank, their gradients and optimizer state."""
+    """Describe parameters that are the same kind of tensor on every rank, with their gradients and optimizer state."""
     found = Holdings()
     if optimizers:
         found.states["the optimizers"] = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
@@ -99,14 +99,14 @@ def _states_of(param: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def describe_state(state: Mapping[str, Any] | None) -> str:
-    """Describe an optimizer's state of one parameter, key by key; None: it has none."""
+    """Describe an optimizer's state of one parameter, key by key; None for no state."""
     if not state:
         return _NONE
     return ", ".join(f"{key} {describe(state[key])}" for key in sorted(state, key=str))
 
 
 def describe(value: object) -> str:
-    """Describe a tensor so that ranks whose descriptions are equal can gather it together; else name the type."""
+    """Describe a tensor: ranks with equal descriptions can gather it together. For other values return the type."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     split = f" {' '.join(map(str, value.placements))}" if isinstance(value, DTensor) else ""
@@ -127,7 +127,7 @@ class Agreement:
 
     Args:
         what: name of the operation, for messages.
-        units: whose ranks take part.
+        units: units whose ranks take part.
     """
 
     def __init__(self, what: str, units: Iterable[FSDPParamGroup]) -> None:
@@ -137,10 +137,10 @@ class Agreement:
         self._group, self._has_all = _group_over(of)
 
     def check(self, holds: Callable[[], Holdings]) -> None:
-        """Return once it is known that all ranks hold the same; collective.
+        """Return once all ranks are known to hold the same; collective.
 
         Args:
-            holds: describes what this rank holds; raises if this rank cannot take part.
+            holds: returns this rank's holdings; raises if this rank cannot take part.
 
         Raises:
             RanksDisagreeError: on every rank: ranks hold different things, or ``holds`` raised on some ranks.
@@ -149,7 +149,7 @@ class Agreement:
         own, error = Holdings(), None
         try:
             own = holds()
-        except Exception as raised:  # noqa: BLE001 - the other ranks have to know, whatever it is
+        except Exception as raised:  # noqa: BLE001 - the other ranks must learn of any error
             error = raised
         refusal = "" if error is None else f"{type(error).__name__}: {error}"
         every = (own.params, own.grads, own.held, own.states, own.given)
@@ -202,7 +202,7 @@ class Agreement:
         return Collective(f"agreement of the ranks before {self._what}", None, 0)
 
     def _difference(self, answers: Sequence[tuple[str, bool, dict[str, Rows]]], ranks: Sequence[int]) -> str:
-        """Return in one sentence in what the ranks differ; empty: in nothing that matters."""
+        """Return a sentence on how the ranks differ; "" if in nothing that matters."""
         unable = [rank for rank, (refusal, *_) in zip(ranks, answers, strict=True) if refusal]
         if unable:
             refusal = next(refusal for refusal, *_ in answers if refusal)
@@ -225,11 +225,11 @@ class Agreement:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Leave the body on every rank or on none; collective.
+        """Complete the body on every rank or on none; collective.
 
         Raises:
             CollectiveFailed: the body raised on another rank.
-            BaseException: what the body raised here, or what ended the wait for the other ranks.
+            BaseException: the body's own error, or the one that ended the wait for the other ranks.
         """
         vote = None if self._group is None or dist.get_backend() == "fake" else _Vote(self._what, self._group)
         try:
@@ -243,7 +243,7 @@ class Agreement:
 
 
 def _by_name(of_ranks: Sequence[Rows], missing: str | None) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield every name of any rank, and each rank's description; ``missing`` where a rank has no such name."""
+    """Yield every name of any rank with each rank's description; ``missing`` where a rank lacks the name."""
     for name in dict.fromkeys(name for rows in of_ranks for name in rows):
         yield name, [rows.get(name, missing) for rows in of_ranks]
 
@@ -251,9 +251,9 @@ def _by_name(of_ranks: Sequence[Rows], missing: str | None) -> Iterator[tuple[st
 def _group_over(units: Iterable[FSDPParamGroup]) -> tuple[CommGroup | None, bool]:
     """Return the group of all ranks that share the units, and whether each of these ranks has a part of every unit.
 
-    The group is None for one rank. Experts, for example, lie on some of the ranks only.
+    The group is None for one rank. Experts, for example, are on only some of the ranks.
     """
-    meshes: dict[int, DeviceMesh] = {}  # by id, as units share them and reading one takes long
+    meshes: dict[int, DeviceMesh] = {}  # by id: units share meshes, and reading one is slow
     known: dict[tuple[int, ...], CommGroup] = {}
     device_type = "cpu"
     for unit in units:
@@ -271,7 +271,7 @@ def _group_over(units: Iterable[FSDPParamGroup]) -> tuple[CommGroup | None, bool
 
 @dataclass
 class _Serial:
-    """How many votes a group has taken, since it was built and the store is the one it is."""
+    """Number of votes a group has taken in its current incarnation and store."""
 
     store: Store
     incarnation: int
@@ -283,7 +283,7 @@ _DONE = "done"
 
 
 class _Vote:
-    """A vote of a group's ranks: each votes once it is ready; the first to write the outcome decides for all."""
+    """A vote of a group's ranks: each votes when it is ready, and the first to write the outcome decides for all."""
 
     def __init__(self, what: str, group: CommGroup) -> None:
         self._what = what
@@ -295,15 +295,15 @@ class _Vote:
         name = f"workbench/vote/{group.purpose}/{'-'.join(map(str, group.ranks))}/{group.incarnation}"
         self._store = PrefixStore(f"{name}/{serial.count}", store)
         if serial.count and group.rank == 0:
-            before = PrefixStore(f"{name}/{serial.count - 1}", store)  # all ranks have left it: they agreed since
+            before = PrefixStore(f"{name}/{serial.count - 1}", store)  # all ranks are done with it: they agreed since
             for key in ("ready", "outcome"):
                 before.delete_key(key)
         serial.count += 1
 
     def settle(self) -> None:
-        """Return if all ranks get ready; raise on all of them if one does not.
+        """Return once all ranks are ready; raise on all of them if one fails.
 
-        An interrupt that comes once every rank is ready comes too late: the operation is finished, not undone.
+        An interrupt after every rank is ready is too late: the operation completes.
         """
         try:
             delay_s = FIRST_POLL_S
@@ -321,23 +321,23 @@ class _Vote:
             raise CollectiveFailed(f"{self._what} was given up on every rank, because {outcome}")
 
     def give_up(self, error: BaseException) -> str:
-        """Let no rank go on, unless all are ready already; return the outcome."""
+        """Abort the operation on every rank unless all are ready already; return the outcome."""
         outcome = ""
-        with suppress(RuntimeError):  # without the store the other ranks cannot become ready either
+        with suppress(RuntimeError):  # without the store the other ranks cannot get ready either
             outcome = self._decide(f"rank {dist.get_rank()} raised {type(error).__name__}: {str(error)[:200]}")
             if outcome != _DONE:
                 self._store.add("ready", self._size)  # ends the others' wait
         return outcome
 
     def _decide(self, outcome: str) -> str:
-        """Write the outcome unless there is one; return the one that counts."""
+        """Write the outcome if there is none yet; return the final one."""
         return bytes(self._store.compare_set("outcome", "", outcome)).decode()
 
 
 def units_holdings(
     module: nn.Module, units: Iterable[FSDPParamGroup], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Holdings:
-    """Describe the sharded parameters of ``fully_shard``'s units in ``module``, which are sharded now."""
+    """Describe the sharded parameters of ``fully_shard``'s units in ``module``, which must be sharded now."""
     name_of = names_from(module)
     named = [(name_of(p.info, p.fqn), own) for u in units for p in u.fsdp_params for own in p.owned]
     return holdings(named, optimizers)

@@ -1,4 +1,4 @@
-"""``fully_shard``."""
+"""``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx``."""
 
 from __future__ import annotations
 
@@ -73,38 +73,39 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
 ) -> M | L:
     """Shard the parameters of a module (or of a list of modules, as one unit) over the ranks of ``mesh``.
 
-    Managed are the parameters below ``module`` that no earlier ``fully_shard`` call took. They become DTensors,
+    It manages the parameters below ``module`` that no earlier ``fully_shard`` call took. They become DTensors,
     ``Shard(0)`` with torch.chunk's split, under the same names; one all-gather makes them full before the module's
-    forward and backward, one reduce-scatter averages their gradients. Call it on the inner modules first. Frozen
-    parameters of another dtype than the trained ones (quantised weights beside adapters) have an all-gather of theirs.
+    forward and backward, and one reduce-scatter averages their gradients. Call it on the inner modules first. Frozen
+    parameters whose dtype differs from that of the trained ones (quantised weights with adapters) have a separate
+    all-gather.
 
     Args:
         module: the module, or modules that always run in the same iteration.
         mesh: 1-D mesh to shard over, or a named 2-D one (replicate, shard); None: all ranks.
         reshard_after_forward: True frees the full parameters between forward and backward (one more all-gather);
-            False keeps them; an int keeps them split over groups of so many ranks; None means True, except for the
-            root, which is needed again at once in backward.
-        shard_placement_fn: says for a parameter which dim to split, and if need be over which mesh.
+            False keeps them; an int keeps them split over groups of that many ranks; None means True, except for the
+            root, which backward needs again at once.
+        shard_placement_fn: returns for a parameter the dim to split, and optionally the mesh to split over.
         mp_policy: dtypes of compute, reduction and output.
         offload_policy: :class:`~workbench.engine.CPUOffloadPolicy` keeps shards, gradients, optimizer state on the CPU.
-        ignored_params: parameters that are left alone.
-        dp_mesh_dims: which axes of ``mesh``, that may have more than two, are the data-parallel ones; all parameters
-            are DTensors on it, ``Replicate()`` on these axes.
+        ignored_params: parameters to leave unsharded.
+        dp_mesh_dims: the data-parallel axes of ``mesh``, which may have more than two axes; all parameters must be
+            DTensors on it, ``Replicate()`` on these axes.
 
     Returns:
         ``module``, whose class is now a subclass with :class:`FSDPModule` mixed in.
 
     Raises:
-        TypeError: not a module; an argument of another type than it takes.
-        ValueError: already sharded, a container without forward, a module of the list inside of another, a scalar or
-            non-contiguous parameter, trained parameters of several dtypes, parameters on several devices, one tied to
-            one in another unit, a mesh without this rank or with other axes, a dim that cannot be split, an int that
-            does not divide the ranks.
+        TypeError: not a module; an argument of a wrong type.
+        ValueError: already sharded, a container without forward, a module of the list inside another, a scalar or
+            non-contiguous parameter, trained parameters of several dtypes, parameters on several devices, a parameter
+            tied to one in another unit, a mesh without this rank or with other axes, a dim that cannot be split, an
+            int that does not divide the ranks.
         NotImplementedError: an int for parameters that tensor parallelism has split, or with ``dp_mesh_dims``; a
-            parameter with an all-gather of its own.
+            parameter with its own all-gather.
         RuntimeError: no process group.
 
-    The module is left as it was if the call raises.
+    The module is unchanged if the call raises.
     """
     tell_pipelining(FSDPModule, state_of)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
@@ -151,7 +152,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def _policy(reshard_after_forward: object, mp_policy: object, offload_policy: object) -> UnitPolicy:
-    """Return the policy; raises TypeError for values of other types."""
+    """Return the unit policy; raise TypeError for values of other types."""
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise TypeError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -163,12 +164,12 @@ def _policy(reshard_after_forward: object, mp_policy: object, offload_policy: ob
 
 
 def _said(value: object) -> str:
-    """Return a value and the full name of its type: torch has policies of the same names."""
+    """Return a value and the full name of its type as text: torch has policies of the same names."""
     return f"{value!r:.60} of type {type(value).__module__}.{type(value).__qualname__}"
 
 
 def _ids_of(ignored_params: Iterable[object]) -> frozenset[int]:
-    """Return the ids of the parameters to leave alone."""
+    """Return the ids of the ignored parameters."""
     if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
         raise TypeError(f"ignored_params takes a set of parameters, got {_said(ignored_params)}: put it into {{...}}")
     params = list(ignored_params)
@@ -182,14 +183,14 @@ def _ids_of(ignored_params: Iterable[object]) -> frozenset[int]:
 
 
 def _move_to(device: torch.device, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
-    """Move what is elsewhere to the device that computes; what is on the meta device stays there."""
+    """Move parameters and buffers to the compute device, except those on the meta device."""
     for tensor in (*params, *buffers):
         if not (tensor.is_meta or is_of_kind(tensor, device)):
             tensor.data = tensor.data.to(device)
 
 
 def _make_groups(placed: Sequence[PlacedUnit], policy: UnitPolicy) -> list[FSDPParamGroup]:
-    """Make the units; the modules keep their parameters if one of them cannot be made."""
+    """Create the units; if one of them cannot be created, the modules keep their parameters."""
     try:
         return [FSDPParamGroup([DTensorParam(*one, info) for one in params], info, policy) for info, params in placed]
     except (TypeError, ValueError, NotImplementedError):
@@ -200,11 +201,11 @@ def _make_groups(placed: Sequence[PlacedUnit], policy: UnitPolicy) -> list[FSDPP
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` unshard and reshard as forward does (``generate``, ``encode`` ...).
+    """Make a method other than ``forward`` unshard and reshard as forward does (``generate``, ``encode`` ...).
 
     Args:
-        module: an FSDP module; nothing happens for another one, so that a script runs with and without sharding.
-        method_name: name of the method, which is exchanged on this object.
+        module: an FSDP module; no-op for any other, so that a script runs with and without sharding.
+        method_name: name of the method, which is replaced on this object.
 
     Raises:
         ValueError: the module has no such method.
@@ -215,12 +216,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")  # noqa: TRY004
 
-    if getattr(method, _REGISTERED, None) is module:  # not that of a module inside, which a wrapper shows as its own
+    if getattr(method, _REGISTERED, None) is module:  # a wrapper may expose an inner module's registered method
         return
 
     def call(*args: object, **kwargs: object) -> object:
         state = state_of(module)
-        if state is None:  # undone since
+        if state is None:  # fully_shard was undone
             return method(*args, **kwargs)
         args, kwargs = state._pre_forward(module, args, kwargs)
         return state._post_forward(module, args, method(*args, **kwargs))
@@ -235,7 +236,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     Call it before their first forward.
 
     Raises:
-        TypeError: one of ``modules`` is no FSDP module.
+        TypeError: one of ``modules`` is not an FSDP module.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):

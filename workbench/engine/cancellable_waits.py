@@ -1,6 +1,6 @@
-"""How every wait of this process is ended from outside: a flag, at which whoever waits looks in slices of time.
+"""Cancellation of every wait in this process, by a flag that waiting threads poll in time slices.
 
-How a collective is waited for is the affair of its backend (``backends/async_work.py``).
+The backend defines how to wait for a collective (``backends/async_work.py``).
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, Protocol
 from workbench.engine.errors import StepAborted
 
 SLICE_S = 0.2
-"""How long whoever waits does not look, in seconds."""
+"""Length of a wait slice between two polls, in seconds."""
 GRACE_S = 0.3
 
 
 def go_on() -> None:
-    """Do not stop."""
+    """Default stop point: do nothing."""
 
 
 stop_point: Callable[[], None] = go_on
-"""Called in the waiting thread, again and again while it waits for other ranks; it may block or raise there."""
+"""Called repeatedly in a thread that waits for other ranks; it may block or raise."""
 
 
 class AsyncWork(Protocol):
-    """What c10d's async collectives return, as far as it is used here."""
+    """The used part of the work object that c10d's async collectives return."""
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch.futures.Future is untyped in its value
         """Future completed when the collective is done."""
@@ -52,7 +52,7 @@ class Cancellation:
 
     @property
     def is_set(self) -> bool:
-        """Whether waits raise."""
+        """True if waits raise."""
         return self._cancelled.is_set()
 
     def check(self) -> None:
@@ -61,7 +61,7 @@ class Cancellation:
             raise StepAborted(self._reason)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep before looking again whether other ranks have come, and raise StepAborted as soon as cancelled."""
+        """Sleep between two polls for other ranks; raise StepAborted as soon as cancelled."""
         if self._cancelled.wait(seconds):
             self.check()
         stop_point()
@@ -69,7 +69,7 @@ class Cancellation:
     def check_after_failure(self) -> None:
         """Raise StepAborted if cancelled, now or within :data:`GRACE_S`.
 
-        A collective most often fails because a peer was aborted and left; the word of it reaches this rank too.
+        A collective most often fails because a peer was aborted and left; the abort soon reaches this rank too.
         """
         if self._cancelled.wait(GRACE_S):
             self.check()

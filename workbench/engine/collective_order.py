@@ -1,30 +1,30 @@
-"""Are all ranks of a group about to issue the same collective? Asked before each one is issued.
+"""Check, before each collective, that all ranks of a group are about to issue the same one.
 
 Gloo pairs collectives by their number alone: two equal-sized units swapped on one rank return each other's shards
-silently, and a difference in size kills a process. So every rank keeps the order of the iterations that all ranks are
-known to have gone through, and asks the others only where that order does not settle what comes next.
+silently, and a difference in size kills a process. So every rank keeps the order of the iterations that all ranks have
+agreed on, and asks the others only where that order does not determine the next collective.
 
-Words: a *collective* is what all ranks of a group do together: one of c10d's, the end of an iteration, a comparison. A
-*place* is (iteration, number of collectives before it in this iteration). Iterations seen form a *tree*: those that
-begin alike share their first collectives. One is *known* where it is the only one that was ever agreed on in its place:
-then it is issued after one comparison. Where the tree branches (training or evaluation, with or without reduction),
-ends or says otherwise, the rank *asks*: it adds its own to the question's tally, one number in the store, and issues it
-only when all ranks have added the same::
+Terms: a *collective* is an operation that all ranks of a group do together: one of c10d's, the end of an iteration, a
+comparison. A *place* is (iteration, number of collectives before it in this iteration). Past iterations form a *tree*:
+those that begin alike share their first collectives. A collective is *known* if it is the only one ever agreed on in
+its place: it is issued after one comparison. Where the tree branches (training or evaluation, with or without
+reduction), ends or differs, the rank *asks*: it votes in the question's tally, one number in the store, and issues the
+collective only when all ranks have cast the same vote::
 
     first iteration    A? B? C? END?     each is agreed on (?)
     the same again     A  B  C  END      one comparison each
     another end        A  B  D? END?     agreed on by all: the tree now branches behind B
     from then on       A  B  C? END      one question each iteration, until D was not seen for REMEMBERED iterations
 
-A question costs each rank one addition and, while it waits, one read a look, and three once others are late, however
-many ranks there are.
+A question costs each rank one addition plus, per poll while it waits, one read, or three once others are late. This
+does not depend on the number of ranks.
 
-Ranks that follow the tree do not look at the board. One that waits for a collective does so in its wait slices: a
-question about a place that it has passed without being asked is a difference, because trees are equal on all ranks. It
-adds what it did there, so that those who ask learn of it. Only then do all ranks pin notes, each with its own
-collective, and read all of them for the message. Whoever sees a difference tells all of its groups, and raises. A rank
-that ends an iteration unasked may never look again: it pins that at once, and who asks looks at the others' notes in
-turn.
+Ranks that follow the tree do not read the board. A rank that waits for a collective reads it in its wait slices: a
+question about a place that this rank passed without asking is a difference, because trees are equal on all ranks. The
+rank then votes for its own collective there, so that the asking ranks see the difference. Only then do all ranks pin
+notes, each with its own collective, and read all of them for the message. A rank that sees a difference notifies all of
+its groups and raises. A rank that ends an iteration without asking may never poll again: it pins a note at once, and
+asking ranks read the others' notes in turn.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from workbench.events import unit_words
 
 FIRST_POLL_S, LAST_POLL_S = 0.0002, 0.01
 ANSWERS_S = 3.0
-"""How long the first to see a difference waits for the others' part of the message, in seconds."""
+"""How long a rank that sees a difference waits for the others' answers for the message, in seconds."""
 REMEMBERED = 16
-"""Iterations after which a branch of the tree that no one took is forgotten."""
+"""Iterations after which an unused branch of the tree is forgotten."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What all ranks of a group do together, as they must agree on it.
+    """An operation that all ranks of a group do together, with the fields they must agree on.
 
     Attributes:
         kind: all-gather, reduce-scatter ...
-        unit: name of the unit, empty for the root's; None if it concerns no unit.
+        unit: name of the unit, empty for the root; None without a unit.
         num_bytes: bytes of the payload.
     """
 
@@ -81,8 +81,8 @@ class _Step:
 
     Attributes:
         depth: collectives of its iteration up to and including it; 0 is the root of the tree.
-        known: the only step seen after it; None if there are several, or none.
-        last_seen: of an END, the last iteration that ended so.
+        known: the only step seen after it; None if there are several or none.
+        last_seen: for an END, the last iteration that ended here.
     """
 
     __slots__ = ("after", "collective", "depth", "known", "last_seen", "parent")
@@ -96,14 +96,14 @@ class _Step:
         self.last_seen = 0
 
     def grow(self, collective: Collective) -> _Step:
-        """Return the step of ``collective`` after this one, a new one if it was never seen here."""
+        """Return the step of ``collective`` after this one; create it if it is new here."""
         if collective not in self.after:
             self.after[collective] = _Step(collective, self)
             self._settle()
         return self.after[collective]
 
     def cut(self, collective: Collective) -> None:
-        """Forget what follows by ``collective``."""
+        """Remove the branch that begins with ``collective``."""
         del self.after[collective]
         self._settle()
 
@@ -112,22 +112,22 @@ class _Step:
 
 
 class Tree:
-    """The iterations that all ranks went through, and where this rank is in them.
+    """The iterations that all ranks agreed on, and this rank's position in them.
 
     Attributes:
         here: the step of the last collective.
-        iteration: number of the iteration under way.
+        iteration: number of the current iteration.
     """
 
     def __init__(self) -> None:
         self._root = self.here = _Step(END, None)
         self.iteration = 0
-        self._ends: OrderedDict[_Step, None] = OrderedDict()  # the least recent first
+        self._ends: OrderedDict[_Step, None] = OrderedDict()  # least recent first
         self._last_ends: deque[_Step] = deque(maxlen=REMEMBERED)
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where the next collective will be."""
+        """Place of the next collective."""
         return self.iteration, self.here.depth
 
     def end_iteration(self) -> None:
@@ -145,7 +145,7 @@ class Tree:
         self.iteration += 1
 
     def collective_at(self, place: tuple[int, int]) -> Collective | None:
-        """Return what this rank did at ``place``; None if that is further back than it remembers."""
+        """Return this rank's collective at ``place``; None if it is no longer remembered."""
         iteration, position = place
         back = self.iteration - iteration
         if back > len(self._last_ends):
@@ -157,7 +157,7 @@ class Tree:
 
 
 def _cut_off(end: _Step) -> None:
-    """Cut the tree's branch that leads to ``end`` alone."""
+    """Remove the branch that leads only to ``end``."""
     step = end
     while step.parent is not None:
         parent = step.parent
@@ -169,11 +169,11 @@ def _cut_off(end: _Step) -> None:
 
 @dataclass(frozen=True)
 class BoardEntry:
-    """What a rank pinned.
+    """A rank's note or vote.
 
     Attributes:
-        serial: how often the ranks of the group had agreed before.
-        place: where the collective is.
+        serial: number of questions that the group's ranks had agreed on before.
+        place: place of the collective.
         collective: what the rank is about to do there, or did.
     """
 
@@ -182,31 +182,31 @@ class BoardEntry:
     collective: Collective
 
     def text(self) -> str:
-        """Return it as JSON."""
+        """Return the entry as JSON."""
         return json.dumps(
             [self.serial, *self.place, self.collective.kind, self.collective.unit, self.collective.num_bytes]
         )
 
     @staticmethod
     def of(fields: Sequence[Any]) -> BoardEntry:
-        """Return the note whose JSON is the list ``fields``."""
+        """Return the entry with JSON fields ``fields``."""
         serial, iteration, position, kind, unit, num_bytes = fields
         return BoardEntry(serial, (iteration, position), Collective(kind, unit, num_bytes))
 
 
-_ONE = 1 << 48  # above the sum of digests of 32 bits: room for 2 ** 15 ranks
+_ONE = 1 << 48  # above the sum of 32-bit digests; leaves room for 2 ** 15 ranks
 
 
 def _vote(text: str) -> int:
-    """Return what a rank that says ``text`` adds to a tally."""
+    """Return the number that a vote for ``text`` adds to a tally."""
     return _ONE + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How many ranks have said something, and whether they said the same: the sum of their votes, one number.
+    """Sum of the ranks' votes: one number that holds their count and whether they agree.
 
-    Texts that differ pass for the same once in 2 ** 32 times.
+    Different texts count as equal with a probability of 2 ** -32.
     """
 
     total: int
@@ -222,10 +222,10 @@ class Tally:
 
 
 class Board:
-    """What the ranks of a group tell each other, in a ``store`` that is the group's own.
+    """Notes and tallies that the ranks of a group exchange through the group's own ``store``.
 
-    Each rank has one *note*; a new one replaces its last. A *tally* belongs to a question, numbered by its serial. What
-    belongs to a question is deleted two questions later: then everyone has asked the next one, and reads it no more.
+    Each rank has one *note*; a new one replaces it. A *tally* belongs to a question, identified by its serial. A
+    question's keys are deleted two questions later: by then every rank has asked the next one and reads them no more.
 
     Raises:
         CollectiveFailed: from every method, if the store cannot be reached.
@@ -238,10 +238,10 @@ class Board:
         self._own: deque[tuple[int, str]] = deque()  # (serial, key) that this rank has made and will delete
 
     def meet(self) -> None:
-        """Wait until every rank of the group has a board: from then on no read can block.
+        """Wait until every rank of the group has a board: after that no read can block.
 
         Raises:
-            StepAborted: cancelled meanwhile; this rank may come again, and counts once.
+            StepAborted: the wait was cancelled; this rank may call again and counts once.
         """
         is_new = not self._is_there(f"note/{self._rank}")
         self.pin("[]")
@@ -273,16 +273,16 @@ class Board:
             raise _lost(error) from error
 
     def _add(self, key: str, number: int) -> int:
-        """Add to a number and return the sum; 0 only reads it, or makes it."""
+        """Add to a number in the store and return the sum; adding 0 reads it, or creates it."""
         try:
             return int(self._store.add(key, number))
         except RuntimeError as error:
             raise _lost(error) from error
 
-    # ---- what belongs to a question
+    # ---- questions
 
     def vote(self, serial: int, text: str, about: str = "tally") -> Tally:
-        """Add a vote to a tally of question ``serial``, and return it."""
+        """Add a vote to a tally of question ``serial`` and return the tally."""
         key = f"{about}/{serial}"
         tally = Tally(self._add(key, _vote(text)))
         if tally.count == 1:
@@ -294,16 +294,16 @@ class Board:
         return Tally(self._add(f"{about}/{serial}", 0))
 
     def put(self, serial: int, key: str, text: str) -> None:
-        """Write ``text`` for those who will have agreed on question ``serial``."""
+        """Store ``text`` under ``key``, to be read once the ranks agree on question ``serial``."""
         self._set(f"{key}/{serial}", text)
         self._own.append((serial, f"{key}/{serial}"))
 
     def text(self, serial: int, key: str) -> str:
-        """Return what was put."""
+        """Return the text that :meth:`put` stored."""
         return self._get(f"{key}/{serial}")
 
     def ask(self, note: BoardEntry) -> Tally:
-        """Vote for ``note``; the first to do so also says where the question is."""
+        """Vote for ``note``; the first rank to vote also publishes it as the question."""
         while self._own and self._own[0][0] <= note.serial - 2:
             self._delete(self._own.popleft()[1])
         tally = self.vote(note.serial, note.text())
@@ -312,28 +312,28 @@ class Board:
         return tally
 
     def question(self) -> BoardEntry | None:
-        """Return the note of the first to ask the newest question, None if there never was one."""
+        """Return the note of the first rank that asked the newest question; None without one."""
         return _note_of(self._get("question"))
 
     # ---- notes
 
     def pin(self, text: str) -> None:
-        """Replace this rank's note by ``text``."""
+        """Replace this rank's note with ``text``."""
         self._set(f"note/{self._rank}", text)
 
     def note_of_next(self) -> BoardEntry | None:
-        """Return the note of another rank, another one at every call."""
+        """Return the note of another rank, a different one at each call."""
         return _note_of(self._get(f"note/{next(self._next_reader)}")) if self._size > 1 else None
 
     def notes(self) -> dict[int, BoardEntry]:
-        """Return the notes of the others that pinned one, by their position in the group."""
+        """Return the other ranks' notes by position in the group."""
         found = {r: _note_of(self._get(f"note/{r}")) for r in range(self._size) if r != self._rank}
         return {rank: note for rank, note in found.items() if note is not None}
 
     # ---- the end
 
     def leave(self, message: str) -> None:
-        """Tell who looks at the board that this rank has left, and why."""
+        """Post on the board that this rank has left, and why."""
         self._set("why", message)
         self._add("left", 1)
 
@@ -343,7 +343,7 @@ class Board:
             raise RanksDisagreeError(self._get("why"))
 
     def take_down(self) -> None:
-        """Delete what this rank has put up; nobody may look for it any more."""
+        """Delete this rank's keys; no rank may read them any more."""
         common = ("question", "left", "why", "met") if self._rank == 0 else ()
         for key in (f"note/{self._rank}", *(key for _, key in self._own), *common):
             self._delete(key)
@@ -370,19 +370,19 @@ def _lost(error: RuntimeError) -> CollectiveFailed:
 
 
 def _pause(delay_s: float) -> float:
-    """Sleep ``delay_s`` seconds unless cancelled; returns how long to sleep next time."""
+    """Sleep ``delay_s`` seconds unless cancelled; return the next delay."""
     cancellation.sleep(delay_s)
     return min(2 * delay_s, LAST_POLL_S)
 
 
 class OrderCheck:
-    """The order check of one group, from when it was built to when it is built anew.
+    """The order check of one group, until the group is rebuilt.
 
     Args:
-        board: the group's, at which all its ranks have met.
+        board: the group's board; all its ranks have met there.
         ranks: global ranks, in group order.
         rank: this rank's position among them.
-        is_part: there are other ranks than these.
+        is_part: there are ranks outside the group.
     """
 
     def __init__(self, board: Board, ranks: tuple[int, ...], rank: int, *, is_part: bool) -> None:
@@ -394,11 +394,11 @@ class OrderCheck:
         self._serial = 0
 
     def before(self, collective: Collective) -> None:
-        """Return once it is known that all ranks issue ``collective`` next.
+        """Return once all ranks are known to issue ``collective`` next.
 
         Raises:
             RanksDisagreeError: they do not.
-            StepAborted: cancelled while waiting for the others to say.
+            StepAborted: cancelled while waiting for the other ranks.
             CollectiveFailed: the store cannot be reached.
         """
         tree = self._tree
@@ -410,7 +410,7 @@ class OrderCheck:
         tree.here = tree.here.grow(collective)
 
     def ask(self, collective: Collective) -> None:
-        """Agree with all ranks on one that is no part of the order, as it does not recur; raises as :meth:`before`."""
+        """Agree with all ranks on ``collective`` without adding it to the order; raises as :meth:`before`."""
         own = BoardEntry(self._serial, self._tree.place, collective)
         tally = self._board.ask(own)
         self._check_same(tally, own)
@@ -424,7 +424,7 @@ class OrderCheck:
         self._serial += 1
 
     def _look_for_others(self, own: BoardEntry) -> None:
-        """Look whether those that do not vote have left, or do something else."""
+        """Raise if a rank that has not voted has left or issues another collective."""
         self._board.check_left()
         if self._disputed([self._board.note_of_next()], own) is not None:
             self._raise_difference(own, own.place)
@@ -434,7 +434,7 @@ class OrderCheck:
             self._raise_difference(own, own.place)
 
     def tell(self, collective: Collective, text: str) -> str:
-        """Return what the first rank tells; ``collective`` names the occasion. Raises as :meth:`before`."""
+        """Return the first rank's ``text``; ``collective`` names the occasion. Raises as :meth:`before`."""
         serial = self._serial
         if self._rank == 0:
             self._board.put(serial, "told", text)
@@ -442,7 +442,7 @@ class OrderCheck:
         return self._board.text(serial, "told")
 
     def compare(self, collective: Collective, text: str) -> list[str]:
-        """Return every rank's text, in group order; others' are read only if not all are the same.
+        """Return every rank's text, in group order; read the others' only if they differ.
 
         ``collective`` names the occasion. Raises as :meth:`before`.
         """
@@ -457,23 +457,23 @@ class OrderCheck:
         return [self._board.text(serial, f"text/{rank}") for rank in range(len(self._ranks))]
 
     def end_iteration(self) -> None:
-        """All collectives of this iteration were made; nothing if there was none. Raises as :meth:`before`."""
+        """Agree that the iteration has ended; no-op if it had no collective. Raises as :meth:`before`."""
         tree = self._tree
         if not tree.here.depth:
             return
         place, serial = tree.place, self._serial
         self.before(END)
         tree.end_iteration()
-        if serial == self._serial:  # nobody was asked: say it for one that asks whether the iteration goes on
+        if serial == self._serial:  # ended without asking: leave a note for ranks that ask in this iteration
             self._board.pin(BoardEntry(serial, place, END).text())
 
     def look(self) -> None:
-        """Look whether a rank has asked about a place that this one has passed; raises as :meth:`before`."""
+        """Check whether a rank asks about a place that this one has passed; raises as :meth:`before`."""
         self._board.check_left()
         tally = self._board.tally(self._serial)
         question = self._board.question() if tally.count else None
         if question is None or question.serial != self._serial:
-            return  # not asked, or not written yet
+            return  # no question, or not written yet
         place = self._disputed([question], None)
         if place is None and not tally.all_say(question.text()):
             place = self._disputed(self._board.notes().values(), None)
@@ -481,7 +481,7 @@ class OrderCheck:
             self._raise_difference(None, place)
 
     def _disputed(self, others: Iterable[BoardEntry | None], own: BoardEntry | None) -> tuple[int, int] | None:
-        """Return the first place at which another rank's note differs from what this one did, or asks in ``own``."""
+        """Return the first place where another rank's note differs from this rank's past or from ``own``."""
         places = []
         for note in others:
             if note is None or note.serial != self._serial:
@@ -489,15 +489,15 @@ class OrderCheck:
             if note.place < self._tree.place:
                 places += [note.place] if note.collective != self._tree.collective_at(note.place) else []
             elif own is not None and note != own:
-                places.append(own.place)  # it does something else here, or has passed without being asked
+                places.append(own.place)  # it differs here, or has passed this place without asking
         return min(places, default=None)
 
     def _raise_difference(self, own: BoardEntry | None, place: tuple[int, int]) -> None:
-        """Answer what this rank did at the first place in dispute, wait for the others' answers, and raise.
+        """Pin this rank's collective at the first place in dispute, wait for the others' answers, and raise.
 
         Args:
-            own: what this rank asks; None if it was not asked.
-            place: a place in dispute; the others' notes may tell of one before it.
+            own: the note this rank asks with; None if it is not asking.
+            place: a place in dispute; the others' notes may move it to an earlier one.
         """
         deadline_s = time.monotonic() + ANSWERS_S
         delay_s = FIRST_POLL_S
@@ -511,7 +511,7 @@ class OrderCheck:
                 answer = BoardEntry(self._serial, place, done or Collective("something forgotten", None, 0))
                 self._board.pin(answer.text())
                 if own is None and is_first:
-                    self._board.vote(self._serial, answer.text())  # those who ask look at the tally
+                    self._board.vote(self._serial, answer.text())  # asking ranks read the tally
             notes = sorted({**others, self._rank: answer}.items())
             collectives = {
                 self._ranks[r]: n.collective for r, n in notes if (n.serial, n.place) == (self._serial, place)
@@ -537,15 +537,15 @@ class OrderCheck:
         )
 
     def leave(self, message: str) -> None:
-        """Let every rank that looks at this group's board raise ``message``."""
+        """Make every rank that reads this group's board raise ``message``."""
         self._board.leave(message)
 
     def close(self) -> None:
-        """Clear this rank's part of the store; all ranks of the group must be past their last look."""
+        """Delete this rank's keys from the store; all ranks of the group must have stopped reading them."""
         self._board.take_down()
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Name ``ranks``: ``[0]`` -> ``rank 0``, ``[0, 2]`` -> ``ranks 0, 2``."""
+    """Return ``ranks`` as text: ``[0]`` -> ``rank 0``, ``[0, 2]`` -> ``ranks 0, 2``."""
     numbers = [str(rank) for rank in ranks]
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"

@@ -1,10 +1,13 @@
-"""How bytes travel: all-gather and reduce-scatter as exchangeable objects, with torch's own call signatures.
+"""All-gather and reduce-scatter as exchangeable objects, with torch's own call signatures.
 
-``WORKBENCH_COMM`` in the environment chooses: unset, ranks of one host use shared memory
-(``backends/shared_memory.py``), those of several hosts with as many on each as well, and gloo between the hosts
-(``backends/hierarchical_comm.py``), and others the fastest pair for their backend; ``gloo``, never shared memory;
-``default``, c10d's single-tensor collectives. On gloo those are slow (``reduce_scatter_single`` runs as an all-reduce),
-so there the engine picks others (``backends/gloo.py``).
+The environment variable ``WORKBENCH_COMM`` chooses between them:
+
+- unset: ranks of one host use shared memory (``backends/shared_memory.py``). Ranks of several hosts, with the same
+  number on each, use shared memory within a host and gloo between hosts (``backends/hierarchical_comm.py``). Others use
+  the fastest pair for their backend.
+- ``gloo``: never shared memory.
+- ``default``: c10d's single-tensor collectives. On gloo they are slow (``reduce_scatter_single`` runs as an
+  all-reduce), so the engine otherwise picks others there (``backends/gloo.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ SET_BY_USER = frozenset({CUSTOM, OF_GROUP})
 
 
 class Peers(Protocol):
-    """The ranks that communicate as one, as a backend knows them: see :mod:`workbench.engine.process_groups`."""
+    """A communication group as backends see it; see :mod:`workbench.engine.process_groups`."""
 
     ranks: tuple[int, ...]
     rank: int
@@ -38,22 +41,22 @@ class Peers(Protocol):
     index: int
 
     def part(self, ranks: tuple[int, ...], purpose: str) -> Peers:
-        """Return a group of some of these ranks for steps within this one's collectives; they call it together."""
+        """Return a subgroup for steps within this group's collectives; its ranks must call this together."""
 
     def step(self, issue: Callable[[dist.ProcessGroup], AsyncWork]) -> AsyncWork:
-        """Issue a step within another group's collective, from any thread, in turn."""
+        """Issue a step of another group's collective; callable from any thread, one call at a time."""
 
     def tell(self, collective: Collective, text: str) -> str:
-        """Return what the first of them tells; collective."""
+        """Return the first rank's ``text``; collective."""
 
     def compare(self, collective: Collective, text: str) -> list[str]:
         """Return every rank's text, in group order; collective."""
 
     def look(self) -> None:
-        """Raise RanksDisagreeError if another rank does something else than this one did."""
+        """Raise RanksDisagreeError if another rank issues a different collective than this one did."""
 
     def give_up(self, error: BaseException) -> None:
-        """Refuse collectives of this rank from now on."""
+        """Refuse further collectives on this rank."""
 
 
 class AllGather(Protocol):
@@ -69,11 +72,11 @@ class AllGather(Protocol):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> AsyncWork | None:
-        """Gather ``input_tensor`` ``[S]`` of every rank into ``output_tensor`` ``[F * S]``; None if it is done."""
+        """Gather every rank's ``input_tensor`` ``[S]`` into ``output_tensor`` ``[F * S]``; return None if done."""
 
 
 class ReduceScatter(Protocol):
-    """Sums chunks across ranks; each rank gets its own."""
+    """Sums chunks across ranks; each rank gets its own chunk."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an input buffer of ``size``."""
@@ -86,14 +89,14 @@ class ReduceScatter(Protocol):
         op: Any,  # noqa: ANN401 - dist.ReduceOp or one of its kinds
         async_op: bool = False,
     ) -> AsyncWork | None:
-        """Reduce: ``output_tensor`` ``[S]`` becomes the sum over ranks of their ``input_tensor`` ``[F * S]``, own part.
+        """Sum every rank's ``input_tensor`` ``[F * S]`` and write this rank's chunk to ``output_tensor`` ``[S]``.
 
-        None if it is done.
+        Return None if done.
         """
 
 
 class Allocator:
-    """Where the engine's own pairs get their buffers."""
+    """Buffer allocation of the engine's own pairs."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised buffer of ``size``."""
@@ -101,32 +104,29 @@ class Allocator:
 
 
 def give_back(comm: AllGather | ReduceScatter, buffer: torch.Tensor) -> None:
-    """Return a buffer to the one who allocated it, if that one wants it."""
+    """Return a buffer to its allocator, if that has a ``free`` method."""
     free = getattr(comm, "free", None)
     if free is not None:
         free(buffer)
 
 
 def is_of_others(gather: AllGather) -> bool:
-    """Whether an all-gather's output ``[(F - 1) * S]`` holds the other ranks' shards alone, in order."""
+    """Return whether an all-gather's output holds only the other ranks' shards, in order: ``[(F - 1) * S]``."""
     return getattr(gather, "is_of_others", False)
 
 
 def reads_own_row(gather: AllGather) -> bool:
-    """Whether this rank's shard has to lie in its row of the output ``[F * S]`` when the all-gather is called."""
+    """Return whether the all-gather expects this rank's shard in its row of the output ``[F * S]``."""
     return getattr(gather, "reads_own_row", False)
 
 
 def output_nbytes(gather: AllGather, output: torch.Tensor, group: Peers) -> int:
-    """Bytes an all-gather costs while in flight: its output, and what it needs beside.
-
-    None if the output is the ranks' shared memory itself.
-    """
+    """Return the bytes an all-gather holds in flight: output and staging; 0 if the output is shared memory itself."""
     return 0 if getattr(gather, "is_shared", False) else output.nbytes + _staging_nbytes(gather, output.nbytes, group)
 
 
 def input_nbytes(reduce: ReduceScatter, chunks: torch.Tensor, group: Peers) -> int:
-    """Bytes a reduce-scatter costs while in flight: its input, and what it needs beside."""
+    """Return the bytes a reduce-scatter holds in flight: input and staging."""
     return chunks.nbytes + _staging_nbytes(reduce, chunks.nbytes, group)
 
 
@@ -136,7 +136,7 @@ def _staging_nbytes(comm: AllGather | ReduceScatter, num_bytes: int, group: Peer
 
 
 def takes_own_in_output(reduce: ReduceScatter) -> bool:
-    """Whether this rank's own chunk ``[S]`` goes into the output, and only the others' into what is allocated."""
+    """Return whether this rank's own chunk ``[S]`` goes into the output and only the others' into the input buffer."""
     return getattr(reduce, "own_in_output", False)
 
 
@@ -171,12 +171,12 @@ class DefaultReduceScatter(Allocator):
 
 @dataclass(frozen=True)
 class CommPair:
-    """What a unit communicates with.
+    """A unit's all-gather and reduce-scatter.
 
     Attributes:
         gather: for its parameters.
         reduce: for its gradients.
-        name: what :attr:`workbench.events.Unit.comm` says; "custom" once the user has set one of the two.
+        name: value for :attr:`workbench.events.Unit.comm`; "custom" once the user has set one of the two.
     """
 
     gather: AllGather
@@ -185,10 +185,10 @@ class CommPair:
 
 
 def comm_choice() -> str:
-    """Return what WORKBENCH_COMM asks for.
+    """Return the value of WORKBENCH_COMM.
 
     Raises:
-        ValueError: something unknown.
+        ValueError: the value is unknown.
     """
     choice = os.environ.get("WORKBENCH_COMM", "")
     if choice not in CHOICES:
@@ -211,17 +211,14 @@ class FromGroup(Allocator):
 
 
 class GroupAllGather(FromGroup, DefaultAllGather):
-    """c10d's all-gather, into memory of the backend."""
+    """c10d's all-gather, into memory that the backend allocates."""
 
 
 class GroupReduceScatter(FromGroup, DefaultReduceScatter):
-    """c10d's reduce-scatter, from memory of the backend."""
+    """c10d's reduce-scatter, from memory that the backend allocates."""
 
 
 def group_pair(group: Peers, device: torch.device) -> CommPair | None:
-    """Return the pair that communicates from memory which the backend of ``group`` allocates; None: it allocates none.
-
-    Only NCCL does.
-    """
+    """Return a pair that uses memory allocated by the backend of ``group``; None for all backends but NCCL."""
     allocate = group_allocator(group.process_group, device)
     return None if allocate is None else CommPair(GroupAllGather(allocate), GroupReduceScatter(allocate), OF_GROUP)

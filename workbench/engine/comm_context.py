@@ -1,4 +1,4 @@
-"""What the units of one model share while they communicate."""
+"""The communication context shared by the units of one model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RecordedForward:
     """A forward that autograd has recorded; its graph keeps it alive.
 
     Attributes:
-        homes: where the full parameters of the call's units lay.
-        before: the call whose forward ended just before, and whose backward comes next; None: there is none.
+        homes: buffers of the full parameters, for each unit of the call.
+        before: the state whose forward ended just before and whose backward comes next; None without one.
     """
 
     def __init__(self, homes: Sequence[BufferSet]) -> None:
@@ -34,15 +34,15 @@ class RecordedForward:
 
 
 class FSDPCommContext:
-    """Buffers, streams and order of one model's communication, or of several models that share it.
+    """Buffers, streams and order of communication, for one model or several that share it.
 
     Attributes:
         comms: comm pairs of the units.
-        pages: those of full parameters that no unit uses now.
+        pages: spare pages for full parameters.
         reductions: reductions in flight.
-        streams: where work goes, and what waits for what.
-        post_forward_order: calls (FSDPState) of this iteration whose backward comes, in the order their forwards ended.
-        recorded: forwards whose backward can still come, after the iteration's end too (pipeline order).
+        streams: streams for the work, and the waits between them.
+        post_forward_order: states of this iteration whose backward is pending, in the order their forwards ended.
+        recorded: forwards whose backward may still run, even after the iteration's end (pipeline order).
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -61,9 +61,9 @@ class FSDPCommContext:
         self.comms.choose(units, self.reductions.max_scatters)
 
     def join(self, *, all_streams: bool = False) -> None:
-        """Let compute wait for reduce-scatters that others waited for, or for all that reductions do.
+        """Make compute wait for the reduction streams: up to the reduce-scatters, or for all their work.
 
-        Nothing on the CPU. On a device this, and not the wait in a stream of its own, is where compute may stand still.
+        No-op on the CPU. On a device, compute may stall here and not at the wait in the reduction stream.
         """
         ended, self.reductions.ended = self.reductions.ended, None
         join = self.streams.join_all if all_streams else self.streams.join
@@ -76,12 +76,12 @@ class FSDPCommContext:
         probe.event(Kind.WAIT, Edge.END, unit, comm=comm)
 
     def release_buffers(self) -> None:
-        """Free what is kept for the next step; what is in use is kept."""
+        """Free buffers kept for the next step, except those in use."""
         self.pages.release()
         self.comms.release()
 
     def abandon(self) -> None:
-        """Drop what an iteration that raised has left, without waiting for anything."""
+        """Drop the remains of an iteration that raised, without waiting for anything."""
         self.post_forward_order.clear()
         self.recorded.clear()
         self.reductions.abandon()

@@ -1,7 +1,4 @@
-"""A parameter that is split by rows: a DTensor, under its own name.
-
-This is what ``fully_shard`` makes of every parameter it manages.
-"""
+"""A parameter sharded by rows as a DTensor, under its own name: the form that ``fully_shard`` gives to parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from workbench.events import ParamTensors
 
 
 def _sharded_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo) -> Spec:
-    """Describe the sharded parameter: data-parallel axes first, then those of tensor parallelism."""
+    """Return the spec of the sharded parameter: data-parallel axes first, then those of tensor parallelism."""
     if mesh.spmd_mesh is not None:
         return _spmd_spec(path, param, shard, mesh, mesh.spmd_mesh)
     if not isinstance(param, DTensor):
@@ -49,10 +46,10 @@ def _sharded_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshIn
 
 
 def joined_with_tp(path: str, param: DTensor, mesh: FSDPMeshInfo) -> DeviceMesh:
-    """Return the mesh of the data-parallel axes and those of tensor parallelism, on which ``param`` is a DTensor.
+    """Return the joined mesh of the data-parallel axes and the tensor-parallel axes of ``param``.
 
     Raises:
-        ValueError: the two overlap, or are not of one mesh with names.
+        ValueError: the two overlap, or are not from one mesh with named axes.
     """
     try:
         return joined_mesh(mesh.mesh, param.device_mesh)
@@ -65,10 +62,10 @@ def joined_with_tp(path: str, param: DTensor, mesh: FSDPMeshInfo) -> DeviceMesh:
 
 
 def _spmd_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo, whole: DeviceMesh) -> Spec:
-    """Describe the sharded parameter whose full form is a DTensor on the whole mesh: its axes, those split over joined.
+    """Return the spec of a sharded parameter whose full form is a DTensor on ``whole``; joins the sharded axes.
 
     Raises:
-        ValueError: it is no such DTensor, or is not whole on a data-parallel axis.
+        ValueError: ``param`` is no such DTensor, or is not replicated on a data-parallel axis.
     """
     if not isinstance(param, DTensor) or param.device_mesh != whole:
         kind = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else f"a plain {type(param).__name__}"
@@ -103,7 +100,7 @@ class DTensorParam(FSDPParam):
 
     Attributes:
         full: the full parameter.
-        spec: of the sharded parameter.
+        spec: DTensor spec of the sharded parameter.
     """
 
     def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
@@ -126,7 +123,7 @@ class DTensorParam(FSDPParam):
         return self.sharded_param.requires_grad
 
     def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
-        """Choose the ranks it is split over between forward and backward; None: the usual ones, or none.
+        """Set the mesh it is split over between forward and backward; None: the usual mesh, or not split.
 
         Raises:
             NotImplementedError: tensor parallelism has split it.
@@ -147,11 +144,11 @@ class DTensorParam(FSDPParam):
 
     @property
     def first(self) -> torch.Tensor:
-        """What this rank has of the parameter that was given."""
+        """This rank's part of the original parameter."""
         return local_tensor(cast("nn.Parameter", self._given))
 
     def shard_from(self, slot: torch.Tensor) -> None:
-        """Copy this rank's rows of the parameter that was given into ``slot`` and make ``sharded_param`` of it."""
+        """Copy this rank's rows of the original parameter into ``slot`` and create ``sharded_param`` from it."""
         param, self._given = cast("nn.Parameter", self._given), None
         local = self.local_view(slot)
         if not param.is_meta:
@@ -161,12 +158,12 @@ class DTensorParam(FSDPParam):
 
     @property
     def holders(self) -> tuple[torch.Tensor, ...]:
-        """What the DTensor wraps."""
+        """The DTensor's local tensor."""
         return (self._local,)
 
     @property
     def is_registered(self) -> bool:
-        """True if the DTensor parameter on the module is the one known here, and wraps what it did."""
+        """True if the module still holds the DTensor parameter known here, with the same local tensor."""
         param = parameter_of(self.info.module, self.info.name)
         return param is self.sharded_param and local_of(cast("DTensor", param)) is self._local
 
@@ -174,8 +171,8 @@ class DTensorParam(FSDPParam):
         """Return the DTensor parameter registered now (a loader or ``.to`` may have put a new one there).
 
         Raises:
-            TypeError: something else than a DTensor was registered.
-            ValueError: a DTensor of another shape was.
+            TypeError: the registered parameter is not a DTensor.
+            ValueError: the registered DTensor has another shape.
         """
         param = getattr(self.info.module, self.info.name)
         if not isinstance(param, DTensor):
@@ -191,15 +188,15 @@ class DTensorParam(FSDPParam):
         return cast("nn.Parameter", param)
 
     def registered_local(self) -> torch.Tensor:
-        """Return what this rank holds of :meth:`registered`."""
+        """Return this rank's part of :meth:`registered`."""
         return local_of(cast("DTensor", self.registered()))
 
     def register(self, form: nn.Parameter) -> None:
-        """Put ``form`` under the parameter's name, wherever it is."""
+        """Register ``form`` at each of the parameter's places."""
         self.info.register(form)
 
     def register_full(self) -> None:
-        """Put the full parameter there."""
+        """Register the full parameter at each of its places."""
         self.info.register(self.full.param)
 
     def adopt(self, slot: torch.Tensor) -> None:
@@ -215,10 +212,10 @@ class DTensorParam(FSDPParam):
         self.keep()
 
     def keep(self) -> None:
-        """Take the registered parameter over where it lies."""
+        """Adopt the registered parameter in its current memory."""
         self.sharded_param = self.registered()
         self._local = local_of(cast("DTensor", self.sharded_param))
-        self.info.register(self.sharded_param)  # a loader exchanges one place only
+        self.info.register(self.sharded_param)  # a loader replaces it at one place only
         self.orig_dtype = self._local.dtype
         self.spec = with_dtype(self.spec, self.orig_dtype)
 
@@ -228,7 +225,7 @@ class DTensorParam(FSDPParam):
         return self._local
 
     def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
-        """Return the DTensor over fewer ranks whose rows are in ``slot``, filled from the full parameter."""
+        """Return the DTensor over fewer ranks, with its rows in ``slot``, filled from the full parameter."""
         layout = cast("ShardLayout", self.post_forward)
         local = layout.local_view(slot, mesh.shard_mesh_rank)
         local.copy_(layout.shard_of(self.full.data, mesh.shard_mesh_rank))
@@ -244,7 +241,7 @@ class DTensorParam(FSDPParam):
             local_of(cast("DTensor", self.sharded_param.grad)).add_(local_grad)
 
     def tensors(self) -> dict[str, ParamTensors]:
-        """Return what this rank has of it now, by its name."""
+        """Return this rank's current tensors of the parameter, by its name."""
         known = ParamTensors(
             shard=self.sharded_param,
             shard_rank=self.mesh_info.shard_mesh_rank,

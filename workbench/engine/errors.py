@@ -1,9 +1,9 @@
-"""Exceptions of the engine that Python has no better word for.
+"""Exceptions of the engine for errors without a suitable built-in class.
 
 ::
 
     RuntimeError
-    |-- StepAborted          this rank was told to give up what it was waiting for
+    |-- StepAborted          a wait on this rank was cancelled
     |-- CollectiveFailed     a collective ended in an error (a peer died or left)
     `-- RanksDisagreeError   ranks built different models
 """

@@ -1,4 +1,4 @@
-"""The engine as a source of events: what it is called, and the tensors of its units."""
+"""The engine as a source of events: its name and the tensors of its units."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from workbench.events import ParamTensors
 
 
 class EngineSource:
-    """Implements :class:`workbench.events.Source`; a unit that was undone has no tensors."""
+    """Implements :class:`workbench.events.Source`; a retired unit has no tensors."""
 
     name = "workbench.engine"
 
     def has(self, unit: int) -> bool:
-        """Tell whether a unit is there, undone or not."""
+        """Return whether a unit exists, retired or not."""
         return unit in units
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
-        """Return what this rank has of the parameters of a unit, by their names."""
+        """Return this rank's tensors of a unit's parameters, by name."""
         found = units.get(unit)
         if found is None:
             return {}

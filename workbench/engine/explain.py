@@ -1,4 +1,4 @@
-"""What torch's errors about sharded parameters mean: which parameter, of which unit, and what to do."""
+"""Explanations of torch's errors about sharded parameters: which parameter and unit, and what to do."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ _OF_NOTHING = re.compile(r"both arguments to \w+ need to be at least 1D|\w+ must
 
 
 def explain(error: BaseException) -> None:
-    """Put what torch's message leaves out before it; no effect on other errors, and on one that is explained.
+    """Put an explanation before torch's message; no-op for other errors and for one already explained.
 
-    The messages are those of an operation that was given a sharded parameter and an ordinary tensor, of a backward that
-    needs a full parameter that is not there any more, of one through a view that was made while it was there, and of
-    an operation on a full parameter that was kept from then.
+    It explains an operation on a sharded parameter and an ordinary tensor, a backward that needs a resharded full
+    parameter, a backward through a view made before a reshard, and an operation on a full parameter kept past one.
     """
     text = str(error)
     if not isinstance(error, RuntimeError):
         return
     stale = _STALE.search(text)
     meaning = ""
-    if stale is not None and stale.start() < 200:  # else it is explained
+    if stale is not None and stale.start() < 200:  # otherwise already explained
         meaning = _of_stale(int(stale[1]))
     elif _MIXED in text and text.index(_MIXED) < 100:
         meaning = _of_mixed(error.__traceback__)
@@ -48,7 +47,7 @@ def explain(error: BaseException) -> None:
         error.args = (f"{meaning}\n(torch: {text})",)
 
 
-# ---- a backward that needs what is not there
+# ---- a backward that needs a resharded parameter
 
 
 def _of_stale(version: int) -> str:
@@ -69,7 +68,7 @@ def _unit_of(full: FullParam) -> FSDPParamGroup | None:
     return next((unit for unit in units.values() if any(full in p.fulls for p in unit.fsdp_params)), None)
 
 
-# ---- a backward through a view of what is not there
+# ---- a backward through a view of a resharded parameter
 
 
 def _of_view(traceback: TracebackType | None) -> str:
@@ -86,7 +85,7 @@ def _of_view(traceback: TracebackType | None) -> str:
 
 
 def _of_kept(traceback: TracebackType | None) -> str:
-    """Say which full parameter a failed operation may have had while it holds nothing; empty: none."""
+    """Explain a failed operation on an empty full parameter, by looking for one in the frames; "" if there is none."""
     fulls = _fulls()
     for frame in reversed([frame for frame, _ in walk_tb(traceback)]):
         for value in list(frame.f_locals.values()):
@@ -98,12 +97,12 @@ def _of_kept(traceback: TracebackType | None) -> str:
 
 
 def _fulls() -> dict[int, FullParam]:
-    """Return all full parameters, by the id of the tensor that their modules hold."""
+    """Return all full parameters, by the id of their tensor."""
     return {id(full.param): full for unit in units.values() for p in unit.fsdp_params for full in p.fulls}
 
 
 def _viewed_in(traceback: TracebackType | None) -> Iterator[FullParam]:
-    """Yield parameters of which views are in the graphs of the tensors that a backward was called with."""
+    """Yield parameters with views in the graphs of the tensors in the frames, such as a backward's arguments."""
     fulls = _fulls()
     locals_of = (frame.f_locals.values() for frame, _ in walk_tb(traceback))
     found = [each for values in locals_of for value in values for each in _tensors_in(value)]
@@ -117,7 +116,7 @@ def _viewed_in(traceback: TracebackType | None) -> Iterator[FullParam]:
         for following, _ in node.next_functions:
             nodes.append(following)
             full = fulls.get(id(getattr(following, "variable", None)))
-            if full is not None and "AsStrided" in node.name():  # what autograd puts for a view of what has changed
+            if full is not None and "AsStrided" in node.name():  # autograd's node for a view whose base changed
                 yield full
 
 
@@ -157,7 +156,7 @@ def _is_forward_around(param: FSDPParam, frame: FrameType) -> bool:
 
 
 def _params_read_in(frame: FrameType) -> Iterator[tuple[FSDPParamGroup, FSDPParam, nn.Module]]:
-    """Yield sharded parameters that the code of a frame names, as variables or as attributes of modules it has."""
+    """Yield sharded parameters that a frame's code refers to, as variables or as attributes of its modules."""
     names, values = set(frame.f_code.co_names), list(frame.f_locals.values())
     modules = [value for value in values if isinstance(value, nn.Module)]
     known = {

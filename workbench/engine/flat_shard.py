@@ -1,4 +1,4 @@
-"""One unit's shards on this rank: a flat tensor whose slots the sharded parameters are views of."""
+"""One unit's shards on this rank: a flat tensor; the sharded parameters are views of its slots."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def in_flat_order(slot_numels: Sequence[int]) -> list[int]:
-    """Return the order in which slots of so many elements lie in the flat shard, as indices.
+    """Return the order of slots in the flat shard, as indices; ``slot_numels`` are their sizes in elements.
 
-    Those that are whole multiples of more elements come first, up to 32. So a slot begins at a multiple of whatever
-    power of two, up to 32 elements, its own size is a multiple of, and no byte is spent on it; the same is true of the
-    full parameters. What is left out of line are parameters of odd sizes behind others of odd sizes, the smaller ones.
+    Slots whose size is divisible by a larger power of two, up to 32, come first; among equals, larger ones. So each
+    slot is aligned, without padding, to the power of two, up to 32, that divides its size; so are the full parameters.
+    Only odd-sized parameters after other odd-sized ones are unaligned: the smaller ones.
 
     Example: ``[1, 96, 6, 64, 3]`` -> ``[1, 3, 2, 4, 0]``: the slots begin at 0, 96, 160, 166 and 169.
     """
@@ -35,13 +35,14 @@ def in_flat_order(slot_numels: Sequence[int]) -> list[int]:
 class FlatShard:
     """The shards of one unit on this rank.
 
-    They lie in one flat tensor of the engine's, whose address never changes: other pages may come to lie beneath it.
-    Parameters that the user has put elsewhere stay there, as somebody may hold that memory, and then all do: each
-    all-gather puts them together anew. Only what ``.to`` or ``to_empty`` has just made goes into a flat tensor again.
+    They are in one flat tensor, whose address never changes, although the pages behind it may be exchanged. A parameter
+    that the user put elsewhere stays there, since other objects may refer to that memory; then all stay where they are,
+    and each all-gather assembles them. Only parameters that ``.to`` or ``to_empty`` just created move into a flat
+    tensor again.
 
     Attributes:
-        flat: ``[S]``, the slots one after another; the all-gather's input, as it lies if it is a tensor.
-        region: where that is, if other pages can lie beneath it.
+        flat: ``[S]``, the slots one after another; input of the all-gather, without a copy if it is a tensor.
+        region: memory region of that tensor, if its pages can be exchanged; else None.
         numel: S.
     """
 
@@ -55,7 +56,7 @@ class FlatShard:
         self._lease: probe.BufferHandle | None = None
 
     def _make(self, dtype: torch.dtype, device: torch.device, policy: UnitPolicy) -> tuple[torch.Tensor, ...]:
-        """Make a flat tensor, of zeros: padding travels in collectives, it must not hold signalling garbage."""
+        """Create a flat tensor of zeros and return its slots; zeros, because collectives also send the padding."""
         computes_on = self._params[0].mesh_info.device
         place = CPU if policy.offloads and device != META else device
         pin = policy.pins and place == CPU and not backend_of(computes_on).is_host
@@ -69,7 +70,7 @@ class FlatShard:
         return self._slots()
 
     def _slots(self) -> tuple[torch.Tensor, ...]:
-        """Return the slots of the flat tensor, each at the start of a storage of its own; none if there is none."""
+        """Return the slots of the flat tensor, each at the start of its own storage; empty if scattered."""
         if isinstance(self.flat, ScatteredShard):
             return ()
         slots = self.flat.split([p.slot_numel for p in self._params])
@@ -80,32 +81,32 @@ class FlatShard:
 
     @torch.no_grad()
     def fill(self, policy: UnitPolicy) -> None:
-        """Copy this rank's rows of the full parameters and make the sharded ones of them."""
+        """Create the flat tensor, and the sharded parameters from this rank's rows of the full ones."""
         first = self._params[0].first
         device = self._params[0].mesh_info.device if not first.is_meta else first.device
         for param, slot in zip(self._params, self._make(first.dtype, device, policy), strict=True):
             param.shard_from(slot)
 
     def share_lease(self) -> None:
-        """Let the shards count as alive as long as anyone holds one of the parameters."""
+        """Make the shards' bytes count as alive as long as one of the parameters is referenced."""
         for param in self._params:
             for holder in param.holders:
                 holder._workbench_lease = self._lease  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def adopt_registered(self, policy: UnitPolicy, *, fresh: bool) -> bool:
-        """Take over parameters that were replaced, or whose data was; returns True if the flat tensor is another one.
+        """Adopt parameters that were replaced, or whose data was; return True if :attr:`flat` was replaced.
 
         Args:
-            policy: the unit's.
-            fresh: memory that was not theirs before was made just now, so that nobody else has it.
+            policy: the unit's policy.
+            fresh: replaced parameters are in newly allocated memory that nothing else refers to.
 
         Raises:
             TypeError: a parameter was replaced by a plain tensor.
             ValueError: parameters of the unit now differ in dtype or device.
         """
         locals_ = [p.registered_local() for p in self._params]
-        if len({local.is_meta for local in locals_}) > 1:  # filled piece by piece; the first forward lists what is left
+        if len({local.is_meta for local in locals_}) > 1:  # being loaded in pieces; the first forward lists the rest
             for param, local in zip(self._params, locals_, strict=True):
                 if not local.is_meta:
                     param.keep()
@@ -122,7 +123,7 @@ class FlatShard:
         return True
 
     def _stay(self, locals_: Sequence[torch.Tensor]) -> bool:
-        """Take over what is where it was, or goes there by itself; returns False if something is elsewhere."""
+        """Adopt parameters that are in their slots or write back to them; return False if one is elsewhere."""
         if isinstance(self.flat, ScatteredShard):
             return all(p.is_registered for p in self._params)
         if (locals_[0].dtype, locals_[0].device) != (self.flat.dtype, self.flat.device):
@@ -150,7 +151,7 @@ class FlatShard:
             None,
         )
         unleased = [h for p in self._params for h in p.holders if not hasattr(h, "_workbench_lease")]
-        self._lease = self._leased(storages_nbytes(unleased))  # memory of flat tensors counts as long as it is held
+        self._lease = self._leased(storages_nbytes(unleased))  # flat tensors keep their own handle while referenced
         for holder in unleased:
             holder._workbench_lease = self._lease  # type: ignore[attr-defined]
 
@@ -161,14 +162,14 @@ def _pairs(params: Sequence[FSDPParam], slots: Sequence[torch.Tensor]) -> Iterat
 
 
 def is_at(local: torch.Tensor, slot: torch.Tensor) -> bool:
-    """Whether a rank's rows begin where ``slot`` does, or there are none."""
+    """Return whether a rank's rows begin where ``slot`` does, or are empty."""
     return (local.is_meta and slot.is_meta) or local.numel() == 0 or is_same_memory(local, slot)
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return contiguous ``view`` as a tensor at the start of a storage of its own, over the same memory.
+    """Return contiguous ``view`` as a tensor at the start of its own storage, over the same memory.
 
-    torch saves and deep-copies a DTensor only if what it wraps begins where its storage does.
+    torch saves and deep-copies a DTensor only if its local tensor begins at the start of its storage.
     """
     first = view.storage_offset() * view.element_size()
     storage = view.untyped_storage()[first : first + view.nbytes]  # keeps the memory alive

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` adds to a module: :class:`FSDPModule`, mixed into its class."""
+""":class:`FSDPModule`, the methods that ``fully_shard`` mixes into a module's class."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from workbench.engine.param_group import FSDPParamGroup
 
 
 class UnshardHandle:
-    """Returned by ``unshard(async_op=True)``."""
+    """Handle returned by ``unshard(async_op=True)``."""
 
     def __init__(self, units: Sequence[FSDPParamGroup]) -> None:
         self._units = units
 
     def wait(self) -> None:
-        """Block until the module's parameters are full and registered.
+        """Wait until the module's full parameters are registered.
 
         Raises:
             StepAborted: the wait was cancelled.
             CollectiveFailed: a peer died or left.
-            RanksDisagreeError: ranks do different things.
+            RanksDisagreeError: ranks issue different collectives.
         """
         for unit in self._units:
             unit.wait_for_unshard()
-        for unit in self._units:  # no reduction need follow, and the shards may be written next
+        for unit in self._units:  # perhaps no reduction follows, and the shards may be written next
             unit.comm_ctx.comms.wait_for_readers()
 
 
 class FSDPModule:
-    """Methods that a module gains through ``fully_shard``; flags must be bools (TypeError)."""
+    """Methods that ``fully_shard`` adds to a module; flags must be bools (TypeError)."""
 
     def __copy__(self) -> Self:
         new = object.__new__(type(self))
@@ -53,7 +53,7 @@ class FSDPModule:
         """All-gather this module's own unit (not its children's).
 
         Args:
-            async_op: only start it; the returned handle waits.
+            async_op: only start it and return a handle to wait with.
         """
         handle = UnshardHandle(_own_units(self))
         for unit in _own_units(self):
@@ -74,17 +74,17 @@ class FSDPModule:
         self._get_fsdp_state().reset_iter_state()
 
     def release_buffers(self) -> None:
-        """Free the memory that is kept for the next step; call it on the root, between steps."""
+        """Free the memory kept for the next step; call it on the root, between steps."""
         self._get_fsdp_state()._comm_ctx.release_buffers()
 
     # ---- schedule
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward ends the iteration, or more micro-batches follow; call it on the root."""
+        """Set whether the next backward ends the iteration, or more micro-batches follow; call it on the root."""
         self._get_fsdp_state()._root.is_last_backward = _flag(is_last_backward, "set_is_last_backward")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free full parameters between forward and backward, or keep them; from the next forward on.
+        """Set whether to free full parameters between forward and backward, from the next forward on.
 
         Raises:
             TypeError: not a bool.
@@ -97,41 +97,41 @@ class FSDPModule:
                 unit.announce()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
-        """Free full parameters after backward, or keep them for a next micro-batch."""
+        """Set whether to free full parameters after backward, or keep them for the next micro-batch."""
         _flag(reshard_after_backward, "set_reshard_after_backward")
         for unit in units_of(_states(self, recurse=recurse)):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
-        """Gather ``modules`` ahead, in this order, while this module's forward runs.
+        """Prefetch ``modules``, in this order, while this module's forward runs.
 
-        Empty: none, which is what torch's engine does by itself. None, as at first: the one that ran next in the last
+        Empty: no prefetch, the default of torch's engine. None, the default: the module that ran next in the last
         iteration.
 
         Raises:
-            TypeError: one of them is no FSDP module.
+            TypeError: one of them is not an FSDP module.
         """
         ahead = None if modules is None else _states_of(modules, "set_modules_to_forward_prefetch")
         self._get_fsdp_state().forward_prefetch = ahead
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather ``modules`` ahead, in this order, while this module's backward runs; empty: the one that ran before.
+        """Prefetch ``modules``, in this order, while this module's backward runs; empty: the one that ran before.
 
         Raises:
-            TypeError: one of them is no FSDP module.
+            TypeError: one of them is not an FSDP module.
         """
         before = _states_of(modules, "set_modules_to_backward_prefetch")
         self._get_fsdp_state().backward_prefetch = before or None
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather this module's parameters in backward, or not: an embedding's backward does not read them."""
+        """Set whether to gather this module's parameters in backward: an embedding's backward does not read them."""
         for unit in _own_units(self):
             unit.unshard_in_backward = _flag(unshard_in_backward, "set_unshard_in_backward")
 
     def set_post_optim_event(self, event: torch.cuda.Event | None) -> None:
-        """Let the next forward's all-gathers on CUDA wait for ``event``, not for all that was computed (None).
+        """Make the next forward's all-gathers on CUDA wait for ``event`` instead of all earlier compute (None).
 
-        Call it on the root, after every optimizer step anew.
+        Call it on the root after every optimizer step.
         """
         if event is not None and not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event takes a torch.Event or None, got {event!r}")
@@ -140,21 +140,21 @@ class FSDPModule:
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
-        """Reduce gradients at the end of backward, or keep adding up full gradients (accumulation without sync).
+        """Set whether backward ends with a reduction, or accumulates full gradients (accumulation without sync).
 
-        With replicas this is for both steps of the reduction: what :meth:`set_requires_all_reduce` said is replaced.
+        With replicas this applies to both steps of the reduction and overrides :meth:`set_requires_all_reduce`.
         """
         sync = _flag(requires_gradient_sync, "set_requires_gradient_sync")
         for unit in units_of(_states(self, recurse=recurse)):
             unit.sync.reduce_grads = unit.sync.all_reduce_grads = sync
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Count parameters without a gradient as zero: for ranks that use different ones, such as experts."""
+        """Set whether to reduce zeros for parameters without a gradient: ranks may use different ones (experts)."""
         for unit in units_of(_states(self, recurse=recurse)):
             unit.sync.reduce_unused = _flag(reduce_scatter_unused_params, "set_reduce_scatter_unused_params")
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
-        """With replicas: all-reduce reduced shards, or keep adding them up."""
+        """Set whether to all-reduce reduced shards over replicas, or accumulate them."""
         for unit in units_of(_states(self, recurse=recurse)):
             unit.sync.all_reduce_grads = _flag(requires_all_reduce, "set_requires_all_reduce")
 
@@ -172,12 +172,12 @@ class FSDPModule:
             unit.sync.divide_factor = float(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let the backend only ever sum, and divide in the engine."""
+        """Set whether the backend uses only sums, and the engine divides."""
         for unit in _own_units(self):
             unit.sync.force_sum = _flag(enable, "set_force_sum_reduction_for_comms")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, recurse: bool = True) -> None:
-        """Allow so many reduce-scatters in flight at once, each of which holds an input buffer; all share one limit.
+        """Limit the reduce-scatters in flight, each of which holds an input buffer; the model shares one limit.
 
         Raises:
             TypeError: not an int.
@@ -196,7 +196,7 @@ class FSDPModule:
         """Call ``hook`` with this module's reduced shard ``[S]`` before it is divided, in ``stream`` if given.
 
         Raises:
-            ValueError: the module's parameters lie on several meshes; a stream with replicas, whose all-reduce has one.
+            ValueError: the module's parameters are on several meshes; a stream with replicas, whose all-reduce has one.
         """
         if not callable(hook):
             raise TypeError(f"set_all_reduce_hook takes a function of the reduced shard, got {hook!r}")
@@ -214,7 +214,7 @@ class FSDPModule:
         """Gather this module's parameters with ``comm``.
 
         Raises:
-            ValueError: the module's parameters lie on several meshes.
+            ValueError: the module's parameters are on several meshes.
         """
         _check_comm(comm, "set_custom_all_gather")
         for unit in _one_mesh(self, "set_custom_all_gather"):
@@ -224,17 +224,17 @@ class FSDPModule:
         """Reduce this module's gradients with ``comm``.
 
         Raises:
-            ValueError: the module's parameters lie on several meshes.
+            ValueError: the module's parameters are on several meshes.
         """
         _check_comm(comm, "set_custom_reduce_scatter")
         for unit in _one_mesh(self, "set_custom_reduce_scatter"):
             unit.set_custom(reduce=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the backend allocate what is communicated (zero-copy transfers), if it allocates anything; gloo does not.
+        """Let the backend allocate communication buffers (zero-copy transfers), if it can; gloo cannot.
 
         Raises:
-            ValueError: the unit has a custom all-gather or reduce-scatter, which allocates by itself.
+            ValueError: the unit has a custom all-gather or reduce-scatter, which allocates its own buffers.
         """
         for unit in _own_units(self):
             unit.allocate_from_group(_flag(enable, "set_allocate_memory_from_process_group_for_comm"))
@@ -242,7 +242,7 @@ class FSDPModule:
     # ---- the rest
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Convert parameters (``.to``, ``.double`` ...), then take the new ones over."""
+        """Convert parameters (``.to``, ``.double`` ...), then adopt the new ones."""
         module = cast("nn.Module", self)
         units = units_of(states_below(module))
         for unit in units:
@@ -278,7 +278,7 @@ def _one_mesh(module: FSDPModule, what: str) -> list[FSDPParamGroup]:
 
 
 def _flag(value: object, what: str) -> bool:
-    """Return ``value``, given to the setter ``what``; raises TypeError for anything but a bool."""
+    """Return ``value``, an argument of the setter ``what``; raise TypeError for anything but a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{what} takes True or False, got {value!r}")
     return value
@@ -304,10 +304,10 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of ``cls`` with FSDPModule mixed in, one per class.
 
-    Called, it makes a plain module: ``sequential[:2]`` and ``type(module)(...)`` want a new one, which nobody sharded.
+    Calling it makes a plain module: ``sequential[:2]`` and ``type(module)(...)`` expect a new, unsharded one.
     """
 
-    def new(_sharded: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - those of cls
+    def new(_sharded: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - arguments of cls
         return cls(*args, **kwargs)
 
     if cls not in _classes:

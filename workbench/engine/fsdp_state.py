@@ -1,6 +1,6 @@
-"""One ``fully_shard`` call, its hooks, and what the calls of one model share.
+"""The state and hooks of one ``fully_shard`` call, and the context that the calls of one model share.
 
-A step, as the hooks of one call see it::
+One step, hook by hook, for one call::
 
     forward pre-hook   unshard, wait, prefetch          forward hook    reshard (policy), hook the outputs
     output grad hook   unshard, wait, prefetch          post-backward   take grads, reshard, start the reduction
@@ -42,15 +42,15 @@ from workbench.events import Phase
 
 
 class FSDPState:
-    """State behind the modules of one ``fully_shard`` call, and the units it made of their parameters.
+    """State of one ``fully_shard`` call: its modules and the units made of their parameters.
 
     Attributes:
-        modules: the modules given to that call.
-        original_classes: their classes before it.
-        auto_reshard: no policy was given: reshard after forward unless this is the root.
-        mp_policy: which dtypes inputs and outputs are cast to.
-        forward_prefetch: calls whose units are gathered ahead, set by the user; None: the one that ran next before.
-        backward_prefetch: the same for backward; None: the one that ran before in forward.
+        modules: the modules passed to that call.
+        original_classes: their classes before the call.
+        auto_reshard: True if the user gave no policy: reshard after forward, except on the root.
+        mp_policy: dtypes to cast inputs and outputs to.
+        forward_prefetch: states to prefetch in forward, set by the user; None: the one that ran next last iteration.
+        backward_prefetch: states to prefetch in backward, set by the user; None: the one that ran before in forward.
     """
 
     made_by: ClassVar = "fully_shard"
@@ -79,14 +79,14 @@ class FSDPState:
             unit.on_inner_grad = self._inner_backward
         self._comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext(device)
         self._is_root: bool | None = None
-        self._around: tuple[FSDPState, ...] = ()  # calls whose modules hold those of this one, outermost first
+        self._around: tuple[FSDPState, ...] = ()  # states whose modules contain this one's, outermost first
         self._not_yet_run: set[int] = set()
-        self._handled: BaseException | None = None  # what the caller was handling when the present forward began
+        self._handled: BaseException | None = None  # exception the caller was handling when this forward began
         self._backward_follows = False
-        self._recorded: RecordedForward | None = None  # the present forward, if autograd records it
-        self._recomputes = False  # the present forward runs within a backward, for activation checkpointing
-        self._is_recomputed = False  # that was seen: a backward follows also where autograd does not record the forward
-        self._unrecorded_before: list[FSDPState | None] = []  # what came before such forwards
+        self._recorded: RecordedForward | None = None  # the current forward, if autograd records it
+        self._recomputes = False  # the current forward runs within a backward (activation checkpointing)
+        self._is_recomputed = False  # was recomputed once: a backward follows even an unrecorded forward
+        self._unrecorded_before: list[FSDPState | None] = []  # predecessors of such unrecorded forwards
         self._training_state = TrainingState.IDLE
         self.forward_prefetch: tuple[FSDPState, ...] | None = None
         self.backward_prefetch: tuple[FSDPState, ...] | None = None
@@ -95,12 +95,12 @@ class FSDPState:
 
     @property
     def _fsdp_param_group(self) -> FSDPParamGroup | None:
-        """The call's unit; the first one if its parameters lie on several meshes, None if it has no parameters."""
+        """The call's unit: the first one if its parameters are on several meshes, None if it has no parameters."""
         return self._fsdp_param_groups[0] if self._fsdp_param_groups else None
 
     @property
     def _states(self) -> tuple[FSDPState, ...]:
-        """Every call in the tree, once this is a root that ran."""
+        """Every state in the tree; empty unless this is a root that has run."""
         states: tuple[FSDPState, ...] = self._root.states if self._is_root else ()
         return states
 
@@ -111,21 +111,21 @@ class FSDPState:
             unit.comm_ctx = ctx
 
     def overlaps(self, states: Iterable[FSDPState]) -> bool:
-        """Tell whether one of ``states`` belongs to this root."""
+        """Return whether one of ``states`` belongs to this root."""
         return any(state in self._states for state in states)
 
     # ---- hooks on and off
 
     def _register_hooks(self) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
-        before, after = map(torch.compiler.disable, (self._pre_forward, self._post_forward))  # compiled code ends here
+        before, after = map(torch.compiler.disable, (self._pre_forward, self._post_forward))  # a graph break
         for module in self.modules:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, prepend=False, always_call=True))
         return [*handles, *self._state_dict_hooks()]
 
     def _state_dict_hooks(self) -> list[RemovableHandle]:
-        """Let state dicts be made of shards, and loaded into them."""
+        """Register the hooks that make state dicts hold shards and load into shards."""
         handles = [module.register_load_state_dict_post_hook(self._after_load) for module in self.modules]
         for module in self._owners():
             handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
@@ -133,17 +133,17 @@ class FSDPState:
         return handles
 
     def _owners(self) -> set[nn.Module]:
-        """Return the modules that parameters are registered on: each can be asked for its state dict by itself."""
+        """Return the modules that hold parameters: the user can call ``state_dict`` on each of them."""
         return {m for unit in self._fsdp_param_groups for p in unit.fsdp_params for m, _ in p.info.places}
 
     def remove_hooks(self) -> None:
-        """Take every hook off the modules."""
+        """Remove every hook from the modules."""
         for handle in self._handles:
             handle.remove()
 
     @contextmanager
     def plain_modules(self) -> Iterator[None]:
-        """Within the body nothing of the call is on the modules; enter it while they are sharded."""
+        """Restore the modules' original classes and remove the hooks within the body; enter while sharded."""
         self.remove_hooks()
         classes = [type(m) for m in self.modules]
         for module, original in zip(self.modules, self.original_classes, strict=True):
@@ -172,9 +172,9 @@ class FSDPState:
         """Make this state the root of the tree below it, on the first forward.
 
         Raises:
-            RuntimeError: a module below ran before this root did; a unit's module was taken out of the tree; parameters
+            RuntimeError: a module below ran before this root; a unit's module was removed from the tree; parameters
                 are still on the meta device.
-            ValueError: parameters of the tree were tied, or exchanged for others of another shape, after fully_shard.
+            ValueError: parameters were tied, or replaced by ones of another shape, after fully_shard.
             RanksDisagreeError: ranks hold different units.
         """
         names = root_checks.names_below(self.modules)
@@ -187,7 +187,7 @@ class FSDPState:
         root_checks.check_no_meta(units)
         root_checks.check_ranks_agree(units)
         self._comm_ctx.choose_comms(units)
-        self._root.states = states  # it has what the user set before
+        self._root.states = states  # keep this RootContext: it holds the user's settings
         for state in states:
             state._is_root = state is self
             state._comm_ctx = self._comm_ctx
@@ -200,10 +200,10 @@ class FSDPState:
         roots.add(self)
 
     def has_root(self) -> None:
-        """A root is known, and the first forward of the tree begins."""
+        """Called once the root is known, as the tree's first forward begins."""
 
     def _name_units(self, states: Sequence[FSDPState], names: root_checks.Names) -> None:
-        """Give units and parameters their names from this root, and settle its own policy."""
+        """Name units and parameters from this root; keep its own units unsharded if its policy is automatic."""
         if self.auto_reshard:
             for unit in self._fsdp_param_groups:
                 unit.set_reshard_after_forward(False)
@@ -213,7 +213,7 @@ class FSDPState:
             unit.lazy_init(name, root_index, self._comm_ctx)
 
     def name_units(self) -> None:
-        """Give units and parameters below this call their names from here, until a first forward makes a root."""
+        """Name units and parameters below this call relative to it, until the first forward finds the root."""
         names = root_checks.names_below(self.modules)
         for unit, name in _named([state for state in _states_of(names) if state._is_root is None], names):
             unit.take_name(name)
@@ -245,7 +245,7 @@ class FSDPState:
         if is_first:
             self._begin_forward()
         self._not_yet_run.discard(id(module))
-        # autograd reaches the inputs of the first module last, when all gradients of the unit are there
+        # autograd reaches the inputs of the first module last, after all gradients of the unit
         return self._hook_inputs(args, kwargs) if is_first else (args, kwargs)
 
     def _begin_forward(self) -> None:
@@ -269,10 +269,10 @@ class FSDPState:
         self._backward_follows = False
 
     def _unshard(self, ahead: Iterable[FSDPState]) -> None:
-        """Make the parameters full, and start doing so for the units of ``ahead``.
+        """Unshard this call's units and start prefetching those of ``ahead``.
 
-        What was gathered ahead itself is copied out first, which frees its staging for the next one. On a device that
-        would let the next all-gather wait for this copy, and so for the compute before it: there it is issued first.
+        A prefetched unit is copied out first, which frees its staging for the next all-gather. With streams, that
+        all-gather would wait for this copy, and so for the compute before it; there it is issued first.
         """
         units = self._fsdp_param_groups
         copies_first = any(u.is_unsharding for u in units) and not self._comm_ctx.streams.are_there
@@ -287,11 +287,11 @@ class FSDPState:
 
     @property
     def _is_outermost(self) -> bool:
-        """True where the model is entered: at its root, or at an inner module that was called by itself."""
+        """True at the entry to the model: its root, or an inner module called outside the root's forward."""
         return bool(self._is_root) or not self._root.is_running
 
     def _on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Move the model's inputs from the host, where a data loader leaves them, to the device that computes."""
+        """Move the model's inputs from the host, where a data loader puts them, to the compute device."""
         device = self._comm_ctx.device
         if backend_of(device).is_host:
             return args, kwargs
@@ -300,14 +300,14 @@ class FSDPState:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """What floating-point inputs of forward are cast to; None: they stay as they are."""
+        """Dtype that floating-point inputs of forward are cast to; None: no cast."""
         return self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return cast_floats(args, self.input_dtype), cast_floats(kwargs, self.input_dtype)
 
     def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Let the units know when the gradients of their inputs are done."""
+        """Hook the inputs so that post-backward runs once their gradients are complete."""
         if not self._fsdp_param_groups or not torch.is_grad_enabled():
             return args, kwargs
         found = differentiable_in((args, kwargs))
@@ -328,7 +328,7 @@ class FSDPState:
             return output
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             self._hook_output(tensor)
-        if not self._not_yet_run:  # else another module of the same call has yet to run
+        if not self._not_yet_run:  # otherwise another module of the call has yet to run
             if self._is_root:
                 self._root.end_partial_forwards()
             self._end_forward()
@@ -344,19 +344,19 @@ class FSDPState:
         if self._fsdp_param_groups:
             self._note_forward()
         self._not_yet_run.clear()
-        self._recorded = None  # from here on the graph alone keeps it alive
+        self._recorded = None  # from now on only the graph keeps it alive
         self._handled = None
         self._training_state = TrainingState.IDLE
 
     def _has_failed(self) -> bool:
-        """Tell whether the present forward has raised; if so end it, without waiting for anything."""
+        """Return whether the current forward raised; if so, end it without waiting for anything."""
         error = sys.exception()
         if error is None or error is self._handled:
             return False
         explain(error)
         self._handled = None
         if self._recomputes or isinstance(error, StepAborted | CollectiveFailed | RanksDisagreeError):
-            return True  # the backward around it has failed; or groups are built anew, and the iteration is reset
+            return True  # the enclosing backward failed, or recovery rebuilds the groups and resets the iteration
         for unit in self._fsdp_param_groups:
             if unit.training_state is TrainingState.FORWARD:
                 if self._root.raised_in == probe.NO_UNIT:  # inner modules come first
@@ -372,7 +372,7 @@ class FSDPState:
         return True
 
     def _note_forward(self) -> None:
-        """Note which forward came before; a forward that is run again takes the place of the one it repeats."""
+        """Record which forward ended just before; a recomputed forward takes over its original's predecessor."""
         if self._recomputes:
             self._is_recomputed = True
             if self._recorded is not None and self._unrecorded_before:
@@ -390,7 +390,7 @@ class FSDPState:
         if not self._backward_follows:
             for unit in units_of(self._states):
                 if unit.is_unsharding:
-                    unit.reshard()  # gathered ahead for nothing; by the next forward the shards may have changed
+                    unit.reshard()  # prefetched but unused; the shards may change before the next forward
             self._root.forget_forwards(self._comm_ctx)
         self._comm_ctx.comms.wait_for_readers()
         self._comm_ctx.comms.release_buffers()  # a step needs the most memory now, and nothing is in flight
@@ -406,7 +406,7 @@ class FSDPState:
                 self._comm_ctx.recorded.add(self._recorded)
             tensor.register_hook(functools.partial(self._pre_backward, self._recorded))
             base = base_of(tensor)
-            if base is not None:  # writing to a view in place makes it another node's, and leaves its hooks behind
+            if base is not None:  # an in-place write to a view gives it a new graph node, without its hooks
                 base.register_hook(functools.partial(self._pre_backward_of_base, self._recorded))
 
     # ---- backward
@@ -422,7 +422,7 @@ class FSDPState:
         self._training_state = TrainingState.PRE_BACKWARD
         units = []
         for unit, home in zip(self._fsdp_param_groups, forward.homes, strict=True):
-            if unit.training_state is TrainingState.PRE_BACKWARD:  # another output, another forward, or from inside
+            if unit.training_state is TrainingState.PRE_BACKWARD:  # by another output or forward, or an inner grad
                 unit.enter_backward(home)
             else:
                 unit.pre_backward(home)
@@ -435,9 +435,9 @@ class FSDPState:
         return grad
 
     def _enter_backward_around(self) -> None:
-        """Begin the backward of units around one whose backward begins, if that was reached past their outputs.
+        """Begin this call's backward if autograd reached an inner call without passing this call's outputs.
 
-        Once their parameters are needed no hook is called in time.
+        No later hook would run before autograd needs these parameters.
         """
         for unit in self._fsdp_param_groups:
             if unit.pending_backwards and unit.training_state is TrainingState.IDLE:
@@ -446,27 +446,27 @@ class FSDPState:
                 unit.begin_backward()
 
     def _inner_backward(self, unit: FSDPParamGroup) -> None:
-        """A gradient of ``unit`` comes past all outputs of the call."""
+        """Handle a gradient of ``unit`` that autograd reached without passing an output of the call."""
         self._root.expect_end_of_backward()
         unit.enter_inner_backward()
 
     def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
-        """Start gathering for the calls of ``ahead``, whose backward comes next."""
+        """Start prefetching for the calls in ``ahead``, whose backward comes next."""
         _prefetch(ahead, backward=True)
 
     def post_backward(self) -> None:
-        """All gradients of the modules' inputs are there, and so are those of their parameters."""
+        """Run post-backward on each unit: the gradients of the modules' inputs and parameters are complete."""
         for unit in reversed(self._fsdp_param_groups):
             unit.post_backward()
 
     # ---- the end of an iteration
 
     def forget_forwards(self) -> None:
-        """The iteration is over."""
+        """Drop the order of this iteration's forwards."""
         self._unrecorded_before.clear()
 
     def reset(self) -> None:
-        """Forget this call's part of an iteration that raised."""
+        """Drop this call's state of an iteration that raised."""
         for unit in self._fsdp_param_groups:
             unit.reset_iter_state()
         self._recorded = None
@@ -478,7 +478,7 @@ class FSDPState:
         """Make the next iteration clean after an exception in forward or backward.
 
         Raises:
-            RuntimeError: this is not the root; its tree communicates as one, and is reset as one.
+            RuntimeError: this is not the root; only a whole tree can be reset.
         """
         if self._is_root is False:
             raise RuntimeError(
@@ -488,7 +488,7 @@ class FSDPState:
         self._root.reset(self._states or (self,), self._comm_ctx)
         probe.phase(Phase.IDLE)
 
-    # ---- what torch's pipelining asks a root for, where it ends a step's backward itself
+    # ---- names that torch's pipelining uses on a root when it ends a step's backward itself
 
     @property
     def _state_ctx(self) -> RootContext:
@@ -499,7 +499,7 @@ class FSDPState:
 
 
 def _prefetch(states: Iterable[FSDPState], *, backward: bool = False) -> None:
-    """Start gathering the units of ``states``."""
+    """Start unsharding the units of ``states``."""
     for state in states:
         units = state._fsdp_param_groups
         for unit in reversed(units) if backward else units:
@@ -508,18 +508,18 @@ def _prefetch(states: Iterable[FSDPState], *, backward: bool = False) -> None:
 
 
 class RegisterPostBackwardFunction(torch.autograd.Function):
-    """Identity on a module's inputs whose backward runs when the module's own backward has ended."""
+    """Identity on a module's inputs; its backward runs after the module's own backward."""
 
     @staticmethod
     def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
         """Return ``inputs`` unchanged."""
         ctx.state = state
-        ctx.set_materialize_grads(False)  # an input the unit did not use gets no gradient, rather than zeros
+        ctx.set_materialize_grads(False)  # an input the unit did not use gets no gradient instead of zeros
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        """Run the call's post-backward, then let the gradients pass."""
+        """Run the call's post-backward and pass the gradients through."""
         ctx.state._root.expect_end_of_backward()
         ctx.state.post_backward()
         return (None, *grads)
@@ -529,20 +529,20 @@ _ATTRIBUTE = "_workbench_fsdp_state"
 
 
 def attach(module: nn.Module, state: FSDPState) -> None:
-    """Remember ``state`` on ``module``."""
+    """Store ``state`` on ``module``."""
     vars(module)[_ATTRIBUTE] = state
     set_composed(module, sharded=True)
 
 
 def detach(module: nn.Module) -> None:
-    """Forget it."""
+    """Remove the state from ``module``."""
     del vars(module)[_ATTRIBUTE]
     set_composed(module, sharded=False)
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """Return the state of the ``fully_shard`` call that ``module`` itself was given to."""
-    state: FSDPState | None = vars(module).get(_ATTRIBUTE)  # getattr would find that of a module inside a wrapper
+    """Return the state of the ``fully_shard`` call on ``module`` itself; None without one."""
+    state: FSDPState | None = vars(module).get(_ATTRIBUTE)  # getattr would find the state of a wrapped module
     return state
 
 
@@ -567,7 +567,7 @@ def states_below(module: nn.Module) -> list[FSDPState]:
 
 
 def _named(states: Iterable[FSDPState], names: root_checks.Names) -> Iterator[tuple[FSDPParamGroup, str]]:
-    """Let the parameters of ``states`` take their names, and yield every unit with its own."""
+    """Name the parameters of ``states`` and yield every unit with its name."""
     for state in states:
         name = ", ".join(names[m] for m in state.modules)
         for unit in state._fsdp_param_groups:
@@ -589,15 +589,15 @@ def units_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
 
 
 class RootContext:
-    """What the calls of one model share, from the first forward of its root on.
+    """Context that the calls of one model share, from the first forward of its root on.
 
     Attributes:
         states: every call in the tree, parents first.
         is_last_backward: the next backward ends the iteration (False: more micro-batches follow).
         final_callback_queued: the current backward pass already has its end-of-backward callback.
         forward_failed: the last forward of the model raised.
-        raised_in: index of the innermost unit whose forward that was; NO_UNIT without.
-        post_optim_event: CUDA event after which the next forward may read shards; None: all that was computed before.
+        raised_in: index of the innermost unit whose forward raised; NO_UNIT if none did.
+        post_optim_event: CUDA event after which the next forward may read shards; None: after all compute so far.
     """
 
     def __init__(self) -> None:
@@ -607,11 +607,11 @@ class RootContext:
         self.forward_failed = False
         self.raised_in = probe.NO_UNIT
         self.post_optim_event: torch.cuda.Event | None = None
-        self._last_forwards: list[FSDPState] = []  # of forwards in the last iteration
+        self._last_forwards: list[FSDPState] = []  # forwards of the last iteration, in order
         self._forwards: list[FSDPState] = []
 
     def begin_forward(self, ctx: FSDPCommContext) -> None:
-        """The root's forward begins."""
+        """Begin the root's forward."""
         if self._forwards:
             self._last_forwards, self._forwards = self._forwards, []
         units = units_of(self.states)
@@ -620,25 +620,25 @@ class RootContext:
         self.shards_changed(ctx)
 
     def shards_changed(self, ctx: FSDPCommContext) -> None:
-        """Let all-gathers from now on see what was written to shards since the last forward."""
-        event, self.post_optim_event = self.post_optim_event, None  # it stands for one optimizer step
+        """Make later all-gathers see writes to the shards since the last forward."""
+        event, self.post_optim_event = self.post_optim_event, None  # it is valid for one optimizer step
         ctx.streams.shards_changed(event)
 
     @property
     def all_states(self) -> tuple[FSDPState, ...]:
-        """The same as :attr:`states`, under the name that torch's pipelining knows."""
+        """Alias of :attr:`states` that torch's pipelining uses."""
         return self.states
 
     @property
     def is_running(self) -> bool:
-        """True within the root's forward, or a backward; else an inner module that runs was called by itself."""
+        """True within the root's forward or a backward; else an inner module was called directly."""
         in_forward = bool(self.states) and self.states[0]._training_state is TrainingState.FORWARD
         return in_forward or self.final_callback_queued
 
     def expected_after(self, state: FSDPState) -> tuple[FSDPState, ...]:
-        """Note that the forward of ``state`` begins, and return the one that followed it in the last iteration.
+        """Record that the forward of ``state`` begins; return the state that followed it in the last iteration.
 
-        Empty if this iteration has gone another way.
+        Empty if this iteration took another path.
         """
         number, before = len(self._forwards), self._last_forwards
         self._forwards.append(state)
@@ -647,19 +647,19 @@ class RootContext:
         return ()
 
     def end_partial_forwards(self) -> None:
-        """End the forward of every call of whose modules only some ran."""
+        """End the forward of every call that ran only some of its modules."""
         for state in self.states:
             if state._not_yet_run and not state._is_root:
                 state._end_forward()
 
     def expect_end_of_backward(self) -> None:
-        """Finish the units when the backward pass under way ends."""
+        """Queue :meth:`end_of_backward` for the end of the current backward pass."""
         if not self.final_callback_queued:
             self.final_callback_queued = True
             queue_backward_final_callback(self.end_of_backward)
 
     def end_failed_forward(self) -> None:
-        """Free what a forward that raised has gathered ahead: by the next one shards may have changed."""
+        """Free units prefetched by a forward that raised: the shards may have changed since."""
         self.raised_in = probe.NO_UNIT
         if self.forward_failed:
             self.forward_failed = False
@@ -668,13 +668,13 @@ class RootContext:
                     unit.reshard()
 
     def end_failed_backward(self, ctx: FSDPCommContext) -> None:
-        """End the iteration of a backward that raised, on every rank: drop full gradients, reshard.
+        """End, on every rank, the iteration of a backward that raised: drop full gradients and reshard.
 
-        It waits for what is in flight, since the groups are used again, and drops what comes out.
+        Collectives in flight are awaited, since the groups are used again, and their results dropped.
 
         Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: other ranks have got further, or not as far.
-            RuntimeError: a collective was given up, see :meth:`CommGroup.start`.
+            StepAborted, CollectiveFailed, RanksDisagreeError: other ranks are at another point of the iteration.
+            RuntimeError: a collective was abandoned, see :meth:`CommGroup.start`.
         """
         for group in self._groups():
             group.check_usable(END)
@@ -691,11 +691,11 @@ class RootContext:
         return dict.fromkeys(group for unit in units_of(self.states) for group in unit.groups)
 
     def end_iteration(self) -> None:
-        """Let the order of the model's collectives begin anew; raises as :func:`groups.end_iteration`."""
+        """Restart the order check of the model's collectives; raises as :func:`process_groups.end_iteration`."""
         process_groups.end_iteration(self._groups())
 
     def end_of_backward(self) -> None:
-        """Finish every unit of the tree: some have no hooked input, some did not take part."""
+        """Finish every unit of the tree, including those without hooked inputs and those that did not run."""
         ctx = self.states[0]._comm_ctx
         for state in self.states:
             state._training_state = TrainingState.IDLE
@@ -709,30 +709,30 @@ class RootContext:
             ctx.reductions.finish()
         ctx.join(all_streams=True)
         ctx.comms.wait_for_readers()
-        if not ctx.recorded:  # else a backward follows
+        if not ctx.recorded:  # otherwise a backward follows
             ctx.comms.empty()
         for unit in units_of(self.states):
             unit.wait_for_host()
         if self.is_last_backward:
             self.forget_forwards(ctx)
             self.end_iteration()
-        self.final_callback_queued = False  # not before: what raises here leaves a backward that failed
+        self.final_callback_queued = False  # only now: if a line above raises, the backward counts as failed
         probe.phase(Phase.IDLE)
 
     def forget_forwards(self, ctx: FSDPCommContext) -> None:
-        """The iteration is over: what follows has no forward before it."""
+        """Clear the forward order at the end of an iteration."""
         ctx.post_forward_order.clear()
         for state in self.states:
             state.forget_forwards()
 
     def reset(self, states: Sequence[FSDPState], ctx: FSDPCommContext) -> None:
-        """Drop what an iteration that raised has left, without waiting for anything."""
+        """Drop the remains of an iteration that raised, without waiting for anything."""
         for state in states:
             state.reset()
         ctx.abandon()
         self.is_last_backward = True
         self.final_callback_queued = self.forward_failed = False
-        self._last_forwards, self._forwards = [], []  # ranks may have come to differ
+        self._last_forwards, self._forwards = [], []  # they may differ between ranks now
 
 
 roots: weakref.WeakSet[FSDPState] = weakref.WeakSet()
@@ -740,17 +740,17 @@ roots: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
 
 def raised_in() -> int:
-    """Return the innermost unit whose forward a model's last one raised in, by index; NO_UNIT: none did."""
+    """Return the index of the innermost unit in which a model's last forward raised; NO_UNIT if none did."""
     return max((root._root.raised_in for root in tuple(roots)), default=probe.NO_UNIT)
 
 
 def missed_grads() -> list[str]:
-    """Return the names of the units of any model whose gradients no reduction has taken, outside of a backward."""
+    """Return the names of all models' units with full gradients that no reduction took, outside a backward."""
     return [u.in_model(u.name) for root in tuple(roots) for u in units_of(root._states) if u.has_missed_grads]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
-    """After an optimizer's step: full parameters from before it are no longer what their shards say."""
+    """Reshard units whose parameters the optimizer stepped: their full parameters are stale."""
     stepped: set[int] = set()
     for unit in (unit for root in roots for unit in units_of(root._states)):
         if unit.is_sharded and not unit.is_unsharding:
@@ -761,7 +761,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN
 
 
 def _before_step(*_: Any) -> None:  # noqa: ANN401 - hook signature
-    """Before an optimizer's step: other ranks may still read the shards, if no reduction came after their reads."""
+    """Wait until other ranks have read the shards: without a reduction since, a read may still be under way."""
     for root in tuple(roots):
         root._comm_ctx.comms.wait_for_readers()
 

@@ -1,4 +1,4 @@
-"""The full form of one parameter: what modules compute with while its unit is unsharded, and its gradients."""
+"""The full form of one parameter, which modules compute with while its unit is unsharded, and its gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from workbench.engine._torch import Spec, dtensor_of, local_of, set_versions, waited, with_dtype
 
 _VERSIONS = 2**10
-"""How far apart the versions of parameters in different memories are: room for writes of the user's."""
-_numbers = itertools.count(1)  # of views, in this process: a version tells of which parameter it is
+"""Distance between the autograd versions of different views: leaves room for writes by the user."""
+_numbers = itertools.count(1)  # view numbers in this process: a version identifies its parameter
 _of_views: weakref.WeakValueDictionary[int, FullParam] = weakref.WeakValueDictionary()
 
 
 def full_of_version(version: int) -> FullParam | None:
-    """Return the parameter of ours that a graph saved at an autograd version; None: there is none."""
+    """Return the full parameter that an autograd version belongs to; None without one."""
     return _of_views.get(version // _VERSIONS)
 
 
@@ -32,8 +32,8 @@ class FullView:
 
     Attributes:
         data: of the full shape.
-        version: what autograd's counter says while the parameter is this: a graph that saved it elsewhere must not
-            compute with it.
+        version: autograd's version while the parameter points here; a graph that saved it in other memory must not
+            use this view.
     """
 
     data: torch.Tensor
@@ -41,7 +41,7 @@ class FullView:
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a parameter: all of it unless tensor parallelism has split it."""
+    """Return this rank's part of a parameter: all of it unless tensor parallelism has split it."""
     return local_of(param) if isinstance(param, DTensor) else param
 
 
@@ -53,12 +53,12 @@ class FullParam:
         param: the parameter; plain, or a DTensor over the axes of tensor parallelism.
         accumulated_grad: full gradient in the reduce dtype, of micro-batches not reduced yet.
         is_open: True while its memory holds its values.
-        tp_spec: how tensor parallelism has split it; None: it has not.
+        tp_spec: how tensor parallelism has split it; None if it has not.
     """
 
     param: nn.Parameter
-    _inner: torch.Tensor  # what the parameter holds: itself, or the local tensor of a DTensor
-    _view: FullView  # what that is while it is open
+    _inner: torch.Tensor  # the parameter itself, or the local tensor of a DTensor
+    _view: FullView  # the view it points to while open
 
     def __init__(self, fqn: str, tp_spec: Spec | None = None, reduced_axes: Sequence[int] = ()) -> None:
         self.fqn = fqn
@@ -66,18 +66,18 @@ class FullParam:
         self.is_open = False
         self.tp_spec = tp_spec
         self._before_grad: Callable[[torch.Tensor], None] | None = None
-        self._hook: RemovableHandle | None = None  # of it, on the present parameter
-        self._reduced_axes = reduced_axes  # of the mesh of tp_spec, over which the engine reduces
+        self._hook: RemovableHandle | None = None  # handle of _before_grad on the current parameter
+        self._reduced_axes = reduced_axes  # axes of tp_spec's mesh that the engine reduces over
 
-    # ---- where it is
+    # ---- memory
 
     @property
     def data(self) -> torch.Tensor:
-        """What it is while it is open, full shape."""
+        """Its values while it is open, in the full shape."""
         return self._view.data
 
     def view_of(self, full: torch.Tensor, *, requires_grad: bool) -> FullView:
-        """Return what the parameter is where its memory is ``full``, of the full shape and the param dtype."""
+        """Return a view of the parameter in memory ``full``, of the full shape and the param dtype."""
         if not hasattr(self, "param") or self.param.dtype != full.dtype:
             self._make(full, requires_grad=requires_grad)
         number = next(_numbers)
@@ -85,7 +85,7 @@ class FullParam:
         return FullView(full, number * _VERSIONS)
 
     def show(self, view: FullView) -> None:
-        """Let the parameter be ``view`` from now on."""
+        """Point the parameter to ``view``."""
         if self.is_open:
             self._view.version = self.param._version
             self._inner.data = view.data
@@ -93,10 +93,10 @@ class FullParam:
         self._view = view
 
     def _make(self, full: torch.Tensor, *, requires_grad: bool) -> None:
-        """Make the parameter, like ``full``, and empty for now.
+        """Create the parameter with the properties of ``full``, empty for now.
 
-        ``.data`` gives it a version counter of its own: copying a new unshard into the memory later must not look to
-        autograd like a change of what it saved.
+        ``.data`` gives it its own version counter: autograd must not take a later unshard into the same memory for a
+        change of the saved tensor.
         """
         self._nothing = _unreadable(full)
         had = self.param.grad if hasattr(self, "param") else None
@@ -110,7 +110,7 @@ class FullParam:
         self._inner.data = self._nothing
 
     def open(self, *, requires_grad: bool) -> None:
-        """Hold the values that are in its memory now."""
+        """Point the parameter to the values in its memory."""
         self._inner.data = self._view.data
         if self.param.requires_grad != requires_grad:
             self.param.requires_grad_(requires_grad)
@@ -120,10 +120,10 @@ class FullParam:
         self.is_open = True
 
     def close(self) -> None:
-        """Hold nothing; no effect if it is closed.
+        """Empty the parameter; no-op if closed.
 
-        Whoever still has the parameter fails, or finds NaN rather than another unit's values; and its version is
-        another one, so that a backward that was not preceded by an unshard fails instead of computing with them.
+        Code that still uses the parameter fails or reads NaN instead of another unit's values. Its version changes too,
+        so that a backward without an unshard fails instead of computing with them.
         """
         if not self.is_open:
             return
@@ -133,27 +133,27 @@ class FullParam:
         self.is_open = False
 
     def expect_grad(self) -> None:
-        """Let autograd hand over a gradient although the values are not there."""
+        """Let autograd accumulate a gradient although the parameter holds no values."""
         self._inner.data = self._view.data
 
     # ---- gradients
 
     def watch_grads(self, before_grad: Callable[[torch.Tensor], None]) -> None:
-        """Call ``before_grad`` from the next :meth:`open` on before autograd accumulates a gradient."""
+        """Call ``before_grad`` before autograd accumulates a gradient, from the next :meth:`open` on."""
         self._before_grad = before_grad
 
     @property
     def has_grad(self) -> bool:
-        """True if there is a full gradient that was not reduced yet."""
+        """True if there is a full gradient not yet reduced."""
         return self.param.grad is not None or self.accumulated_grad is not None
 
     @property
     def grads(self) -> tuple[torch.Tensor, ...]:
-        """What this rank holds of full gradients: the newest, and what was accumulated before it."""
+        """This rank's full gradients: the newest and the accumulated one, where present."""
         return tuple(local_tensor(g) for g in (self.param.grad, self.accumulated_grad) if g is not None)
 
     def grad_bytes(self) -> int:
-        """Bytes of :attr:`grads`.
+        """Return the bytes of :attr:`grads`.
 
         Raises:
             NotImplementedError: the gradient is sparse.
@@ -169,7 +169,7 @@ class FullParam:
         return sum(g.nbytes for g in self.grads)
 
     def accumulate_grad(self, dtype: torch.dtype) -> None:
-        """Move the full gradient into ``accumulated_grad``, kept in the reduce dtype."""
+        """Add the full gradient to ``accumulated_grad`` in ``dtype``; no-op if autograd accumulates in that dtype."""
         if self.param.grad is None:
             return
         if self.accumulated_grad is not None:
@@ -177,16 +177,16 @@ class FullParam:
         elif self.param.grad.dtype != dtype:
             self.accumulated_grad = self._plain_grad().to(dtype)
         else:
-            return  # autograd adds up by itself
+            return  # autograd accumulates in this dtype
         self.param.grad = None
 
     def count_as_zero(self) -> None:
-        """Take a gradient that did not come as zero."""
+        """Set a missing gradient to zero."""
         if not self.has_grad:
             self.accumulated_grad = torch.zeros_like(self._view.data)
 
     def take_grad(self) -> torch.Tensor | None:
-        """Return this rank's full gradient, full shape, and forget it; None: there is none."""
+        """Return this rank's gradient in the full shape and clear it; None without one."""
         if not self.has_grad:
             return None
         grad = self._plain_grad() if self.accumulated_grad is None else self.accumulated_grad
@@ -194,7 +194,7 @@ class FullParam:
         return grad
 
     def drop_grad(self) -> None:
-        """Forget the full gradient."""
+        """Drop the full gradient."""
         self.accumulated_grad = self.param.grad = None
 
     def _plain_grad(self) -> torch.Tensor:
@@ -211,5 +211,5 @@ class FullParam:
 
 
 def _unreadable(like: torch.Tensor) -> torch.Tensor:
-    """Return what a full parameter holds while its memory is away: operations fail on it, or give NaN."""
+    """Return a placeholder for a closed full parameter: operations on it fail or give NaN."""
     return like.new_full((), torch.nan) if like.is_floating_point() or like.is_complex() else like.new_empty(0)

@@ -1,4 +1,4 @@
-"""Which parameters a call that shards manages, and whether it can."""
+"""The parameters that a sharding call manages, and checks that it can shard them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _get_managed_modules(
 ) -> list[tuple[str, nn.Module]]:
     """Return every module below ``roots`` that no earlier call took, with its path, each once, in definition order.
 
-    Those that torch's ``replicate`` synchronises are left to it, with all below them. ``is_taken`` tells of a module
-    whether an earlier call took it.
+    Modules under torch's ``replicate`` are skipped, with all below them. ``is_taken`` returns whether an earlier call
+    took a module.
     """
     seen: set[int] = set()
     return [pair for root in roots for pair in _walk(root, "", seen, is_taken)]
@@ -48,7 +48,7 @@ def _walk(
 def _get_param_module_infos(
     modules: Sequence[tuple[str, nn.Module]], ignored: frozenset[int]
 ) -> list[tuple[nn.Parameter, ParamModuleInfo]]:
-    """Pair each managed parameter with every place it is registered at, and check that it can be sharded.
+    """Return each managed parameter with all places it is registered at; check that it can be sharded.
 
     Raises:
         ValueError, NotImplementedError: see :func:`_check_param`.
@@ -78,14 +78,14 @@ def _get_managed_states(
 
 @dataclass(frozen=True)
 class _ManagedParam:
-    """Where a parameter was when a call took it, in words, and which API's call that was."""
+    """Where a parameter was when a call took it, as text, and which API made the call."""
 
     place: str
     by: type[FSDPState]
 
 
 def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], owner: str, by: type[FSDPState]) -> None:
-    """Mark parameters in both forms as taken by ``owner``, so that a later call that meets them can say so."""
+    """Mark both forms of parameters as taken by ``owner``, for the error message of a later call."""
     for param, info in infos:
         taken = _ManagedParam(f"{info.path!r} of {owner}", by)
         setattr(param, _TAKEN, taken)
@@ -93,7 +93,7 @@ def mark_taken(infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], owner: str
 
 
 def forget_taken(params: Iterable[nn.Parameter]) -> None:
-    """Forget what :func:`mark_taken` has marked."""
+    """Remove the marks of :func:`mark_taken`."""
     for param in params:
         vars(param).pop(_TAKEN, None)
 

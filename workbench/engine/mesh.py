@@ -1,6 +1,6 @@
 """Which ranks share one copy of the parameters, and which hold copies of the same shard.
 
-Words: *axis* is a dimension of a mesh. Parameters are split over the *shard axis* (F ranks) and repeated along the
+Terms: an *axis* is a dimension of a mesh. Parameters are split over the *shard axis* (F ranks) and replicated along the
 *replicate axis* (R ranks).
 """
 
@@ -25,12 +25,12 @@ Axes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a mesh with names are the data-parallel ones; the parameters are DTensors on that mesh already.
+    """The data-parallel axes of a named mesh on which the parameters already are DTensors.
 
     Attributes:
-        shard: name of the axis that parameters are split over; of several neighbours, which count as one; None: they
-            are not split.
-        replicate: name of the axis, or names of the axes, along which parameters are repeated; None: there is one copy.
+        shard: name of the axis that parameters are split over, or names of adjacent axes, which count as one; None:
+            they are not split.
+        replicate: name or names of the axes along which parameters are replicated; None: there is one copy.
 
     Raises:
         TypeError: neither a name nor a tuple of names.
@@ -41,7 +41,7 @@ class DataParallelMeshDims:
     replicate: Axes = None
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for what are no names."""
+        """Raise TypeError or ValueError for invalid or missing names."""
         for field_name in ("shard", "replicate"):
             names = _as_names(getattr(self, field_name))
             if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
@@ -51,12 +51,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The axes that parameters are split over."""
+        """Names of the axes that parameters are split over."""
         return _as_names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The axes along which parameters are repeated."""
+        """Names of the axes along which parameters are replicated."""
         return _as_names(self.replicate)
 
 
@@ -66,7 +66,7 @@ def _as_names(axes: Axes) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DataParallelMeshInfo:
-    """A mesh over whose axes data is parallel.
+    """A mesh with its data-parallel axes.
 
     Attributes:
         mesh: 1-D or 2-D DTensor mesh.
@@ -105,32 +105,32 @@ class DataParallelMeshInfo:
 
     @cached_property
     def shard_group(self) -> CommGroup | None:
-        """The ranks that share one copy; None if that is one rank."""
+        """The ranks that share one copy; None if there is only one."""
         return self._group(self.shard_mesh_dim)
 
     @cached_property
     def replicate_group(self) -> CommGroup | None:
-        """The ranks that hold the same shard; None if that is one rank."""
+        """The ranks that hold the same shard; None if there is only one."""
         return self._group(self.replicate_mesh_dim)
 
     @cached_property
     def shard_mesh_size(self) -> int:
-        """Ranks that share one copy, F."""
+        """Number of ranks that share one copy, F."""
         return 1 if self.shard_mesh_dim is None else int(self.mesh.size(self.shard_mesh_dim))
 
     @cached_property
     def shard_mesh_rank(self) -> int:
-        """This rank's position among them."""
+        """This rank's position along the shard axis."""
         return 0 if self.shard_mesh_dim is None else self._coordinate[self.shard_mesh_dim]
 
     @cached_property
     def replicate_mesh_size(self) -> int:
-        """Copies of the parameters, R."""
+        """Number of copies of the parameters, R."""
         return 1 if self.replicate_mesh_dim is None else int(self.mesh.size(self.replicate_mesh_dim))
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different data, F * R."""
+        """Number of ranks that see different data, F * R."""
         return self.shard_mesh_size * self.replicate_mesh_size
 
     @cached_property
@@ -140,14 +140,14 @@ class DataParallelMeshInfo:
 
     @cached_property
     def spmd_replicate_axes(self) -> tuple[int, ...]:
-        """Indices of the axes of ``spmd_mesh`` along which parameters are repeated."""
+        """Indices of the axes of ``spmd_mesh`` along which parameters are replicated."""
         return self._spmd_axes(self.dp_mesh_dims.replicate_names) if self.dp_mesh_dims else ()
 
     def _spmd_axes(self, names: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(axis for axis, name in enumerate(names_of(self.spmd_mesh)) if name in names)
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
-        """Return the DTensor placements on the mesh of a parameter that is split as ``shard`` says."""
+        """Return the DTensor placements on the mesh for a parameter split by ``shard``."""
         axes: list[Placement] = [Replicate()] * self.mesh.ndim
         if self.shard_mesh_dim is not None:
             axes[self.shard_mesh_dim] = shard
@@ -163,7 +163,7 @@ class FSDPMeshInfo(DataParallelMeshInfo):
     """
 
     def __post_init__(self) -> None:
-        """Make the engine's groups: all ranks of the mesh come here together."""
+        """Create the engine's groups; all ranks of the mesh must call this together."""
         if self.shard_mesh_dim is None:
             raise ValueError("FSDPMeshInfo needs shard_mesh_dim, the axis to shard over")
         _ = self.shard_group, self.replicate_group
@@ -171,25 +171,25 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
 @dataclass(frozen=True)
 class DDPMeshInfo(DataParallelMeshInfo):
-    """Parameters are repeated along ``replicate_mesh_dim``."""
+    """Parameters are replicated along ``replicate_mesh_dim``."""
 
 
 @dataclass(frozen=True)
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
-    """Parameters are split over one axis and repeated along the other."""
+    """Parameters are split over one axis and replicated along the other."""
 
 
 @dataclass(frozen=True)
 class ReplicatedMeshInfo(HSDPMeshInfo):
-    """Parameters are repeated and not split: every rank is the only one of its shard axis."""
+    """Parameters are replicated and not split: the shard axis has one rank."""
 
     def __post_init__(self) -> None:
-        """Make the engine's group, as :meth:`FSDPMeshInfo.__post_init__` does."""
+        """Create the engine's group, as :meth:`FSDPMeshInfo.__post_init__` does."""
         _ = self.replicate_group
 
 
 def names_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
-    """Return the names of the axes; none if they have no names."""
+    """Return the names of the axes; empty if they have none."""
     return tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
 
 
@@ -197,7 +197,7 @@ def _init_default_fully_shard_mesh() -> DeviceMesh:
     """Return a 1-D mesh over all ranks.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised, and torchrun, which says how to, has not started this.
+        RuntimeError: ``torch.distributed`` is not initialised, and torchrun did not launch this process.
     """
     if not dist.is_initialized() and dist.is_torchelastic_launched():
         dist.init_process_group()
@@ -205,20 +205,20 @@ def _init_default_fully_shard_mesh() -> DeviceMesh:
         raise RuntimeError(
             "sharding needs a process group: call torch.distributed.init_process_group first, or pass a device mesh"
         )
-    return init_device_mesh(usual_kind(), (dist.get_world_size(),))  # without names: equal to the one a user makes
+    return init_device_mesh(usual_kind(), (dist.get_world_size(),))  # without names: equal to the mesh a user makes
 
 
 def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:
-    """Check ``mesh`` (None: all ranks) and say which of its axes is which.
+    """Check ``mesh`` (None: all ranks) and return the info with its shard and replicate axes.
 
     Args:
-        mesh: 1-D or 2-D; with ``dims`` of any number of axes.
-        dims: its data-parallel axes; makes groups: all ranks of the mesh come here together.
+        mesh: 1-D or 2-D; any number of axes with ``dims``.
+        dims: its data-parallel axes; this creates groups, so all ranks of the mesh must call this together.
 
     Raises:
         TypeError: not a mesh; ``dims`` of another type.
         ValueError: a 2-D mesh without names, more than two axes, this rank is not in the mesh, or ``dims`` names axes
-            that it does not have, one twice, or several that are no neighbours.
+            that the mesh does not have, one axis twice, or axes to join that are not adjacent.
         RuntimeError: no mesh, and ``torch.distributed`` is not initialised.
     """
     mesh = mesh if mesh is not None else _init_default_fully_shard_mesh()
@@ -273,7 +273,7 @@ def _check_dims(mesh: DeviceMesh, dims: object) -> None:
 
 
 def _spmd_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInfo:
-    """Return the data-parallel part of ``mesh``, several axes of one kind joined."""
+    """Return the info of the data-parallel part of ``mesh``, with axes of one kind joined."""
     shard, replicate = (_part(mesh, names) for names in (dims.shard_names, dims.replicate_names))
     whole: dict[str, Any] = {"dp_mesh_dims": dims, "spmd_mesh": mesh}
     if shard is None:
@@ -284,7 +284,7 @@ def _spmd_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims) -> FSDPMeshInf
 
 
 def _part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """Return the 1-D mesh of these axes."""
+    """Return the 1-D mesh of these axes; None without names."""
     if len(names) < 2:
         return mesh[names[0]] if names else None
     with process_groups.around_creation():
@@ -292,7 +292,7 @@ def _part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
 
 
 def _get_post_forward_mesh_info(reshard_after_forward: bool | int, info: FSDPMeshInfo) -> FSDPMeshInfo | None:
-    """Return where parameters lie between forward and backward; None: they stay full.
+    """Return the mesh info for parameters between forward and backward; None: they stay full.
 
     Raises:
         TypeError: neither bool nor int.
@@ -314,8 +314,7 @@ def _get_post_forward_mesh_info(reshard_after_forward: bool | int, info: FSDPMes
     if reshard_after_forward == size:
         return info
     ranks = info.mesh.mesh.view(-1, reshard_after_forward)
-    with (
-        process_groups.around_creation()
-    ):  # a user may ask a parameter between forward and backward for its full tensor
+    # a DTensor mesh: a user may call full_tensor() on a parameter between forward and backward
+    with process_groups.around_creation():
         smaller = DeviceMesh(info.mesh.device_type, ranks)
     return FSDPMeshInfo(smaller, shard_mesh_dim=1)

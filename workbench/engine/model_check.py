@@ -1,8 +1,8 @@
-"""Do all ranks hold the same units? Asked once, when the root of a model is first run.
+"""Check that all ranks hold the same units, done once when the root of a model first runs.
 
 Ranks that built different models would hang, return each other's bytes or kill a process in their first collective.
-Every unit's names, shapes, dtypes and policy are compared through the store, by a digest; only if digests differ do
-ranks read each other's text, to name the first difference.
+The ranks compare a digest of every unit's names, shapes, dtypes and policy through the store. They read each other's
+text only if digests differ, to name the first difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workbench.events import Unit, unit_words
 
 
 def _lines(units: Sequence[Unit]) -> list[str]:
-    """Return one line per parameter, in the order collectives see them."""
+    """Return one line per parameter, unit by unit."""
     return [
         f"{unit_words(unit.name)}: {p.fqn} {list(p.shape)} {p.dtype}{'' if p.trainable else ' frozen'}"
         f"{'' if unit.reshard_after_forward else ', kept after forward'}"
@@ -38,7 +38,7 @@ def _first_difference(lines_per_rank: list[list[str]], ranks: Sequence[int]) -> 
 
 
 def holders(texts: Sequence[str], ranks: Sequence[int]) -> str:
-    """Say which ranks have which text: ``["a", "b", "b"], [0, 1, 2]`` -> ``"rank 0 has a; ranks 1, 2 have b"``."""
+    """Return which ranks have which text: ``["a", "b", "b"], [0, 1, 2]`` -> ``"rank 0 has a; ranks 1, 2 have b"``."""
     by_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         by_text.setdefault(text, []).append(rank)
@@ -46,7 +46,7 @@ def holders(texts: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks: ``[0]`` -> ``rank 0``, ``[0, 2]`` -> ``ranks 0, 2``."""
+    """Return ranks as text: ``[0]`` -> ``rank 0``, ``[0, 2]`` -> ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -56,10 +56,10 @@ def check_same_units(units: Sequence[Unit], group: CommGroup) -> None:
 
 
 def check_same_lines(lines: Sequence[str], group: CommGroup) -> None:
-    """Compare descriptions, one line per parameter, across the ranks of ``group``; all of them call this together.
+    """Compare descriptions, one line per parameter, across the ranks of ``group``; collective.
 
     Raises:
-        RanksDisagreeError: on every rank, naming the first parameter that differs and who has what.
+        RanksDisagreeError: on every rank, with the first parameter that differs and each rank's line.
     """
     texts = group.compare(Collective("comparison of the ranks' models", None, 0), json.dumps(list(lines)))
     if len(set(texts)) == 1:

@@ -1,11 +1,11 @@
-"""One parameter of a unit, in its forms.
+"""One parameter of a unit, in its sharded and full forms.
 
-Words for tensors and bytes, used in the whole engine (see ``shard_layout.py`` for rows, slot and padded full):
+Terms used throughout the engine (see ``shard_layout.py`` for rows, slot and padded full):
 
-- *full shape*     the shape of what this unit splits: the parameter's own, or a rank's part of it if tensor parallelism
-                   has split it before.
+- *full shape*     shape of the tensor that the unit splits: the parameter, or a rank's part of it if tensor parallelism
+                   has already split it.
 - *shard*          a rank's own rows: the local tensor of ``sharded_param``, a view of the unit's *flat shard*.
-- *unsharded*      the full tensor, a view of memory the unit lends while it is unsharded; a lone NaN while it is not.
+- *unsharded*      the full tensor, a view of the unit's memory while it is unsharded; a single NaN while it is not.
 - *orig dtype*     of the shard, its gradient and the optimizer; *param dtype* of the unsharded; *reduce dtype* of the
                    reduction.
 """
@@ -35,7 +35,7 @@ class ShardedState(Enum):
     """Which form of a parameter is registered on its modules.
 
     SHARDED: the DTensor; only the shard is in memory. SHARDED_POST_FORWARD: a DTensor over fewer ranks, between forward
-    and backward; its larger shard is in memory too. UNSHARDED: the full tensor; shard and padded full are.
+    and backward; its larger shard is in memory too. UNSHARDED: the full tensor; shard and padded full are in memory.
     """
 
     SHARDED = "sharded"
@@ -45,7 +45,7 @@ class ShardedState(Enum):
 
 @dataclass(frozen=True)
 class ParamModuleInfo:
-    """Where a parameter is registered: the first place, and every further one (tied weights, shared modules).
+    """Places where a parameter is registered: the first, and all others (tied weights, shared modules).
 
     ``path`` is the first place's name relative to the module that ``fully_shard`` was called on.
     """
@@ -57,31 +57,31 @@ class ParamModuleInfo:
 
     @property
     def places(self) -> tuple[tuple[nn.Module, str], ...]:
-        """Every place."""
+        """All places."""
         return ((self.module, self.name), *self.shared)
 
     def register(self, param: nn.Parameter) -> None:
-        """Put ``param`` into every place."""
+        """Register ``param`` at every place."""
         set_parameter(self.module, self.name, param)
         for module, name in self.shared:
             set_parameter(module, name, param)
 
 
 class FSDPParam(ABC):
-    """A managed parameter: its full form and its gradients. How it lies on the ranks, a subclass knows.
+    """A managed parameter: its full form and gradients. Subclasses define the sharded form.
 
     Attributes:
-        position: its place among the unit's parameters, in the order of the flat shard.
+        position: index among the unit's parameters, in flat shard order.
         fqn: name relative to the root; relative to the unit's module until the root is known.
         layout: how the full shape is split.
         post_forward: how it is split between forward and backward, if over fewer ranks.
-        sharded_param: what this rank keeps of it, a parameter.
-        fulls: what modules compute with.
+        sharded_param: the parameter that this rank keeps.
+        fulls: the full forms, which modules compute with.
         state: which form is registered.
     """
 
     computes_in_shard: ClassVar[bool] = False
-    """Where one rank has all of it, modules compute with what the optimizer steps, and not with a copy."""
+    """With a single shard rank, modules compute with the optimizer's own parameters, not a copy."""
 
     sharded_param: nn.Parameter
 
@@ -107,11 +107,11 @@ class FSDPParam(ABC):
 
     @property
     def trains(self) -> Sequence[bool]:
-        """Which of the full forms take a gradient now."""
+        """For each full form, whether it takes a gradient now."""
         return [self.trainable] * len(self.fulls)
 
     def take_names(self, full_name: Callable[[nn.Module, str], str]) -> None:
-        """Be called, from now on, what ``full_name`` makes of a module and what this one calls it."""
+        """Set the name to ``full_name(module, name)`` of the first place."""
         self.fqn = full_name(self.info.module, self.info.name)
         for full in self.fulls:
             full.fqn = self.fqn
@@ -124,7 +124,7 @@ class FSDPParam(ABC):
     @property
     @abstractmethod
     def owned(self) -> Sequence[nn.Parameter]:
-        """The parameters that an optimizer is given for it."""
+        """The parameters that the user passes to an optimizer."""
 
     @property
     def trainable(self) -> bool:
@@ -133,16 +133,16 @@ class FSDPParam(ABC):
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """True if tensor parallelism has split some of it before."""
+        """True if tensor parallelism has already split one of its full forms."""
         return any(full.tp_spec is not None for full in self.fulls)
 
     @property
     def meshes(self) -> Sequence[DeviceMesh]:
-        """Meshes of all ranks that have some of it, if it is a DTensor, or tensor parallelism has split some of it."""
+        """Meshes of its DTensor parameters: all ranks that hold a part."""
         return [param.device_mesh for param in self.owned if isinstance(param, DTensor)]
 
     def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
-        """Choose the ranks it is split over between forward and backward; None: the usual ones, or none."""
+        """Set the mesh it is split over between forward and backward; None: the usual mesh, or not split."""
         layout = self.layout
         self.post_forward = None if mesh is None else ShardLayout(layout.shape, layout.dim, mesh.shard_mesh_size)
 
@@ -155,34 +155,34 @@ class FSDPParam(ABC):
     @property
     @abstractmethod
     def first(self) -> torch.Tensor:
-        """What :meth:`shard_from` will copy, or a part of it: of the dtype of all, and where all is."""
+        """The tensor that :meth:`shard_from` will copy, or a part of it; gives dtype and device of the whole."""
 
     @abstractmethod
     def shard_from(self, slot: torch.Tensor) -> None:
-        """Copy this rank's rows of the parameter that was given into ``slot``, and make ``sharded_param`` of it."""
+        """Copy this rank's rows of the original parameter into ``slot`` and create ``sharded_param`` from it."""
 
     @property
     @abstractmethod
     def is_registered(self) -> bool:
-        """True if what is registered on the modules is what is known here, and where it is."""
+        """True if the modules still hold the parameter known here, in the same memory."""
 
     @abstractmethod
     def registered(self) -> nn.Parameter:
         """Return the sharded parameter registered now (a loader or ``.to`` may have put a new one there).
 
         Raises:
-            TypeError: something else was registered.
-            ValueError: one of another shape was.
+            TypeError: an object of another kind is registered.
+            ValueError: a parameter of another shape is registered.
         """
 
     @abstractmethod
     def registered_local(self) -> torch.Tensor:
-        """Return what this rank holds of :meth:`registered`; raises as that does."""
+        """Return this rank's part of :meth:`registered`; raises as that does."""
 
     @property
     @abstractmethod
     def holders(self) -> Sequence[torch.Tensor]:
-        """Tensors that keep the slot alive for whoever holds one of the parameters."""
+        """Tensors that keep the slot alive as long as one of the parameters is referenced."""
 
     @abstractmethod
     def adopt(self, slot: torch.Tensor) -> None:
@@ -193,55 +193,55 @@ class FSDPParam(ABC):
 
     @abstractmethod
     def keep(self) -> None:
-        """Take the registered parameter over where it lies: somebody may hold that memory."""
+        """Adopt the registered parameter in its current memory, which other objects may refer to."""
 
     @property
     @abstractmethod
     def local(self) -> torch.Tensor:
-        """What this rank holds of ``sharded_param``."""
+        """This rank's part of ``sharded_param``."""
 
     @property
     def writes_back(self) -> bool:
-        """Whether values that are put in the place of registered ones are copied to the slot, as torch does too."""
+        """True if values that replace the registered ones are copied to the slot, as torch does."""
         return False
 
     @abstractmethod
     def register(self, form: nn.Parameter) -> None:
-        """Put the sharded parameter, or one over fewer ranks, onto the modules."""
+        """Register the sharded parameter, or one over fewer ranks, on the modules."""
 
     @abstractmethod
     def register_full(self) -> None:
-        """Put the full forms onto the modules."""
+        """Register the full forms on the modules."""
 
     @abstractmethod
     def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
-        """Return the form over fewer ranks whose rows are in ``slot``, filled from the full parameter."""
+        """Return the form over fewer ranks, with its rows in ``slot``, filled from the full parameter."""
 
     # ---- the full form
 
     def parts_of(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the full forms' memory as views of ``full``, all of it, in the full shape."""
+        """Return the memory of each full form as a view of ``full``, which has the full shape."""
         return (full,)
 
     def views_in(self, padded_full: torch.Tensor) -> list[FullView]:
-        """Return what the full forms are in ``padded_full`` ``[>= numel]``, of the param dtype."""
+        """Return the full forms' views in ``padded_full`` ``[>= numel]``, of the param dtype."""
         parts = zip(self.fulls, self.parts_of(self.layout.full_view(padded_full)), strict=True)
         return [full.view_of(part, requires_grad=self.trainable) for full, part in parts]
 
     def show(self, views: Sequence[FullView]) -> None:
-        """Let the full forms be ``views`` from now on."""
+        """Point the full forms to ``views``."""
         for full, view in zip(self.fulls, views, strict=True):
             full.show(view)
 
     def to_unsharded(self) -> None:
-        """Register the full forms; their memory must be there."""
+        """Register the full forms; their memory must be filled."""
         for full, trains in zip(self.fulls, self.trains, strict=True):
             full.open(requires_grad=trains)
         self.register_full()
         self.state = ShardedState.UNSHARDED
 
     def to_rest(self) -> None:  # noqa: B027 - most need nothing
-        """Nothing computes with the full forms for now, which may stay: :meth:`to_work` before something does."""
+        """Mark the full forms idle. They may stay allocated; call :meth:`to_work` before the next use."""
 
     def to_work(self) -> None:  # noqa: B027 - most need nothing
         """Undo :meth:`to_rest`."""
@@ -254,7 +254,7 @@ class FSDPParam(ABC):
         self.state = ShardedState.SHARDED if form is None else ShardedState.SHARDED_POST_FORWARD
 
     def expect_grad(self) -> None:
-        """Let autograd hand gradients to the full forms although their values are not there."""
+        """Let autograd accumulate gradients in the full forms although they hold no values."""
         for full in self.fulls:
             full.expect_grad()
 
@@ -262,56 +262,56 @@ class FSDPParam(ABC):
 
     @property
     def has_full_grad(self) -> bool:
-        """True if there is a full gradient that was not reduced yet."""
+        """True if there is a full gradient not yet reduced."""
         return any(full.has_grad for full in self.fulls)
 
     def grad_bytes(self) -> int:
-        """Bytes of full gradients this rank holds; raises as :meth:`FullParam.grad_bytes`."""
+        """Return the bytes of full gradients on this rank; raises as :meth:`FullParam.grad_bytes`."""
         return sum(full.grad_bytes() for full in self.fulls)
 
     def accumulate_grad(self, dtype: torch.dtype) -> None:
-        """Move full gradients to those that wait for a reduction, in its ``dtype``."""
+        """Add full gradients to those that wait for a reduction, in its ``dtype``."""
         for full in self.fulls:
             full.accumulate_grad(dtype)
 
     @property
     def has_accumulated_grad(self) -> bool:
-        """True if gradients of earlier micro-batches wait in the dtype of the reduction."""
+        """True if gradients of earlier micro-batches wait in the reduce dtype."""
         return any(full.accumulated_grad is not None for full in self.fulls)
 
     def count_as_zero(self) -> None:
-        """Take gradients that did not come as zero."""
+        """Set missing gradients to zero, if trainable."""
         if self.trainable:
             for full in self.fulls:
                 full.count_as_zero()
 
     def take_grads(self) -> Grads:
-        """Return the full gradient of each full form, None where there is none, and forget them."""
+        """Return the full gradient of each full form, None for a missing one, and clear them."""
         return [full.take_grad() for full in self.fulls]
 
     def drop_grad(self) -> None:
-        """Forget full gradients."""
+        """Drop full gradients."""
         for full in self.fulls:
             full.drop_grad()
 
     def copy_in_pairs(
         self, grads: Grads, slots: torch.Tensor, first_rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (destination, source) that lay out what :meth:`take_grads` gave in ``slots`` ``[n, slot_numel]``.
+        """Yield (destination, source) pairs that copy the result of :meth:`take_grads` to ``slots``.
 
-        These are the slots of n ranks from ``first_rank`` on. What has no source is zeroed.
+        ``slots`` ``[n, slot_numel]`` are those of n ranks from ``first_rank`` on. Elements without a source are zeroed.
         """
         (grad,) = grads
         return self.layout.copy_in_pairs(cast("torch.Tensor", grad), slots, first_rank)
 
     @property
     def has_sharded_grad(self) -> bool:
-        """True if one of those it owns has a gradient."""
+        """True if one of the :attr:`owned` parameters has a gradient."""
         return any(param.grad is not None for param in self.owned)
 
     @abstractmethod
     def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
-        """Accumulate ``local_grad`` (this rank's rows) into what it owns; ``lease`` lives as long as it is kept."""
+        """Accumulate ``local_grad`` (this rank's rows) in the owned parameters; ``lease`` lives as long as it does."""
 
     @property
     def global_shape(self) -> Sequence[int]:
@@ -320,7 +320,7 @@ class FSDPParam(ABC):
 
     @abstractmethod
     def tensors(self) -> Mapping[str, ParamTensors]:
-        """Return what this rank has of it now, by names."""
+        """Return this rank's current tensors of the parameter, by name."""
 
     def describe(self) -> Param:
         """Return the probe's description."""
@@ -340,7 +340,7 @@ class FSDPParam(ABC):
 
 
 def check_uniform(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check that parameters, given with their names, can travel in one buffer.
+    """Check that the parameters in ``named`` fit in one communication buffer.
 
     Raises:
         ValueError: they differ in dtype or device.

@@ -1,4 +1,4 @@
-"""A unit: parameters that one ``fully_shard`` call manages and communicates as one."""
+"""A unit: the parameters that one ``fully_shard`` call manages and communicates together."""
 
 from __future__ import annotations
 
@@ -56,27 +56,26 @@ class TrainingState(Enum):
 class FSDPParamGroup:
     """A unit: parameters that are gathered and reduced together.
 
-    Where they lie and how they travel, and what is done with them in each phase of a step.
+    Handles their memory and communication in each phase of a step.
 
     Attributes:
         index: number of the unit in this process, never reused; equal on all ranks that make the same calls.
         name: path of its module from the root.
-        above: path of that root in the model that people know, if it is only a part of it; what ranks compare is
-            without it.
-        fsdp_params: its parameters, in the order of the flat shard.
-        params_as_defined: the same, in the order of their definition.
-        shards: this rank's slots, what ``sharded_param`` s are views of.
-        policy: precision, offloading, what happens between forward and backward.
-        post_forward_mesh_info: over which ranks parameters lie then; None: they stay full.
-        comm: what it communicates with; None until that is chosen.
-        needs_comm: the root has yet to choose.
-        comm_ctx: what it shares with the other units of its root.
-        sync: what happens to gradients.
-        max_reductions: reduce-scatters in flight it allows; the largest of all units counts.
+        above: path of the root in the user's model, if the root is only a part of it; ranks compare names without it.
+        fsdp_params: its parameters, in flat shard order.
+        params_as_defined: the same, in definition order.
+        shards: this rank's flat shard, whose slots the sharded parameters are views of.
+        policy: precision, offloading, resharding after forward.
+        post_forward_mesh_info: ranks that share the parameters between forward and backward; None: they stay full.
+        comm: its comm pair; None until chosen.
+        needs_comm: True until the root chooses the pair.
+        comm_ctx: communication context shared with the other units of its root.
+        sync: settings for gradient reduction.
+        max_reductions: reduce-scatters in flight it allows; the largest value of all units applies.
         reshard_after_backward: free full parameters after backward.
-        unshard_in_backward: False if backward does not need them, as an embedding's does not.
-        pending_backwards: recorded forwards whose backward did not begin yet.
-        on_inner_grad: called before a gradient of the unit is accumulated whose backward did not begin at an output.
+        unshard_in_backward: False if backward does not need the full parameters, as for an embedding.
+        pending_backwards: recorded forwards whose backward has not begun.
+        on_inner_grad: called before a gradient is accumulated that autograd reached without passing an output.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class FSDPParamGroup:
         self._all_gather: AllGatherState | DeviceCopyState | None = None
         self._post_forward: PostForwardShard | None = None
         self._recomputed_in: BufferSet | None = None
-        self._is_unsharding = False  # begun and not yet waited for
+        self._is_unsharding = False  # started and not yet waited for
         self._grad_bytes = 0
         self.index = next(_indices)
         units[self.index] = self
@@ -102,7 +101,7 @@ class FSDPParamGroup:
         self.root_index = -1
         self.mesh_info = mesh_info
         self.device = mesh_info.device
-        self.comm_ctx = FSDPCommContext(self.device)  # exchanged for the root's
+        self.comm_ctx = FSDPCommContext(self.device)  # replaced by the root's
         self.sync = GradientSync()
         self.max_reductions = 1
         self.comm: CommPair | None = None
@@ -138,7 +137,7 @@ class FSDPParamGroup:
 
     @property
     def is_sharded(self) -> bool:
-        """True while the shards are."""
+        """True while the sharded parameters are registered on the modules."""
         return self.state is ShardedState.SHARDED
 
     # ---- policy
@@ -149,7 +148,7 @@ class FSDPParamGroup:
         self.set_reshard_after_forward(policy.reshard_after_forward)
 
     def change_policy(self, policy: UnitPolicy) -> None:
-        """Use another policy while sharded; parameters stay where they are."""
+        """Switch to another policy while sharded; the shards stay in place."""
         self.set_policy(policy)
         self._choose_comm_again()
         self._bind()
@@ -160,7 +159,7 @@ class FSDPParamGroup:
 
         Raises:
             TypeError, ValueError: see :func:`_get_post_forward_mesh_info`.
-            NotImplementedError: fewer ranks for parameters that tensor parallelism has split.
+            NotImplementedError: a number of ranks, where tensor parallelism has split the parameters.
         """
         info = _get_post_forward_mesh_info(value, self.mesh_info)
         self.reshard_after_forward = value
@@ -192,7 +191,7 @@ class FSDPParamGroup:
         return any(p.trainable for p in self.fsdp_params)
 
     def _bind(self) -> None:
-        """Give the unit memory for its full parameters, empty for now."""
+        """Create the unit's unshard memory, empty for now, and its reducer."""
         self._usual = self._make_home()
         self._show(self._usual)
         self._unit = UnitId(self.index, self.name)
@@ -223,14 +222,14 @@ class FSDPParamGroup:
         return backend_of(self.device).full_memory(self.shards.numel * size, self.param_dtype)
 
     def _show(self, home: BufferSet) -> None:
-        """Let the unsharded parameters be those in ``home``."""
+        """Point the unsharded parameters into ``home``."""
         self._home = home
         for fsdp_param, views in zip(self.fsdp_params, home.views, strict=True):
             fsdp_param.show(views)
 
     @unrecorded
     def _go_to(self, home: BufferSet) -> None:
-        """Be in ``home``, into which the graph points that runs next; it may be one from before another policy."""
+        """Switch to the buffers that the next graph points into; they may belong to an earlier policy."""
         before = self._home
         if before is home:
             return
@@ -241,20 +240,20 @@ class FSDPParamGroup:
         self._show(home)
 
     def _take_memory(self) -> None:
-        """Get ready to be filled."""
+        """Allocate the unshard memory."""
         self._home.memory.take(self.comm_ctx.pages)
 
     def _give_memory_back(self) -> None:
-        """Let go; what is recorded from now on is where the present policy wants it."""
+        """Free the unshard memory; later forwards use the current policy's buffers."""
         if self._home.memory.give_back(self.comm_ctx.pages) and self._home is not self._usual:
             self._show(self._usual)
 
     @torch.no_grad()
     def adopt_registered(self, *, fresh: bool = False) -> None:
-        """Take over parameters that ``.to``, ``to_empty`` or a loader replaced while sharded; else do nothing.
+        """Adopt parameters that ``.to``, ``to_empty`` or a loader replaced while sharded; no-op if there are none.
 
         Args:
-            fresh: memory that was not theirs before was made just now, so that nobody else has it.
+            fresh: replaced parameters are in newly allocated memory that nothing else refers to.
 
         Raises:
             TypeError: a parameter was replaced by a plain tensor.
@@ -268,7 +267,7 @@ class FSDPParamGroup:
     # ---- comms
 
     def lazy_init(self, name: str, root_index: int, comm_ctx: FSDPCommContext) -> None:
-        """Join a root: take its names and its communication context."""
+        """Join a root: adopt its name for the unit and its communication context."""
         self.adopt_registered()
         self.take_name(name)
         self.root_index, self.comm_ctx = root_index, comm_ctx
@@ -276,47 +275,47 @@ class FSDPParamGroup:
         self.announce()
 
     def take_name(self, name: str) -> None:
-        """Be called ``name`` from now on."""
+        """Set the unit's name."""
         self.name = name
         self._unit = self._reducer.unit = UnitId(self.index, name)
 
     def set_above(self, above: str) -> None:
-        """Be described from now on as a part of a model in which the root is at the path ``above``.
+        """Describe the unit from now on as a part of a model in which the root has the path ``above``.
 
-        A rank may know of a module around the root that others have not: :attr:`name` and the names of parameters,
-        which ranks compare, stay as they are.
+        One rank may have a module around the root that the others lack. So :attr:`name` and the names of parameters,
+        which ranks compare, do not change.
         """
         if above != self.above:
             self.above = above
             self.announce()
 
     def in_model(self, name: str) -> str:
-        """Return the name from the model, :attr:`above` included, of what is called ``name`` from the root."""
+        """Return the path in the user's model, :attr:`above` included, of ``name``, a path from the root."""
         return ".".join(part for part in (self.above, name) if part)
 
     @property
     def title(self) -> str:
-        """What people call the unit."""
+        """The unit's name in messages."""
         return unit_words(self.in_model(self.name))
 
     def use_comm(self, pair: CommPair) -> None:
-        """Communicate with ``pair`` from now on."""
+        """Set the unit's comm pair."""
         self.comm, self.needs_comm = pair, False
         self.announce()
 
     def _choose_comm_again(self) -> None:
-        """Let the root choose at its next forward; all ranks come to this together."""
+        """Let the root choose a pair at its next forward; all ranks must call this together."""
         if self.comm is None or self.comm.name not in SET_BY_USER:
             self.comm, self.needs_comm = None, True
 
     @property
     def shard_group(self) -> CommGroup | None:
-        """The ranks that share one copy; None if that is one rank."""
+        """The ranks that share one copy; None if there is only one."""
         return self.mesh_info.shard_group
 
     @property
     def groups(self) -> list[CommGroup]:
-        """The groups that communicate for the unit."""
+        """The process groups that the unit uses."""
         infos = (self.mesh_info, self.post_forward_mesh_info)
         groups = [group for info in infos if info is not None for group in (info.shard_group, info.replicate_group)]
         return [group for group in dict.fromkeys(groups) if group is not None]
@@ -328,26 +327,26 @@ class FSDPParamGroup:
 
     @property
     def shard_region(self) -> Region | None:
-        """Where the flat shard lies, if other pages can lie beneath it."""
+        """Memory region of the flat shard, if its pages can be exchanged; else None."""
         return self.shards.region
 
     @property
     def pair(self) -> CommPair:
-        """What the unit communicates with; what works between any ranks until its root has chosen."""
+        """The unit's comm pair; until the root has chosen, one that works between any ranks."""
         if self.comm is None:
             self.comm = backend_of(self.device).pair()
         return self.comm
 
     def set_custom(self, gather: AllGather | None = None, reduce: ReduceScatter | None = None) -> None:
-        """Communicate with an object of the user's."""
+        """Set the user's all-gather, reduce-scatter or both."""
         pair = self.pair if self.pair.name == CUSTOM else backend_of(self.device).pair()
         self.use_comm(CommPair(gather or pair.gather, reduce or pair.reduce, CUSTOM))
 
     def allocate_from_group(self, enable: bool) -> None:
-        """Let the backend allocate what is communicated, if it allocates anything; see :func:`group_pair`.
+        """Let the backend allocate the communication buffers, if it can; see :func:`group_pair`.
 
         Raises:
-            ValueError: it communicates with an object of the user's, which allocates by itself.
+            ValueError: the unit uses a custom object, which allocates its own buffers.
         """
         if self.comm is not None and self.comm.name == CUSTOM:
             raise ValueError(
@@ -378,10 +377,10 @@ class FSDPParamGroup:
 
     @unrecorded
     def unshard(self) -> None:
-        """Start making the parameters full; does nothing if they are or soon will be.
+        """Start the all-gather; no-op if the parameters are unsharded or being unsharded.
 
         Raises:
-            RuntimeError: the unit was undone; a graph recorded before that cannot run backward any more.
+            RuntimeError: the unit is retired; a graph recorded before that cannot run backward any more.
         """
         if self.is_unsharded or self._is_unsharding:
             return
@@ -408,35 +407,35 @@ class FSDPParamGroup:
             )
 
     def _source(self) -> tuple[torch.Tensor | ScatteredShard, FSDPMeshInfo]:
-        """Return the flat shard that full parameters are made from, and whose ranks hold the rest."""
+        """Return the flat shard to gather from and the mesh whose ranks hold the rest."""
         if self._post_forward is not None:
             return self._post_forward.flat, self._post_forward.mesh_info
         return self.shards.flat, self.mesh_info
 
     def _whole_shard(self) -> torch.Tensor:
-        """Return the flat shard ``[1, S]`` that is full parameters as it lies."""
+        """Return the flat shard as ``[1, S]``, where it already is the full parameters."""
         shard, _ = self._source()
         return cast("torch.Tensor", shard).view(1, -1)
 
     def _targets(self, gathered: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Return the full parameters' memory, cut as the flat shards ``gathered`` are."""
+        """Return the full parameters' memory, split as ``gathered``."""
         num_ranks = [len(part) for part in gathered]
         if self._post_forward is not None:
             return rows_of(self._post_forward.by_rank(self._home.padded_fulls), num_ranks)
         return self._home.rows_of(num_ranks)
 
     def _gather(self, info: FSDPMeshInfo) -> AllGather:
-        # what was chosen is for the shards; the few ranks between forward and backward use what works anywhere
+        # the root chose the pair for the shard group; the smaller post-forward group uses one that works anywhere
         return self.pair.gather if info is self.mesh_info else backend_of(self.device).pair().gather
 
     @unrecorded
     def wait_for_unshard(self) -> None:
-        """Block until the full parameters are there and register them; those that were there may have been at rest.
+        """Wait for the all-gather and register the full parameters; if already unsharded, mark them in use.
 
         Raises:
             StepAborted: the wait was cancelled.
             CollectiveFailed: a peer died or left.
-            RanksDisagreeError: ranks do different things.
+            RanksDisagreeError: ranks issue different collectives.
         """
         if not self._is_unsharding:
             for fsdp_param in self.fsdp_params:
@@ -461,9 +460,9 @@ class FSDPParamGroup:
             self._all_gather = None
 
     def reshard(self) -> None:
-        """Give the full parameters up; does nothing if they are not there.
+        """Free the full parameters; no-op if sharded.
 
-        An all-gather that was started and never used is waited for first: its output is being written.
+        Waits for an unused all-gather in flight first: its output is still being written.
         """
         if self.is_sharded and not self._is_unsharding:
             return
@@ -482,7 +481,7 @@ class FSDPParamGroup:
 
     @unrecorded
     def _reshard_after_forward(self) -> None:
-        """Free full parameters, or keep them split over fewer ranks."""
+        """Free the full parameters, or reshard them to fewer ranks."""
         info = self.post_forward_mesh_info
         if info is None or not self.is_unsharded:
             return
@@ -497,18 +496,18 @@ class FSDPParamGroup:
     # ---- hooks of the step
 
     def pre_forward(self, *, recomputed: bool) -> None:
-        """Before the unit's forward, full parameters there; ``recomputed``: within backward."""
+        """Begin the unit's forward, with the parameters unsharded; ``recomputed``: within backward."""
         if recomputed:
             self.recomputes()
         self.training_state = TrainingState.FORWARD
         probe.event(Kind.FORWARD, Edge.BEGIN, self.index)
 
     def post_forward(self, *, backward_follows: bool, recomputed: bool) -> None:
-        """After the unit's forward.
+        """End the unit's forward.
 
         Args:
-            backward_follows: autograd has recorded it.
-            recomputed: it ran within backward; its own backward comes at once, and needs the full parameters.
+            backward_follows: autograd recorded it.
+            recomputed: it ran within backward; its own backward follows at once and needs the full parameters.
         """
         probe.event(Kind.FORWARD, Edge.END, self.index)
         if not recomputed:
@@ -519,30 +518,30 @@ class FSDPParamGroup:
 
     @property
     def home(self) -> BufferSet:
-        """Where the full parameters are that what is recorded now points to."""
+        """The buffers that a graph recorded now points into."""
         return self._home
 
     def recomputes(self) -> None:
-        """What a graph needs of a forward in backward is computed anew, from where the full parameters are now."""
+        """Note that backward recomputes the forward, from the buffers that hold the full parameters now."""
         self._recomputed_in = self._home
 
     def go_to(self, home: BufferSet) -> None:
-        """Be in the home of the forward whose backward runs next, unless it was recomputed in another.
+        """Switch to the buffers of the forward whose backward runs next, or those it was recomputed in.
 
         Raises:
-            RuntimeError: the unit was undone since.
+            RuntimeError: the unit was retired since.
         """
         self._check_not_retired()
         self._go_to(self._recomputed_in or home)
 
     def pre_backward(self, home: BufferSet) -> None:
-        """Before the backward of a forward that ran in ``home``: full parameters."""
+        """Prepare the backward of a forward that ran in ``home``: unshard the parameters."""
         self.training_state = TrainingState.PRE_BACKWARD
         probe.phase(Phase.PRE_BACKWARD)
         self.enter_backward(home)
 
     def enter_backward(self, home: BufferSet) -> None:
-        """Hold what the backward of a forward that ran in ``home`` needs."""
+        """Switch to ``home`` and unshard there, if the backward of a forward that ran in it needs the values."""
         self.go_to(home)
         if self.unshard_in_backward:
             self.unshard()
@@ -556,9 +555,9 @@ class FSDPParamGroup:
                 fsdp_param.expect_grad()
 
     def enter_inner_backward(self) -> None:
-        """A backward has reached parameters without an output of the unit: take the gradients that come.
+        """Begin a backward that reached the parameters without passing an output of the unit.
 
-        The full parameters are not gathered: what needs their values has computed with them, or has raised.
+        The full parameters are not gathered: any operation that needs their values has run or raised by now.
         """
         self.training_state = TrainingState.PRE_BACKWARD
         for fsdp_param in self.fsdp_params:
@@ -567,16 +566,16 @@ class FSDPParamGroup:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """The unit's backward runs from now on."""
+        """Begin the unit's backward."""
         self.pending_backwards = max(0, self.pending_backwards - 1)
         probe.phase(Phase.BACKWARD)
         probe.event(Kind.BACKWARD, Edge.BEGIN, self.index)
 
     def post_backward(self) -> None:
-        """After the unit's backward: take the gradients, give the parameters up, start the reduction."""
+        """End the unit's backward: take the gradients, reshard, start the reduction."""
         if self.training_state is TrainingState.PRE_BACKWARD:
             probe.event(Kind.BACKWARD, Edge.END, self.index)
-        else:  # what is reduced now is of backwards before
+        else:  # these are gradients of earlier backwards
             for fsdp_param in self.fsdp_params:
                 fsdp_param.to_work()
         self.training_state = TrainingState.POST_BACKWARD
@@ -586,7 +585,7 @@ class FSDPParamGroup:
         if self.sync.reduce_grads:
             self._reduce()
         else:
-            self._reshard_after_backward()  # first: what follows may need memory for gradients in another dtype
+            self._reshard_after_backward()  # first: a cast of the gradients may need the memory
             for param in self.fsdp_params:
                 param.accumulate_grad(self.reduce_dtype)
             self._account_grads()
@@ -600,7 +599,7 @@ class FSDPParamGroup:
     def _reshard_after_backward(self) -> None:
         if self.reshard_after_backward:
             self.reshard()
-        if not self.comm_ctx.recorded:  # no backward follows that gathers: gradients can have the memory
+        if not self.comm_ctx.recorded:  # no further backward gathers: leave the memory to gradients
             self.comm_ctx.pages.release()
 
     @unrecorded
@@ -620,15 +619,15 @@ class FSDPParamGroup:
                     ctx.comms.reduces(self)
                 ctx.reductions.add(foreach_reduce(self._reducer, params, grads, self.pair.reduce, self._unused(params)))
         finally:
-            if not grads:  # emptied, their end was announced
+            if not grads:  # foreach_reduce emptied the list and announced the freed bytes
                 self._grad_bytes = 0
-        ctx.join()  # what backward allocates next may lie where these gradients were
+        ctx.join()  # backward's next allocation may reuse the memory of these gradients
 
     def _complete_grads(self) -> bool:
-        """Add to full gradients what else is to be reduced with them; returns False if there was nothing."""
+        """Add accumulated gradients, and zeros for unused parameters if set; return whether anything changed."""
         added = False
         for param in self.fsdp_params:
-            if param.has_accumulated_grad:  # of earlier micro-batches: the last one's comes on top
+            if param.has_accumulated_grad:  # from earlier micro-batches: add the last one's
                 param.accumulate_grad(self.reduce_dtype)
                 added = True
             elif self.sync.reduce_unused:
@@ -637,7 +636,7 @@ class FSDPParamGroup:
         return added
 
     def _unused(self, reduced: list[FSDPParam]) -> list[str]:
-        """Name the trainable parameters that are not among those reduced."""
+        """Return the names of the trainable parameters not in ``reduced``."""
         if len(reduced) == len(self.fsdp_params):
             return []
         return [p.fqn for p in self.params_as_defined if p.trainable and p not in reduced]
@@ -645,40 +644,40 @@ class FSDPParamGroup:
     # ---- gradients
 
     def _account_grads(self) -> None:
-        """Announce the full gradients autograd has made since the last look."""
+        """Announce the change in bytes of full gradients since the last call."""
         num_bytes = sum(p.grad_bytes() for p in self.fsdp_params)
         probe.memory(Category.UNSHARDED_GRADS, self.index, num_bytes - self._grad_bytes)
         self._grad_bytes = num_bytes
 
     def wait_for_host(self) -> None:
-        """Let offloaded gradients be on the host, for whoever steps with them."""
+        """Wait until offloaded gradients are on the host, ready for the optimizer."""
         self._reducer.wait_for_host()
 
     @property
     def owes_reduction(self) -> bool:
-        """True if gradients of earlier micro-batches wait for the reduction that is wanted now."""
+        """True if gradients of earlier micro-batches wait for a reduction that is now enabled."""
         has_full = any(p.has_full_grad for p in self.fsdp_params)
         return self.sync.reduce_grads and (has_full or self._reducer.owes_all_reduce)
 
     @property
     def has_missed_grads(self) -> bool:
-        """True if autograd has made full gradients since the last post-backward, and they are to be reduced."""
+        """True if reduction is enabled and autograd made full gradients after the last post-backward."""
         return self.sync.reduce_grads and sum(p.grad_bytes() for p in self.fsdp_params) > self._grad_bytes
 
     # ---- the rest
 
     def finalize_backward(self) -> None:
-        """At the end of a backward pass: nothing of the iteration is left."""
+        """Clear the unit's iteration state at the end of the last backward."""
         self._reshard_after_backward()
         self._recomputed_in = None
         self.pending_backwards = 0
         self.training_state = TrainingState.IDLE
 
     def reset_iter_state(self) -> None:
-        """Drop what an iteration that raised has left, without waiting for anything."""
+        """Drop the remains of an iteration that raised, without waiting for anything."""
         probe.event(Kind.RESET, Edge.INSTANT, self.index)
         if self._all_gather is not None:
-            with self.comm_ctx.streams.gathering():  # its memory is from there
+            with self.comm_ctx.streams.gathering():  # its memory was allocated in that stream
                 self._all_gather.abandon()
             self._all_gather = None
         self._recomputed_in = None
@@ -693,7 +692,7 @@ class FSDPParamGroup:
         self.training_state = TrainingState.IDLE
 
     def retire(self) -> None:
-        """The unit was undone: announce it and let go of its storage, which cycles would keep until collected."""
+        """Mark the unit undone and drop its storage now; reference cycles would hold it until garbage collection."""
         self._retired = True
         self.on_inner_grad = None
         self.announce()
@@ -701,12 +700,12 @@ class FSDPParamGroup:
         del self.shards, self._home, self._usual
 
     def announce(self) -> None:
-        """Tell the probe what this unit is now."""
+        """Send the probe the unit's current description."""
         if probe.active is not None:
             probe.active.unit(self.describe_in_model())
 
     def describe_in_model(self) -> events.Unit:
-        """Return the probe's description: all names as :meth:`in_model` has them."""
+        """Return the probe's description, with all names as paths in the user's model."""
         known = self.describe()
         if not self.above:
             return known
@@ -721,7 +720,7 @@ class FSDPParamGroup:
         return replace(known, name=self.in_model(known.name), params=params)
 
     def describe(self) -> events.Unit:
-        """Return the same with names from the root, as ranks compare it."""
+        """Return the description with names from the root, as ranks compare it."""
         return events.Unit(
             index=self.index,
             name=self.name,
@@ -744,9 +743,9 @@ def _before_grad(unit_ref: weakref.ref[FSDPParamGroup], full_ref: weakref.ref[Fu
     """Call the unit's ``on_inner_grad`` unless its backward has begun, or the unit runs forward.
 
     Raises:
-        RuntimeError: the gradient is of what a full parameter holds while its unit is sharded.
+        RuntimeError: the gradient belongs to the placeholder that a full parameter holds while its unit is sharded.
     """
-    unit, full = unit_ref(), full_ref()  # weak: the parameter that has this hook belongs to the unit
+    unit, full = unit_ref(), full_ref()  # weak: the hook's parameter belongs to the unit
     if unit is not None and full is not None and not full.is_open and not grad.dim() and full.data.dim():
         raise RuntimeError(used_after_reshard(unit.in_model(full.fqn), unit.title))
     if unit is not None and unit.training_state is TrainingState.IDLE and unit.on_inner_grad is not None:

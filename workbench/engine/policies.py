@@ -1,4 +1,4 @@
-"""What a user can choose for a unit beside where its parameters lie."""
+"""Policies of a unit: precision, offloading, resharding after forward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from workbench.engine.backends import can_pin
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtype is used where; ``None`` leaves it as it is. Shards, their gradients and the optimizer never change.
+    """Dtypes of compute, reduction and output; None: no cast. Shards, their gradients and the optimizer keep theirs.
 
     Attributes:
         param_dtype: of the full parameters: all-gather, forward and backward.
-        reduce_dtype: of the reduction, and of gradients that accumulate without sync; None: what backward computes.
-        output_dtype: floating-point outputs of forward are cast to it.
+        reduce_dtype: of the reduction, and of gradients accumulated without sync; None: the dtype of backward.
+        output_dtype: dtype that floating-point outputs of forward are cast to.
         cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
     """
 
@@ -26,14 +26,14 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for what is no floating-point dtype, or no bool."""
+        """Raise TypeError or ValueError for a value that is not a floating-point dtype or bool."""
         check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
         check_bools(self, "cast_forward_inputs")
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Shards stay on the device that computes."""
+    """Shards stay on the compute device."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Raise TypeError for what is no bool."""
+        """Raise TypeError if ``pin_memory`` is not a bool."""
         check_bools(self, "pin_memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPolicy:
-    """All of a unit's choices.
+    """All policies of a unit.
 
     Attributes:
         reshard_after_forward: True frees the full parameters between forward and backward, False keeps them, an int
-            keeps them sharded over groups of so many ranks.
+            keeps them sharded over groups of that many ranks.
         mp_policy: see :class:`MixedPrecisionPolicy`.
         offload_policy: see :class:`OffloadPolicy`.
     """
@@ -68,7 +68,7 @@ class UnitPolicy:
 
     @property
     def offloads(self) -> bool:
-        """True if shards live on the CPU whatever computes."""
+        """True if shards live on the CPU, whatever the compute device."""
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     @property
@@ -79,7 +79,7 @@ class UnitPolicy:
 
 
 def check_dtypes(policy: object, *names: str) -> None:
-    """Raise TypeError or ValueError for a field of these that is neither None nor a floating-point dtype."""
+    """Raise TypeError or ValueError if one of the fields ``names`` is neither None nor a floating-point dtype."""
     for name in names:
         value = getattr(policy, name)
         if value is not None and not isinstance(value, torch.dtype):
@@ -89,7 +89,7 @@ def check_dtypes(policy: object, *names: str) -> None:
 
 
 def check_bools(policy: object, *names: str) -> None:
-    """Raise TypeError for a field of these that is no bool."""
+    """Raise TypeError if one of the fields ``names`` is not a bool."""
     for name in names:
         value = getattr(policy, name)
         if not isinstance(value, bool):

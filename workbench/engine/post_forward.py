@@ -1,4 +1,4 @@
-"""A unit between forward and backward under ``reshard_after_forward=K``: split over groups of K ranks."""
+"""A unit's shard between forward and backward with ``reshard_after_forward=K``: split over groups of K ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.events import Category
 
 
 class PostForwardShard:
-    """This rank's part of the full parameters, larger than its shards and gathered from fewer ranks.
+    """This rank's part of the full parameters: larger than its shards, and gathered from fewer ranks.
 
     Attributes:
         flat: slots one after another, in the param dtype.
@@ -39,5 +39,5 @@ class PostForwardShard:
             param.to_sharded(param.post_forward_form(slot, mesh_info))
 
     def by_rank(self, padded_fulls: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return views ``[K, ...]`` of each parameter's padded full whose part r is what rank r of the K holds."""
+        """Return a view ``[K, ...]`` of each parameter's padded full, whose part r is that of rank r of the K."""
         return [layout.by_rank(full) for layout, full in zip(self._layouts, padded_fulls, strict=True)]

@@ -1,6 +1,6 @@
-"""The engine's one way to tell what it does, *before* it does it, in the words of :mod:`workbench.events`.
+"""Announcements of what the engine is about to do, as events of :mod:`workbench.events`.
 
-:data:`active` is ``None`` by default; then every announcement costs one comparison.
+:data:`active` is ``None`` by default; every announcement then costs one comparison.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from workbench.events import Category, Comm, Edge, Kind, Phase, Probe
 active: Probe | None = None
 
 NO_UNIT = -1
-"""Stands for a unit where bytes are nobody's."""
+"""Unit index for bytes and events that belong to no unit."""
 
 
 def event(
@@ -22,7 +22,7 @@ def event(
 
 
 def memory(category: Category, unit: int, delta_bytes: int) -> None:
-    """Announce bytes that came to life (positive) or died (negative)."""
+    """Announce bytes allocated (positive) or freed (negative)."""
     if active is not None and delta_bytes:
         active.memory(category, unit, delta_bytes)
 
@@ -34,10 +34,10 @@ def phase(new: Phase) -> None:
 
 
 class BufferHandle:
-    """Bytes that die with the last reference to this object.
+    """Bytes that count as freed when the last reference to this object is dropped.
 
-    Attached to tensors whose life the engine does not end itself (gradients are dropped by the user). A probe that was
-    not told of the birth is not told of the death.
+    Attached to tensors that the engine does not free itself (the user drops gradients). A probe that did not see the
+    allocation does not see the release.
     """
 
     __slots__ = ("_category", "_num_bytes", "_probe", "_unit")
@@ -49,7 +49,7 @@ class BufferHandle:
 
     @property
     def is_told(self) -> bool:
-        """True if the probe that was told of the birth still listens."""
+        """True if the probe that saw the allocation is still active."""
         return self._probe is active
 
     def __del__(self) -> None:

@@ -1,11 +1,11 @@
-"""The engine's process groups, behind objects that can be given new ones.
+"""The engine's process groups, behind objects whose process group can be replaced.
 
 A group with an unfinished collective is never used again (its next collective could return stale data). So after an
-abort or a failure every :class:`CommGroup` gets a fresh process group, and the units that refer to it do not notice.
-They are kept apart from the groups of the DTensor mesh, which the user's own collectives use.
+abort or a failure every :class:`CommGroup` gets a new process group, and the units that refer to it do not change.
+These groups are separate from the groups of the DTensor mesh, which the user's own collectives use.
 
-No collective is issued before the order check (``collective_order.py``) knows that all ranks of the group issue the
-same one.
+No collective is issued before the order check (``collective_order.py``) has established that all ranks of the group
+issue the same one.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from workbench.engine.errors import RanksDisagreeError
 from workbench.events import Comm
 
 OWN = "workbench/"
-"""What the names of the engine's process groups begin with."""
+"""Name prefix of the engine's process groups."""
 
 _indices = itertools.count()
 
 around_creation: Callable[[], AbstractContextManager[None]] = nullcontext
-"""Entered around the making of every process group; whoever must find its sockets sets this."""
+"""Context manager entered while a process group is created; set it to find the group's sockets."""
 
 
 class CommGroup:
-    """Ranks that communicate as one.
+    """A communication group with a replaceable c10d process group.
 
     Attributes:
         ranks: global ranks, in group order.
         device_type: of the tensors it communicates.
-        purpose: what it is for, if it carries no collectives of units, but steps within those of another group.
+        purpose: purpose of a group that carries steps of another group's collectives; empty for units' collectives.
         rank: this process's position among them.
         size: number of ranks.
-        process_group: the live c10d group; None between two of them.
-        index: number of this generation of the group, as the probe knows it.
-        incarnation: how often the group was built anew since the default process group was made; equal on its ranks.
+        process_group: the current c10d group; None while there is none.
+        index: number of this generation of the group, for the probe.
+        incarnation: number of rebuilds since the default process group was created; equal on its ranks.
     """
 
     def __init__(self, ranks: tuple[int, ...], device_type: str = "cpu", purpose: str = "") -> None:
@@ -65,18 +65,18 @@ class CommGroup:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Take a new process group; all ranks of the group must call this together."""
+        """Create a new process group; all ranks of the group must call this together."""
         self.let_go()
         self.index = next(_indices)
         self._seq = 0
         self._given_up = ""
-        # a rank that joined later counts like the others: with a new default group everyone begins at 0
+        # a rank that joins later has the same count: a new default group resets it on all ranks
         store = default_store()
         self.incarnation = self.incarnation + 1 if store is self._store else 0
         self._store = store
         what = "/".join(filter(None, [self.device_type, self.purpose]))
         name = f"{OWN}{what}/{'-'.join(map(str, self.ranks))}/{self.incarnation}"
-        self._renew_order_check(PrefixStore(name, store))  # where ranks meet: c10d would wait for them uninterruptibly
+        self._renew_order_check(PrefixStore(name, store))  # ranks meet here first: c10d's wait is uninterruptible
         with around_creation():
             self.process_group = new_group(self.ranks, name, self.device_type)
         self._transport = backend_of(device_here(self.device_type)).transport(self.process_group)
@@ -85,65 +85,65 @@ class CommGroup:
             probe.active.comm_group(self.index, self.ranks)
 
     def _renew_order_check(self, store: Store) -> None:
-        """Forget the order of the collectives so far."""
+        """Start a new order check, without the order so far."""
         old, self._order_check = self._order_check, None
         if self.size > 1 and dist.get_backend() != "fake":  # a simulated world has one rank
             board = Board(store, self.rank, self.size)
             board.meet()
             self._order_check = OrderCheck(board, self.ranks, self.rank, is_part=self.size < dist.get_world_size())
         if old is not None:
-            old.close()  # all have met at the new board: nobody looks at the old one
+            old.close()  # all ranks have met at the new board: none reads the old one
 
     def let_go(self) -> None:
-        """Drop the process group, which must not be used again; with a collective unfinished it is aborted."""
+        """Drop the process group, which must not be used again; abort it if a collective is unfinished."""
         if self.num_unfinished and self.process_group is not None:
             self._transport.abort(self.process_group)
         self._in_flight.clear()
         self.process_group = None
 
     def next_comm(self) -> Comm:
-        """Number the next collective of this group."""
+        """Return the number of this group's next collective."""
         comm = Comm(group=self.index, seq=self._seq)
         self._seq += 1
         return comm
 
     def start(self, issue: Callable[[dist.ProcessGroup], AsyncWork | None], collective: Collective) -> PendingWork:
-        """Issue a collective once all ranks of the group are known to issue the same.
+        """Issue a collective once all ranks of the group are known to issue the same one.
 
         Args:
             issue: calls c10d, async.
-            collective: what it is.
+            collective: its description.
 
         Raises:
-            StepAborted: this rank was told to give up; the group may be half closed already.
-            RanksDisagreeError: another rank is about to do something else.
-            RuntimeError: the group was destroyed, or a wait given up, and it was not built anew.
+            StepAborted: this rank was cancelled; the group may be partly closed already.
+            RanksDisagreeError: another rank is about to issue another collective.
+            RuntimeError: the group was destroyed or a wait cancelled, and the group was not rebuilt since.
         """
         process_group = self._usable(collective)
         try:
             cancellation.check()
             self._check_is_next(collective)
-        except BaseException as error:  # an interrupt as well: others may have issued it
+        except BaseException as error:  # including an interrupt: other ranks may have issued it
             self.give_up(error)
             raise
         pending = self._transport.pending(issue(process_group), collective, self)
-        self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset drops some unwaited
+        self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset leaves some unawaited
         return pending
 
     def part(self, ranks: tuple[int, ...], purpose: str) -> CommGroup:
-        """Return a group of some of these ranks for steps within this one's collectives; those ranks call it together.
+        """Return a subgroup for steps within this group's collectives; its ranks must call this together.
 
         Args:
-            ranks: global ranks, this one among them.
-            purpose: whatever is issued on it for one purpose, all of its ranks issue in the same order.
+            ranks: global ranks, including this one.
+            purpose: groups of different purposes are separate; within one, all ranks issue steps in the same order.
         """
         return group_of(ranks, self.device_type, purpose)
 
     def step(self, issue: Callable[[dist.ProcessGroup], AsyncWork]) -> AsyncWork:
-        """Issue a step within another group's collective, which all ranks are known to issue; from any thread, in turn.
+        """Issue a step of another group's order-checked collective; callable from any thread, one call at a time.
 
         Raises:
-            RuntimeError: the group was destroyed, and not built anew.
+            RuntimeError: the group was destroyed and not rebuilt.
         """
         if self.process_group is None:
             raise RuntimeError(f"the process group of ranks {list(self.ranks)} ({self.purpose}) was destroyed")
@@ -153,11 +153,11 @@ class CommGroup:
         return work
 
     def tell(self, collective: Collective, text: str) -> str:
-        """Return what the first rank of the group tells, through the store; all of its ranks call this together.
+        """Return the first rank's ``text``, through the store; all ranks of the group must call this together.
 
         Args:
             collective: the occasion, for errors.
-            text: what this rank would tell.
+            text: this rank's text; only the first rank's is used.
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError, RuntimeError: as :meth:`start`.
@@ -167,9 +167,9 @@ class CommGroup:
             return text if self._order_check is None else self._order_check.tell(collective, text)
 
     def compare(self, collective: Collective, text: str) -> list[str]:
-        """Return every rank's text, in group order, through the store; all of its ranks call this together.
+        """Return every rank's text, in group order, through the store; all its ranks must call this together.
 
-        As long as all have the same text, nobody reads the others'. Arguments and errors as of :meth:`tell`.
+        The ranks read each other's texts only if they differ. Arguments and errors as for :meth:`tell`.
         """
         self._usable(collective)
         with self._giving_up():
@@ -177,7 +177,7 @@ class CommGroup:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Give up if the body raises, an interrupt as well: others may have gone on."""
+        """Call :meth:`give_up` if the body raises, including an interrupt: other ranks may have continued."""
         try:
             yield
         except BaseException as error:
@@ -204,12 +204,12 @@ class CommGroup:
         self._order_check.before(collective)
 
     def look(self) -> None:
-        """Raise RanksDisagreeError if another rank does something else than this one did; asked in wait slices."""
+        """Raise RanksDisagreeError if another rank's collectives differ from this one's; called in wait slices."""
         if self._order_check is not None:
             self._order_check.look()
 
     def give_up(self, error: BaseException) -> None:
-        """Refuse collectives on all groups of this rank from now on; what disagrees is told to their ranks."""
+        """Refuse further collectives on all groups of this rank; notify their ranks if ranks disagree."""
         for group in tuple(_groups.values()):
             group._leave(error)
 
@@ -223,25 +223,25 @@ class CommGroup:
 
         Raises:
             StepAborted: this rank was cancelled.
-            RuntimeError: the group was destroyed, or an earlier collective was given up.
+            RuntimeError: the group was destroyed, or an earlier collective was abandoned.
         """
         self._usable(collective)
 
     def end_iteration(self) -> None:
-        """See the function of that name."""
+        """See :func:`end_iteration`."""
         if self._order_check is None or self._given_up:
             return
         with self._giving_up():
             self._order_check.end_iteration()
 
     def finished(self, pending: PendingWork) -> None:
-        """Forget a collective that was waited for, unless a part of it goes on."""
+        """Drop a collective that was waited for, unless a part of it still runs."""
         if not pending.goes_on:
             self._in_flight.discard(pending)
 
     @property
     def num_unfinished(self) -> int:
-        """Collectives issued that have not ended; asked from any thread."""
+        """Number of issued collectives that have not ended; callable from any thread."""
         return sum(not pending.has_ended for pending in tuple(self._in_flight))
 
 
@@ -251,7 +251,7 @@ _groups: dict[tuple[str, str, tuple[int, ...]], CommGroup] = {}
 def group_of(ranks: tuple[int, ...], device_type: str = "cpu", purpose: str = "") -> CommGroup:
     """Return the engine's group of these global ranks for tensors on a kind of device.
 
-    Made at first use, by all of them together; for each purpose of its own, see :meth:`CommGroup.part`.
+    The first use creates it; all its ranks must call this together then. For ``purpose`` see :meth:`CommGroup.part`.
     """
     key = (device_type, purpose, ranks)
     if key not in _groups:
@@ -260,14 +260,14 @@ def group_of(ranks: tuple[int, ...], device_type: str = "cpu", purpose: str = ""
 
 
 def end_iteration(of_model: Iterable[CommGroup]) -> None:
-    """End the iteration of the groups of one model: the order of their collectives begins anew.
+    """End the iteration for the groups of one model: restart the order of their collectives.
 
-    Call it at the end of a root's backward, and of a root's forward that no backward can follow. Groups of other models
-    have ranks that may be idle now.
+    Call it at the end of a root's backward, and of a root's forward that no backward can follow. Leave out the groups
+    of other models: some of their ranks may be idle now.
 
     Raises:
-        RanksDisagreeError: another rank has still to issue collectives of this iteration, or has issued fewer.
-        StepAborted: cancelled while waiting for the others to say.
+        RanksDisagreeError: another rank issues more collectives in this iteration, or has issued fewer.
+        StepAborted: cancelled while waiting for the other ranks.
         CollectiveFailed: the store cannot be reached.
     """
     for group in of_model:
@@ -275,18 +275,18 @@ def end_iteration(of_model: Iterable[CommGroup]) -> None:
 
 
 def rebuild_all() -> None:
-    """Give every group a new process group, in the order of their making; all ranks must call this together."""
+    """Rebuild every group, in order of creation; all ranks must call this together."""
     for group in _groups.values():
         group.rebuild()
 
 
 def forget_all() -> None:
-    """Drop all groups: the process groups they hold were destroyed for good."""
+    """Drop all groups after their process groups were destroyed."""
     for group in _groups.values():
         group.let_go()
     _groups.clear()
 
 
 def num_unfinished() -> int:
-    """Collectives of the engine that were issued on this rank and have not ended; asked from any thread."""
+    """Return the number of the engine's unfinished collectives on this rank; callable from any thread."""
     return sum(group.num_unfinished for group in tuple(_groups.values()))

@@ -1,13 +1,13 @@
-"""From full gradients to the gradients of shards.
+"""Gradient reduction: from full gradients to sharded gradients.
 
-A reduction goes through these, each only where there is something to do::
+A reduction has these steps, each only where it applies::
 
     copy-in -> reduce-scatter over F -> [+ partial sums] -> all-reduce over R -> hook -> divide -> cast -> .grad
 
-It is started by a unit's post-backward and finished later, when another one needs its room or backward has ended.
+A unit's post-backward starts it. It is finished when another one needs its room or backward ends.
 Layouts (S = sum of the slots of the parameters taking part, F = shard ranks)::
 
-    reduce-scatter input    [F, S]   row r = what rank r will own of every gradient, in the reduce dtype
+    reduce-scatter input    [F, S]   row r = rank r's part of every gradient, in the reduce dtype
     reduce-scatter output   [S]      this rank's part, summed
 """
 
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a sum of gradients becomes what the user asked for.
+    """Divisors and operations of a gradient reduction.
 
     Attributes:
         pre: divisor before the reduction; None: 1.
@@ -56,12 +56,12 @@ class Scaling:
     reduce_op: object
 
     def before(self, chunks: torch.Tensor) -> None:
-        """Divide what goes into the reduction."""
+        """Divide the input of the reduction in place."""
         if self.pre is not None and self.pre != 1:
             chunks.div_(self.pre)
 
     def after(self, output: torch.Tensor) -> None:
-        """Divide what comes out of it."""
+        """Divide the output of the reduction in place."""
         if self.post is not None and self.post != 1:
             output.div_(self.post)
 
@@ -69,13 +69,13 @@ class Scaling:
 def _get_gradient_divide_factors(
     num_ranks: int, dtype: torch.dtype, *, has_average: bool, factor: float | None
 ) -> Scaling:
-    """Return how to average over ``num_ranks``, or to divide the sum by ``factor``.
+    """Return the scaling that averages over ``num_ranks``, or divides the sum by ``factor``.
 
     Args:
         num_ranks: ranks that see different data.
         dtype: of the reduction. float16 is divided by about the square root of the divisor before and by the rest
-            after, so that neither the sum overflows nor its parts underflow.
-        has_average: the backend can average by itself (NCCL), and the user has not asked for plain sums.
+            after, so that the sum does not overflow and its parts do not underflow.
+        has_average: the backend can average (NCCL), and the user did not ask for plain sums.
         factor: the user's divisor; None: ``num_ranks``.
     """
     total = dist.ReduceOp.SUM
@@ -92,7 +92,7 @@ def _get_gradient_divide_factors(
 
 
 def factor_before(divisor: float) -> float:
-    """Return the power of two near the square root of a divisor by which to divide before a sum; the rest after it."""
+    """Return the divisor to apply before a sum: a power of two near the square root of ``divisor``."""
     factor = 1.0
     while divisor % factor == 0 and divisor / factor > factor:
         factor *= 2
@@ -101,18 +101,18 @@ def factor_before(divisor: float) -> float:
 
 @dataclass
 class GradientSync:
-    """What a user can set about a unit's gradients.
+    """User settings for the reduction of a unit's gradients.
 
     Attributes:
-        reduce_grads: reduce at the end of backward (False: keep adding up full gradients).
-        all_reduce_grads: with replicas, also all-reduce then (False: keep adding up reduced shards).
+        reduce_grads: reduce at the end of backward (False: accumulate full gradients).
+        all_reduce_grads: with replicas, also all-reduce then (False: accumulate reduced shards).
         divide_factor: divisor of the sum; None: the number of ranks that see different data.
-        force_sum: let the backend only ever sum.
-        reduce_unused: count a parameter that got no gradient as zero.
+        force_sum: use only sums in the backend.
+        reduce_unused: reduce a zero gradient for a parameter that got none.
         all_reduce_hook: called with the reduced shard ``[S]``, before it is divided.
         hook_stream: CUDA stream the hook runs in; None: the engine's.
-        comm_hook: averages by itself in the place of the all-reduce of gradients ``[S]``, in place, and nothing else
-            is divided; where shards are, the unit's reduce-scatter is a custom one that does so too.
+        comm_hook: averages gradients ``[S]`` in place, instead of the all-reduce; the engine then divides nothing.
+            With shards, the unit's reduce-scatter is a custom one that averages too.
     """
 
     reduce_grads: bool = True
@@ -126,9 +126,9 @@ class GradientSync:
 
 
 def _use_staging(reduce: ReduceScatter, unit: UnitId, chunks: torch.Tensor, group: CommGroup, sign: int) -> None:
-    """Announce input and staging that are used from now on (1), or not any more (-1).
+    """Announce the input and its staging as in use (1) or released (-1).
 
-    The input ``chunks`` may lie in what ``reduce`` keeps.
+    ``chunks`` may be in a buffer that ``reduce`` keeps and that counts as reserved while unused.
     """
     probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, sign * input_nbytes(reduce, chunks, group))
     lease = getattr(reduce, "lease", None)
@@ -141,9 +141,9 @@ class ReduceScatterState:
     """A reduce-scatter in flight.
 
     Attributes:
-        chunks: its input ``[F * S]``, or less, see :func:`takes_own_in_output`; must stay alive until it has ended.
+        chunks: its input ``[F * S]``, or less, see :func:`takes_own_in_output`; must stay alive until it ends.
         output: ``[S]``.
-        lease: of its bytes.
+        lease: handle for the output's bytes.
     """
 
     chunks: torch.Tensor
@@ -153,7 +153,7 @@ class ReduceScatterState:
     flight: InFlight
 
     def finish(self) -> torch.Tensor:
-        """Wait, and take the sum ``[S]``.
+        """Wait and return the sum ``[S]``.
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
@@ -167,12 +167,12 @@ class ReduceScatterState:
         return self.output
 
     def abandon(self) -> None:
-        """Forget the input; others may still read it, or gloo send it."""
+        """Drop the input without reusing it: peers may still read it, or gloo send it."""
         self.flight.pending.abandon()
         _use_staging(self.reduce, self.flight.unit, self.chunks, self.flight.group, -1)
 
     def drop(self) -> None:
-        """Give the input back."""
+        """Return the input buffer to its allocator."""
         _use_staging(self.reduce, self.flight.unit, self.chunks, self.flight.group, -1)
         give_back(self.reduce, self.chunks)
 
@@ -185,7 +185,7 @@ class AllReduceState:
     flight: InFlight
 
     def finish(self) -> torch.Tensor:
-        """Wait, and take the sum ``[S]``.
+        """Wait and return the sum ``[S]``.
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
@@ -215,12 +215,12 @@ def all_reduce(reducer: Reducer, output: torch.Tensor, group: CommGroup, unused:
 
 @dataclass
 class PartialSum:
-    """Gradients summed over the shard ranks, and not over the replicas yet.
+    """Gradients summed over the shard ranks, but not yet over the replicas.
 
     Attributes:
-        params: the parameters that have one, in the order of their unit.
+        params: the parameters with a gradient, in the order of their unit.
         output: ``[S]``, their slots one after another.
-        lease: of its bytes.
+        lease: handle for the output's bytes.
     """
 
     params: list[FSDPParam]
@@ -239,10 +239,10 @@ class Reducer:
     Attributes:
         mesh_info: ranks to reduce over.
         dtype: of the reduction.
-        orig_dtype: of the shards' gradients.
-        offloads: those live on the CPU.
-        pins: in pinned memory.
-        kept: what earlier micro-batches have left for the next all-reduce.
+        orig_dtype: dtype of the sharded gradients.
+        offloads: sharded gradients live on the CPU.
+        pins: sharded gradients are in pinned memory.
+        kept: partial sum of earlier micro-batches, for the next all-reduce.
     """
 
     unit: UnitId
@@ -253,7 +253,7 @@ class Reducer:
     pins: bool
     sync: GradientSync = field(default_factory=GradientSync)
     kept: PartialSum | None = None
-    _to_host: Event = None  # after the last copy that the host has not waited for
+    _to_host: Event = None  # end of the last copy to the host, until the host waits for it
 
     @property
     def _backend(self) -> Backend:
@@ -261,10 +261,10 @@ class Reducer:
 
     @property
     def scaling(self) -> Scaling:
-        """How to average."""
+        """Divisors and operations for the next reduction."""
         if self.sync.comm_hook is not None:
             return Scaling(None, None, dist.ReduceOp.SUM, dist.ReduceOp.SUM)
-        # NCCL multiplies by the user's factor in the reduce-scatter, which a single shard rank has none of
+        # NCCL applies the user's factor in the reduce-scatter; a single shard rank has none
         can_divide = self.sync.divide_factor is None or self.mesh_info.shard_group is not None
         return _get_gradient_divide_factors(
             self.mesh_info.data_parallel_size,
@@ -274,27 +274,27 @@ class Reducer:
         )
 
     def category(self, device: torch.device) -> Category:
-        """Return what a reduction's output on ``device`` counts as."""
+        """Return the memory category of a reduction's output on ``device``."""
         moves = self.offloads and device != CPU
         lives_on = not moves and self.dtype == self.orig_dtype
         return Category.SHARDED_GRADS if lives_on else Category.REDUCE_SCATTER_BUFFERS
 
     @property
     def owes_all_reduce(self) -> bool:
-        """True if partial sums wait for the all-reduce that is wanted now."""
+        """True if partial sums wait for an all-reduce that is now enabled."""
         return self.kept is not None and self.sync.all_reduce_grads
 
     def keep(self, part: PartialSum) -> None:
-        """Add a partial sum to those that wait for an all-reduce."""
+        """Add a partial sum to the one that waits for an all-reduce."""
         self.kept = part if self.kept is None else self.added(self.kept, part)
 
     def take_kept(self) -> PartialSum | None:
-        """Return what :meth:`keep` added up, and forget it."""
+        """Return the sum from :meth:`keep` and clear it."""
         kept, self.kept = self.kept, None
         return kept
 
     def added(self, part: PartialSum, other: PartialSum) -> PartialSum:
-        """Return the sum of two, of all parameters that are in one of them; changes the first."""
+        """Return the sum, over the union of their parameters; may change ``part`` in place."""
         if part.params == other.params:
             part.output += other.output
             return part
@@ -309,7 +309,7 @@ class Reducer:
         return total
 
     def finish(self, total: PartialSum) -> None:
-        """Make ``total``, fully reduced, the gradient of the shards."""
+        """Scale ``total``, fully reduced, and set it as the gradient of the shards."""
         params, output, lease = total.params, total.output, total.lease
         self._run_hook(output)
         self.scaling.after(output)
@@ -317,7 +317,7 @@ class Reducer:
         if self.offloads and grad.device != CPU:
             grad = self._copy_to_host(grad)
             if any(p.has_sharded_grad or any(map(has_post_accumulate_hooks, p.owned)) for p in params):
-                self.wait_for_host()  # it is read below
+                self.wait_for_host()  # accumulation or hooks read it below
         if grad is not output:
             lease = probe.BufferHandle(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
         set_sharded_grads(params, grad, lease)
@@ -325,7 +325,7 @@ class Reducer:
             call_post_accumulate_hooks(param)
 
     def _copy_to_host(self, grad: torch.Tensor) -> torch.Tensor:
-        """Start copying ``grad`` ``[S]``; the copy may be read after :meth:`wait_for_host`."""
+        """Start copying ``grad`` ``[S]`` to the host; read the copy only after :meth:`wait_for_host`."""
         probe.event(Kind.OFFLOAD, Edge.BEGIN, self.unit.index, grad.nbytes)
         host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=self.pins)
         host.copy_(grad, non_blocking=True)
@@ -334,7 +334,7 @@ class Reducer:
         return host
 
     def wait_for_host(self) -> None:
-        """Let gradients that are copied to the host be there; on the CPU they always are."""
+        """Wait for gradients being copied to the host; no-op on the CPU."""
         if self._to_host is not None:
             self._backend.wait_on_host(self._to_host)
             self._to_host = None
@@ -352,17 +352,17 @@ class Reducer:
 
 @dataclass
 class Reduction:
-    """One reduction under way.
+    """One reduction in progress.
 
     Attributes:
         params: the parameters whose gradients are in its reduce-scatter, in order.
         unused: names of the trainable parameters that have no gradient.
-        keeps: with replicas, what comes out of the reduce-scatter waits for a later all-reduce.
-        kept: partial sums of earlier micro-batches that go with it through the all-reduce.
+        keeps: with replicas, the output of the reduce-scatter waits for a later all-reduce.
+        kept: partial sum of earlier micro-batches, to be added before the all-reduce.
         scatter: its reduce-scatter in flight.
-        summed: over the shard ranks, until it goes on.
+        summed: sum over the shard ranks, until the next step starts.
         all_reduce: its all-reduce in flight.
-        total: what is in that one.
+        total: the partial sum in that all-reduce.
     """
 
     reducer: Reducer
@@ -377,7 +377,7 @@ class Reduction:
 
     @property
     def in_flight(self) -> bool:
-        """True until the shards have their gradients, or the result is kept."""
+        """True while a collective is in flight."""
         return self.scatter is not None or self.all_reduce is not None
 
     def end_scatter(self) -> None:
@@ -387,7 +387,7 @@ class Reduction:
             self.scatter = None
 
     def go_on(self, streams: Streams) -> None:
-        """Start what follows the reduce-scatter."""
+        """Start the step after the reduce-scatter: all-reduce, keep, or set the gradients."""
         part, self.summed = self.summed, None
         if part is not None:
             with streams.trailing(part.output):
@@ -409,21 +409,21 @@ class Reduction:
             self.all_reduce = all_reduce(reducer, self.total.output, group, unused)
 
     def end_all_reduce(self) -> None:
-        """Wait for the all-reduce, if there is one, and set the gradients."""
+        """Wait for the all-reduce, if any, and set the gradients."""
         if self.all_reduce is not None and self.total is not None:
             self.all_reduce.finish()
             total, self.all_reduce, self.total = self.total, None, None
             self.reducer.finish(total)
 
     def drain(self) -> None:
-        """Wait for the collective in flight, and drop its sum."""
+        """Wait for the collective in flight and drop its sum."""
         self.end_scatter()
         if self.all_reduce is not None:
             self.all_reduce.finish()
         self.summed = self.all_reduce = self.total = self.kept = None
 
     def abandon(self) -> None:
-        """The iteration was given up: nobody waits for it any more."""
+        """Drop the collectives of an aborted iteration without waiting for them."""
         if self.scatter is not None:
             self.scatter.abandon()
         if self.all_reduce is not None:
@@ -445,10 +445,10 @@ def foreach_reduce(
 
     Args:
         reducer: of the unit.
-        params: what they are the gradients of; none: what was kept goes on to its all-reduce.
-        grads: of each, of its full forms.
+        params: the parameters of ``grads``; if empty, the kept partial sum goes to its all-reduce.
+        grads: full gradients of each parameter.
         reduce: the unit's reduce-scatter.
-        unused: names of the trainable parameters that have none.
+        unused: names of the trainable parameters without a gradient.
     """
     keeps = not reducer.sync.all_reduce_grads
     reduction = Reduction(reducer, params, tuple(unused), keeps=keeps, kept=None if keeps else reducer.take_kept())
@@ -463,7 +463,7 @@ def foreach_reduce(
 
 
 def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads]) -> PartialSum:
-    """Return the full gradients of a single shard rank as the sum that they are."""
+    """Return a single shard rank's full gradients as a partial sum; it needs no reduce-scatter."""
     device = reducer.mesh_info.device
     output = torch.empty(sum(p.slot_numel for p in params), dtype=reducer.dtype, device=device)
     lay_out(params, grads, [output.view(1, -1)], reducer.unit)
@@ -498,7 +498,7 @@ def _reduce_scatter(
 
 
 def lay_out(params: Sequence[FSDPParam], grads: Sequence[Grads], chunks: Sequence[torch.Tensor], unit: UnitId) -> None:
-    """Copy full gradients, cast, into ``chunks``: ``[n, S]`` each, of so many ranks one after another, F in all."""
+    """Copy and cast full gradients into ``chunks``: ``[n, S]`` each, for n consecutive ranks, F in all."""
     num_bytes = sum(part.nbytes for part in chunks)
     probe.event(Kind.COPY_IN, Edge.BEGIN, unit.index, num_bytes)
     first_rank = 0
@@ -509,29 +509,29 @@ def lay_out(params: Sequence[FSDPParam], grads: Sequence[Grads], chunks: Sequenc
 
 
 def drop_full_grads(grads: list[Grads], unit: UnitId) -> None:
-    """Let go of full gradients; empties the list."""
+    """Drop full gradients and announce the freed bytes; empties the list."""
     num_bytes = sum(grad.nbytes for of_param in grads for grad in of_param if grad is not None)
     grads.clear()
     probe.memory(Category.UNSHARDED_GRADS, unit.index, -num_bytes)
 
 
 def _without(unused: Sequence[str]) -> str:
-    """Return what the order check must also agree on: as many bytes may be of other parameters."""
+    """Return text on ``unused`` for the order check: equal sizes do not imply equal parameters."""
     if not unused:
         return ""
     return f" without {', '.join(unused)} (no gradient; set_reduce_scatter_unused_params(True) counts that as zero)"
 
 
-# ---- the order of several
+# ---- the queue
 
 
 class ReductionQueue:
     """Reductions in flight, oldest first.
 
     Attributes:
-        max_scatters: reduce-scatters in flight at once: each holds an input buffer.
-        ended: what compute waits for when it joins the streams of reductions: unit and number of the newest collective
-            that they waited for since it did so last; None: there is none.
+        max_scatters: maximum number of reduce-scatters in flight: each holds an input buffer.
+        ended: last collective that the reduction stream waited on since compute last joined it, as (unit, comm); None
+            without one.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -542,37 +542,37 @@ class ReductionQueue:
         self._all_reducing: Reduction | None = None
 
     def __len__(self) -> int:
-        """Reductions not finished yet."""
+        """Return the number of unfinished reductions."""
         return len(self._scattering) + (self._all_reducing is not None)
 
     def make_room(self) -> None:
-        """Finish reduce-scatters until one more may start."""
+        """Finish the oldest reduce-scatters until another may start."""
         while len(self._scattering) >= self.max_scatters:
             self._end_oldest()
 
     def add(self, reduction: Reduction) -> None:
-        """Remember a reduction that was started."""
+        """Add a started reduction."""
         if reduction.scatter is not None:
             self._scattering.append(reduction)
         else:
             self._go_on(reduction)
 
     def finish(self) -> None:
-        """Finish all."""
+        """Finish all reductions."""
         while self._scattering:
             self._end_oldest()
         self._follow(None)
 
     def drain(self) -> None:
-        """Wait for all, and drop their sums."""
+        """Wait for all reductions and drop their sums."""
         for reduction in (*self._scattering, *filter(None, [self._all_reducing])):
             reduction.drain()
         self._scattering.clear()
         self._all_reducing = None
 
     def abandon(self) -> None:
-        """Forget all, without waiting."""
-        with self._streams.reducing(after_compute=False):  # their memory is from there
+        """Drop all reductions without waiting."""
+        with self._streams.reducing(after_compute=False):  # their memory was allocated in that stream
             for reduction in (*self._scattering, *filter(None, [self._all_reducing])):
                 reduction.abandon()
         self._scattering.clear()
@@ -582,7 +582,7 @@ class ReductionQueue:
         reduction = self._scattering[0]
         self._note(reduction.scatter)
         reduction.end_scatter()
-        self._scattering.popleft()  # not before: a wait that is given up leaves it to be abandoned
+        self._scattering.popleft()  # only now: a cancelled wait keeps it, to be abandoned
         self._go_on(reduction)
 
     def _go_on(self, reduction: Reduction) -> None:
@@ -591,10 +591,10 @@ class ReductionQueue:
             self._follow(reduction)
 
     def _follow(self, reduction: Reduction | None) -> None:
-        """Let ``reduction`` be the one whose all-reduce is in flight, and finish the one before it."""
+        """Make ``reduction`` the one whose all-reduce is in flight and finish the one before it."""
         before, self._all_reducing = self._all_reducing, reduction
         if before is not None:
-            if reduction is None:  # else compute does not join the trailing stream now
+            if reduction is None:  # otherwise compute does not join the trailing stream now
                 self._note(before.all_reduce)
             with self._streams.trailing():
                 before.end_all_reduce()
@@ -608,6 +608,6 @@ class ReductionQueue:
 
 
 def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.BufferHandle) -> None:
-    """Give each parameter its part of ``flat_grad`` ``[S]``; its ``lease`` ends when the user drops the last part."""
+    """Add to each parameter's gradient its part of ``flat_grad`` ``[S]``; ``lease`` ends with the last part."""
     for param, slot in zip(params, flat_grad.split_with_sizes([p.slot_numel for p in params]), strict=True):
         param.add_sharded_grad(param.local_view(slot), lease)

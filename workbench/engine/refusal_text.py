@@ -1,10 +1,10 @@
-"""The sentences with which a parameter of either API refuses to compute while it is sharded."""
+"""Error messages for computing with a sharded parameter, shared by both APIs."""
 
 from __future__ import annotations
 
 
 def used_after_reshard(fqn: str, unit: str) -> str:
-    """Say that the full parameter ``fqn``, kept from before ``unit`` was resharded, holds no values."""
+    """Return the message for a use of the full parameter ``fqn``, kept from before ``unit`` was resharded."""
     return (
         f"the full parameter {fqn!r} was kept from before unit {unit!r} was resharded, and holds no values since: read "
         "it from its module each time, and compute with it in the forward, or between unshard() and reshard()"
@@ -12,5 +12,5 @@ def used_after_reshard(fqn: str, unit: str) -> str:
 
 
 def is_sharded(fqn: str, call: str, within: str) -> str:
-    """Say that ``fqn`` is sharded, what to ``call`` instead, or ``within`` what to compute."""
+    """Return the message that ``fqn`` is sharded: ``call`` this instead, or compute ``within`` that."""
     return f"parameter {fqn!r} is sharded; call {call}, or compute {within}"

@@ -1,8 +1,8 @@
-"""Other ``fully_shard`` calls for a tree that is sharded already, or, if anything fails, the old ones again.
+"""Replace the ``fully_shard`` calls of a sharded tree; restore the old ones if anything fails.
 
-The new calls are made on the meta device, where they cost nothing; then shards are handed over. A parameter whose
-shards lie where they lay before goes over as the object it is, with its gradient, hooks and optimizer state. For
-another mesh a new parameter is made of the old one: that one tensor is whole at a time. What was is let go of last.
+The new calls run on the meta device, where they cost nothing; then they receive the shards. A parameter whose shards
+stay in place is handed over as the same object, with its gradient, hooks and optimizer state. For another mesh a new
+parameter is made from the old one, which is gathered: one tensor at a time is whole. The old state is released last.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Place = tuple[int, str]  # id of a module, name in it
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCall:
-    """A ``fully_shard`` call to be made.
+    """A ``fully_shard`` call to make.
 
     Attributes:
-        modules: what it is given.
+        modules: its modules.
         mesh: its mesh; None: all ranks.
         policy: its policy.
-        auto_reshard: no ``reshard_after_forward`` is given.
-        origin: the call its modules were in before, whose settings it takes.
+        auto_reshard: ``reshard_after_forward`` is omitted.
+        origin: the state its modules were in before, whose settings it takes.
     """
 
     modules: tuple[nn.Module, ...]
@@ -76,10 +76,10 @@ class ShardCall:
 
 
 class Replacement:
-    """Puts other calls in the place of those of a tree; whatever is raised meanwhile, the tree is as it was.
+    """Replaces the calls of a tree; after any error the tree is unchanged.
 
     Attributes:
-        mapping: new parameter for each one that could not go over as it is.
+        mapping: new parameter for each one that could not be handed over as the same object.
     """
 
     def __init__(self, module: nn.Module, calls: Sequence[ShardCall], mesh_info: FSDPMeshInfo | None) -> None:
@@ -94,7 +94,7 @@ class Replacement:
 
     @torch.no_grad()
     def run(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Agreement) -> None:
-        """Make it on all ranks; collective. Whatever is raised, the tree is as it was, on every rank."""
+        """Replace the calls on all ranks; collective. After any error the tree is unchanged on every rank."""
         for state in self._old:
             state._comm_ctx.comms.wait_for_readers()
         for unit in units_of(self._old):
@@ -139,7 +139,7 @@ class Replacement:
         """Return the new calls' states, in the order of the calls.
 
         Raises:
-            ValueError: a parameter would not be sharded any more.
+            ValueError: a parameter would no longer be sharded.
         """
         states = [cast("FSDPState", state_of(call.modules[0])) for call in self._calls]
         taken = {place for unit in units_of(states) for p in unit.fsdp_params for place in map(_key, p.info.places)}
@@ -172,7 +172,7 @@ class Replacement:
             _set_grads(unit, moved, home)
 
     def _handed_over(self, param: DTensorParam, old: DTensorParam, home: torch.device) -> nn.Parameter:
-        """Return the parameter that takes the place of the new unit's, which is on the meta device."""
+        """Return the parameter that replaces the new unit's meta parameter."""
         source = cast("DTensor", old.sharded_param)
         local = local_of(source)
         same_layout = (source.device_mesh, source.placements) == (param.spec.mesh, param.spec.placements)
@@ -190,10 +190,10 @@ class Replacement:
     def _grad_to_move(self, param: DTensorParam, old: DTensorParam) -> DTensor | None:
         return None if param.sharded_param is old.sharded_param else cast("DTensor | None", old.sharded_param.grad)
 
-    # ---- what was set by hand
+    # ---- user settings
 
     def _carry(self, new: Sequence[FSDPState]) -> None:
-        """Let the new calls take the settings of the old ones, and be initialised if those were; collective."""
+        """Copy the settings of the old calls to the new ones and initialise roots that were; collective."""
         for call, state in zip(self._calls, new, strict=True):
             _carry_unit_settings(call.origin, state)
             if call.origin.modules == state.modules:
@@ -207,7 +207,7 @@ class Replacement:
                 _carry_root_settings(call.origin, state)
 
     def _followers(self, targets: Sequence[FSDPState]) -> tuple[FSDPState, ...]:
-        """Return the calls that took the place of ``targets``, without those that have gone."""
+        """Return the states that replaced ``targets``, without those that no longer exist."""
         found = (target if target not in self._old else state_of(target.modules[0]) for target in targets)
         followers = zip(targets, found, strict=True)
         return tuple(state for old, state in followers if state is not None and state.modules == old.modules)
@@ -249,7 +249,7 @@ def _key(place: tuple[nn.Module, str]) -> Place:
 
 
 def _stand_in(param: DTensorParam) -> nn.Parameter:
-    """Return a parameter on the meta device like the one that was sharded once."""
+    """Return a parameter on the meta device like the original, unsharded one."""
     like = param.full.param
     data = torch.empty(param.layout.shape, dtype=param.orig_dtype, device="meta")
     if isinstance(like, DTensor):
@@ -258,7 +258,7 @@ def _stand_in(param: DTensorParam) -> nn.Parameter:
 
 
 def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[DTensorParam, DTensor]], home: torch.device) -> None:
-    """Give parameters the gradients of those they come from, in one flat tensor."""
+    """Set the old parameters' gradients on the new ones, in one flat tensor."""
     sizes = [param.slot_numel for param, _ in grads]
     flat = torch.zeros(sum(sizes), dtype=unit.orig_dtype, device=home)
     lease = probe.BufferHandle(Category.SHARDED_GRADS, unit.index, flat.nbytes)

@@ -1,4 +1,4 @@
-"""``reshard_module`` and ``reshard_unit``: another policy for a live, trained model, in place."""
+"""``reshard_module`` and ``reshard_unit``: change how a live, trained model is sharded, in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.engine.unsharding import NewParams, check_undoable, optimizers_in
 
 
 class Unchanged:
-    """Stands for an argument that was not given: what the model has now stays."""
+    """Default of arguments: keep the model's current setting."""
 
     def __repr__(self) -> str:
         """Return ``KEEP``."""
@@ -46,48 +46,48 @@ def reshard_module(
 ) -> NewParams:
     """Change how a sharded model is sharded, in place; collective: all ranks must call it, between iterations.
 
-    Parameters, gradients and optimizer state keep their values, and what is not given stays as it is. Training goes on
-    bit-identically unless the change is one of numbers: another precision, or another order of sums (replicas).
+    Parameters, gradients and optimizer state keep their values, and omitted arguments keep the current settings.
+    Training continues bit-identically unless the change affects numerics: precision, or the order of sums (replicas).
 
-    - ``reshard_after_forward``, ``mp_policy``, and ``offload_policy`` where shards are on the CPU anyway, change what
-      the next forward does. No memory, no communication.
-    - ``wrap`` makes new units of the parameters there are, which stay the objects they are, in the memory they are in.
-      No memory, no communication; from then on each all-gather first copies a unit's shards together.
-    - ``mesh``, and ``offload_policy`` on a GPU, make new parameters; ``optimizers`` go on with them. Old and new shards
-      of parameters, gradients and optimizer state are in memory at once; for another mesh each tensor of these is
-      gathered, one at a time, so that one of them is whole.
+    - ``reshard_after_forward``, ``mp_policy``, and ``offload_policy`` where shards are on the CPU anyway, apply from
+      the next forward on. No memory, no communication.
+    - ``wrap`` makes new units from the existing parameters, which stay the same objects in the same memory. No memory,
+      no communication; from then on each all-gather first copies a unit's shards together.
+    - ``mesh``, and ``offload_policy`` on a GPU, make new parameters, which ``optimizers`` continue with. Old and new
+      shards of parameters, gradients and optimizer state are in memory at once. For another mesh each of these tensors
+      is gathered, one at a time, so one whole tensor is in memory too.
 
-    What the user has set stays: the dims of ``shard_placement_fn``, ignored, frozen and tied parameters, hooks of
-    modules, post-accumulate-grad hooks of parameters, and all setters of :class:`FSDPModule`; a unit that is new takes
-    those of the unit its module was in, and prefetch lists lose the modules that are none any more. Lost are other
-    hooks and attributes of parameters that are exchanged, and what
-    ``set_allocate_memory_from_process_group_for_comm`` has set. A graph recorded before cannot run backward afterwards.
+    User settings stay: the dims of ``shard_placement_fn``, ignored, frozen and tied parameters, module hooks,
+    post-accumulate-grad hooks of parameters, and all setters of :class:`FSDPModule`. A new unit takes the settings of
+    the unit its module was in; prefetch lists drop modules that are no longer units. Lost are other hooks and
+    attributes of replaced parameters, and the setting of ``set_allocate_memory_from_process_group_for_comm``. A graph
+    recorded before cannot run backward afterwards.
 
     Args:
         module: the root of the tree.
-        wrap: says which modules below ``module`` become units of their own; ``module`` always is one.
-        mesh: as for ``fully_shard``, like the three that follow; it must hold the ranks the model is on now.
-        reshard_after_forward: see there.
-        mp_policy: see there; or a function of each module that becomes or stays a unit, and of the policy that is its
-            own now or of the unit it is in, that returns the new one.
-        offload_policy: see there.
-        optimizers: optimizers that hold the parameters; others would go on with the old ones.
+        wrap: returns whether a module below ``module`` becomes a unit; ``module`` always is one.
+        mesh: as for ``fully_shard``, like the next three; must hold the ranks the model is on now.
+        reshard_after_forward: as for ``fully_shard``.
+        mp_policy: as for ``fully_shard``; or a function of a module that is to be a unit and of its current policy, or
+            that of the unit it is in, that returns the new policy.
+        offload_policy: as for ``fully_shard``.
+        optimizers: optimizers that hold the parameters; any others would keep the old ones.
 
     Returns:
-        new parameter for each old one that was exchanged.
+        new parameter for each old one that was replaced.
 
     Raises:
         TypeError, ValueError: an argument ``fully_shard`` would refuse; nothing in the tree is sharded; ``module`` is
-            only a part of what one root shards; a mesh of other ranks.
-        NotImplementedError: another mesh for parameters that lie on different ranks (experts); an int for parameters
-            that tensor parallelism has split.
-        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
+            only a part of a root's tree; a mesh of other ranks.
+        NotImplementedError: another mesh for parameters on different ranks (experts); an int for parameters that
+            tensor parallelism has split.
+        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is in progress.
 
-        RanksDisagreeError: only some ranks hold a gradient, or state of an optimizer, that has to move; or have an
-            error of the above.
+        RanksDisagreeError: only some ranks hold a gradient or optimizer state that has to move, or have one of the
+            errors above.
         CollectiveFailed: another rank was interrupted.
 
-    Whatever is raised, the model is as it was, on every rank.
+    After an error the model is unchanged on every rank.
     """
     change = PolicyUpdate(wrap, mesh, reshard_after_forward, mp_policy, offload_policy)
     change.check_types()
@@ -98,7 +98,7 @@ def reshard_module(
     def holds() -> Holdings:
         check_undoable(module, states, "reshard_module")
         if isinstance(change.mesh, Unchanged):
-            return Holdings()  # nothing will be gathered
+            return Holdings()  # gathers nothing
         for unit in units:
             unit.reshard()
             unit.adopt_registered()
@@ -124,24 +124,24 @@ def reshard_unit(
     mp_policy: MixedPrecisionPolicy | Unchanged = KEEP,
     offload_policy: OffloadPolicy | Unchanged = KEEP,
 ) -> None:
-    """Change the policy of one ``fully_shard`` call alone, in place; all ranks must call it, between iterations.
+    """Change the policy of one ``fully_shard`` call, in place; all ranks must call it, between iterations.
 
-    No memory, no communication, no other parameters; units below it and above it stay as they are. What is not given
-    stays as it is.
+    No memory, no communication, same parameters; units below and above do not change. Omitted arguments keep the
+    current settings.
 
     Args:
-        module: that ``fully_shard`` was called on.
-        reshard_after_forward: as for ``fully_shard``, like the two that follow.
-        mp_policy: see there; modules that run next get what ``output_dtype`` says, or what this unit computes in.
-        offload_policy: see there; it can change where shards are on the CPU anyway.
+        module: a module that ``fully_shard`` was called on.
+        reshard_after_forward: as for ``fully_shard``.
+        mp_policy: as for ``fully_shard``; modules that run next get ``output_dtype``, or this unit's compute dtype.
+        offload_policy: as for ``fully_shard``; can change only where shards are on the CPU anyway.
 
     Raises:
         TypeError, ValueError: an argument ``fully_shard`` would refuse; it was not called on ``module``; shards would
-            have to move, for which there is :func:`reshard_module`.
+            have to move: use :func:`reshard_module`.
         NotImplementedError: an int for parameters that tensor parallelism has split.
-        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
+        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is in progress.
 
-    Whatever is raised, the model is as it was.
+    After an error the model is unchanged.
     """
     change = PolicyUpdate(KEEP, KEEP, reshard_after_forward, mp_policy, offload_policy)
     change.check_types()
@@ -160,7 +160,7 @@ def reshard_unit(
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """The arguments of :func:`reshard_module` and :func:`reshard_unit`; :data:`KEEP` where nothing was given."""
+    """The arguments of :func:`reshard_module` and :func:`reshard_unit`; :data:`KEEP` where omitted."""
 
     wrap: Callable[[nn.Module], bool] | Unchanged
     mesh: DeviceMesh | Unchanged
@@ -184,12 +184,12 @@ class PolicyUpdate:
             raise TypeError(f"offload_policy must be a workbench.engine.OffloadPolicy, got {self.offload_policy!r}")
 
     def checked_mesh(self, units: Sequence[FSDPParamGroup]) -> FSDPMeshInfo | None:
-        """Return the new mesh's description; None: each parameter keeps its mesh.
+        """Return the mesh info of the new mesh; None: each parameter keeps its mesh.
 
         Raises:
-            ValueError: a mesh that ``fully_shard`` would refuse, or of other ranks than the units'; a hook with a
-                stream of its own, which replicas do not allow.
-            NotImplementedError: units lie on different ranks.
+            ValueError: a mesh that ``fully_shard`` would refuse, or of other ranks than the units'; an all-reduce hook
+                with its own stream, which replicas do not allow.
+            NotImplementedError: units are on different ranks.
         """
         if isinstance(self.mesh, Unchanged):
             return None
@@ -212,14 +212,14 @@ class PolicyUpdate:
         return mesh_info(self.mesh)
 
     def makes_units(self, units: Sequence[FSDPParamGroup]) -> bool:
-        """True if other units are needed, not only another policy for those there are."""
+        """Return whether new units are needed, and not only another policy for the existing ones."""
         moves = not isinstance(self.offload_policy, Unchanged) and any(
             not backend_of(unit.device).is_host and unit.policy.offload_policy != self.offload_policy for unit in units
         )
         return moves or not (isinstance(self.wrap, Unchanged) and isinstance(self.mesh, Unchanged))
 
     def of(self, call: ShardCall) -> ShardCall:
-        """Return ``call`` changed."""
+        """Return ``call`` with the update applied."""
         given: dict[str, Any] = {}
         if not isinstance(self.mp_policy, Unchanged):
             given["mp_policy"] = _precision(self.mp_policy, call)
@@ -250,7 +250,7 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 
 def _calls(module: nn.Module, states: Sequence[FSDPState], change: PolicyUpdate) -> list[ShardCall]:
-    """Return the calls the tree is to have, parents first, with the policies it has now."""
+    """Return the calls for the tree, parents first, with the current policies."""
     units = units_of(states)
     some_mesh = units[0].mesh_info.mesh if units else None
     chosen = change.wrap
@@ -262,7 +262,7 @@ def _calls(module: nn.Module, states: Sequence[FSDPState], change: PolicyUpdate)
 
 
 def origins(module: nn.Module, top: FSDPState) -> dict[nn.Module, FSDPState]:
-    """Return for each module the call it is in: its own, or that of the nearest module above it, or ``top``."""
+    """Return each module's state: its own, that of the nearest module above it, or ``top``."""
     by_name: dict[str, FSDPState] = {}
     found: dict[nn.Module, FSDPState] = {}
     for name, m in module.named_modules():
@@ -272,7 +272,7 @@ def origins(module: nn.Module, top: FSDPState) -> dict[nn.Module, FSDPState]:
 
 
 def _call_of(state: FSDPState, modules: tuple[nn.Module, ...], some_mesh: DeviceMesh | None) -> ShardCall:
-    """Return a call with the mesh and policy of ``state``, the latter with what setters have changed."""
+    """Return a call with the mesh and policy of ``state``, including changes made by setters."""
     policy, mesh = UnitPolicy(mp_policy=state.mp_policy), some_mesh
     for unit in state._fsdp_param_groups[:1]:
         mesh = unit.mesh_info.mesh
@@ -281,14 +281,14 @@ def _call_of(state: FSDPState, modules: tuple[nn.Module, ...], some_mesh: Device
     return ShardCall(modules=modules, mesh=mesh, policy=policy, auto_reshard=state.auto_reshard, origin=state)
 
 
-# ---- another policy for the units there are
+# ---- another policy for the existing units
 
 
 def _set_policies(calls: Sequence[ShardCall]) -> None:
-    """Give the units of each call its policy.
+    """Set each call's policy on its units.
 
     Raises:
-        ValueError, NotImplementedError: one of them cannot have it; none has it then.
+        ValueError, NotImplementedError: a unit cannot take its policy; no unit is changed then.
     """
     for call in calls:
         for unit in call.origin._fsdp_param_groups:
@@ -298,7 +298,7 @@ def _set_policies(calls: Sequence[ShardCall]) -> None:
         keeps = call.auto_reshard and state._is_root
         reshard = False if keeps else call.policy.reshard_after_forward
         for unit in state._fsdp_param_groups:
-            unit.reshard()  # a forward without a backward may have left it full
+            unit.reshard()  # a forward without a backward may have left it unsharded
             unit.change_policy(replace(call.policy, reshard_after_forward=reshard))
         state.auto_reshard = call.auto_reshard
         state.mp_policy = call.policy.mp_policy
@@ -309,7 +309,7 @@ def _check_fits(unit: FSDPParamGroup, reshard_after_forward: bool | int) -> None
     if isinstance(reshard_after_forward, bool) or reshard_after_forward in {1, size}:
         return
     if reshard_after_forward < 1 or size % reshard_after_forward:
-        _get_post_forward_mesh_info(reshard_after_forward, unit.mesh_info)  # raises; making it makes process groups
+        _get_post_forward_mesh_info(reshard_after_forward, unit.mesh_info)  # raises; a valid value would make groups
     split = [p.fqn for p in unit.fsdp_params if p.is_tensor_parallel]
     if split:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Is the tree below a root fit to run? Asked once, when the root of a model is first run."""
+"""Checks of the tree below a root, done once when the root of a model first runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.process_groups import CommGroup
 
 Names = Mapping[nn.Module, str]
-"""Of every module in the tree, from the root."""
+"""Names of every module in the tree, relative to the root."""
 
 WRAPPED = "_fsdp_wrapped_module"
-"""What a wrapper of the first FSDP's API calls the module in it."""
+"""Attribute under which a wrapper of the first FSDP API holds its module."""
 
 
 def clean(name: str) -> str:
-    """Return the name that a module or parameter has where there are no wrappers.
+    """Return the name of a module or parameter without the parts that wrappers add.
 
     Example: ``"_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.bias"`` -> ``"blocks.0.bias"``.
     """
@@ -29,7 +29,7 @@ def clean(name: str) -> str:
 def names_below(modules: Sequence[nn.Module]) -> Names:
     """Return the name of every module in the tree of ``modules``; a list numbers them, as a ModuleList does.
 
-    Wrappers have no names of their own: each has that of the module in it.
+    A wrapper has the name of the module in it.
     """
     if len(modules) == 1:
         return {module: clean(name) for name, module in modules[0].named_modules()}
@@ -37,22 +37,22 @@ def names_below(modules: Sequence[nn.Module]) -> Names:
 
 
 def full_name(names: Names, module: nn.Module, name: str) -> str:
-    """Return the name from the root of what ``module`` calls ``name``."""
+    """Return the name of ``module``'s parameter ``name`` relative to the root."""
     prefix = names[module]
     return f"{prefix}.{name}" if prefix else name
 
 
 def check_tree(root: str, ran: Iterable[nn.Module], units: Sequence[FSDPParamGroup], names: Names) -> None:
-    """Check that no module ran before its root, and that all that holds a parameter is below it.
+    """Check that no module ran before its root, and that every module with a managed parameter is below it.
 
     Args:
-        root: what the root's class is called.
-        ran: modules of ``fully_shard`` calls below the root that ran by themselves.
+        root: name of the root's class.
+        ran: modules of ``fully_shard`` calls below the root that already ran.
         units: all units of the tree.
-        names: of its modules.
+        names: names of its modules.
 
     Raises:
-        RuntimeError: one did, or is not.
+        RuntimeError: a module ran before the root, or is not below it.
     """
     early = [module for module in ran if module in names]
     if early:
@@ -72,10 +72,10 @@ def check_tree(root: str, ran: Iterable[nn.Module], units: Sequence[FSDPParamGro
 
 
 def check_not_tied(units: Iterable[FSDPParamGroup], names: Names) -> None:
-    """Check that no parameter was put into another one's place since ``fully_shard``.
+    """Check that no parameters were tied after ``fully_shard``.
 
     Raises:
-        ValueError: one was.
+        ValueError: two parameters were tied.
     """
     seen: dict[int, str] = {}
     for param in (p for unit in units for p in unit.fsdp_params):
@@ -92,7 +92,7 @@ def check_no_meta(units: Iterable[FSDPParamGroup]) -> None:
     """Check that every parameter has values.
 
     Raises:
-        RuntimeError: some are on the meta device; names them.
+        RuntimeError: some parameters are on the meta device; names them.
     """
     meta = [p.fqn for u in units for p in u.fsdp_params if p.state is ShardedState.SHARDED and p.registered().is_meta]
     if meta:
@@ -103,10 +103,10 @@ def check_no_meta(units: Iterable[FSDPParamGroup]) -> None:
 
 
 def check_ranks_agree(units: Iterable[FSDPParamGroup]) -> None:
-    """Compare units across every group that communicates for them; all ranks together.
+    """Compare units across every group that communicates for them; collective.
 
     Raises:
-        RanksDisagreeError: ranks hold different ones.
+        RanksDisagreeError: ranks hold different units.
     """
     by_group: dict[CommGroup, list[FSDPParamGroup]] = {}
     for unit in units:

@@ -1,13 +1,13 @@
-"""How one tensor is split over ranks: pure geometry, no communication.
+"""Geometry of one tensor split over ranks, without communication.
 
-Words:
+Terms:
 
 - *rows*         slices of the tensor's *shard dim*. Each of the F ranks has storage for ``c = ceil(rows / F)`` *padded
-                 rows*; rank r really holds rows ``[r*c, min(rows, (r+1)*c))``, which may be none: torch.chunk's split.
+                 rows*; rank r holds rows ``[r*c, min(rows, (r+1)*c))``, which may be empty: torch.chunk's split.
 - *slot*         the ``c * row_numel`` elements of a flat buffer that belong to the tensor on one rank.
-- *padded full*  ``[F * slot_numel]``: for dim 0 all slots one below the other, so that the tensor is its beginning.
+- *padded full*  ``[F * slot_numel]``: for dim 0 all slots one after another, so that it begins with the tensor.
 
-Only dim 0 may be uneven: along another dim padding would lie between the tensor's own elements.
+Only dim 0 may be uneven: along another dim, padding would be between the tensor's own elements.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class ShardLayout:
         return self.padded_rows * self.num_shards == self.shape[self.dim]
 
     def rows_of(self, rank: int) -> tuple[int, int]:
-        """Return the first row ``rank`` holds and the row after its last."""
+        """Return the first row of ``rank`` and the row after its last."""
         rows = self.shape[self.dim]
         return min(rank * self.padded_rows, rows), min((rank + 1) * self.padded_rows, rows)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of what ``rank`` holds."""
+        """Return the shape of the rows of ``rank``."""
         first, last = self.rows_of(rank)
         return (*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :])
 
@@ -83,22 +83,22 @@ class ShardLayout:
         return padded_full[: self.numel].view(self.shape)
 
     def by_rank(self, padded_full: torch.Tensor) -> torch.Tensor:
-        """Return a view ``[F, ...]`` of ``padded_full`` ``[>= F * slot_numel]`` whose part r is what rank r holds."""
+        """Return a view ``[F, ...]`` of ``padded_full`` ``[>= F * slot_numel]`` whose part r is that of rank r."""
         if self.dim == 0:
             return padded_full[: self.num_shards * self.slot_numel].view(self.num_shards, self.slot_numel)
         return self._parts(self.full_view(padded_full))
 
     def _parts(self, full: torch.Tensor) -> torch.Tensor:
-        """Return an evenly split ``full`` with the ranks in front."""
+        """Return an evenly split ``full`` as a view with the ranks as first dim."""
         parts: torch.Tensor = full.unflatten(self.dim, (self.num_shards, self.padded_rows))
         return parts.movedim(self.dim, 0)
 
     def copy_in_pairs(
         self, full: torch.Tensor, slots: torch.Tensor, first_rank: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (destination, source) that lay out in ``slots`` ``[n, slot_numel]`` what n ranks get of ``full``.
+        """Yield (destination, source) pairs that copy the rows of n ranks from ``full`` to ``slots``.
 
-        These are the ranks from ``first_rank`` on; padding is zeroed.
+        ``slots`` ``[n, slot_numel]`` are those of the ranks from ``first_rank`` on. Padding is zeroed.
         """
         if self.is_even and self.dim == 0:
             yield slots, full.reshape(self.num_shards, self.slot_numel).narrow(0, first_rank, len(slots))
@@ -120,7 +120,7 @@ class ShardLayout:
 
 
 def rows_of(by_rank: Sequence[torch.Tensor], num_ranks: Sequence[int]) -> list[Sequence[torch.Tensor]]:
-    """Return, for so many ranks one after another, their rows of each of :meth:`ShardLayout.by_rank`'s views."""
+    """Split each :meth:`ShardLayout.by_rank` view into runs of ``num_ranks`` consecutive ranks; return run by run."""
     if len(num_ranks) == 1:
         return [by_rank]
     return list(zip(*(each.split_with_sizes(list(num_ranks)) for each in by_rank), strict=True))

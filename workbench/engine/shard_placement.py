@@ -1,4 +1,4 @@
-"""Along which dim, and over which mesh, each parameter is split."""
+"""The dim and mesh that each parameter is split over."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from workbench.engine.param import ParamModuleInfo, check_uniform
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a ``shard_placement_fn`` may return: a dim, and a mesh of its own (experts on fewer ranks).
+    """Result of a ``shard_placement_fn`` that gives a dim and a separate mesh (experts on fewer ranks).
 
     Attributes:
         placement: the dim to split; None: dim 0.
-        mesh_info: over which ranks.
+        mesh_info: the mesh to split over.
     """
 
     placement: Shard | None
@@ -35,13 +35,13 @@ PlacedUnit = tuple[FSDPMeshInfo, list[Placed]]  # of one unit
 def place(
     infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], fn: ShardPlacementFn | None, default: FSDPMeshInfo
 ) -> list[PlacedUnit]:
-    """Group parameters by the mesh they are split over, each with its dim, into units.
+    """Group parameters, each with its dim, into units by the mesh they are split over.
 
-    Frozen parameters of another dtype than those that are trained (quantised weights beside adapters) make a unit of
-    their own, after the others.
+    Frozen parameters whose dtype differs from that of the trained ones (quantised weights with adapters) form separate
+    units, after the others.
 
     Raises:
-        TypeError: ``fn`` is no function, or returned something else than it may.
+        TypeError: ``fn`` is not callable or returned a value of another type.
         ValueError: a dim out of range, or one that does not divide evenly; trained parameters of one mesh differ in
             dtype; parameters of one mesh differ in device.
     """
@@ -58,7 +58,7 @@ def place(
 
 
 def _by_dtype(placed: Sequence[Placed]) -> list[list[Placed]]:
-    """Return the trained parameters with the frozen ones of their dtype, then the other frozen ones, dtype by dtype."""
+    """Return the trained parameters with the frozen ones of their dtype, then the other frozen ones by dtype."""
     trained = {param.dtype for param, _, _ in placed if param.requires_grad} or {placed[0][0].dtype}
     first = [part for part in placed if part[0].dtype in trained]
     others: dict[torch.dtype, list[Placed]] = {}

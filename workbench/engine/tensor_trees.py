@@ -1,4 +1,4 @@
-"""Tensors in what a module takes and returns (containers, dataclasses); in which mode the engine makes its own."""
+"""Tensors in a module's arguments and results (containers, dataclasses), and the grad mode for the engine's own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ R = TypeVar("R")
 
 
 def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
-    """Let autograd record nothing of ``function``.
-
-    What it makes lasts: a later training step can use it, also if the caller is in inference mode.
-    """
+    """Run ``function`` without autograd, and outside inference mode so that training can use its tensors later."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,14 +43,13 @@ def differentiable_in(value: object) -> list[torch.Tensor]:
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401 - any structure
     """Return ``value`` with ``change`` applied once to every tensor in nested containers and dataclasses.
 
-    Containers are dict, list, tuple, set, frozenset and deque, the classes that inherit from them, and what is
-    registered as a node of torch's pytrees. Those with a changed tensor are copied without a call of their
-    constructors, each as an object of its own class with its own attributes; they may hold themselves. ``value``
-    itself is returned where nothing changed.
+    Containers are dict, list, tuple, set, frozenset and deque, their subclasses, and nodes registered with torch's
+    pytrees. Containers with a changed tensor are copied without calling their constructors, and keep their class and
+    attributes; they may contain themselves. If nothing changes, ``value`` itself is returned.
     """
     if type(value) is dict and not value:
         return value
-    if type(value) is tuple and all(isinstance(each, torch.Tensor) for each in value):  # most arguments: at every hook
+    if type(value) is tuple and all(isinstance(each, torch.Tensor) for each in value):  # the common case, in every hook
         found = tuple(map(change, value))
         return value if all(new is old for new, old in zip(found, value, strict=True)) else found
     old = list(_find(value, _children))
@@ -75,7 +71,7 @@ def _find(value: object, children: Callable[[object], Sequence[object]]) -> Iter
         each = todo.pop()
         if isinstance(each, _ATOMS) or id(each) in seen:
             continue
-        seen[id(each)] = each  # kept, so that no other object gets its id
+        seen[id(each)] = each  # a reference, so that no other object gets its id
         if isinstance(each, torch.Tensor):
             yield each
         else:
@@ -83,7 +79,7 @@ def _find(value: object, children: Callable[[object], Sequence[object]]) -> Iter
 
 
 def _children(value: object) -> Sequence[object]:
-    """Return what a container or dataclass holds; nothing of other objects."""
+    """Return the contents of a container or dataclass; empty for other objects."""
     if type(value) in _BUILT_IN:
         return _items(value)
     if _is_container(value):
@@ -95,12 +91,12 @@ def _children(value: object) -> Sequence[object]:
 
 
 def _all_children(value: object) -> Sequence[object]:
-    """Return what a container holds, and all attributes of other objects."""
+    """Return the contents of a container, or all attributes of another object."""
     return _children(value) or list(_attributes(value).values())
 
 
 def _is_container(value: object) -> bool:
-    """Return whether a class inherits from a built-in one; not torch.max's result and its like, made in C."""
+    """Return whether ``value`` is a built-in container or of a subclass; not a C struct such as torch.max's result."""
     return isinstance(value, _CONTAINERS) and not hasattr(type(value), "n_sequence_fields")
 
 
@@ -115,14 +111,14 @@ def _base(value: object) -> Any:  # noqa: ANN401 - a class whose methods take ``
 
 
 def _registered(value: object) -> tuple[list[object] | None, TreeSpec | None]:
-    """Return what a node of torch's pytrees holds, and how it is put together; None: ``value`` is no node."""
+    """Return the children and spec of a node of torch's pytrees; None for both if ``value`` is not a node."""
     nodes, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
     is_node = not (len(nodes) == 1 and nodes[0] is value)
     return (nodes, spec) if is_node else (None, None)
 
 
 def _attributes(value: object) -> dict[str, object]:
-    """Return what an object has in ``__dict__`` and in slots; nothing where ``__dict__`` is the object itself."""
+    """Return an object's attributes in ``__dict__`` and slots; without ``__dict__`` if that is the object itself."""
     own = _own_dict(value)
     found = {} if own is value else dict(own)
     for cls in type(value).__mro__:
@@ -135,7 +131,7 @@ def _attributes(value: object) -> dict[str, object]:
 
 
 def _own_dict(value: object) -> dict[str, object]:
-    """Return ``__dict__`` without a call of the class's own ``__getattr__``; empty if there is none."""
+    """Return ``__dict__`` without calling the class's ``__getattr__``; empty if there is none."""
     try:
         found: dict[str, object] = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -144,7 +140,7 @@ def _own_dict(value: object) -> dict[str, object]:
 
 
 class _Copy:
-    """Copies containers with other tensors; what can be filled later is, so that containers may hold themselves."""
+    """Copies containers with replaced tensors; fills copies late where possible, so containers may hold themselves."""
 
     def __init__(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
         self._copies: dict[int, tuple[object, object]] = {
@@ -162,7 +158,7 @@ class _Copy:
         if id(value) not in self._copies:
             if all(self._is_same(tensor) for tensor in _find(value, _children)):
                 return value
-            self._copies[id(value)] = value, value  # a tuple within itself by way of a pytree's node stays
+            self._copies[id(value)] = value, value  # a tuple within itself via a pytree node stays
             self._copies[id(value)] = value, self._made(value)
         return self._copies[id(value)][1]
 
@@ -177,14 +173,14 @@ class _Copy:
             nodes, spec = _registered(value)
             if nodes is not None and spec is not None:
                 copies = [self._copy(node) for node in nodes]
-                self._fill()  # its constructor may look at them
+                self._fill()  # its constructor may read them
                 return tree_unflatten(copies, spec)
             made = copy.copy(value)  # a dataclass
         self._empty.append((value, made))
         return made
 
     def _container(self, value: Any) -> Any:  # noqa: ANN401
-        """Return a container of the class of ``value``: a tuple or frozenset with its items, others without."""
+        """Return a container of the class of ``value``: a tuple or frozenset with its items, others empty."""
         base = _base(value)
         if base in {tuple, frozenset}:
             return base.__new__(type(value), map(self._copy, base.__iter__(value)))
@@ -207,7 +203,7 @@ class _Copy:
                 if name in _own_dict(value):
                     own[name] = self._copy(each)
                 else:
-                    object.__setattr__(made, name, self._copy(each))  # a slot, of a frozen dataclass as well
+                    object.__setattr__(made, name, self._copy(each))  # a slot; works for a frozen dataclass too
 
     def _put_items(self, value: Any, made: Any) -> None:  # noqa: ANN401
         base = _base(value)
@@ -221,7 +217,7 @@ class _Copy:
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401 - any structure
-    """Return ``value`` with its floating-point tensors cast to ``dtype``; None: as it is."""
+    """Return ``value`` with its floating-point tensors cast to ``dtype``; None: unchanged."""
     if dtype is None:
         return value
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)

@@ -1,10 +1,10 @@
-"""A unit's collectives: what each of them is while in flight; from its shards to full parameters.
+"""A unit's collectives in flight, and the all-gather from shards to full parameters.
 
-The way back, from full gradients to shards, is in ``reduction.py``. Layouts (S = sum of the slots of the parameters
+The reduction of full gradients to shards is in ``reduction.py``. Layouts (S = sum of the slots of the parameters
 taking part, F = shard ranks)::
 
     all-gather output       [F, S]   row r = the flat shard of rank r, in the param dtype
-    padded full of param p  [F, s_p] s_p = its slot; row r = what rank r holds (its padded rows)
+    padded full of param p  [F, s_p] s_p = its slot; row r = the padded rows of rank r
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workbench.events import Category, Comm, Edge, Kind
 
 @dataclass(frozen=True)
 class UnitId:
-    """Which unit a collective belongs to: its number for the probe, its name for people."""
+    """The unit of a collective: its index for the probe, its name for messages."""
 
     index: int
     name: str
@@ -37,11 +37,11 @@ class UnitId:
 
 @dataclass(frozen=True)
 class ScatteredShard:
-    """A flat shard ``[S]`` whose slots do not lie in one piece, but where the user has put them.
+    """A flat shard ``[S]`` that is not contiguous: its slots are wherever the user put the parameters.
 
     Attributes:
         slot_numels: elements of each slot, S in all.
-        pairs: yields for memory of each slot, in order, (where this rank's rows lie in it, these rows).
+        pairs: given memory for each slot, in order, yields (view for this rank's rows, the rows).
     """
 
     slot_numels: Sequence[int]
@@ -55,18 +55,18 @@ class ScatteredShard:
         return sum(self.slot_numels)
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Fill ``target`` ``[S]``, but for padding; casts and moves if need be."""
+        """Fill ``target`` ``[S]`` except padding; cast and move if needed."""
         pairs = list(self.pairs(target.split(list(self.slot_numels))))
         torch._foreach_copy_([slot for slot, _ in pairs], [rows for _, rows in pairs], non_blocking=True)
 
 
 @dataclass
 class InFlight:
-    """A collective that was issued, on one group.
+    """An issued collective on one group.
 
     Attributes:
-        kind: what it is.
-        payload: its bytes, as the probe is told.
+        kind: kind of the collective.
+        payload: its bytes, as announced to the probe.
     """
 
     unit: UnitId
@@ -83,7 +83,7 @@ class InFlight:
                 probe.active.issued(self.comm, wait)
 
     def wait(self) -> None:
-        """Wait interruptibly; the collective counts as unfinished if the wait is given up.
+        """Wait interruptibly; the collective counts as unfinished if the wait is cancelled.
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
@@ -102,9 +102,9 @@ class AllGatherState:
 
     Attributes:
         output: ``[F * S]``, or less, see :func:`is_of_others`.
-        own: ``[S]``, what this rank sends.
-        gather: who allocated the output.
-        num_bytes: of what exists for it alone.
+        own: ``[S]``, this rank's input.
+        gather: the all-gather that allocated the output.
+        num_bytes: bytes allocated for it alone.
     """
 
     output: torch.Tensor
@@ -114,7 +114,7 @@ class AllGatherState:
     num_bytes: int
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait for the bytes; returns the flat shards, ``[n, S]`` each, of so many ranks one after another, F in all.
+        """Wait and return the flat shards as tensors ``[n, S]`` of n consecutive ranks each, F in all.
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
@@ -128,23 +128,23 @@ class AllGatherState:
         return [part for part in (rows[:rank], self.own.view(1, numel), rows[rank:]) if len(part)]
 
     def abandon(self) -> None:
-        """Forget the output; whatever still arrives in it is nobody's."""
+        """Drop the output without reusing it: data may still arrive in it."""
         self.flight.pending.abandon()
         probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
 
     def drop(self) -> None:
-        """Give the output back; nothing may write to it any more."""
+        """Return the output to its allocator; nothing may write to it any more."""
         probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
         give_back(self.gather, self.output)
 
 
 @dataclass
 class DeviceCopyState:
-    """The flat shard of a single rank on its way to the device that computes: what an all-gather is among several.
+    """A copy of a single rank's flat shard to the compute device, in place of an all-gather.
 
     Attributes:
-        output: ``[S]`` there.
-        ready: after the copy; None where the host has waited for it.
+        output: ``[S]``, on the device.
+        ready: event after the copy; None if the host has waited for it.
     """
 
     output: torch.Tensor
@@ -152,13 +152,13 @@ class DeviceCopyState:
     ready: Event
 
     def wait(self) -> list[torch.Tensor]:
-        """Let the current stream wait for the bytes; returns the one flat shard, ``[1, S]``."""
+        """Make the current stream wait for the copy; return the one flat shard, ``[1, S]``."""
         if self.ready is not None:
             backend_of(self.output.device).wait_event(self.ready)
         return [self.output.view(1, -1)]
 
     def drop(self) -> None:
-        """Forget the output."""
+        """Drop the output."""
         probe.memory(Category.ALL_GATHER_BUFFERS, self.unit.index, -self.output.nbytes)
 
     abandon = drop
@@ -166,11 +166,11 @@ class DeviceCopyState:
 
 @contextmanager
 def alive_unless_raised(announce: Callable[[int], None], amount: int) -> Iterator[None]:
-    """Announce an amount, such as bytes, that outlives the body, unless it raises."""
+    """Announce an amount, such as bytes; revoke it if the body raises."""
     announce(amount)
     try:
         yield
-    except BaseException:  # an interrupt while the probe holds, an abort, a peer that is gone: nothing was issued
+    except BaseException:  # an interrupt while the probe holds, an abort, a lost peer: nothing was issued
         announce(-amount)
         raise
 
@@ -178,7 +178,7 @@ def alive_unless_raised(announce: Callable[[int], None], amount: int) -> Iterato
 def announce(
     unit: UnitId, kind: Kind, group: CommGroup, num_bytes: int, exception: str = ""
 ) -> tuple[Comm, Collective]:
-    """Number a collective and tell the probe, just before it is issued."""
+    """Number a collective and announce it to the probe, just before it is issued."""
     comm = group.next_comm()
     probe.event(kind, Edge.BEGIN, unit.index, num_bytes, comm)
     return comm, Collective(kind.words + exception, unit.name, num_bytes)
@@ -194,8 +194,8 @@ def foreach_all_gather(
 ) -> AllGatherState:
     """Start gathering the flat shard ``[S]`` in ``dtype`` on ``device``.
 
-    It is the collective's input as it lies, unless it must be cast, moved or put together, or be in this rank's row of
-    the output; then that is, if there is one.
+    The shard itself is the input, unless it must be cast, moved or assembled, or must be in this rank's row of the
+    output. Then it is copied: into that row, or into a buffer if there is no such row.
     """
     numel, leaves_own_out = shard.numel(), is_of_others(gather)
     num_gathered = group.size - leaves_own_out
@@ -222,7 +222,7 @@ def foreach_all_gather(
 def copy_to_device(
     shard: torch.Tensor | ScatteredShard, dtype: torch.dtype, device: torch.device, unit: UnitId
 ) -> DeviceCopyState:
-    """Start copying the flat shard ``[S]``, in one piece, to ``device``, in ``dtype``."""
+    """Start copying the flat shard to a contiguous ``[S]`` on ``device``, in ``dtype``."""
     output = torch.empty(shard.numel(), dtype=dtype, device=device)
     with alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), output.nbytes):
         _copy_shard(output, shard, unit)
@@ -230,7 +230,7 @@ def copy_to_device(
 
 
 def _copy_shard(target: torch.Tensor, shard: torch.Tensor | ScatteredShard, unit: UnitId) -> None:
-    """Cast and move a flat shard, or put it together."""
+    """Copy a flat shard to ``target``: cast, move or assemble it."""
     kind = Kind.COPY_IN if target.device == shard.device else Kind.OFFLOAD
     probe.event(kind, Edge.BEGIN, unit.index, target.nbytes)
     if isinstance(shard, ScatteredShard):
@@ -243,11 +243,11 @@ def _copy_shard(target: torch.Tensor, shard: torch.Tensor | ScatteredShard, unit
 def foreach_all_gather_copy_out(
     gathered: Sequence[torch.Tensor], targets: Sequence[Sequence[torch.Tensor]], unit: UnitId
 ) -> None:
-    """Copy ``gathered`` into the parameters' padded fulls; casts if need be.
+    """Copy ``gathered`` into the parameters' padded fulls; cast if needed.
 
     Args:
-        gathered: ``[n, S]`` each, of so many ranks one after another, F in all.
-        targets: for each of these what its ranks hold of each parameter, ``[n, ...]``; see
+        gathered: ``[n, S]`` each, of n consecutive ranks, F in all.
+        targets: for each of these, its ranks' rows of each parameter, ``[n, ...]``; see
             :func:`workbench.engine.shard_layout.rows_of`.
         unit: for the probe.
     """

@@ -1,4 +1,4 @@
-"""Where a unit's full parameters lie while it is unsharded."""
+"""Memory for a unit's full parameters while it is unsharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.events import Category
 
 
 class MemoryOfShards:
-    """The shards of a rank that has all of them.
+    """The shards of a single shard rank, used as memory for the full parameters.
 
     Attributes:
         tensor: ``[S]``.
@@ -27,21 +27,21 @@ class MemoryOfShards:
         self.tensor = shards
 
     def present(self) -> AbstractContextManager[None]:
-        """Within the body views of :attr:`tensor` can be made, as always."""
+        """Return a no-op context: views can always be made."""
         return nullcontext()
 
     def fill(self, _spare: SparePages) -> None:
-        """It is there."""
+        """No-op: the shards are the full parameters."""
 
     def empty(self, _spare: SparePages) -> None:
-        """It stays."""
+        """No-op: the shards stay."""
 
 
 class UnshardMemory:
-    """Memory of one unit, which exists only while it is used.
+    """Memory for one unit's full parameters, allocated only while in use.
 
-    What autograd saved in forward points into it. So it is emptied and refilled, never replaced. What a user still
-    holds of it (a view, ``detach()``) reads as NaN while it is empty, or raises (on a device).
+    Tensors that autograd saved in forward point into it, so it is emptied and refilled, never replaced. While it is
+    empty, a view that the user still holds reads as NaN, or raises (on a device).
 
     Attributes:
         full: ``[F * S]`` in the param dtype; the padded fulls one after another.
@@ -55,18 +55,18 @@ class UnshardMemory:
 
     @property
     def is_shards(self) -> bool:
-        """True if it is that of the shards, so that nothing has to be copied into it, and it is never empty."""
+        """True if this is the memory of the shards: it is never empty and needs no copy."""
         return isinstance(self._memory, MemoryOfShards)
 
     @contextmanager
     def present(self) -> Iterator[torch.Tensor]:
-        """Within the body views of :attr:`full` can be made; it stays empty otherwise."""
+        """Allow views of :attr:`full` within the body, though it is empty."""
         with self._memory.present():
             yield self.full
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes that exist for :attr:`full` alone."""
+        """Bytes allocated for :attr:`full`; 0 if it is the shards."""
         return 0 if self.is_shards else self.full.numel() * self.full.itemsize
 
     @property
@@ -75,7 +75,7 @@ class UnshardMemory:
         return self._held
 
     def take(self, spare: SparePages) -> None:
-        """Get ready to be written, in spare pages if there are any."""
+        """Allocate the memory, from spare pages if there are any; no-op if held."""
         if self._held:
             return
         self._held = True
@@ -83,7 +83,7 @@ class UnshardMemory:
         probe.memory(Category.UNSHARDED_PARAMS, self._unit, self.full_nbytes)
 
     def give_back(self, spare: SparePages) -> bool:
-        """Let go; returns False if it was not held."""
+        """Free the memory; return False if it was not held."""
         if not self._held:
             return False
         self._held = False
@@ -94,12 +94,12 @@ class UnshardMemory:
 
 @dataclass(frozen=True, eq=False)
 class BufferSet:
-    """One memory, and a unit's parameters in it. The graph of a forward points into the home it ran in.
+    """One unshard memory and a unit's parameters in it. The graph of a forward points into the set it ran in.
 
     Attributes:
         padded_fulls: the padded full of each parameter.
-        by_rank: the same, seen rank by rank ``[F, ...]``.
-        views: what the full forms of each are there.
+        by_rank: the same, as views by rank ``[F, ...]``.
+        views: views of each parameter's full forms.
     """
 
     memory: UnshardMemory
@@ -109,7 +109,7 @@ class BufferSet:
     _rows: dict[tuple[int, ...], list[Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def rows_of(self, num_ranks: Sequence[int]) -> list[Sequence[torch.Tensor]]:
-        """Return :func:`workbench.engine.shard_layout.rows_of` of :attr:`by_rank`; it is cut once."""
+        """Return :func:`workbench.engine.shard_layout.rows_of` of :attr:`by_rank`, cached."""
         key = tuple(num_ranks)
         if key not in self._rows:
             self._rows[key] = rows_of(self.by_rank, key)

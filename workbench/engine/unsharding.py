@@ -1,4 +1,4 @@
-"""Undoing ``fully_shard``: plain modules again, or a plain copy; optimizers carried along."""
+"""Undo ``fully_shard`` in place, or make a plain copy; optimizers are remapped."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ NewParams = dict[nn.Parameter, nn.Parameter]
 def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> NewParams:
     """Undo every ``fully_shard`` call in ``module``'s tree; collective: all ranks must call it.
 
-    Parameters and gradients keep their values and become what they were before, in place: plain tensors, or DTensors of
-    tensor parallelism. Hooks of modules and classes go back, post-accumulate-grad hooks of parameters go along, and
-    gradients move. Optimizers that hold the sharded parameters go on with the plain ones, their state gathered; until
-    every rank has everything nothing is changed, so that shards and the whole model are in memory at once. Whatever is
-    raised or interrupts it, the model is sharded on every rank as before, or plain on every rank.
+    Parameters and gradients keep their values and become in place what they were before: plain tensors, or DTensors of
+    tensor parallelism. Module classes and hooks are restored; post-accumulate-grad hooks and gradients move to the
+    plain parameters. Optimizers that hold the sharded parameters continue with the plain ones, their state gathered.
+    Nothing changes until every rank has gathered everything, so shards and the whole model are in memory at once. After
+    any error or interrupt the model is sharded on every rank as before, or plain on every rank.
 
     Args:
         module: the root of the tree.
-        optimizers: optimizers to carry along.
+        optimizers: optimizers to remap.
 
     Returns:
         plain parameter for each sharded parameter.
 
     Raises:
-        TypeError: ``optimizers`` holds something else.
-        ValueError: nothing in the tree is sharded by ``fully_shard``, something by another API, or ``module`` is only a
-            part of what one root shards.
-        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
-        RanksDisagreeError: only some ranks hold a gradient, or state of an optimizer, or have an error of the above.
+        TypeError: ``optimizers`` holds anything but optimizers.
+        ValueError: ``fully_shard`` sharded nothing in the tree, another API sharded something, or ``module`` is only a
+            part of a root's tree.
+        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is in progress.
+        RanksDisagreeError: only some ranks hold a gradient or optimizer state, or have one of the errors above.
         CollectiveFailed: another rank was interrupted.
     """
     held = optimizers_in(optimizers, "unshard_module")
@@ -83,7 +83,7 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
 
 
 def optimizers_in(optimizers: object, what: str) -> list[torch.optim.Optimizer]:
-    """Return what was given to ``what`` as a list; raises TypeError for anything but optimizers."""
+    """Return the optimizers passed to ``what`` as a list; raise TypeError for anything but optimizers."""
     given = list(optimizers) if isinstance(optimizers, Iterable) else []
     found = [o for o in given if isinstance(o, torch.optim.Optimizer)]
     if len(found) < len(given) or not isinstance(optimizers, Iterable):
@@ -95,7 +95,7 @@ def optimizers_in(optimizers: object, what: str) -> list[torch.optim.Optimizer]:
 def check_undoable(
     module: nn.Module, states: Sequence[FSDPState], what: str, kind: type[FSDPState] = FSDPState
 ) -> None:
-    """Raise as :func:`unshard_module` does, before anything is changed; ``what``, which is for ``kind``, was called."""
+    """Raise as :func:`unshard_module` if ``what``, a function for ``kind``, cannot run; changes nothing."""
     name = type(module).__name__
     if not states:
         raise ValueError(f"{name} holds no module that {kind.made_by} was called on")
@@ -124,7 +124,7 @@ def check_undoable(
 
 
 def _plain(param: DTensorParam) -> nn.Parameter:
-    """Return the parameter as it was before fully_shard, its values, gradient and hooks those of now."""
+    """Return the parameter in its form before fully_shard, with its current values, gradient and hooks."""
     sharded, like = param.sharded_param, param.full.param
     plain = nn.Parameter(state_like(like, sharded), requires_grad=sharded.requires_grad)
     if sharded.grad is not None:
@@ -137,15 +137,15 @@ def _plain(param: DTensorParam) -> nn.Parameter:
 def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim.Optimizer] = ()) -> M:
     """Return an unsharded deep copy of ``module``, values and gradients gathered; collective.
 
-    Parameters are what they were before ``fully_shard``: plain tensors, or DTensors of tensor parallelism.
+    Parameters take their form from before ``fully_shard``: plain tensors, or DTensors of tensor parallelism.
 
     Args:
-        module: the root of a sharded tree; it is left as it was.
+        module: the root of a sharded tree; it does not change.
         memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original.
-        optimizers: whose state is gathered as well, into ``memo``.
+        optimizers: their state is gathered too, into ``memo``.
 
     Raises:
-        RanksDisagreeError: only some ranks hold a gradient, or state of an optimizer.
+        RanksDisagreeError: only some ranks hold a gradient or optimizer state.
     """
     states = states_below(module)
 
@@ -175,21 +175,21 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
 
 
 def copied(module: nn.Module, memo: dict[int, Any], make: Callable[[], T]) -> T:
-    """Return what ``make`` returns, which copies ``module``; attributes that cannot be copied are shared.
+    """Return the result of ``make``, a copy of ``module``; share attributes that cannot be copied.
 
-    Those are locks, files and process groups, for example. Of a generator the copy gets one in the same state, of a
-    tensor within a graph the values.
+    Such attributes are, for example, locks, files and process groups. Instead of a generator the copy gets a new one in
+    the same state, and instead of a tensor within a graph its values.
 
     Args:
-        module: plain, or with wrappers, whose own attributes are passed over.
+        module: plain, or with wrappers, whose own attributes are skipped.
         memo: filled as :func:`copy.deepcopy` does.
-        make: deep-copies with ``memo``; called again where that fails.
+        make: deep-copies with ``memo``; called again if it fails.
     """
     before = dict(memo)
     try:
         return make()
-    except Exception:  # noqa: BLE001 - whatever an attribute's class raises; what sharing does not mend is raised below
-        memo.clear()  # of half-made copies
+    except Exception:  # noqa: BLE001 - an attribute's class may raise anything; the second make() raises again
+        memo.clear()  # drop half-made copies
         memo |= before
     _share_uncopyable(module, memo)
     return make()
@@ -207,7 +207,7 @@ def _share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
 def _share(value: Any, memo: dict[int, Any], modules: Mapping[int, nn.Module]) -> None:  # noqa: ANN401 - any attribute
     try:
         copy.deepcopy(value, {**memo, **modules})
-    except Exception:  # noqa: BLE001 - whatever the attribute's class raises
+    except Exception:  # noqa: BLE001 - the attribute's class may raise anything
         if isinstance(value, torch.Generator):
             memo[id(value)] = value.clone_state()
         elif isinstance(value, torch.Tensor):
@@ -220,12 +220,12 @@ def _share(value: Any, memo: dict[int, Any], modules: Mapping[int, nn.Module]) -
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` whole and plain: gathered if it is a DTensor (collective), copied if not."""
+    """Return ``tensor`` as a whole plain tensor: gathered if it is a DTensor (collective), otherwise copied."""
     return _gathered(tensor).clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """Gather on the device of the mesh, wherever the shards are; a single rank's is the shard's own memory."""
+    """Gather on the mesh's device, wherever the shards are; on a single rank the result shares the shard's memory."""
     local, device_type = local_of(tensor), tensor.device_mesh.device_type
     if not (local.is_meta or is_of_kind(local, torch.device(device_type))):
         tensor = dtensor_of(local.detach().to(device_type), spec_of(tensor))
@@ -233,7 +233,7 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
 
 
 def undo(state: FSDPState) -> None:
-    """Give the modules of a call their class back, and take its hooks off."""
+    """Restore the original classes of a call's modules and remove its hooks."""
     roots.discard(state)
     state.remove_hooks()
     for module, cls in zip(state.modules, state.original_classes, strict=True):
@@ -243,9 +243,9 @@ def undo(state: FSDPState) -> None:
 
 @torch.no_grad()
 def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: NewParams) -> None:
-    """Make ``optimizer`` go on with other parameters, in place.
+    """Replace the parameters of ``optimizer`` in place.
 
-    State follows its parameter: gathered when the new one is plain (collective), split when it is a DTensor.
+    State follows its parameter: gathered if the new one is plain (collective), split if it is a DTensor.
 
     Args:
         optimizer: holds some of the old parameters.
@@ -255,7 +255,7 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Non
 
 
 def staged(optimizer: torch.optim.Optimizer, mapping: NewParams) -> Callable[[], None]:
-    """Do all of :func:`remap_optimizer` that can fail (collective); what is returned does the rest."""
+    """Do the part of :func:`remap_optimizer` that can fail (collective); return a function that does the rest."""
     counted = _counted_by_kernels(optimizer)
     states = {
         old: _moved(optimizer.state[old], new, counts_there=old in counted)
@@ -276,9 +276,9 @@ def _commit(
 
 
 def _moved(state: dict[str, Any], param: torch.Tensor, *, counts_there: bool) -> dict[str, Any]:
-    """Return an optimizer's state as ``param`` needs it; values that stay as they are are the same objects.
+    """Return an optimizer's state in the layout of ``param``; unchanged values are the same objects.
 
-    ``counts_there``: a kernel reads the step count, which has to be where ``param`` is.
+    ``counts_there``: a kernel reads the step count, which must be on the device of ``param``.
     """
     moved = {key: state_like(param, value) for key, value in state.items()}
     count = moved.get("step")
@@ -294,10 +294,10 @@ def _counted_by_kernels(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 
 def state_like(param: torch.Tensor, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
-    """Return a value in the layout its parameter has now, and where that is; whole and plain for a plain one.
+    """Return a value of optimizer state in the layout and on the device of ``param``; a plain tensor for a plain one.
 
-    A DTensor of another shape than the parameter's (a factor, a norm) is repeated on the parameter's mesh; a plain
-    value of another shape (a step count) stays as it is.
+    A DTensor of another shape than the parameter's (a factor, a norm) is replicated on the parameter's mesh; a plain
+    value of another shape (a step count) is returned unchanged.
     """
     if not isinstance(param, DTensor):
         return full_tensor(value) if isinstance(value, DTensor) else value
@@ -308,7 +308,7 @@ def state_like(param: torch.Tensor, value: Any) -> Any:  # noqa: ANN401 - optimi
 
 
 def laid_out(value: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], place: torch.device) -> DTensor:
-    """Return a whole tensor, or a DTensor of another layout (collective), split over ``mesh``, shards in ``place``."""
+    """Return a whole tensor, or a DTensor of another layout (collective), split over ``mesh``, shards on ``place``."""
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
         return dtensor_of(local_of(value).detach().to(place), spec_of(value))
     whole = _gathered(value) if isinstance(value, DTensor) else value.detach()
