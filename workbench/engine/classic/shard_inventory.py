@@ -1,4 +1,4 @@
-"""What a rank holds of wrappers' flat parameters, which all ranks compare before they gather any of it."""
+"""Inventory of a rank's shards of wrappers' flat parameters; ranks compare it before they gather anything."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from workbench.engine.param_group import FSDPParamGroup
 
 
 def sharded_flats(states: Iterable[WrapperState]) -> list[tuple[FSDPParamGroup, FlatParam]]:
-    """Return the units of wrappers, sharded now and with what is registered, beside their flat parameters."""
+    """Return (unit, flat parameter) of each wrapper, after resharding the unit and adopting registered parameters."""
     return [pair for state in states if (pair := sharded_flat(state)) is not None]
 
 
 def sharded_flat(state: WrapperState) -> tuple[FSDPParamGroup, FlatParam] | None:
-    """Return the unit of a wrapper and its flat parameter, as :func:`sharded_flats` does.
+    """Return a wrapper's (unit, flat parameter), as :func:`sharded_flats` does.
 
-    None without parameters, and while the modules have whole parameters, which every rank holds.
+    None if it has no parameters, and within ``summon_full_params``, when every rank holds whole parameters.
     """
     unit, flat = state.unit, state.flat
     if unit is None or flat is None or state.is_summoned:
@@ -42,13 +42,13 @@ def flats_holdings(
     grads: bool = False,
     held: Container[nn.Parameter] | None = None,
 ) -> Holdings:
-    """Describe what this rank has of flat parameters, before it is gathered.
+    """Return a description of this rank's shards of flat parameters, made before they are gathered.
 
     Args:
-        flats: sharded now.
-        optimizers: name and state of each, by parameter.
-        grads: gradients are gathered as well.
-        held: what the one optimizer holds, if ranks are to agree on that too.
+        flats: (unit, flat parameter) pairs, sharded.
+        optimizers: name and state by parameter of each optimizer.
+        grads: whether gradients are gathered as well.
+        held: the parameters of the only optimizer, if ranks must agree on them too.
     """
     found = Holdings()
     if optimizers:
@@ -69,7 +69,7 @@ def flats_holdings(
 
 
 def _owned(flat: FlatParam) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Yield name and object of what an optimizer is given, and whether this rank has elements of it."""
+    """Yield (name, parameter, whether this rank has elements of it) for each parameter that an optimizer gets."""
     if not flat.use_orig_params:
         yield flat.fqn, flat.sharded_param, True
         return
@@ -78,9 +78,9 @@ def _owned(flat: FlatParam) -> Iterator[tuple[str, nn.Parameter, bool]]:
 
 
 def _form(value: object) -> str:
-    """Describe a value in words that are the same for pieces of different sizes; a number by what it is.
+    """Describe a value independently of its size; a number by its value.
 
-    If an optimizer has made more steps on some ranks than on others, only the value of ``step`` tells.
+    Only the value of ``step`` shows that an optimizer has made more steps on some ranks than on others.
     """
     if isinstance(value, (bool, int, float)):
         return f"{type(value).__name__} {value!r}"
@@ -90,16 +90,16 @@ def _form(value: object) -> str:
 
 
 def check_alike(states: Sequence[WrapperState], what: str, *, grads: bool = False) -> None:
-    """Return once it is known that the ranks can gather what wrappers hold; collective.
+    """Check that all ranks can gather the shards of wrappers; collective.
 
     Args:
-        states: of the wrappers.
+        states: states of the wrappers.
         what: name of the operation, for messages.
-        grads: gradients are gathered as well.
+        grads: whether gradients are gathered as well.
 
     Raises:
-        RuntimeError: an iteration is under way.
-        RanksDisagreeError: ranks hold different things, or an iteration is under way on some ranks only.
+        RuntimeError: an iteration is in progress.
+        RanksDisagreeError: ranks hold different things, or an iteration is in progress on some ranks only.
     """
 
     def holds() -> Holdings:
@@ -110,5 +110,5 @@ def check_alike(states: Sequence[WrapperState], what: str, *, grads: bool = Fals
 
 
 def is_gathered(value: object) -> bool:
-    """Return whether a value in a state dict is split over ranks, so that loading it gathers it."""
+    """Return whether a state dict's value is sharded over ranks, so that loading it is collective."""
     return isinstance(value, DTensor) or is_of_old_shards(value)
