@@ -63,7 +63,7 @@ def choose(name: str, local_rank: int) -> Backend:
 
 
 def counts() -> dict[str, int]:
-    """Return the number of devices on this host, for each kind of which every rank needs its own device."""
+    """Return the number of this host's devices by kind, for the kinds whose devices ranks do not share."""
     found = {name: kind(name).num_here() for name in DEVICES}
     return {name: number for name, number in found.items() if number is not None}
 

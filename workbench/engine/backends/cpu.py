@@ -56,5 +56,5 @@ class Cpu(Backend):
         return CommPair(GlooAllGather(self._buffers), GlooReduceScatter(self._buffers), GLOO)
 
     def release_buffers(self) -> None:
-        """Return the buffers that no collective over gloo uses now to the system."""
+        """Return unused buffers of collectives over gloo to the system."""
         self._buffers.release()

@@ -201,14 +201,7 @@ _relays: WeakValueDictionary[Peers, Relay] = WeakValueDictionary()
 
 
 def relay_of(group: Peers, what: str, first: tuple[int, ...], then: tuple[int, ...]) -> Relay:
-    """Return the relay for one kind of collective of ``group``; collective.
-
-    Args:
-        group: all ranks.
-        what: the kind of collective, for names.
-        first: the ranks of this rank's first step.
-        then: the ranks of its second step.
-    """
+    """Return the relay for one kind of collective of ``group``, with the ranks of each step; collective."""
     begin, end = (group.part(ranks, f"{step} {what}") for step, ranks in (("begin", first), ("end", then)))
     relay = _relays.get(end) or Relay(begin, end)
     _relays[end] = relay
@@ -228,7 +221,7 @@ class TwoSteps:
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def go_on(self, group: Peers) -> bool:
-        """Issue the second step and return True; if either step fails to get there, fail and return False."""
+        """Issue the second step and return True; on an error of the first or of issuing, fail and return False."""
         then, self._then = self._then, None
         try:
             if self.first_ended is not None:
@@ -266,7 +259,7 @@ class TwoSteps:
 
 
 class HostsAllGather(SharedMemoryCastAllGather):
-    """All-gather for a group on several hosts, of the units that compute in one dtype; see the module docstring.
+    """All-gather for a group on several hosts, of the units that compute in one dtype; see the head of this file.
 
     It gathers in the stages of its base class. Each host's stages have a row for every rank of all hosts. A rank fills
     its own row, and its exchanges fill the rows of the ranks it exchanges with.
@@ -306,7 +299,7 @@ def _exchanges(
 
 
 class HostsReduceScatter(SharedMemoryReduceScatter):
-    """Reduce-scatter for a group on several hosts, of all units with one reduce dtype; see the module docstring.
+    """Reduce-scatter for a group on several hosts, of all units with one reduce dtype; see the head of this file.
 
     It has 2 n stages as in its base class. This rank makes the sums that it sends to other hosts in its own stage; no
     other rank reads the parts there for the ranks that it exchanges with. A stage may be overwritten once a later

@@ -17,8 +17,9 @@ When a rank may write
     - a stage: whenever ``allocate`` returns it, see :class:`SharedMemoryReduceScatter` and
       :class:`SharedMemoryCastAllGather`.
 
-A reader sees what was written before the barrier, even on processors that reorder memory accesses: between the two are
-a mutex to one of gloo's threads, a send and a receive on a socket, and a mutex back; each of them orders memory.
+A reader sees what was written before the barrier, even on processors that reorder memory accesses: between the write
+and the read are a mutex shared with a gloo thread, a send and a receive on a socket, and again such a mutex; each of
+them orders memory.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _waited(work: AsyncWork, async_op: bool) -> AsyncWork | None:
 class SharedMemoryAllGather:
     """All-gather of one unit, whose shard is in shared memory: the output *is* every rank's shard, uncopied.
 
-    See :class:`workbench.engine.comm.AllGather`, and the module docstring for when a shard may be written.
+    See :class:`workbench.engine.comm.AllGather`, and the head of this file for when a shard may be written.
 
     Attributes:
         is_shared: the output costs no memory.

@@ -318,7 +318,7 @@ class Readers:
             raise
 
     def _behind(self) -> list[int]:
-        """Return the ranks that have yet to read, except those that have issued more: they cannot need this rank."""
+        """Return the ranks that have yet to read, except those ahead: nothing that they do can wait for this rank."""
         numbers, issued = self._numbers, self._numbers[self._own + 1]
         places = range(0, len(numbers), 3)
         return [i // 3 for i in places if numbers[i + 2] < self._num_read and numbers[i + 1] <= issued]

@@ -628,7 +628,7 @@ class FlatParam(FSDPParam):
             put_parameter(module, name, param)
 
     def to_rest(self) -> None:
-        """Expose accumulated gradients in ``.grad``; with ``use_orig_params``, put the originals on the modules."""
+        """Expose accumulated gradients in ``.grad``; with ``use_orig_params``, put the held pieces on the modules."""
         if not self._shown and self.has_full_grad:
             self._shown = list(self._show_grads())
         if self.use_orig_params and self.state is ShardedState.UNSHARDED:
@@ -767,7 +767,7 @@ class FlatParam(FSDPParam):
     def copy_in_pairs(
         self, grads: Grads, slots: torch.Tensor, first_rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Zero ``slots`` ``[n, c]`` where there is no gradient; yield (destination, source) copies of gradients."""
+        """Yield (destination, source) copies that lay out gradients in ``slots`` ``[n, c]``; set the rest to zero."""
         flat, begin = slots.view(-1), first_rank * self.slot_numel
         for part, grad in zip(self.parts, grads, strict=True):
             first, last = part.within(begin, begin + len(flat))

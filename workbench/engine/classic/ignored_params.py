@@ -34,7 +34,7 @@ class IgnoredStates:
         """Return the ignored states for the arguments ``ignored_modules`` and ``ignored_states``.
 
         Raises:
-            TypeError: an argument has something other than modules or parameters.
+            TypeError: an argument contains something other than modules or parameters.
             ValueError: both are given, or the wrapped module itself is ignored.
         """
         if modules is not None and states is not None:

@@ -278,7 +278,7 @@ def module_classes_of(what: str, classes: Iterable[type[nn.Module]]) -> tuple[ty
     """Return module classes as a tuple for ``isinstance``.
 
     Raises:
-        TypeError: ``classes`` is not an iterable, or has something else.
+        TypeError: ``classes`` is not an iterable, or contains something else.
     """
     given = tuple(classes) if isinstance(classes, Iterable) and not isinstance(classes, type) else None
     if given is None or any(not (isinstance(kind, type) and issubclass(kind, nn.Module)) for kind in given):

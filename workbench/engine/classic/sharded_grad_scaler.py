@@ -45,7 +45,7 @@ class ShardedGradScaler(GradScalerWithFlags):
         """Return a tensor, or the tensors in a list, tuple or other iterable, times the scale; dtypes stay.
 
         Raises:
-            TypeError: ``outputs`` has something else.
+            TypeError: ``outputs`` contains something else.
         """
         if not self.is_enabled():
             return outputs

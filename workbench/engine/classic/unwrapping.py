@@ -45,7 +45,7 @@ def unwrap(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) 
         parameter that an optimizer could hold.
 
     Raises:
-        TypeError: ``optimizers`` has something else.
+        TypeError: ``optimizers`` contains something that is not an optimizer.
         ValueError: the tree has no wrapper, it also uses ``fully_shard``, it is only a part of what one root shards,
             or an optimizer has state that cannot be gathered.
         RuntimeError: gradients accumulated without sync are not reduced yet; an iteration is in progress.
@@ -128,7 +128,7 @@ def rewrap_optimizers(module: nn.Module, optimizers: Iterable[torch.optim.Optimi
         optimizers: optimizers made before wrapping, which hold the plain parameters.
 
     Raises:
-        TypeError: ``optimizers`` has something else.
+        TypeError: ``optimizers`` contains something that is not an optimizer.
         ValueError: an optimizer has the parameters of one flat parameter in several groups, lacks some of them, or
             has different state for them; no optimizer is changed.
     """

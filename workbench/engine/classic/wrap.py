@@ -54,7 +54,7 @@ class ModuleWrapPolicy(UnitWrapPolicy):
         module_classes: subclasses of ``nn.Module``.
 
     Raises:
-        TypeError: ``module_classes`` has something else.
+        TypeError: ``module_classes`` contains something else.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:

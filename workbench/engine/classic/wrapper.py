@@ -320,7 +320,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             optim_state_dict_config: the same for optimizer state dicts.
 
         Returns:
-            The settings before.
+            The previous settings.
 
         Raises:
             TypeError: an argument is not a state dict type or a config.
