@@ -1,8 +1,9 @@
-"""One class for each kind of device: the only place that asks which kind it is.
+"""One backend class per kind of device; the only place in the engine that depends on the kind.
 
-A backend takes and gives memory, gathers, reduces and copies, waits and aborts, says what has to wait for what, and has
-the device's clock. A further kind, or a simulated one, is a subclass of :class:`Backend`, or, if it goes on while the
-host does, of :class:`~workbench.engine.backends.streams.StreamBackend`; and a line in :mod:`workbench.devices`.
+A backend allocates and frees memory, gathers, reduces, copies, waits, aborts, orders work, and owns the device's clock.
+To add a kind of device, or a simulated one, subclass :class:`Backend` (or
+:class:`~workbench.engine.backends.streams.StreamBackend` if the device runs asynchronously to the host) and add a line
+to :mod:`workbench.devices`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from workbench.engine.backends import shared_memory
 from workbench.engine.backends.base import Backend
 
 _chosen: dict[str, Callable[[torch.device], Backend]] = {}
-"""By torch's type of device: what this process was told to take such devices for."""
+"""Backend overrides of this process, by torch device type."""
 
 
 @functools.cache
 def kind(name: str) -> type[Backend]:
-    """Return the class of a kind of device of :data:`~workbench.devices.DEVICES`."""
+    """Return the backend class of a kind of device in :data:`~workbench.devices.DEVICES`."""
     module, _, cls = DEVICES[name].backend.partition(":")
     return cast("type[Backend]", getattr(import_module(module), cls))
 
@@ -39,9 +40,9 @@ def backend_of(device: torch.device) -> Backend:
 
 
 def take_for(device_type: str, make: Callable[[torch.device], Backend] | None) -> None:
-    """Have this process take devices of one of torch's types for those that ``make`` returns; None: for what they are.
+    """Make this process use the backend that ``make`` returns for a torch device type; None removes the override.
 
-    So a simulated device computes where another kind does.
+    A simulated device uses this to compute on a device of another kind.
     """
     _chosen.pop(device_type, None)
     if make is not None:
@@ -50,11 +51,11 @@ def take_for(device_type: str, make: Callable[[torch.device], Backend] | None) -
 
 
 def choose(name: str, local_rank: int) -> Backend:
-    """Return the device that this process is to compute on as a rank.
+    """Return the backend of the device that this process computes on as a rank.
 
     Args:
-        name: of its kind, in :data:`~workbench.devices.DEVICES`.
-        local_rank: the rank's number on its host.
+        name: kind of device, a key of :data:`~workbench.devices.DEVICES`.
+        local_rank: index of the rank on its host.
     """
     device = kind(name).of_rank(local_rank)
     take_for(device.type, kind(name))
@@ -62,13 +63,13 @@ def choose(name: str, local_rank: int) -> Backend:
 
 
 def counts() -> dict[str, int]:
-    """Return how many devices this host has of each kind that ranks do not share."""
+    """Return the number of this host's devices by kind, for the kinds whose devices ranks do not share."""
     found = {name: kind(name).num_here() for name in DEVICES}
     return {name: number for name, number in found.items() if number is not None}
 
 
 def device_here(device_type: str) -> torch.device:
-    """Return the device of one of torch's types that this process computes on."""
+    """Return this process's current device of a torch device type."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device_type:
         return torch.device(device_type)
@@ -76,24 +77,24 @@ def device_here(device_type: str) -> torch.device:
 
 
 def _accelerator() -> str:
-    """Return the kind of the devices here beside the host; empty: there are none, or of no kind that is known."""
+    """Return the kind of this host's accelerator; empty if there is none or its kind is unknown."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and found.type in DEVICES else ""
 
 
 def usual_kind() -> str:
-    """Return the kind of device that ranks compute on if nobody says."""
+    """Return the default kind of device for ranks."""
     found = _accelerator()
     return found if found and kind(found).c10d in dist.get_backend_config() else HOST
 
 
 def tell_host(identity: str) -> None:
-    """Tell this process what identifies its host: it shares memory only with ranks that were told the same."""
+    """Set the identity of this process's host; ranks share memory only if their host identities are equal."""
     shared_memory.host = identity
 
 
 def can_pin() -> bool:
-    """Whether there is a device to which pinned memory is copied while the host goes on."""
+    """Whether there is a device to which pinned memory can be copied asynchronously."""
     return bool(_accelerator())
 
 

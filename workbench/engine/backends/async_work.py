@@ -1,7 +1,7 @@
-"""A collective in flight, and how it is waited for without losing the ability to stop.
+"""Interruptible waits for collectives in flight.
 
-A thread blocked inside a collective's own wait cannot be interrupted on gloo. So collectives are issued async, their
-completion sets a :class:`threading.Event`, and the wait looks at the cancel flag in slices.
+On gloo, a thread blocked in a collective's own wait cannot be interrupted. So collectives are issued async, their
+completion sets a :class:`threading.Event`, and the wait checks the cancel flag once per slice.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from workbench.engine.errors import CollectiveFailed
 
 
 class WaitObserver(Protocol):
-    """Who is asked while a collective is waited for."""
+    """Callbacks during the wait for a collective."""
 
     def look(self) -> None:
         """Raise if the collective will never end, because a rank does something else."""
 
     def give_up(self, error: BaseException) -> None:
-        """Learn that the wait ended in ``error``."""
+        """Handle a wait that ended in ``error``."""
 
 
 class _Unwatched:
-    """A collective that nobody else has to do with."""
+    """No-op observer."""
 
     def look(self) -> None:
         """Do nothing."""
@@ -41,10 +41,10 @@ class _Unwatched:
 
 
 class _Ended:
-    """The work of a collective that was over when its call returned."""
+    """The work of a collective that had completed when its call returned."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completed future."""
+        """Return a completed future."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(None)
         return future
@@ -54,7 +54,7 @@ class _Ended:
 
 
 class _WaitedInAThread:
-    """Gives a future to work that has none, by waiting for it in a thread."""
+    """Work without a future, given one by a thread that waits for it."""
 
     def __init__(self, work: AsyncWork) -> None:
         self._future: torch.futures.Future[Any] = torch.futures.Future()
@@ -69,16 +69,16 @@ class _WaitedInAThread:
             self._future.set_result(None)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Future completed when the work is done."""
+        """Return a future that completes when the work is done."""
         return self._future
 
     def wait(self) -> None:
-        """Block until it is; raise if it failed."""
+        """Block until the work is done; raise if it failed."""
         self._future.wait()
 
 
 class AllOf:
-    """Collectives that are waited for as one."""
+    """Several collectives with one wait."""
 
     def __init__(self, works: Sequence[AsyncWork]) -> None:
         self._futures = [work.get_future() for work in works]
@@ -86,29 +86,29 @@ class AllOf:
 
     @property
     def has_ended(self) -> bool:
-        """True once each of them has ended, well or badly."""
+        """True once every collective has completed or failed."""
         return all(future.done() for future in self._futures)
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
-        """Future of them all; it fails as soon as one does."""
+        """Return a future of all collectives; it fails as soon as one does."""
         return self._future
 
     def wait(self) -> None:
-        """Wait for all, or until one fails: the others may never end then."""
+        """Wait for all, or until one fails, after which the others may never end."""
         self._future.wait()
 
 
 class PendingWork:
-    """One collective in flight, which the host waits for.
+    """One collective in flight that the host waits for.
 
     Args:
-        work: what the async collective returned; None if it is over already. Work without a usable future is waited for
-            in a thread.
-        collective: what it is, for errors.
-        watch: asked in every wait slice, and told if the wait is given up.
+        work: the result of the async collective; None if it has completed. A thread waits for work without a usable
+            future.
+        collective: description for errors.
+        watch: checked in every wait slice, and notified if the wait ends in an error.
 
     Attributes:
-        end_ns: monotonic time of its true completion, 0 while it runs and for work on a device.
+        end_ns: monotonic time of completion; 0 while the collective runs and for work on a device.
     """
 
     def __init__(self, work: AsyncWork | None, collective: object, watch: WaitObserver | None = None) -> None:
@@ -122,7 +122,7 @@ class PendingWork:
     def _listen(self) -> None:
         try:
             future = self._work.get_future()
-        except (AttributeError, RuntimeError):  # a custom comm's; gloo's reduce-scatter: "not implemented"
+        except (AttributeError, RuntimeError):  # a custom collective; gloo's reduce-scatter: "not implemented"
             self._work = _WaitedInAThread(self._work)
             future = self._work.get_future()
         future.then(self._completed)
@@ -133,31 +133,31 @@ class PendingWork:
 
     @property
     def lets_stream_wait(self) -> Callable[[], object] | None:
-        """On a device, what lets the current stream wait for the collective, if others than the engine may call it."""
+        """On a device, the function that makes the current stream wait, if code outside the engine may call it."""
         return None
 
     @property
     def has_ended(self) -> bool:
-        """True once the collective has ended, well or badly."""
+        """True once the collective has completed or failed."""
         return self._done.is_set() and not self.goes_on
 
     @property
     def goes_on(self) -> bool:
-        """True where a part of it failed, and another is under way: maybe for ever."""
+        """True if one part has failed while another still runs, maybe forever."""
         return self._done.is_set() and isinstance(self._work, AllOf) and not self._work.has_ended
 
     def block(self) -> None:
-        """Wait until the collective has ended, well or badly; on a device, let the current stream wait, and return.
+        """Wait until the collective has completed or failed; on a device, make the current stream wait and return.
 
         Raises:
             CollectiveFailed: on a device, the collective is known to have failed.
-            StepAborted: cancelled meanwhile; the collective is still unfinished.
-            RanksDisagreeError: another rank is about to do something else; it is unfinished for good.
+            StepAborted: the wait was cancelled; the collective is still unfinished.
+            RanksDisagreeError: another rank is about to do something else; the collective will never finish.
         """
         try:
             cancellation.check()
             self._wait_in_slices()
-        except BaseException as error:  # an interrupt as well: whoever gives up leaves the collective unfinished
+        except BaseException as error:  # also an interrupt, which leaves the collective unfinished
             self._watch.give_up(error)
             raise
 
@@ -168,13 +168,13 @@ class PendingWork:
             self._watch.look()
 
     def abandon(self) -> None:
-        """Give it up without waiting; on a device the current stream waits, so that its memory is not used too early.
+        """Abandon the collective; on a device the current stream waits, so that its memory is not reused too early.
 
-        The streams of the collectives themselves do not do that any more once somebody has waited for them.
+        The streams of the collectives no longer protect the memory once the work has been waited for.
         """
 
     def finish(self) -> None:
-        """Take the result; call after :meth:`block` (completion also means failure).
+        """Raise if the collective failed; call after :meth:`block`, which returns on failure as well.
 
         Raises:
             CollectiveFailed: the collective ended in an error.
@@ -188,22 +188,22 @@ class PendingWork:
 
 
 class Transport:
-    """How the collectives of a process group end: here the host waits for each of them.
+    """Waiting for and aborting the collectives of a process group; in this class the host waits for each of them.
 
     Attributes:
-        host_waits: who waits for a collective looks at what other ranks do meanwhile; else nobody does by waiting.
+        host_waits: the host waits for collectives, and checks on the other ranks while it waits.
     """
 
     host_waits = True
 
     def pending(self, work: AsyncWork | None, collective: object, watch: WaitObserver | None = None) -> PendingWork:
-        """Return the way to wait for what an async collective returned; arguments as of :class:`PendingWork`."""
+        """Return the pending work of an async collective; arguments as in :class:`PendingWork`."""
         return PendingWork(work, collective, watch)
 
     def abort(self, process_group: dist.ProcessGroup) -> None:
-        """Leave a process group for good that has a collective unfinished; never blocks.
+        """Abandon a process group that has an unfinished collective; never blocks.
 
-        It is kept alive: ending it joins gloo's threads, and one of them can wait for ever to send to a peer that has
-        left.
+        The group is kept alive: destroying it joins gloo's threads, and one of them can wait forever to send to a peer
+        that has left.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))

@@ -1,4 +1,4 @@
-"""What the engine asks of the device it computes on, and what it gets of one that does all at once."""
+"""The interface between the engine and a device, with defaults for a device that runs synchronously with the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.events import C10D
 
 
 class FullMemory(Protocol):
-    """Memory that can be emptied under the tensors that point into it.
+    """Memory that can be freed while tensors still point into it.
 
     Attributes:
         tensor: ``[numel]``; empty at first.
@@ -28,17 +28,17 @@ class FullMemory(Protocol):
     tensor: torch.Tensor
 
     def present(self) -> AbstractContextManager[None]:
-        """Within the body views of :attr:`tensor` can be made, though it is empty."""
+        """Return a context in which views of :attr:`tensor` can be made although it is empty."""
 
     def fill(self, spare: SparePages) -> None:
-        """Make it memory that can be written, of spare pages if there are any; what is in it is not specified."""
+        """Make the memory writable, from spare pages if there are any; its contents are unspecified."""
 
     def empty(self, spare: SparePages) -> None:
-        """Give it up; who still reads it finds NaN, or gets an error."""
+        """Free the memory; later reads return NaN or raise an error."""
 
 
 class ResizedMemory:
-    """A storage that the device's own allocator, which keeps what it had, empties and fills."""
+    """A storage that is resized to free and refill it; the device's allocator caches the memory."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._num_bytes = numel * dtype.itemsize
@@ -47,17 +47,17 @@ class ResizedMemory:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Within the body views of :attr:`tensor` can be made, though it is empty."""
+        """Return a context in which views of :attr:`tensor` can be made although it is empty."""
         self._grow()
         yield
         self._shrink()
 
     def fill(self, _spare: SparePages) -> None:
-        """Make it memory that can be written; what is in it is not specified."""
+        """Make the memory writable; its contents are unspecified."""
         self._grow()
 
     def empty(self, _spare: SparePages) -> None:
-        """Give it up; to read it is an error."""
+        """Free the memory; later reads raise an error."""
         self._shrink()
 
     def _grow(self) -> None:
@@ -72,50 +72,50 @@ class ResizedMemory:
 
 
 class Streams:
-    """Where the work of one communication context goes, and what waits for what.
+    """Streams of one communication context, and the dependencies between them.
 
-    Here all of it goes one way, in the order in which it is given: nothing has to wait, and nothing here does anything.
+    This class is for devices without streams: work runs in the order it is issued, so every method is a no-op.
     """
 
     @property
     def are_there(self) -> bool:
-        """True if work is handed over, and goes on while the host does."""
+        """True if work runs on streams, asynchronously to the host."""
         return False
 
     def gathering(self) -> AbstractContextManager[object]:
-        """Within the body work is for an all-gather's input."""
+        """Return a context for work that prepares an all-gather's input."""
         return nullcontext()
 
     def reducing(self, *, after_compute: bool) -> AbstractContextManager[object]:
-        """Within the body work is of reductions; ``after_compute``: after what was computed so far."""
+        """Return a context for the work of reductions; with ``after_compute`` it follows the compute issued so far."""
         return nullcontext()
 
     def trailing(self, *_outputs: torch.Tensor) -> AbstractContextManager[object]:
-        """Within the body work is of what follows reduce-scatters, after what the present one was given so far."""
+        """Return a context for work after reduce-scatters; it follows the work issued so far to the current stream."""
         return nullcontext()
 
     def shards_changed(self, event: Event) -> None:
-        """Let later all-gathers see the optimizer's step: wait for ``event``, or for all that was computed so far."""
+        """Make later all-gathers wait for the optimizer step: for ``event``, or for all compute issued so far."""
 
     def was_read(self) -> None:
-        """Let the next all-gather have the memory of one that was copied out, or waited for, just now."""
+        """Let the next all-gather reuse the memory of the all-gather that was just copied out or waited for."""
 
     def join(self) -> None:
-        """Let compute see that full gradients were read and freed."""
+        """Make compute wait until full gradients are read, so that it can reuse their memory."""
 
     def join_all(self) -> None:
-        """Let compute see reduced gradients as well."""
+        """Make compute wait for the reduced gradients as well."""
 
 
 Grads = Sequence[torch.Tensor | None]
-"""Full gradients of what is one parameter when it is sharded; None: there is none, which counts as zero."""
+"""Full gradients that make up one sharded parameter; None counts as a zero gradient."""
 
 
 class LaidOutParam(Protocol):
-    """A parameter whose full gradients are laid out for the ranks.
+    """A parameter whose full gradients can be laid out by rank.
 
     Attributes:
-        layout: how it is split.
+        layout: how the parameter is split.
     """
 
     layout: ShardLayout
@@ -123,13 +123,13 @@ class LaidOutParam(Protocol):
     def copy_in_pairs(
         self, grads: Grads, slots: torch.Tensor, first_rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (destination, source) that lay ``grads`` out in ``slots`` ``[n, slot_numel]`` of n ranks."""
+        """Yield (destination, source) copies that lay ``grads`` out in the ``slots`` ``[n, slot_numel]`` of n ranks."""
 
 
 def _whole(layouts: Sequence[ShardLayout], grads: Sequence[Grads], num_chunks: int) -> list[torch.Tensor]:
-    """Return the gradients in the shapes of ``layouts``, if cutting each into so many chunks lays them out; else none.
+    """Return the gradients in the shapes of ``layouts``, if plain chunking lays them out; otherwise an empty list.
 
-    That is so of one gradient each, of one dtype, split by rows over all the ranks that chunks are for.
+    Plain chunking works if each parameter has one gradient, all of one dtype, split by rows over ``num_chunks`` ranks.
     """
     found = [
         grad[0].reshape(layout.shape).contiguous()
@@ -141,21 +141,21 @@ def _whole(layouts: Sequence[ShardLayout], grads: Sequence[Grads], num_chunks: i
 
 
 class CommUser(Protocol):
-    """A unit, as whoever chooses what it communicates with knows it.
+    """The view of a unit that the choice of its collectives needs.
 
     Attributes:
-        comm: what it communicates with; None until that is chosen.
+        comm: the pair of collectives that the unit uses; None until one is chosen.
     """
 
     comm: CommPair | None
 
     @property
     def shard_group(self) -> Peers | None:
-        """The ranks that share one copy; None if that is one rank."""
+        """The ranks that share one copy of the unit; None if there is only one."""
 
     @property
     def shard_numel(self) -> int:
-        """Elements of its flat shard."""
+        """Number of elements of the unit's flat shard."""
 
     @property
     def orig_dtype(self) -> torch.dtype:
@@ -171,82 +171,82 @@ class CommUser(Protocol):
 
     @property
     def is_trained(self) -> bool:
-        """True if there will be gradients to reduce."""
+        """True if the unit has gradients to reduce."""
 
     @property
     def shard_region(self) -> Region | None:
-        """Where its flat shard lies, if other pages can lie beneath it."""
+        """Memory of the flat shard, if its pages can be exchanged; otherwise None."""
 
     def use_comm(self, pair: CommPair) -> None:
-        """Communicate with ``pair`` from now on."""
+        """Use ``pair`` for communication from now on."""
 
 
 class Comms:
-    """What the units of one communication context communicate with.
+    """The collectives of the units of one communication context.
 
-    Here nobody reads another rank's shard where it lies: who is about to write one waits for nobody.
+    In this class no rank reads another rank's shard in place, so a rank never waits before it writes a shard.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def choose(self, units: Sequence[CommUser], max_scatters: int) -> None:
-        """Give each unit its pair; what the user has set stays. Collective.
+        """Give each unit its pair of collectives, except units whose pair the user has set. Collective.
 
         Args:
             units: all units of a root.
-            max_scatters: reduce-scatters that may be in flight at once.
+            max_scatters: maximum number of reduce-scatters in flight.
 
         Raises:
-            StepAborted, CollectiveFailed: the ranks could not come to an answer.
+            StepAborted, CollectiveFailed: the ranks could not agree on the pairs.
         """
         for unit in units:
             if unit.comm is None or unit.comm.name not in SET_BY_USER:
                 unit.use_comm(self.pair_for(unit, max_scatters))
 
     def pair_for(self, _unit: CommUser, _max_scatters: int) -> CommPair:
-        """Return what a unit communicates with."""
+        """Return the pair of collectives for a unit."""
         return self._backend.pair()
 
     def release(self) -> None:
-        """Free what is kept for the next step."""
+        """Free the buffers that are cached for the next step."""
         self.release_buffers()
 
     def release_buffers(self) -> None:
-        """Let the system have what was given back by collectives that have ended."""
+        """Return the buffers of finished collectives to the system."""
         self._backend.release_buffers()
 
     def empty(self) -> None:
-        """Let the system have memory that nothing needs before gradients are reduced again.
+        """Return memory to the system that is not needed until gradients are reduced again.
 
         Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: a wait for other ranks was given up.
+            StepAborted, CollectiveFailed, RanksDisagreeError: a wait for other ranks was aborted.
         """
         self.release_buffers()
 
     def has_read(self, unit: CommUser) -> None:
-        """Note that this rank has read the shards of other ranks, and they its own, or will soon."""
+        """Note that this rank and the others have read each other's shards of ``unit``, or soon will."""
 
     def reduces(self, unit: CommUser) -> None:
-        """Note that a reduction is issued: before it is finished, all ranks have read."""
+        """Note that a reduction of ``unit`` is issued: once it finishes, all ranks have read the shards."""
 
     def wait_for_readers(self) -> None:
-        """Wait until the other ranks have read what this one has, so that shards may be written.
+        """Wait until the other ranks have read the shards that this rank has read, so that shards may be written.
 
         Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: the wait was given up.
+            StepAborted, CollectiveFailed, RanksDisagreeError: the wait was aborted.
         """
 
 
 class Backend:
-    """One device. What is here does for a device of which no more is known; other kinds say what they do better.
+    """One device. The defaults work on any device; subclasses override what their kind does better.
 
     Attributes:
-        is_host: it is where data loaders leave inputs, and offloaded shards lie.
+        is_host: the device is host memory, where data loaders put inputs and offloaded shards are stored.
         averages: its collectives can divide.
-        fuses_copies: it has kernels that copy many strided pieces at once; a copy for each is dear there.
-        c10d: what ``init_process_group`` calls the collectives that ranks on such devices use.
-        kind: what a ``DeviceMesh`` of such devices is made for.
+        fuses_copies: it has kernels that copy many strided pieces at once; one copy per piece is expensive there.
+        c10d: the backend name for ``init_process_group``.
+        kind: the device type for a ``DeviceMesh``.
     """
 
     is_host = False
@@ -260,42 +260,42 @@ class Backend:
 
     @classmethod
     def of_rank(cls, _local_rank: int) -> torch.device:
-        """Return the device of a rank, of its number on its host."""
+        """Return the device of a rank, given its index on its host."""
         return torch.device("cpu")
 
     @classmethod
     def num_here(cls) -> int | None:
-        """Return how many this host has, of which each rank needs one; None: ranks share what there is."""
+        """Return the number of devices on this host, one per rank; None if ranks can share a device."""
         return None
 
     def make_current(self) -> None:
-        """Let this process compute here."""
+        """Make this the current device of the process."""
 
     # ---- memory
 
     def full_memory(self, numel: int, dtype: torch.dtype) -> FullMemory:
-        """Return memory for a unit's full parameters, empty."""
+        """Return memory for a unit's full parameters; it starts empty."""
         return ResizedMemory(numel, dtype, self.device)
 
     def shard_region(self, _numel: int, _dtype: torch.dtype) -> Region | None:
-        """Return memory for shards, whose pages can be exchanged; None: this device has none."""
+        """Return memory for shards whose pages can be exchanged; None if the device has no such memory."""
         return None
 
     # ---- gather and reduce
 
     def pair(self) -> CommPair:
-        """Return what works between any ranks."""
+        """Return a pair of collectives that works between any ranks."""
         return CommPair(DefaultAllGather(), DefaultReduceScatter(), C10D)
 
     def release_buffers(self) -> None:
-        """Let the system have memory that is kept for what will be in flight."""
+        """Return the memory cached for future collectives to the system."""
 
     def comms(self) -> Comms:
-        """Return what chooses, and knows, what the units of a communication context communicate with."""
+        """Return a new object that chooses and tracks the collectives of a communication context's units."""
         return Comms(self)
 
     def copy_out(self, gathered: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-        """Copy flat shards of n ranks, ``[n, S]``, into the targets, ``[n, ...]`` each; casts if need be."""
+        """Copy the flat shards of n ranks, ``[n, S]``, into the targets, ``[n, ...]`` each; cast if dtypes differ."""
         num_ranks = len(gathered)
         sizes = [target.numel() // num_ranks for target in targets]
         if self.fuses_copies and all(
@@ -311,7 +311,7 @@ class Backend:
     def copy_in(
         self, params: Sequence[LaidOutParam], grads: Sequence[Grads], chunks: torch.Tensor, first_rank: int = 0
     ) -> None:
-        """Copy full gradients, cast, into ``chunks`` ``[n, S]``, of n ranks from ``first_rank`` on."""
+        """Cast and copy full gradients into ``chunks`` ``[n, S]``, for the n ranks from ``first_rank`` on."""
         wholes = _whole([param.layout for param in params], grads, len(chunks)) if self.fuses_copies else []
         if wholes:
             chunk_cat(wholes, len(chunks), out=chunks)
@@ -323,36 +323,36 @@ class Backend:
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
-    # ---- who waits for what
+    # ---- ordering
 
     def streams(self) -> Streams:
-        """Return where the work of a communication context goes."""
+        """Return streams for a communication context."""
         return Streams()
 
     def transport(self, _process_group: dist.ProcessGroup) -> Transport:
-        """Return how the collectives of a process group are waited for, and left when they cannot end."""
+        """Return the object that waits for a process group's collectives and aborts those that cannot end."""
         return Transport()
 
     def record_event(self) -> Event:
-        """Return where the work given so far ends; None where the host has waited for it already."""
+        """Return an event after the work issued so far; None if the host runs the work itself."""
         return None
 
     def wait_event(self, event: Event) -> None:
-        """Let what is given from now on come after ``event``."""
+        """Make work issued from now on wait for ``event``."""
 
     def wait_on_host(self, event: Event) -> None:
-        """Let the host wait for ``event``."""
+        """Block the host until ``event``."""
 
     def within(
         self,
-        stream: Any,  # noqa: ANN401 - of whatever kind the device has
+        stream: Any,  # noqa: ANN401 - its type depends on the device
         *_tensors: torch.Tensor,
     ) -> AbstractContextManager[object]:
-        """Within the body work goes to a stream of the user's, between what was and will be given; it uses tensors."""
+        """Return a context for work with these tensors on a user's stream, after earlier and before later work."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Block until the device has finished all work."""
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and accelerator.type == self.kind:
             torch.accelerator.synchronize(self.device)
@@ -360,9 +360,9 @@ class Backend:
     # ---- abort and clock
 
     def destroy_process_groups(self) -> None:
-        """Leave c10d, whatever collectives have not ended."""
+        """Destroy all process groups, even with collectives unfinished."""
         dist.destroy_process_group()
 
     def clock(self) -> DeviceClock | None:
-        """Return what tells when the device came to what it was given; None where the host does the work itself."""
+        """Return a clock for the work on the device; None if the host runs the work itself."""
         return None

@@ -1,4 +1,4 @@
-"""The CPU."""
+"""The backend for the CPU."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from workbench.events import GLOO
 
 
 class HostMemory(PageRange):
-    """Pages, which views can be made of at any time."""
+    """A page range; views of it can be made at any time."""
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Within the body views of :attr:`tensor` can be made, though it is empty."""
+        """Views of :attr:`tensor` can be made in the body, although it is empty."""
         yield
 
 
 class Cpu(Backend):
-    """The CPU: waits are the host's own, and can be interrupted; pages are used again."""
+    """The CPU: the host itself waits, interruptibly, and memory pages are reused."""
 
     is_host = True
 
@@ -34,19 +34,19 @@ class Cpu(Backend):
         self._buffers = Buffers()
 
     def full_memory(self, numel: int, dtype: torch.dtype) -> FullMemory:
-        """Return pages for a unit's full parameters, empty."""
+        """Return a page range for a unit's full parameters; it starts empty."""
         return HostMemory(numel, dtype)
 
     def shard_region(self, numel: int, dtype: torch.dtype) -> Region:
-        """Return memory for shards, beneath which pages can lie that ranks share."""
+        """Return memory for shards, whose pages can be replaced by pages that ranks share."""
         return Region(numel, dtype)
 
     def comms(self) -> SharedComms:
-        """Return what lets units whose ranks share this host communicate through memory."""
+        """Return collectives that use shared memory between ranks of one host."""
         return SharedComms(self)
 
     def pair(self) -> CommPair:
-        """Return the fastest for gloo, or c10d's own if WORKBENCH_COMM asks for that.
+        """Return the fastest pair for gloo, or c10d's own pair if ``WORKBENCH_COMM=default``.
 
         Raises:
             ValueError: see :func:`workbench.engine.comm.comm_choice`.
@@ -56,5 +56,5 @@ class Cpu(Backend):
         return CommPair(GlooAllGather(self._buffers), GlooReduceScatter(self._buffers), GLOO)
 
     def release_buffers(self) -> None:
-        """Let the system have what no collective over gloo uses now."""
+        """Return unused buffers of collectives over gloo to the system."""
         self._buffers.release()

@@ -1,14 +1,14 @@
-"""When a device came to what the host handed over, on the host's clock, without the host ever waiting for it.
+"""Times at which a device reached given points of its streams, on the host's clock, without blocking the host.
 
-A *mark* is an event in the stream that is current where it is made. Marks are read later, once the device has passed
-them, as nanoseconds after a *reference*: an event of which the host's time is known too. Marks of a stream are in the
-order they were made in, and none lies before it was made or after it was read, whatever the clocks say.
+A *mark* is an event recorded in the current stream. Once the device has passed it, its time is read in nanoseconds
+after a *reference*: an event whose host time is known too. The marks of a stream stay in the order they were made in,
+and no mark's time is before it was made or after it was read, whatever the clocks say.
 
-How far off a mark may be: the reference by :attr:`DeviceClock.error_ns` (microseconds); a mark by half a microsecond
-more, the resolution of a CUDA event; and by what the two clocks drift apart since the reference. A new one is taken at
-every step that finds the device idle, which is each one in a loop that reads its loss. In a loop that never waits for
-the device a mark takes its place every :data:`REBASE_NS`, since CUDA tells elapsed time in 32-bit milliseconds; drift
-is then corrected where a mark would lie before it was made or after it was read, and only there.
+Error of a mark: :attr:`DeviceClock.error_ns` of the reference (microseconds), plus half a microsecond for the
+resolution of a CUDA event, plus the drift between the two clocks since the reference. Every step that finds the device
+idle takes a new reference; that is every step of a loop that reads its loss. In a loop that never waits for the device,
+a mark becomes the reference every :data:`REBASE_NS`, because CUDA reports elapsed time in 32-bit milliseconds. Drift is
+then corrected only where a mark's time would be before it was made or after it was read.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 REBASE_NS = 2_000_000_000
-"""Age at which a reference is replaced by a mark: 32-bit milliseconds then still tell 0.12 microseconds apart."""
+"""Age at which a mark replaces the reference; up to it, 32-bit milliseconds resolve 0.12 microseconds."""
 
 COMMUNICATION = "communication"
-"""Streams in which nothing but ends of collectives is marked."""
+"""Name of the streams that hold only the end marks of collectives."""
 
 NO_ROW, NOBODYS = -1, -2
-"""Of a :class:`StreamMark`: what it is for is not known yet; it is for nothing any more."""
+"""Values of :attr:`StreamMark.row`: the mark has no row yet; the mark is no longer needed."""
 
-_IDLE_NS = 100_000  # how long a device that seems idle is waited for
+_IDLE_NS = 100_000  # how long to wait for a device that seems idle
 _TRIES = 8
 
 Event = Any
-"""A place in a stream: what has the methods of :class:`torch.cuda.Event`."""
+"""A point in a stream; has the methods of :class:`torch.cuda.Event`."""
 
 
 class TimedDevice(Protocol):
-    """What a clock needs of a device: :class:`workbench.engine.backends.streams.StreamBackend` has it."""
+    """The part of :class:`workbench.engine.backends.streams.StreamBackend` that a clock needs."""
 
     def event(self) -> Event:
         """Return a new event."""
 
     def record(self, event: Event) -> str:
-        """Let an event be where the current stream of this thread is now; returns the stream's name."""
+        """Record an event in this thread's current stream; return the stream's name."""
 
     def beside(self, group: int) -> AbstractContextManager[object]:
-        """Within the body the current stream is one that nothing else is given to, of a communication group."""
+        """Return a context in which the current stream is reserved for marks of one communication group."""
 
     def reading(self) -> AbstractContextManager[object]:
-        """Within the body this thread may ask events, whichever device it was at before."""
+        """Return a context in which this thread may query events, whatever its current device was."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Block until the device has finished all work."""
 
 
 @dataclass
 class _Reference:
-    """An event that the device has passed, and when: ``t_ns`` of the host's clock."""
+    """An event that the device has passed, and its time ``t_ns`` on the host's clock."""
 
     event: Event
     t_ns: int
@@ -65,13 +65,13 @@ class _Reference:
 
 @dataclass
 class StreamMark:
-    """A place in a stream.
+    """A timed point in a stream.
 
     Attributes:
-        stream: its name.
-        made_ns: the host's time just before it was made.
-        row: a number of whoever made it, from 0 on, to know it by; or NO_ROW, NOBODYS.
-        t_ns: the host's time when the device passed it; 0 until that is read.
+        stream: name of the stream.
+        made_ns: host time just before the mark was made.
+        row: the maker's index for the mark, from 0 on; or NO_ROW, NOBODYS.
+        t_ns: host time at which the device passed the mark; 0 until read.
     """
 
     stream: str
@@ -84,24 +84,24 @@ class StreamMark:
 
 @dataclass
 class _StreamMarks:
-    """Marks of one stream that were not read, oldest first, and when the device passed the last one that was."""
+    """The unread marks of one stream, oldest first, and the time of the last mark read."""
 
     marks: deque[StreamMark] = field(default_factory=deque)
     last_ns: int = 0
 
 
 class DeviceClock:
-    """Tells when a device came to what the host handed over, on the host's clock, and never lets the host wait for it.
+    """Timestamps, on the host's clock, of the moments at which a device passes marks; marking never blocks the host.
 
-    Any thread may mark; one at a time may read or compare the clocks.
+    Any thread may mark; only one thread at a time may read or compare the clocks.
 
     Args:
-        device: whose times are told.
+        device: the device to time.
         now_ns: the host's clock.
 
     Attributes:
         now_ns: the host's clock, nanoseconds.
-        error_ns: how far off a reference may be.
+        error_ns: maximum error of a reference.
     """
 
     def __init__(self, device: TimedDevice, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -114,10 +114,10 @@ class DeviceClock:
         device.synchronize()
         tries = [self._compared(device.event()) for _ in range(_TRIES)]
         width_ns, self._reference = min(tries, key=lambda found: found[0])
-        self.error_ns = width_ns  # half of it, and later comparisons may take twice as long
+        self.error_ns = width_ns  # the error is half the width, but later comparisons may take twice as long
 
     def _compared(self, event: Event) -> tuple[int, _Reference]:
-        """Return a reference on an idle device, and how long it took: it lies within that time, midway."""
+        """Return (width, reference) on an idle device: the comparison's duration, and a reference at its midpoint."""
         begin_ns = self.now_ns()
         self._device.record(event)
         event.synchronize()
@@ -125,7 +125,7 @@ class DeviceClock:
         return width_ns, _Reference(event, begin_ns + width_ns // 2)
 
     def compare_if_idle(self) -> None:
-        """Take a new reference if the device has done all it was given; else, after 0.1 ms, leave the old one."""
+        """Take a new reference if the device is idle; otherwise, after at most 0.1 ms, keep the old one."""
         if self.is_behind:
             return
         event, begin_ns = self._probing, self.now_ns()
@@ -134,27 +134,27 @@ class DeviceClock:
             pass
         width_ns = self.now_ns() - begin_ns
         if is_idle and width_ns <= 2 * self.error_ns:
-            self._probing = self._device.event()  # the old reference's event may still be that of marks
+            self._probing = self._device.event()  # marks may still use the old reference's event
             self._reference = _Reference(event, begin_ns + width_ns // 2)
 
     @property
     def is_behind(self) -> bool:
-        """True if there are marks that the device had not passed when they were read last."""
+        """True if the device had not passed all marks at the last read."""
         return any(line.marks for line in self._lines.values())
 
     def mark(self) -> StreamMark:
-        """Return a mark in the current stream."""
+        """Make and return a mark in the current stream."""
         event, made_ns = self._event(), self.now_ns()
         stream = self._device.record(event)
         return self._in_line(stream, StreamMark(stream, made_ns, event, self._reference))
 
     def mark_end(self, wait: Callable[[], object], group: int) -> StreamMark | None:
-        """Return a mark where a collective ends.
+        """Make and return a mark at the end of a collective.
 
         Args:
-            wait: lets the current stream wait for the collective, as ``wait()`` of c10d's work does; others call it
-                again. If it raises there is no mark: it will where the engine waits.
-            group: its communication group, whose collectives end in the order they were issued in.
+            wait: makes the current stream wait for the collective, like ``wait()`` of c10d's work; it is called again
+                elsewhere. If it raises, return None; it will raise again where the engine waits.
+            group: the communication group, whose collectives end in the order they were issued in.
         """
         with self._device.beside(group):
             try:
@@ -175,7 +175,7 @@ class DeviceClock:
         return mark
 
     def read(self) -> list[StreamMark]:
-        """Return the marks that the device has passed, each once, as soon as they have a row; never blocks."""
+        """Return the marks that the device has passed and that have a row, each once; never blocks."""
         with self._device.reading():
             for line in list(self._lines.values()):
                 while line.marks and line.marks[0].event.query():

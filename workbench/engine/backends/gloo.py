@@ -1,4 +1,4 @@
-"""Collectives that are faster on gloo than its own, and need less memory; this engine's ranks on the CPU use them."""
+"""Collectives over gloo that are faster than its own and need less memory; the default for ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.comm import Peers
 
 _FEW_BYTES = 2**20
-"""So many bytes of copies are taken for one all-to-all instead of several: what is small waits for messages mostly."""
+"""Up to this many bytes are copied to send one all-to-all instead of several: small messages are latency-bound."""
 
 
 class _PooledBuffers:
-    """Where the pairs of this file get their buffers: what one collective gave back is the next one's.
+    """Buffer allocation for the collectives of this file; freed buffers are reused.
 
     Args:
-        buffers: what several of them share; None: one has its own.
+        buffers: a pool that several collectives share; None makes a private one.
     """
 
     def __init__(self, buffers: Buffers | None = None) -> None:
@@ -35,15 +35,15 @@ class _PooledBuffers:
         return self._buffers.take(size, dtype)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that nobody uses any more."""
+        """Return an unused buffer to the pool."""
         self._buffers.give_back(buffer)
 
 
 class GlooAllGather(_PooledBuffers):
-    """All-to-alls, in each of which a rank sends its shard to one other: from memory to memory.
+    """All-gather as a series of all-to-alls; in each, a rank sends its shard to one other rank without a copy.
 
-    gloo's all-gathers, and c10d's over them, gather in a buffer of their own, fresh at every call, and copy that. One
-    all-to-all for all ranks sends from another place to each, so it takes copies: of small shards alone.
+    gloo's all-gathers, and c10d's on top of them, gather into a fresh internal buffer at every call and copy it. A
+    single all-to-all needs one copy of the shard per target, so it is used only for small shards.
 
     Attributes:
         is_of_others: see :func:`workbench.engine.comm.is_of_others`.
@@ -53,7 +53,7 @@ class GlooAllGather(_PooledBuffers):
 
     @staticmethod
     def staging_nbytes(num_bytes: int, group: Peers) -> int:
-        """Bytes it needs beside an output of ``num_bytes``, for what is sent."""
+        """Return the bytes needed for sending, in addition to an output of ``num_bytes``."""
         return num_bytes if _sends_copies(num_bytes, group.size) else 0
 
     def __call__(
@@ -89,7 +89,7 @@ def _others(group: dist.ProcessGroup) -> list[int]:
 
 
 def neighbours(group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Return the ranks at every distance, before and after this one."""
+    """Return (source, target) rank pairs: for each distance, the rank before and the rank after this one."""
     rank, size = group.rank(), group.size()
     return [((rank - distance) % size, (rank + distance) % size) for distance in range(1, size)]
 
@@ -97,7 +97,7 @@ def neighbours(group: dist.ProcessGroup) -> list[tuple[int, int]]:
 def exchange(
     received: torch.Tensor, sources: Sequence[int], sent: torch.Tensor, targets: Sequence[int], group: dist.ProcessGroup
 ) -> AsyncWork:
-    """Start to send equal parts to some ranks, while equal parts come from some, all in the order of the ranks."""
+    """Start sending equal parts to ``targets`` and receiving equal parts from ``sources``, each in rank order."""
     each, all_ranks = received.numel() // len(sources), range(group.size())
     taken, given = ([each if rank in some else 0 for rank in all_ranks] for some in (sources, targets))
     return cast("AsyncWork", dist.all_to_all_single(received, sent, taken, given, group=group, async_op=True))
@@ -114,7 +114,7 @@ class GlooReduceScatter(_PooledBuffers):
 
     @staticmethod
     def staging_nbytes(num_bytes: int, _group: Peers) -> int:
-        """Bytes it needs beside an input of ``num_bytes``, for what is received."""
+        """Return the bytes needed for receiving, in addition to an input of ``num_bytes``."""
         return num_bytes
 
     def __call__(
@@ -125,9 +125,9 @@ class GlooReduceScatter(_PooledBuffers):
         op: Any = dist.ReduceOp.SUM,  # noqa: ANN401 - see ReduceScatter
         async_op: bool = False,
     ) -> AsyncWork | None:
-        """Add what the other ranks have of this one's chunk to ``output_tensor`` ``[S]``; sums only.
+        """Add the other ranks' parts of this rank's chunk to ``output_tensor`` ``[S]``; supports SUM only.
 
-        ``input_tensor`` ``[(F - 1) * S]`` holds their chunks, in order.
+        ``input_tensor`` ``[(F - 1) * S]`` holds the chunks for the other ranks, in order.
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"GlooReduceScatter sums; it got {op}")
@@ -142,7 +142,7 @@ class GlooReduceScatter(_PooledBuffers):
 
 
 class _SumAfterExchange:
-    """An all-to-all whose ``wait`` also sums, in rank order: independent of the order of arrival."""
+    """An all-to-all whose ``wait`` also sums in rank order, independent of the order of arrival."""
 
     def __init__(
         self, work: AsyncWork, received: torch.Tensor, rank: int, output: torch.Tensor, buffers: Buffers
@@ -150,7 +150,7 @@ class _SumAfterExchange:
         self._work = work
         self._received: torch.Tensor | None = received  # [F - 1, S], of the other ranks in order; None once summed
         self._rank = rank
-        self._output = output  # [S]; this rank's own, until then
+        self._output = output  # [S]; holds this rank's own part until summed
         self._buffers = buffers
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work

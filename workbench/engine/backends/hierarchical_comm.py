@@ -1,18 +1,18 @@
-"""Ranks of several hosts, as many on each: memory within a host, gloo between them, in one collective of two steps.
+"""Two-step collectives for several hosts with equally many ranks: shared memory within a host, gloo between hosts.
 
-What crosses the network crosses it once for each host instead of once for each rank. H hosts of L ranks each, host
-after host, so that rank ``h * L + l`` is the l-th of host h; F = H * L; S elements a shard::
+Data crosses the network once per host instead of once per rank. There are H hosts of L ranks each, numbered host by
+host, so rank ``h * L + l`` is rank l of host h; F = H * L; a shard has S elements::
 
     all-gather       rank (h, l) sends its shard to (g, l) of every other host g, into memory that host g shares;
-                     then the ranks of a host meet: each has received its L-th part of all, and all of them read it
-    reduce-scatter   the ranks of host h meet; (h, l) adds up what they have for (g, l), for every g, from memory;
-                     then it sends each of these sums [S] to (g, l), which adds up what it gets
+                     after a barrier within the host, every rank reads all parts, of which it received 1/L itself
+    reduce-scatter   barrier within host h; (h, l) sums what its host's ranks have for (g, l), for every g, from memory;
+                     then it sends each of these sums [S] to (g, l), which adds the sums that it receives
 
-A rank sends ``(H - 1) * S`` elements for either, to ranks of other hosts; over gloo alone it would be ``(F - 1) * S``,
-of which ``(F - L) * S`` cross. Sums are made within each host first, in the order of ranks, then over the hosts, in
-their order: the same from run to run, but not the same bits as of a sum in the order of all ranks.
+In both, a rank sends ``(H - 1) * S`` elements to ranks of other hosts; over gloo alone it would send ``(F - 1) * S``,
+of which ``(F - L) * S`` cross hosts. The sum runs within each host first, in rank order, and then over the hosts, in
+order: it is the same from run to run, but not bit-equal to a sum in the order of all ranks.
 
-The second step begins in one of gloo's threads as soon as the first has ended: nobody need wait for that.
+A gloo thread starts the second step as soon as the first has ended, so no caller has to wait in between.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Issue = Callable[[dist.ProcessGroup], AsyncWork]
 
 
 def ranks_per_host(identities: Sequence[str]) -> int:
-    """Return L for ranks whose hosts, in their order, have these identities; 0 if they are arranged in another way.
+    """Return L, the ranks per host, given the host identity of each rank in order; 0 for any other arrangement.
 
     ``a a b b c c`` -> 2; ``a a``, ``a b``, ``a b a b`` and ``a a a b`` -> 0.
     """
@@ -57,7 +57,7 @@ def ranks_per_host(identities: Sequence[str]) -> int:
 
 
 def _identity() -> str:
-    """Identify this host, also if nobody has told how."""
+    """Return this host's identity, with a fallback if it was not set."""
     if shared_memory.host:
         return shared_memory.host
     try:
@@ -67,11 +67,11 @@ def _identity() -> str:
 
 
 class MemoryPerHost(SharedMemory):
-    """What the ranks of one host map together, while those of the others do the same for theirs.
+    """Shared memory of one host's ranks, set up on all hosts together.
 
     Args:
         group: the ranks of this host.
-        everyone: those of all hosts; they call every method together.
+        everyone: the ranks of all hosts; they call every method together.
     """
 
     def __init__(self, group: Peers, everyone: Peers) -> None:
@@ -79,7 +79,7 @@ class MemoryPerHost(SharedMemory):
         self._everyone = everyone
 
     def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new mapping ``[L, numel]``; as :meth:`SharedMemory.rows`.
+        """Return a new mapping ``[L, numel]``; see :meth:`SharedMemory.rows`.
 
         Raises:
             OSError: on the ranks of all hosts, if one of them could not get or map the memory.
@@ -91,7 +91,7 @@ class MemoryPerHost(SharedMemory):
             problem = str(error)
         problems = set(self._everyone.compare(SET_UP, problem or MAPPED)) - {MAPPED}
         if problems or memory is None:
-            memory = None  # else the exception would keep it
+            memory = None  # otherwise the exception would keep it alive
             raise OSError("; ".join(sorted(problems)))
         return memory
 
@@ -100,10 +100,10 @@ class Hosts:
     """The hosts of one group.
 
     Attributes:
-        group: the ranks, F.
-        shared: the memory of this host's.
-        gathering: what all-gathers take their two steps on.
-        reducing: what reduce-scatters do.
+        group: the F ranks.
+        shared: the shared memory of this host's ranks.
+        gathering: the relay of all-gathers.
+        reducing: the relay of reduce-scatters.
     """
 
     def __init__(self, group: Peers, num_local: int) -> None:
@@ -117,10 +117,10 @@ class Hosts:
 
     @classmethod
     def connect(cls, group: Peers) -> Hosts | None:
-        """Return the hosts of ``group``, or None on all of its ranks if it is not on several, with as many on each.
+        """Return the hosts of ``group``; None on all of its ranks unless it has several hosts with equally many ranks.
 
         Raises:
-            StepAborted, CollectiveFailed: the ranks could not come to an answer.
+            StepAborted, CollectiveFailed: the ranks could not agree.
         """
         num_local = ranks_per_host(group.compare(SET_UP, _identity()))
         if not num_local:
@@ -130,33 +130,33 @@ class Hosts:
 
     @property
     def number(self) -> int:
-        """Number of hosts, H."""
+        """H, the number of hosts."""
         return self.group.size // self.num_local
 
     @property
     def num_local(self) -> int:
-        """Ranks of each, L."""
+        """L, the number of ranks per host."""
         return self.shared.group.size
 
     @property
     def here(self) -> int:
-        """Which of them this rank is on."""
+        """Index of this rank's host."""
         return self.group.rank // self.num_local
 
     def alike(self) -> list[int]:
-        """Return the places in the group of the ranks, one of each host, that this one exchanges with; its own too."""
+        """Return the group ranks that this rank exchanges with, one per host, including itself."""
         return list(range(self.shared.group.rank, self.group.size, self.num_local))
 
 
 class Relay:
-    """Collectives of two steps, on a group of ranks for each; the second steps begin in the order of the first ones.
+    """Two-step collectives, with a group of ranks per step; second steps start in the order of the first steps.
 
-    gloo pairs what ranks issue by its number alone. First steps are issued in the order of the program, which is the
-    same on all ranks; they end in any order.
+    gloo matches the ranks' collectives only by their sequence number. First steps are issued in program order, which is
+    the same on all ranks, but they end in any order.
 
     Attributes:
         first: the ranks of the first step.
-        then: those of the second.
+        then: the ranks of the second step.
     """
 
     def __init__(self, first: Peers, then: Peers) -> None:
@@ -168,7 +168,7 @@ class Relay:
         self._generation = then.index
 
     def begin_anew_if_rebuilt(self) -> None:
-        """Forget what was begun on process groups that are no more: it never goes on."""
+        """Forget the collectives of process groups that were since rebuilt; they never continue."""
         with self._lock:
             if self._generation != self.then.index:
                 self._generation = self.then.index
@@ -176,7 +176,7 @@ class Relay:
                 self._is_broken = False
 
     def start(self, first: Issue, then: Issue) -> TwoSteps:
-        """Issue the first step; the second will be issued when it has ended, by a thread of gloo's."""
+        """Issue the first step; a gloo thread issues the second when the first has ended."""
         self.begin_anew_if_rebuilt()
         steps = TwoSteps(then)
         work = self.first.step(first)
@@ -190,18 +190,18 @@ class Relay:
             steps.first_ended = ended
             while self._started and self._started[0].first_ended is not None:
                 next_one = self._started.popleft()
-                if self._is_broken:  # on ranks where nothing failed its second step would be another one's partner
+                if self._is_broken:  # on ranks without a failure, its second step would match another collective
                     next_one.fail(RuntimeError("a collective before it failed"))
                 else:
                     self._is_broken = not next_one.go_on(self.then)
 
 
 _relays: WeakValueDictionary[Peers, Relay] = WeakValueDictionary()
-"""By the group of the second steps: those of whatever models must take their turns."""
+"""Relays by the group of their second steps; models that share a group share its relay, to keep one order."""
 
 
 def relay_of(group: Peers, what: str, first: tuple[int, ...], then: tuple[int, ...]) -> Relay:
-    """Return the relay for some collectives of ``group``, on these of its ranks; they call it together."""
+    """Return the relay for one kind of collective of ``group``, with the ranks of each step; collective."""
     begin, end = (group.part(ranks, f"{step} {what}") for step, ranks in (("begin", first), ("end", then)))
     relay = _relays.get(end) or Relay(begin, end)
     _relays[end] = relay
@@ -209,7 +209,7 @@ def relay_of(group: Peers, what: str, first: tuple[int, ...], then: tuple[int, .
 
 
 class TwoSteps:
-    """A collective of two steps; ends with the second.
+    """A two-step collective; it ends with the second step.
 
     Attributes:
         first_ended: the future of the first step; None until it has ended.
@@ -221,14 +221,14 @@ class TwoSteps:
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def go_on(self, group: Peers) -> bool:
-        """Issue the second step; False, and this has failed, if the first has, or if that cannot be."""
+        """Issue the second step and return True; on an error of the first or of issuing, fail and return False."""
         then, self._then = self._then, None
         try:
             if self.first_ended is not None:
                 self.first_ended.wait()
             if then is not None:
                 group.step(then).get_future().then(self._second_ended)
-        except Exception as error:  # noqa: BLE001 - this is a thread of gloo's: who waits is to learn of it
+        except Exception as error:  # noqa: BLE001 - in a gloo thread: the waiting thread must get the error
             self.fail(error)
             return False
         return True
@@ -242,27 +242,27 @@ class TwoSteps:
             self._future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Let whoever waits for it raise ``error``."""
+        """Make waits for this collective raise ``error``."""
         self._future.set_exception(error)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Future of the second step."""
+        """Return the future of the second step."""
         return self._future
 
     def wait(self) -> None:
-        """Wait for both.
+        """Wait for both steps.
 
         Raises:
-            RuntimeError: one of them failed.
+            RuntimeError: one of the steps failed.
         """
         self._future.wait()
 
 
 class HostsAllGather(SharedMemoryCastAllGather):
-    """All-gather of the units of a group on several hosts that compute in one dtype; see the head of this file.
+    """All-gather for a group on several hosts, of the units that compute in one dtype; see the head of this file.
 
-    It gathers in stages, as its base class says; their rows are those of all ranks, and lie in the memory of each host.
-    A rank that writes its own row has the others of its host write, in the rows of the ranks they exchange with, too.
+    It gathers in the stages of its base class. Each host's stages have a row for every rank of all hosts. A rank fills
+    its own row, and its exchanges fill the rows of the ranks it exchanges with.
 
     Attributes:
         reads_own_row: see :func:`workbench.engine.comm.reads_own_row`.
@@ -277,7 +277,7 @@ class HostsAllGather(SharedMemoryCastAllGather):
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
-        self.release()  # what was given up on the process groups before may still arrive in those stages
+        self.release()  # abandoned collectives of the old process groups may still write to those stages
 
     def _start(self, output: torch.Tensor, _group: dist.ProcessGroup) -> AsyncWork:
         rows = output.view(self._size, output.numel() // self._size)
@@ -292,23 +292,23 @@ class HostsAllGather(SharedMemoryCastAllGather):
 def _exchanges(
     across: dist.ProcessGroup, given: Callable[[int], torch.Tensor], taken: Callable[[int], torch.Tensor]
 ) -> AsyncWork:
-    """Start to send ``given(h)`` ``[S]`` to every other host h, and to receive ``taken(h)`` ``[S]`` from it."""
+    """Start sending ``given(h)`` ``[S]`` to every other host h and receiving ``taken(h)`` ``[S]`` from it."""
     return AllOf(
         [exchange(taken(source), [source], given(target), [target], across) for source, target in neighbours(across)]
     )
 
 
 class HostsReduceScatter(SharedMemoryReduceScatter):
-    """Reduce-scatter of all units of a group on several hosts with the same reduce dtype; see the head of this file.
+    """Reduce-scatter for a group on several hosts, of all units with one reduce dtype; see the head of this file.
 
-    Stages are as of its base class, with 2 n of them; this rank's own is where the sums of its host are made that it
-    sends on: nobody else reads what it has there for the ranks that it exchanges with. So a stage may be written anew
-    once a later reduction has ended here: its second step was issued by a rank only after it was done with the first.
+    It has 2 n stages as in its base class. This rank makes the sums that it sends to other hosts in its own stage; no
+    other rank reads the parts there for the ranks that it exchanges with. A stage may be overwritten once a later
+    reduction has ended here, because a rank issues the second step only after it has finished reading in the first.
 
     Args:
-        hosts: of the group.
-        dtype: of the gradients that are summed.
-        max_outstanding: n, reductions issued and not yet waited for.
+        hosts: the hosts of the group.
+        dtype: dtype of the gradients.
+        max_outstanding: n, the maximum number of reductions issued and not yet waited for.
     """
 
     def __init__(self, hosts: Hosts, dtype: torch.dtype, max_outstanding: int = 1) -> None:
@@ -317,7 +317,7 @@ class HostsReduceScatter(SharedMemoryReduceScatter):
         self._size = hosts.group.size
 
     def staging_nbytes(self, num_bytes: int, group: Peers) -> int:
-        """Bytes it needs beside an input of ``num_bytes``, for what comes from other hosts."""
+        """Return the bytes needed for receiving from other hosts, in addition to an input of ``num_bytes``."""
         return num_bytes // (group.size - 1) * (self._hosts.number - 1)
 
     def _begin_anew_if_rebuilt(self) -> None:
@@ -329,8 +329,8 @@ class HostsReduceScatter(SharedMemoryReduceScatter):
         stages, first = self._next_stages(), hosts.here * hosts.num_local  # [L, capacity]
 
         def chunk(local_rank: int, place: int) -> torch.Tensor:
-            """Return what a rank of this host has for the one at ``place`` in the group."""
-            row = place - (place > first + local_rank)  # it keeps its own elsewhere
+            """Return the gradients that a rank of this host has for group rank ``place``."""
+            row = place - (place > first + local_rank)  # a rank's own chunk is not in its stage
             return stages[local_rank, row * numel : (row + 1) * numel]
 
         within = self._shared.group.rank
@@ -340,7 +340,7 @@ class HostsReduceScatter(SharedMemoryReduceScatter):
         received = torch.empty(hosts.number - 1, numel, dtype=self._dtype)
 
         def send(across: dist.ProcessGroup) -> AsyncWork:
-            with torch.no_grad():  # a thread of gloo's has modes of its own
+            with torch.no_grad():  # runs in a gloo thread, which has its own grad mode
                 for total, chunks in zip(sums, parts, strict=True):
                     add_others(chunks, within, total)
             done()
@@ -350,24 +350,24 @@ class HostsReduceScatter(SharedMemoryReduceScatter):
 
 
 class _SumOverHosts:
-    """A reduction whose ``wait`` also adds what came from the other hosts to this one's sum."""
+    """A reduction whose ``wait`` also adds the other hosts' sums to this host's."""
 
     def __init__(self, steps: TwoSteps, received: torch.Tensor, host: int, output: torch.Tensor) -> None:
         self._steps = steps
         self._received: torch.Tensor | None = received  # [H - 1, S], of the other hosts in order; None once summed
         self._host = host
-        self._output: torch.Tensor | None = output  # [S]; this host's, until then; None: it is others' to keep
+        self._output: torch.Tensor | None = output  # [S]; this host's sum until then; None once summed
         self._has_ended = False
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Future of the second step."""
+        """Return the future of the second step."""
         return self._steps.get_future()
 
     def wait(self) -> None:
         """Wait for both steps and sum into the output; later calls do nothing.
 
         Raises:
-            RuntimeError: one of them failed.
+            RuntimeError: one of the steps failed.
         """
         self._steps.wait()
         self._has_ended = True
@@ -386,4 +386,4 @@ class _SumOverHosts:
             self._has_ended = True
 
     def give_up_reading(self) -> None:
-        """Do nothing: what is read in :meth:`wait` is no stage."""
+        """Do nothing: :meth:`wait` does not read the stages."""

@@ -1,4 +1,4 @@
-"""Which tensors lie in the same memory."""
+"""Checks for tensors that share memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 
 def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors begin at one address."""
+    """Whether two tensors begin at the same address."""
     return tensor.data_ptr() == other.data_ptr()
 
 
 def is_same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are views of one storage."""
+    """Whether two tensors are views of the same storage."""
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def storages_nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages that the tensors are views of, each storage counted once."""
+    """Return the total bytes of the storages behind the tensors, each storage counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

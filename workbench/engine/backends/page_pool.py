@@ -1,14 +1,14 @@
-"""Host memory that can be emptied under the tensors that point into it: they read NaN then, and no page is used.
+"""Host memory that can be freed while tensors still point into it; they then read NaN and use no pages.
 
-A storage that is resized to nothing ends the process of whoever reads what still points to it. The address range here
-stays mapped instead: to pages of its own while it is filled, to pages of one small file, again and again, while not.
+Reading a tensor whose storage was resized to zero crashes the process. An address range of this file instead stays
+mapped: to its own pages while filled, and to the pages of one small file, repeatedly, while empty.
 
-Fresh pages cost more than copying into them: each one a fault, and zeros. So the pages of a range that is emptied go,
-as they are, to the next one that is filled. Only the system's tables change, no byte is copied, and who points into a
-range never sees what another one holds.
+Fresh pages cost more than copying into them: each one is a page fault and zeroing. So the pages of an emptied range
+move to the next range that is filled. Only page tables change, no byte is copied, and a tensor that points into one
+range never sees the data of another.
 
-Where they are many they are huge ones, if the system gives any to who asks: one fault then for 512 of them, and far
-fewer entries of its tables to move. Only what is large enough, and lies wholly within a range, becomes one.
+Large ranges use huge pages where the system offers them: one fault instead of 512, and far fewer table entries to move.
+A huge page must lie wholly within a range.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import torch
 from workbench.engine import probe
 from workbench.events import Category, Probe
 
-_TILE = 8 * 2**20  # bytes of the file; a range of n bytes takes n / _TILE of the few mappings a process may have
-_ALIGNMENT = 2 * 2**20  # bytes; between ranges that begin at multiples of it the system moves so many at a time
-_NAN = b"\xff"  # in every byte, that is NaN in every floating-point dtype
-_FIXED = 0x10  # MAP_FIXED, which Python's mmap does not name: at this very address, whatever was there
-_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: the range that pages leave stays mapped
-_SHARE = 1 | 2  # with an old size of 0: what a shared mapping has is mapped once more
+_TILE = 8 * 2**20  # bytes of the file; a range of n bytes uses n / _TILE of a process's limited number of mappings
+_ALIGNMENT = 2 * 2**20  # bytes; between ranges aligned to it, the system moves this much at a time
+_NAN = b"\xff"  # repeated, it is NaN in every floating-point dtype
+_FIXED = 0x10  # MAP_FIXED, missing in Python's mmap: map at exactly this address, replacing what is there
+_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: the source range stays mapped
+_SHARE = 1 | 2  # with an old size of 0, maps the pages of a shared mapping a second time
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_HUGE = getattr(mmap, "MADV_HUGEPAGE", 0)  # on Linux alone; 0 asks for nothing
-_KEPT = "_workbench_kept"  # attribute of a buffer: the pages it lies in, which so live as long as it does
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", 0)  # Linux only; advice 0 changes nothing
+_KEPT = "_workbench_kept"  # attribute of a buffer: its pages, which thus live as long as the buffer
 
 
 class _Range:
-    """Addresses, ``num_bytes`` of them; without pages at first, and unmapped when the last view dies."""
+    """An address range of ``num_bytes``; has no pages at first, and is unmapped when its last view dies."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -52,7 +52,7 @@ class _Range:
 
 
 class Region:
-    """Zeroed memory at an address that stays, whichever pages lie beneath it.
+    """Zeroed memory at a fixed address whose pages can be replaced.
 
     Attributes:
         tensor: ``[numel]``.
@@ -63,12 +63,12 @@ class Region:
         self.tensor = torch.empty(0, dtype=dtype) if self._range is None else self._range.memory.view(dtype)
 
     def lie_on(self, shared: torch.Tensor) -> None:
-        """Have the pages of ``shared``, which begins a page of a shared mapping, beneath the same address.
+        """Map the pages of ``shared`` at this region's address and keep the region's values.
 
-        Values go along. From then on a write to either is a write to both.
+        ``shared`` must begin at a page boundary of a shared mapping. From then on a write to either changes both.
 
         Raises:
-            OSError: the system refused; there is no telling what lies at the address then.
+            OSError: the system refused; the contents at the address are undefined.
         """
         if self._range is None:
             return
@@ -77,30 +77,30 @@ class Region:
 
 
 class KeptPages:
-    """Pages that were given back; what of them nobody uses counts as RESERVED, until another probe listens.
+    """Reusable pages; their unused bytes count as RESERVED for the probe that was active when they were freed.
 
     Attributes:
-        has_pages: they were written before.
+        has_pages: the pages exist, from an earlier use.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.range = _Range(num_bytes)
         self.has_pages = False
         self._probe: Probe | None = None
-        self._told = 0  # bytes that count as RESERVED for that probe
+        self._told = 0  # bytes reported to that probe as RESERVED
 
     @property
     def num_bytes(self) -> int:
-        """How many there are."""
+        """Size of the pages in bytes."""
         return self.range.num_bytes
 
     def used(self, num_bytes: int) -> None:
-        """So many bytes of them are used from now on."""
+        """Record that ``num_bytes`` of the pages are in use."""
         if self._probe is probe.active:
             self._tell(self.num_bytes - num_bytes)
 
     def unused(self) -> None:
-        """None of them is used any more."""
+        """Record that the pages are unused."""
         self.has_pages = True
         if self._probe is not probe.active:
             self._probe, self._told = probe.active, 0
@@ -116,13 +116,13 @@ class KeptPages:
 
 
 class SparePages:
-    """Pages that no range uses now: as many as were ever used at once, until they are released."""
+    """A pool of unused pages; it grows to the peak of simultaneous use, until it is released."""
 
     def __init__(self) -> None:
         self._free: list[KeptPages] = []
 
     def take(self, num_bytes: int) -> KeptPages:
-        """Return the smallest that are enough; where there are none, room for new ones, instead of the largest."""
+        """Return the smallest pages that fit; if none fit, drop the largest and return room for new pages."""
         fitting = [kept for kept in self._free if kept.num_bytes >= num_bytes]
         if not fitting:
             self._drop_largest()
@@ -133,12 +133,12 @@ class SparePages:
         return kept
 
     def give_back(self, kept: KeptPages) -> None:
-        """Take back what :meth:`take` gave out."""
+        """Return pages from :meth:`take` to the pool."""
         self._free.append(kept)
         kept.unused()
 
     def release(self) -> None:
-        """Give them back to the system."""
+        """Return all pooled pages to the system."""
         while self._free:
             self._drop_largest()
 
@@ -148,10 +148,10 @@ class SparePages:
 
 
 class Buffers:
-    """Host memory for what is in flight, whose pages go from one buffer to the next; thread-safe.
+    """A thread-safe pool of host buffers for communication.
 
-    An allocator may give what is free at the end of its heap to the system, again and again, and then each page of the
-    next buffer is a fault.
+    An allocator may return free memory at the end of its heap to the system repeatedly; each page of the next buffer
+    then costs a fault.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised buffer of ``size``; it lives as long as somebody has it, given back or not."""
+        """Return an uninitialised buffer of ``size``; its memory lives as long as it does, given back or not."""
         num_bytes = math.prod(size) * dtype.itemsize
         if not num_bytes:
             return torch.empty(tuple(size), dtype=dtype)
@@ -170,14 +170,14 @@ class Buffers:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Let the next one have the memory of what :meth:`take` gave out; nobody may use it any more."""
+        """Return a buffer from :meth:`take` to the pool; it must not be used any more."""
         if buffer.numel():
             kept = buffer.__dict__.pop(_KEPT)
             with self._lock:
                 self._spare.give_back(kept)
 
     def release(self) -> None:
-        """Let the system have what was given back."""
+        """Return the pooled memory to the system."""
         with self._lock:
             self._spare.release()
 
@@ -186,7 +186,7 @@ class PageRange:
     """One range of memory; empty at first.
 
     Attributes:
-        tensor: ``[numel]``; while empty it reads as NaN, and what is written to it is lost.
+        tensor: ``[numel]``; while empty it reads as NaN, and writes to it are lost.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
@@ -200,7 +200,7 @@ class PageRange:
             self.tensor = torch.empty(0, dtype=dtype)
 
     def fill(self, spare: SparePages) -> None:
-        """Make it memory that can be written and keeps its values; what is in it is not specified."""
+        """Make the range writable; its contents are unspecified."""
         if not self._num_bytes:
             return
         if not _can_move():
@@ -213,7 +213,7 @@ class PageRange:
             self._map_fresh()
 
     def empty(self, spare: SparePages) -> None:
-        """Give the pages to whoever comes next."""
+        """Return the pages to the pool."""
         if not self._num_bytes:
             return
         if self._kept is not None:
@@ -238,18 +238,18 @@ class PageRange:
 
 
 def _ask_for_huge(address: int, num_bytes: int) -> None:
-    """Let pages that are not there yet be huge ones where that fits; a system that has none gives small ones."""
+    """Request huge pages for the parts of a range that have no pages yet; the system may still use small ones."""
     if num_bytes >= _ALIGNMENT:
         madvise()(address, num_bytes, _HUGE)
 
 
 def _move(source: int, target: int, num_bytes: int) -> None:
-    """Move the pages at one address to another one, where others may be; those are gone then."""
+    """Move the pages at one address to another, replacing the pages there."""
     _check(_mremap()(source, num_bytes, num_bytes, _MOVE, target), target, num_bytes)
 
 
 def _share(source: int, target: int, num_bytes: int) -> None:
-    """Map the pages of a shared mapping at another address as well, where others may be; those are gone then."""
+    """Map the pages of a shared mapping at a second address as well, replacing the pages there."""
     _check(_mremap()(source, 0, num_bytes, _SHARE, target), target, num_bytes)
 
 
@@ -261,7 +261,7 @@ def _check(got: int, address: int, num_bytes: int) -> None:
 
 @functools.cache
 def can_share() -> bool:
-    """Whether the system can map shared pages beneath an address that is in use: Linux."""
+    """Whether the system can map shared pages at an address that is in use; Linux only."""
     region, shared = Region(1, torch.uint8), torch.frombuffer(mmap.mmap(-1, 1), dtype=torch.uint8)
     try:
         region.lie_on(shared)
@@ -273,7 +273,7 @@ def can_share() -> bool:
 
 @functools.cache
 def _can_move() -> bool:
-    """Whether the system can move pages: Linux, from 5.7 on."""
+    """Whether the system can move pages; Linux 5.7 or newer."""
     source, target = _Range(1), _Range(1)
     source.memory.fill_(1)
     try:
@@ -284,7 +284,7 @@ def _can_move() -> bool:
 
 
 def _nan_file(num_bytes: int) -> int:
-    """Return the descriptor of a file of at least so many bytes, and at most :data:`_TILE`, of NaN."""
+    """Return the descriptor of a file with at least ``num_bytes``, and at most :data:`_TILE`, bytes of NaN."""
     size = os.fstat(_file()).st_size
     if size < num_bytes:
         os.pwrite(_file(), _NAN * (num_bytes - size), size)
@@ -293,7 +293,7 @@ def _nan_file(num_bytes: int) -> int:
 
 @functools.cache
 def _file() -> int:
-    """Make a file that nobody else can open, and that ends with the process."""
+    """Create an unlinked temporary file, which only this process can use, and return its descriptor."""
     fd, path = tempfile.mkstemp()
     os.unlink(path)
     return fd
@@ -317,7 +317,7 @@ def _mremap() -> ctypes._NamedFuncPointer:
 
 @functools.cache
 def madvise() -> ctypes._NamedFuncPointer:
-    """Return the system's ``madvise(address, num_bytes, advice)``; it leaves its error in ``ctypes.get_errno()``."""
+    """Return the system's ``madvise(address, num_bytes, advice)``; its error is in ``ctypes.get_errno()``."""
     function = ctypes.CDLL(None, use_errno=True).madvise
     function.restype = ctypes.c_int
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

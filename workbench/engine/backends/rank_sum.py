@@ -1,4 +1,4 @@
-"""A sum over ranks, in one order wherever it is made."""
+"""A sum over ranks in one fixed order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def add_others(chunks: Sequence[torch.Tensor], rank: int, output: torch.Tensor) -> None:
-    """Add ``chunks`` (F - 1 times ``[S]``, of the other ranks in order) to ``output`` ``[S]``, which is this rank's.
+    """Add ``chunks`` (F - 1 times ``[S]``, of the other ranks in order) to ``output`` ``[S]``, this rank's own chunk.
 
-    As ``((p0 + p1) + p2) + ...``: bit-equal on whatever rank. A sum of two is the same in either order.
+    The order is ``((p0 + p1) + p2) + ...``, so the result is bit-equal on every rank.
     """
     before, after = chunks[:rank], chunks[rank:]
     if before:

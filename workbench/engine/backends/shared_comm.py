@@ -1,24 +1,25 @@
-"""Ranks of one host read each other's memory instead of sending bytes.
+"""Collectives in which the ranks of one host read each other's memory instead of sending bytes.
 
-The unit's shards, what is cast of them, and the gradients to be reduced lie in mappings (see
-:mod:`workbench.engine.backends.shared_memory`). Both collectives are barriers: one ends as soon as every rank has
-*issued* it, and the bytes are read after that, by each rank for itself. So they cost no copy, but a slow rank reads
-later than it would with any of gloo's collectives.
+Shards, their casts, and the gradients to reduce are stored in mappings (see
+:mod:`workbench.engine.backends.shared_memory`). Both collectives are barriers: they end as soon as every rank has
+*issued* them, and each rank reads the bytes afterwards. So they cost no copy, but a slow rank reads later than it would
+with gloo's collectives.
 
-What a rank may write, and when
-    A write to one's own row is safe once this rank has waited for a collective of the group that every rank issues
-    *after* its last read of that row. In particular:
+When a rank may write
+    A rank may write its own row once it has waited for a collective of the group that every rank issues *after* its
+    last read of that row. In particular:
 
-    - a shard, up to the call of its all-gather: always, if the reads of the one before are covered as below;
+    - a shard, before its all-gather is called: always, if the reads of the previous one are covered as below;
     - a shard, after its reads in forward and backward: as soon as this rank has finished the reduce-scatter of the same
-      unit, or any collective issued later. An optimizer is safe, also one that runs in backward, unit by unit;
-    - a shard, whenever the engine has returned from a forward, a backward or an unshard by hand: it does so only when
-      the others have read what this rank has (:class:`Readers`). So a loader, or whoever writes in place, is safe too;
+      unit, or any collective issued later. So an optimizer is safe, even one that runs in backward, unit by unit;
+    - a shard, after the engine has returned from a forward, a backward or a manual unshard: it returns only when the
+      others have read what this rank has read (:class:`Readers`). So loading and other in-place writes are safe too;
     - a stage: whenever ``allocate`` returns it, see :class:`SharedMemoryReduceScatter` and
       :class:`SharedMemoryCastAllGather`.
 
-Why a reader sees what was written before the barrier, also on processors that reorder memory accesses: between the two
-lie a mutex to one of gloo's threads, a send and a receive on a socket, and a mutex back; each of them orders memory.
+A reader sees what was written before the barrier, even on processors that reorder memory accesses: between the write
+and the read are a mutex shared with a gloo thread, a send and a receive on a socket, and again such a mutex; each of
+them orders memory.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _refuse_unless_cpu(device: torch.device) -> None:
 
 
 def _is_same(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two contiguous tensors are the same elements in the same memory."""
+    """Whether two contiguous tensors have the same memory, size and dtype."""
     is_alike = (tensor.numel(), tensor.dtype) == (expected.numel(), expected.dtype)
     return is_alike and is_same_memory(tensor, expected)
 
@@ -70,7 +71,7 @@ def _waited(work: AsyncWork, async_op: bool) -> AsyncWork | None:
 
 
 class SharedMemoryAllGather:
-    """All-gather of one unit, whose shard lives in shared memory: the output *is* every rank's shard, uncopied.
+    """All-gather of one unit, whose shard is in shared memory: the output *is* every rank's shard, uncopied.
 
     See :class:`workbench.engine.comm.AllGather`, and the head of this file for when a shard may be written.
 
@@ -84,12 +85,12 @@ class SharedMemoryAllGather:
         self._shared = shared
         self._whole = torch.empty(0)  # [F, S]
         self._own = torch.empty(0)  # [S]
-        self._number: int | None = None  # of the all-gather that is not done with
+        self._number: int | None = None  # of the all-gather whose output is still in use
 
     def share(self, region: Region | None, numel: int, dtype: torch.dtype) -> None:
-        """Let the other ranks read this one's shard ``[numel]`` in ``region``, whose address stays; collective.
+        """Share this rank's shard ``[numel]`` in ``region``, whose address stays, with the other ranks; collective.
 
-        What was shared before stays memory, but no longer takes part.
+        A region shared before keeps its memory, but no longer takes part.
 
         Raises:
             LiesElsewhereError: on all ranks, if one of them has no region.
@@ -100,11 +101,11 @@ class SharedMemoryAllGather:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's shard; the output of the all-gather needs no more."""
+        """Bytes of this rank's shard; the all-gather's output needs no more."""
         return self._own.nbytes
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return every rank's shard, ``[F, S]``, as it is from now on; nothing is allocated.
+        """Return a live view of every rank's shard, ``[F, S]``; nothing is allocated.
 
         Raises:
             ValueError: ``share`` was not called for this size and dtype.
@@ -121,22 +122,22 @@ class SharedMemoryAllGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> AsyncWork | None:
-        """Start waiting for every rank's shard ``[S]`` to be ready in ``output_tensor`` ``[F, S]``.
+        """Start the barrier after which every rank's shard ``[S]`` is ready in ``output_tensor`` ``[F, S]``.
 
         Raises:
-            ValueError: the input is not what ``share`` was given, or the output not what ``allocate`` gave.
+            ValueError: the input is not the shared region's tensor, or the output is not the one from ``allocate``.
         """
         if not (_is_same(input_tensor, self._own) and _is_same(output_tensor, self._whole)):
             raise ValueError(
                 "an all-gather through shared memory copies nothing: the input must be the tensor of the region that "
                 "share() was given last, the output the one that allocate() returned"
             )
-        self.free(output_tensor)  # one that was given up
+        self.free(output_tensor)  # in case the last all-gather was aborted
         self._number = self._shared.readers.issue()
         return _waited(barrier(group), async_op)
 
     def free(self, _output: torch.Tensor) -> None:
-        """The output was read, or never will be."""
+        """Record that this rank will not read the output any more."""
         if self._number is not None:
             self._shared.readers.done(self._number)
             self._number = None
@@ -144,7 +145,7 @@ class SharedMemoryAllGather:
 
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """What was gathered last in a stage: ``output`` ``[F * S]``, there once ``barrier`` has ended."""
+    """The last all-gather in a stage: ``output`` ``[F * S]`` is ready once ``barrier`` has ended."""
 
     output: torch.Tensor
     barrier: AsyncWork
@@ -154,13 +155,13 @@ class _Gathered:
 class SharedMemoryCastAllGather:
     """All-gather of the units of a group that cast or copy their shards to one dtype.
 
-    Each rank casts into its row of a *stage*, where the others read it. There are two, which take turns: while one is
-    read, the next unit is gathered in the other. Before a rank writes to a stage it waits until the others have read
-    what was gathered there; they mostly have, as it has waited for a later barrier by then. What it has not read itself
-    (more than two units are gathered at once) it copies to memory of its own first, so nobody waits for each other.
+    Each rank casts into its row of a *stage*, where the others read it. Two stages alternate: while one is read, the
+    next unit is gathered in the other. Before a rank writes to a stage, it waits until the others have read the old
+    contents; usually they have, because the rank has waited for a later barrier. If the rank has not read them itself
+    (more than two units are gathered at once), it first copies them to private memory, so that ranks cannot deadlock.
 
     Attributes:
-        is_shared: the output costs no memory beside the stages.
+        is_shared: the output costs no memory in addition to the stages.
         reads_own_row: see :func:`workbench.engine.comm.reads_own_row`.
     """
 
@@ -169,7 +170,7 @@ class SharedMemoryCastAllGather:
 
     def __init__(self, shared: SharedMemory, dtype: torch.dtype) -> None:
         self._shared = shared
-        self._rank, self._size = shared.group.rank, shared.group.size  # this shard's place among all that are gathered
+        self._rank, self._size = shared.group.rank, shared.group.size  # of the gather; a subclass's is larger
         self._dtype = dtype
         self._readers = Readers(shared.group, shared.rows(3, torch.int64), PARAMETERS)
         self._stages: torch.Tensor | None = None  # [2, F * capacity]
@@ -179,12 +180,12 @@ class SharedMemoryCastAllGather:
     def _begin_anew(self) -> None:
         self._generation = self._shared.group.index
         self._num_issued = 0
-        self._gathered: list[_Gathered | None] = [None, None]  # in each stage
+        self._gathered: list[_Gathered | None] = [None, None]  # per stage
 
     def reserve(self, numel: int) -> None:
-        """Make the stages large enough for shards of ``numel`` elements; all ranks together.
+        """Make the stages large enough for shards of ``numel`` elements; collective.
 
-        Asked for once with the largest unit's, no step has to make them anew.
+        Reserve for the largest unit once, so that no step has to reallocate the stages.
 
         Raises:
             OSError: on all ranks, see :meth:`SharedMemory.rows`; there are no stages then.
@@ -197,22 +198,22 @@ class SharedMemoryCastAllGather:
         self._lease = probe.BufferHandle(Category.RESERVED, probe.NO_UNIT, self._stages.nbytes // num_mapped)
 
     def release(self) -> None:
-        """Give the stages up, on all ranks; the next ``allocate`` makes new ones."""
+        """Free the stages, on all ranks; the next ``allocate`` makes new ones."""
         self._stages = self._lease = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return ``[F * S]`` of the next stage, this rank's row to be filled; all ranks ask for the same sizes in turn.
+        """Return ``[F * S]`` of the next stage, for this rank to fill its row; all ranks use the same sizes in order.
 
         Raises:
-            ValueError: another dtype or device than this object was made for.
-            OSError: on all ranks, see :meth:`reserve`; on this one, if it has no memory left.
-            StepAborted, CollectiveFailed: in a wait for ranks that have yet to read the stage.
+            ValueError: wrong dtype or device for this object.
+            OSError: on all ranks, see :meth:`reserve`; on this rank alone, if it has no memory left.
+            StepAborted, CollectiveFailed: the wait for ranks that have yet to read the stage failed.
         """
         _refuse_unless_cpu(device)
         if dtype != self._dtype:
             raise ValueError(f"an output of {dtype} was asked for; the stages of this all-gather hold {self._dtype}")
         if self._generation != self._shared.group.index:
-            self._begin_anew()  # ranks may have come to differ, and making the group anew they all met
+            self._begin_anew()  # counts may differ between ranks; rebuilding the group has synchronised them
         numel = math.prod(size)
         self.reserve(numel // self._size)
         self._vacate(self._num_issued % 2)
@@ -237,10 +238,10 @@ class SharedMemoryCastAllGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> AsyncWork | None:
-        """Start waiting for every rank's shard ``[S]`` to be ready in ``output_tensor`` ``[F * S]``.
+        """Start the collective after which every rank's shard ``[S]`` is ready in ``output_tensor`` ``[F * S]``.
 
         Raises:
-            ValueError: the output is not what ``allocate`` gave last, or the input not this rank's row of it.
+            ValueError: the output is not the last one from ``allocate``, or the input is not this rank's row of it.
         """
         expected, row = self._next_stage()[: output_tensor.numel()], self._rank * input_tensor.numel()
         is_own_row = _is_same(input_tensor, expected[row : row + input_tensor.numel()])
@@ -256,11 +257,11 @@ class SharedMemoryCastAllGather:
         return _waited(work, async_op)
 
     def _start(self, _output: torch.Tensor, group: dist.ProcessGroup) -> AsyncWork:
-        """Start what ends when all rows are there; this rank's is."""
+        """Start the work that ends when all rows are filled; this rank's row is filled already."""
         return barrier(group)
 
     def free(self, output: torch.Tensor) -> None:
-        """The output was read, or never will be."""
+        """Record that this rank will not read the output any more."""
         for gathered in self._gathered:
             if gathered is not None and gathered.output is output:
                 self._readers.done(gathered.number)
@@ -278,29 +279,29 @@ def wait_for_all_to_issue(work: AsyncWork, what: str) -> None:
 
 
 class IssuedReduction(Protocol):
-    """A reduction that reads stages."""
+    """An issued reduction that reads stages."""
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
-        """Future of it."""
+        """Return the reduction's future."""
 
     def wait(self) -> None:
-        """Wait, and have the sum in the output."""
+        """Wait, and put the sum into the output."""
 
     def wait_for_all_to_issue(self) -> None:
         """Wait, interruptibly, until all ranks that share the stages have issued it."""
 
     def give_up_reading(self) -> None:
-        """Never read the stages from now on."""
+        """Abandon the reduction: never read the stages again."""
 
 
 class _Reduction:
     """A barrier whose ``wait`` also adds this rank's chunk of every other rank's stage to its own.
 
     Args:
-        barrier: of all ranks.
-        rank: this one.
+        barrier: the barrier of all ranks.
+        rank: this rank.
         chunks: ``F - 1`` times ``[S]``, of the other ranks in order.
-        output: ``[S]``, this rank's own.
+        output: ``[S]``, this rank's own chunk.
         done: called once the chunks will not be read any more.
 
     Attributes:
@@ -318,13 +319,13 @@ class _Reduction:
         self._barrier = barrier
         self._rank = rank
         self._unread = chunks  # empty once summed
-        self._output: torch.Tensor | None = output  # until then; None: it is others' to keep
+        self._output: torch.Tensor | None = output  # None once summed
         self._done: Callable[[], None] | None = done
         self._is_too_late = False
         self.all_have_issued = False
 
     def get_future(self) -> Any:  # noqa: ANN401 - see Work
-        """Future of the barrier."""
+        """Return the future of the barrier."""
         return self._barrier.get_future()
 
     def wait(self) -> None:
@@ -345,7 +346,7 @@ class _Reduction:
         self._let_go()
 
     def wait_for_all_to_issue(self) -> None:
-        """Wait for the barrier only, interruptibly.
+        """Wait for the barrier alone, interruptibly.
 
         Raises:
             StepAborted, CollectiveFailed: see :class:`PendingWork`.
@@ -355,7 +356,7 @@ class _Reduction:
             self.all_have_issued = True
 
     def give_up_reading(self) -> None:
-        """Never read the stages from now on."""
+        """Abandon the reduction: never read the stages again."""
         self._is_too_late |= bool(self._unread)
         self._let_go()
 
@@ -369,30 +370,30 @@ class _Reduction:
 class SharedMemoryReduceScatter:
     """Reduce-scatter of all units of a group with the same reduce dtype.
 
-    Each rank lays its gradients out in a *stage* of its own, but for its own chunk, which goes into the output; the sum
-    reads every other rank's stage, in rank order. See :class:`workbench.engine.comm.ReduceScatter`. An input is
+    Each rank lays its gradients out in its own *stage*, except its own chunk, which goes into the output; the sum reads
+    every other rank's stage, in rank order. See :class:`workbench.engine.comm.ReduceScatter`. An input must be
     allocated, filled and passed to the call before the next one is allocated.
 
-    How many stages: let ``A(j)`` be the writing of stage j, ``B(j)`` the issuing of its barrier and ``R(j)`` the
-    reading, each on every rank, and n the number of reductions a rank may have issued and not read. Then a rank issues
-    ``B(m)`` only after its ``R(m - n)`` (one not read by then is given up), so a rank that has waited for barrier m
-    knows that all ranks are done with ``R(m - n)``. ``A(j)`` overwrites what ``R(j - N)`` reads with N stages; it needs
-    barrier ``m = j - N + n``. A rank that writes before it reads what is outstanding has waited for barrier
-    ``j - 1 - n``: with ``N = 2n + 1`` that is enough. One that first reads the oldest has waited for ``j - n``:
-    ``N = 2n``. With fewer (``n + 1`` at least) ``allocate`` itself waits for the barrier in question: right as well,
-    but slower ranks are then waited for earlier than need be.
+    Number of stages: let ``A(j)`` be the writing of stage j, ``B(j)`` the issuing of its barrier and ``R(j)`` the
+    reading, each on every rank, and n the number of reductions that a rank may have issued and not read. A rank issues
+    ``B(m)`` only after its ``R(m - n)`` (it abandons that reduction if it has not read it), so a rank that has waited
+    for barrier m knows that all ranks have finished ``R(m - n)``. With N stages, ``A(j)`` overwrites what ``R(j - N)``
+    reads; it needs barrier ``m = j - N + n``. A rank that writes before it reads its outstanding reductions has waited
+    for barrier ``j - 1 - n``: ``N = 2n + 1`` is enough. A rank that first reads the oldest has waited for ``j - n``:
+    ``N = 2n`` is enough. With fewer (at least ``n + 1``), ``allocate`` waits for the barrier itself, which is correct
+    but waits for slow ranks earlier than necessary.
 
-    Between backwards the stages have addresses, but no memory, see :meth:`empty`.
+    Between backwards the stages have addresses, but no memory; see :meth:`empty`.
 
     Args:
-        shared: the memory of the group.
-        dtype: of the gradients that are summed.
+        shared: the shared memory of the group.
+        dtype: dtype of the gradients.
         max_outstanding: see :meth:`allow`.
         num_stages: see :meth:`allow`.
 
     Attributes:
         own_in_output: see :func:`workbench.engine.comm.takes_own_in_output`.
-        lease: of the stages' memory; None while they have none.
+        lease: handle of the stages' memory; None while they have none.
     """
 
     own_in_output = True
@@ -401,18 +402,18 @@ class SharedMemoryReduceScatter:
         self, shared: SharedMemory, dtype: torch.dtype, max_outstanding: int = 1, num_stages: int | None = None
     ) -> None:
         self._shared = shared
-        self._size = shared.group.size  # of the sum; see :meth:`allocate`
+        self._size = shared.group.size  # ranks in the sum; see :meth:`allocate`
         self._dtype = dtype
         self._num_issued = 0
         self._generation = shared.group.index
         self.allow(max_outstanding, num_stages)
 
     def allow(self, max_outstanding: int, num_stages: int | None = None) -> None:
-        """Let so many reductions be outstanding from now on; all ranks together, and the stages are made anew.
+        """Set how many reductions may be outstanding, and drop the stages; collective.
 
         Args:
-            max_outstanding: n, reductions issued and not yet waited for.
-            num_stages: N, ``2 n + 1`` if None.
+            max_outstanding: n, the maximum number of reductions issued and not yet waited for.
+            num_stages: N; None means ``2 n + 1``.
 
         Raises:
             ValueError: fewer stages than n + 1, or n < 1.
@@ -425,21 +426,21 @@ class SharedMemoryReduceScatter:
             )
         self._max_outstanding = max_outstanding
         self._num_stages = num_stages
-        self._stages: torch.Tensor | None = None  # [F, N, capacity]; what is outstanding keeps those before
+        self._stages: torch.Tensor | None = None  # [F, N, capacity]; outstanding reductions keep the old ones alive
         self._readers: Readers | None = None  # of the stages
-        self._last = -1  # as they number what was issued; -1: nothing
+        self._last = -1  # the readers' number of the last reduction; -1: none
         self.lease: probe.BufferHandle | None = None
         self._recent: deque[IssuedReduction] = deque(maxlen=max(max_outstanding, num_stages - max_outstanding))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's stages, in use or not."""
+        """Bytes of this rank's stages, used or not."""
         return 0 if self._stages is None else self._stages[0].nbytes
 
     def reserve(self, numel: int) -> None:
-        """Make the stages large enough for inputs of ``numel`` elements; all ranks together.
+        """Make the stages large enough for inputs of ``numel`` elements; collective.
 
-        Asked for once with the largest unit's, no step has to make them anew.
+        Reserve for the largest unit once, so that no step has to reallocate the stages.
 
         Raises:
             OSError: on all ranks, see :meth:`SharedMemory.rows`; there are no stages then.
@@ -447,7 +448,7 @@ class SharedMemoryReduceScatter:
         if self._stages is not None and numel <= self._stages.shape[2]:
             return
         self.release()
-        capacity = whole_pages(numel, self._dtype)  # each rank gives its own pages back
+        capacity = whole_pages(numel, self._dtype)  # so that each rank can return its own pages
         rows = self._shared.rows(self._num_stages * capacity, self._dtype)
         self._readers = Readers(self._shared.group, self._shared.rows(3, torch.int64), "the gradients it was given")
         self._last = -1
@@ -455,16 +456,16 @@ class SharedMemoryReduceScatter:
         self._give_back()
 
     def release(self) -> None:
-        """Give the stages up, on all ranks; the next ``allocate`` makes new ones."""
+        """Free the stages, on all ranks; the next ``allocate`` makes new ones."""
         self._stages = self._readers = self.lease = None
 
     def empty(self) -> None:
-        """Let the system have the stages' memory until the next ``allocate``, once the other ranks have read them.
+        """Return the stages' memory to the system until the next ``allocate``, once the other ranks have read them.
 
-        Nobody waits for a reduction any more, as after a backward: what is outstanding is given up.
+        Call it when no reduction is waited for any more, such as after backward; outstanding reductions are abandoned.
 
         Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: in a wait for those that have yet to read.
+            StepAborted, CollectiveFailed, RanksDisagreeError: the wait for ranks that have yet to read failed.
         """
         if self._readers is None or self.lease is None or self._generation != self._shared.group.index:
             return
@@ -480,23 +481,23 @@ class SharedMemoryReduceScatter:
             self._take()
 
     def _take(self) -> None:
-        """Have the stages' memory, and count it, from now on."""
+        """Allocate the stages' memory and count it."""
         if self.lease is None and self._stages is not None:
             take_pages(self._stages[self._shared.group.rank])
             self.lease = probe.BufferHandle(Category.RESERVED, probe.NO_UNIT, self.num_bytes)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return this rank's next stage, to be filled; all ranks ask for the same sizes in the same order.
+        """Return this rank's next stage, for the caller to fill; all ranks use the same sizes in order.
 
         Args:
             size: ``[(F - 1) * S]``, the chunks of the other ranks in order.
-            dtype: of the reduction.
+            dtype: dtype of the reduction.
             device: the CPU.
 
         Raises:
-            ValueError: another dtype or device than this object was made for.
-            OSError: on all ranks, see :meth:`reserve`; on this one, if it has no memory left.
-            StepAborted, CollectiveFailed: in a wait for ranks that have yet to read the stage.
+            ValueError: wrong dtype or device for this object.
+            OSError: on all ranks, see :meth:`reserve`; on this rank alone, if it has no memory left.
+            StepAborted, CollectiveFailed: the wait for ranks that have yet to read the stage failed.
         """
         _refuse_unless_cpu(device)
         if dtype != self._dtype:
@@ -518,10 +519,10 @@ class SharedMemoryReduceScatter:
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         async_op: bool = False,
     ) -> AsyncWork | None:
-        """Start the sum over ranks: when the work is waited for, the others' are added to ``output_tensor`` ``[S]``.
+        """Start the sum over ranks; waiting for the work adds the other ranks' chunks to ``output_tensor`` ``[S]``.
 
         Raises:
-            ValueError: the input ``[(F - 1) * S]`` is not what ``allocate`` gave last, or ``op`` is not SUM.
+            ValueError: the input ``[(F - 1) * S]`` is not the last one from ``allocate``, or ``op`` is not SUM.
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"a reduce-scatter through shared memory sums; {op} was asked for")
@@ -536,7 +537,7 @@ class SharedMemoryReduceScatter:
         return _waited(reduction, async_op)
 
     def _done(self, readers: Readers, number: int, generation: int) -> None:
-        if generation == self._shared.group.index:  # else the same number may stand for another reduction
+        if generation == self._shared.group.index:  # otherwise the number may refer to another reduction
             readers.done(number)
 
     def _check(self, output: torch.Tensor, chunks: torch.Tensor) -> Readers:
@@ -550,7 +551,7 @@ class SharedMemoryReduceScatter:
         return readers
 
     def _start(self, output: torch.Tensor, group: dist.ProcessGroup, done: Callable[[], None]) -> IssuedReduction:
-        """Start adding this rank's chunk ``[S]`` of every other rank's stage to the output; ``done`` is called then."""
+        """Start adding this rank's chunk ``[S]`` of every other rank's stage to the output; then call ``done``."""
         rank, size, numel = self._shared.group.rank, self._shared.group.size, output.numel()
         stages = self._next_stages()  # [F, capacity]
         places = [(other, rank - (rank > other)) for other in range(size) if other != rank]
@@ -560,18 +561,18 @@ class SharedMemoryReduceScatter:
     def _next_stages(self) -> torch.Tensor:
         """Return the stage of every rank for the next reduction, ``[F, capacity]``.
 
-        Counted by what was issued, so an input that an interrupt left unused shifts nothing on this rank alone.
+        The index counts issued reductions, so an input that an interrupt left unused does not shift this rank alone.
         """
         if self._stages is None:
             return torch.empty(self._shared.group.size, 0, dtype=self._dtype)
         return self._stages[:, self._num_issued % self._num_stages]
 
     def _issued_ago(self, number: int) -> IssuedReduction | None:
-        """Return the reduction that is ``number`` before the one to be issued next."""
+        """Return the reduction issued ``number`` places before the next one; None if there is none."""
         return self._recent[-number] if len(self._recent) >= number else None
 
     def _begin_anew_if_rebuilt(self) -> None:
-        """Count from 0 on a new process group: ranks may have come to differ, and making it they all met."""
+        """Restart the counts on a new process group: old counts may differ, and the rebuild has synced the ranks."""
         if self._generation != self._shared.group.index:
             for reduction in self._recent:
                 reduction.give_up_reading()

@@ -1,9 +1,9 @@
 """Memory that the ranks of one host share.
 
-A *mapping* is memory that all ranks of a group have mapped; its *row* r is written by rank r alone and read by all.
-The collectives over it are in :mod:`workbench.engine.backends.shared_comm`, which also says what may be written when.
+A *mapping* is memory that all ranks of a group have mapped; only rank r writes its *row* r, and all ranks read it.
+:mod:`workbench.engine.backends.shared_comm` has the collectives over it, and the rules for when a rank may write.
 
-The memory belongs to no file system: it is gone with the last process that maps it, however that one ended.
+The memory belongs to no file system: the system frees it with the last process that maps it, however that process ends.
 """
 
 from __future__ import annotations
@@ -32,86 +32,86 @@ from workbench.engine.comm import Peers
 from workbench.engine.errors import CollectiveFailed
 
 host = ""
-"""Identity of this process's host, as it was told; empty: was not told.
+"""Identity of this process's host; empty if it was never set.
 
-Ranks share memory only with those that were told the same. That a rank sees another's processes does not say that: in
-a network namespace of its own it stands for another host.
+Ranks share memory only if their identities are equal. Seeing each other's processes is not enough: a rank in its own
+network namespace represents another host.
 """
 
 SET_UP = Collective("set-up of shared memory", None, 0)
 MAPPED = "mapped"
 ELSEWHERE = "its shards lie in memory of the user's"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
-_NO_MEMORY = {errno.ENOMEM, errno.EFAULT}  # EFAULT: where a write would be a SIGBUS
+_NO_MEMORY = {errno.ENOMEM, errno.EFAULT}  # EFAULT: a write there would raise SIGBUS
 PARAMETERS = "the parameters it had gathered"
 _CPU = torch.device("cpu")
 _ON_CPU = dist.BarrierOptions()
-_ON_CPU.device = _CPU  # else a group that knows both gloo and NCCL takes NCCL
+_ON_CPU.device = _CPU  # otherwise a group with both gloo and NCCL uses NCCL
 
 T = TypeVar("T")
 
 
 def barrier(process_group: dist.ProcessGroup) -> AsyncWork:
-    """Start what ends once every rank has started it.
+    """Start a barrier, which ends once every rank has started it.
 
-    The cheapest of gloo's collectives: log2(F) messages in a row, an all-reduce or all-gather of one byte takes more.
+    It is gloo's cheapest collective: log2(F) sequential messages; an all-reduce or all-gather of one byte needs more.
     """
     return cast("AsyncWork", process_group.barrier(_ON_CPU))
 
 
 def _attempt(action: Callable[..., T], *args: Any) -> tuple[T | None, str]:  # noqa: ANN401 - action's own
-    """Return (result, "") or (None, why the system refused)."""
+    """Return (result, ""), or (None, error message) if the system refused."""
     try:
         return action(*args), ""
-    except (OSError, RuntimeError) as error:  # torch's own refusal to map is a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot map
         return None, str(error).splitlines()[0]
 
 
 def _available_bytes() -> int:
-    """Memory that could be taken now without swapping."""
+    """Return the bytes of memory available without swapping."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _create(num_bytes: int, until_mapped: ExitStack) -> str:
-    """Make anonymous memory and return the address under which a process of this host can map it."""
+    """Create anonymous memory and return an address that processes of this host can map it by."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
     available = _available_bytes()
-    if num_bytes > available:  # the kernel would not refuse, but begin to end processes
+    if num_bytes > available:  # the kernel would not refuse, but start to kill processes
         raise OSError(errno.ENOMEM, f"only {available} bytes of memory are available")
     name = f"workbench-{secrets.token_hex(8)}"
     fd = os.memfd_create(name)
     until_mapped.callback(os.close, fd)
-    os.posix_fallocate(fd, 0, num_bytes)  # now, so that lack of memory is an error here and not a SIGBUS at a write
+    os.posix_fallocate(fd, 0, num_bytes)  # allocate now: lack of memory is an error here instead of a SIGBUS later
     return f"{os.getpid()} {fd} {name} {host}"
 
 
 def _map(address: str, num_bytes: int) -> torch.Tensor:
-    """Map the memory at an address, ``[num_bytes]`` uint8; unmapped when its last view dies."""
+    """Map the memory at an address; return ``[num_bytes]`` uint8, unmapped when its last view dies."""
     if not can_share():
         raise OSError(errno.ENOSYS, "this system cannot map memory at an address that is in use")
     pid, fd, name, its_host = address.split(" ", 3)
     if its_host != host:
         raise OSError(errno.ENXIO, "the other rank is on another host")
     path = f"/proc/{pid}/fd/{fd}"
-    if os.readlink(path) != f"/memfd:{name} (deleted)":  # the name is random: nobody else's has it
+    if os.readlink(path) != f"/memfd:{name} (deleted)":  # the name is random, so no other process has it
         raise OSError(errno.ENXIO, f"{path} is not the other rank's memory: another host, or another pid namespace")
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def give_back_pages(memory: torch.Tensor) -> bool:
-    """Let the system have the memory of a part of a mapping, a multiple of its pages, until it is written again.
+    """Return whole pages of a mapping to the system until they are written again; return whether that worked.
 
-    It reads as zeros, on all ranks. False, and nothing has happened, where the system cannot do that.
+    They then read as zeros on all ranks. If the system does not support this, nothing changes.
     """
     return memory.nbytes == 0 or madvise()(memory.data_ptr(), memory.nbytes, mmap.MADV_REMOVE) == 0
 
 
 def take_pages(memory: torch.Tensor) -> None:
-    """Have the memory of a part of a mapping at once, which is cheaper than page by page when each is first written.
+    """Allocate the pages of a part of a mapping at once, which is cheaper than page by page at the first write.
 
-    Where the system cannot do that, nothing happens.
+    If the system does not support this, nothing changes.
 
     Raises:
         OSError: there is not enough memory.
@@ -121,21 +121,21 @@ def take_pages(memory: torch.Tensor) -> None:
 
 
 def whole_pages(numel: int, dtype: torch.dtype) -> int:
-    """Return how many elements fill the pages that ``numel`` of them need."""
+    """Return ``numel`` rounded up to a number of elements that fills whole pages."""
     step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, dtype.itemsize)
     return -(-numel // step) * step
 
 
 class LiesElsewhereError(OSError):
-    """On some rank the shards do not lie in memory that other pages can lie beneath."""
+    """On some rank, the shards are not in memory whose pages can be replaced."""
 
 
 class SharedMemory:
-    """What the ranks of one group map together.
+    """Shared memory of the ranks of one group.
 
     Attributes:
         group: the ranks; all of them call every method together, in the same order.
-        readers: what they have read; there once the ranks are connected.
+        readers: the reads of the ranks; set once the ranks are connected.
     """
 
     readers: Readers
@@ -148,12 +148,12 @@ class SharedMemory:
         """Return the shared memory of ``group``, or None on all of its ranks if one of them cannot map it.
 
         Raises:
-            StepAborted, CollectiveFailed: the ranks could not come to an answer.
+            StepAborted, CollectiveFailed: the ranks could not agree.
         """
         return cls(group).connected()
 
     def connected(self) -> Self | None:
-        """Return this, with readers; otherwise as :meth:`connect`."""
+        """Set up the readers and return this object, or None as :meth:`connect` does."""
         try:
             self.readers = Readers(self.group, self.rows(3, torch.int64), PARAMETERS)
         except OSError:
@@ -163,32 +163,32 @@ class SharedMemory:
     def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new mapping ``[F, numel]``, contiguous, zeroed; row r is rank r's.
 
-        Rows are not padded: rank r's lies ``r * numel * dtype.itemsize`` bytes behind the page that the first begins.
+        Rows are not padded: row r begins ``r * numel * dtype.itemsize`` bytes after row 0, which begins a page.
 
         Raises:
-            OSError: on all ranks, if one of them could not get or map the memory; the message names it and says why.
+            OSError: on all ranks, if one of them could not get or map the memory; the message names the rank and why.
             StepAborted, CollectiveFailed: see :class:`PendingWork`.
         """
         return self._rows(numel, dtype, refusal="")
 
     def lay_beneath(self, region: Region | None, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the shards of all ranks, ``[F, numel]``, each in its own pages; ``region`` lies on those of this rank.
+        """Return the shards of all ranks, ``[F, numel]``, each in its own pages; map this rank's pages at ``region``.
 
         Args:
-            region: this rank's shard ``[numel]``; None: it lies elsewhere.
+            region: this rank's shard ``[numel]``; None if the shard is in other memory.
             numel: elements of a shard.
-            dtype: of all.
+            dtype: dtype of all shards.
 
         Raises:
             LiesElsewhereError: on all ranks, if one of them has no region.
             OSError, StepAborted, CollectiveFailed: as :meth:`rows`.
-            RuntimeError: this rank could not put the pages beneath its shard, which is lost.
+            RuntimeError: this rank could not map the pages at its shard, whose values are lost.
         """
         rows = self._rows(whole_pages(numel, dtype), dtype, refusal=ELSEWHERE if region is None else "")[:, :numel]
         if region is not None:
             try:
                 region.lie_on(rows[self.group.rank])
-            except OSError as error:  # not one of all ranks
+            except OSError as error:  # on this rank only, so not an OSError for the caller
                 raise RuntimeError(f"a shard of {numel} elements was lost: {error}") from error
         return rows
 
@@ -211,7 +211,7 @@ class SharedMemory:
             answers = self.group.compare(SET_UP, problem or MAPPED)
         problems = [f"rank {r}: {a}" for r, a in zip(self.group.ranks, answers, strict=True) if a != MAPPED]
         if problems or memory is None:
-            memory = None  # else the exception would keep it
+            memory = None  # otherwise the exception would keep it alive
             kind = LiesElsewhereError if ELSEWHERE in answers else OSError
             raise kind(
                 f"ranks {list(self.group.ranks)} cannot share {num_bytes} bytes of memory; {'; '.join(problems)}. "
@@ -221,18 +221,18 @@ class SharedMemory:
 
 
 class Readers:
-    """Which collectives the ranks of a group have read, in numbers that each writes for itself and all see.
+    """Shared counters of the collectives that each rank has read; a rank writes its own and sees all.
 
-    A collective through shared memory leaves each rank to read the others' rows when it comes to it. Before a shard is
-    handed to whoever may write it, :meth:`wait` lets the others have read what this rank has; before a stage is written
-    again, :meth:`wait_for` lets them have read what was there. They need not come for that, as to a barrier: they
-    mostly have read long ago, and then it costs one look at the numbers.
+    After a collective through shared memory, each rank reads the others' rows in its own time. Before a shard may be
+    written, :meth:`wait` waits until the others have read what this rank has read; before a stage is written again,
+    :meth:`wait_for` waits until they have read its old contents. Unlike a barrier this needs no action of the others:
+    usually they have read long ago, and the check costs one pass over the counters.
 
     Args:
         group: the ranks.
-        numbers: ``[F, 3]`` int64, zeroed; per rank its process, collectives issued, and how many of these, from the
-            first on, it has done with.
-        what: a rank reads, for errors.
+        numbers: ``[F, 3]`` int64, zeroed; per rank its process id, the number of collectives it has issued, and how
+            many of these, counted from the first, it has finished reading.
+        what: the data that a rank reads, for errors.
     """
 
     def __init__(self, group: Peers, numbers: torch.Tensor, what: str) -> None:
@@ -248,13 +248,13 @@ class Readers:
     def _begin_anew(self) -> None:
         self._generation = self._group.index
         self._unread: set[int] = set()
-        self._num_read = 0  # collectives up to the last one read
+        self._num_read = 0  # number of the last collective read, plus 1
         self._numbers[self._own + 1] = self._numbers[self._own + 2] = 0
 
     def issue(self) -> int:
-        """Number a collective that is about to be issued."""
+        """Return the number of a collective that is about to be issued."""
         if self._generation != self._group.index:
-            self._begin_anew()  # ranks may have come to differ; nobody reads what was issued on the group before
+            self._begin_anew()  # counts may differ between ranks; collectives of the old group are no longer read
         with self._lock:
             number = self._numbers[self._own + 1]
             self._numbers[self._own + 1] = number + 1
@@ -262,29 +262,29 @@ class Readers:
         return number
 
     def is_unread(self, number: int) -> bool:
-        """Whether this rank may still read what was issued as ``number``."""
+        """Whether this rank may still read collective ``number``."""
         return number in self._unread
 
     def done(self, number: int) -> None:
-        """This rank will not read what was issued as ``number`` any more; called from any thread."""
+        """Record that this rank has finished reading collective ``number``; thread-safe."""
         with self._lock:
             if number not in self._unread:
                 return
             self._unread.discard(number)
             self._num_read = max(self._num_read, number + 1)
-        with self._lock:  # again: a mutex is between the reads and the number also where processors reorder accesses
+        with self._lock:  # again: the mutex orders the reads before the counter, also on weakly ordered processors
             self._say(min(self._unread, default=self._numbers[self._own + 1]))
 
     def _say(self, number: int) -> None:
         self._numbers[self._own + 2] = max(number, self._numbers[self._own + 2])
 
     def wait(self) -> None:
-        """Wait, interruptibly, until the others have read what this rank has.
+        """Wait, interruptibly, until the other ranks have read what this rank has read.
 
-        What this rank has issued and not read is its own affair: it says that nobody need wait for it.
+        First mark all collectives issued by this rank as read, so that no rank waits for the ones it has not read.
 
         Raises:
-            StepAborted: cancelled meanwhile.
+            StepAborted: the wait was cancelled.
             RanksDisagreeError: a rank does something else.
             CollectiveFailed: a rank has ended.
         """
@@ -294,7 +294,7 @@ class Readers:
         self._wait_while(self._behind)
 
     def wait_for(self, number: int) -> None:
-        """Wait, interruptibly, until the others have read what was issued as ``number``; its barrier was waited for.
+        """Wait, interruptibly, until the others have read collective ``number``; wait for its barrier first.
 
         Raises:
             StepAborted, RanksDisagreeError, CollectiveFailed: as :meth:`wait`.
@@ -318,7 +318,7 @@ class Readers:
             raise
 
     def _behind(self) -> list[int]:
-        """Return who has yet to read; not who has gone further, as nothing of what it does can wait for this rank."""
+        """Return the ranks that have yet to read, except those ahead: nothing that they do can wait for this rank."""
         numbers, issued = self._numbers, self._numbers[self._own + 1]
         places = range(0, len(numbers), 3)
         return [i // 3 for i in places if numbers[i + 2] < self._num_read and numbers[i + 1] <= issued]
@@ -336,7 +336,7 @@ class Readers:
 
 
 def _has_ended(pid: int) -> bool:
-    """Tell whether a process of this host has ended, also if nobody has asked for its exit code yet."""
+    """Whether a process of this host has ended, even if its exit code has not been collected yet."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Units whose ranks share hosts communicate through memory: with what, and who has still to read what."""
+"""Selection of shared-memory collectives for units whose ranks share hosts, and tracking of their pending reads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SHARED = "shared memory"
 
 
 class SharedComms(Comms):
-    """Pairs over shared memory, and which of their reads are not ordered before writes yet.
+    """Shared-memory pairs, and their reads that are not yet ordered before writes.
 
-    Other ranks read a shard where it lies. They have done so once they take part in a collective issued later: mostly
-    the reduction of gradients. Where none follows, :meth:`wait_for_readers` must come before the shard is written.
+    Other ranks read a shard in place. They have finished once they take part in a later collective, usually the
+    reduction of gradients. If none follows, :meth:`wait_for_readers` must be called before the shard is written.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -36,11 +36,9 @@ class SharedComms(Comms):
         self._read: set[Peers] = set()
 
     def choose(self, units: Sequence[CommUser], max_scatters: int) -> None:
-        """Give each unit a pair over shared memory, if its ranks, or those of each host, can map it.
+        """Give each unit a shared-memory pair, if its ranks, or those on each host, can map the memory.
 
-        What the user has set stays.
-
-        Arguments and errors as of :meth:`Comms.choose`.
+        Pairs that the user has set stay. Arguments and errors are those of :meth:`Comms.choose`.
         """
         self._casts.clear()
         self._reducers.clear()
@@ -50,14 +48,14 @@ class SharedComms(Comms):
             reducer.reserve((group.size - 1) * max((u.shard_numel for u in users if u.is_trained), default=0))
 
     def pair_for(self, unit: CommUser, max_scatters: int) -> CommPair:
-        """Return the fastest pair that works between a unit's ranks."""
+        """Return the fastest pair of collectives that works between a unit's ranks."""
         group = unit.shard_group
         shared = None if group is None or comm_choice() else self._shared_by(group)
         if group is None or shared is None:
             return super().pair_for(unit, max_scatters)
         try:
             gather = self._gather(unit, group, shared)
-        except OSError:  # too little memory, on all ranks alike: gloo needs less
+        except OSError:  # too little memory; raised on all ranks. gloo needs less
             return super().pair_for(unit, max_scatters)
         name = SHARED if isinstance(shared, SharedMemory) else PER_HOST
         return CommPair(gather, self._reducer(unit, group, shared, max_scatters), name)
@@ -67,7 +65,7 @@ class SharedComms(Comms):
             gather = SharedMemoryAllGather(shared)
             try:
                 gather.share(unit.shard_region, unit.shard_numel, unit.param_dtype)
-            except LiesElsewhereError:  # on all ranks: copied like what is cast
+            except LiesElsewhereError:  # raised on all ranks: copy the shards, as for a cast
                 pass
             else:
                 return gather
@@ -94,14 +92,14 @@ class SharedComms(Comms):
         return self._reducers[key]
 
     def _shared_by(self, group: Peers) -> SharedMemory | Hosts | None:
-        """Return what the ranks of a group share: memory, or that of each host, or nothing; collective at first use."""
+        """Return what the ranks of a group share: one memory, one per host, or None. Collective at first use."""
         if group not in self._shared:
             is_real = dist.get_backend(group.process_group) == "gloo"
             self._shared[group] = (SharedMemory.connect(group) or Hosts.connect(group)) if is_real else None
         return self._shared[group]
 
     def release(self) -> None:
-        """Free the staging of casts and reductions."""
+        """Free the stages of casts and reductions."""
         super().release()
         for casts in self._casts.values():
             casts.release()
@@ -109,10 +107,10 @@ class SharedComms(Comms):
             reducer.release()
 
     def empty(self) -> None:
-        """Let the system have the memory of reductions' staging until one begins; its addresses stay.
+        """Return the memory of the reductions' stages to the system until the next reduction; their addresses stay.
 
         Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: in a wait for ranks that have yet to read what is there.
+            StepAborted, CollectiveFailed, RanksDisagreeError: the wait for ranks still reading the stages was aborted.
         """
         super().empty()
         for reducer in self._reducers.values():
@@ -122,21 +120,21 @@ class SharedComms(Comms):
 
     @property
     def has_readers(self) -> bool:
-        """True if there may be reads that no collective follows yet."""
+        """True if there may be reads that no later collective has ordered."""
         return bool(self._read)
 
     def has_read(self, unit: CommUser) -> None:
-        """Note that this rank has read the shards of other ranks, and they its own, or will soon."""
+        """Note that this rank and the others have read each other's shards of ``unit``, or soon will."""
         if unit.shard_group is not None and unit.comm is not None and unit.comm.name == SHARED:
             self._read.add(unit.shard_group)
 
     def reduces(self, unit: CommUser) -> None:
-        """Note that a reduction is issued: before it is finished, all ranks have read."""
+        """Note that a reduction of ``unit`` is issued: once it finishes, all ranks have read the shards."""
         if unit.shard_group is not None:
             self._read.discard(unit.shard_group)
 
     def wait_for_readers(self) -> None:
-        """Wait until the other ranks have read what this one has, so that shards may be written.
+        """Wait until the other ranks have read the shards that this rank has read, so that shards may be written.
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: see :meth:`Readers.wait`.

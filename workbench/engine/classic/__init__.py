@@ -1,27 +1,26 @@
-"""The first FSDP's API on this engine: a wrapper around modules whose parameters lie in one flat parameter.
+"""The FSDP1 API on this engine: a wrapper around a module whose parameters are stored in one flat parameter.
 
-Every public function, attribute and argument of torch's wrapper is here, under its name: what
-``torch.distributed.fsdp`` exports for it in this package, ``enable_wrap`` and ``wrap`` in ``wrap.py``. What is other
-than there, and why:
+Every public function, attribute and argument of torch's wrapper exists here under the same name: this package has what
+``torch.distributed.fsdp`` exports for it, and ``wrap.py`` has ``enable_wrap`` and ``wrap``. Differences:
 
 ``fully_shard``, ``FSDPModule``, ``MixedPrecisionPolicy``, ``OffloadPolicy``, ``CPUOffloadPolicy``,
 ``DataParallelMeshDims``, ``UnshardHandle``, ``register_fsdp_forward_method``, ``share_comm_ctx``
-    belong to the second API: they are in ``workbench.engine``.
+    belong to the FSDP2 API; they are in ``workbench.engine``.
 torch's own enums and configs
-    are refused, as theirs are no classes of this package: "must be a workbench.engine.classic.ShardingStrategy, got
-    ...". Import both from one place.
+    are refused, because they are not classes of this package: "must be a workbench.engine.classic.ShardingStrategy,
+    got ...". Import both from one place.
 setting ``sharding_strategy``, ``mixed_precision``, ``cpu_offload``, ``process_group``, ``compute_device``, ``rank``,
 ``world_size``, ``params``, ``training_state``
-    would not change what is wrapped already, and is refused: "sharding_strategy of a FullyShardedDataParallel
+    would not change a wrapper that exists, and is refused: "sharding_strategy of a FullyShardedDataParallel
     cannot be set to ...: wrap the plain module with another sharding_strategy=, after unwrap".
 ``SHARDED_STATE_DICT`` without a ``device_mesh``
-    has DTensors, where torch's has ShardedTensors, which are deprecated; both are loaded.
+    has DTensors, where torch has the deprecated ShardedTensors; both can be loaded.
 ``copy.deepcopy`` and ``pickle`` of a wrapper
-    are refused, as they hold a part of a model and process groups: "can be neither copied nor pickled".
-gradients of a tensor that several units take, such as an encoder's output in a decoder's layers
-    are added up within each unit first, as with ``fully_shard``: they differ from torch's wrapper in the last bits.
-the names that begin with an underscore
-    are torch's own affair, but for ``_has_params``, ``_flat_param`` and ``_handle``, which Accelerate reads.
+    are refused, because a wrapper holds a part of a model and process groups: "can be neither copied nor pickled".
+gradients of a tensor that several units take as input, such as an encoder's output in a decoder's layers
+    are summed within each unit first, as with ``fully_shard``: they differ from torch's wrapper in the last bits.
+names that begin with an underscore
+    are not part of the API, except ``_has_params``, ``_flat_param`` and ``_handle``, which Accelerate reads.
 """
 
 from workbench.engine.classic.comm_hooks import (

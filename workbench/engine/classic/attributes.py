@@ -1,4 +1,4 @@
-"""What scripts read from a wrapper, and set on it."""
+"""Public attributes of a wrapper that scripts read and set."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class Fixed(Generic[T]):
-    """An attribute that can be read; setting it raises AttributeError, which says what to do instead.
+    """A read-only attribute; setting it raises an AttributeError with advice.
 
     Args:
-        read: the method that reads it; the attribute has its name and docstring.
-        instead: what to do.
+        read: the getter; the attribute has its name and docstring.
+        instead: the advice: what to do instead of setting it.
     """
 
     def __init__(self, read: Callable[[Any], T], instead: str) -> None:
@@ -51,47 +51,47 @@ class Fixed(Generic[T]):
 
 
 def fixed(instead: str) -> Callable[[Callable[[Any], T]], Fixed[T]]:
-    """Make a method an attribute that cannot be set, and have that say what to do ``instead``."""
+    """Return a decorator that makes a method a read-only attribute with the advice ``instead``."""
     return lambda read: Fixed(read, instead)
 
 
 class WrapperAttributes:
-    """The public attributes that a wrapper has in torch as well."""
+    """The public attributes of torch's wrapper."""
 
     @property
     def _state(self) -> WrapperState:
-        """What is behind it."""
+        """The wrapper's state."""
         return cast("WrapperState", state_of(cast("nn.Module", self)))
 
     @fixed("wrap the plain module with another process_group=, after unwrap")
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that share one copy."""
         mesh = self._state.mesh
-        return mesh.get_group(-1 % mesh.ndim)  # of the hybrid strategies' two axes the second
+        return mesh.get_group(-1 % mesh.ndim)  # the second of the two axes of hybrid strategies
 
     @fixed("it is this rank's place in the process_group of the wrapper")
     def rank(self) -> int:
-        """This one's place among them."""
+        """This rank's index in the process group."""
         return self.process_group.rank()
 
     @fixed("it is the size of the process_group of the wrapper")
     def world_size(self) -> int:
-        """How many they are."""
+        """Number of ranks in the process group."""
         return self.process_group.size()
 
     @fixed("wrap the plain module with another device_id=, after unwrap")
     def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
+        """Device of forward and backward."""
         return self._state._comm_ctx.device
 
     @fixed("wrap the plain module with another sharding_strategy=, after unwrap")
     def sharding_strategy(self) -> ShardingStrategy:
-        """What is split, and when the whole is freed: NO_SHARD on one rank, whatever was asked for."""
+        """What is split, and when full parameters are freed; always NO_SHARD on one rank."""
         return ShardingStrategy.NO_SHARD if self._state.mesh.size() == 1 else self._state.strategy
 
     @fixed("wrap the plain module with another mixed_precision=, after unwrap")
     def mixed_precision(self) -> MixedPrecision:
-        """Which dtype is used where."""
+        """The dtypes of parameters, reductions and buffers."""
         return self._state.precision
 
     @fixed("wrap the plain module with another cpu_offload=, after unwrap")
@@ -101,67 +101,67 @@ class WrapperAttributes:
 
     @fixed("it follows from what the wrapper does")
     def training_state(self) -> WrapperTrainingState:
-        """What the wrapper does now."""
+        """The wrapper's current activity."""
         return self._state.doing
 
     @fixed("load a state dict, or write within summon_full_params")
     def params(self) -> list[FlatParameter]:
-        """The flat parameter of the wrapper's own unit, in a list; empty without parameters of its own."""
+        """A list of the flat parameter of the wrapper's own unit; empty if it has none."""
         flat = self._state.flat
         return [] if flat is None else [cast("FlatParameter", flat.sharded_param)]
 
     @property
     def _has_params(self) -> bool:
-        """Whether the wrapper has a unit of its own; Accelerate asks for it, and then for the next two."""
+        """Whether the wrapper has its own unit; Accelerate reads this and the next two."""
         return self._state.flat is not None
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        """The flat parameter of the wrapper's own unit; None without parameters of its own."""
+        """The flat parameter of the wrapper's own unit; None if it has none."""
         return self.params[0] if self._has_params else None
 
     @property
     def _handle(self) -> FlatParam | None:
-        """What is behind the flat parameter."""
+        """The object that manages the flat parameter."""
         return self._state.flat
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When backward gathers the next unit's parameters; None: only when they are needed."""
+        """When backward prefetches the next unit's parameters; None: never, they are gathered when needed."""
         return self._state.when_to_prefetch
 
     @backward_prefetch.setter
     def backward_prefetch(self, value: BackwardPrefetch | None) -> None:
-        """Change it, from the next backward on."""
+        """Set it, from the next backward on."""
         if value is not None:
             check_kind("backward_prefetch", value, BackwardPrefetch)
         self._state.when_to_prefetch = value
 
     @property
     def forward_prefetch(self) -> bool:
-        """Whether forward gathers the unit that came next in the last iteration. A new value counts at once."""
+        """Whether forward prefetches the unit that came next in the last iteration."""
         return self._state.forward_prefetch is None
 
     @forward_prefetch.setter
     def forward_prefetch(self, value: bool) -> None:
-        """Change it, from the next forward on."""
+        """Set it, from the next forward on."""
         check_flags(forward_prefetch=value)
         self._state.forward_prefetch = None if value else ()
 
     @property
     def limit_all_gathers(self) -> bool:
-        """What was given: at most one unit is gathered ahead in any case."""
+        """The value that was given; it has no effect, because at most one unit is ever prefetched."""
         return self._state.limit_all_gathers
 
     @limit_all_gathers.setter
     def limit_all_gathers(self, value: bool) -> None:
-        """Keep the value, so that it can be read; nothing else follows from it, as with torch's wrapper."""
+        """Store the value; it has no effect."""
         check_flags(limit_all_gathers=value)
         self._state.limit_all_gathers = value
 
 
 def check_flags(**flags: object) -> None:
-    """Raise TypeError for an argument that is no bool."""
+    """Raise TypeError for an argument that is not a bool."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"FullyShardedDataParallel: {name} must be a bool, got {value!r}")

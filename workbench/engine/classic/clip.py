@@ -1,4 +1,4 @@
-"""Scaling the gradients of a model whose parameters lie on several ranks."""
+"""Gradient clipping for a model with wrappers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def clip_grad_norm(
     norm_type: float,
     device: torch.device,
 ) -> torch.Tensor:
-    """Scale gradients so that the norm of all is at most ``max_norm``; collective.
+    """Scale gradients so that the norm of the whole model's gradient is at most ``max_norm``; collective.
 
-    It is the norm of the whole model's gradient. What tensor parallelism has split counts with all its parts, and what
-    its ranks have alike counts once; torch's wrapper leaves out what other ranks of tensor parallelism have, and each
-    of them scales by another norm. The ranks have agreed before that they hold the same gradients.
+    Parameters that tensor parallelism has split count with all their parts, and those that its ranks hold in common
+    count once. (torch's wrapper ignores the other tensor-parallel ranks, so each of them scales by a different norm.)
+    The caller has checked that the ranks hold the same gradients.
 
     Args:
         params: all parameters.
-        flats: of which flat parameter one is all or a piece; those that are not here are the same on all ranks, or
-            DTensors.
-        max_norm: highest norm that is left as it is.
+        flats: the flat parameter that each parameter is, or is a piece of; parameters not in it are the same on all
+            ranks, or DTensors.
+        max_norm: maximum norm.
         norm_type: p of the p-norm; ``inf``: the largest element.
-        device: on which the norm is computed.
+        device: the device to compute the norm on.
 
     Returns:
-        the norm before, a scalar; of the largest dtype of the gradients.
+        The norm before scaling, a scalar of the widest dtype among the gradients.
     """
-    # in the same order on all ranks, whether or not there are gradients
+    # every rank needs the same order, with or without gradients
     by_mesh: dict[FSDPMeshInfo, dict[TPGroups, list[torch.Tensor]]] = {}
     for flat in dict.fromkeys(flats.values()):
         by_mesh.setdefault(flat.mesh_info, {}).update({part.tp_groups: [] for part in flat.parts})
@@ -67,7 +67,7 @@ def clip_grad_norm(
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     norms = [
-        _whole(torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)).to(device)  # of a DTensor that of all
+        _whole(torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)).to(device)  # a DTensor's is global
         for grad in grads
     ]
     zero = torch.zeros((), device=device)
@@ -82,9 +82,9 @@ def _whole(norm: torch.Tensor) -> torch.Tensor:
 def _norms(
     grads: Mapping[TPGroups, Sequence[torch.Tensor]], norm_type: float, device: torch.device, mesh: FSDPMeshInfo
 ) -> list[torch.Tensor]:
-    """Return the norms of ``grads`` over the ranks that share one copy; collective.
+    """Return the norms of ``grads`` over the ranks that share one copy, one for each key; collective.
 
-    There is one for each set of groups that tensor parallelism has split gradients over.
+    A key is the set of groups over which tensor parallelism has split the gradients.
     """
     norms = torch.stack([_local_norm(each, norm_type, device) for each in grads.values()])
     is_max = math.isinf(norm_type)

@@ -1,8 +1,8 @@
-"""Communication hooks: functions that ``register_comm_hook`` puts in the place of the reduction of gradients.
+"""Communication hooks: functions that ``register_comm_hook`` uses instead of the engine's gradient reduction.
 
-A hook takes a state and ``grad``, ``[S]`` of this rank, which it may write to. Where parameters are sharded over F
-ranks it takes ``output`` as well, ``[S / F]``, and leaves this rank's part of the average there; where they are not, it
-leaves the average in ``grad``. Its waits end when the step is given up, as those of the engine do.
+A hook takes a state and this rank's ``grad`` ``[S]``, which it may overwrite. If parameters are sharded over F ranks,
+it also takes ``output`` ``[S / F]`` and writes this rank's part of the average there; otherwise it writes the average
+to ``grad``. Like the engine's waits, those of the hooks here end when the step is aborted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CommHook = Callable[..., object]
 
 
 class HookReduceScatter(Allocator):
-    """A reduce-scatter that is what a hook does; it has ended when the hook has."""
+    """A reduce-scatter that calls a hook; it completes when the hook returns."""
 
     def __init__(self, state: object, hook: CommHook) -> None:
         self._state = state
@@ -38,20 +38,20 @@ class HookReduceScatter(Allocator):
         op: object = dist.ReduceOp.SUM,
         async_op: bool = False,
     ) -> None:
-        """Let the hook leave the average of ``input_tensor`` ``[F * S]`` in ``output_tensor`` ``[S]``."""
-        del group, op, async_op  # the hook's state says over whom, and the hook how
+        """Have the hook write this rank's part ``[S]`` of the average of ``input_tensor`` ``[F * S]`` to the output."""
+        del group, op, async_op  # the hook's state has the group, and the hook chooses the operation
         self._hook(self._state, input_tensor, output_tensor)
 
 
 def install(unit: FSDPParamGroup, state: object, hook: CommHook) -> None:
-    """Let ``hook`` reduce the gradients of a unit from now on."""
+    """Make ``hook`` reduce the gradients of a unit from now on."""
     unit.sync.comm_hook = partial(hook, state)
     if unit.shard_group is not None:
         unit.set_custom(reduce=HookReduceScatter(state, hook))
 
 
 class DefaultState:
-    """What a hook has to know to average.
+    """State of a hook that averages.
 
     Args:
         process_group: the ranks whose gradients are averaged.
@@ -59,9 +59,9 @@ class DefaultState:
     Attributes:
         process_group: the same.
         world_size: number of its ranks.
-        gradient_predivide_factor: what gradients are divided by before they are summed: about the square root of the
-            number of ranks, so that neither the sum overflows nor its parts underflow.
-        gradient_postdivide_factor: what the sum is divided by.
+        gradient_predivide_factor: divisor of gradients before the sum: about the square root of the number of ranks, so
+            that neither the sum overflows nor its parts underflow.
+        gradient_postdivide_factor: divisor of the sum.
 
     Raises:
         ValueError: there is no process group, or this rank is not in it.
@@ -82,15 +82,15 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """What a hook has to know that sends gradients in a lower precision.
+    """State of a hook that sends gradients in a lower precision.
 
     Args:
         process_group: the ranks whose gradients are averaged.
-        parameter_type: dtype of what the hook leaves.
+        parameter_type: dtype of the result.
 
     Raises:
-        ValueError: as of :class:`DefaultState`, or the dtype is no floating-point dtype.
-        TypeError: it is no dtype.
+        ValueError: as :class:`DefaultState`, or ``parameter_type`` is not a floating-point dtype.
+        TypeError: ``parameter_type`` is not a dtype.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, parameter_type: torch.dtype = torch.float32) -> None:
@@ -110,10 +110,10 @@ def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """Leave this rank's part of the average of ``grad`` in ``output``, in the dtype of both.
+    """Write this rank's part of the average of ``grad`` to ``output``, in the dtype of both.
 
     Raises:
-        ValueError: ``grad`` is not as long as the ``output`` of all ranks together.
+        ValueError: ``grad`` does not have ``world_size`` times the elements of ``output``.
     """
     if grad.numel() != output.numel() * state.world_size:
         raise ValueError(
@@ -127,15 +127,15 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 
 
 def fp16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average in float16, and leave the result in ``state.parameter_type``: see :func:`bf16_compress_hook`."""
+    """Average in float16, with the result in ``state.parameter_type``; see :func:`bf16_compress_hook`."""
     _average_in(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Average in bfloat16, and leave the result in ``state.parameter_type``.
+    """Average in bfloat16, with the result in ``state.parameter_type``.
 
     Args:
-        state: whom to average with, and the dtype of the result.
+        state: the process group, and the dtype of the result.
         grad: ``[S]`` in any floating-point dtype; without ``output`` it becomes the average.
         output: ``[S / F]``; becomes this rank's part of the average.
     """
@@ -154,9 +154,9 @@ def _average_in(dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor
 
 
 def _put(result: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) -> None:
-    """Make ``into`` the result in a dtype: in its own memory if it has that dtype, in other memory if not."""
+    """Set ``into`` to the result in ``dtype``; in its own memory if it has that dtype, otherwise in new memory."""
     if into.dtype == dtype:
-        into.copy_(result)  # nothing is copied where they are the same
+        into.copy_(result)  # a no-op if they are the same tensor
     else:
         into.data = result.to(dtype)
 
@@ -170,8 +170,8 @@ def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Pr
     """Reduce a tensor over the ranks of a group, in place.
 
     Raises:
-        StepAborted: this rank was told to give up meanwhile.
-        CollectiveFailed: a peer died or left; ``what`` is named.
+        StepAborted: the wait was cancelled.
+        CollectiveFailed: a peer died or left; the message names ``what``.
     """
     _wait(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor.device, group, what)
 

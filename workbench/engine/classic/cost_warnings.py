@@ -1,4 +1,4 @@
-"""Warnings about wrappers that work and cost more, or do less, than their script expects."""
+"""Warnings about wrappers that work, but cost more or do less than the script expects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ENGINE = "workbench.engine."
 
 
 def caution(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line that called the engine: there Python shows the same message once, however many units it is of.
+    """Warn at the line that called the engine, so that Python shows a message once for any number of units.
 
     Args:
         message: what happened, and what to do.
-        category: of the warning.
+        category: class of the warning.
     """
     level = 2
     frame: FrameType | None = sys._getframe(1)
@@ -29,7 +29,7 @@ def caution(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def check_is_called(module: nn.Module) -> None:
-    """Warn about a container: a wrapper gathers when its module is called, and a container never is."""
+    """Warn about a container: a wrapper gathers when its module is called, and a container is never called."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         caution(
             f"FullyShardedDataParallel around {type(module).__name__}, which has no forward: nobody calls it, so its "
@@ -39,7 +39,7 @@ def check_is_called(module: nn.Module) -> None:
 
 
 def check_splits(num_ranks: int, strategy: ShardingStrategy) -> None:
-    """Warn if a strategy that splits parameters has one rank, which has all of each."""
+    """Warn if a strategy that splits parameters runs on a single rank."""
     if num_ranks == 1 and strategy is not ShardingStrategy.NO_SHARD:
         caution(
             f"FullyShardedDataParallel: one rank holds whole parameters, so {strategy.name} is NO_SHARD here; start "
@@ -48,7 +48,7 @@ def check_splits(num_ranks: int, strategy: ShardingStrategy) -> None:
 
 
 def check_gradient_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Warn if only some parameters of a unit, given with their names, are trained: it reduces gradients of all."""
+    """Warn if only some of a unit's (name, parameter) pairs are trained: the unit reduces gradients of all."""
     trained = [path for path, param in named if param.requires_grad]
     frozen = [path for path, param in named if not param.requires_grad]
     if trained and frozen:
@@ -61,7 +61,7 @@ def check_gradient_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def check_own_precision(kinds: Iterable[type[nn.Module]]) -> None:
-    """Warn that modules of some classes do not compute in the precision that was asked for."""
+    """Warn that modules of the given classes do not compute in the requested precision."""
     names = sorted({kind.__name__ for kind in kinds})
     if names:
         caution(

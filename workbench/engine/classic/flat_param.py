@@ -1,18 +1,18 @@
-"""Many parameters as one: flattened, laid end to end, and cut where the ranks' borders fall.
+"""A flat parameter: the parameters of a unit, flattened, concatenated, and split evenly over the ranks.
 
-Words, with F ranks and c = ceil(numel / F)::
+Terms, with F ranks and c = ceil(numel / F)::
 
     flat          [numel]    all parameters of a unit, one after another, in the order of their definition
-    padded flat   [F * c]    zeros behind it; rank r holds [r * c, (r + 1) * c), which is its slot
-    piece         [k]        what of one parameter lies in a rank's slot: all of it, a part, or nothing; with one rank
+    padded flat   [F * c]    with zeros at the end; rank r holds [r * c, (r + 1) * c), its slot
+    piece         [k]        the part of one parameter in a rank's slot: all of it, some, or nothing; with one rank
                              all of it, in its own shape
 
-Where tensor parallelism has split a parameter before, the flat parameter holds this rank's part of it, and numel counts
-that. Modules have a DTensor of this part while they compute, as without the wrapper; its gradient too lies here as this
-rank's part. An optimizer is given plain tensors in any case: the flat one, or pieces.
+If tensor parallelism has split a parameter, the flat parameter holds this rank's part of it, and numel counts only that
+part. Modules compute with a DTensor of it, as without the wrapper; its gradient is stored here as this rank's part too.
+An optimizer always gets plain tensors: the flat parameter, or pieces.
 
-Other than torch's, a flat parameter has no gaps between its parameters, and modules compute with parameters of their
-own in the unsharded memory, not with views that autograd knows: their gradients need not be put together first.
+Unlike torch's, a flat parameter has no gaps between its parameters, and modules compute with separate parameters in the
+unsharded memory, not with views that autograd tracks: their gradients need not be concatenated first.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from workbench.engine.unsharding import laid_out
 from workbench.events import FlatPart, Param, ParamTensors, within
 
 TPGroups = tuple[dist.ProcessGroup, ...]
-"""Groups of ranks that hold different elements of a parameter, which tensor parallelism has split over them."""
+"""Process groups over which tensor parallelism has split a parameter."""
 
 FLAT_PARAM = "_flat_param"
-"""What the module in a wrapper calls its flat parameter."""
+"""Name of the flat parameter on the wrapped module."""
 
 
 class FlatParameter(nn.Parameter):
-    """A rank's part ``[c]`` of a flat parameter, padding included: what an optimizer is given for many parameters.
+    """A rank's slot ``[c]`` of a flat parameter, padding included; an optimizer holds it in place of many parameters.
 
     Attributes:
-        _fqns: names of the parameters in it, from the wrapped module; read by Accelerate, as the next one by Lightning.
-        _fsdp_flattened: True.
+        _fqns: names of its parameters, relative to the wrapped module; Accelerate reads them.
+        _fsdp_flattened: True; Lightning reads it.
     """
 
     _fqns: Sequence[str] = ()
@@ -85,16 +85,16 @@ _OF_FORM: frozenset[Callable[..., Any]] = frozenset(
 
 
 def _one_by_one(given: Sequence[Any]) -> Iterator[Any]:
-    """Yield what a function was given, what is in lists by itself."""
+    """Yield arguments one by one, with lists and tuples flattened."""
     for value in given:
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
 class _StandIn(torch.Tensor):
-    """Stands where a tensor is looked for: has its shape, dtype and device, and no values."""
+    """A placeholder for a tensor, with its shape, dtype and device but no values."""
 
     answers: ClassVar[frozenset[Callable[..., Any]]] = _OF_FORM
-    """What it does as any tensor."""
+    """Functions that work as on any tensor."""
 
     @classmethod
     def _for(cls, tensor: torch.Tensor, shape: torch.Size | None = None) -> Self:
@@ -108,10 +108,10 @@ class _StandIn(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - torch's protocol
-        """Answer what is asked of its form.
+        """Run functions that read only shape, dtype or device.
 
         Raises:
-            RuntimeError: something would compute with it.
+            RuntimeError: the function would compute with the values.
         """
         if func.__name__ == "__get__" or func in cls.answers:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -119,43 +119,43 @@ class _StandIn(torch.Tensor):
 
     @classmethod
     def _compute(cls, func: Callable[..., Any], given: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever func returns
-        """Do what is neither of its form nor refused."""
+        """Handle any other function; refuse it by default."""
         one = next(value for value in _one_by_one(given) if isinstance(value, cls))
         raise RuntimeError(f"{func.__name__}: {one.refusal}")
 
     @property
     def refusal(self) -> str:
-        """Why nothing computes with it, and what to do instead."""
+        """Error message: why nothing can compute with the placeholder, and what to do instead."""
         raise NotImplementedError
 
 
 class FlatPlaceholder(_StandIn):
-    """Stands on a module for a parameter that lies in a flat one."""
+    """Placeholder on a module for a parameter that is sharded in a flat parameter."""
 
     full: FullParam
 
     @classmethod
     def of(cls, full: FullParam) -> FlatPlaceholder:
-        """Return what stands for ``full``, of its global shape, while that is closed."""
+        """Return the placeholder for ``full`` while it is closed; it has the global shape."""
         away = cls._for(full.data, None if full.tp_spec is None else full.param.shape)
         away.full = full
         return away
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it is."""
+        """Return a short description."""
         return f"<{self.full.fqn} is sharded: {list(self.shape)}, {self.dtype}>"
 
     @property
     def refusal(self) -> str:
-        """Why nothing computes with it, and what to do instead."""
+        """Error message: why nothing can compute with the placeholder, and what to do instead."""
         return is_sharded(self.full.fqn, "the FullyShardedDataParallel around its module", "within summon_full_params")
 
 
 class Unreduced(_StandIn):
-    """Stands in ``.grad`` for gradients that were added up within ``no_sync`` and wait for their reduction.
+    """Placeholder in ``.grad`` for gradients that were accumulated within ``no_sync`` and not reduced yet.
 
-    There ``zero_grad`` finds them, as it does with torch's wrapper: it takes this away, or makes it zero, and they are
-    forgotten before the next one comes.
+    It lets ``zero_grad`` find them, as with torch's wrapper: ``zero_grad`` removes the placeholder or sets it to zero,
+    and the accumulated gradients are then dropped before the next ones arrive.
     """
 
     answers = _OF_FORM | {torch.Tensor.requires_grad_}
@@ -164,18 +164,18 @@ class Unreduced(_StandIn):
 
     @classmethod
     def of(cls, param: nn.Parameter, fqn: str) -> Unreduced:
-        """Return what stands for the gradient of ``param``."""
+        """Return the placeholder for the gradient of ``param``."""
         unreduced = cls._for(param.detach())
         unreduced.fqn, unreduced.is_zero = fqn, False
         return unreduced
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say what it is."""
+        """Return a short description."""
         return f"<gradient of {self.fqn}, not reduced yet: {list(self.shape)}, {self.dtype}>"
 
     @property
     def refusal(self) -> str:
-        """Why nothing computes with it, and what to do instead."""
+        """Error message: why nothing can compute with the placeholder, and what to do instead."""
         return (
             f"the gradient of {self.fqn!r} was added up within no_sync() and is not reduced yet; run a backward "
             "outside of it before whatever needs gradients"
@@ -183,7 +183,7 @@ class Unreduced(_StandIn):
 
     @classmethod
     def _compute(cls, func: Callable[..., Any], given: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever func returns
-        """Note that it was made zero."""
+        """Record zeroing; refuse anything else."""
         if func.__name__ not in {"zero_", "_foreach_zero_"}:
             return super()._compute(func, given)
         for grad in _one_by_one(given):
@@ -200,13 +200,13 @@ def _reduced_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 @dataclass(eq=False)
 class ExposedGrad:
-    """A gradient that was shown to whoever looks at parameters, or what stands for it.
+    """An unreduced gradient, or its placeholder, exposed in ``.grad`` of a parameter.
 
     Attributes:
-        param: whose it is.
-        grad: what was shown.
-        reduced: what ``param`` had before, of earlier backwards.
-        fulls: what has it in truth.
+        param: the parameter.
+        grad: the exposed gradient or placeholder.
+        reduced: the gradient that ``param`` had before, from earlier backwards.
+        fulls: the full parameters that own the unreduced gradients.
     """
 
     param: nn.Parameter
@@ -215,7 +215,7 @@ class ExposedGrad:
     fulls: Sequence[FullParam]
 
     def take_back(self) -> None:
-        """Let ``param`` have what it had; if something else was done with what was shown, this gradient is over."""
+        """Restore the earlier ``.grad``; drop the unreduced gradients if the exposed one was zeroed or replaced."""
         if self.param.grad is self.grad and not getattr(self.grad, "is_zero", False):
             self.param.grad = self.reduced
             return
@@ -227,19 +227,19 @@ class ExposedGrad:
 
 @dataclass(eq=False)
 class FlatSlice:
-    """One parameter of a flat one.
+    """One parameter within a flat parameter.
 
     Attributes:
-        info: where it is registered.
-        original: the object that was there before.
-        held: with ``use_orig_params`` what an optimizer is given, this rank's piece: the original itself, or in the
-            place of a DTensor, which cannot be a piece, another parameter; else it is empty.
+        info: where the parameter is registered.
+        original: the original parameter object.
+        held: with ``use_orig_params`` the optimizer's parameter, this rank's piece: the original itself, or a separate
+            parameter instead of a DTensor, which cannot be a piece; otherwise empty.
         first: index of its first element in the flat parameter.
-        shape: what the flat parameter has of it: its own shape, or that of this rank's part in tensor parallelism.
-        global_shape: its own.
-        fqn: name from the root, or from the wrapped module until the root is known.
+        shape: shape in the flat parameter: its own, or that of this rank's part in tensor parallelism.
+        global_shape: shape of the whole parameter.
+        fqn: name relative to the root, or to the wrapped module until the root is known.
         tp_spec: how tensor parallelism has split it; None if it has not.
-        mesh: the mesh of the wrapper joined with that of tensor parallelism; None without.
+        mesh: the wrapper's mesh joined with that of tensor parallelism; None without tensor parallelism.
     """
 
     info: ParamModuleInfo
@@ -254,10 +254,10 @@ class FlatSlice:
 
     @classmethod
     def of(cls, param: nn.Parameter, info: ParamModuleInfo, first: int, mesh: FSDPMeshInfo) -> FlatSlice:
-        """Return the part that ``param`` becomes.
+        """Return the slice for ``param``.
 
         Raises:
-            ValueError: it is a DTensor whose mesh cannot be joined with that of the wrapper.
+            ValueError: ``param`` is a DTensor whose mesh cannot be joined with the wrapper's.
         """
         if not isinstance(param, DTensor):
             return cls(info, param, param, first, param.shape, param.shape, info.path)
@@ -268,11 +268,11 @@ class FlatSlice:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.shape.numel()
 
     def within(self, begin: int, end: int) -> tuple[int, int]:
-        """Return which of the elements ``[begin, end)`` of the flat parameter are its own; they may be none."""
+        """Return this slice's elements among ``[begin, end)`` of the flat parameter, as (first, last); may be empty."""
         return within(self.first, self.first + self.numel, begin, end)
 
     def describe(self, *, trainable: bool) -> FlatPart:
@@ -288,15 +288,15 @@ class FlatSlice:
     # ---- tensor parallelism
 
     def as_global(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what lies as :attr:`shape` says as the DTensor it is a rank's part of; anything else as it is."""
+        """Return a tensor of :attr:`shape` as the DTensor that it is a part of; return other tensors as they are."""
         if self.tp_spec is None or local.shape != self.shape:
             return local
         return dtensor_of(local, with_dtype(self.tp_spec, local.dtype))
 
     def local_part(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what this rank's part in tensor parallelism has of ``value``, of the global shape; a view if it can.
+        """Return this rank's tensor-parallel part of ``value``, which has the global shape; a view if possible.
 
-        Collective if ``value`` is a DTensor of another layout than tensor parallelism gave the parameter.
+        Collective if ``value`` is a DTensor whose layout differs from the parameter's.
         """
         if self.tp_spec is None:
             return value
@@ -304,27 +304,27 @@ class FlatSlice:
 
     @property
     def tp_groups(self) -> TPGroups:
-        """The groups of ranks that have different elements of it, because tensor parallelism has split it."""
+        """The process groups over which tensor parallelism has split the parameter."""
         spec = self.tp_spec
         if spec is None:
             return ()
         return tuple(spec.mesh.get_group(axis) for axis, each in enumerate(spec.placements) if each.is_shard())
 
     def show(self, whole: torch.Tensor) -> nn.Parameter:
-        """Return the parameter that is ``whole``, of :attr:`shape`: what is held, or a DTensor in its place."""
+        """Return a parameter with the data ``whole``, of :attr:`shape`: the held one, or a DTensor instead of it."""
         if self.tp_spec is not None:
             return nn.Parameter(self.as_global(whole), requires_grad=self.held.requires_grad)
         self.held.data = whole
         return self.held
 
     def hold(self, piece: torch.Tensor) -> None:
-        """Let what is held be ``piece``, and the original nothing else."""
+        """Set the held parameter's data to ``piece``, and empty the original if it is a DTensor."""
         self.held.data = piece
         if isinstance(self.original, DTensor):
             set_local(self.original, piece.new_empty(0))
 
     def give_back(self, whole: torch.Tensor) -> None:
-        """Let the original be ``whole``, of :attr:`shape`, for good."""
+        """Set the original's data to ``whole``, of :attr:`shape`, permanently."""
         if isinstance(self.original, DTensor):
             set_local(self.original, whole)
         else:
@@ -333,13 +333,13 @@ class FlatSlice:
 
 
 class FlatParam(FSDPParam):
-    """A managed parameter that stands for many.
+    """A managed parameter that combines many.
 
     Attributes:
         parts: the parameters, in the order of their definition.
-        use_orig_params: the originals stay on the modules and in the optimizer, each as its piece; else one
-            :class:`FlatParameter` on the wrapped module takes their place.
-        grad_dtype: of sharded gradients; None: as the shard's.
+        use_orig_params: the originals stay on the modules and in the optimizer, each as its piece; otherwise one
+            :class:`FlatParameter` on the wrapped module replaces them.
+        grad_dtype: dtype of sharded gradients; None: the shard's dtype.
     """
 
     computes_in_shard = True
@@ -363,7 +363,7 @@ class FlatParam(FSDPParam):
         self._calls_setattr = os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1"
         modules = [module for _, info in given for module, _ in info.places]
         self._has_setattr = self._calls_setattr and any(map(has_own_setattr, modules))
-        self._shown: list[ExposedGrad] = []  # until something computes with the modules again
+        self._shown: list[ExposedGrad] = []  # until the modules compute again
         super().__init__(
             ParamModuleInfo(owner, FLAT_PARAM, FLAT_PARAM),
             ShardLayout(torch.Size([numel]), 0, mesh.shard_mesh_size),
@@ -374,12 +374,12 @@ class FlatParam(FSDPParam):
 
     @property
     def owned(self) -> Sequence[nn.Parameter]:
-        """The originals, or the flat parameter."""
+        """The optimizer's parameters: the held pieces, or the flat parameter."""
         return [part.held for part in self.parts] if self.use_orig_params else (self.sharded_param,)
 
     @property
     def meshes(self) -> Sequence[DeviceMesh]:
-        """Those of all ranks that have some of a part, where tensor parallelism has split it."""
+        """The joined meshes of the parts that tensor parallelism has split."""
         return [part.mesh for part in self.parts if part.mesh is not None]
 
     @property
@@ -389,50 +389,50 @@ class FlatParam(FSDPParam):
 
     @property
     def is_whole(self) -> bool:
-        """True where one rank has all of it."""
+        """True if one rank has the whole flat parameter."""
         return self.layout.num_shards == 1
 
     @property
     def owns_wholes(self) -> bool:
-        """True where an optimizer is given parameters as they were: updates and state may look at their shapes."""
+        """True if the optimizer holds parameters in their original shapes, on which updates and state may depend."""
         return self.is_whole and self.use_orig_params
 
     @property
     def trains(self) -> list[bool]:
-        """Which of the full forms take a gradient now."""
+        """For each full parameter, whether it requires a gradient now."""
         if self.use_orig_params:
             return [part.held.requires_grad for part in self.parts]
         return [self.sharded_param.requires_grad] * len(self.parts)
 
     def take_names(self, full_name: Callable[[nn.Module, str], str]) -> None:
-        """Be called, from now on, what ``full_name`` makes of a module and what this one calls it."""
+        """Set the names to ``full_name(module, name)`` of where each parameter is registered."""
         self.fqn = full_name(self.info.module, self.info.name)
         for part, full in zip(self.parts, self.fulls, strict=True):
             part.fqn = full.fqn = full_name(part.info.module, part.info.name)
 
-    # ---- where parts lie
+    # ---- positions of parts
 
     @property
     def infos(self) -> Sequence[ParamModuleInfo]:
-        """Where the parts are registered while they are whole."""
+        """Where the parts are registered while they are unsharded."""
         return [part.info for part in self.parts]
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Which elements of the padded flat parameter are this rank's."""
+        """(begin, end) of this rank's slot in the padded flat parameter."""
         begin = self.mesh_info.shard_mesh_rank * self.slot_numel
         return begin, begin + self.slot_numel
 
     @property
     def is_here(self) -> list[bool]:
-        """Whether this rank has elements of each that :attr:`owned` names, or all there are of it."""
+        """Whether this rank has elements of each parameter in :attr:`owned`, or all of an empty one."""
         if not self.use_orig_params:
             return [True]
         pieces = zip(self.parts, self._pieces, strict=True)
         return [bool(piece.numel()) or (self.is_whole and part.tp_spec is None) for part, piece in pieces]
 
     def pieces_of(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        """Return what lies of each part in a slot ``[c]`` of this rank, as views ``[k]``, or of their shapes."""
+        """Return the piece of each part in this rank's ``slot`` ``[c]``: views ``[k]``; on one rank in their shapes."""
         if self.is_whole:
             return self.parts_of(slot)
         begin, end = self.bounds
@@ -440,25 +440,25 @@ class FlatParam(FSDPParam):
         return [slot[first - begin : last - begin] if first < last else slot[:0] for first, last in within]
 
     def piece_of_full(self, part: FlatSlice, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of a whole parameter, as a view if that is contiguous."""
+        """Return this rank's piece of a whole parameter; a view if ``full`` is contiguous."""
         if self.is_whole:
             return full
         first, last = part.within(*self.bounds)
         return full.reshape(-1)[first - part.first : max(first, last) - part.first]
 
     def parts_of(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts as views of ``full`` ``[numel]``, in the shapes that they have here."""
+        """Return the parts as views of ``full`` ``[numel]``, each in its :attr:`FlatSlice.shape`."""
         flat = zip(self.parts, full.split([part.numel for part in self.parts]), strict=True)
         return [piece.view(part.shape) for part, piece in flat]
 
     def as_global(self, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return :meth:`parts_of` as modules have them: DTensors where tensor parallelism has split a part."""
+        """Convert the result of :meth:`parts_of` for modules: DTensors for parts that tensor parallelism has split."""
         return [part.as_global(local) for part, local in zip(self.parts, locals_, strict=True)]
 
-    # ---- the sharded form
+    # ---- sharded
 
     def local_view(self, slot: torch.Tensor) -> torch.Tensor:
-        """Return the slot: a rank's part is as long as any other's, padding included."""
+        """Return the slot: every rank's slot has the same length, padding included."""
         return slot
 
     @property
@@ -467,7 +467,7 @@ class FlatParam(FSDPParam):
         return local_tensor(self.parts[0].original)
 
     def shard_from(self, slot: torch.Tensor) -> None:
-        """Copy this rank's pieces of the originals into ``slot``, and make ``sharded_param`` of it."""
+        """Copy this rank's pieces of the originals into ``slot``, and create ``sharded_param`` from it."""
         for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
             if not slot.is_meta:
                 piece.copy_(self.piece_of_full(part, local_tensor(part.original).detach()))
@@ -477,7 +477,7 @@ class FlatParam(FSDPParam):
         if not self.use_orig_params:
             for module, name in self._places():
                 del module._parameters[name]
-            for part in self.parts:  # an optimizer may hold it until it goes on with the flat one
+            for part in self.parts:  # an optimizer may hold the originals until it switches to the flat parameter
                 part.hold(slot.new_empty(0))
         self._lie_in(slot)
 
@@ -495,19 +495,19 @@ class FlatParam(FSDPParam):
 
     @property
     def holders(self) -> Sequence[torch.Tensor]:
-        """What an optimizer is given."""
+        """The optimizer's parameters."""
         return self.owned
 
     @property
     def is_on_modules(self) -> bool:
-        """True if the parameters on the modules are the objects known here, wherever their data is."""
+        """True if the parameters on the modules are the ones of this object, wherever they are stored."""
         if not self.use_orig_params:
             return parameter_of(self.info.module, FLAT_PARAM) is self.sharded_param
         return all(parameter_of(part.info.module, part.info.name) is part.held for part in self.parts)
 
     @property
     def is_registered(self) -> bool:
-        """True if the parameters on the modules are those known here, and in this rank's slot."""
+        """True if the parameters on the modules are the ones of this object, stored in this rank's slot."""
         if not self.is_on_modules:
             return False
         if not self.use_orig_params:
@@ -519,11 +519,11 @@ class FlatParam(FSDPParam):
         )
 
     def registered(self) -> nn.Parameter:
-        """Return the flat parameter; with ``use_orig_params`` the one that is behind the originals.
+        """Return the flat parameter registered now; with ``use_orig_params`` the one behind the originals.
 
         Raises:
-            TypeError: something else was registered under its name.
-            ValueError: one of another size was.
+            TypeError: it was removed from its module.
+            ValueError: it was replaced by one of another size.
         """
         if self.use_orig_params:
             return self.sharded_param
@@ -548,7 +548,7 @@ class FlatParam(FSDPParam):
         return param
 
     def adopt(self, slot: torch.Tensor) -> None:
-        """Make ``slot`` the storage of what is registered, keeping the values it has now."""
+        """Move the registered parameters, with their current values, into ``slot``."""
         if self.use_orig_params:
             self._adopt_originals(slot)
         else:
@@ -579,7 +579,8 @@ class FlatParam(FSDPParam):
     def _orig_param_dtype(self) -> torch.dtype:
         """The dtype of the shard.
 
-        Accelerate sets it once it has given the flat parameter data of another dtype: the originals follow then.
+        Accelerate sets this after it has given the flat parameter data of another dtype; the setter updates the
+        originals.
         """
         return self.orig_dtype
 
@@ -590,23 +591,23 @@ class FlatParam(FSDPParam):
                 part.hold(piece)
 
     def keep(self) -> None:
-        """Take the registered flat parameter over where it lies."""
+        """Adopt the registered flat parameter in its current memory."""
         self.sharded_param = self.registered()
         self._lie_in(self.sharded_param.detach())
         self.register(self.sharded_param)
 
     @property
     def writes_back(self) -> bool:
-        """Whether values that are put in the place of the originals' pieces are copied to the slot."""
+        """Whether values that replace the originals' pieces are copied to the slot."""
         return self.use_orig_params
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part ``[c]``, padding included."""
+        """This rank's slot ``[c]``, padding included."""
         return self._slot
 
     def register(self, form: nn.Parameter) -> None:
-        """Put the originals onto their modules; or ``form`` onto the wrapped one and onto these what cannot be read."""
+        """Register the originals on their modules, or ``form`` on the wrapped module and placeholders on the others."""
         if self.use_orig_params:
             for part in self.parts:
                 self._put(part, part.held)
@@ -617,12 +618,12 @@ class FlatParam(FSDPParam):
                 vars(module)[name] = away
 
     def show(self, views: Sequence[FullView]) -> None:
-        """Let the full forms be ``views`` from now on."""
+        """Use ``views`` as the full parameters from now on."""
         super().show(views)
         self._away = [FlatPlaceholder.of(full) for full in self.fulls]
 
     def register_full(self) -> None:
-        """Let the modules have the full forms: as parameters with ``use_orig_params``, else as attributes."""
+        """Put the full parameters on the modules: as parameters with ``use_orig_params``, otherwise as attributes."""
         for part, full in zip(self.parts, self.fulls, strict=True):
             if self.use_orig_params:
                 self._put(part, full.param)
@@ -630,7 +631,7 @@ class FlatParam(FSDPParam):
                 for module, name in part.info.places:
                     if self._has_setattr and has_own_setattr(module):
                         setattr(module, name, full.param)
-                        module._parameters.pop(name, None)  # it is no parameter of the module
+                        module._parameters.pop(name, None)  # it must not be a parameter of the module
                     vars(module)[name] = full.param
 
     def _put(self, part: FlatSlice, param: nn.Parameter) -> None:
@@ -642,7 +643,7 @@ class FlatParam(FSDPParam):
             put_parameter(module, name, param)
 
     def to_rest(self) -> None:
-        """Let the modules have the originals, where these are what is owned; and show gradients that are added up."""
+        """Expose accumulated gradients in ``.grad``; with ``use_orig_params``, put the held pieces on the modules."""
         if not self._shown and self.has_full_grad:
             self._shown = list(self._show_grads())
         if self.use_orig_params and self.state is ShardedState.UNSHARDED:
@@ -655,28 +656,28 @@ class FlatParam(FSDPParam):
             self.register_full()
 
     def to_unsharded(self) -> None:
-        """Register the full forms; their memory must be there."""
+        """Register the full parameters; their memory must be filled."""
         self._take_grads_back()
         super().to_unsharded()
 
     def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
-        """Raise NotImplementedError: a flat parameter is kept whole between forward and backward, or not at all."""
+        """Raise NotImplementedError: after forward, a flat parameter is either whole or fully sharded."""
         raise NotImplementedError(f"flat parameter {self.fqn!r} cannot be kept split over fewer ranks after forward")
 
-    # ---- whole, outside of a step
+    # ---- whole parameters outside of a step
 
     @property
     def slot(self) -> torch.Tensor:
-        """This rank's part ``[c]``, padding included."""
+        """This rank's slot ``[c]``, padding included."""
         return self._slot
 
     @property
     def pieces(self) -> Sequence[torch.Tensor]:
-        """What lies of each part in it: the same objects as long as it stays."""
+        """The piece of each part in the slot; the same objects until the slot changes."""
         return self._pieces
 
     def grad_slot(self) -> torch.Tensor:
-        """Return this rank's part ``[c]`` of the gradient; zero where there is none."""
+        """Return this rank's slot ``[c]`` of the gradient; zeros where there is none."""
         slot = torch.zeros_like(self._slot, dtype=self.grad_dtype)
         if not self.use_orig_params:
             return slot if self.sharded_param.grad is None else self.sharded_param.grad
@@ -686,7 +687,7 @@ class FlatParam(FSDPParam):
         return slot
 
     def show_wholes(self, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
-        """Let the modules have whole parameters of other memory, and with ``use_orig_params`` whole gradients."""
+        """Put whole parameters in other memory on the modules, and with ``use_orig_params`` whole gradients."""
         if not self.use_orig_params:
             self.stand_in(self.as_global(wholes))
             return
@@ -701,7 +702,7 @@ class FlatParam(FSDPParam):
 
     @torch.no_grad()
     def hide_wholes(self, *, write_back: bool) -> None:
-        """Undo :meth:`show_wholes`; ``write_back``: with the values there are now."""
+        """Undo :meth:`show_wholes`; with ``write_back``, keep the current values."""
         if write_back:
             self.take_values()
         if not self.use_orig_params:
@@ -718,7 +719,7 @@ class FlatParam(FSDPParam):
         self.register(self.sharded_param)
 
     def stand_in(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Let the modules have other parameters, one of each of ``tensors``; None: none."""
+        """Put temporary parameters on the modules, one for each of ``tensors``; None leaves a part without one."""
         each = zip(tensors, self.trains, strict=True)
         params = [None if tensor is None else nn.Parameter(tensor, requires_grad=trains) for tensor, trains in each]
         self.register_plain(params, lambda module: module)
@@ -736,20 +737,20 @@ class FlatParam(FSDPParam):
 
     @torch.no_grad()
     def take_values(self) -> None:
-        """Copy this rank's pieces of the whole parameters that the modules have now."""
+        """Copy this rank's pieces of the whole parameters on the modules into the slot."""
         for part, piece in zip(self.parts, self._pieces, strict=True):
             piece.copy_(self.piece_of_full(part, part.local_part(self._original(part).detach())))
 
     @property
     def own_numel(self) -> int:
-        """Elements of this rank's slot that are no padding."""
+        """Number of elements in this rank's slot, without padding."""
         begin, end = self.bounds
         return max(0, min(end, self.layout.numel) - begin)
 
-    # ---- undone
+    # ---- unwrapping
 
     def give_back(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Let the originals, with whole values, be on their modules as before; for good."""
+        """Put the originals, with whole values, back on their modules permanently."""
         for part, whole in zip(self.parts, wholes, strict=True):
             part.give_back(whole)
         self.register_plain([part.original for part in self.parts], lambda module: module)
@@ -757,7 +758,7 @@ class FlatParam(FSDPParam):
     def register_plain(
         self, params: Sequence[nn.Parameter | None], module_of: Callable[[nn.Module], nn.Module]
     ) -> None:
-        """Put a parameter for each part on what ``module_of`` says of its modules, in the place of what is there."""
+        """Register a parameter for each part on ``module_of(module)`` of its modules, replacing what is there."""
         drop_own_parameter(module_of(self.info.module), FLAT_PARAM)
         for part, param in zip(self.parts, params, strict=True):
             for module, name in part.info.places:
@@ -765,23 +766,23 @@ class FlatParam(FSDPParam):
                 module_of(module)._parameters[name] = param
 
     def unreadable(self) -> Sequence[torch.Tensor]:
-        """Return what modules have as attributes while the parameters are sharded: it cannot be read."""
+        """Return the placeholders that modules have as attributes while the parameters are sharded."""
         return () if self.use_orig_params else self._away
 
     # ---- gradients
 
     def accumulate_grad(self, dtype: torch.dtype) -> None:
-        """Move full gradients to those that wait for a reduction: in its ``dtype`` or their own, the wider one.
+        """Accumulate full gradients until their reduction, in the wider of its ``dtype`` and their own.
 
-        Torch's wrapper adds up in their own, which is coarse where that is the low precision; ``fully_shard`` in that
-        of the reduction.
+        Torch's wrapper accumulates in their own dtype, which is inaccurate in low precision; ``fully_shard``
+        accumulates in the dtype of the reduction.
         """
         super().accumulate_grad(torch.promote_types(dtype, self.fulls[0].param.dtype))
 
     def copy_in_pairs(
         self, grads: Grads, slots: torch.Tensor, first_rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (destination, source) that lay the parts' gradients out in ``slots`` ``[n, c]``; zeros otherwise."""
+        """Yield (destination, source) copies that lay out gradients in ``slots`` ``[n, c]``; set the rest to zero."""
         flat, begin = slots.view(-1), first_rank * self.slot_numel
         for part, grad in zip(self.parts, grads, strict=True):
             first, last = part.within(begin, begin + len(flat))
@@ -794,12 +795,12 @@ class FlatParam(FSDPParam):
         flat[max(0, self.layout.numel - begin) :].zero_()
 
     def drop_grad(self) -> None:
-        """Forget full gradients."""
+        """Drop full gradients."""
         self._take_grads_back()
         super().drop_grad()
 
     def _show_grads(self) -> Iterator[ExposedGrad]:
-        """Give what is owned the gradients that are not reduced yet, where it can have them, and yield them."""
+        """Expose unreduced gradients, or placeholders, in ``.grad`` of the owned parameters; yield what was exposed."""
         if self.use_orig_params:
             owned = [(part.held, part.fqn, [full]) for part, full in zip(self.parts, self.fulls, strict=True)]
         else:
@@ -809,7 +810,7 @@ class FlatParam(FSDPParam):
                 continue
             before = param.grad
             grads = fulls[0].grads
-            is_whole = self.owns_wholes and fulls[0].tp_spec is None  # a DTensor's may be a pending sum
+            is_whole = self.owns_wholes and fulls[0].tp_spec is None  # a DTensor's gradient may be a partial sum
             is_its_own = is_whole and before is None and len(grads) == 1 and grads[0].dtype == param.dtype
             param.grad = grads[0] if is_its_own else Unreduced.of(param, fqn)
             yield ExposedGrad(param, param.grad, before, fulls)
@@ -838,7 +839,7 @@ class FlatParam(FSDPParam):
         param.grad._workbench_lease = lease  # type: ignore[attr-defined]
 
     def grads_by_groups(self, param: nn.Parameter, grad: torch.Tensor) -> Iterator[tuple[TPGroups, torch.Tensor]]:
-        """Yield a gradient of one of :attr:`owned`, or its pieces, each with the :attr:`Part.tp_groups` of its part."""
+        """Yield (:attr:`FlatSlice.tp_groups`, gradient) for an owned parameter's gradient, piece by piece if flat."""
         if not self.is_tensor_parallel:
             yield (), grad
         elif self.use_orig_params:
@@ -847,10 +848,10 @@ class FlatParam(FSDPParam):
             pairs = zip(self.parts, self.pieces_of(grad), strict=True)
             yield from ((part.tp_groups, piece) for part, piece in pairs if piece.numel())
 
-    # ---- what is known of it
+    # ---- for the probe
 
     def tensors(self) -> dict[str, ParamTensors]:
-        """Return what this rank has of it now, and of each part, by names."""
+        """Return this rank's current tensors of the flat parameter and of each part, by name."""
         rank, slot_grad = self.mesh_info.shard_mesh_rank, _reduced_grad(self.sharded_param)
         found = {
             self.fqn: ParamTensors(
@@ -874,7 +875,7 @@ class FlatParam(FSDPParam):
         return found
 
     def _full_now(self) -> torch.Tensor | None:
-        """Return all parts ``[numel]``, which lie end to end while they are there, as a view; None: they are not."""
+        """Return a view ``[numel]`` of all parts, which are contiguous while unsharded; None if they are sharded."""
         first = self.fulls[0]
         return local_tensor(first.param).detach().as_strided((self.layout.numel,), (1,)) if first.is_open else None
 

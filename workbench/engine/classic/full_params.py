@@ -1,4 +1,4 @@
-"""Whole parameters outside of a step: gathered for a while, and written back to shards."""
+"""Whole parameters outside of a step: gathered temporarily, and written back to shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @torch.no_grad()
 def gather_flat(unit: FSDPParamGroup, slot: torch.Tensor) -> torch.Tensor:
-    """Return what the ranks' ``slot`` s ``[c]`` are together, ``[F * c]``, in their dtype, on the unit's device.
+    """All-gather the ranks' slots ``[c]``; return ``[F * c]`` in their dtype, on the unit's device.
 
     Collective over the ranks that share one copy.
     """
@@ -40,10 +40,7 @@ def gather_flat(unit: FSDPParamGroup, slot: torch.Tensor) -> torch.Tensor:
 
 
 def whole_parts(unit: FSDPParamGroup, flat: FlatParam, slot: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts, as :meth:`FlatParam.parts_of` does, of what the ranks' ``slot`` s are together; collective.
-
-    A slot is ``[c]``; together they are ``[F * c]``.
-    """
+    """All-gather the ranks' slots ``[c]`` and return the parts, as :meth:`FlatParam.parts_of` does; collective."""
     return flat.parts_of(flat.layout.full_view(gather_flat(unit, slot)))
 
 
@@ -56,21 +53,22 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Give the modules their whole parameters within a ``with``; collective, between iterations.
+    """Put whole parameters on the modules within a ``with``; collective, between iterations.
 
     Args:
-        module: whose wrappers, itself included, do so.
-        recurse: also those below it.
-        writeback: keep what is changed meanwhile; each rank keeps its own piece.
-        rank0_only: only the first rank of each wrapper's mesh has them.
-        offload_to_cpu: they are on the CPU.
-        with_grads: the same for gradients; needs ``use_orig_params``.
+        module: a wrapper, or with ``recurse`` any module.
+        recurse: also for all wrappers below ``module``.
+        writeback: keep changes; each rank keeps those to its own piece.
+        rank0_only: only for the first rank of each wrapper's mesh.
+        offload_to_cpu: put the whole parameters on the CPU.
+        with_grads: also gather gradients; needs ``use_orig_params``.
 
     Raises:
         ValueError: ``writeback`` with ``rank0_only``; ``with_grads`` with ``offload_to_cpu``.
         NotImplementedError: ``with_grads`` without ``use_orig_params``.
-        RuntimeError: an iteration is under way.
-        RanksDisagreeError: it is on some ranks only; ``with_grads``, and only some ranks hold a gradient.
+        RuntimeError: an iteration is in progress.
+        RanksDisagreeError: an iteration is in progress on some ranks only; with ``with_grads``, only some ranks hold a
+            gradient.
     """
     if writeback and rank0_only:
         raise ValueError(
@@ -103,9 +101,9 @@ def summon_full_params(
 def _whole(
     state: WrapperState, *, writeback: bool, is_kept: bool, device: torch.device | None, with_grads: bool
 ) -> Iterator[None]:
-    """Within the body the modules of one wrapper have whole parameters, if ``is_kept`` here.
+    """In the body, the modules of one wrapper have whole parameters, if ``is_kept`` on this rank.
 
-    They stay as they are within another such body.
+    A nested body changes nothing.
     """
     if state.is_summoned:
         yield
@@ -114,7 +112,7 @@ def _whole(
         raise NotImplementedError("summon_full_params: with_grads=True needs use_orig_params=True")
     found = sharded_flat(state)
     if found is None:
-        state.is_summoned = state.unit is None  # one without parameters of its own leaves wrappers out of names as well
+        state.is_summoned = state.unit is None  # a wrapper without parameters must also omit wrappers from names
         try:
             yield
         finally:
@@ -126,7 +124,7 @@ def _whole(
     if is_kept:
         flat.show_wholes(wholes, grads)
     del wholes, grads
-    state.is_summoned = True  # on every rank: none gathers again within the body
+    state.is_summoned = True  # on every rank: no rank gathers again within the body
     try:
         yield
     finally:

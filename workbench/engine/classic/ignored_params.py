@@ -1,4 +1,4 @@
-"""What a wrapper leaves alone."""
+"""Modules and parameters that a wrapper ignores."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from workbench.engine.classic.flat_param import FlatParameter
 
 
 class IgnoredStates:
-    """Modules and parameters that are left alone.
+    """Modules and parameters that a wrapper leaves as they are.
 
     Attributes:
-        modules: with all that is in them.
-        params: theirs, and those that were named.
+        modules: the ignored modules and all modules in them.
+        params: parameters of these modules, and individually ignored ones.
     """
 
     def __init__(self, modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
@@ -25,16 +25,16 @@ class IgnoredStates:
 
     @property
     def ids(self) -> frozenset[int]:
-        """Ids of the parameters, and of the buffers of the modules."""
+        """Ids of the parameters and of the modules' buffers."""
         buffers = (b for m in self.modules for b in m.buffers(recurse=False))
         return frozenset(map(id, (*self.params, *buffers)))
 
     @classmethod
     def of(cls, module: nn.Module, modules: object, states: object) -> IgnoredStates:
-        """Check what was given as ``ignored_modules`` and ``ignored_states``.
+        """Return the ignored states for the arguments ``ignored_modules`` and ``ignored_states``.
 
         Raises:
-            TypeError: something else than modules or parameters.
+            TypeError: an argument contains something other than modules or parameters.
             ValueError: both are given, or the wrapped module itself is ignored.
         """
         if modules is not None and states is not None:

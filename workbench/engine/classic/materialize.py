@@ -1,4 +1,4 @@
-"""Giving a module's parameters values and a place before they are flattened."""
+"""Initialising and moving a module's parameters before they are flattened."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from workbench.engine.mesh import FSDPMeshInfo
 from workbench.events import unit_words
 
 Managed = Sequence[tuple[str, nn.Module]]
-"""Modules with their paths, those of wrappers below left out."""
+"""(path, module) pairs, without modules of wrappers below."""
 
 
 def check(managed: Managed, param_init_fn: Callable[[nn.Module], None] | None, ignored: frozenset[int]) -> None:
-    """Check that what is on the meta device can be given values; nothing is changed.
+    """Check that modules on the meta device can be initialised; nothing is changed.
 
     Args:
         managed: the modules of one unit, or of a whole tree.
-        param_init_fn: as :func:`materialize` takes it.
+        param_init_fn: see :func:`materialize`.
         ignored: ids of parameters that are not managed.
 
     Raises:
-        TypeError: ``param_init_fn`` is no function.
+        TypeError: ``param_init_fn`` is not callable.
         ValueError: a module has no ``reset_parameters``.
     """
     if param_init_fn is not None and not callable(param_init_fn):
@@ -47,16 +47,16 @@ def check(managed: Managed, param_init_fn: Callable[[nn.Module], None] | None, i
 def materialize(
     managed: Managed, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None, ignored: frozenset[int]
 ) -> None:
-    """Give values to what is on the meta device; parameters stay the objects that they are.
+    """Initialise parameters and buffers on the meta device; parameters stay the same objects.
 
     Args:
         managed: the modules of one unit.
-        device: where they are computed.
-        param_init_fn: called with each module that has something there; None: its ``reset_parameters`` is.
+        device: the device that they compute on.
+        param_init_fn: called with each module that has tensors on meta; None: call its ``reset_parameters``.
         ignored: ids of parameters that are not managed.
 
     Raises:
-        ValueError: ``param_init_fn`` left something there.
+        ValueError: ``param_init_fn`` left tensors on the meta device.
     """
     for path, module in managed:
         if not _on_meta(module, ignored):
@@ -79,7 +79,7 @@ def materialize(
 
 
 def _keep(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Let a parameter that another was made for be that one: modules that share it and optimizers hold it."""
+    """Swap the new parameter's contents into the old object, which optimizers and other modules may hold."""
     made = parameter_of(module, name)
     if made is not None and made is not param and not made.is_meta:
         torch.utils.swap_tensors(param, made)
@@ -93,7 +93,7 @@ def _on_meta(module: nn.Module, ignored: frozenset[int]) -> list[str]:
 
 
 def move(managed: Managed, device: torch.device, ignored: frozenset[int]) -> None:
-    """Move parameters and buffers to where they are computed; those on the meta device stay there."""
+    """Move parameters and buffers to ``device``; those on the meta device stay there."""
     for _, module in managed:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_meta or id(tensor) in ignored or is_of_kind(tensor, device):
@@ -106,9 +106,9 @@ def move(managed: Managed, device: torch.device, ignored: frozenset[int]) -> Non
 
 @torch.no_grad()
 def sync(managed: Managed, mesh: FSDPMeshInfo, ignored: frozenset[int]) -> None:
-    """Give every rank the parameters and buffers of the first one; collective.
+    """Broadcast the parameters and buffers of the first rank; collective.
 
-    Of what tensor parallelism has split each rank gets those of the first one that has the same part.
+    With tensor parallelism, each rank gets those of the first rank with the same part.
     """
     for _, module in managed:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):

@@ -1,4 +1,4 @@
-"""An optimizer's state dict by the names that parameters have without wrappers: whole, split or flat; and back."""
+"""Optimizer state dicts, keyed by parameter names without wrappers: full, sharded or local (flat); and loading them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ StateDict = dict[str, Any]
 """``{"state": {parameter: {key: value}}, "param_groups": [{"params": parameters, option: value}]}``."""
 
 OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-"""What an optimizer is made of: parameters, or groups."""
+"""The constructor argument of an optimizer: parameters, or groups."""
 
 Key = int | str
-"""What an optimizer's own state dict calls a parameter: its place in the groups, or with keyed optimizers a name."""
+"""A parameter's key in an optimizer's own state dict: its index over all groups, or a name with keyed optimizers."""
 
 
 class OptimStateDicts:
-    """The functions of ``FullyShardedDataParallel`` that make and load optimizers' state dicts.
+    """The functions of ``FullyShardedDataParallel`` that make and load optimizer state dicts.
 
-    Names are those of the model without wrappers; a parameter that several modules share has the first one. With
-    ``use_orig_params`` or not, on any number of ranks, the whole state is the same, and what torch's wrapper makes.
+    Names are those of the model without wrappers; a parameter that several modules share has its first name. The full
+    state is the same with and without ``use_orig_params`` and on any number of ranks, and equals that of torch's
+    wrapper.
     """
 
     @staticmethod
@@ -54,24 +55,25 @@ class OptimStateDicts:
         optim_state_dict: StateDict | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """Return the state of an optimizer as ``set_state_dict_type`` says; collective, one tensor whole at a time.
+        """Return an optimizer's state dict of the type that is set; collective, gathering one tensor at a time.
 
-        - FULL_STATE_DICT: whole tensors by names; with ``rank0_only`` empty on the other ranks.
-        - SHARDED_STATE_DICT: DTensors over the wrapper's mesh, by names; numbers as they are, and so is the state of
-          pieces where one rank has whole parameters.
+        - FULL_STATE_DICT: whole tensors by name; with ``rank0_only`` empty on the other ranks.
+        - SHARDED_STATE_DICT: DTensors over the wrapper's mesh, by name. Numbers stay as they are, and so does the state
+          of pieces if one rank has whole parameters.
         - LOCAL_STATE_DICT: the optimizer's own dict, of flat parameters or pieces.
 
-        What tensor parallelism has split is a DTensor over its axis, in SHARDED_STATE_DICT over that axis as well.
+        The state of parameters that tensor parallelism has split is a DTensor over its axis, in SHARDED_STATE_DICT over
+        that axis as well.
 
         Args:
             model: the root of a tree with wrappers.
-            optim: made of its parameters; it may hold others of the model, which are in no wrapper.
-            optim_state_dict: what ``optim.state_dict()`` says if it is not that, keyed by names or places.
-            group: whose rank 0 is meant; None: that of all ranks, under tensor parallelism that of the wrapper's mesh.
+            optim: optimizer of its parameters, including parameters of the model that are in no wrapper.
+            optim_state_dict: the optimizer's state dict, keyed by names or indices; None: ``optim.state_dict()``.
+            group: the group whose rank 0 is "rank 0"; None: all ranks, or under tensor parallelism the wrapper's mesh.
 
         Raises:
-            ValueError: no wrapper is in the tree, wrappers differ in type, the optimizer holds a parameter that is not
-                in the model, or a tensor that is neither split as its parameter is nor one number.
+            ValueError: the tree has no wrapper, wrappers differ in type, the optimizer holds a parameter that is not in
+                the model, or state has a tensor that is neither split like its parameter nor a single number.
             RuntimeError: LOCAL_STATE_DICT with tensor parallelism.
         """
         settings, given = settings_of(model), optim.state_dict() if optim_state_dict is None else optim_state_dict
@@ -98,23 +100,24 @@ class OptimStateDicts:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """Return what ``optim.load_state_dict`` takes: the other way round; collective.
+        """Convert a result of :meth:`optim_state_dict` to the input of ``optim.load_state_dict``; collective.
 
-        State of parameters that the optimizer does not hold is left out; what belongs to no parameter stays.
+        State of parameters that the optimizer does not hold is dropped; state that belongs to no parameter stays.
 
         Args:
             model: the root of a tree with wrappers.
-            optim: made of its parameters.
-            optim_state_dict: of :meth:`optim_state_dict`, of any sharding, or of torch's wrapper, or of a plain model
-                with names for keys; left as it is. With ``rank0_only`` that of rank 0 counts.
-            is_named_optimizer: its keys are the names of its parameters.
-            load_directly: load it as well.
-            group: as of :meth:`optim_state_dict`.
+            optim: optimizer of its parameters.
+            optim_state_dict: from :meth:`optim_state_dict` with any sharding, from torch's wrapper, or from a plain
+                model with names as keys; not modified. With ``rank0_only``, only rank 0's is used.
+            is_named_optimizer: the optimizer's keys are parameter names.
+            load_directly: also load the result.
+            group: as in :meth:`optim_state_dict`.
 
         Raises:
             RuntimeError: LOCAL_STATE_DICT with tensor parallelism.
-            ValueError: it has no ``state``, is keyed by places, has groups of other parameters, a tensor of another
-                shape than its parameter, or without ``use_orig_params`` different numbers within a flat parameter.
+            ValueError: the dict has no ``state``, is keyed by indices, has groups of other parameters, has a tensor
+                whose shape differs from its parameter's, or without ``use_orig_params`` has different numbers within
+                one flat parameter.
         """
         settings = settings_of(model)
         check_local(wrapper_states_below(model), settings.state_dict_type)
@@ -136,7 +139,7 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """Return whole tensors by names, on the CPU, as :meth:`optim_state_dict` does; ``optim_input`` only warns."""
+        """Return whole tensors by name, on the CPU, as :meth:`optim_state_dict` does; ``optim_input`` only warns."""
         _warn_of_input(optim_input)
         is_kept = not rank0_only or _is_first(_route_below(model, group))
         return _by_names(model, optim, optim.state_dict(), is_split=False, device=CPU, is_kept=is_kept)
@@ -145,7 +148,7 @@ class OptimStateDicts:
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> StateDict:
-        """Return DTensors by names, on the CPU, as :meth:`optim_state_dict` does; ``group`` changes nothing."""
+        """Return DTensors by name, on the CPU, as :meth:`optim_state_dict` does; ``group`` has no effect."""
         del group
         return _by_names(model, optim, optim.state_dict(), is_split=True, device=CPU, is_kept=True)
 
@@ -156,9 +159,9 @@ class OptimStateDicts:
         optim_input: OptimInput | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """Return what an optimizer loads, of whole tensors that all ranks have.
+        """Return a state dict for the optimizer to load, from whole tensors that all ranks have.
 
-        Without ``optim`` it is made of ``optim_input``, which is deprecated, or else of ``model.parameters()``.
+        Without ``optim`` the optimizer is one of ``optim_input``, which is deprecated, or of ``model.parameters()``.
         """
         optim = _optimizer_of(optim_input, optim)
         return to_load(model, optim, full_optim_state_dict)
@@ -167,7 +170,7 @@ class OptimStateDicts:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
     ) -> StateDict:
-        """Return what an optimizer loads, of DTensors; collective."""
+        """Return a state dict for the optimizer to load, from DTensors; collective."""
         return to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -178,7 +181,7 @@ class OptimStateDicts:
         optim: torch.optim.Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """Return what an optimizer loads, of whole tensors that rank 0 has; the others give None. Collective.
+        """Return a state dict for the optimizer to load, from rank 0's whole tensors; others pass None. Collective.
 
         See :meth:`shard_full_optim_state_dict` for ``optim_input`` and ``optim``.
         """
@@ -193,18 +196,18 @@ class OptimStateDicts:
         optim_input: OptimInput | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> StateDict:
-        """Exchange names for places in an optimizer's groups, or these for names.
+        """Convert keys from parameter names to indices over the optimizer's groups, or back.
 
         Args:
-            optim_state_dict: of whole tensors; left as it is.
-            optim_state_key_type: what keys are to be.
-            model: without wrappers.
-            optim_input: what an optimizer is made of, whose groups count without ``optim``; deprecated.
-            optim: whose groups count; None without ``optim_input``: one of ``model.parameters()``.
+            optim_state_dict: state dict of whole tensors; not modified.
+            optim_state_key_type: the wanted kind of keys.
+            model: the model, without wrappers.
+            optim_input: constructor argument of an optimizer, used without ``optim``; deprecated.
+            optim: the optimizer; None without ``optim_input``: one of ``model.parameters()``.
 
         Raises:
-            TypeError: another key type than ours.
-            ValueError: keys of both kinds, or of what the model or the optimizer does not have; a model with wrappers.
+            TypeError: the key type is not the class of this package.
+            ValueError: keys are of both kinds, or are unknown to the model or optimizer; the model has wrappers.
         """
         optim = _optimizer_of(optim_input, optim)
         check_kind("optim_state_key_type", optim_state_key_type, OptimStateKeyType)
@@ -236,15 +239,15 @@ def _warn_of_input(optim_input: OptimInput | None) -> None:
 
 
 def _optimizer_of(optim_input: OptimInput | None, optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return ``optim``, or without one an optimizer that has the groups of ``optim_input``.
+    """Return ``optim``, or without one an optimizer with the groups of ``optim_input``.
 
     Raises:
-        TypeError, ValueError: ``optim_input`` is nothing that an optimizer is made of.
+        TypeError, ValueError: no optimizer can be made of ``optim_input``.
     """
     _warn_of_input(optim_input)
     if optim is not None or optim_input is None:
         return optim
-    return torch.optim.SGD(optim_input, lr=0.0)  # never steps: it has the groups and their order
+    return torch.optim.SGD(optim_input, lr=0.0)  # never steps; only holds the groups and their order
 
 
 def _held(model: nn.Module, optim: torch.optim.Optimizer | None) -> list[nn.Parameter]:
@@ -258,12 +261,12 @@ def _groups_of(state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class NamedParams:
-    """What a model with wrappers has for optimizers.
+    """The parameters of a model with wrappers that optimizers can hold, with their names.
 
     Attributes:
-        flats: units, sharded now, with their flat parameters, and the name of each part.
-        names: of each parameter that an optimizer can hold; several of a flat one.
-        registered: the name of each with its wrappers: what keyed optimizers know.
+        flats: (unit, flat parameter, names of its parts), sharded.
+        names: names of each parameter that an optimizer can hold; several for a flat parameter.
+        registered: name of each parameter including wrappers, as keyed optimizers use it.
     """
 
     flats: list[tuple[FSDPParamGroup, FlatParam, list[str]]]
@@ -272,7 +275,7 @@ class NamedParams:
 
     @classmethod
     def of(cls, model: nn.Module) -> NamedParams:
-        """Return what there is below ``model``; its wrappers are sharded afterwards."""
+        """Collect the parameters below ``model``; this reshards its wrappers."""
         modules = names_below((model,))
         flats: list[tuple[FSDPParamGroup, FlatParam, list[str]]] = []
         names: dict[nn.Parameter, list[str]] = {}
@@ -288,19 +291,19 @@ class NamedParams:
 
     @property
     def units(self) -> list[tuple[FSDPParamGroup, FlatParam]]:
-        """Units with their flat parameters."""
+        """(unit, flat parameter) pairs."""
         return [(unit, flat) for unit, flat, _ in self.flats]
 
     @property
     def others(self) -> dict[str, nn.Parameter]:
-        """Parameters that are in no wrapper, by their names."""
+        """Parameters that are in no wrapper, by name."""
         managed = {param for _, flat, _ in self.flats for param in flat.owned}
         return {names[0]: param for param, names in self.names.items() if param not in managed}
 
     def as_saved(self, held: Iterable[nn.Parameter], found: Collection[Key]) -> list[str]:
-        """Return those names that are in ``found`` in the order in which torch's wrapper saves their state.
+        """Return the names in ``found``, in the order in which torch's wrapper saves their state.
 
-        That is the optimizer's, or with ``use_orig_params`` the alphabet's, wrapper after wrapper.
+        That is the optimizer's order, or with ``use_orig_params`` alphabetical within each wrapper.
         """
         if not any(flat.use_orig_params for _, flat, _ in self.flats):
             return [name for param in held for name in self.names[param] if name in found]
@@ -308,10 +311,10 @@ class NamedParams:
         return [*sorted(name for name in self.others if name in found), *chain.from_iterable(sorted(by_wrapper))]
 
     def keys(self, model: nn.Module, optim: torch.optim.Optimizer | None, *, is_named: bool) -> dict[nn.Parameter, Key]:
-        """Return what the optimizer's own state dict calls each parameter that it holds.
+        """Return the key of each parameter in the optimizer's own state dict.
 
         Raises:
-            ValueError: one is not in the model.
+            ValueError: the optimizer holds a parameter that is not in the model.
         """
         held = _held(model, optim)
         lost = [param for param in held if param not in self.names]
@@ -332,7 +335,7 @@ def _by_names(
     device: torch.device | None,
     is_kept: bool,
 ) -> StateDict:
-    """Return state by names, whole or split, on ``device`` or where it is computed; collective."""
+    """Return state by name, whole or split, on ``device`` or the compute device; collective."""
     named = NamedParams.of(model)
     keys: dict[nn.Parameter, Key] = {}
     states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -357,7 +360,7 @@ def _by_names(
     found |= {name: _on(device, state) for name, state in own.items()}
     found = {name: found[name] for name in named.as_saved(keys, found)}
     owned = set(keys.values())
-    found |= {key: value for key, value in given["state"].items() if key not in owned}  # of no parameter
+    found |= {key: value for key, value in given["state"].items() if key not in owned}  # belongs to no parameter
     params = {key: param for param, key in keys.items()}
     groups = _groups_of(given)
     for group in groups:
@@ -380,7 +383,7 @@ def _dropped(_: FlatSlice, __: torch.Tensor) -> None:
 
 
 def _on(device: torch.device | None, state: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
-    """Return state with plain tensors on ``device``; None: where they are."""
+    """Return state with plain tensors moved to ``device``; None: leave them where they are."""
     if device is None or not isinstance(state, dict):
         return state
     return {
@@ -397,14 +400,14 @@ def to_load(
     is_named: bool = False,
     route: Route | None = None,
 ) -> StateDict:
-    """Return flat or pieces' state by the optimizer's own keys; collective.
+    """Return the state of flat parameters or pieces by the optimizer's own keys; collective.
 
     Args:
         model: the root of a tree with wrappers.
-        optim: made of its parameters; None: as one of all of them, in their order.
-        given: state by the names of parameters.
+        optim: optimizer of its parameters; None: as for an optimizer of ``model.parameters()``.
+        given: state by parameter name.
         is_named: the optimizer's keys are names too.
-        route: ranks load what its first rank was given; None: each rank loads its own.
+        route: all ranks load the state given on the route's first rank; None: each rank loads its own.
     """
     named = NamedParams.of(model)
     device = named.flats[0][0].device if named.flats else CPU
@@ -435,7 +438,7 @@ def to_load(
     found = {keys[param]: found[keys[param]] for param in named.names if param in keys and keys[param] in found}
     known = {name for names in named.names.values() for name in names}
     found |= {key: _fetched(value, fetch) for key, value in state.items() if key not in known}
-    if is_named and optim is not None:  # it has state of empty pieces as well
+    if is_named and optim is not None:  # a keyed optimizer also has state for empty pieces
         had = {key: optim.state[param] for param, key in keys.items() if param in optim.state}
         found |= {key: copy.deepcopy(own) for key, own in had.items() if key not in found}
     if "param_groups" not in given:
@@ -456,7 +459,7 @@ def _check_by_names(given: StateDict) -> None:
 
 
 def _groups_held(named: NamedParams, optim: torch.optim.Optimizer | None) -> Rows:
-    """Say of each parameter in which group of the optimizer it is; without an optimizer nothing."""
+    """Return the optimizer's group of each parameter, by name; empty without an optimizer."""
     if optim is None:
         return {}
     groups = {param: i for i, group in enumerate(optim.param_groups) for param in group["params"]}
@@ -473,7 +476,7 @@ def _described(state: Any) -> str:  # noqa: ANN401 - optimizer state holds anyth
 def _fetched(state: Any, fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - optimizer state holds anything
     if not isinstance(state, dict):
         return fetch(state)
-    fetched = {key: fetch(state[key]) for key in sorted(state)}  # one after another on all ranks
+    fetched = {key: fetch(state[key]) for key in sorted(state)}  # in the same order on all ranks
     return {key: fetched[key] for key in state}
 
 
@@ -487,7 +490,7 @@ def _groups_to_load(
     keys: Mapping[nn.Parameter, Key],
     optim: torch.optim.Optimizer | None,
 ) -> list[dict[str, Any]]:
-    """Return groups with the optimizer's own keys, in its order."""
+    """Return groups with the optimizer's own keys, in the optimizer's order."""
     key_of = {name: keys[param] for param, names in named.names.items() if param in keys for name in names}
     held = list(keys.values()) if optim is None else None
     if optim is not None and len(groups) != len(optim.param_groups):
@@ -510,7 +513,7 @@ def _groups_to_load(
 
 
 def _checked_local(model: nn.Module, optim: torch.optim.Optimizer, given: StateDict) -> StateDict:
-    """Return a LOCAL_STATE_DICT if it is of this sharding."""
+    """Return a LOCAL_STATE_DICT after checking that it has this sharding."""
     named = NamedParams.of(model)
     is_named = any(isinstance(key, str) for key in given["state"])
     for param, key in named.keys(model, optim, is_named=is_named).items():
@@ -529,24 +532,24 @@ def _checked_local(model: nn.Module, optim: torch.optim.Optimizer, given: StateD
 
 @dataclass(frozen=True)
 class SentTensor:
-    """Stands for a tensor that rank 0 will send."""
+    """Placeholder for a tensor that rank 0 will send."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def _gathered(device: torch.device, value: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything
-    """Return a split value whole; ``load_sharded_optimizer_state_dict`` of torch's checkpoints gives ShardedTensors."""
+    """Return a split value whole; torch's ``load_sharded_optimizer_state_dict`` produces ShardedTensors."""
     if isinstance(value, DTensor):
         return full_tensor(value)
     return gather_old_shards(value, device) if is_of_old_shards(value) else value
 
 
 def _route_below(model: nn.Module, group: dist.ProcessGroup | None) -> Route:
-    """Return the route from one rank to all that need what it has.
+    """Return the route from one rank to all ranks that need its state.
 
-    Under tensor parallelism each of its ranks has a part of its own: the route begins at the first rank of the
-    wrappers' mesh.
+    Under tensor parallelism each rank has a different part, so the route begins at the first rank of the wrappers'
+    mesh.
     """
     states = wrapper_states_below(model)
     if group is not None or not any(state.flat is not None and state.flat.is_tensor_parallel for state in states):
@@ -559,7 +562,7 @@ def _is_first(route: Route) -> bool:
 
 
 def _told_by_first(given: StateDict, route: Route) -> StateDict:
-    """Return what rank 0 has; on the others with :class:`SentTensor` in the place of tensors."""
+    """Broadcast rank 0's state dict, with a :class:`SentTensor` in place of each tensor; rank 0 keeps its own."""
     is_first = _is_first(route)
     told: list[Any] = [None]
     given = given or {}

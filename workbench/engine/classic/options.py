@@ -1,4 +1,4 @@
-"""What a script chooses for a wrapper: how it shards, prefetches, computes and offloads, and what a state dict is."""
+"""Options of a wrapper: sharding, prefetch, precision, offload and state dicts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from workbench.engine.policies import check_bools, check_dtypes
 
 
 class ShardingStrategy(Enum):
-    """What of a unit is split over its ranks, and when the whole is freed.
+    """What a unit splits over its ranks, and when it frees full parameters.
 
     Attributes:
-        FULL_SHARD: parameters, gradients and the optimizer's state are split; full parameters are freed after forward
-            and after backward.
-        SHARD_GRAD_OP: the same is split; full parameters are kept from forward to backward.
-        NO_SHARD: nothing is split; gradients are all-reduced, as DistributedDataParallel does.
-        HYBRID_SHARD: FULL_SHARD within a group of ranks, copies over the groups.
-        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within a group of ranks, copies over the groups.
+        FULL_SHARD: parameters, gradients and optimizer state are split; full parameters are freed after forward and
+            after backward.
+        SHARD_GRAD_OP: the same are split; full parameters are kept from forward to backward.
+        NO_SHARD: nothing is split; gradients are all-reduced, as in DistributedDataParallel.
+        HYBRID_SHARD: FULL_SHARD within a group of ranks, replicated over groups.
+        _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP within a group of ranks, replicated over groups.
     """
 
     FULL_SHARD = auto()
@@ -33,12 +33,13 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward starts the all-gather of the unit that comes next.
+    """When backward starts the all-gather of the next unit.
 
     Attributes:
-        BACKWARD_PRE: before the gradients of the present unit are computed; most overlap, and two units' parameters
-            beside one unit's gradients at the peak.
-        BACKWARD_POST: after they are computed and their parameters are freed; one unit's parameters less at the peak.
+        BACKWARD_PRE: before the current unit's gradients are computed: most overlap; the peak has two units' parameters
+            and one unit's gradients.
+        BACKWARD_POST: after they are computed and the unit's parameters are freed: one unit's parameters less at the
+            peak.
     """
 
     BACKWARD_PRE = auto()
@@ -46,7 +47,7 @@ class BackwardPrefetch(Enum):
 
 
 class WrapperTrainingState(Enum):
-    """What a wrapper does.
+    """A wrapper's current activity.
 
     Attributes:
         IDLE: none of the others.
@@ -61,16 +62,16 @@ class WrapperTrainingState(Enum):
 
 @dataclass
 class MixedPrecision:
-    """Which dtype is used where; ``None`` leaves it as it is. Shards and the optimizer keep their dtype.
+    """The dtypes of a unit; ``None`` means no cast. Shards and the optimizer keep their dtype.
 
     Attributes:
-        param_dtype: of the full parameters: all-gather, forward and backward.
-        reduce_dtype: of the reduction; None: ``param_dtype``.
-        buffer_dtype: of buffers, from the first forward on.
-        keep_low_precision_grads: leave gradients in the dtype of the reduction; False: the shards' dtype.
+        param_dtype: dtype of the full parameters: all-gather, forward and backward.
+        reduce_dtype: dtype of the reduction; None: ``param_dtype``.
+        buffer_dtype: dtype of buffers, from the first forward on.
+        keep_low_precision_grads: keep gradients in the dtype of the reduction; False: cast them to the shards' dtype.
         cast_forward_inputs: cast floating-point inputs of this unit's forward to ``param_dtype``.
-        cast_root_forward_inputs: the same for the root, whatever ``cast_forward_inputs`` says there.
-        _module_classes_to_ignore: with an ``auto_wrap_policy`` modules of these classes become units of their own that
+        cast_root_forward_inputs: the same for the root, even if its ``cast_forward_inputs`` is False.
+        _module_classes_to_ignore: with an ``auto_wrap_policy``, modules of these classes become separate units that
             compute in the dtype of their shards.
     """
 
@@ -83,7 +84,7 @@ class MixedPrecision:
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNorm,)
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for what is no floating-point dtype, no bool or no class of modules."""
+        """Raise TypeError or ValueError for a value that is not a floating-point dtype, bool or module class."""
         check_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
         check_bools(self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs")
         module_classes_of("MixedPrecision: _module_classes_to_ignore", self._module_classes_to_ignore)
@@ -91,25 +92,25 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards, their gradients and the optimizer's state are on the CPU between uses.
+    """CPU offload of shards, their gradients and the optimizer state between uses.
 
     Attributes:
-        offload_params: they are.
+        offload_params: whether to offload them.
     """
 
     offload_params: bool = False
 
     def __post_init__(self) -> None:
-        """Raise TypeError for what is no bool."""
+        """Raise TypeError if the value is not a bool."""
         check_bools(self, "offload_params")
 
 
 class StateDictType(Enum):
-    """What ``state_dict`` returns and ``load_state_dict`` takes.
+    """The format that ``state_dict`` returns and ``load_state_dict`` takes.
 
     Attributes:
-        FULL_STATE_DICT: whole tensors under their names, as of a model that is not sharded.
-        LOCAL_STATE_DICT: the flat shard of this rank, which only the same sharding can load.
+        FULL_STATE_DICT: whole tensors under their names, as for an unsharded model.
+        LOCAL_STATE_DICT: this rank's flat shard, which only the same sharding can load.
         SHARDED_STATE_DICT: this rank's part of every tensor under its name, which any sharding can load.
     """
 
@@ -119,11 +120,11 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """What an optimizer's state dict is keyed by.
+    """The keys of an optimizer's state dict.
 
     Attributes:
-        PARAM_NAME: names of parameters, as in the model that is not sharded.
-        PARAM_ID: their places in the optimizer's groups, counted through from 0.
+        PARAM_NAME: names of parameters, as in the unsharded model.
+        PARAM_ID: their indices over all groups of the optimizer, from 0 on.
     """
 
     PARAM_NAME = auto()
@@ -132,25 +133,25 @@ class OptimStateKeyType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """How a state dict is made; give one of its subclasses.
+    """Options of a state dict; use one of the subclasses.
 
     Attributes:
-        offload_to_cpu: its tensors are on the CPU.
+        offload_to_cpu: whether its tensors are on the CPU.
     """
 
     offload_to_cpu: bool = False
 
     def __post_init__(self) -> None:
-        """Raise TypeError for what is no bool: every field of every subclass is one."""
+        """Raise TypeError if a field is not a bool; all fields of all subclasses are bools."""
         check_bools(self, *self.__dataclass_fields__)
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """How a ``FULL_STATE_DICT`` is made.
+    """Options of a ``FULL_STATE_DICT``.
 
     Attributes:
-        rank0_only: rank 0 gets it, the others an empty dict.
+        rank0_only: whether only rank 0 gets it, and the others an empty dict.
     """
 
     rank0_only: bool = False
@@ -158,15 +159,15 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """How a ``LOCAL_STATE_DICT`` is made."""
+    """Options of a ``LOCAL_STATE_DICT``."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """How a ``SHARDED_STATE_DICT`` is made.
+    """Options of a ``SHARDED_STATE_DICT``.
 
     Attributes:
-        _use_dtensor: taken, as torch's is; values are DTensors in any case, as ShardedTensors are deprecated.
+        _use_dtensor: accepted for compatibility; values are always DTensors, because ShardedTensors are deprecated.
     """
 
     _use_dtensor: bool = False
@@ -174,25 +175,25 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """How an optimizer's state dict is made; give one of its subclasses.
+    """Options of an optimizer's state dict; use one of the subclasses.
 
     Attributes:
-        offload_to_cpu: its tensors are on the CPU.
+        offload_to_cpu: whether its tensors are on the CPU.
     """
 
     offload_to_cpu: bool = True
 
     def __post_init__(self) -> None:
-        """Raise TypeError for what is no bool: every field of every subclass is one."""
+        """Raise TypeError if a field is not a bool; all fields of all subclasses are bools."""
         check_bools(self, *self.__dataclass_fields__)
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """How an optimizer's state dict is made along with a ``FULL_STATE_DICT``.
+    """Options of an optimizer's state dict with ``FULL_STATE_DICT``.
 
     Attributes:
-        rank0_only: rank 0 gets it, the others an empty dict.
+        rank0_only: whether only rank 0 gets it, and the others an empty dict.
     """
 
     rank0_only: bool = False
@@ -200,14 +201,14 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """How an optimizer's state dict is made along with a ``LOCAL_STATE_DICT``."""
+    """Options of an optimizer's state dict with ``LOCAL_STATE_DICT``."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """How an optimizer's state dict is made along with a ``SHARDED_STATE_DICT``.
+    """Options of an optimizer's state dict with ``SHARDED_STATE_DICT``.
 
     Attributes:
         _use_dtensor: its values are DTensors; False: ShardedTensors. The wrapper sets it.
@@ -225,14 +226,14 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 @dataclass
 class StateDictSettings:
-    """What state dicts of a model and of its optimizer are; the three belong together."""
+    """The state dict type of a model and its optimizer, with matching configs."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
     optim_state_dict_config: OptimStateDictConfig
 
     def __post_init__(self) -> None:
-        """Raise TypeError for another's classes, ValueError for a config of another type of state dict."""
+        """Raise TypeError for a class of another package, ValueError for a config of another state dict type."""
         for name, kind in (
             ("state_dict_type", StateDictType),
             ("state_dict_config", StateDictConfig),
@@ -245,7 +246,7 @@ class StateDictSettings:
             raise ValueError(f"StateDictSettings: with {self.state_dict_type.name} give {expected}, got {got}")
 
     def configs(self) -> tuple[type[StateDictConfig], type[OptimStateDictConfig]]:
-        """Return the classes of config that go with the type of state dict."""
+        """Return the config classes that belong to the state dict type."""
         return _CONFIGS[self.state_dict_type]
 
     @classmethod
@@ -255,11 +256,11 @@ class StateDictSettings:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Return the settings of a type; a config that is None is the type's own with its defaults.
+        """Return the settings of a state dict type; None for a config means the type's defaults.
 
         Raises:
-            TypeError: for what is no type of state dict or no config.
-            ValueError: for a config that goes with another type.
+            TypeError: an argument is not a state dict type or config.
+            ValueError: a config belongs to another type.
         """
         check_kind("state_dict_type", state_dict_type, StateDictType)
         config, optim_config = _CONFIGS[state_dict_type]
@@ -267,17 +268,17 @@ class StateDictSettings:
 
 
 def check_kind(what: str, value: object, kind: type) -> None:
-    """Raise TypeError for what is no ``kind``: of torch's wrapper there are classes of the same names."""
+    """Raise TypeError if ``value`` is not a ``kind``; torch's wrapper has classes of the same names."""
     if not isinstance(value, kind):
         came = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(f"{what} must be a workbench.engine.classic.{kind.__name__}, got {value!r}, a {came}")
 
 
 def module_classes_of(what: str, classes: Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
-    """Return classes of modules as ``isinstance`` takes them.
+    """Return module classes as a tuple for ``isinstance``.
 
     Raises:
-        TypeError: something else is among them, or they are not several.
+        TypeError: ``classes`` is not an iterable, or contains something else.
     """
     given = tuple(classes) if isinstance(classes, Iterable) and not isinstance(classes, type) else None
     if given is None or any(not (isinstance(kind, type) and issubclass(kind, nn.Module)) for kind in given):

@@ -1,7 +1,7 @@
-"""What an optimizer has for a flat parameter: whole, for each parameter in it, and back.
+"""Optimizer state of a flat parameter, converted to whole state per parameter and back.
 
-Whatever lies as the flat parameter does is carried so, its gradient as well: *state* is a tensor or number by a key,
-and *pieces* of it are as those of parameters in ``flat_param.py``.
+*State* maps keys to tensors or numbers. Anything laid out like the flat parameter can be converted, its gradient as
+well; *pieces* of state correspond to the pieces of parameters in ``flat_param.py``.
 """
 
 from __future__ import annotations
@@ -21,32 +21,37 @@ from workbench.engine.classic.full_params import whole_parts
 from workbench.engine.param_group import FSDPParamGroup
 
 State = Mapping[str, Any]
-"""Of one parameter, by the optimizer's keys."""
+"""State of one parameter, by the optimizer's keys."""
 
 
 @dataclass(frozen=True)
 class SplitState:
-    """Stands for state that is split as its parameter is."""
+    """Description of state that is split like its parameter."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class ReplicatedState:
-    """State that is the same for all of a parameter; a tensor is on the host here, and ``computes`` on the device."""
+    """State that is the same for all of a parameter; tensors are kept on the host.
+
+    Attributes:
+        value: the number, tensor or other object.
+        computes: whether the tensor was on the compute device.
+    """
 
     value: Any
     computes: bool = False
 
     def on(self, device: torch.device) -> Any:  # noqa: ANN401 - optimizer state holds anything
-        """Return a copy of the value, where it was."""
+        """Return a copy of the value, on ``device`` if it was on the device."""
         value = copy.deepcopy(self.value)
         return value.to(device) if self.computes else value
 
 
 @dataclass(frozen=True)
 class UnknownState:
-    """State that is neither: of ``shape``, where a rank has ``numel`` elements of the parameter."""
+    """State that is neither: it has ``shape`` on a rank that holds ``numel`` elements of the parameter."""
 
     shape: tuple[int, ...]
     numel: int
@@ -69,19 +74,19 @@ def whole_states(
     states: Mapping[Any, State],
     keep: Keep = _cloned,
 ) -> list[dict[str, Any] | None]:
-    """Return the state of each part, gathered, None where no rank has any; collective, one key at a time.
+    """Return the gathered state of each part, None if no rank has any; collective, one key at a time.
 
-    Ranks agree on keys: a part that is another rank's alone has that rank's numbers.
+    The ranks exchange their keys first; a part that only another rank holds gets that rank's numbers.
 
     Args:
-        unit: sharded now.
+        unit: the unit, sharded.
         flat: its flat parameter.
-        states: of what ``flat`` owns; a parameter without state may be missing.
-        keep: makes what is kept of a part's tensor, of :attr:`Part.shape`, which may be a view; without it a copy, and
-            a DTensor where tensor parallelism has split the part.
+        states: state of the parameters that ``flat`` owns; those without state may be missing.
+        keep: converts a part's gathered tensor, of :attr:`FlatSlice.shape` and possibly a view, to the result; by
+            default copies it, to a DTensor if tensor parallelism has split the part.
 
     Raises:
-        ValueError: a tensor of a parameter that is split is neither split alike nor a number.
+        ValueError: a tensor of a split parameter is neither split like it nor a single number.
     """
     if flat.owns_wholes and not flat.is_tensor_parallel:
         return [_kept(part, states.get(part.held), keep, unit.device) for part in flat.parts]
@@ -101,7 +106,7 @@ def whole_states(
 
 
 def _as_torchs(state: dict[str, Any], *, numbers_first: bool) -> dict[str, Any]:
-    """Return state in the order that torch's wrapper saves it in: by the alphabet, numbers before tensors or after."""
+    """Return state in the order in which torch's wrapper saves it: alphabetical, numbers before or after tensors."""
 
     def place(key: str) -> tuple[int, str]:
         value = state[key]
@@ -112,7 +117,7 @@ def _as_torchs(state: dict[str, Any], *, numbers_first: bool) -> dict[str, Any]:
 
 
 def _kept(part: FlatSlice, state: State | None, keep: Keep, device: torch.device) -> dict[str, Any] | None:
-    """Return a copy of what there is of a whole parameter, tensors of any shape."""
+    """Return a copy of a whole parameter's state, with tensors of any shape."""
     if state is None:
         return None
     return {
@@ -122,7 +127,7 @@ def _kept(part: FlatSlice, state: State | None, keep: Keep, device: torch.device
 
 
 def _states_of_pieces(flat: FlatParam, states: Mapping[Any, State]) -> list[State | None]:
-    """Return what this rank has for its piece of each part."""
+    """Return this rank's state for its piece of each part."""
     if flat.use_orig_params:
         return [states.get(part.held) for part in flat.parts]
     state = states.get(flat.sharded_param)
@@ -139,7 +144,7 @@ def _cut(flat: FlatParam, value: object) -> Sequence[object]:
 
 
 def _known(flat: FlatParam, part: FlatSlice, state: State | None, unit: FSDPParamGroup) -> Known | None:
-    """Return what the other ranks must know of this one's state of a part."""
+    """Return the description of this rank's state of a part for the other ranks."""
     if state is None:
         return None
     first, last = part.within(*flat.bounds)
@@ -157,7 +162,7 @@ def _described(value: Any, numel: int, device: torch.device) -> SplitState | Rep
 
 
 def _agreed(unit: FSDPParamGroup, flat: FlatParam, own: Sequence[Known | None]) -> list[Known | None]:
-    """Return what there is of each part on all ranks; collective."""
+    """Return the description of each part's state, joined over all ranks; collective."""
     mesh = flat.mesh_info
     of_ranks: list[Any] = [own]
     if unit.shard_group is not None:
@@ -166,19 +171,19 @@ def _agreed(unit: FSDPParamGroup, flat: FlatParam, own: Sequence[Known | None]) 
     found = [_joined(part, flat, [known[i] for known in of_ranks]) for i, part in enumerate(flat.parts)]
     for group in dict.fromkeys(group for part in flat.parts for group in part.tp_groups):
         of_group: list[Any] = [None] * group.size()
-        dist.all_gather_object(of_group, found, group=group)  # without an element of a part there is no state of it
+        dist.all_gather_object(of_group, found, group=group)  # a rank with no element of a part has no state of it
         found = [own or next(filter(None, others), None) for own, *others in zip(found, *of_group, strict=True)]
     return found
 
 
 def _joined(part: FlatSlice, flat: FlatParam, of_ranks: Sequence[Known | None]) -> Known | None:
-    """Return what ranks have of one part; those that hold some of it are heard first."""
+    """Return the joined description of one part's state; ranks that hold elements of the part take precedence."""
     holders = [known for rank, known in enumerate(of_ranks) if known is not None and _holds(part, flat, rank)]
     told = holders or [known for known in of_ranks if known is not None]
     if not told:
         return None
     joined = {key: value for known in reversed(told) for key, value in known.items()}
-    for known in told:  # one element is a number where another rank has several of the same parameter
+    for known in told:  # a single element counts as split state on its rank, but may be a number on the others
         joined |= {key: value for key, value in known.items() if isinstance(value, ReplicatedState)}
     unknown = [(key, value) for key, value in joined.items() if isinstance(value, UnknownState)]
     if unknown:
@@ -205,16 +210,16 @@ def split_states(
     wholes: Sequence[State | None],
     fetch: Callable[[Any], Any] = lambda value: value,
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state of what ``flat`` owns, from that of each part: :func:`whole_states` the other way round.
+    """Return the state of the parameters that ``flat`` owns, from each part's; the inverse of :func:`whole_states`.
 
     Args:
-        flat: whose slots are to be filled.
-        wholes: the state of each part, its tensors of :attr:`Part.global_shape`; None for a part without state.
-        fetch: gives the value behind what ``wholes`` holds; called in the same order on all ranks.
+        flat: the flat parameter.
+        wholes: the state of each part, with tensors of :attr:`FlatSlice.global_shape`; None for a part without state.
+        fetch: returns the actual value for a value in ``wholes``; called in the same order on all ranks.
 
     Raises:
-        ValueError: a tensor has another shape than its parameter, which is to be split; the parameters of a flat one
-            that the optimizer has as one differ in keys, numbers or dtypes.
+        ValueError: a tensor to split does not have its parameter's shape; without ``use_orig_params``, parameters of
+            the flat parameter differ in keys, numbers or dtypes.
     """
     return dict(_split_pieces(flat, wholes, fetch) if flat.use_orig_params else _split_flat(flat, wholes, fetch))
 
@@ -232,7 +237,7 @@ def _split_pieces(
 
 
 def _own(flat: FlatParam, part: FlatSlice, key: str, value: Any, device: torch.device) -> Any:  # noqa: ANN401 - any
-    """Return what an optimizer of pieces has of a part's state."""
+    """Return the state that an optimizer of pieces has for a part."""
     if flat.owns_wholes:
         has_its_shape = isinstance(value, torch.Tensor) and value.shape == part.global_shape
         return part.local_part(value) if has_its_shape else value
@@ -256,7 +261,7 @@ def _split_flat(
 
 
 def _filled(flat: FlatParam, key: str, values: Sequence[Any], fetch: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - any
-    """Return one value for all parts: a slot that is filled with pieces, or the number that all have."""
+    """Return one value for all parts: a slot filled with their pieces, or their common number."""
     slot: torch.Tensor | None = None
     had: list[Any] = []
     for i, (part, given) in enumerate(zip(flat.parts, values, strict=True)):
@@ -281,10 +286,10 @@ def _filled(flat: FlatParam, key: str, values: Sequence[Any], fetch: Callable[[A
 
 
 def _is_split(part: FlatSlice, key: str, value: object) -> bool:
-    """Tell whether state has one element for each of the parameter.
+    """Whether state has one element per element of the parameter.
 
     Raises:
-        ValueError: it has neither that nor one number.
+        ValueError: the state has neither the parameter's shape nor is a single number.
     """
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return False

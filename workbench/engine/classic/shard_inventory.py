@@ -1,4 +1,4 @@
-"""What a rank holds of wrappers' flat parameters, which all ranks compare before they gather any of it."""
+"""Inventory of a rank's shards of wrappers' flat parameters; ranks compare it before they gather anything."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from workbench.engine.param_group import FSDPParamGroup
 
 
 def sharded_flats(states: Iterable[WrapperState]) -> list[tuple[FSDPParamGroup, FlatParam]]:
-    """Return the units of wrappers, sharded now and with what is registered, beside their flat parameters."""
+    """Return (unit, flat parameter) of each wrapper, after resharding the unit and adopting registered parameters."""
     return [pair for state in states if (pair := sharded_flat(state)) is not None]
 
 
 def sharded_flat(state: WrapperState) -> tuple[FSDPParamGroup, FlatParam] | None:
-    """Return the unit of a wrapper and its flat parameter, as :func:`sharded_flats` does.
+    """Return a wrapper's (unit, flat parameter), as :func:`sharded_flats` does.
 
-    None without parameters, and while the modules have whole parameters, which every rank holds.
+    None if it has no parameters, and within ``summon_full_params``, when every rank holds whole parameters.
     """
     unit, flat = state.unit, state.flat
     if unit is None or flat is None or state.is_summoned:
@@ -46,14 +46,14 @@ def flats_holdings(
     grads: bool = False,
     held: Container[nn.Parameter] | None = None,
 ) -> Holdings:
-    """Describe what this rank has of flat parameters, before it is gathered.
+    """Return a description of this rank's shards of flat parameters, made before they are gathered.
 
     Args:
-        flats: sharded now.
-        module: holds them all; what they are called is from there.
-        optimizers: name and state of each, by parameter.
-        grads: gradients are gathered as well.
-        held: what the one optimizer holds, if ranks are to agree on that too.
+        flats: (unit, flat parameter) pairs, sharded.
+        module: contains all of them; names are paths from it.
+        optimizers: name and state by parameter of each optimizer.
+        grads: whether gradients are gathered as well.
+        held: the parameters of the only optimizer, if ranks must agree on them too.
     """
     found, name_of = Holdings(), names_from(module)
     if optimizers:
@@ -74,9 +74,9 @@ def flats_holdings(
 
 
 def check_same_grads(module: nn.Module, states: Sequence[WrapperState], what: str) -> None:
-    """Return once it is known that all ranks hold the same gradients of wrappers; collective, one small all-reduce.
+    """Check that all ranks hold the same gradients of wrappers; collective, one small all-reduce.
 
-    Only where they do not are descriptions compared. Arguments and errors as of :func:`check_alike`.
+    Ranks compare descriptions only if they differ. Arguments and errors are those of :func:`check_alike`.
     """
     flats = [(state, unit, flat_of(unit)) for state in states for unit in units_of([state])]
 
@@ -94,7 +94,7 @@ def check_same_grads(module: nn.Module, states: Sequence[WrapperState], what: st
 
 
 def _grad_codes(state: WrapperState, flat: FlatParam) -> Iterator[int | None]:
-    """Yield a number for what this rank has of each gradient, as :func:`flats_holdings` describes it."""
+    """Yield a code for the state of each gradient on this rank; :func:`flats_holdings` describes the same state."""
     for param, is_here in zip(flat.owned, flat.is_here, strict=True):
         if state.is_summoned or not is_here:
             yield None
@@ -108,7 +108,7 @@ def _number_of(*dtypes: torch.dtype) -> int:
 
 
 def _owned(flat: FlatParam, name_of: Callable[[ParamModuleInfo, str], str]) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Yield name and object of what an optimizer is given, and whether this rank has elements of it."""
+    """Yield (name, parameter, whether this rank has elements of it) for each parameter that an optimizer gets."""
     if not flat.use_orig_params:
         yield name_of(flat.info, flat.fqn), flat.sharded_param, True
         return
@@ -117,9 +117,9 @@ def _owned(flat: FlatParam, name_of: Callable[[ParamModuleInfo, str], str]) -> I
 
 
 def _form(value: object) -> str:
-    """Describe a value in words that are the same for pieces of different sizes; a number by what it is.
+    """Describe a value independently of its size; a number by its value.
 
-    If an optimizer has made more steps on some ranks than on others, only the value of ``step`` tells.
+    Only the value of ``step`` shows that an optimizer has made more steps on some ranks than on others.
     """
     if isinstance(value, (bool, int, float)):
         return f"{type(value).__name__} {value!r}"
@@ -129,17 +129,17 @@ def _form(value: object) -> str:
 
 
 def check_alike(module: nn.Module, states: Sequence[WrapperState], what: str, *, grads: bool = False) -> None:
-    """Return once it is known that the ranks can gather what wrappers hold; collective.
+    """Check that all ranks can gather the shards of wrappers; collective.
 
     Args:
-        module: holds the wrappers.
-        states: theirs.
+        module: contains the wrappers.
+        states: states of the wrappers.
         what: name of the operation, for messages.
-        grads: gradients are gathered as well.
+        grads: whether gradients are gathered as well.
 
     Raises:
-        RuntimeError: an iteration is under way.
-        RanksDisagreeError: ranks hold different things, or an iteration is under way on some ranks only.
+        RuntimeError: an iteration is in progress.
+        RanksDisagreeError: ranks hold different things, or an iteration is in progress on some ranks only.
     """
 
     def holds() -> Holdings:
@@ -150,5 +150,5 @@ def check_alike(module: nn.Module, states: Sequence[WrapperState], what: str, *,
 
 
 def is_gathered(value: object) -> bool:
-    """Return whether a value in a state dict is split over ranks, so that loading it gathers it."""
+    """Return whether a state dict's value is sharded over ranks, so that loading it is collective."""
     return isinstance(value, DTensor) or is_of_old_shards(value)

@@ -1,4 +1,4 @@
-"""Scaling of losses for float16, where each rank holds a part of the gradients."""
+"""Loss scaling for float16 with sharded gradients."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from workbench.engine.classic.comm_hooks import all_reduce
 
 
 class ShardedGradScaler(GradScalerWithFlags):
-    """torch's ``GradScaler`` for sharded gradients: where one rank finds inf or NaN, all skip the step.
+    """torch's ``GradScaler`` for sharded gradients: if one rank finds inf or NaN, all ranks skip the step.
 
     Gradients may be float16, on any device; a scaled loss keeps its dtype. All ranks of the group call ``unscale_`` or
     ``step`` together, whether they hold gradients or not.
 
     Args:
-        device: kind of device that computes.
-        init_scale: what losses are multiplied by at first.
-        backoff_factor: what the scale is multiplied by after a step that was skipped.
-        growth_factor: what it is multiplied by after ``growth_interval`` steps in a row that were not.
-        growth_interval: so many steps.
-        enabled: False: losses and gradients are left as they are.
-        process_group: the ranks that share gradients; None: all.
+        device: device type of the computation.
+        init_scale: initial scale of losses.
+        backoff_factor: factor for the scale after a skipped step.
+        growth_factor: factor for the scale after ``growth_interval`` steps in a row without a skip.
+        growth_interval: number of such steps.
+        enabled: if False, losses and gradients stay as they are.
+        process_group: the ranks that share gradients; None: all ranks.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class ShardedGradScaler(GradScalerWithFlags):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
 
-    def scale(self, outputs: Any) -> Any:  # noqa: ANN401 - a tensor, or tensors in whatever can be gone through
-        """Return a tensor, or tensors in a list, tuple or other iterable, times the scale; dtypes stay.
+    def scale(self, outputs: Any) -> Any:  # noqa: ANN401 - a tensor, or an iterable of tensors
+        """Return a tensor, or the tensors in a list, tuple or other iterable, times the scale; dtypes stay.
 
         Raises:
-            TypeError: there is something else among them.
+            TypeError: ``outputs`` contains something else.
         """
         if not self.is_enabled():
             return outputs
@@ -57,7 +57,7 @@ class ShardedGradScaler(GradScalerWithFlags):
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def share_flags(self, flags: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Make every flag 1 if one of any rank is."""
+        """Set every flag to 1 if any flag of any rank is 1."""
         found = torch.stack([flag.to(device) for flag in flags]).amax(0)
         group = self.process_group or dist.group.WORLD
         if group is None:

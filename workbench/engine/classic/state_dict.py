@@ -1,8 +1,8 @@
-"""State dicts of wrappers: whole, split or flat; made and loaded one unit at a time.
+"""State dicts of wrappers: full, sharded or local (flat); saved and loaded one unit at a time.
 
-``nn.Module`` asks every child for its state dict and hands every child what is to be loaded, in the same order. Each
-wrapper answers for its own unit: while its modules are asked, they have other parameters in the place of their shards,
-so hooks and overrides of the modules see what they would see in a model that is not sharded.
+``nn.Module`` saves and loads state dicts child by child, in the same order. Each wrapper handles its own unit: while
+its modules save or load, temporary parameters replace their shards, so hooks and overrides of the modules see what they
+would see in an unsharded model.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from workbench.engine.unsharding import full_tensor, laid_out
 
 LOCAL, SHARDED = StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 _CHECKPOINTED = (
-    "_checkpoint_wrapped_module"  # torch's wrapper for activation checkpointing takes it out of names itself
+    "_checkpoint_wrapped_module"  # torch's wrapper for activation checkpointing removes this from names itself
 )
 
 
 def key_of(name: str) -> str:
-    """Return what a state dict calls a parameter: its name without wrappers of any kind."""
+    """Return a parameter's key in a state dict: its name without wrappers of any kind."""
     return ".".join(part for part in name.split(".") if part not in {WRAPPED, _CHECKPOINTED})
 
 
 def settings_for(state: WrapperState) -> StateDictSettings:
-    """Return what one wrapper's state dict is: whole where nothing is split; with NO_SHARD LOCAL is so too."""
+    """Return a wrapper's effective settings: SHARDED becomes FULL if nothing is split; with NO_SHARD LOCAL does too."""
     said = state.settings
     copies = state.strategy is ShardingStrategy.NO_SHARD
     is_whole = {LOCAL: copies, SHARDED: copies or (state.flat is not None and state.flat.is_whole)}
@@ -58,7 +58,7 @@ def settings_for(state: WrapperState) -> StateDictSettings:
 
 
 def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, FlatSlice, nn.Parameter]]:
-    """Yield key, part and what an optimizer holds of every parameter of a flat one, for each of its places."""
+    """Yield (key, part, optimizer's parameter) for every registration of every parameter in a flat parameter."""
     for part in flat.parts:
         for module, name in part.info.places:
             owned = part.held if flat.use_orig_params else flat.sharded_param
@@ -66,10 +66,10 @@ def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, FlatSlice, nn.
 
 
 def named_flat(state: WrapperState) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the flat parameter of one wrapper by the name of each of its parameters; with the originals nothing.
+    """Yield a wrapper's flat parameter once under each of its parameters' names; nothing with ``use_orig_params``.
 
-    ``torch.distributed.checkpoint.state_dict`` asks which names there are of what an optimizer holds, and puts into
-    what is to be loaded what it was told and not given: one found there means that a parameter is missing.
+    ``torch.distributed.checkpoint.state_dict`` queries the names of an optimizer's parameters, and inserts names that
+    are missing in the state dict to load. So a flat parameter found in that dict means that a parameter is missing.
     """
     flat = state.flat
     if flat is not None and not flat.use_orig_params and not state.is_summoned:
@@ -77,9 +77,10 @@ def named_flat(state: WrapperState) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def as_saved(root: WrapperState) -> nn.Module:
-    """Return a module that has a parameter by each name in the state dict of a tree, trained where that one is.
+    """Return a module with an empty parameter for each name in a tree's state dict, with the same ``requires_grad``.
 
-    ``torch.distributed.checkpoint.state_dict`` takes frozen ones out by these names, where there is anything.
+    ``torch.distributed.checkpoint.state_dict`` uses these names to remove frozen parameters. The module is empty on a
+    rank that gets no state dict.
     """
     saved = nn.Module()
     if not root.was_kept:
@@ -101,12 +102,12 @@ def as_saved(root: WrapperState) -> nn.Module:
     return saved
 
 
-# ---- made
+# ---- saving
 
 
 @contextmanager
 def shown(state: WrapperState) -> Iterator[None]:
-    """Within the body the modules of one wrapper have what its state dict is to hold; collective, but for LOCAL."""
+    """In the body, a wrapper's modules hold the values for its state dict; collective, except for LOCAL."""
     check_idle([state], "state_dict")
     check_local([state], settings_for(state).state_dict_type)
     buffers = [(module, name, module._buffers[name]) for module, name in state.original_buffer_dtypes]
@@ -140,16 +141,16 @@ def _values(unit: FSDPParamGroup, flat: FlatParam, kind: StateDictType) -> list[
 
 
 def split_over(unit: FSDPParamGroup, part: FlatSlice, whole: torch.Tensor, place: torch.device) -> DTensor:
-    """Return a part's tensor split along dim 0 over the ranks that share it, or of copies over all.
+    """Return a part's tensor as a DTensor, sharded along dim 0 over the unit's shard ranks and replicated over copies.
 
-    Collective over the ranks of tensor parallelism that have split the part: on dim 0 they split the shards then, as
-    they do with torch's wrapper.
+    Collective over the ranks of tensor parallelism that have split the part. If they split dim 0, they split the
+    shards, as with torch's wrapper.
 
     Args:
-        unit: whose ranks.
-        part: whose parameter it is like.
-        whole: of :attr:`Part.shape`.
-        place: where shards are.
+        unit: the unit whose mesh is used.
+        part: the parameter.
+        whole: tensor of :attr:`FlatSlice.shape`.
+        place: device of the shards.
     """
     info = unit.mesh_info
     placements = (Shard(0),) if info.shard_mesh_dim is None else info.placements(Shard(0))
@@ -159,10 +160,10 @@ def split_over(unit: FSDPParamGroup, part: FlatSlice, whole: torch.Tensor, place
 
 
 def check_local(states: Iterable[WrapperState], kind: StateDictType) -> None:
-    """Check that the state dicts of wrappers can be of a type.
+    """Check that wrappers can make state dicts of type ``kind``.
 
     Raises:
-        RuntimeError: it is LOCAL_STATE_DICT, and tensor parallelism has split a parameter of one.
+        RuntimeError: ``kind`` is LOCAL_STATE_DICT and tensor parallelism has split a parameter.
     """
     flats = [state.flat for state in states if state.flat is not None]
     split = next((part for flat in flats for part in flat.parts if part.tp_spec is not None), None)
@@ -174,9 +175,9 @@ def check_local(states: Iterable[WrapperState], kind: StateDictType) -> None:
 
 
 def own_values(state: WrapperState, prefix: str) -> dict[str, DTensor]:
-    """Return what a wrapper itself has in its state dict: with LOCAL its part of the flat parameter, padding left out.
+    """Return a wrapper's own state dict entries: with LOCAL its shard of the flat parameter, without padding.
 
-    It is the wrapper's own memory, as a DTensor ``[numel]`` of all parts.
+    The value is a DTensor ``[numel]`` of all parts that shares the wrapper's memory.
     """
     flat = state.flat
     if flat is None or state.is_summoned or settings_for(state).state_dict_type is not LOCAL:
@@ -187,7 +188,7 @@ def own_values(state: WrapperState, prefix: str) -> dict[str, DTensor]:
 
 
 def is_kept(state: WrapperState) -> bool:
-    """Return whether this rank is to get the state dict of a wrapper, or only helps to make it."""
+    """Return whether this rank gets a wrapper's state dict, rather than only taking part in its collectives."""
     config = settings_for(state).state_dict_config
     if not (isinstance(config, FullStateDictConfig) and config.rank0_only):
         return True
@@ -195,7 +196,7 @@ def is_kept(state: WrapperState) -> bool:
 
 
 def finish(state: WrapperState, made: MutableMapping[str, Any], prefix: str) -> None:
-    """Let what a wrapper has put into ``made``, under names with ``prefix``, be where and called as it should be."""
+    """Rename a wrapper's entries in ``made``, those with ``prefix``, to names without wrappers; offload them if set."""
     offload = settings_for(state).state_dict_config.offload_to_cpu
     for key in [key for key in made if key.startswith(prefix)]:
         value = made.pop(key)
@@ -210,11 +211,11 @@ def _without_wrapper(key: str, prefix: str) -> str:
     return prefix + key.removeprefix(prefix).removeprefix(f"{WRAPPED}.")
 
 
-# ---- loaded
+# ---- loading
 
 
 def with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``state_dict`` so that modules inside of wrappers find the versions that were saved with them."""
+    """Return ``state_dict`` with version metadata under the names that modules in wrappers look up."""
     versions = getattr(state_dict, "_metadata", None)
     if versions is None:
         return state_dict
@@ -226,9 +227,9 @@ def with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[s
 
 @contextmanager
 def loading(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[None]:
-    """Within the body the wrappers in the tree of ``module`` load a state dict; collective if it holds split values.
+    """Load a state dict into the wrappers of ``module``'s tree in the body; collective if it has sharded values.
 
-    Then the body loads on every rank, or no rank has loaded anything: what each has of the model is copied before.
+    In that case either every rank loads or none does: each rank first copies its part of the model.
     """
     states = wrapper_states_below(module)
     if not any(map(is_gathered, state_dict.values())):
@@ -250,7 +251,7 @@ def loading(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[None]:
         with ranks.all_or_none(), _ending(states):
             yield
     except BaseException as error:
-        if not str(error).startswith("Error(s) in loading state_dict"):  # torch's: the names that match are loaded
+        if not str(error).startswith("Error(s) in loading state_dict"):  # torch's error: matching names were loaded
             with torch.no_grad():
                 for tensor, value in zip(tensors, before, strict=True):
                     tensor.copy_(value)
@@ -263,15 +264,15 @@ def _ending(states: Iterable[WrapperState]) -> Iterator[None]:
         yield
     finally:
         for state in states:
-            end_load(state, keep=False)  # of those that were not reached
+            end_load(state, keep=False)  # for wrappers that the load did not reach
 
 
 def begin_load(state: WrapperState, state_dict: MutableMapping[str, Any], prefix: str) -> None:
-    """Let the modules of one wrapper take ``state_dict``, which is changed; collective if it holds DTensors.
+    """Prepare a wrapper's modules to load ``state_dict``, which is modified; collective if it has DTensors.
 
     Raises:
-        RuntimeError: within an iteration; a value has not the shape of its parameter, here or in a wrapper below.
-            Nothing has changed then.
+        RuntimeError: an iteration is in progress; a value does not have its parameter's shape, here or in a wrapper
+            below. Nothing is changed.
     """
     if not state.is_summoned:
         check_idle([state], "load_state_dict")
@@ -303,7 +304,7 @@ def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any]
 
 
 def _to_load(part: FlatSlice, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a value of a state dict as the module of its parameter takes it: whole, or split by tensor parallelism."""
+    """Return a state dict's value in the form that the module loads: whole, or split by tensor parallelism."""
     if is_of_old_shards(value):
         value = gather_old_shards(value, device)
     if part.tp_spec is not None:
@@ -312,7 +313,7 @@ def _to_load(part: FlatSlice, value: torch.Tensor, device: torch.device) -> torc
 
 
 def _own_pieces(flat: FlatParam) -> list[torch.Tensor]:
-    """Return whole parameters that have this rank's values where its pieces are: no other ones are read again."""
+    """Return whole parameters with this rank's values in its pieces and zeros elsewhere, which are never read."""
     whole = flat.slot.new_zeros(flat.full_numel)
     begin, end = flat.bounds
     whole[begin:end] = flat.slot
@@ -320,7 +321,7 @@ def _own_pieces(flat: FlatParam) -> list[torch.Tensor]:
 
 
 def end_load(state: WrapperState, *, keep: bool) -> None:
-    """Let the modules of one wrapper have their shards again, with the values that were loaded if these are kept."""
+    """Put the shards back on a wrapper's modules; with ``keep``, copy the loaded values into them."""
     if state.is_loading:
         state.is_loading = False
         flat = state.flat
@@ -330,15 +331,15 @@ def end_load(state: WrapperState, *, keep: bool) -> None:
             flat.take_values()
         flat.stand_down()
     if state._is_root is not None:
-        state.has_root()  # buffers may be other ones
+        state.has_root()  # buffers may have been replaced
 
 
 def check_fits(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Check that the wrappers in the tree of ``module`` can take ``state_dict``.
+    """Check that the wrappers in the tree of ``module`` can load ``state_dict``.
 
     Raises:
-        RuntimeError: a value has not the shape of its parameter; a LOCAL_STATE_DICT is of another sharding, lacks a
-            wrapper, or is of parameters that tensor parallelism has split.
+        RuntimeError: a value does not have its parameter's shape; a LOCAL_STATE_DICT has another sharding, lacks a
+            wrapper, or is used with parameters that tensor parallelism has split.
     """
     names = names_below([module])
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""What state dicts of a tree of wrappers are, and of its optimizers."""
+"""State dict settings of a tree of wrappers and its optimizers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from workbench.engine.classic.wrapper_state import wrapper_states_below
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """Return what the wrappers in the tree of ``module`` were told; FULL_STATE_DICT where nothing was said.
+    """Return the common settings of the wrappers in the tree of ``module``; FULL_STATE_DICT by default.
 
     Raises:
-        ValueError: there is no wrapper, or they were told different things.
+        ValueError: there is no wrapper, or the wrappers have different settings.
     """
     said = [state.settings for state in wrapper_states_below(module)]
     if not said:

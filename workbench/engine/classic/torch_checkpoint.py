@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint.state_dict`` with wrappers: what it asks of torch's own, answered for ours."""
+"""Support for wrappers in ``torch.distributed.checkpoint.state_dict``: the calls that it makes to torch's wrapper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.engine.classic.wrapper_state import WrapperState, wrapper_states_
 
 
 class Checkpoints:
-    """Answers for wrappers, in the places of torch's class; a type and configs that come are torch's own."""
+    """Replacement for torch's wrapper class in those calls; the type and configs passed to it are torch's own."""
 
     @staticmethod
     def fsdp_modules(module: nn.Module) -> Sequence[nn.Module]:
@@ -33,7 +33,7 @@ class Checkpoints:
         state_dict_config: object,
         optim_state_dict_config: object,
     ) -> Iterator[None]:
-        """Let state dicts be what the options of torch's function say, whatever each wrapper was told."""
+        """Use torch's type and configs for the state dicts of all wrappers in the body, whatever each was set to."""
         kind = StateDictType[state_dict_type.name]
         ours = StateDictSettings.of(kind).configs()
         given = zip(ours, (state_dict_config, optim_state_dict_config), strict=True)
@@ -53,7 +53,7 @@ class Checkpoints:
     def optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: StateDict, group: object = None
     ) -> StateDict:
-        """Return the state of an optimizer by names; see ``FullyShardedDataParallel.optim_state_dict``."""
+        """Return an optimizer's state by parameter name; see ``FullyShardedDataParallel.optim_state_dict``."""
         del group
         return OptimStateDicts.optim_state_dict(model, optim, optim_state_dict, _first_holder(model))
 
@@ -61,10 +61,10 @@ class Checkpoints:
     def optim_state_dict_to_load(
         model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: StateDict, group: object = None
     ) -> StateDict:
-        """Return what an optimizer loads; see ``FullyShardedDataParallel.optim_state_dict_to_load``.
+        """Return the state dict for an optimizer; see ``FullyShardedDataParallel.optim_state_dict_to_load``.
 
-        Groups have come with the names of what the optimizer holds and the checkpoint has; those that it has not, and
-        that are loaded partly for that, keep their options.
+        torch passes groups with only the names that both the optimizer and the checkpoint have. Each group gets the
+        optimizer's full list of names, and keeps its current options unless the checkpoint has them.
         """
         del group
         given = optim_state_dict
@@ -81,13 +81,13 @@ class Checkpoints:
 
 
 def _route_to_all(model: nn.Module) -> Route:
-    """Return the route from one rank to all, those of tensor parallelism included."""
+    """Return the route from one rank to all ranks, including those of tensor parallelism."""
     flats = [state.flat for state in wrapper_states_below(model) if state.flat is not None]
     mesh = next((mesh for flat in flats for mesh in flat.meshes), None)
     return [_first_holder(model)] if mesh is None else route_over(mesh)
 
 
 def _first_holder(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group whose first rank has what is whole; None: all ranks'."""
+    """Return the group whose first rank has full state dicts; None: the group of all ranks."""
     state: WrapperState = wrapper_states_below(model)[0]
     return None if state.strategy in HYBRID else state.mesh.get_group(-1 % state.mesh.ndim)

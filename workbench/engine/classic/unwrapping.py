@@ -1,4 +1,4 @@
-"""Undoing wrappers: the modules in them again, or a plain copy; optimizers carried along, there and back."""
+"""Unwrapping: turn wrapped modules back into plain ones, or copy them; optimizers follow in both directions."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.unsharding import check_undoable, copied, optimizers_in, undo
 
 Mapped = dict[nn.Parameter, tuple[nn.Parameter, ...]]
-"""Plain parameters for each that an optimizer holds: those in a flat one, or one for a piece."""
+"""The plain parameters for each parameter of an optimizer: several for a flat parameter, one for a piece."""
 
 States = dict[nn.Parameter, dict[str, Any]]
 
 
 @torch.no_grad()
 def unwrap(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> tuple[nn.Module, Mapped]:
-    """Take every wrapper out of ``module``'s tree; collective: all ranks must call it.
+    """Remove every wrapper from ``module``'s tree; collective: all ranks must call it.
 
-    Modules have whole parameters again, with the values and gradients of now: the objects that they had before they
-    were wrapped, tied ones tied, hooks of modules as they are. What was done to a wrapper itself goes with it.
-    Optimizers go on with the plain parameters, in the groups and with the options of those that they held, their state
-    gathered; until every rank has everything nothing is changed, so that shards and the whole model are in memory at
-    once. Whatever is raised or interrupts it, the model is wrapped on every rank as before, or plain on every rank.
+    Modules get whole parameters with the current values and gradients: the same objects as before wrapping, tied ones
+    tied; module hooks stay. Changes to a wrapper itself, such as its hooks, are lost. Optimizers continue with the
+    plain parameters, in the same groups with the same options, and their state is gathered. Nothing changes until every
+    rank has all values, so shards and the whole model are in memory at once. After an error or interrupt the model is
+    either wrapped on every rank, as before, or plain on every rank.
 
     Args:
         module: the root of the tree.
-        optimizers: optimizers to carry along.
+        optimizers: optimizers to convert too.
 
     Returns:
-        The module without wrappers: what was in it, if it is a wrapper itself; and the plain parameters for each that
-        an optimizer could hold.
+        The module without wrappers (the wrapped module, if ``module`` is a wrapper), and the plain parameters for each
+        parameter that an optimizer could hold.
 
     Raises:
-        TypeError: ``optimizers`` holds something else.
-        ValueError: no wrapper is in the tree, ``fully_shard`` was called in it as well, it is only a part of what one
-            root shards, or an optimizer has state that cannot be gathered.
-        RuntimeError: gradients were accumulated without sync and not reduced since; an iteration is under way.
-        RanksDisagreeError: only some ranks hold a gradient, or state of an optimizer, or have an error of the above.
+        TypeError: ``optimizers`` contains something that is not an optimizer.
+        ValueError: the tree has no wrapper, it also uses ``fully_shard``, it is only a part of what one root shards,
+            or an optimizer has state that cannot be gathered.
+        RuntimeError: gradients accumulated without sync are not reduced yet; an iteration is in progress.
+        RanksDisagreeError: only some ranks hold a gradient or optimizer state, or have one of the errors above.
         CollectiveFailed: another rank was interrupted.
     """
     held = optimizers_in(optimizers, "unwrap")
@@ -84,16 +84,16 @@ def unwrap(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) 
 def plain_copy(
     module: nn.Module, memo: dict[int, Any], optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """Return a deep copy of ``module`` without wrappers, values and gradients gathered; collective.
+    """Return a deep copy of ``module`` without wrappers, with values and gradients gathered; collective.
 
     Args:
-        module: the root of a tree of wrappers; it is left as it was.
-        memo: filled as :func:`copy.deepcopy` does, with the copy of every object by the id of its original; that of a
-            wrapper is the copy of the module in it.
-        optimizers: whose copies hold the plain parameters, their state gathered.
+        module: the root of a tree of wrappers; it does not change.
+        memo: filled as by :func:`copy.deepcopy`: the copy of every object by the id of its original. A wrapper's copy
+            is the copy of its module.
+        optimizers: optimizers to copy too; the copies hold the plain parameters and gathered state.
 
     Returns:
-        The copy, and those of the optimizers.
+        The copy of the module, and the copies of the optimizers.
 
     Raises:
         ValueError, RuntimeError: as :func:`unwrap` does.
@@ -109,7 +109,7 @@ def plain_copy(
         memo |= {id(form): form for form in flat.unreadable()}
 
     def make() -> nn.Module:
-        for state in reversed(states):  # inner ones first: a copy of what is around them then holds their copies
+        for state in reversed(states):  # inner wrappers first, so that copies of outer modules contain their copies
             memo[id(state.wrapper)] = copy.deepcopy(state.wrapped, memo)
         return copy.deepcopy(module, memo)
 
@@ -121,16 +121,16 @@ def plain_copy(
 
 @torch.no_grad()
 def rewrap_optimizers(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Let optimizers of a module go on with what its wrappers have made of their parameters, state split.
+    """Convert optimizers of a module to the parameters of its wrappers, and split their state.
 
     Args:
-        module: wrapped now.
-        optimizers: made before it was, so that they hold the plain parameters.
+        module: the wrapped module.
+        optimizers: optimizers made before wrapping, which hold the plain parameters.
 
     Raises:
-        TypeError: ``optimizers`` holds something else.
-        ValueError: parameters of one flat parameter are in several groups of an optimizer, or some are in none, or
-            differ in state; then no optimizer is changed.
+        TypeError: ``optimizers`` contains something that is not an optimizer.
+        ValueError: an optimizer has the parameters of one flat parameter in several groups, lacks some of them, or
+            has different state for them; no optimizer is changed.
     """
     held = optimizers_in(optimizers, "rewrap_optimizers")
     flats = sharded_flats(wrapper_states_below(module))
@@ -155,10 +155,10 @@ def _rewrapped(
 
 
 def check_in_one_group(named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer can go on with one flat parameter in the place of what it holds, given with names.
+    """Check that one flat parameter can replace the given (name, parameter) pairs in an optimizer.
 
     Raises:
-        ValueError: it holds them in several groups, or only some.
+        ValueError: the optimizer holds them in several groups, or holds only some.
     """
     group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
     places: dict[int | None, str] = {}
@@ -175,7 +175,7 @@ def check_in_one_group(named: Iterable[tuple[str, nn.Parameter]], optimizer: tor
 def _agreed(
     module: nn.Module, what: str, optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[list[WrapperState], Agreement]:
-    """Return the wrappers' states, parents first, once all ranks hold the same; raises before anything is changed."""
+    """Check that all ranks hold the same, without changing anything; return the wrappers' states, parents first."""
     states = states_below(module)
     wrappers = wrapper_states_below(module)
 
@@ -190,7 +190,7 @@ def _agreed(
 
 
 def _whole_grads(unit: FSDPParamGroup, flat: FlatParam) -> list[torch.Tensor | None]:
-    """Return the gradient of each part, as its parameter will be; None where no rank has any."""
+    """Return the whole gradient of each part, shaped like its plain parameter; None if no rank has one."""
     grads = {param: {"grad": param.grad} for param in flat.owned if param.grad is not None}
     return [None if found is None else found["grad"] for found in whole_states(unit, flat, grads)]
 
@@ -200,7 +200,7 @@ def _gathered(
     plains: Sequence[Sequence[nn.Parameter]],
     optimizer: torch.optim.Optimizer,
 ) -> States:
-    """Return the optimizer's state of each part, by the plain parameter that stands for it; collective."""
+    """Return the optimizer's gathered state by plain parameter; collective."""
     found: States = {}
     for (unit, flat), params in zip(flats, plains, strict=True):
         states = whole_states(unit, flat, optimizer.state)
@@ -224,7 +224,7 @@ def _plain_params(unit: FSDPParamGroup, flat: FlatParam) -> list[nn.Parameter]:
 
 
 def _commit(optimizer: torch.optim.Optimizer, mapping: Mapped, states: States) -> None:
-    """Exchange parameters in groups, which keep their options, and state."""
+    """Replace the parameters in an optimizer's groups and state; the groups keep their options."""
     for group in optimizer.param_groups:
         group["params"] = [new for old in group["params"] for new in mapping.get(old, (old,))]
     for old in mapping:
@@ -236,7 +236,7 @@ def _commit(optimizer: torch.optim.Optimizer, mapping: Mapped, states: States) -
 def _copied(
     optimizer: torch.optim.Optimizer, mapping: Mapped, states: States, memo: dict[int, Any]
 ) -> torch.optim.Optimizer:
-    """Return a copy with other parameters; of the state that is exchanged nothing is copied."""
+    """Return a copy of an optimizer with replaced parameters, without copying the state that is replaced."""
     kept: dict[int, Any] = {id(old): old for old in mapping} | {
         id(optimizer.state[p]): {} for p in mapping if p in optimizer.state
     }

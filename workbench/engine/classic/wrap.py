@@ -1,12 +1,12 @@
-"""Which modules of a tree become units, and the tree with a wrapper in place of each.
+"""Auto-wrapping: choosing the modules that become units, and replacing each with its wrapper.
 
-A policy is asked about every module below the root before anything is wrapped: what it cannot answer changes nothing.
-Children come before their parents. A module that several parents hold is decided on where it is met first, wrapped
-once, and its wrapper stands in every place.
+A policy decides on every module below the root before anything is wrapped, so an error of the policy changes nothing.
+Children come before their parents. A module with several parents is decided on at its first occurrence, wrapped once,
+and replaced by the same wrapper everywhere.
 
-Other than in torch's: with a ``mixed_precision`` modules that :func:`size_based_auto_wrap_policy` keeps as leaves stay
-leaves, modules whose precision stays their own cast what they take to the dtype of their parameters, not always to
-float32, and :func:`enable_wrap` can be nested.
+Differences from torch: with a ``mixed_precision``, modules that :func:`size_based_auto_wrap_policy` keeps as leaves
+stay leaves; modules that keep their own precision cast their inputs to the dtype of their parameters, not always to
+float32; and :func:`enable_wrap` can be nested.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from workbench.engine.classic.options import module_classes_of
 from workbench.engine.tensor_trees import cast_floats, tensors_in
 
 WrapPolicy = Callable[..., bool]
-"""Called with ``module``, ``recurse`` and ``nonwrapped_numel``: go on below, or make a unit of what is left?"""
+"""Called with ``module``, ``recurse`` and ``nonwrapped_numel``; returns whether to descend, or to make a unit."""
 
 
 class UnitWrapPolicy(ABC):
-    """Decides module by module."""
+    """A policy that decides module by module."""
 
     def descends(self, module: nn.Module, numel: int) -> bool:
-        """Return True to be asked about what is below ``module``, which has ``numel`` elements, and about itself."""
+        """Return whether the policy decides on ``module``, of ``numel`` elements, and the modules below it."""
         return True
 
     @abstractmethod
     def options(self, module: nn.Module, numel: int) -> Mapping[str, object] | None:
-        """Return which of the root's options are others for the unit of ``module``; None: it is no unit.
+        """Return the options that the unit of ``module`` overrides; None if ``module`` does not become a unit.
 
         Args:
             module: the module.
-            numel: elements of its parameters that no unit below it takes.
+            numel: elements of its parameters that are in no unit below it.
         """
 
 
 class ModuleWrapPolicy(UnitWrapPolicy):
-    """Makes a unit of every module of some classes.
+    """A policy that makes every module of the given classes a unit.
 
     Args:
         module_classes: subclasses of ``nn.Module``.
 
     Raises:
-        TypeError: something else is among them.
+        TypeError: ``module_classes`` contains something else.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = module_classes_of("ModuleWrapPolicy: module_classes", module_classes)
 
     def options(self, module: nn.Module, numel: int) -> Mapping[str, object] | None:
-        """Return no change for a module of the classes."""
+        """Return empty overrides for a module of the classes, None for any other."""
         return {} if isinstance(module, self._module_classes) else None
 
     def __call__(self, module: nn.Module, recurse: bool, *_: object, **__: object) -> bool:
-        """Answer as a function does, to be one of several in ``_or_policy``."""
+        """Decide like a policy function, for use in ``_or_policy``."""
         return recurse or isinstance(module, self._module_classes)
 
     def __repr__(self) -> str:
@@ -74,21 +74,21 @@ class ModuleWrapPolicy(UnitWrapPolicy):
 
 
 class CustomPolicy(UnitWrapPolicy):
-    """Asks a function.
+    """A policy that calls a function.
 
     Args:
-        lambda_fn: takes a module; returns False or an empty dict to leave it, True to make a unit of it, or a dict of
-            options that are others for this unit than for the root.
+        lambda_fn: takes a module; returns False or an empty dict to leave it, True to make it a unit, or a dict of
+            options in which this unit differs from the root.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
 
     def options(self, module: nn.Module, numel: int) -> Mapping[str, object] | None:
-        """Return what the function says.
+        """Return the function's decision.
 
         Raises:
-            TypeError: it is neither a bool nor a dict.
+            TypeError: the function returned neither a bool nor a dict.
         """
         answer = self._lambda_fn(module)
         if not isinstance(answer, (bool, dict)):
@@ -113,21 +113,21 @@ class _FunctionPolicy(UnitWrapPolicy):
 
 
 def always_wrap_policy(*args: object, **kwargs: object) -> bool:
-    """Make a unit of every module."""
+    """Make every module a unit."""
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Make a unit of every module for which ``lambda_fn`` returns True; give it with ``functools.partial``."""
+    """Make every module a unit for which ``lambda_fn`` returns True; bind it with ``functools.partial``."""
     return recurse or lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
 ) -> bool:
-    """Make a unit of every module of some classes; give them with ``functools.partial``."""
+    """Make every module of the given classes a unit; bind them with ``functools.partial``."""
     classes = module_classes_of("transformer_auto_wrap_policy: transformer_layer_cls", transformer_layer_cls)
     return recurse or isinstance(module, classes)
 
@@ -140,14 +140,14 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Collection[type[nn.Module]] | None = None,
     exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a unit wherever enough is left; give the arguments from the fourth on with ``functools.partial``.
+    """Make a module a unit if enough elements remain; bind the arguments from the fourth on with ``functools.partial``.
 
     Args:
-        module: the module that is asked about.
-        recurse: whether to go on below it, not whether to make a unit of it.
-        nonwrapped_numel: elements of parameters in it, without those of the units below if ``recurse`` is False.
-        min_num_params: so many elements are enough.
-        force_leaf_modules: below modules of these classes nothing becomes a unit, nor they themselves; None:
+        module: the module to decide on.
+        recurse: True to decide whether to descend into the module, False to decide whether it becomes a unit.
+        nonwrapped_numel: elements of its parameters, without those of units below if ``recurse`` is False.
+        min_num_params: minimum number of elements.
+        force_leaf_modules: modules of these classes, and all modules below them, do not become units; None:
             ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
         exclude_wrap_modules: modules of these classes do not become units; None:
             ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
@@ -162,25 +162,25 @@ def size_based_auto_wrap_policy(
 
 # multi-head attention computes with the parameters of its child, which it never calls
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
-# nobody calls a container
+# a container is never called
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
 def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapPolicy]) -> bool:
-    """Return True if any of some policies does."""
+    """Return True if any of ``policies`` does."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A module that is to be wrapped.
+    """A module to wrap.
 
     Attributes:
-        name: from the root; where it has several places, the first.
+        name: name from the root; the first, if the module occurs several times.
         module: the module.
-        params: those that it takes and no unit below it does.
-        kwargs: what its wrapper is given.
-        own_precision: it computes in the dtype that its parameters have.
+        params: its parameters that are in no unit below it.
+        kwargs: arguments for its wrapper.
+        own_precision: the module computes in the dtype of its parameters.
     """
 
     name: str
@@ -198,22 +198,22 @@ def plan_units(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> list[PlannedUnit]:
-    """Ask a policy which modules below ``root`` become units; nothing is changed. The root is the caller's.
+    """Return the units that a policy makes of the modules below ``root``; nothing is changed.
 
     Args:
-        root: the module whose tree it is.
-        policy: one of this file, or a function of ``module``, ``recurse`` and ``nonwrapped_numel``.
-        kwargs: the root's options, which every unit is given where the policy names no other. Below a
-            ``mixed_precision``, modules of its ``_module_classes_to_ignore`` are units of their own without one.
-        ignored_modules: neither they nor what is below them becomes a unit or is counted.
-        ignored_params: they are not counted.
+        root: the root of the tree; the policy does not decide on the root itself.
+        policy: a policy of this file, or a function of ``module``, ``recurse`` and ``nonwrapped_numel``.
+        kwargs: the root's options, which units inherit unless the policy overrides them. With a ``mixed_precision``,
+            modules of its ``_module_classes_to_ignore`` become separate units without one.
+        ignored_modules: modules that, with everything below them, neither become units nor count.
+        ignored_params: parameters that do not count.
 
     Returns:
-        Units, children before parents, otherwise as they are registered.
+        Units, children before parents, otherwise in the order of registration.
 
     Raises:
-        TypeError: the policy is none, or what it returns is no answer.
-        ValueError: it names an option that is not in ``kwargs``.
+        TypeError: ``policy`` is not a policy, or it returned something invalid.
+        ValueError: the policy overrides an option that is not in ``kwargs``.
     """
     precision = kwargs.get("mixed_precision")
     ignored = {module for top in ignored_modules for module in top.modules()}
@@ -242,7 +242,7 @@ def _asked(policy: UnitWrapPolicy | WrapPolicy) -> UnitWrapPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Walk:
-    """What :func:`plan_units` knows while it goes through the tree."""
+    """State of the tree walk in :func:`plan_units`."""
 
     policy: UnitWrapPolicy
     own_precision: tuple[type[nn.Module], ...]
@@ -251,14 +251,14 @@ class _Walk:
     names: Mapping[nn.Module, str]
     kwargs: Mapping[str, Any]
     units: list[PlannedUnit] = field(default_factory=list)
-    taken: dict[nn.Module, set[nn.Parameter]] = field(default_factory=dict)  # by units at or below a module
+    taken: dict[nn.Module, set[nn.Parameter]] = field(default_factory=dict)  # parameters of units at or below a module
 
     def below(self, module: nn.Module, asked: bool) -> tuple[bool, set[nn.Parameter]]:
-        """Decide on all below a module; return whether the policy is asked about itself, and what units take."""
+        """Decide on all modules below one; return whether the policy decides on itself, and the units' parameters."""
         asked = asked and self.policy.descends(module, _numel(self._params(module)))
         for child in module.children():
             if child not in self.ignored and child not in self.taken:
-                self.taken[child] = set()  # a module that holds itself
+                self.taken[child] = set()  # ends the recursion for a module that contains itself
                 self.taken[child] = self._at(child, asked)
         taken: set[nn.Parameter] = set()
         return asked, taken.union(*(self.taken.get(child, ()) for child in module.children()))
@@ -295,10 +295,10 @@ def _numel(params: Iterable[nn.Parameter]) -> int:
 
 
 def check_frozen(root: nn.Module, units: Iterable[PlannedUnit]) -> None:
-    """Check that each unit's parameters are all trained or all frozen, as one flat parameter must be.
+    """Check that each unit's parameters are all trained or all frozen, as a flat parameter requires.
 
     Raises:
-        ValueError: one's are not.
+        ValueError: a unit has both trained and frozen parameters.
     """
     names = {param: name for name, param in root.named_parameters()}
     for unit in units:
@@ -315,7 +315,7 @@ def check_shared(root: nn.Module, units: Iterable[PlannedUnit]) -> None:
     """Check that all modules that share a parameter are in one unit.
 
     Raises:
-        ValueError: some are in several, or in one and in what is left to the root.
+        ValueError: modules that share a parameter are in several units, or in a unit and in the root's remainder.
     """
     units = list(units)
     wrapped, managed = {unit.module for unit in units}, {param for unit in units for param in unit.params}
@@ -323,7 +323,7 @@ def check_shared(root: nn.Module, units: Iterable[PlannedUnit]) -> None:
     first: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for name, param in root.named_parameters(remove_duplicate=False):
         if param not in managed:
-            continue  # ignored, or the root's alone
+            continue  # ignored, or in the root's remainder only
         above = (modules[path] for path in _paths_above(name))
         unit = next((module for module in above if module in wrapped), root)
         other, taken_by = first.setdefault(param, (name, unit))
@@ -335,16 +335,16 @@ def check_shared(root: nn.Module, units: Iterable[PlannedUnit]) -> None:
 
 
 def _paths_above(name: str) -> Iterator[str]:
-    """Yield the names of the modules around a parameter, the nearest first, without the root's."""
+    """Yield the names of the modules around a parameter, innermost first, without the root."""
     while name := name.rpartition(".")[0]:
         yield name
 
 
 def wrap_units(root: nn.Module, units: Sequence[PlannedUnit], wrapper_cls: Callable[..., nn.Module]) -> None:
-    """Put ``wrapper_cls(module, **kwargs)`` of each unit, in their order, wherever below ``root`` its module is.
+    """Replace each unit's module everywhere below ``root`` with ``wrapper_cls(module, **kwargs)``, unit by unit.
 
     Raises:
-        ValueError: something in the tree has been wrapped before; nothing is changed then.
+        ValueError: the tree already has a wrapper; nothing is changed.
     """
     _check_not_wrapped(root, wrapper_cls)
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {unit.module: [] for unit in units}
@@ -369,13 +369,14 @@ def auto_wrap(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Wrap what a policy says below ``root``; see :func:`plan_units` for the arguments and :func:`wrap_units`.
+    """Wrap the modules below ``root`` that a policy chooses; arguments as in :func:`plan_units` and :func:`wrap_units`.
+
+    Nothing is changed if this raises one of the following errors.
 
     Raises:
-        TypeError: the policy is none, or what it returns is no answer.
-        ValueError: it names an option that is not in ``kwargs``, something in the tree has been wrapped before, a
-            parameter would be in two units, or without ``use_orig_params`` a unit is frozen in part. In all these
-            cases nothing is changed.
+        TypeError: ``policy`` is not a policy, or it returned something invalid.
+        ValueError: the policy overrides an option that is not in ``kwargs``, the tree already has a wrapper, a
+            parameter would be in two units, or without ``use_orig_params`` a unit is partly frozen.
     """
     _check_not_wrapped(root, wrapper_cls)
     units = plan_units(root, policy, kwargs, ignored_modules=ignored_modules, ignored_params=ignored_params)
@@ -388,7 +389,7 @@ def auto_wrap(
 
 def _check_not_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -> None:
     if not isinstance(wrapper_cls, type):
-        return  # a function: what it makes bears no mark
+        return  # a function: its wrappers cannot be recognised
     wrapped = [name for name, module in root.named_modules() if isinstance(module, wrapper_cls)]
     if wrapped:
         raise ValueError(
@@ -398,7 +399,7 @@ def _check_not_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -
 
 
 class _InOwnPrecision:
-    """Casts what a module takes to the dtype of its parameters, and what it returns back to what came."""
+    """Hooks that cast a module's inputs to the dtype of its parameters, and its outputs back to the input dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -406,20 +407,20 @@ class _InOwnPrecision:
 
     @classmethod
     def around(cls, module: nn.Module) -> None:
-        """Do so for a module from now on."""
+        """Register the hooks on a module."""
         held = (t.dtype for t in chain(module.parameters(), module.buffers()) if t.is_floating_point())
         casts = cls(next(held, torch.float32))
         module.register_forward_pre_hook(casts.before, with_kwargs=True)
         module.register_forward_hook(casts.after)
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Cast, and keep the dtype that came."""
+        """Cast the inputs, and remember their dtype."""
         came = (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point())
         self._came = next(came, None)
         return cast_floats((args, kwargs), self._dtype)  # type: ignore[no-any-return]
 
     def after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:  # noqa: ANN401 - any structure
-        """Cast back."""
+        """Cast the output back."""
         return cast_floats(output, self._came)
 
 
@@ -434,11 +435,11 @@ _wrapping: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:  # noqa: ANN401
-    """Have :func:`wrap` wrap within the ``with`` statement.
+    """Make :func:`wrap` wrap modules within the ``with`` statement.
 
     Args:
-        wrapper_cls: what wraps, such as ``FullyShardedDataParallel``.
-        **wrapper_kwargs: what it is given.
+        wrapper_cls: the wrapper class, such as ``FullyShardedDataParallel``.
+        **wrapper_kwargs: arguments for the wrapper.
     """
     token = _wrapping.set(_Wrapping(wrapper_cls, wrapper_kwargs))
     try:
@@ -448,11 +449,11 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:  # noqa: ANN401 - whatever the wrapper takes
-    """Return ``module`` wrapped as :func:`enable_wrap` around it says; outside of one, ``module`` itself.
+    """Return ``module`` wrapped as the enclosing :func:`enable_wrap` specifies; outside of one, ``module`` itself.
 
     Args:
-        module: what is wrapped.
-        **wrap_overrides: what its wrapper is given instead of, or beside, what ``enable_wrap`` names.
+        module: the module to wrap.
+        **wrap_overrides: arguments for its wrapper that override or extend those of ``enable_wrap``.
     """
     wrapping = _wrapping.get()
     if wrapping is None:

@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: a module around another one, whose parameters lie in one flat parameter."""
+"""``FullyShardedDataParallel``: a wrapper module that stores its module's parameters in one flat parameter."""
 
 from __future__ import annotations
 
@@ -64,46 +64,46 @@ Given = list[tuple[nn.Parameter, ParamModuleInfo]]
 
 
 class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
-    """Shard the parameters of ``module``, but for those in wrappers below it, as one flat parameter.
+    """Wrapper that shards the parameters of ``module``, except those in wrappers below it, as one flat parameter.
 
-    Forward and backward, gradients and recording are those of ``fully_shard``: one all-gather before the module's
-    forward and one before its backward, one reduce-scatter after it. Make the optimizer after wrapping.
+    Forward, backward, gradients and recording work as with ``fully_shard``: one all-gather before the module's forward,
+    one before its backward, and one reduce-scatter after it. Create the optimizer after wrapping.
 
-    Parameters may be DTensors of tensor parallelism, on an axis beside those of ``device_mesh`` in one mesh: the flat
-    parameter holds this rank's part of them, and modules compute with DTensors as without the wrapper.
+    Parameters may be DTensors of tensor parallelism, on another axis of the mesh that contains ``device_mesh``: the
+    flat parameter holds this rank's part of them, and modules compute with DTensors as without the wrapper.
 
     Args:
-        module: what is wrapped; changed in place.
-        process_group: the ranks to shard over; for the hybrid strategies a pair, to shard and to repeat over; None: all
-            ranks.
+        module: the module to wrap; changed in place.
+        process_group: the ranks to shard over; for the hybrid strategies a pair (to shard over, to replicate over);
+            None: all ranks.
         sharding_strategy: see :class:`ShardingStrategy`; None: FULL_SHARD.
         cpu_offload: see :class:`CPUOffload`.
-        auto_wrap_policy: says which modules in ``module`` are wrapped as well, with the same arguments.
-        backward_prefetch: see :class:`BackwardPrefetch`; None: nothing is gathered ahead in backward.
+        auto_wrap_policy: chooses modules in ``module`` to wrap as well, with the same arguments.
+        backward_prefetch: see :class:`BackwardPrefetch`; None: no prefetch in backward.
         mixed_precision: see :class:`MixedPrecision`.
-        ignored_modules: modules whose parameters and buffers are left alone, with all that is in them.
-        param_init_fn: gives a module on the meta device its values; None: its ``reset_parameters`` does.
-        device_id: where is computed, a device, its name or its index; None: what this process computes on.
-        sync_module_states: begin with the parameters and buffers of the first rank.
-        forward_prefetch: gather for the forward that came next in the last iteration while this one computes.
-        limit_all_gathers: must be a bool; at most one unit is ever gathered ahead.
-        use_orig_params: leave the original parameters on the modules and to the optimizer, each as this rank's piece;
-            a plain parameter in the place of one that tensor parallelism has split.
-        ignored_states: parameters, or modules, that are left alone.
-        device_mesh: a 1-D mesh in the place of ``process_group``; 2-D (repeat, shard) for the hybrid strategies.
+        ignored_modules: modules that, with everything in them, keep their parameters and buffers as they are.
+        param_init_fn: initialises a module on the meta device; None: call its ``reset_parameters``.
+        device_id: the device to compute on, its name or its index; None: this process's current device.
+        sync_module_states: start with the parameters and buffers of the first rank.
+        forward_prefetch: while a unit computes forward, prefetch the unit that came next in the last iteration.
+        limit_all_gathers: must be a bool; at most one unit is ever prefetched.
+        use_orig_params: keep the original parameters on the modules and in the optimizer, each as this rank's piece; a
+            parameter that tensor parallelism has split is replaced by a plain one.
+        ignored_states: parameters, or modules, to leave as they are.
+        device_mesh: a 1-D mesh instead of ``process_group``; 2-D (replicate, shard) for the hybrid strategies.
 
     Raises:
-        TypeError: an argument of another type than it takes.
-        ValueError: parameters of several dtypes in one unit, or without ``use_orig_params`` trained and frozen ones; a
-            scalar or non-contiguous parameter; one that is sharded or tied to one of another unit; a DTensor that is
-            not of tensor parallelism, or on a mesh without a common one with ``device_mesh``; arguments that do not go
-            together.
+        TypeError: an argument has the wrong type.
+        ValueError: a unit has parameters of several dtypes, or trained and frozen ones without ``use_orig_params``; a
+            parameter is a scalar or non-contiguous, is already sharded, or is tied to one of another unit; a DTensor is
+            not of tensor parallelism, or its mesh has no common parent with ``device_mesh``; arguments are
+            incompatible.
         RuntimeError: ``torch.distributed`` is not initialised.
 
-    What was not wrapped before the call raised is as it was.
+    Modules that were not wrapped yet when an error was raised are unchanged.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the arguments are torch's, by place as well
+    def __init__(  # noqa: PLR0913, PLR0917 - the arguments are torch's, in torch's order
         self,
         module: nn.Module,
         process_group: ProcessGroups | None = None,
@@ -154,7 +154,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             "sharding_strategy": strategy,
             "cpu_offload": offload,
             "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,  # None keeps batch norms in the units of the policy
+            "mixed_precision": mixed_precision,  # None keeps batch norms in the policy's units
             "param_init_fn": param_init_fn,
             "device_id": device_id,
             "sync_module_states": sync_module_states,
@@ -207,7 +207,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         state.name_units()
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
 
-    # ---- a module like the one in it
+    # ---- behave like the wrapped module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what the module takes and returns
         """Run the module."""
@@ -215,11 +215,11 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """What was wrapped."""
+        """The wrapped module."""
         return cast("nn.Module", self._modules[WRAPPED])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise NotImplementedError: process groups and other ranks' parts go into no copy and no file."""
+        """Raise NotImplementedError: process groups and other ranks' parts cannot be copied or saved."""
         raise NotImplementedError(
             f"FullyShardedDataParallel around {type(self.module).__name__} can be neither copied nor pickled: save its "
             "state_dict(), and copy the plain module before it is wrapped, or after workbench.engine.classic.unwrap"
@@ -227,11 +227,11 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
     @property
     def _is_summoned(self) -> bool:
-        state = state_of(self)  # None while it is being made
+        state = state_of(self)  # None during __init__
         return isinstance(state, WrapperState) and state.is_summoned
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of whatever the module has
-        """Return what the wrapper, or else the module in it, has under ``name``."""
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the module
+        """Return the attribute of the wrapper, or else of the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -239,12 +239,12 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
                 raise
             return getattr(self.module, name)
 
-    def __getitem__(self, key: int) -> Any:  # noqa: ANN401 - of whatever the module holds
-        """Return what the module has at ``key``."""
+    def __getitem__(self, key: int) -> Any:  # noqa: ANN401 - any item of the module
+        """Return the wrapped module's item at ``key``."""
         return cast("Any", self.module)[key]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as nn.Module
-        """Yield parameters; within ``summon_full_params`` by the names they have without wrappers."""
+        """Yield (name, parameter); within ``summon_full_params`` the names omit wrappers."""
         if is_asked_by_checkpoints() and kwargs.get("recurse") is False:
             yield from named_flat(self._state)
             return
@@ -254,24 +254,24 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules; one that has the names of the state dict in their place where checkpoints ask for these."""
+        """Yield (name, module); for checkpoints, a single module whose parameters have the names of the state dict."""
         if lists_parameters_for_checkpoints():
             yield prefix, as_saved(self._state)
         else:
             yield from super().named_modules(memo, prefix, remove_duplicate)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - as nn.Module
-        """Yield buffers; within ``summon_full_params`` by the names they have without wrappers."""
+        """Yield (name, buffer); within ``summon_full_params`` the names omit wrappers."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name) if self._is_summoned else name, buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` with every module, while its parameters are whole; what it does to them is kept."""
+        """Call ``fn`` with every module while its parameters are whole; changes to them are kept."""
         with nullcontext() if self._is_summoned else self.summon_full_params(self, recurse=False):
             return super().apply(fn)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Convert parameters (``.to``, ``.double`` ...), then take the new ones over."""
+        """Convert parameters (``.to``, ``.double`` ...), then adopt the new ones."""
         states = wrapper_states_below(self)
         flats = sharded_flats(states)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -280,7 +280,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         return self
 
     def check_is_root(self) -> bool:
-        """Return whether this is the outermost wrapper; without a forward so far it will be."""
+        """Return whether this is the outermost wrapper; before the first forward, make it the root."""
         self._as_root()
         return bool(self._state._is_root)
 
@@ -295,7 +295,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return the wrappers in the tree of ``module``, parents first; ``root_only``: those in no other one."""
+        """Return the wrappers in ``module``'s tree, parents first; ``root_only``: only those in no other wrapper."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         if not root_only:
             return found
@@ -311,20 +311,20 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Let all wrappers in the tree of ``module`` make and load state dicts of a type; FULL_STATE_DICT at first.
+        """Set the state dict type of all wrappers in the tree of ``module``; the default is FULL_STATE_DICT.
 
         Args:
-            module: a wrapper, or what holds some.
+            module: a wrapper, or a module that contains some.
             state_dict_type: see :class:`StateDictType`.
-            state_dict_config: of the class that goes with it; None: with its defaults.
-            optim_state_dict_config: the same for state dicts of optimizers.
+            state_dict_config: config of the class that belongs to the type; None: its defaults.
+            optim_state_dict_config: the same for optimizer state dicts.
 
         Returns:
-            what was set before.
+            The previous settings.
 
         Raises:
-            TypeError: something else than a type, or a config.
-            ValueError: a config of another type; there is no wrapper, or they were set to different types.
+            TypeError: an argument is not a state dict type or a config.
+            ValueError: a config belongs to another type; there is no wrapper, or the wrappers had different types.
         """
         before = settings_of(module)
         settings = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
@@ -334,7 +334,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return what the wrappers in the tree of ``module`` are set to; ValueError as :meth:`set_state_dict_type`."""
+        """Return the settings of the wrappers in ``module``'s tree; ValueError as in :meth:`set_state_dict_type`."""
         return settings_of(module)
 
     @staticmethod
@@ -345,7 +345,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Do what :meth:`set_state_dict_type` does for the time of a ``with``; it raises the same."""
+        """Do what :meth:`set_state_dict_type` does for the duration of a ``with``; raises the same errors."""
         api = FullyShardedDataParallel
         before = api.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
@@ -355,26 +355,29 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
                 state.settings = before
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
-        """Return the state dict, of the type that was set; collective, but for LOCAL_STATE_DICT.
+        """Return the state dict, of the type that is set; collective, except for LOCAL_STATE_DICT.
 
-        Names and dtypes are those of the model that is not wrapped. With FULL_STATE_DICT values are whole, and in
-        memory of their own. With SHARDED_STATE_DICT they are DTensors, split along dim 0, also where no device mesh was
-        given (torch's wrapper gives a ShardedTensor there, which is deprecated). What tensor parallelism has split
-        stays so in FULL_STATE_DICT, a DTensor over its axis; SHARDED_STATE_DICT has a DTensor over that axis as well,
-        and LOCAL_STATE_DICT is refused. With LOCAL_STATE_DICT each wrapper has
-        one ``_flat_param``, a DTensor ``[numel]`` of all its parameters, and it is the wrapper's own memory. With the
-        strategy NO_SHARD values are whole in any case; where there is one rank, SHARDED_STATE_DICT has no DTensors.
-        Within ``summon_full_params`` the parameters that the modules have there are taken.
+        Names and dtypes are those of the plain model. Values by type:
+
+        - FULL_STATE_DICT: whole tensors in separate memory. Parameters that tensor parallelism has split stay DTensors
+          over its axis.
+        - SHARDED_STATE_DICT: DTensors split along dim 0, even without a device mesh (torch's wrapper returns the
+          deprecated ShardedTensor there), and over the axis of tensor parallelism as well. On one rank, no DTensors.
+        - LOCAL_STATE_DICT: one ``_flat_param`` per wrapper, a DTensor ``[numel]`` of all its parameters that shares the
+          wrapper's memory. Refused with tensor parallelism.
+
+        With the strategy NO_SHARD values are always whole. Within ``summon_full_params`` the modules' current
+        parameters are returned.
 
         Args:
-            args: the others by place, in their order; deprecated.
-            destination: filled and returned; None: a new dict.
-            prefix: of all names.
-            keep_vars: leave values as they are, rather than detach them.
+            args: the other arguments by position; deprecated.
+            destination: dict to fill and return; None: a new dict.
+            prefix: prefix of all names.
+            keep_vars: do not detach values.
 
         Raises:
-            RuntimeError: an iteration is under way; LOCAL_STATE_DICT with tensor parallelism.
-            RanksDisagreeError: it is on some ranks only.
+            RuntimeError: an iteration is in progress; LOCAL_STATE_DICT with tensor parallelism.
+            RanksDisagreeError: an iteration is in progress on some ranks only.
         """
         if args:
             caution("state_dict: arguments by place are deprecated, give them by name", FutureWarning)
@@ -399,26 +402,26 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         destination.update(own_values(self._state, prefix))
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell ``torch.distributed.checkpoint.state_dict``, which asks for it first, what wrappers are.
+        """Register wrappers with ``torch.distributed.checkpoint.state_dict``, which calls this first.
 
         Returns:
-            which child has no name of its own.
+            A dict that marks the child whose name is left out of fqns.
         """
         tell_checkpoints(FullyShardedDataParallel, Checkpoints)
         return {"": WRAPPED}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: ANN401 - as nn.Module
-        """Load what a state dict of the type that was set holds; see ``nn.Module.load_state_dict``.
+        """Load a state dict of the type that is set; see ``nn.Module.load_state_dict``.
 
-        Other than LOCAL_STATE_DICT may hold plain tensors, and DTensors and ShardedTensors of any sharding (collective
-        then), whichever type was set. Every rank needs it. Parameters keep their dtype, and the place where they are,
-        with ``assign`` as well.
+        Except with LOCAL_STATE_DICT, values may be plain tensors, DTensors or ShardedTensors of any sharding, for
+        either type; with the last two it is collective. Every rank needs the state dict. Parameters keep their dtype
+        and memory, even with ``assign``.
 
         Raises:
-            RuntimeError: a value has not the shape of its parameter, or with LOCAL_STATE_DICT is of another sharding:
-                then nothing was loaded; within an iteration; with ``strict`` names are missing or unexpected.
-            RanksDisagreeError: ranks have different DTensors; then nothing was loaded.
-            CollectiveFailed: another rank was interrupted; then no rank has loaded anything.
+            RuntimeError: a value does not have its parameter's shape, or with LOCAL_STATE_DICT has another sharding
+                (nothing is loaded); an iteration is in progress; with ``strict``, names are missing or unexpected.
+            RanksDisagreeError: ranks have different DTensors; nothing is loaded.
+            CollectiveFailed: another rank was interrupted; no rank has loaded anything.
         """
         with loading(self, state_dict):
             return super().load_state_dict(with_versions(self, state_dict), strict, assign)
@@ -441,9 +444,9 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward within the body add up full gradients, which the first one after it reduces; for the root.
+        """Accumulate full gradients in backwards within the body; the first backward after it reduces them. Root only.
 
-        Until then ``.grad`` can be dropped with ``zero_grad``, and not be read where parameters are sharded.
+        Until then ``zero_grad`` can drop ``.grad``, but ``.grad`` cannot be read if parameters are sharded.
 
         Raises:
             RuntimeError: this is not the outermost wrapper.
@@ -456,28 +459,28 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         ]
         for state, unit, *_ in before:
             unit.sync.reduce_grads = False
-            unit.reshard_after_backward = state.strategy not in KEEPS_AFTER_FORWARD  # else it keeps full parameters
+            unit.reshard_after_backward = state.strategy not in KEEPS_AFTER_FORWARD  # the others keep full parameters
         try:
             yield
         finally:
-            for _, unit, reduces, reshards in before:  # another no_sync may be around this one
+            for _, unit, reduces, reshards in before:  # another no_sync may enclose this one
                 unit.sync.reduce_grads, unit.reshard_after_backward = reduces, reshards
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm, over the whole model, is at most ``max_norm``; collective.
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``; collective.
 
-        What tensor parallelism has split counts with all its parts; see :func:`clip_grad_norm`.
+        Parameters that tensor parallelism has split count with all their parts; see :func:`clip_grad_norm`.
 
         Args:
-            max_norm: highest norm that is left as it is.
+            max_norm: maximum norm.
             norm_type: p of the p-norm; ``inf``: the largest element.
 
         Returns:
-            the norm before, a scalar; of the largest dtype of the gradients.
+            The norm before scaling, a scalar of the widest dtype among the gradients.
 
         Raises:
-            RuntimeError: this is not the outermost wrapper, or an iteration is under way.
-            RanksDisagreeError: only some ranks hold a gradient. No gradient is scaled then.
+            RuntimeError: this is not the outermost wrapper, or an iteration is in progress.
+            RanksDisagreeError: only some ranks hold a gradient. No gradient is scaled.
         """
         self._check_root("clip_grad_norm_")
         check_same_grads(self, wrapper_states_below(self), "clip_grad_norm_")
@@ -487,17 +490,17 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         return clip_grad_norm(list(self.parameters()), flats, float(max_norm), float(norm_type), device)
 
     def register_comm_hook(self, state: object, hook: comm_hooks.CommHook) -> None:
-        """Let ``hook`` reduce gradients, in all wrappers, instead of the engine; it divides by itself.
+        """Make ``hook`` reduce the gradients of all wrappers instead of the engine; the hook also divides them.
 
         Args:
-            state: handed to the hook, first.
-            hook: ``hook(state, grad, output)``: leaves this rank's part ``[c]`` of the average of ``grad``
-                ``[F * c]``, padding included, in ``output``; where nothing is split ``hook(state, grad)``: leaves the
-                average in ``grad``. Both are of the dtype of the reduction.
+            state: the hook's first argument.
+            hook: ``hook(state, grad, output)`` writes this rank's part ``[c]`` of the average of ``grad`` ``[F * c]``,
+                padding included, to ``output``. If nothing is split, ``hook(state, grad)`` writes the average to
+                ``grad``. Both have the dtype of the reduction.
 
         Raises:
-            TypeError: ``hook`` cannot be called.
-            RuntimeError: this is not the outermost wrapper, or there is a hook already.
+            TypeError: ``hook`` is not callable.
+            RuntimeError: this is not the outermost wrapper, or it already has a hook.
             ValueError: a wrapper has a hybrid strategy.
         """
         self._check_root("register_comm_hook")
@@ -518,22 +521,22 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
 
 def _loaded(wrapper: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - nn.Module's lists of names
-    """A wrapper and all below it have loaded."""
+    """End the load of a wrapper once it and all modules below it have loaded."""
     end_load(cast("FullyShardedDataParallel", wrapper)._state, keep=True)
     for keys in incompatible:
         keys[:] = map(key_of, keys)
 
 
 def _managed(module: nn.Module, ignored: IgnoredStates) -> list[tuple[str, nn.Module]]:
-    """Return the modules below ``module`` that are in no wrapper yet, with their paths."""
+    """Return (path, module) for ``module`` and the modules in it that are neither ignored nor in a wrapper."""
     return [(path, m) for path, m in _get_managed_modules([module]) if m not in ignored.modules]  # with all in them
 
 
 def _check_laid_out(managed: Sequence[tuple[str, nn.Module]], ignored: IgnoredStates, mesh: FSDPMeshInfo) -> None:
-    """Check the DTensors among the parameters of modules, given with their paths.
+    """Check the DTensor parameters of ``managed`` (path, module) pairs.
 
     Raises:
-        ValueError: one is not of tensor parallelism, which splits or repeats along the axes of another mesh.
+        ValueError: a DTensor is not of tensor parallelism, which shards or replicates along other mesh axes.
     """
     for param, info in _get_param_module_infos(managed, ignored.ids):
         if not isinstance(param, DTensor):
@@ -556,10 +559,10 @@ def _policy(strategy: ShardingStrategy, offload: CPUOffload, precision: MixedPre
 
 
 def check_params(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_params: bool) -> None:
-    """Check that parameters, given with their names, can be one flat parameter.
+    """Check that the (name, parameter) pairs can form one flat parameter.
 
     Raises:
-        ValueError: they differ in dtype or device; without ``use_orig_params``, in whether they are trained.
+        ValueError: they differ in dtype or device, or without ``use_orig_params`` in whether they are trained.
     """
     check_uniform(named)
     trained = [path for path, param in named if param.requires_grad]

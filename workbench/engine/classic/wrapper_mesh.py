@@ -1,4 +1,4 @@
-"""Over which ranks a wrapper shards and repeats: from process groups, or a mesh."""
+"""The mesh over which a wrapper shards and replicates, from process groups or a given mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.engine.mesh import FSDPMeshInfo, HSDPMeshInfo, ReplicatedMeshInfo
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
 
 Route = Sequence[dist.ProcessGroup | None]
-"""Groups, one after another: each one's first rank sends to the others what it has by then; None: all ranks."""
+"""Groups for consecutive broadcasts, each from the group's first rank; None stands for the group of all ranks."""
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -29,17 +29,17 @@ def mesh_for(
     device_mesh: DeviceMesh | None,
     device: torch.device | None,
 ) -> FSDPMeshInfo:
-    """Return which ranks share one copy, and which hold copies; all ranks come here together.
+    """Return the mesh with the ranks that share one copy and the ranks that hold copies; collective.
 
     Args:
-        strategy: the hybrid ones need two groups.
-        process_group: of the ranks to shard over; for the hybrid strategies that, and the one to repeat over.
-        device_mesh: 1-D, or for the hybrid ones 2-D (repeat, shard).
-        device: what is computed on; None: what this process computes on otherwise.
+        strategy: the sharding strategy; hybrid ones need two groups.
+        process_group: the ranks to shard over; for hybrid strategies a pair (to shard over, to replicate over).
+        device_mesh: a 1-D mesh, or for hybrid strategies 2-D (replicate, shard).
+        device: the compute device; None: this process's default.
 
     Raises:
-        TypeError: something else than groups or a mesh.
-        ValueError: both are given, or not as many as the strategy needs.
+        TypeError: an argument is not a process group or a mesh.
+        ValueError: both are given, or the number of groups or axes does not fit the strategy.
         RuntimeError: ``torch.distributed`` is not initialised.
     """
     if process_group is not None and device_mesh is not None:
@@ -61,7 +61,7 @@ def mesh_for(
 
 
 def route_over(mesh: DeviceMesh) -> Route:
-    """Return the route from the first rank of a mesh to all: within a copy, then from copy to copy."""
+    """Return the route from the first rank of a mesh to all ranks: within a copy, then from copy to copy."""
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
 
 
@@ -78,7 +78,7 @@ def _mesh_of(strategy: ShardingStrategy, given: object, kind: str) -> DeviceMesh
 
 
 def _of_pair(strategy: ShardingStrategy, given: object, kind: str) -> DeviceMesh:
-    """Return the mesh of a group to shard over and one to repeat over."""
+    """Return the mesh of a pair of groups, to shard over and to replicate over."""
     pair = given if isinstance(given, tuple) else ()
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise TypeError(
@@ -94,7 +94,7 @@ def _of_pair(strategy: ShardingStrategy, given: object, kind: str) -> DeviceMesh
 
 
 def _of_hosts(kind: str) -> DeviceMesh:
-    """Return the mesh that shards within a host and repeats over hosts."""
+    """Return the mesh that shards within each host and replicates over hosts."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (torch.accelerator.device_count() if kind != "cpu" else 0)
     if not size or dist.get_world_size() % size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What is behind one wrapper: the hooks of ``fully_shard``, with the first API's choices."""
+"""State of one wrapper: the hooks of ``fully_shard``, with the options of the FSDP1 API."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ KEEPS_AFTER_FORWARD = frozenset({ShardingStrategy.SHARD_GRAD_OP, ShardingStrateg
 
 
 class WrapperState(FSDPState):
-    """State behind one wrapper, and its unit.
+    """State of one wrapper and its unit.
 
     Attributes:
-        wrapper: the module of the call.
-        strategy: what of it is split.
-        precision: of parameters, reductions, buffers and inputs.
+        wrapper: the wrapper module.
+        strategy: the sharding strategy.
+        precision: dtypes of parameters, reductions, buffers and inputs.
         mesh: the ranks of the wrapper.
         cpu_offload: whether its shards are on the CPU.
-        when_to_prefetch: when backward gathers for the wrapper that comes next; None: not ahead.
-        limit_all_gathers: what was given; it changes nothing.
-        is_summoned: the modules have whole parameters for a while.
-        is_loading: they have others, into which a state dict is loaded.
-        was_kept: this rank got the state dict that was made last.
-        settings: what its state dicts are; see :func:`workbench.engine.classic.state_dict_settings.settings_of`.
-        original_buffer_dtypes: of the wrapper's own buffers that are computed in another one, by module and name.
+        when_to_prefetch: when backward prefetches the next wrapper's parameters; None: never.
+        limit_all_gathers: the value that was given; it has no effect.
+        is_summoned: whether the wrapper is within ``summon_full_params``.
+        is_loading: whether temporary parameters are on the modules, into which a state dict is loaded.
+        was_kept: whether this rank got the last state dict made.
+        settings: state dict settings; see :func:`workbench.engine.classic.state_dict_settings.settings_of`.
+        original_buffer_dtypes: original dtypes of the wrapper's own buffers that were cast, by module and name.
     """
 
     made_by = "FullyShardedDataParallel"
@@ -94,23 +94,23 @@ class WrapperState(FSDPState):
 
     @property
     def wrapped(self) -> nn.Module:
-        """The module in the wrapper."""
+        """The wrapped module."""
         return self.wrapper.get_submodule(WRAPPED)
 
     @property
     def when_to_prefetch(self) -> BackwardPrefetch | None:
-        """When backward gathers the parameters of the next wrapper; None: only when they are needed."""
+        """When backward prefetches the next wrapper's parameters; None: never, they are gathered when needed."""
         return self._when_to_prefetch
 
     @when_to_prefetch.setter
     def when_to_prefetch(self, when: BackwardPrefetch | None) -> None:
-        """Change it, from the next backward on."""
+        """Set it, from the next backward on."""
         self._when_to_prefetch = when
         self.backward_prefetch = () if when is None else None
 
     @property
     def doing(self) -> WrapperTrainingState:
-        """What the wrapper does now."""
+        """The wrapper's current activity."""
         if self.is_summoned:
             return WrapperTrainingState.SUMMON_FULL_PARAMS
         idle = self._training_state is TrainingState.IDLE
@@ -127,14 +127,14 @@ class WrapperState(FSDPState):
         return None if self.unit is None else flat_of(self.unit)
 
     def _state_dict_hooks(self) -> list[RemovableHandle]:
-        """A wrapper makes and loads state dicts in its own ways."""
+        """Return no hooks: a wrapper saves and loads state dicts in its own way."""
         return []
 
     # ---- precision
 
     @property
     def is_full_precision(self) -> bool:
-        """True while the module is in eval mode, if ``FSDP_USE_FULL_PREC_IN_EVAL=1`` was set as it was wrapped."""
+        """True while the module is in eval mode, if ``FSDP_USE_FULL_PREC_IN_EVAL=1`` was set when it was wrapped."""
         return self._full_precision_in_eval and not self.wrapped.training
 
     def _begin_forward(self) -> None:
@@ -145,13 +145,13 @@ class WrapperState(FSDPState):
         super()._begin_forward()
 
     def match_mode(self) -> None:
-        """Let the unit and buffers be of the dtypes that go with train or eval mode, whichever the module is in."""
+        """Set the dtypes of the unit and buffers for the module's current mode, train or eval."""
         wanted = MixedPrecisionPolicy() if self.is_full_precision else self._of_training
         if self.mp_policy == wanted:
             return
         self.mp_policy = wanted
         for unit in self._fsdp_param_groups:
-            unit.reshard()  # a forward without a backward may have left it full
+            unit.reshard()  # a forward without a backward may have left it unsharded
             unit.change_policy(replace(unit.policy, mp_policy=wanted, reshard_after_forward=unit.reshard_after_forward))
         if self.is_full_precision:
             self.restore_buffers()
@@ -160,13 +160,13 @@ class WrapperState(FSDPState):
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """What floating-point inputs of forward are cast to; None: they stay as they are."""
+        """The dtype that floating-point inputs of forward are cast to; None: no cast."""
         precision = self.precision
         casts = precision.cast_forward_inputs or (bool(self._is_root) and precision.cast_root_forward_inputs)
         return precision.param_dtype if casts and self.unit is not None and not self.is_full_precision else None
 
     def has_root(self) -> None:
-        """Let buffers be of the dtype that forward computes with, from the first one on."""
+        """Cast the wrapper's own buffers to the dtype that forward uses; called once the root is known."""
         dtype = self.precision.buffer_dtype
         if dtype is None or self.is_full_precision:
             return
@@ -176,12 +176,12 @@ class WrapperState(FSDPState):
                 module._buffers[name] = buffer.to(dtype)
 
     def restore_buffers(self) -> None:
-        """Give buffers the dtype back that they had before the first forward."""
+        """Cast buffers back to the dtype that they had before the first forward."""
         for (module, name), dtype in self.original_buffer_dtypes.items():
             module._buffers[name] = module.get_buffer(name).to(dtype)
         self.original_buffer_dtypes.clear()
 
-    # ---- whole for a while
+    # ---- within summon_full_params
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if not self.is_summoned:
@@ -205,7 +205,7 @@ class WrapperState(FSDPState):
             super()._backward_begins(ahead)
 
     def post_backward(self) -> None:
-        """All gradients are there: reduce them, and with BACKWARD_POST gather for what comes next."""
+        """Reduce the gradients, which are complete; with BACKWARD_POST then prefetch the next unit."""
         super().post_backward()
         ahead, self._ahead = self._ahead, ()
         super()._backward_begins(ahead)
@@ -230,7 +230,7 @@ def wrapper_states_below(module: nn.Module) -> list[WrapperState]:
 
 
 def is_first(state: WrapperState) -> bool:
-    """Return whether this rank is the first of a wrapper's mesh; with tensor parallelism there are several of these."""
+    """Return whether this rank is the first of its wrapper's mesh; tensor parallelism makes several such meshes."""
     return dist.get_rank() == int(state.mesh.mesh.flatten()[0])
 
 
@@ -238,7 +238,7 @@ def check_idle(states: Iterable[WrapperState], what: str) -> None:
     """Check that none of ``states`` is within an iteration.
 
     Raises:
-        RuntimeError: one is; ``what`` was called there.
+        RuntimeError: one is; the message names the operation ``what``.
     """
     busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
     if busy is not None:
@@ -249,7 +249,7 @@ def check_idle(states: Iterable[WrapperState], what: str) -> None:
 
 
 def own_buffers(wrapper: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yield the buffers in ``wrapper`` that are in no wrapper below it, with their modules and names there."""
+    """Yield (module, name, buffer) for the buffers in ``wrapper`` that are in no wrapper below it."""
     for _, module in _get_managed_modules(list(wrapper.children())):
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
