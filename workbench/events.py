@@ -44,7 +44,7 @@ class Colour(Enum):
 
 
 class Track(Enum):
-    """Where a timeline draws a span, from the top; the value is the track's name."""
+    """A row of the timeline, in order from the top; the value is its name."""
 
     COMPUTE = "compute"
     ALL_GATHER = "all-gather"
@@ -87,7 +87,7 @@ class EdgeInfo(WordInfo):
 
 
 class Edge(Word):
-    """Which end of a span a row is."""
+    """The end of a span that a row marks."""
 
     info: EdgeInfo
 

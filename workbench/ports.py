@@ -24,7 +24,7 @@ def reserved_port() -> int:
     """Return a port that, for a minute, only a socket with ``SO_REUSEADDR`` that names the port can bind.
 
     ZeroMQ sets ``SO_REUSEADDR``. The reservation is a connection that the listening side has just closed
-    (``TIME_WAIT``, RFC 9293, section 3.3.2): the operating system lets no other socket bind such a port.
+    (``TIME_WAIT``, RFC 9293, section 3.3.2): the operating system lets no socket without it bind the port.
 
     Raises:
         OSError: no port is free.

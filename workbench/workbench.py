@@ -223,7 +223,7 @@ class Workbench:
 
     @property
     def settings(self) -> RankSettings:
-        """Settings of the next start."""
+        """Settings with which ranks start."""
         return self._settings.copy()
 
     def start(self, on_wait: OnWait = no_wait, **settings: Unpack[RankSettings]) -> StartReport:
@@ -550,7 +550,7 @@ class Workbench:
             on_standing: as for :meth:`run_cell`.
 
         Raises:
-            UsageError: it is not possible as asked; the message says what to run first or write instead.
+            UsageError: it is not possible as given; the message says what to run first or write instead.
             RankError: it raised on a rank; the others were aborted and all are ready again.
             RankDied: a rank is gone.
             Interrupted: it was aborted.
@@ -688,8 +688,8 @@ class Workbench:
 
         Args:
             expr: the expression.
-            ranks: which ranks; None: all that stand in the gate.
-            frame: number of the function at which the search for names begins: 0 the innermost, 1 its caller.
+            ranks: the ranks that evaluate it; None: all held ranks.
+            frame: index of the function at which the search for names begins: 0 the innermost, 1 its caller.
 
         Raises:
             UsageError: nothing is stopped, or the expression waits for ranks that would not evaluate it.

@@ -162,7 +162,7 @@ class Condition:
         read = cls(text, compile(tree, "<when>", "eval", dont_inherit=True))
         try:
             read._value(_SAMPLE)
-        except ArithmeticError:  # of these values; others may do
+        except ArithmeticError:  # from the sample values; others may work
             pass
         except TypeError as error:
             raise UsageError(f"--when cannot be computed as in {text!r}: {error}") from None
@@ -172,7 +172,7 @@ class Condition:
         """Return whether it is true of an event with these :data:`FIELDS`; False if it cannot be computed."""
         try:
             return self._value(values)
-        except (ArithmeticError, TypeError):  # a comparison that cannot be may stand behind an "and"
+        except (ArithmeticError, TypeError):  # parse does not evaluate what follows a false "and"
             return False
 
     def _value(self, values: Mapping[str, object]) -> bool:

@@ -95,7 +95,7 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Hold this rank nowhere within the body, a command that is not a step."""
+        """Never hold this rank within the body, a command that is not a step."""
         self._passes = True
         try:
             yield

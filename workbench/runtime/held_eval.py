@@ -249,7 +249,7 @@ def _group_among(given: Sequence[object]) -> dist.ProcessGroup | None:
     """Return the process group among the arguments of an operator; None if they hold only a name, or none."""
     for value in given:
         if isinstance(value, torch.ScriptObject):
-            with suppress(RuntimeError):  # it is something else, such as the kind of a reduction
+            with suppress(RuntimeError):  # not a group, but for example the kind of a reduction
                 return dist.ProcessGroup.unbox(value)
     return None
 

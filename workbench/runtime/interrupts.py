@@ -21,7 +21,7 @@ _BOOKKEEPING = (
     "workbench.engine",
     "workbench.runtime.gate",
     "workbench.runtime.recorder",
-    "workbench.runtime.sharding",  # between two of the engine's calls a model may be half sharded
+    "workbench.runtime.sharding",  # between two engine calls a model may be half sharded
 )
 
 

@@ -22,8 +22,8 @@ from workbench.events import Unit
 UPDATE_TOLERANCE = {"bfloat16": 0.25, "float16": 0.05}
 """Largest relative difference in norm of a parameter's update, by the coarsest dtype of compute or reduction.
 
-Ranks add rounded gradients in varying order. Where they cancel, the sign of the sum is random, and Adam's first steps
-depend only on signs. An update that misses another rank's gradients differs by more than 0.5.
+Ranks add rounded gradients in an unspecified order. Where they cancel, the sign of the sum is random, and Adam's first
+steps depend only on signs. An update that misses another rank's gradients differs by more than 0.5.
 """
 
 
