@@ -1,6 +1,6 @@
 """FSDP workbench: see, debug and teach sharded training from a notebook.
 
-Importing this package loads nothing heavy; ``Workbench`` is imported at first use.
+Importing this package is cheap: ``Workbench`` is imported at first use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes
 
 
 def unload_ipython_extension(shell: Any) -> None:  # noqa: ANN401
-    """``%unload_ext workbench``: stop what was started and remove the magics."""
+    """``%unload_ext workbench``: stop the ranks and remove the magics."""
     from workbench.magics import unregister  # noqa: PLC0415 - lazy by design
 
     unregister(shell)

@@ -1,6 +1,6 @@
-"""The command ``workbench``: ``demo``, ``lab`` and ``doctor``.
+"""The command ``workbench`` with its subcommands ``demo``, ``lab`` and ``doctor``.
 
-Each word loads what it needs only when it is used.
+Each subcommand imports its modules only when it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of ju
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``workbench`` and return its exit code: 0 well, 1 something failed, 2 wrong usage."""
+    """Run ``workbench`` and return its exit code: 0 for success, 1 for a failure, 2 for wrong usage."""
     parser, parser_of = _parsers()
     args, rest = parser.parse_known_args(argv)
     if rest and args.word != "lab":
@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_tour() -> Path:
-    """Return the tour: of the clone this package is run from, or the one that came with it.
+    """Return the path of the tour: in the clone that this package runs from, else in the installed package.
 
     Raises:
-        UsageError: it is in neither place.
+        UsageError: the tour is in neither place.
     """
     for folder in (_CHECKOUT, _INSTALLED):
         if (folder / TOUR).exists():
@@ -60,16 +60,16 @@ def lab_command(tour: Path, extra: Sequence[str] = ()) -> list[str]:
 
     Args:
         tour: the notebook.
-        extra: further arguments for JupyterLab; they win over ours.
+        extra: further arguments for JupyterLab; they override ours.
     """
     ours = {"ServerApp.ip": LOOPBACK, "ServerApp.root_dir": str(tour.parent)}
-    # JupyterLab takes each of them once
+    # JupyterLab accepts each option only once
     flags = [f"--{name}={value}" for name, value in ours.items() if _given(extra, name) is None]
     return [sys.executable, "-m", "jupyterlab", *flags, *extra, str(tour)]
 
 
 def _given(extra: Sequence[str], name: str) -> str | None:
-    """Return what ``extra`` sets an option of JupyterLab to, by its name or its alias; None: it does not."""
+    """Return the value that ``extra`` gives a JupyterLab option, by name or alias; None if it sets none."""
     for flag, following in zip_longest(extra, extra[1:], fillvalue=""):
         written, equals, value = flag.partition("=")
         if written in {f"--{name}", f"--{_ALIASES[name]}"}:
@@ -88,7 +88,7 @@ and say what to do about what failed."""
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser, and those of its words."""
+    """Return the parser, and the parsers of its subcommands by name."""
     parser = argparse.ArgumentParser(prog="workbench", description="See, debug and teach sharded training.")
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
     words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor")
@@ -113,17 +113,17 @@ def _lab(extra: Sequence[str]) -> int:
     tour, root = find_tour(), _given(extra, "ServerApp.root_dir")
     if root is not None:
         folder = Path(root).expanduser().absolute()
-        tour = tour if tour.is_relative_to(folder) else _copied(tour, folder)  # the only files it opens are there
-    elif tour.parent == _INSTALLED:  # one does not work inside an installed package
+        tour = tour if tour.is_relative_to(folder) else _copied(tour, folder)  # Lab opens only files below its root
+    elif tour.parent == _INSTALLED:  # users do not work inside an installed package
         tour = _copied(tour, Path.cwd())
     os.execv(sys.executable, lab_command(tour, extra))
 
 
 def _copied(tour: Path, folder: Path) -> Path:
-    """Return the tour in ``folder``: the one that is there, or a copy.
+    """Return the path of the tour in ``folder``; copy it there unless it exists.
 
     Raises:
-        UsageError: it cannot be put there.
+        UsageError: the copy fails.
     """
     copy = folder / TOUR
     try:

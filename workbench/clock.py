@@ -1,4 +1,4 @@
-"""Which clock a process reads."""
+"""The identity of the clock that a process reads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NAMESPACE = Path("/proc/self/ns/time")
 
 
 def clock_here() -> str:
-    """Name the clock that ``time.monotonic_ns`` reads here: processes with an equal answer read the same one.
+    """Return an id of the clock behind ``time.monotonic_ns``; processes with equal ids read the same clock.
 
-    On Linux it runs since the machine was started, and a time namespace, as a container may have, shifts it.
+    On Linux this clock counts from boot. A time namespace, such as that of a container, shifts it.
     """
     try:
-        namespace = os.stat(_NAMESPACE).st_ino if _NAMESPACE.exists() else 0  # none before Linux 5.6
+        namespace = os.stat(_NAMESPACE).st_ino if _NAMESPACE.exists() else 0  # Linux before 5.6 has no time namespaces
         return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {namespace}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return f"{socket.gethostname()} {uuid.getnode()}"

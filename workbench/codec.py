@@ -1,9 +1,9 @@
-"""Frozen dataclasses as plain JSON data and back: driven by their fields, and strict about what comes.
+"""Conversion of frozen dataclasses to plain JSON data and back, driven by their fields and strict about the input.
 
 Fields are ``bool``, ``int``, ``float``, ``str``, a ``Literal`` of texts, an ``IntEnum``, ``tuple[T, ...]`` or
-``Sequence[T]``, ``dict[int, T]`` or ``dict[str, T]``, another dataclass, or a union of these; ``Any`` stands for JSON
-data that is carried as it is. A ``memoryview`` goes beside the data: a number stands for it there. A dataclass with a
-class attribute ``word`` bears it, so that a union of several such can be told apart.
+``Sequence[T]``, ``dict[int, T]`` or ``dict[str, T]``, another dataclass, or a union of these. ``Any`` is JSON data
+that passes through unchanged. A ``memoryview`` travels outside the data, which holds its index. The data of a dataclass
+with a class attribute ``word`` include that word, which distinguishes the members of a union.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 NotFinite = Literal["nan", "inf", "-inf"]
-"""What stands for a number that is not finite: JSON has none."""
+"""Stand-ins for numbers that are not finite, which JSON cannot represent."""
 
-_LIMIT = 2**63  # a file or a message may say anything, and folds count in 64 bits
+_LIMIT = 2**63  # a file or a message may hold any number, and folds count in 64 bits
 _PLAIN = {bool, int, float, str, NoneType}
 _SHOWN = 80
-"""Letters shown of what is not as expected."""
+"""Characters of an unexpected value that an error message shows."""
 
 
 class CodecError(ValueError):
-    """Data is not what a dataclass says; the message names the place, what came, and what was expected."""
+    """Data do not match a dataclass; the message names the place, the value found and the value expected."""
 
 
 def sent_number(value: float | None) -> float | NotFinite | None:
-    """Return ``value`` as JSON can hold it: by its name if it is not finite."""
+    """Return ``value`` in a form that JSON can hold: its name if it is not finite."""
     if value is None or math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
@@ -40,8 +40,8 @@ def encode(value: Any, buffers: list[memoryview] | None = None) -> Any:  # noqa:
     """Return ``value`` as data that JSON can hold.
 
     Args:
-        value: of a type that the module names.
-        buffers: takes what goes beside the data.
+        value: of a type that the module docstring lists.
+        buffers: receives the memoryviews.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -62,17 +62,17 @@ def encode(value: Any, buffers: list[memoryview] | None = None) -> Any:  # noqa:
 
 
 def decode(kind: Any, data: Any, where: str, buffers: Sequence[memoryview] = ()) -> Any:  # noqa: ANN401 - anything may come
-    """Return ``data`` as a ``kind``, also after a trip through JSON.
+    """Return ``data``, which may have passed through JSON, as a ``kind``.
 
     Args:
-        kind: a type that the module names.
-        data: what :func:`encode` returned.
-        where: what is read, for messages.
-        buffers: what came beside the data.
+        kind: a type that the module docstring lists.
+        data: result of :func:`encode`.
+        where: name of the input, for messages.
+        buffers: the memoryviews that :func:`encode` collected.
 
     Raises:
         CodecError: a field is missing, unknown or of another type, or a number does not fit into 64 bits.
-        ValueError: the dataclass itself refuses a value.
+        ValueError: the dataclass itself rejects a value.
     """
     if kind is Any:
         return data
@@ -121,17 +121,17 @@ def decode_named(
     key: str = "word",
     fill: bool = False,
 ) -> Any:  # noqa: ANN401 - one of them
-    """Return ``data`` as that one of the ``known`` dataclasses whose word it bears.
+    """Return ``data`` as the ``known`` dataclass that its word selects.
 
     Args:
         known: the dataclasses, by word.
-        data: what :func:`encode` returned.
-        where: what is read, for messages.
-        key: under which ``data`` has the word.
-        fill: give a field that is missing its default; else that is an error.
+        data: result of :func:`encode`.
+        where: name of the input, for messages.
+        key: key of the word in ``data``.
+        fill: give a missing field its default; otherwise a missing field is an error.
 
     Raises:
-        CodecError: it bears none of them, or see :func:`decode`.
+        CodecError: the word is missing or unknown, or as for :func:`decode`.
     """
     word = data.get(key) if isinstance(data, dict) else None
     if not isinstance(word, str) or word not in known:
@@ -165,30 +165,30 @@ def _decode_fields(kind: type[Any], data: Any, where: str, buffers: Sequence[mem
 
 @cache
 def _names(kind: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - any type
-    """Return the names of a dataclass's fields; None: it is no dataclass."""
+    """Return the names of a dataclass's fields; None if ``kind`` is not a dataclass."""
     return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields, as :func:`encode` does."""
+    """Return the encoded defaults of a dataclass's fields."""
     fields = dataclasses.fields(cast("Any", kind))
     return {f.name: encode(f.default) for f in fields if f.default is not dataclasses.MISSING}
 
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
-    """Return the types of a dataclass's fields: to look them up takes longer than all else."""
+    """Return the types of a dataclass's fields; cached, as the lookup costs more than all the rest of a decode."""
     hints = get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
 def _are_whole(data: Sequence[Any]) -> bool:
-    """Whether all are whole numbers that fit: each by itself takes long where there are very many."""
+    """Whether all items are integers that fit 64 bits; checking each one separately is slow for long arrays."""
     return bool(data) and {*map(type, data)} == {int} and min(data) >= -_LIMIT and max(data) < _LIMIT
 
 
 def _key(kind: type, key: Any, where: str) -> int | str:  # noqa: ANN401
-    """Return a key of a JSON object as the int or text it was."""
+    """Return a key of a JSON object as the original int or text."""
     if kind is str:
         return str(key)
     try:

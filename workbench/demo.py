@@ -1,4 +1,4 @@
-"""``workbench demo``: run the tour from top to bottom, keep it as a page and a trace, and say what came out."""
+"""``workbench demo``: run the tour from top to bottom, write it as a page and a trace, and print a summary."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class DemoError(WorkbenchError):
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What one rank communicated in some steps, measured and expected.
+    """Measured and expected communication of one rank in some steps.
 
     Attributes:
-        num_steps: steps that were compared.
+        num_steps: number of steps compared.
         calls: collectives issued.
-        num_bytes: their payloads together.
-        expected_calls: by the number of units and passes.
-        expected_bytes: likewise.
+        num_bytes: sum of their payloads.
+        expected_calls: collectives expected from the number of units and passes.
+        expected_bytes: payload expected likewise.
     """
 
     num_steps: int
@@ -58,15 +58,15 @@ class Communication:
 
     @property
     def as_expected(self) -> bool:
-        """Whether both numbers are the expected ones."""
+        """Whether calls and bytes match."""
         return (self.calls, self.num_bytes) == (self.expected_calls, self.expected_bytes)
 
 
 def run(notebook: Path, folder: Path) -> bool:
-    """Run ``notebook``, write page and trace into ``folder`` and say what came out.
+    """Run ``notebook``, write the page and the trace into ``folder`` and print a summary.
 
     Returns:
-        whether every step communicated what is expected.
+        whether every step communicated as expected.
 
     Raises:
         DemoError: a cell failed, or the notebook left no trace.
@@ -89,7 +89,7 @@ def run(notebook: Path, folder: Path) -> bool:
 
 
 def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """Run every cell of ``notebook`` in a fresh kernel of this Python, in ``folder``; returns it with its outputs.
+    """Run every cell of ``notebook`` in a new kernel of this Python, in ``folder``; return it with its outputs.
 
     Raises:
         DemoError: a cell raised, took longer than :data:`CELL_TIMEOUT_S`, or the kernel died.
@@ -106,13 +106,13 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         notebook,
         timeout=CELL_TIMEOUT_S,
         startup_timeout=START_TIMEOUT_S,
-        iopub_timeout=CELL_TIMEOUT_S,  # outputs take another way than the reply, and may come later
+        iopub_timeout=CELL_TIMEOUT_S,  # outputs have a channel of their own and may arrive after the reply
         resources={"metadata": {"path": str(folder)}},
         store_widget_state=False,
         extra_arguments=["--IPKernelApp.log_level=ERROR"],  # else it warns that its loopback sockets are plain TCP
         on_cell_start=note,
     )
-    # kernels installed for the user may belong to another Python: look at none of them
+    # ignore kernels installed for the user: they may belong to another Python
     kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
     client.km = kernel
     try:
@@ -123,25 +123,25 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         ) from error
     except CellTimeoutError as error:
         raise DemoError(f"the tour failed {doing}\nit took longer than {CELL_TIMEOUT_S} s") from error
-    except RuntimeError as error:  # also before it could answer
+    except RuntimeError as error:  # also if it dies before it answers
         raise DemoError(f"the tour failed {doing}\nthe notebook's kernel cannot go on: {error}") from error
     finally:
-        # of a kernel that does not start nbclient forgets the manager, for which it asks when this process exits
+        # nbclient drops the manager of a kernel that does not start, but needs it when this process exits
         client.km = kernel
     return executed
 
 
 def heldout_losses(executed: NotebookNode) -> tuple[tuple[float, float], ...]:
-    """Return each (held-out loss, unigram loss) that the tour printed, in nats per character."""
+    """Return every (held-out loss, unigram loss) that the tour printed, in nats per character."""
     texts = (text for cell in executed.cells for output in cell.get("outputs", []) for text in _texts(output))
     return tuple((float(loss), float(unigram)) for text in texts for loss, unigram in _HELDOUT.findall(text))
 
 
 def communication(trace: Trace) -> Communication:
-    """Return what one rank communicated in all steps of ``trace``, beside what is expected.
+    """Return the measured and the expected communication of one rank in all steps of ``trace``.
 
-    It is the first rank that differs from what is expected, rank 0 if none does. Every unit counts in the steps in
-    which it was in use, also one that was undone later.
+    The rank is the first that differs from the expectation, or rank 0. A unit that was undone later counts in the steps
+    in which it was in use.
     """
     in_use = replace(trace.header, units=tuple(replace(unit, retired=False, gone=False) for unit in trace.header.units))
     found = [c for step in steps(trace) for c in collectives.compare(Trace(in_use, trace.ranks), step)]
@@ -158,11 +158,11 @@ def communication(trace: Trace) -> Communication:
 
 
 def summary(trace: Trace, heldout: tuple[tuple[float, float], ...]) -> Iterator[tuple[str, str]]:
-    """Yield what came out, as (name, value) in the order they are read.
+    """Yield the lines of the summary as (name, value), in display order.
 
     Args:
-        trace: of the whole tour.
-        heldout: as :func:`heldout_losses` returns.
+        trace: trace of the whole tour.
+        heldout: result of :func:`heldout_losses`.
     """
     devices = ", ".join(sorted({rank.device for rank in trace.header.ranks}))
     total = shards.totals(shards.shards(trace.header))
@@ -184,12 +184,12 @@ def summary(trace: Trace, heldout: tuple[tuple[float, float], ...]) -> Iterator[
 
 
 def _texts(output: NotebookNode) -> Iterator[str]:
-    """Everything in an output that is text."""
+    """Yield every text in an output."""
     yield from (value for value in (output.get("text"), *output.get("data", {}).values()) if isinstance(value, str))
 
 
 def _first_line(cell: NotebookNode) -> str:
-    """What a person would call the cell: its first line; of a ``%%fsdp`` cell the first one of its code as well."""
+    """Return the first line of a cell as its title, with the first line of code if it is a ``%%fsdp`` cell."""
     lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines[0].startswith("%%") else 1]) if lines else "(empty)"
 

@@ -1,4 +1,4 @@
-"""The kinds of device that ranks can compute on, a line each; the class that a line names says all else of its kind."""
+"""The kinds of device that ranks can compute on, with the backend class of each."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 AUTO = "auto"
-"""The first kind of which every rank can have one of its own; if there is none, :data:`HOST`."""
+"""The first kind with enough devices to give each rank its own; else :data:`HOST`."""
 
 HOST = "cpu"
-"""Where ranks can compute in any case."""
+"""The kind that is always available."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Device:
     """A kind of device.
 
     Attributes:
-        backend: ``module:class``, a :class:`workbench.engine.backends.base.Backend`; it needs torch, so that a notebook
-            never imports it.
-        driver: a file of hosts that have such devices, which a process must not use if it was forked from one that has
-            loaded torch; empty: forked ones may.
-        library: through which programs use the driver; where the file is elsewhere, as on Windows' Linux, it is there.
+        backend: ``module:class``, a :class:`workbench.engine.backends.base.Backend`; a notebook never imports it, as it
+            needs torch.
+        driver: a file that exists on hosts with such devices. A process forked from one that has loaded torch must not
+            use them; if empty, it may.
+        library: library through which programs use the driver; present also where the file is elsewhere, as on WSL.
     """
 
     backend: str
@@ -31,7 +31,7 @@ class Device:
     library: str = ""
 
     def may_be_here(self) -> bool:
-        """Whether this host may have such devices; False is sure, and takes no import of torch to know."""
+        """Whether this host may have such devices; False is certain. Does not import torch."""
         if not self.driver or Path(self.driver).exists():
             return True
         try:
@@ -45,7 +45,7 @@ DEVICES: Mapping[str, Device] = {
     HOST: Device("workbench.engine.backends.cpu:Cpu"),
     "cuda": Device("workbench.engine.backends.cuda:Cuda", driver="/dev/nvidiactl", library="libcuda.so.1"),
 }
-"""By the name that ``--device`` takes: if torch knows the kind, by what ``torch.device.type`` calls it."""
+"""By the name that ``--device`` takes, which is ``torch.device.type`` if torch knows the kind."""
 
 CHOICES = (AUTO, *DEVICES)
-"""What ``--device`` takes."""
+"""Values of ``--device``."""

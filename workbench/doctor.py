@@ -1,6 +1,6 @@
-"""``workbench doctor``: what is installed, whether it works here, and what to do about what does not.
+"""``workbench doctor``: check the installation and advise on every problem.
 
-Every finding is a :class:`Finding`; nothing in here raises for what it finds.
+Every check yields a :class:`Finding`; a failed check does not raise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SELF_TEST_S = 10.0
 _WIDGETS = {
     "ipywidgets": "@jupyter-widgets/jupyterlab-manager",
     "anywidget": "anywidget",
-}  # the package, and the JupyterLab extension that it brings
+}  # package: the JupyterLab extension that it installs
 
 _MODEL = """
 import torch
@@ -49,7 +49,7 @@ def tiny_step():
 
 
 class Verdict(Enum):
-    """How a finding is to be taken."""
+    """How serious a finding is."""
 
     GOOD = "ok"
     NOTE = "note"  # the workbench works without it
@@ -58,13 +58,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: what it is.
-        verdict: how it is to be taken.
-        found: what is there.
-        advice: what to do about it; empty if nothing.
+        name: what was checked.
+        verdict: how serious it is.
+        found: what the check found.
+        advice: what to do about it; may be empty.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Finding:
 
 
 def run() -> bool:
-    """Look at everything, say it as it is found; returns whether nothing is bad."""
+    """Run all checks and print each finding at once; return whether none is bad."""
     well = True
     for look in (python, packages, machine, devices, widgets, panel, self_test):
         for finding in look():
@@ -90,12 +90,12 @@ def run() -> bool:
 
 
 def python() -> Iterator[Finding]:
-    """Yield the interpreter."""
+    """Yield the version of the interpreter."""
     yield Finding("python", Verdict.GOOD, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def packages() -> Iterator[Finding]:
-    """Yield each package that the workbench needs: its version, and whether that is one it was made for."""
+    """Yield the version of each required package, and whether the workbench supports it."""
     try:
         needed = [Requirement(text) for text in importlib.metadata.requires(PACKAGE) or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -107,7 +107,7 @@ def packages() -> Iterator[Finding]:
 
 
 def package(requirement: Requirement) -> Finding:
-    """Return what there is of one package."""
+    """Return the finding for one package."""
     advice = f'pip install "{requirement.name}{requirement.specifier}"'
     try:
         version = importlib.metadata.version(requirement.name)
@@ -135,13 +135,13 @@ def machine() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Yield where ranks can compute, and how they can communicate."""
+    """Yield the devices that ranks can compute on, and the backends that they can communicate with."""
     try:
         import torch  # noqa: PLC0415 - its absence is a finding
         import torch.distributed as dist  # noqa: PLC0415
 
         from workbench.engine.backends import counts, kind  # noqa: PLC0415 - needs torch
-    except (ImportError, OSError) as error:  # OSError: one of its libraries cannot be loaded
+    except (ImportError, OSError) as error:  # OSError: one of torch's libraries cannot be loaded
         yield Finding(
             "devices", Verdict.BAD, f"torch cannot be imported: {error}", "pip install --force-reinstall torch"
         )
@@ -162,7 +162,7 @@ def devices() -> Iterator[Finding]:
 
 
 def widgets() -> Iterator[Finding]:
-    """Yield whether JupyterLab can draw the widgets: progress bars and controls."""
+    """Yield whether JupyterLab can show the widgets: progress bars and controls."""
     for name, extension in _WIDGETS.items():
         if has_extension(extension):
             yield Finding(f"{name} in Lab", Verdict.GOOD, f"{extension} is installed")
@@ -180,11 +180,11 @@ def panel() -> Iterator[Finding]:
 
 
 def self_test() -> Iterator[Finding]:
-    """Yield whether two ranks can be started, train a tiny sharded model and stop."""
+    """Yield whether two ranks can start, train a tiny sharded model and stop."""
     begin = time.monotonic()
     try:
         calls = _train()
-    except Exception as error:  # noqa: BLE001 - whatever is wrong here is what is to be found
+    except Exception as error:  # noqa: BLE001 - any error is the finding
         advice = "with all lines above ok this is a bug; else see to them first"
         yield Finding("self-test", Verdict.BAD, f"{type(error).__name__}: {error}", advice)
         return
@@ -195,10 +195,10 @@ def self_test() -> Iterator[Finding]:
 
 
 def _train() -> int:
-    """Train two steps; returns the collectives that each rank issued.
+    """Train two steps; return the number of collectives that each rank issued.
 
     Raises:
-        RuntimeError: they are not as many as expected.
+        RuntimeError: the number differs from the expected one.
     """
     from workbench.demo import communication  # noqa: PLC0415 - needs all packages
     from workbench.workbench import Workbench  # noqa: PLC0415 - needs all packages

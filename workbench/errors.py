@@ -1,4 +1,4 @@
-"""Exceptions of the workbench; one base, so that one ``except`` catches them.
+"""Exceptions of the workbench, with one common base.
 
 ::
 
@@ -22,14 +22,14 @@ class WorkbenchError(Exception):
     """Base of all exceptions raised by the workbench."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows: the message says what to do, and the notebook's own stack adds nothing."""
+        """Return the text that IPython shows: the message alone, as the notebook's own stack adds nothing."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class UsageError(WorkbenchError):
     """The request cannot be carried out as written; the message says what to write instead.
 
-    What was written may be of any length: of a text without spaces the message keeps 300 characters.
+    The message cuts every text without spaces to 300 characters.
     """
 
     def __init__(self, message: str) -> None:
@@ -60,8 +60,8 @@ class RankError(WorkbenchError):
         ename: its exception's class name.
         evalue: its exception's message.
         traceback: its traceback, ready to print.
-        also: other ranks that raised an equal exception.
-        line: line number, in the cell that raised, of the innermost call; None where no cell was involved.
+        also: other ranks that raised the same exception.
+        line: line number of the innermost call in the cell that raised; None if no cell was involved.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class RankError(WorkbenchError):
         self.line = line
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows: the rank's own traceback, then the message."""
+        """Return the text that IPython shows: the rank's own traceback, then the message."""
         return [*([self.traceback, ""] if self.traceback else []), *super()._render_traceback_()]
 
 
 class Interrupted(WorkbenchError, KeyboardInterrupt):
-    """The user interrupted what was running; the message says what became of the ranks."""
+    """The user interrupted the running request; the message says in which state the ranks are."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows: the message alone, which begins with what happened."""
+        """Return the text that IPython shows: the message alone, without the class name."""
         return [str(self)]
 
 

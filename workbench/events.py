@@ -1,12 +1,12 @@
-"""The words of what happens on a rank: said by whoever runs the training, stored in traces, read by everything else.
+"""The vocabulary of events on a rank: emitted by the training code, stored in traces, read by everything else.
 
-A *source* of events calls a :class:`Probe`: the workbench's engine is one, a loop of one's own can be another. It says
-what it does *before* it does it. Each word is one row of its enum, with all that is to be known of it, and whoever
-treats some kinds alike asks what is known of them: a kind that is added has its row here and is missed nowhere. The
-numbers are those of the trace file: they never change, and new ones come at the end. After a change,
-``python -m workbench.widgets.generate_js`` tells the front end.
+A *source* of events calls a :class:`Probe`: the workbench's engine is one source, a user's own loop can be another. A
+source announces an event *before* it happens. Each word is one row of its enum, with all its properties. Code that
+handles several kinds selects them by these properties, so a new kind needs only its row here. The numbers are those of
+the trace file: they never change, and new ones are appended. After a change, run
+``python -m workbench.widgets.generate_js`` to update the front end.
 
-Words: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
+Terms: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
 a collective (all-gather: its whole output; reduce-scatter: its whole input; all-reduce: one rank's input), not the
 bytes on the wire. All byte counts are logical bytes (elements x itemsize).
 """
@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 
 
 class Colour(Enum):
-    """What is drawn in a colour of its own; :data:`workbench.views.theme.COLOURS` says in which."""
+    """Names of the colours that views use; :data:`workbench.views.theme.COLOURS` defines them."""
 
     SHARDED_PARAMS = auto()
     UNSHARDED_PARAMS = auto()
@@ -44,7 +44,7 @@ class Colour(Enum):
 
 
 class Track(Enum):
-    """Where a timeline draws a span, from the top; the value is the track's name."""
+    """A row of the timeline, in order from the top; the value is its name."""
 
     COMPUTE = "compute"
     ALL_GATHER = "all-gather"
@@ -55,17 +55,17 @@ class Track(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class WordInfo:
-    """What is to be known of a word: ``words`` is how people write it."""
+    """Properties of a word; ``words`` is its display text."""
 
     words: str
 
 
 class Word(IntEnum):
-    """A value of a column of the trace: its row is its number, and its ``info`` what is to be known of it."""
+    """Value of a column of the trace; its row gives its number and its ``info``."""
 
     words: str
 
-    def __new__(cls, *row: Any) -> Self:  # noqa: ANN401 - a number and an info; from a number alone members are found
+    def __new__(cls, *row: Any) -> Self:  # noqa: ANN401 - a number and an info; a number alone looks a member up
         """Return the member that a row declares."""
         number, info = row
         member = int.__new__(cls, number)
@@ -75,19 +75,19 @@ class Word(IntEnum):
 
     @property
     def key(self) -> str:
-        """How breakpoints, conditions and messages spell it: ``all_gather``."""
+        """The spelling in breakpoints, conditions and messages: ``all_gather``."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeInfo(WordInfo):
-    """An edge, and what a span does there."""
+    """An edge; ``verb`` is what a span does there."""
 
     verb: str
 
 
 class Edge(Word):
-    """Which end of a span a row is."""
+    """The end of a span that a row marks."""
 
     info: EdgeInfo
 
@@ -104,13 +104,13 @@ class ColouredInfo(WordInfo):
 
 
 class UnitState(Word):
-    """Where a unit's parameters are."""
+    """State of a unit's parameters."""
 
     info: ColouredInfo
 
     # each rank holds its shard only
     SHARDED = 0, ColouredInfo(words="sharded", colour=Colour.SHARDED_PARAMS)
-    # shard, and an all-gather output filling up
+    # each rank holds its shard, and an all-gather fills its output
     ALL_GATHER_IN_FLIGHT = 1, ColouredInfo(words="all-gather in flight", colour=Colour.ALL_GATHER)
     # shard and full parameters
     UNSHARDED = 2, ColouredInfo(words="unsharded", colour=Colour.UNSHARDED_PARAMS)
@@ -120,21 +120,21 @@ class UnitState(Word):
 
 @dataclass(frozen=True, kw_only=True)
 class KindInfo(ColouredInfo):
-    """What is to be known of a kind of event.
+    """Properties of a kind of event.
 
     Attributes:
-        is_span: its rows are BEGIN and END, in pairs; else INSTANT.
-        is_event: it says where a rank is, and is counted; else it is told beside: bytes, what is logged, a hold.
+        is_span: its rows are pairs of BEGIN and END; else INSTANT.
+        is_event: it marks the progress of a rank and is counted; else it is side information: bytes, logs, holds.
         is_stop: a breakpoint can be set on it.
-        track: where its spans are drawn; None: nowhere.
-        is_work: what a step is for.
-        is_collective: its rows bear ``comm_group`` and ``comm_seq``; its END may be earlier than the row before it.
-        is_reduction: with a unit it is a gradient reduction of it.
-        is_copy: it moves bytes within a rank; on a device, mostly beside compute.
-        memory_sign: its ``num_bytes`` of ``category`` come to life (1) or die (-1).
-        has_text: ``module`` names it.
-        states: where the unit's parameters are after one of its edges.
-        of: what joins its words and a unit's name: ``"all-gather of blocks.2"``.
+        track: track that draws its spans; None: none.
+        is_work: it is forward, backward or an optimizer step.
+        is_collective: its rows have ``comm_group`` and ``comm_seq``; its END may be earlier than the row before it.
+        is_reduction: if the row has a unit, it is a gradient reduction of that unit.
+        is_copy: it moves bytes within a rank; on a device, mostly in parallel to compute.
+        memory_sign: its ``num_bytes`` of ``category`` are allocated (1) or freed (-1).
+        has_text: ``module`` is the index of its text.
+        states: state of the unit's parameters after an edge.
+        of: preposition between its words and a unit's name: ``"all-gather of blocks.2"``.
     """
 
     is_span: bool
@@ -152,19 +152,19 @@ class KindInfo(ColouredInfo):
 
 
 def _span(words: str, colour: Colour, track: Track | None, **more: Any) -> KindInfo:  # noqa: ANN401 - fields
-    """Return a kind that begins and ends, and at which breakpoints stop."""
+    """Return a kind that begins and ends and at which breakpoints can stop."""
     usual = {"is_span": True, "is_event": True, "is_stop": True}
     return KindInfo(words=words, colour=colour, track=track, **usual | more)
 
 
 def _instant(words: str, colour: Colour, **more: Any) -> KindInfo:  # noqa: ANN401 - fields
-    """Return a kind that is told beside the events, at once."""
+    """Return an instantaneous kind that is side information, not an event."""
     usual = {"is_span": False, "is_event": False, "is_stop": False, "track": None}
     return KindInfo(words=words, colour=colour, **usual | more)
 
 
 class Kind(Word):
-    """What a row is about; what else is to be known of each is said in :class:`KindInfo`."""
+    """Kind of a row; :class:`KindInfo` holds its properties."""
 
     info: KindInfo
 
@@ -176,9 +176,9 @@ class Kind(Word):
     BACKWARD = 2, _span("backward", Colour.BACKWARD, Track.COMPUTE, is_work=True)
     # a step of the optimizer
     OPTIMIZER = 3, _span("optimizer", Colour.OPTIMIZER, Track.COMPUTE, is_work=True)
-    # BEGIN: all-gather asked for; END: parameters usable. No picture: it is an all-gather, its wait and its copies
+    # BEGIN: requested; END: parameters usable. Not drawn: its all-gather, wait and copies are
     UNSHARD = 4, _span("unshard", Colour.UNSHARDED_PARAMS, None, states=((Edge.END, UnitState.UNSHARDED),))
-    # full parameters given up
+    # full parameters freed
     RESHARD = (
         5,
         _instant(
@@ -210,21 +210,21 @@ class Kind(Word):
     COPY_IN = 10, _span("copy-in", Colour.COPY_IN, Track.COMPUTE, is_copy=True)
     # out of a collective's output
     COPY_OUT = 11, _span("copy-out", Colour.COPY_OUT, Track.COMPUTE, is_copy=True)
-    # compute blocked on communication: exposed communication
+    # compute blocks on communication: exposed communication
     WAIT = 12, _span("wait", Colour.WAIT, Track.WAIT)
-    # num_bytes > 0 of category came to life
+    # num_bytes > 0 of category were allocated
     ALLOC = 13, _instant("allocated", Colour.PLAIN, memory_sign=1)
-    # num_bytes < 0 of category died
+    # num_bytes < 0 of category were freed
     FREE = 14, _instant("freed", Colour.PLAIN, memory_sign=-1)
     # copy between device and host for offloading
     OFFLOAD = 15, _span("offload", Colour.OFFLOAD, Track.COMPUTE, is_copy=True)
     # held by a breakpoint or a pause
     GATE = 16, _span("held at a gate", Colour.PLAIN, Track.COMPUTE, is_event=False, is_stop=False)
-    # module names it, value holds it
+    # module is its name, value its value
     METRIC = 17, _instant("metric", Colour.SHARDED_PARAMS, has_text=True)
-    # module holds the text
+    # module is the text
     LOG = 18, _instant("log", Colour.PLAIN, has_text=True)
-    # the unit's iteration was given up: it is SHARDED and nothing of it is in flight
+    # the unit's iteration was aborted: it is SHARDED and has nothing in flight
     RESET = (
         19,
         _instant(
@@ -235,14 +235,14 @@ class Kind(Word):
             of="in",
         ),
     )
-    # num_bytes (> 0) of the process are in memory, whoever owns them
+    # num_bytes (> 0) is the resident memory of the process
     RESIDENT = 20, _instant("resident", Colour.PLAIN)
-    # when a device came to what an earlier row told of: value holds the seq of that row, module names the stream
+    # when a device reached an earlier row: value is the seq of that row, module the name of the stream
     DEVICE = 21, _instant("device", Colour.PLAIN, has_text=True)
 
 
 def _kinds(**known: bool) -> Iterator[Kind]:
-    """Yield the kinds of whose info all of ``known`` holds."""
+    """Yield the kinds whose properties equal ``known``."""
     return (kind for kind in Kind if known.items() <= vars(kind.info).items())
 
 
@@ -250,20 +250,20 @@ COLLECTIVES = tuple(_kinds(is_collective=True))
 REDUCTIONS = tuple(_kinds(is_reduction=True))
 WORK = tuple(_kinds(is_work=True))
 BESIDE = tuple(_kinds(is_event=False))
-"""Kinds whose rows do not say where a rank is."""
+"""Kinds whose rows do not mark the progress of a rank."""
 
 STOPS = {kind.key: kind for kind in _kinds(is_stop=True)}
-"""What a breakpoint can be set on, by the name it is given there."""
+"""Kinds that a breakpoint can be set on, by the name used in breakpoints."""
 
 COPIES = tuple(_kinds(is_copy=True))
 COMPUTE_STREAM = "compute"
-"""The stream of a device in which it computes, as DEVICE rows name it."""
+"""Name of a device's compute stream in DEVICE rows."""
 
 MOVES = tuple(kind for kind in Kind if kind.info.memory_sign)
-"""Kinds whose rows are bytes of a class that come to life or die."""
+"""Kinds whose rows allocate or free bytes."""
 
 STATE_AFTER = {(kind, edge): state for kind in Kind for edge, state in kind.info.states}
-"""The rows that change where a unit's parameters are, and the state they leave it in."""
+"""State of a unit's parameters after a row, by its kind and edge."""
 
 
 def on_track(track: Track) -> tuple[Kind, ...]:
@@ -276,8 +276,8 @@ class PhaseInfo(WordInfo):
     """A phase of a step.
 
     Attributes:
-        part: the kind of work that it is a part of; None: of none.
-        doing: what the rank does then, in words.
+        part: the kind of work that contains it; None: none.
+        doing: what the rank does in it, as a phrase.
     """
 
     part: Kind | None
@@ -285,7 +285,7 @@ class PhaseInfo(WordInfo):
 
 
 class Phase(Word):
-    """Where in the step the rank was when the row was written."""
+    """Phase of the step in which the row was written."""
 
     info: PhaseInfo
 
@@ -299,13 +299,13 @@ class Phase(Word):
 
 @dataclass(frozen=True, kw_only=True)
 class CategoryInfo(ColouredInfo):
-    """A memory class; ``is_engines``: told by what shards; else by the runtime around it."""
+    """A memory class; ``is_engines``: the engine reports it, else the runtime does."""
 
     is_engines: bool = True
 
 
 class Category(Word):
-    """Memory class of an ALLOC / FREE row: whose bytes they are."""
+    """Memory class of an ALLOC or FREE row."""
 
     info: CategoryInfo
 
@@ -319,24 +319,24 @@ class Category(Word):
     UNSHARDED_GRADS = 3, CategoryInfo(words="unsharded grads", colour=Colour.UNSHARDED_GRADS)
     # staging of a reduce-scatter
     REDUCE_SCATTER_BUFFERS = 4, CategoryInfo(words="reduce-scatter buffers", colour=Colour.REDUCE_SCATTER)
-    # this rank's part of the averaged gradients
+    # this rank's shard of the averaged gradients
     SHARDED_GRADS = 5, CategoryInfo(words="sharded grads", colour=Colour.SHARDED_GRADS)
     OPTIMIZER_STATE = 6, CategoryInfo(words="optimizer state", colour=Colour.OPTIMIZER_STATE, is_engines=False)
     # saved for backward
     ACTIVATIONS = 7, CategoryInfo(words="activations", colour=Colour.ACTIVATIONS, is_engines=False)
     OTHER = 8, CategoryInfo(words="other", colour=Colour.PLAIN, is_engines=False)
-    # kept for reuse, and nobody's now: what of it is used counts elsewhere
+    # kept for reuse and not in use; bytes in use count in their own class
     RESERVED = 9, CategoryInfo(words="reserved", colour=Colour.RESERVED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPart:
-    """One of the parameters that a flat one stands for.
+    """One of the parameters inside a flat parameter.
 
     Attributes:
         fqn: name relative to the root module.
-        shape: what the flat parameter has of it, in elements: under tensor parallelism this rank's part.
-        global_shape: before tensor parallelism; equal to ``shape`` without.
+        shape: shape inside the flat parameter, in elements: under tensor parallelism this rank's part.
+        global_shape: shape before tensor parallelism; equal to ``shape`` without.
         first: index of its first element in the flat parameter.
         trainable: whether it takes a gradient.
     """
@@ -349,19 +349,19 @@ class FlatPart:
 
     @property
     def numel(self) -> int:
-        """Elements that the flat parameter has of it."""
+        """Number of its elements in the flat parameter."""
         return math.prod(self.shape)
 
     def within(self, begin: int, end: int) -> tuple[int, int]:
-        """Return which of the elements ``[begin, end)`` of the flat parameter are its own; they may be none.
+        """Return the elements ``[begin, end)`` of the flat parameter that belong to this part; may be empty.
 
-        Example: one of 6 elements from 4 on, within ``[8, 16)`` -> ``(8, 10)``.
+        Example: a part of 6 elements that starts at 4, within ``[8, 16)`` -> ``(8, 10)``.
         """
         return within(self.first, self.first + self.numel, begin, end)
 
 
 def within(first: int, last: int, begin: int, end: int) -> tuple[int, int]:
-    """Return which of the elements ``[first, last)`` lie in ``[begin, end)``; they may be none."""
+    """Return the elements of ``[first, last)`` that lie in ``[begin, end)``; may be empty."""
     return min(max(begin, first), last), max(min(end, last), first)
 
 
@@ -371,16 +371,16 @@ class Param:
 
     Attributes:
         fqn: name relative to the root module.
-        shape: what FSDP shards, in elements: under tensor parallelism this rank's part.
-        global_shape: before tensor parallelism; equal to ``shape`` without.
+        shape: shape that FSDP shards, in elements: under tensor parallelism this rank's part.
+        global_shape: shape before tensor parallelism; equal to ``shape`` without.
         dtype: e.g. ``"float32"``.
         itemsize: bytes per element.
         shard_dim: tensor dimension that is split.
-        rows_per_rank: rows of ``shard_dim`` that each shard-rank really holds, without padding.
-        padded_rows: rows of ``shard_dim`` each shard-rank's storage has room for; ``ceil(shape[shard_dim] / F)``.
+        rows_per_rank: rows of ``shard_dim`` that each shard-rank holds, without padding.
+        padded_rows: rows of ``shard_dim`` in each shard-rank's storage, with padding; ``ceil(shape[shard_dim] / F)``.
         trainable: whether it takes a gradient.
-        parts: the parameters it stands for, if it is a flat one; none: it is one itself.
-        use_orig_params: of a flat one: whether optimizers have a piece of each part, and not the flat one.
+        parts: the parameters inside it, if it is flat; else empty.
+        use_orig_params: for a flat parameter, whether optimizers hold a piece of each part, not the flat parameter.
     """
 
     fqn: str
@@ -397,13 +397,13 @@ class Param:
 
 
 GLOO = "gloo"
-"""What carries a unit's collectives if every rank sends to every other what is for it, over gloo."""
+"""Communication of a unit whose ranks send to each other directly, over gloo."""
 
 PER_HOST = "shared memory, gloo between hosts"
-"""If what is for another host is sent there once."""
+"""Communication of a unit whose ranks send data for another host only once."""
 
 C10D = "c10d"
-"""If torch's own collectives do."""
+"""Communication of a unit that uses torch's own collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,19 +415,19 @@ class Unit:
         name: module path relative to the root, ``""`` for the root itself; :func:`unit_words` writes it.
         root: index of the root unit of its model (its own index for the root; -1 before the first forward).
         params: its parameters, in order.
-        reshard_after_forward: the policy in force (``None`` resolved to a bool once the root is known); a number: after
-            forward the parameters are sharded over that many of the F ranks only.
+        reshard_after_forward: the policy in force (``None`` becomes a bool once the root is known); a number: after
+            forward the parameters are sharded over only that many of the F ranks.
         shard_size: ranks that share one copy, F.
         replicate_size: copies whose gradients are averaged by an all-reduce, R; 1 without replication.
-        compute_dtype: of the all-gather and of forward and backward, e.g. ``"bfloat16"``.
-        reduce_dtype: of the gradients on their way.
+        compute_dtype: dtype of the all-gather and of forward and backward, e.g. ``"bfloat16"``.
+        reduce_dtype: dtype in which gradients are reduced.
         compute_itemsize: bytes per element of ``compute_dtype``.
         reduce_itemsize: bytes per element of ``reduce_dtype``.
         offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
-        comm: what carries its collectives: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`,
-            ``"custom"``; ``""`` on one rank or not known.
-        retired: True once the unit was undone by ``unshard_module``.
-        gone: True once nobody holds its model any more, as when the cell that makes it was run again.
+        comm: its communication: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`, ``"custom"``; ``""``
+            on one rank or if unknown.
+        retired: True once ``unshard_module`` has undone the unit.
+        gone: True once its model was garbage-collected, for example after its cell was run again.
     """
 
     index: int
@@ -448,22 +448,22 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
-        """Whether it can still do something."""
+        """Whether the unit can still run."""
         return not (self.retired or self.gone)
 
 
 ROOT = "(root)"
-"""How people write the name of a root unit, which is empty in descriptions."""
+"""Display name of a root unit, whose name is empty in descriptions."""
 
 
 def unit_words(name: str) -> str:
-    """Return how people write the unit called ``name``: its path, or :data:`ROOT`."""
+    """Return the display name of the unit ``name``: its path, or :data:`ROOT`."""
     return name or ROOT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Which collective a row belongs to: ``seq`` counts the collectives issued on ``group``."""
+    """Id of the collective of a row: ``seq`` counts the collectives issued on ``group``."""
 
     group: int
     seq: int
@@ -471,15 +471,15 @@ class Comm:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamTensors:
-    """What a rank has of one parameter now; a tensor is anything that ``torch.as_tensor`` takes.
+    """Current tensors of one parameter on a rank; a tensor is anything that ``torch.as_tensor`` takes.
 
     Attributes:
-        shard: this rank's rows, the very object that an optimizer was given.
-        shard_rank: whose rows these are, a place in :attr:`Param.rows_per_rank`.
-        full: the whole parameter; None: it is not in memory.
-        full_grads: gradients of the whole parameter: the newest, and what was accumulated before it.
-        sharded_grad: gradient of this rank's rows; None: there is none.
-        places: modules that have it, with its name there; none: it is known by its ``fqn`` alone.
+        shard: this rank's rows, the same object that an optimizer holds.
+        shard_rank: index of these rows in :attr:`Param.rows_per_rank`.
+        full: the whole parameter; None if it is not in memory.
+        full_grads: gradients of the whole parameter: the newest, then what was accumulated before it.
+        sharded_grad: gradient of this rank's rows; None if there is none.
+        places: modules that have it, with its name there; empty if only its ``fqn`` is known.
     """
 
     shard: object
@@ -491,59 +491,59 @@ class ParamTensors:
 
 
 class Source(Protocol):
-    """Who tells a probe what happens on a rank."""
+    """Producer of the events on a rank, which it passes to a probe."""
 
     @property
     def name(self) -> str:
-        """What it is called; it has no comma."""
+        """Name of the source, without commas."""
 
     def has(self, unit: int) -> bool:
-        """Tell whether a unit is one of the source's, and still there."""
+        """Return whether a unit belongs to this source and still exists."""
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
-        """Return what the rank has of the parameters of a unit, by their names; empty if it is none of the source's.
+        """Return the rank's tensors of a unit's parameters, by name; empty if the unit belongs to another source.
 
-        Asked while the rank stands in an event, in the thread that told of it: it changes nothing and waits for nobody.
+        Called while the rank is held in an event, in the thread that announced it: must change nothing and not block.
         """
 
 
 class Probe(Protocol):
-    """What a source calls, from the thread that trains; whoever listens implements it.
+    """Receiver of a source's calls, which arrive in the training thread.
 
-    It may block (a gate); it must not touch the source. A unit and a communication group are told of before anything
-    that happens to them, an event before it happens. Steps and metrics are told by whoever knows of them: of our
-    engine's training the runtime around it, of a loop of one's own the loop.
+    A probe may block (a gate) but must not call the source. The source announces a unit and a communication group
+    before their first event, and an event before it happens. Steps and metrics are announced by the runtime for the
+    workbench's engine, and by the loop itself for a user's own loop.
     """
 
     def source(self, source: Source) -> None:
-        """Told who tells what follows; once, before anything else."""
+        """Register the source of the following calls; called once, first."""
 
     def begin_step(self) -> None:
-        """Told that the next training step begins; one that is still open ends."""
+        """Begin the next training step; end one that is still open."""
 
     def end_step(self) -> None:
-        """Told that the step has ended."""
+        """End the step."""
 
     def metric(self, name: str, value: float) -> None:
-        """Told a number of the step."""
+        """Receive a number of the step."""
 
     def event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int, comm: Comm | None, t_ns: int | None) -> None:
-        """Told of an event; ``t_ns`` is set when the event lies in the past (the true end of a collective)."""
+        """Receive an event; ``t_ns`` is set if the event lies in the past (the true end of a collective)."""
 
     def issued(self, comm: Comm, wait: Callable[[], object]) -> None:
-        """Told that a collective was issued on a device; ``wait()`` lets the current stream, not the host, wait for it.
+        """A collective was issued on a device; ``wait()`` makes the current stream, not the host, wait for it.
 
-        Not told of collectives between hosts, nor of those that nobody but the engine may wait for.
+        Not called for collectives between hosts, nor for collectives that only the engine may wait for.
         """
 
     def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
-        """Told that ``delta_bytes`` (signed) of ``category`` came to life or died."""
+        """Receive that ``delta_bytes`` (signed) of ``category`` were allocated or freed."""
 
     def phase(self, phase: Phase) -> None:
-        """Told that another phase begins."""
+        """Begin another phase."""
 
     def unit(self, info: Unit) -> None:
-        """Told of a new or changed unit."""
+        """Receive a new or changed unit."""
 
     def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Told of a new communication group."""
+        """Receive a new communication group."""

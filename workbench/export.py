@@ -1,4 +1,4 @@
-"""Writing what was recorded to a file; its suffix says what kind."""
+"""Export of a trace to a file; the file's suffix selects the format."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from workbench.trace.perfetto import to_perfetto
 from workbench.widgets.trace_page import page
 
 MAX_PAGE_ROWS = 2_000_000
-"""Events of a record that becomes a page: a browser holds 100 MB of it then."""
+"""Most events that a page may hold; a browser needs 100 MB for that many."""
 
 
 def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> ExportReport:
-    """Write ``trace`` to ``path``: ``.trace`` to open again, ``.json`` for Perfetto, ``.html`` a page.
+    """Write ``trace`` to ``path``: ``.trace`` to open again, ``.json`` for Perfetto, ``.html`` as a page.
 
-    The file appears whole or not at all.
+    The write is atomic.
 
     Args:
-        trace: what happened.
-        path: where to; its suffix says what to write.
-        steps: only these, such as ``3..5`` or ``-3..`` (:mod:`workbench.session.trace_selectors`); empty: everything.
+        trace: the trace.
+        path: output file; its suffix selects the format.
+        steps: steps to write, such as ``3..5`` or ``-3..`` (:mod:`workbench.session.trace_selectors`); empty: all.
 
     Raises:
-        UsageError: another suffix, no such steps, or the file cannot be written.
+        UsageError: the suffix is unknown, there are no such steps, or the file cannot be written.
     """
     path = file_at(path)
     if path.suffix not in _WRITERS:

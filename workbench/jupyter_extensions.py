@@ -1,4 +1,4 @@
-"""What of this installation Jupyter finds: extensions of JupyterLab and Notebook."""
+"""Lookup of the JupyterLab and Notebook extensions that Jupyter finds in this installation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def has_extension(name: str) -> bool:
 
 
 def panel_notice() -> str:
-    """Return that the panel is missing, in a sentence; empty if it is there, or if nobody would look for it.
+    """Return a sentence that says that the panel is missing; empty if it is installed or could not be shown anyway.
 
-    Only a Jupyter server names the session in a kernel's environment: a terminal and a notebook that is run by itself
-    have no panel.
+    Only a kernel of a Jupyter server has the session's name in its environment; a terminal and a notebook that nbclient
+    runs have no panel.
     """
     if "JPY_SESSION_NAME" not in os.environ or has_extension(PANEL):
         return ""

@@ -1,4 +1,4 @@
-"""An executed notebook as one HTML file that needs nothing else: figures, styles and plotly.js are inside it."""
+"""Conversion of an executed notebook to one self-contained HTML file with figures, styles and plotly.js."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from plotly.offline import get_plotlyjs
 from workbench.views.theme import PLOTLY_MIME
 from workbench.widgets.js_bundle import STATIC, joined
 
-# widgets need a kernel, and the page that would show their last state fetches its script from outside
+# widgets need a kernel, and nbconvert's rendering of their last state fetches its script from the network
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 
-# nbconvert's page, without the scripts that it would fetch: formulas, diagrams, widgets, require.js and jQuery
+# nbconvert's page, without the scripts that it would fetch for formulas, diagrams, widgets, require.js and jQuery
 _TEMPLATE = """
 {%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js -%}
@@ -37,7 +37,7 @@ def to_page(notebook: NotebookNode, *, title: str) -> str:
     """Return the HTML of ``notebook`` with its saved outputs; it opens without a network.
 
     Args:
-        notebook: as executed; left as it is.
+        notebook: an executed notebook; not changed.
         title: of the page.
     """
     notebook = copy.deepcopy(notebook)
@@ -56,7 +56,7 @@ def to_page(notebook: NotebookNode, *, title: str) -> str:
 
 
 def _without_kernel(output: NotebookNode) -> NotebookNode | None:
-    """Return ``output`` in a form that a plain page shows; None for one that only a kernel can show."""
+    """Return ``output`` in a form that a plain page can show; None if it needs a kernel."""
     data: dict[str, Any] = output.get("data", {})
     if PLOTLY_MIME in data:
         output["data"] = {"text/html": _figure_div(data[PLOTLY_MIME])}
@@ -64,7 +64,7 @@ def _without_kernel(output: NotebookNode) -> NotebookNode | None:
 
 
 def _figure_div(figure: dict[str, Any]) -> str:
-    """Return the div that draws ``figure``, given that the page holds plotly.js."""
+    """Return a div that draws ``figure`` in a page that includes plotly.js."""
     config = figure.get("config", {})
     bare = {key: figure[key] for key in ("data", "layout", "frames") if key in figure}
     return str(plotly.io.to_html(bare, config=config, include_plotlyjs=False, full_html=False, validate=False))

@@ -1,7 +1,7 @@
-"""Loopback ports that stay free until the process that is to listen on them has started.
+"""Loopback ports that stay reserved until the process that will listen on them has started.
 
-Jupyter and ipyparallel choose free ports themselves, and listen on them up to a second later; meanwhile the operating
-system may give one to somebody else, or have given it to one who listens as late.
+Jupyter and ipyparallel choose free ports but listen on them up to a second later. Meanwhile the operating system may
+give such a port to another process, or may have done so already.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 _PORTS = range(20_000, 32_768)
-"""Below those that an operating system gives to whoever asks for any, and who may close it and come back for it."""
+"""Below the ephemeral ports of the operating system, which a process may close and use again."""
 _TRIES = 1000
 _OF_A_KERNEL = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
 
 def reserved_port() -> int:
-    """Return a port that, for a minute, only a socket that asks for it by number and has ``SO_REUSEADDR`` can have.
+    """Return a port that, for a minute, only a socket with ``SO_REUSEADDR`` that names the port can bind.
 
-    ZeroMQ's sockets have it. On a port where the side that listened has just closed a connection (``TIME_WAIT``, RFC
-    9293, section 3.3.2), the operating system gives nobody else a place.
+    ZeroMQ sets ``SO_REUSEADDR``. The reservation is a connection that the listening side has just closed
+    (``TIME_WAIT``, RFC 9293, section 3.3.2): the operating system lets no socket without it bind the port.
 
     Raises:
-        OSError: none is free.
+        OSError: no port is free.
     """
     for _ in range(_TRIES):
         port = secrets.choice(_PORTS)
@@ -43,22 +43,22 @@ def reserved_port() -> int:
 
 
 def _reserve(port: int) -> None:
-    """Take ``port`` from all who do not know it.
+    """Put ``port`` into ``TIME_WAIT``.
 
     Raises:
-        OSError: somebody has it.
+        OSError: the port is in use.
     """
     with socket.socket() as listener, socket.socket() as peer:
         listener.bind((LOOPBACK, port))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # earlier it would take what others have
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # set before bind it would allow ports in use
         listener.listen(1)
         peer.connect(listener.getsockname())
-        listener.accept()[0].close()  # before its peer: so the wait is on this side
+        listener.accept()[0].close()  # closed before its peer, so TIME_WAIT is on this side
 
 
 def of_a_kernel() -> dict[str, int]:
     """Return settings of a Jupyter ``KernelManager``: a reserved port for each socket of its kernel.
 
-    Without ``cache_ports=False`` it would choose others.
+    Without ``cache_ports=False`` the manager would choose other ports.
     """
     return {"cache_ports": False, **{name: reserved_port() for name in _OF_A_KERNEL}}

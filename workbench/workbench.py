@@ -1,4 +1,4 @@
-"""Class Workbench: the one place where ranks, trace and views meet. Used by magics and scripts; never imports torch."""
+"""Class Workbench: the API over ranks, trace and views. Used by magics and scripts; never imports torch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ C = TypeVar("C", bound=Command)
 
 
 class RankSettings(TypedDict, total=False):
-    """How ranks are started: see :class:`Workbench`."""
+    """Settings of a start: see :class:`Workbench`."""
 
     num_ranks: int
     device: str
@@ -103,10 +103,10 @@ class RankSettings(TypedDict, total=False):
 
 
 def made(command: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
-    """Return a command of these arguments.
+    """Return the command with these arguments.
 
     Raises:
-        UsageError: it takes no such arguments.
+        UsageError: the command does not take these arguments.
     """
     try:
         return command(*args, **kwargs)
@@ -115,7 +115,7 @@ def made(command: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
 
 
 def on_ranks(command: Callable[P, Command], report: type[R]) -> Callable[Concatenate[Workbench, P], R]:
-    """Return the method that has all ranks do a command: its signature and its docstring are the command's."""
+    """Return a method that runs a command on all ranks; it has the signature and the docstring of the command."""
 
     def method(self: Workbench, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(R, self.do(made(command, *args, **kwargs)))
@@ -136,23 +136,23 @@ def on_ranks(command: Callable[P, Command], report: type[R]) -> Callable[Concate
 
 
 class Workbench:
-    """Ranks that train, and everything that can be seen of it.
+    """Ranks that train, and the views of their trace.
 
-    ``with Workbench(4) as wb:`` starts the ranks and stops them at the end; what was recorded outlives them.
+    ``with Workbench(4) as wb:`` starts the ranks and stops them at the end; the trace is kept.
 
     Args:
         num_ranks: number of ranks.
         device: one of :data:`workbench.devices.CHOICES`: ``cpu``, ``cuda`` (one GPU per rank), ...
         profile: an IPython profile whose ipyparallel configuration applies.
-        engines: which of ipyparallel's launchers starts them: ``ssh``, ``slurm``, ``mpi``, ...; empty: the profile's,
-            or if that configures none this machine's own fast start.
-        interface: of the network, on which hosts reach each other; empty: that of the route between them.
+        engines: ipyparallel launcher that starts them: ``ssh``, ``slurm``, ``mpi``, ...; empty: the profile's launcher,
+            or without one the fast start on this machine.
+        interface: network interface on which hosts reach each other; empty: that of the route between them.
         cluster_factory: makes the cluster from all of these.
-        in_notebook: tells whether the caller itself has a variable of some name; used in messages only.
+        in_notebook: returns whether the caller has a variable of a name; used in messages only.
 
     Attributes:
-        cursor: up to where views show what was recorded; None: all of it.
-        record: name of the file that was opened and is shown; empty: what ranks recorded.
+        cursor: event up to which views show the trace; None: all of it.
+        record: name of the opened trace file that is shown; empty: the ranks' own trace is shown.
     """
 
     def __init__(
@@ -180,21 +180,21 @@ class Workbench:
         self._session: Session | None = None
         self._exchange: Exchange = ""
         self._waits_for = ""
-        self._target = AttachTarget()  # of the ranks that were attached last
+        self._target = AttachTarget()  # of the last attach
         self._last = ClusterSnapshot(trace=Trace.empty())
         self._past: deque[PastCommand] = deque(maxlen=MAX_PAST)
         self.record = ""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a workbench that shows a trace file; it has no ranks and needs none. Errors as :meth:`load`."""
+        """Return a workbench that shows a trace file, without ranks. Errors as :meth:`load`."""
         workbench = cls()
         workbench.load(path)
         return workbench
 
     @classmethod
     def attach(cls, num_ranks: int | None = None, **which: Any) -> Self:  # noqa: ANN401 - as :meth:`join`
-        """Return a workbench whose ranks are engines that run already: arguments and errors as of :meth:`join`."""
+        """Return a workbench whose ranks are engines that already run: arguments and errors as :meth:`join`."""
         workbench = cls()
         workbench.join(num_ranks, **which)
         return workbench
@@ -213,30 +213,30 @@ class Workbench:
 
     @property
     def running(self) -> bool:
-        """Whether ranks are started."""
+        """Whether there are ranks."""
         return self._session is not None
 
     @property
     def losses(self) -> dict[int, str]:
-        """Of each rank that was lost, how: ``died: the process was killed by SIGKILL ...``; none when none run."""
+        """Cause of each rank's loss: ``died: the process was killed by SIGKILL ...``; empty when no ranks run."""
         return {} if self._session is None else self._session.cluster.losses()
 
     @property
     def settings(self) -> RankSettings:
-        """How ranks are started."""
+        """Settings with which ranks start."""
         return self._settings.copy()
 
     def start(self, on_wait: OnWait = no_wait, **settings: Unpack[RankSettings]) -> StartReport:
-        """Start the ranks and forget what earlier ones recorded; those that are all lost are stopped first.
+        """Start the ranks and drop the earlier trace; ranks that are all lost are stopped first.
 
         Args:
-            on_wait: is told, in a sentence, what is waited for where that may take long, as in a queue.
-            settings: as of the constructor, if they are to be others than before.
+            on_wait: called with a sentence that says what a long start waits for, such as a queue.
+            settings: constructor arguments that replace the earlier ones.
 
         Raises:
-            UsageError: some run already, or they cannot be had as asked.
-            ClusterError: they did not come up.
-            Interrupted: Ctrl-C; nothing of them is left, and nothing queued.
+            UsageError: ranks already run, or these settings are not possible.
+            ClusterError: the ranks did not start.
+            Interrupted: Ctrl-C; all started processes have ended, and nothing is queued.
         """
         self._check_replaceable("%fsdp start")
         self.stop()
@@ -248,7 +248,7 @@ class Workbench:
             self._settings = wanted
             return self._take(cluster, "started", begin)
 
-    def join(  # noqa: PLR0913 - by name; the line's arguments, and what takes the notices
+    def join(  # noqa: PLR0913 - keywords: the line's arguments, and a callback
         self,
         num_ranks: int | None = None,
         *,
@@ -260,25 +260,25 @@ class Workbench:
         interface: str = "",
         take: bool = False,
     ) -> StartReport:
-        """Use engines that are already running as ranks (``%fsdp attach``); forgets what earlier ones recorded.
+        """Use engines that already run as ranks (``%fsdp attach``); drops the earlier trace.
 
-        Engines that are ranks already keep their variables. If another notebook has them, views and the dashboard show
-        what they do, and commands are refused. Where such ranks are shown already, and no cluster is named, they are
-        the ones: so they are taken once they are free.
+        Engines that already are ranks keep their variables. If another notebook controls them, this one can only view
+        them: views and the dashboard work, commands are refused. If this notebook already views such ranks and the call
+        names no cluster, it attaches to them again, to take control once they are free.
 
         Args:
-            num_ranks: how many of the engines; None: all.
-            on_wait: as of :meth:`start`.
+            num_ranks: number of engines to use; None: all.
+            on_wait: as in :meth:`start`.
             profile: IPython profile that the cluster was started with; None: the default one.
-            cluster_id: which of that profile's; empty: the only one.
-            file: its connection file for clients; empty: is looked for in the profile.
-            device: as of the constructor.
-            interface: as of the constructor.
+            cluster_id: id of a cluster of that profile; empty: the only one.
+            file: the cluster's connection file for clients; empty: the one in the profile.
+            device: as in the constructor.
+            interface: as in the constructor.
             take: take the ranks from a notebook that is gone.
 
         Raises:
-            UsageError: ranks run here, or there is no such cluster, or it has fewer engines.
-            ClusterError: the cluster does not answer, or its engines do not fit together.
+            UsageError: ranks run here, there is no such cluster, or it has fewer engines.
+            ClusterError: the cluster does not answer, or its engines are incompatible.
             Interrupted: Ctrl-C; no process of the cluster has ended.
         """
         target = AttachTarget(profile=profile, cluster_id=cluster_id, file=os.fspath(file))
@@ -295,7 +295,7 @@ class Workbench:
             return self._take(cluster, "attached", begin)
 
     def _take(self, cluster: ClusterLike, how: str, begin: float) -> StartReport:
-        """Have a cluster that was just started, or found."""
+        """Use a cluster that was just started or attached; return its report."""
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
         self._last, self.record = ClusterSnapshot(trace=Trace.empty()), ""
@@ -313,32 +313,32 @@ class Workbench:
 
     @property
     def outlives(self) -> bool:
-        """Whether the ranks' processes were there before, and stay."""
-        session = self._session  # which another thread may be leaving
+        """Whether the ranks' processes were attached, so that they outlive this workbench."""
+        session = self._session  # another thread may reset it
         return session is not None and session.cluster.outlives
 
     @property
     def held_by(self) -> str:
-        """Who else commands the ranks, in words: they can be looked at only then; empty: nobody."""
+        """Who else controls the ranks, in words: this workbench can then only view them; empty: nobody else."""
         session = self._session
         return "" if session is None else session.cluster.held_by
 
     @property
     def is_free(self) -> bool:
-        """Whether the notebook that had the ranks has let go of them: :meth:`join` takes them then."""
+        """Whether the notebook that controlled the ranks has released them, so that :meth:`join` can take them."""
         session = self._session
         return session is not None and session.cluster.is_free
 
     def stop(self) -> str | None:
-        """Stop the ranks; nothing happens when none run. The trace stays.
+        """Stop the ranks, if any run. The trace is kept.
 
-        Ranks that were attached become plain engines again: their processes are not ended.
+        Attached ranks become plain engines again: their processes do not end.
 
         Returns:
-            Which hosts were not reached, and what becomes of the processes there; None: all have ended.
+            a sentence on the hosts that were not reached and on their processes; None if all ranks have ended.
 
         Raises:
-            Interrupted: Ctrl-C came meanwhile; the ranks are stopped all the same.
+            Interrupted: Ctrl-C during the stop; the ranks are stopped nevertheless.
         """
         left: list[str] = []
         if self._session is not None:
@@ -347,20 +347,20 @@ class Workbench:
         return "".join(left) or None
 
     def detach(self) -> None:
-        """Leave attached ranks as they are, with their variables; the trace stays.
+        """Release attached ranks, which keep their variables; the trace is kept.
 
         Raises:
-            UsageError: there are none, they were started here, or they are at work.
+            UsageError: there are no ranks, they were started here, or they are busy.
         """
         session = self._started()
         if session.request is not None and session.cluster.outlives:
             raise UsageError(f"{busy_sentence(session.request)}; then %fsdp detach")
         if not session.cluster.outlives:
-            session.cluster.detach()  # says what there is instead
+            session.cluster.detach()  # raises, and says what to do instead
         self._leave(session.cluster.detach)
 
     def close(self) -> None:
-        """Detach from ranks that stay, giving up what they do, and stop those that do not; may be called again."""
+        """Detach from attached ranks, which aborts their work; stop ranks started here. May be called again."""
         if self._session is not None:
             cluster = self._session.cluster
             self._leave(cluster.detach if cluster.outlives else cluster.stop)
@@ -369,9 +369,9 @@ class Workbench:
         session = self._session
         if session is None:
             return
-        self._keep_record(session)  # for views that look while it ends; what comes until then follows
+        self._keep_record(session)  # for views during the end; the last rows follow
         self._session = None
-        # from the last line up, each whatever became of the others
+        # callbacks run in reverse order, each also if another one raises
         with CountInterrupts() as interrupts, self._exchanging("stop"), ExitStack() as last:
             last.callback(end)
             last.callback(self._keep_record, session)
@@ -389,7 +389,7 @@ class Workbench:
             self._exchange = self._waits_for = ""
 
     def _noting(self, on_wait: OnWait) -> OnWait:
-        """Return an ``on_wait`` that also has live views show what a start waits for."""
+        """Return an ``on_wait`` that also shows in live views what a start waits for."""
 
         def note(sentence: str) -> None:
             self._waits_for = sentence
@@ -398,12 +398,12 @@ class Workbench:
         return note
 
     def load(self, path: str | os.PathLike[str]) -> OpenReport:
-        """Show a trace file (``%fsdp open``) instead of what ranks recorded; those that are all lost are stopped.
+        """Show a trace file (``%fsdp open``) instead of the ranks' trace; ranks that are all lost are stopped.
 
-        Views, the dashboard, ``compare``, ``export`` and ``back`` work on it as on what ranks record.
+        Views, the dashboard, ``compare``, ``export`` and ``back`` work on it as on the trace of live ranks.
 
         Raises:
-            UsageError: ranks run, or there is no such file, or it is no trace; what was shown is shown still.
+            UsageError: ranks run, there is no such file, or it is not a trace; nothing has changed then.
         """
         self._check_replaceable("%fsdp open", " To look at the file beside them: Workbench.open(path).")
         trace = opened(path)
@@ -425,7 +425,7 @@ class Workbench:
         self._last = ClusterSnapshot(trace=session.trace, policies=session.policies)
 
     def _check_replaceable(self, word: str, more: str = "") -> None:
-        """Raise unless there are no ranks, or none that lives; say to stop them before ``word``."""
+        """Raise UsageError if any rank is alive; the message says to stop the ranks before ``word``."""
         if self._session is None or not self._session.living():
             return
         losses = losses_in_words(self.losses)
@@ -436,7 +436,7 @@ class Workbench:
         raise UsageError(f"{running}: %fsdp stop first, then {word}{more and '.'}{more}")
 
     def status(self) -> StatusReport:
-        """Return the ranks, what is sharded, and how much is recorded."""
+        """Return the state of the ranks, the sharded models and the size of the trace."""
         session = self._session
         if session is not None:
             session.drain(timeout_s=session.patience_s)
@@ -477,18 +477,18 @@ class Workbench:
             )
 
     def names(self) -> dict[int, Names]:
-        """Return what the ranks' namespaces hold, by rank; nothing when none run."""
+        """Return the names in the ranks' namespaces, by rank; empty when no ranks run."""
         return {} if self._session is None else self._session.names()
 
     def models(self) -> dict[int, tuple[ModelInfo, ...]]:
-        """Return the models that the ranks' cells have made, by rank; nothing when none run."""
+        """Return the models among the variables of the ranks' cells, by rank; empty when no ranks run."""
         return {} if self._session is None else self._session.models()
 
     def plan(self, command: Shard | Reshard) -> tuple[Unit, ...]:
-        """Return the units that ``command`` would make; nothing is changed.
+        """Return the units that ``command`` would make, without any change.
 
         Raises:
-            UsageError: no ranks run, or it cannot be done.
+            UsageError: no ranks run, or the command is not possible.
         """
         return self._started().plan(command)
 
@@ -504,17 +504,17 @@ class Workbench:
         """Run a cell in the main thread of ranks, or inside the step in which they are stopped.
 
         Args:
-            code: as in a notebook; ``rank, world_size, device, mesh`` are there.
+            code: as in a notebook; ``rank``, ``world_size``, ``device`` and ``mesh`` are defined.
             ranks: the ranks that run it; None: all.
-            on_output: called with what they write and show, as it arrives: once, as long as they agree; from the line
-                on in which they differ with displays of what each wrote, tabs in a notebook, that are then updated.
-                Figures and the like are those of the first of them.
-            on_standing: called with a sentence that says which ranks still work, for how long and in which line, once
-                nothing else was heard for 3 s; it replaces the last one. ``""``: nothing to say any more.
+            on_output: called with the ranks' output as it arrives: once as long as it is equal on all ranks; from the
+                first line that differs on, with displays of each rank's output (tabs in a notebook), which are then
+                updated. Figures and the like are shown from the first rank only.
+            on_standing: called after 3 s without output, with a sentence that says which ranks still work, for how long
+                and in which line; each call replaces the last sentence. ``""`` clears it.
 
         Raises:
-            UsageError: no such rank, or none run.
-            RankError: the cell raised on a rank; the others were freed and all are ready again.
+            UsageError: there is no such rank, or no ranks run.
+            RankError: the cell raised on a rank; the others were aborted and all are ready again.
             RankDied: a rank is gone.
             Interrupted: Ctrl-C.
         """
@@ -541,19 +541,19 @@ class Workbench:
         on_output: OnOutput = no_output,
         on_standing: OnStanding = no_standing,
     ) -> Any:  # noqa: ANN401 - what the command's method returns
-        """Do ``command`` and return what its method does: a report (or that of a stop inside it), a figure, a widget.
+        """Run ``command`` and return the result of its method: a report (also of a stop inside it), a figure, a widget.
 
         Args:
-            command: what to do.
-            on_progress: called while steps are done, and once at their end.
-            on_output: as for :meth:`run_cell`, of what the user's functions write.
+            command: the command.
+            on_progress: called while steps run, and once at their end.
+            on_output: as for :meth:`run_cell`, for the output of the user's functions.
             on_standing: as for :meth:`run_cell`.
 
         Raises:
-            UsageError: it cannot be done as asked; the message says what to run first or write instead.
-            RankError: it raised on a rank; the others were freed and all are ready again.
+            UsageError: it is not possible as given; the message says what to run first or write instead.
+            RankError: it raised on a rank; the others were aborted and all are ready again.
             RankDied: a rank is gone.
-            Interrupted: it was given up.
+            Interrupted: it was aborted.
         """
         listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         if command.on_ranks:
@@ -582,27 +582,27 @@ class Workbench:
         """Train ``count`` steps: :class:`~workbench.protocol.commands.Step`; errors as :meth:`do`.
 
         Args:
-            count: how many.
+            count: number of steps.
             fn: name of the step function on the ranks.
-            on_progress: called while steps are done.
+            on_progress: called while steps run.
             on_output: as for :meth:`run_cell`.
-            on_standing: as for :meth:`run_cell`; also that a rank has died, or what a Ctrl-C waits for.
+            on_standing: as for :meth:`run_cell`; also says that a rank has died, or what a Ctrl-C waits for.
             until: event before which all ranks stop once, as for :meth:`break_add`.
-            background: return at once; :meth:`news` tells how it ended.
+            background: return at once; :meth:`news` then reports how it ended.
         """
         command = made(Step, count, fn, until=until, background=background)
         return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output, on_standing))
 
-    # ---- stop and go on
+    # ---- pause and continue
 
     def pause(self, *, on_standing: OnStanding = no_standing) -> Report:
-        """Stop all ranks at the same event of what they are doing, and return where they stand.
+        """Stop all ranks at the same event of the running request, and return where they are.
 
         Args:
-            on_standing: called with a sentence that says which ranks it waits for; it replaces the last one.
+            on_standing: called with a sentence that says which ranks it waits for; each call replaces the last one.
 
         Raises:
-            UsageError: nothing is under way.
+            UsageError: nothing is running.
         """
         return self._started().pause(on_standing)
 
@@ -614,12 +614,12 @@ class Workbench:
         on_output: OnOutput = no_output,
         on_standing: OnStanding = no_standing,
     ) -> Report:
-        """Let stopped ranks go on (``%fsdp continue``), and return how it ended or where it stopped again.
+        """Continue stopped ranks (``%fsdp continue``); return how the request ended or where it stopped again.
 
         Args:
-            background: return at once; None: if it was begun so.
+            background: return at once; None: as it was started.
             on_progress: as for ``step``.
-            on_output: as for ``run_cell``; if it is not given, the one of before goes on.
+            on_output: as for ``run_cell``; by default the callback of the request stays.
             on_standing: as for ``run_cell``.
 
         Raises:
@@ -630,7 +630,7 @@ class Workbench:
 
     @property
     def is_background(self) -> bool:
-        """Whether what is under way was begun in the background, and goes on there."""
+        """Whether the current request runs in the background."""
         request = self._session.request if self._session is not None else None
         return request is not None and request.is_background
 
@@ -643,34 +643,34 @@ class Workbench:
         on_output: OnOutput = no_output,
         on_standing: OnStanding = no_standing,
     ) -> Report:
-        """Let stopped ranks go on to the next ``event``, ``collective``, ``unit`` or ``phase``; else as ``resume``."""
+        """Continue stopped ranks to the next ``event``, ``collective``, ``unit`` or ``phase``; else as ``resume``."""
         listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         return self._started().go_on(what, listener, background=background)
 
     def abort(self, *, on_standing: OnStanding = no_standing) -> Report:
-        """Give up what the ranks do; they are ready again afterwards, or the report names those that are not.
+        """Abort the running request; all ranks are ready again afterwards, or the report names those that are not.
 
         Args:
             on_standing: as for :meth:`pause`.
 
         Raises:
-            UsageError: nothing is under way.
-            WorkbenchError: they could not be made ready again.
+            UsageError: nothing is running.
+            WorkbenchError: the ranks could not be made ready again.
         """
         return self._started().abort(on_standing)
 
     def news(self) -> tuple[str, ...]:
-        """Return what ended or stopped in the background since the last time, a sentence each."""
+        """Return a sentence for each background request that ended or stopped since the last call."""
         return () if self._session is None else self._session.news()
 
-    # ---- look around
+    # ---- inspect
 
     def where(self, *, stacks: bool = False) -> WhereReport:
-        """Return where every rank is, with ``stacks`` also its Python threads; ranks at work answer as well."""
+        """Return where every rank is, and with ``stacks`` its Python threads; busy ranks answer as well."""
         return self._started().where(stacks=stacks)
 
     def inspect(self, fqn: str) -> InspectReport:
-        """Return what every stopped rank has of the parameter ``fqn``: its shard, gradient, optimizer state and more.
+        """Return what every stopped rank holds of the parameter ``fqn``: shard, gradient, optimizer state and more.
 
         Raises:
             UsageError: nothing is stopped, or there is no such parameter.
@@ -682,18 +682,18 @@ class Workbench:
         return InspectReport(fqn=fqn, by_rank=by_rank, others=inside.others)
 
     def evaluate(self, expr: str, ranks: Sequence[int] | None = None, *, frame: int = 0) -> EvalReport:
-        """Return what a Python expression is on stopped ranks (``%fsdp eval``), evaluated in the step's own thread.
+        """Return a Python expression's value on stopped ranks (``%fsdp eval``), evaluated in the step's own thread.
 
-        Its names are the variables of the functions under way, innermost first, and then those of the cells.
+        Names are looked up in the active functions, innermost first, and then in the cells' variables.
 
         Args:
             expr: the expression.
-            ranks: which ranks; None: all that stand in the gate.
-            frame: number of the function at which the search for names begins: 0 the innermost, 1 its caller.
+            ranks: the ranks that evaluate it; None: all held ranks.
+            frame: index of the function at which the search for names begins: 0 the innermost, 1 its caller.
 
         Raises:
             UsageError: nothing is stopped, or the expression waits for ranks that would not evaluate it.
-            RankError: it raised; the stop stays.
+            RankError: it raised; the ranks stay stopped.
         """
         command = made(Evaluate, expr, tuple(ranks or ()), frame=frame)
         inside = self._started().do_inside("eval", command, ranks)
@@ -706,10 +706,10 @@ class Workbench:
         """Return the names of all sharded parameters."""
         return param_names(self.trace.header)
 
-    # ---- where to stop
+    # ---- set breakpoints
 
     def break_add(self, event: str, *, rank: int | None = None, when: str | None = None) -> BreakReport:
-        """Have ranks stop before every such event (``%fsdp break add``).
+        """Add a breakpoint (``%fsdp break add``): ranks stop before every such event.
 
         Args:
             event: such as ``all_gather``, ``all_gather:blocks.2``, ``backward.end:*``.
@@ -717,7 +717,7 @@ class Workbench:
             when: condition over num_bytes, unit, kind, edge, phase, step, ordinal and rank; None: always.
 
         Raises:
-            UsageError: there is no such event, unit or rank, or it is no such condition.
+            UsageError: there is no such event, unit or rank, or the condition is invalid.
         """
         session = self._started()
         kind, unit = parse_event(event, session.units())
@@ -730,11 +730,11 @@ class Workbench:
         return BreakReport(breakpoints=session.stops(), said=f"breakpoint {added.id}: {added}")
 
     def break_list(self) -> BreakReport:
-        """Return the breakpoints there are."""
+        """Return the breakpoints."""
         return BreakReport(breakpoints=self._started().stops())
 
     def break_clear(self, id: int | None = None) -> BreakReport:
-        """Take the breakpoint ``id`` away, or all.
+        """Remove the breakpoint ``id``, or all.
 
         Raises:
             UsageError: there is no such breakpoint.
@@ -746,7 +746,7 @@ class Workbench:
         return BreakReport(breakpoints=session.stops(), said=said)
 
     def break_on(self, id: int | None = None) -> BreakReport:
-        """Have the breakpoint ``id`` stop ranks again, or all.
+        """Turn the breakpoint ``id`` on again, or all.
 
         Raises:
             UsageError: there is no such breakpoint.
@@ -754,7 +754,7 @@ class Workbench:
         return self._switch(id, is_on=True)
 
     def break_off(self, id: int | None = None) -> BreakReport:
-        """Have the breakpoint ``id`` stop no rank until it is turned on again, or all.
+        """Turn the breakpoint ``id`` off, or all, without removing it.
 
         Raises:
             UsageError: there is no such breakpoint.
@@ -769,15 +769,15 @@ class Workbench:
         return BreakReport(breakpoints=session.stops(), said=said)
 
     def units(self) -> list[str]:
-        """Return the names of all units, root ``""`` included."""
+        """Return the names of all units, including ``""`` for a root."""
         return [unit.name for unit in live_units(self.trace.header)]
 
     # ---- step back
 
     def back(self, n: int = 1) -> BackReport:
-        """Move the cursor ``n`` recorded events back: views then show what was recorded up to there. 0: to the newest.
+        """Move the cursor ``n`` recorded events back: views then show the trace up to there. 0: to the newest event.
 
-        What the ranks computed is not undone.
+        The ranks' work is not undone.
 
         Raises:
             UsageError: ``n`` is negative.
@@ -792,7 +792,7 @@ class Workbench:
 
     @property
     def trace(self) -> Trace:
-        """What happened so far, brought up to date when ranks run."""
+        """The trace so far, updated from the ranks if they run."""
         session = self._session
         if session is None:
             return self._last.trace
@@ -800,7 +800,7 @@ class Workbench:
         return session.trace
 
     def pulse(self) -> ClusterSnapshot:
-        """Return the trace so far and how each rank is: what a live view asks several times a second."""
+        """Return a snapshot of the trace and of each rank; live views poll it several times a second."""
         session = self._session
         found = self._last if session is None else session.pulse()
         return dataclasses.replace(
@@ -808,12 +808,12 @@ class Workbench:
         )
 
     def asked(self) -> tuple[object, ...]:
-        """Return what is different once ranks come, were asked something, stand, go on or have ended; none is asked."""
+        """Return a value that changes when ranks start, get a request, stop, continue or end; contacts no rank."""
         return self._exchange, self._waits_for, *(() if self._session is None else self._session.asked())
 
     @property
     def shown_trace(self) -> Trace:
-        """What views show: the trace, up to the cursor if there is one."""
+        """The trace that views show: up to the cursor, if it is set."""
         return self.trace if self.cursor is None else cursors.cut(self.trace, self.cursor)
 
     def _started(self) -> Session:
@@ -822,10 +822,10 @@ class Workbench:
             raise UsageError(f"No ranks are running{only}. Start them with %fsdp start -n 4")
         return self._session
 
-    # ---- looking
+    # ---- views
 
     def view(self, name: str, **options: object) -> go.Figure:
-        """Return the view called ``name`` of what happened so far, or up to the cursor.
+        """Return the view ``name`` of the trace up to the cursor.
 
         Raises:
             UsageError: no such view.
@@ -833,35 +833,35 @@ class Workbench:
         return draw(name, self.shown_trace, talk=bool(options.pop("talk", False)), **options)
 
     def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
-        """Return a widget that shows what the ranks do while they do it, with buttons to stop inside a step."""
+        """Return a widget that shows the ranks live, with buttons to stop inside a step."""
         return importlib.import_module("workbench.widgets.dashboard").dashboard(self)
 
     def canvas(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
-        """Return a dashboard with the timeline alone: all of the run, to pan and zoom, growing while ranks train."""
+        """Return a dashboard with only the timeline: the whole run, to pan and zoom, growing while ranks train."""
         return importlib.import_module("workbench.widgets.dashboard").dashboard(self, panels=("timeline",))
 
     def layout(self, **options: object) -> go.Figure:
-        """Return which rows of which parameter lie on which rank."""
+        """Return the figure of each parameter's rows on each rank."""
         return self.view("layout", **options)
 
     def memory(self, **options: object) -> go.Figure:
-        """Return bytes by class over time per rank."""
+        """Return the figure of bytes by class over time per rank."""
         return self.view("memory", **options)
 
     def timeline(self, **options: object) -> go.Figure:
-        """Return compute, collectives and waits per rank."""
+        """Return the figure of compute, collectives and waits per rank."""
         return self.view("timeline", **options)
 
     def states(self, **options: object) -> go.Figure:
-        """Return the state of each unit over time."""
+        """Return the figure of each unit's state over time."""
         return self.view("states", **options)
 
     def comms(self, **options: object) -> go.Figure:
-        """Return collectives per unit, beside what is expected."""
+        """Return the figure of collectives per unit, measured and expected."""
         return self.view("comms", **options)
 
     def training(self, **options: object) -> go.Figure:
-        """Return loss, step time and what else was logged."""
+        """Return the figure of loss, step time and other logged metrics."""
         return self.view("training", **options)
 
     def compare(
@@ -872,14 +872,14 @@ class Workbench:
         rank: int | None = None,
         talk: bool = False,
     ) -> go.Figure:
-        """Return what changed from ``a`` to ``b``, by logical event and not by time; the title says it in a sentence.
+        """Return the figure of changes from ``a`` to ``b``, by logical event, not by time; its title summarises them.
 
         Args:
-            a: a trace file, ``"last"`` (what happened so far), or steps of either: ``"last:3..5"``, ``"3..5"``,
+            a: a trace file, ``"last"`` (the trace so far), or steps of either: ``"last:3..5"``, ``"3..5"``,
                 ``"last:-3.."`` (the newest three).
             b: likewise.
             rank: compare this rank; None: the one whose peak differs most.
-            talk: in sizes and colours for a projector.
+            talk: use sizes and colours for a projector.
 
         Raises:
             UsageError: there is no such file, trace, step or rank.
@@ -888,30 +888,30 @@ class Workbench:
         return draw_compared(first, second, names=(name_a, name_b), rank=rank, talk=talk)
 
     def export(self, path: str | os.PathLike[str], *, steps: str = "") -> ExportReport:
-        """Write what happened so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page that replays it).
+        """Write the trace so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page that replays it).
 
         Args:
-            path: where to; its suffix says what to write.
-            steps: only these, as in :meth:`compare`: ``"3..5"``, ``"7"``, ``"-3.."``; empty: everything.
+            path: output file; its suffix selects the format.
+            steps: steps to write, as in :meth:`compare`: ``"3..5"``, ``"7"``, ``"-3.."``; empty: all.
 
         Raises:
-            UsageError: another suffix, no such steps, or it cannot be written.
+            UsageError: the suffix is unknown, there are no such steps, or the file cannot be written.
         """
         return export(self.trace, path, steps)
 
     def note(self, command: Command, source: Source) -> None:
-        """Remember that ``command`` was asked for, now, by ``source``."""
+        """Add ``command``, given by ``source`` now, to the history."""
         self._past.append(PastCommand(line=f"%fsdp {to_text(command)}", source=source, t_s=time.time()))
 
     def history(self, n: int = 0) -> HistoryReport:
-        """Return the newest ``n`` commands that a notebook has noted, of those it keeps; 0: all of these."""
+        """Return the newest ``n`` commands of the history; 0: all that it keeps."""
         return HistoryReport(commands=tuple(self._past)[-n:])
 
     def help(self, topic: str = "") -> str:
-        """Return what a method does, or the first line of each.
+        """Return the docstring of a method, or without ``topic`` the first line of each.
 
         Raises:
-            UsageError: no such method.
+            UsageError: there is no such method.
         """
         methods = {name: inspect.getdoc(member) or "" for name, member in inspect.getmembers(type(self), callable)}
         public = {name: text for name, text in methods.items() if text and not name.startswith("_")}
@@ -920,13 +920,13 @@ class Workbench:
         return public[topic] if topic else "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in public.items())
 
 
-for _declared in ON_RANKS.values():  # one that has no line above gets its method all the same; the line types it
+for _declared in ON_RANKS.values():  # commands without a typed method above get an untyped one
     if not hasattr(Workbench, _declared.word):
         setattr(Workbench, _declared.word, on_ranks(_declared, Report))
 
 
 def _words_of(under_way: ActiveRequest | None) -> str:
-    """Return what ranks do, with the steps that have ended; empty: they do nothing."""
+    """Return what the ranks are doing and how many steps are done; empty if they are idle."""
     if under_way is None:
         return ""
     steps = under_way.progress

@@ -1,4 +1,4 @@
-"""%fsdp: text <-> commands, run, display - nothing else. Never imports torch."""
+"""%fsdp: convert text and commands, run them, display results - nothing else. Never imports torch."""
 
 from workbench.magics.shell import register as register
 from workbench.magics.shell import unregister as unregister

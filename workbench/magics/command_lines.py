@@ -1,8 +1,8 @@
-"""Lines of ``%fsdp``: a parser for each word, made from what :mod:`workbench.protocol.commands` declares.
+"""Lines of ``%fsdp``: one parser per command, generated from :mod:`workbench.protocol.commands`.
 
-A word that draws is declared by its view: the first line of its docstring, its keywords and what it says of them.
+A command that draws is declared by its view: by the first line of the view's docstring, its keywords and their text.
 
-Nothing here runs anything. A wrong line becomes a :class:`~workbench.errors.UsageError` with the usage line and the
+Nothing here runs a command. A wrong line becomes a :class:`~workbench.errors.UsageError` with the usage line and the
 nearest match; ``-h`` becomes :class:`HelpAsked` with the text to show.
 """
 
@@ -26,19 +26,19 @@ CELL = Cell.word
 
 
 class DrawCommand(Command):
-    """Base of the words that draw; options that were not given are None, and the view's own default holds."""
+    """Base of the commands that draw; options not given are None, and the view's own default applies."""
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return the method of the workbench that draws it, and the options that were given."""
+        """Return the workbench method that draws the view, and the given options."""
         _, options = super().call()
         return self.word, {name: value for name, value in options.items() if value is not None}
 
 
 class TimelineCommand(DrawCommand):
-    """Base of ``timeline``, which also has a widget of its own: that one shows ranks that are started later."""
+    """The command ``timeline``, which also has a live widget that shows ranks started later."""
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return the method of the workbench that draws it, and the options that were given."""
+        """Return the workbench method that draws the view, and the given options."""
         name, options = super().call()
         if not options.pop("canvas", False):
             return name, options
@@ -59,7 +59,7 @@ _MORE = {
 
 
 def _drawing(name: str) -> type[Command]:
-    """Return the word of the view called ``name``."""
+    """Return the command of the view ``name``."""
     options = [(option.name, _type(option), _optional(_argument(option))) for option in options_of(VIEWS[name])]
     options += [("talk", bool | None, _optional(TALK))]
     options += [("canvas", bool | None, _optional(_CANVAS))] if name == "timeline" else []
@@ -95,12 +95,12 @@ def _argument(option: Option) -> dict[str, Argument]:
 WORDS: dict[str, type[Command]] = {}
 for _name, _declared in COMMANDS.items():
     WORDS |= {_name: _declared}
-    if _name == "verify":  # in the order in which they are read: what draws stands before what compares and exports
+    if _name == "verify":  # in reading order: views before compare and export
         WORDS |= {view: _drawing(view) for view in VIEWS}
 
 
 def parser_for(name: str) -> Parser:
-    """Return the parser of one word of ``%fsdp``, or of the cell magic for ``"%%fsdp"``.
+    """Return the parser of one command of ``%fsdp``, or of the cell magic for ``"%%fsdp"``.
 
     Args:
         name: key of :data:`WORDS`, or :data:`CELL`.
@@ -113,7 +113,7 @@ def parser_for(name: str) -> Parser:
         description=summary(word),
         epilog="example:\n" + "\n".join(f"  {line}" for line in example.splitlines()),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100, max_help_position=32),
-        argument_default=argparse.SUPPRESS,  # the command's own defaults hold
+        argument_default=argparse.SUPPRESS,  # the command's own defaults apply
         add_help=False,
         allow_abbrev=False,
     )
@@ -125,7 +125,7 @@ def parser_for(name: str) -> Parser:
 
 
 def _add(parser: Parser, declared: dataclasses.Field[Any], *, is_bool: bool) -> None:
-    """Add one argument."""
+    """Add one argument to ``parser``."""
     known = argument_of(declared)
     flag = "--" + declared.name.replace("_", "-")
     about = known.about.replace("%", "%%")
@@ -147,7 +147,7 @@ def _add(parser: Parser, declared: dataclasses.Field[Any], *, is_bool: bool) -> 
 
 
 def _reading(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return what argparse calls to read a text."""
+    """Return the callable with which argparse parses a text."""
 
     def called(text: str) -> Any:  # noqa: ANN401
         try:
@@ -159,19 +159,19 @@ def _reading(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 _as_it_is: Variable = "{{{}}}".format
-"""Leaves ``{name}`` in its place."""
+"""Leaves ``{name}`` unchanged."""
 
 
 def parse(name: str, args: Sequence[str], variable: Variable = _as_it_is) -> Command:
-    """Return the command of one word and its arguments.
+    """Return the command with the name ``name`` and these arguments.
 
     Args:
         name: as for :func:`parser_for`.
-        args: in words.
-        variable: gives the text for ``{name}``, in all of them but code.
+        args: the arguments, split.
+        variable: returns the text for ``{name}``, in all arguments but code.
 
     Raises:
-        UsageError: they are not such arguments.
+        UsageError: the arguments are invalid.
         HelpAsked: ``-h`` is among them.
     """
     parser = parser_for(name)
@@ -206,7 +206,7 @@ def _command(parser: Parser, word: Callable[..., Command], words: Sequence[str])
 
 
 def split(line: str) -> list[str]:
-    """Split a magic's line into words, quotes honoured.
+    """Split a magic's line into words as a shell does.
 
     Raises:
         UsageError: a quote is not closed.
@@ -224,10 +224,10 @@ def parse_line(line: str, variable: Variable = _as_it_is) -> Command:
 
     Args:
         line: without ``%fsdp``.
-        variable: gives the text for ``{name}``, in all arguments but code.
+        variable: returns the text for ``{name}``, in all arguments but code.
 
     Raises:
-        UsageError: no such word, or not its arguments.
+        UsageError: there is no such command, or its arguments are invalid.
         HelpAsked: ``-h`` is among them.
     """
     name, rest = [*line.split(maxsplit=1), "", ""][:2]
@@ -242,14 +242,14 @@ def parse_line(line: str, variable: Variable = _as_it_is) -> Command:
 
 
 def no_such_word(name: str) -> UsageError:
-    """Return the error for a word that ``%fsdp`` does not have; it names the nearest one."""
+    """Return the error for an unknown command of ``%fsdp``; it names the nearest one."""
     return UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n%fsdp help lists them")
 
 
 def _parse_raw(name: str, rest: str, variable: Variable) -> Command:
-    """Read a line whose rest is code, with flags before it or after it: ``"--frame 1 x.shape -t 0,1"``.
+    """Parse a line whose rest is code, with flags before or after it: ``"--frame 1 x.shape -t 0,1"``.
 
-    After ``--`` all is code: ``"--frame 1 -- x -t 0"``. Of the flags alone ``{name}`` is replaced.
+    After ``--`` everything is code: ``"--frame 1 -- x -t 0"``. ``{name}`` is replaced in flags only.
     """
     parser = parser_for(name)
     if rest in {"-h", "--help"}:
@@ -279,11 +279,11 @@ _BEGINS = {
     "layout": "Views of what was recorded",
     "export": "Records and help",
 }
-"""Headings of the help, by the first of the words below each."""
+"""Headings of the help, by the first command below each."""
 
 
 def overview() -> str:
-    """Return the help of ``%fsdp``: every word in one line, below headings."""
+    """Return the help of ``%fsdp``: one line for each command, grouped by headings."""
     width = max(map(len, WORDS))
     lines = []
     for name, word in WORDS.items():

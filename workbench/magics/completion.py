@@ -1,4 +1,4 @@
-"""Tab completion of ``%fsdp`` lines: words, flags, their choices, and names that live on the ranks."""
+"""Tab completion of ``%fsdp`` lines: commands, flags, their choices, and names on the ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from workbench.magics.command_lines import CELL, WORDS, parser_for
 from workbench.protocol.arguments import Names
 
 Lookup = Callable[[Names], Sequence[str]]
-"""The names of one kind that there are now; asked only where they can stand."""
+"""Returns the current names of one kind; called only where they can occur."""
 
 
 _LINE = re.compile(r"\s*(?:[\w.,\s]+=\s*)?(?P<magic>%{1,2}fsdp)\s(?P<rest>.*)")
 
 
 def matcher_for(lookup: Lookup) -> Callable[[CompletionContext], SimpleMatcherResult]:
-    """Return what IPython calls at every Tab; its answer, if any, is the only one then."""
+    """Return the matcher that IPython calls at every Tab; its completions, if any, are the only ones."""
 
     @context_matcher(identifier="fsdp")  # type: ignore[untyped-decorator]
     def fsdp_matcher(context: CompletionContext) -> SimpleMatcherResult:
@@ -34,12 +34,12 @@ def matcher_for(lookup: Lookup) -> Callable[[CompletionContext], SimpleMatcherRe
 
 
 def candidates(before: str, symbol: str, lookup: Lookup) -> list[str]:
-    """Return what ``symbol`` may become; nothing if the line is not ours.
+    """Return the completions of ``symbol``; none if the line is not a ``%fsdp`` line.
 
     Args:
-        before: the line up to the cursor, ``symbol`` included.
-        symbol: the part of it that is being completed.
-        lookup: where names come from.
+        before: the line up to the cursor, including ``symbol``.
+        symbol: the part that is being completed.
+        lookup: returns names.
     """
     line = _LINE.match(before)
     if line is None or not before.endswith(symbol):
@@ -61,7 +61,7 @@ def candidates(before: str, symbol: str, lookup: Lookup) -> list[str]:
 
 
 def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> list[str]:
-    """What can follow ``args`` of the word ``name``."""
+    """Return what can follow ``args`` of the command ``name``."""
     parser = parser_for(name)
     if args and args[-1].endswith(":"):  # the part of EVENT:UNIT after the colon, where a new symbol begins
         return list(lookup("units"))
@@ -71,7 +71,7 @@ def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> l
     flags = [flag for flag in (*parser.flags, *sorted(parser.switches)) if flag.startswith("--")]
     if symbol.startswith("-"):
         return flags
-    if parser.rest:  # it may have any number of words
+    if parser.rest:  # it may hold any number of words
         return [*_known(parser.rest, lookup), *flags]
     given = sum(
         not arg.startswith("-") and previous not in parser.flags

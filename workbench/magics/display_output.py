@@ -1,4 +1,4 @@
-"""Showing results in a notebook or a terminal: reports, figures, and the output of ranks."""
+"""Display of results in a notebook or a terminal: reports, figures, and the output of ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 _DROPPING = ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")  # the latter two: the last line of an interactive cell
 
 
-def show(value: Any) -> None:  # noqa: ANN401 - whatever a word answers
-    """Display ``value``, a figure or a report, as a cell's result is displayed."""
+def show(value: Any) -> None:  # noqa: ANN401 - any result of a command
+    """Display ``value``, a figure or a report, like a cell's result."""
     display(value)  # type: ignore[no-untyped-call] # IPython has no types
 
 
 def publish(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None, **more: Any) -> None:  # noqa: ANN401
-    """Display a ready MIME bundle; ``more`` goes to IPython's ``display``."""
+    """Display a MIME bundle; ``more`` goes to IPython's ``display``."""
     display(dict(data), raw=True, metadata=dict(metadata or {}), **more)  # type: ignore[no-untyped-call]
 
 
 def emit(output: Output) -> None:
-    """Show a piece of a rank's output as if it came from this notebook."""
+    """Show a piece of a rank's output as if this notebook had produced it."""
     if output.is_draft and not in_notebook():
-        return  # what is written there stays
+        return  # a terminal cannot replace drafts
     if output.kind in {"stdout", "stderr"}:
         stream = sys.stderr if output.kind == "stderr" else sys.stdout
         stream.write(output.text)
@@ -38,7 +38,7 @@ def emit(output: Output) -> None:
     elif output.kind == "clear":
         clear_output(wait=True)  # type: ignore[no-untyped-call]
     else:
-        # a widget of a rank has no counterpart here: its text stands for it
+        # a widget of a rank has no counterpart here: show its text
         data = {mime: value for mime, value in output.data.items() if mime != WIDGET_MIME}
         named = {"display_id": output.display_id} if output.display_id else {}
         publish(data, output.metadata, update=output.kind == "update", **named)
@@ -51,10 +51,10 @@ def say(text: str) -> None:
 
 
 def result_is_dropped(frame: FrameType | None) -> bool:
-    """Whether the line of the user's code that called a magic does nothing with its result.
+    """Whether the user's line that called a magic drops its result.
 
-    IPython shows the value of a cell's last line only. A magic on a line of its own is to be seen wherever it stands,
-    and ``fig = %fsdp memory`` is not: the instruction after the call tells the two apart.
+    IPython shows only the value of a cell's last line. The result of a magic on a line of its own must be shown
+    anywhere, but that of ``fig = %fsdp memory`` must not: the instruction after the call tells the two apart.
 
     Args:
         frame: of the magic function or anything it called.

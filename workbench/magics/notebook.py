@@ -1,4 +1,4 @@
-"""The one workbench of a notebook, and the one place where its commands are done, whoever asks."""
+"""The one workbench of a notebook, and the one place that runs its commands, from any source."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from workbench.session.snapshot import Exchange
 from workbench.workbench import RankSettings, Workbench
 
 CROWDED = 4
-"""Ranks per core above which a start warns."""
+"""Number of ranks per core above which a start warns."""
 
 Run = Callable[[Workbench, Command], Any]
-"""Has a workbench do a command, and shows meanwhile what is to be shown."""
+"""Runs a command on a workbench and shows its progress."""
 
 Tell = Callable[[str], None]
-"""Takes what is said beside a result, or instead of one."""
+"""Shows a text in addition to a result, or instead of one."""
 
 
 class Notebook:
-    """Has the workbench, does its commands and notes them. Its methods may be called from any thread.
+    """Owner of the workbench, which runs its commands and keeps their history. Methods may be called from any thread.
 
     Args:
         make: makes the workbench; takes the arguments of :class:`~workbench.workbench.Workbench`.
-        in_notebook: tells whether the notebook itself has a variable of some name; used in messages only.
+        in_notebook: returns whether the notebook has a variable of a name; used in messages only.
 
     Attributes:
-        workbench: there is one from the first ``start`` or ``open`` on; what it recorded outlives ``stop``.
-        exchange: which command has others like it refused at this moment.
-        cores: that ranks started here share.
+        workbench: None until the first ``start`` or ``open``; its trace outlives ``stop``.
+        exchange: the start, stop or open under way, during which others are refused; empty: none.
+        cores: number of cores that ranks started here share.
     """
 
     def __init__(self, make: Callable[..., Workbench], in_notebook: Callable[[str], bool]) -> None:
@@ -45,19 +45,19 @@ class Notebook:
         self._gives_up = False
         self._only: Workbench | None = None
         self._make, self._in_notebook = make, in_notebook
-        self._lock = threading.RLock()  # while there is made one
-        self._exchanging = threading.Lock()  # while its ranks are started or stopped
+        self._lock = threading.RLock()  # held while the workbench is made
+        self._exchanging = threading.Lock()  # held while its ranks are started or stopped
         self._last: list[Callable[[], None]] = []
 
-    def do(self, command: Command, source: Source, run: Run, tell: Tell, on_wait: OnWait = no_wait) -> Any:  # noqa: ANN401 - what a word gives
-        """Do ``command``, and return a report, a figure, a widget, or nothing.
+    def do(self, command: Command, source: Source, run: Run, tell: Tell, on_wait: OnWait = no_wait) -> Any:  # noqa: ANN401 - the result of a command
+        """Run ``command``, and return a report, a figure, a widget, or None.
 
         Args:
             command: one of :data:`~workbench.magics.command_lines.WORDS`.
-            source: who asks.
-            run: does what the workbench does.
-            tell: is told what there is to say beside it.
-            on_wait: takes what a start or an attach waits for.
+            source: where the command comes from.
+            run: runs the commands of the workbench.
+            tell: shows additional texts.
+            on_wait: called with what a start or an attach waits for.
 
         Raises:
             WorkbenchError: as :meth:`workbench.workbench.Workbench.do`.
@@ -76,7 +76,7 @@ class Notebook:
         return run(self.running() if command.waits_for_start else self.shown(), command)
 
     def _exchange_of(self, command: Command, tell: Tell, on_wait: OnWait) -> tuple[Exchange, Callable[[], Any]] | None:
-        """Return what a command does that exchanges the ranks, or what is shown instead of them."""
+        """Return the name and the function of a command that replaces the ranks or the shown trace; None for others."""
         match command:
             case Start():
                 return "start", lambda: self._start(command, tell, on_wait)
@@ -101,18 +101,18 @@ class Notebook:
         return self.workbench
 
     def shown(self) -> Workbench:
-        """Return the workbench, also before there are ranks: what is opened now shows those that are started later."""
+        """Return the workbench, even before ranks exist: views opened now show ranks that start later."""
         with self._lock:
             if self._only is None:
                 self._only = self._make(in_notebook=self._in_notebook)
             return self._only
 
     def on_close(self, do: Callable[[], None]) -> None:
-        """Have ``do`` called when the notebook is closed, before its ranks are stopped."""
+        """Register ``do`` to be called when the notebook closes, before its ranks stop."""
         self._last.append(do)
 
     def close(self) -> None:
-        """Do what is to be done at the end, and stop the ranks."""
+        """Call the functions registered by :meth:`on_close`, and close the workbench."""
         while self._last:
             self._last.pop()()
         if self.workbench is not None:
@@ -155,7 +155,7 @@ class Notebook:
         return report
 
     def _noticing(self, on_wait: OnWait) -> OnWait:
-        """Return an ``on_wait`` that ends the start after an abort."""
+        """Return an ``on_wait`` that cancels the start after an abort."""
 
         def notice(sentence: str) -> None:
             if self._gives_up:
@@ -183,7 +183,7 @@ class Notebook:
 
 
 def is_behind(workbench: Workbench, command: Command) -> bool:
-    """Whether the notebook goes on while the ranks do ``command``."""
+    """Whether ``command`` returns at once and runs in the background."""
     if isinstance(command, Continue):
         return command.background or (workbench.is_background and not command.foreground)
     return isinstance(command, Step) and command.background

@@ -1,4 +1,4 @@
-"""The argparse parser of one word: it raises instead of leaving the process, and knows what completes its arguments."""
+"""The argparse parser of one command: it raises instead of exiting, and knows the completions of its arguments."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from workbench.errors import UsageError
 
 
 class PositionalText(str):
-    """A word after ``--`` or ``--flag=``: no flag, whatever it is.
+    """A word after ``--`` or ``--flag=``, which is never a flag.
 
-    argparse is shown a space before it: it would take some for flags, and before Python 3.12.5 lose ``--`` itself.
+    argparse gets it with a leading space: it would take some words for flags, and before Python 3.12.5 drop ``--``.
 
     Args:
-        word: as it was written.
+        word: the word as written.
 
     Attributes:
         word: likewise.
@@ -26,14 +26,14 @@ class PositionalText(str):
     word: str
 
     def __new__(cls, word: str) -> Self:
-        """Return what argparse is shown."""
+        """Return the text for argparse."""
         made = super().__new__(cls, f" {word}")
         made.word = word
         return made
 
 
 def as_written(word: str) -> str:
-    """Return a word that argparse was shown as it was written."""
+    """Return a word as it was written, without the space added for argparse."""
     return word.word if isinstance(word, PositionalText) else word
 
 
@@ -42,7 +42,7 @@ class HelpAsked(Exception):
 
 
 class AskHelp(argparse.Action):
-    """``-h``: raises before argparse misses the arguments that are required."""
+    """``-h``: raises before argparse complains about missing arguments."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:  # noqa: ANN401 - argparse's signature
         """Raise HelpAsked with the help of ``parser``."""
@@ -50,20 +50,20 @@ class AskHelp(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises instead of leaving the process, and knows what may complete its arguments.
+    """A parser that raises instead of exiting, and knows the completions of its arguments.
 
     Args:
         settings: as for ``ArgumentParser``.
 
     Attributes:
-        flags: every flag that takes a word, in order, with what may follow it: words, or a kind of
+        flags: every flag that takes a value, in order, with its completions: texts, or a kind of
             :data:`~workbench.protocol.arguments.Names`.
-        switches: flags that take none.
-        positionals: the same for each argument without a flag.
-        rest: the same for the raw rest of the line; empty: there is none.
+        switches: flags without a value.
+        positionals: completions of each positional argument.
+        rest: completions of the raw rest of the line; empty: there is none.
     """
 
-    def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - handed on
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - passed on
         super().__init__(**settings)
         self.flags: dict[str, Sequence[str]] = {}
         self.switches: set[str] = set()
@@ -72,25 +72,25 @@ class Parser(argparse.ArgumentParser):
         self._hint = ""
 
     def flag(self, *names: str, complete: Sequence[str] = "", **settings: Any) -> None:  # noqa: ANN401
-        """Add an argument that is given by name."""
+        """Add an argument given by name."""
         self.flags |= dict.fromkeys(names, complete)
         self.add_argument(*names, **settings)
 
     def switch(self, flag: str, *, about: str) -> None:
-        """Add ``--name`` and ``--no-name``, which take no word after them."""
+        """Add ``--name`` and ``--no-name``, which take no value."""
         self.switches |= {flag, flag.replace("--", "--no-")}
         self.add_argument(flag, action=argparse.BooleanOptionalAction, help=about)
 
     def positional(self, name: str, *, complete: Sequence[str] = "", **settings: Any) -> None:  # noqa: ANN401
-        """Add an argument that is given by its place."""
+        """Add a positional argument."""
         self.positionals.append(complete)
         self.add_argument(name, **settings)
 
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return what the words mean, and those that have no place.
+        """Return the parsed arguments, and the words left over.
 
         Raises:
-            UsageError: an argument is missing or wrong; if a word may have been meant for it, this is said.
+            UsageError: an argument is missing or wrong; the message says so if a word may have been meant for it.
         """
         self._hint = self.behind_hint(words)
         found = self.parse_known_args(words)
@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def behind_hint(self, words: Sequence[str]) -> str:
-        """Return how to give by place the first word that argparse takes for a flag; empty: there is none."""
+        """Return how to write the first positional word that argparse takes for a flag; empty: there is none."""
         flags = {*self.flags, *self.switches}
         for place, (before, word) in enumerate(zip(["", *words], words, strict=False)):
             is_flag = word.startswith("-") and " " not in word and not _is_number(word)
@@ -132,5 +132,5 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def _is_number(word: str) -> bool:
-    """Whether argparse takes a word that begins with ``-`` for a number."""
+    """Whether argparse reads a word that begins with ``-`` as a number."""
     return word[1:].replace(".", "", 1).isdecimal()

@@ -39,19 +39,19 @@ from workbench.widgets.stall_line import StallLine
 from workbench.workbench import Workbench
 
 _KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: EVENTS, "launchers": launchers}
-"""Names for which nothing that runs is asked."""
+"""Names known without contacting the ranks."""
 
 
 @magics_class
 class FsdpMagics(Magics):
-    """Holds the one workbench of a notebook.
+    """The magics of a notebook.
 
     Args:
-        shell: where the magics are.
+        shell: the shell that gets the magics.
         make: makes the workbench; takes the arguments of :class:`~workbench.workbench.Workbench`.
 
     Attributes:
-        notebook: has the workbench, and does the commands.
+        notebook: owns the workbench, and runs the commands.
     """
 
     def __init__(self, shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> None:
@@ -69,7 +69,7 @@ class FsdpMagics(Magics):
     @no_var_expand
     @line_cell_magic
     def fsdp(self, line: str, cell: str | None = None) -> Any:  # noqa: ANN401 - a report, a figure, or nothing
-        """Shard, train and look at models on several ranks; ``%fsdp help`` lists the words."""
+        """Shard, train and inspect models on several ranks; ``%fsdp help`` lists the commands."""
         try:
             if cell is not None:
                 return self._run_cell(line, cell)
@@ -83,7 +83,7 @@ class FsdpMagics(Magics):
         return None
 
     def close(self) -> None:
-        """Stop what was started, and complete no more."""
+        """Close the notebook, and remove the completion."""
         if self._matcher in self._completer.custom_matchers:
             self._completer.custom_matchers.remove(self._matcher)
         self.notebook.close()
@@ -128,7 +128,7 @@ class FsdpMagics(Magics):
         return report
 
     def _tell_news(self) -> None:
-        """Say what ended in the background since the last word."""
+        """Show what ended in the background since the last call."""
         workbench = self.notebook.workbench
         for said in workbench.news() if workbench is not None else ():
             say(said)
@@ -136,7 +136,7 @@ class FsdpMagics(Magics):
     # ---- names
 
     def _variable(self, name: str) -> str:
-        """Return the text of a variable of the notebook: a number, several ranks, or what else it is."""
+        """Return a notebook variable as text; an iterable, such as ranks, is joined with commas."""
         if name not in self._shell.user_ns:
             raise UsageError(
                 f"{{{name}}} is replaced by a variable of this notebook, and there is no {name!r}; for the text itself "
@@ -147,7 +147,7 @@ class FsdpMagics(Magics):
         return ",".join(map(str, value)) if is_several else str(value)
 
     def _lookup(self, kind: Names) -> Sequence[str]:
-        """Return names on the ranks, or what else there is of a kind."""
+        """Return the names of a kind: on the ranks, files, or fixed ones."""
         if kind in _KNOWN_HERE:
             return _KNOWN_HERE[kind]()
         if kind in {"traces", "records", "files"}:
@@ -159,8 +159,8 @@ class FsdpMagics(Magics):
 
 
 def _names_of(workbench: Workbench, kind: Names) -> Sequence[str]:
-    """Return names of one kind that there are on the ranks, or in what they recorded."""
-    header = workbench.pulse().trace.header  # which waits for a busy rank a moment only
+    """Return the names of a kind on the ranks, or in their trace."""
+    header = workbench.pulse().trace.header  # waits only briefly for a busy rank
     units = live_units(header)
     if kind == "units":
         return [unit_words(unit.name) for unit in units]
@@ -172,7 +172,7 @@ def _names_of(workbench: Workbench, kind: Names) -> Sequence[str]:
 
 
 def register(shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> FsdpMagics:
-    """Add the magics and their completion to ``shell``; a second time gives those that are there."""
+    """Add the magics and their completion to ``shell``; return the existing ones if it has them."""
     there = shell.magics_manager.registry.get(FsdpMagics.__name__)
     if there is not None:
         return there  # type: ignore[no-any-return]
@@ -182,7 +182,7 @@ def register(shell: InteractiveShell, make: Callable[..., Workbench] = Workbench
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Stop the ranks and take the magics away; nothing happens if they are not there."""
+    """Stop the ranks and remove the magics, if they are registered."""
     manager = shell.magics_manager
     magics = manager.registry.pop(FsdpMagics.__name__, None)
     if magics is None:

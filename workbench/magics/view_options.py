@@ -1,4 +1,4 @@
-"""The options of a view as flags of its word: read off the view's own signature and docstring."""
+"""The options of a view as flags of its command, from the view's signature and docstring."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class Option:
-    """One keyword of a view: its name, the type its flag takes, and what its docstring says of it.
+    """One keyword of a view: its name, the type of its flag's value, and its text in the docstring.
 
-    A switch is off unless its flag is there, which takes no word then.
+    A switch is off by default, and its flag takes no value.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Option:
 
 
 def options_of(view: Callable[..., Any]) -> Iterator[Option]:
-    """Yield the keyword-only arguments of ``view`` that one word of text can hold: int, float, bool, str."""
+    """Yield the keyword-only arguments of ``view`` that fit one word of text: int, float, bool, str."""
     hints = get_type_hints(view)
     about = inspect.getdoc(view) or ""
     for parameter in inspect.signature(view).parameters.values():
@@ -37,7 +37,7 @@ def options_of(view: Callable[..., Any]) -> Iterator[Option]:
 
 
 def _for_a_flag(about: str) -> str:
-    """Return what a docstring says of an argument as a flag's help says it.
+    """Return the text of an argument in a docstring as help of a flag.
 
     Example: ``"which step; None: the newest."`` -> ``"which step (default: the newest)"``.
     """

@@ -1,1 +1,1 @@
-"""All that crosses between a notebook and its ranks: commands, requests, replies, breakpoints. Python's own only."""
+"""Everything exchanged between a notebook and its ranks: commands, requests, replies. Needs no third-party package."""

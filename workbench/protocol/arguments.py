@@ -1,4 +1,4 @@
-"""How a word's arguments are declared: what each means, how its text is read, and which names complete it."""
+"""Declaration of a command's arguments: what each means, how its text is parsed, and which names complete it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ Names = Literal[
     "words",
     "launchers",
 ]
-"""Which names an argument takes: what the ranks' namespaces hold, models with the paths of their units, stop events,
-units, parameters, what ``compare`` takes, trace files, all files that ``export`` writes, the words of ``%fsdp``,
+"""Names that complete an argument: names in the ranks' namespaces, models with the paths of their units, stop events,
+units, parameters, traces for ``compare``, trace files, all files that ``export`` writes, the words of ``%fsdp``,
 launchers of ipyparallel."""
 
 
 Variable = Callable[[str], str]
-"""Returns the text of the notebook's variable of a name."""
+"""Returns a notebook variable as text, by name."""
 
 _BRACES = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
 def with_variables(text: str, variable: Variable) -> str:
-    """Return ``text`` with variables put in: ``"{n}.trace"`` -> ``"3.trace"``; as in format strings ``{{`` is ``{``.
+    """Return ``text`` with variables inserted: ``"{n}.trace"`` -> ``"3.trace"``; as in format strings ``{{`` is ``{``.
 
-    A brace that stands alone is left as it is.
+    A single brace is left unchanged.
     """
     return _BRACES.sub(lambda found: variable(found[1]) if found[1] else found[0][0], text)
 
 
 def without_variables(text: str) -> str:
-    """Return what :func:`with_variables` makes ``text`` of: ``"{n}"`` -> ``"{{n}}"``."""
+    """Return the text from which :func:`with_variables` makes ``text``: ``"{n}"`` -> ``"{{n}}"``."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
@@ -52,22 +52,22 @@ def _same(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """One argument of a word on a line; its name, type and default are those of the field that it declares.
+    """One argument of a command on a ``%fsdp`` line; its name, type and default are those of the declaring field.
 
-    A field that may be given by place in Python is given by place on the line; a bool, if it names no flags, as
-    ``--name`` and ``--no-name``; all others as ``--name TEXT``. After ``--`` all that follows is given by place.
+    A field that is positional in Python is positional on the line. A bool without ``flags`` is written ``--name`` or
+    ``--no-name``; all others ``--name TEXT``. After ``--`` everything is positional.
 
     Attributes:
-        about: what it means, for help.
-        metavar: what stands for its text in help.
-        read: makes a value of a text; raises ValueError with a sentence.
-        completes: names of one kind, or texts, that complete it.
-        choices: the only texts that it may be; none: any.
-        flags: how it is written instead of ``--name``, the shortest first.
-        joint: between the parts of one that has several.
-        is_code: whether its text is code, in which ``{name}`` stays as it is; one by place is then the raw rest of the
+        about: its meaning, for help.
+        metavar: placeholder of its text in help.
+        read: parses its text; raises ValueError with a sentence.
+        completes: kind of names, or texts, that complete it.
+        choices: the only allowed texts; none: any.
+        flags: flags instead of ``--name``, the shortest first.
+        joint: separator of the parts of a list.
+        is_code: whether its text is code, in which ``{name}`` stays unchanged; if positional, it is the raw rest of the
             line.
-        needs_no_ranks: whether its word, which needs ranks, does not where it is given.
+        needs_no_ranks: whether its command, which needs ranks, does not need them with this argument.
     """
 
     about: str
@@ -87,19 +87,19 @@ def argument(about: str, **more: Any) -> dict[str, Argument]:  # noqa: ANN401 - 
 
 
 def argument_of(field: Field[Any]) -> Argument:
-    """Return what a field declares."""
+    """Return the :class:`Argument` that a field declares."""
     found: Argument = field.metadata["argument"]
     return found
 
 
-# ---- reading texts
+# ---- parsing
 
 
 def number(text: str) -> int:
     """Return a whole number of at least 1.
 
     Raises:
-        ValueError: ``text`` is none.
+        ValueError: ``text`` is not such a number.
     """
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"expected a whole number of at least 1, got {text!r}")
@@ -107,10 +107,10 @@ def number(text: str) -> int:
 
 
 def count(zero: str) -> Callable[[str], int]:
-    """Return what reads a whole number of at least 0; ``zero`` says what 0 means.
+    """Return a parser of a whole number of at least 0; ``zero`` says what 0 means.
 
     Raises:
-        ValueError: when it reads something else.
+        ValueError: by the parser, if its text is not such a number.
     """
 
     def read(text: str) -> int:
@@ -125,7 +125,7 @@ def rank(text: str) -> int:
     """Return a rank.
 
     Raises:
-        ValueError: ``text`` is none.
+        ValueError: ``text`` is not a rank.
     """
     if not text.isdecimal():
         raise ValueError(f"expected a rank such as 1, got {text!r}")
@@ -136,7 +136,7 @@ def ranks(text: str) -> tuple[int, ...]:
     """Return ``"1,3"`` or ``"0-2,5"`` as ranks, each once, ascending.
 
     Raises:
-        ValueError: written otherwise.
+        ValueError: ``text`` has another form.
     """
     found: set[int] = set()
     for part in text.replace(" ", "").split(","):

@@ -20,7 +20,7 @@ UNTIL = 0
 
 _SAMPLE = {"num_bytes": 1, "unit": "", "kind": "", "edge": "", "phase": "", "step": 1, "ordinal": 1, "rank": 0}
 FIELDS = tuple(_SAMPLE)
-"""What a condition may look at."""
+"""Names that a condition may use."""
 
 _PLAIN = (ast.Expression, ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Compare, ast.cmpop)
 _LOGIC = (ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.UAdd)
@@ -33,13 +33,13 @@ class Breakpoint:
     """Where ranks stop.
 
     Attributes:
-        id: tells it from others; 0 for ``step --until``.
-        event: one of :data:`EVENTS`, maybe with ``.begin`` or ``.end``.
+        id: its number; 0 for ``step --until``.
+        event: one of :data:`EVENTS`, optionally with ``.begin`` or ``.end``.
         unit: name or glob of units; ``(root)`` for the root; None: any unit or none.
         rank: the only rank that stops; None: all.
         when: condition over :data:`FIELDS`; None: always.
-        once: whether it is gone after it stopped a rank; it comes with the steps that it is for, and goes with them.
-        is_on: whether it stops ranks at all.
+        once: whether it is removed after it stopped a rank; it belongs to one ``step`` command and ends with it.
+        is_on: whether it is turned on.
     """
 
     id: int
@@ -61,11 +61,11 @@ def parse_event(text: str, units: Sequence[str]) -> tuple[str, str | None]:
     """Return ``"all-gather.end:blocks.2"`` as event and unit: ``("all_gather.end", "blocks.2")``.
 
     Args:
-        text: as a person writes it.
-        units: names of the units there are, root ``""`` included.
+        text: as the user writes it.
+        units: names of all units, root ``""`` included.
 
     Raises:
-        UsageError: no such event or unit; the message lists those there are, the nearest first.
+        UsageError: there is no such event or unit; the message lists the known ones, the nearest first.
     """
     event, unit = read_event(text)
     if unit is not None:
@@ -74,10 +74,10 @@ def parse_event(text: str, units: Sequence[str]) -> tuple[str, str | None]:
 
 
 def read_event(text: str) -> tuple[str, str | None]:
-    """Return ``"all-gather.end:blocks.2"`` as event and unit, whether or not there is such a unit.
+    """Return ``"all-gather.end:blocks.2"`` as event and unit, without checking the unit.
 
     Raises:
-        UsageError: no such event; the message lists those there are, the nearest first.
+        UsageError: there is no such event; the message lists the known ones, the nearest first.
     """
     name, colon, unit = text.strip().partition(":")
     event = name.strip().replace("-", "_")
@@ -86,7 +86,7 @@ def read_event(text: str) -> tuple[str, str | None]:
 
 
 def split_event(event: str) -> tuple[Kind, Edge]:
-    """Return ``"forward.end"`` as kind and edge; without an edge it is the begin, or the instant it is.
+    """Return ``"forward.end"`` as kind and edge; without an edge it is the begin, or the instant.
 
     Raises:
         UsageError: there is no such event, or it has no such edge.
@@ -104,14 +104,14 @@ def split_event(event: str) -> tuple[Kind, Edge]:
 
 
 def chosen_units(unit: str, units: Sequence[str]) -> list[str]:
-    """Return the names among ``units`` that a person means by ``unit``.
+    """Return the names among ``units`` that match ``unit``.
 
     Args:
         unit: a name, a glob, or ``(root)``.
-        units: names of the units there are, root ``""`` included.
+        units: names of all units, root ``""`` included.
 
     Raises:
-        UsageError: it means none; the message lists those there are, the nearest first.
+        UsageError: none matches; the message lists the known ones, the nearest first.
     """
     known = {name: unit_words(name) for name in units}
     if not known:
@@ -125,21 +125,21 @@ def chosen_units(unit: str, units: Sequence[str]) -> list[str]:
 
 
 def is_unit(words: str, unit: str) -> bool:
-    """Return whether the unit that is written ``words`` is meant by ``unit``, a name or a glob."""
+    """Return whether the unit with the display name ``words`` matches ``unit``, a name or a glob."""
     return words == unit or fnmatchcase(words, unit)
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return ``known``, what reads most like ``word`` first."""
+    """Return ``known``, sorted by similarity to ``word``."""
     return sorted(known, key=lambda other: -difflib.SequenceMatcher(None, word, other).ratio())
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What ``--when`` says: names of :data:`FIELDS`, constants and operators.
+    """A parsed ``--when`` condition of names of :data:`FIELDS`, constants and operators.
 
     Attributes:
-        text: as it was written.
+        text: the source text.
     """
 
     text: str
@@ -147,11 +147,11 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str, rank: int | None) -> Condition:
-        """Read a condition of the rank that stops alone; None: all ranks stop.
+        """Parse a condition; ``rank`` is the only rank that stops, None if all ranks stop.
 
         Raises:
-            UsageError: it holds something else, compares what cannot be compared, or asks for the rank where every rank
-                has to stop at the same event.
+            UsageError: it holds something else, compares incompatible values, or uses ``rank`` although every rank has
+                to stop at the same event.
         """
         try:
             tree = ast.parse(text.strip(), mode="eval")
@@ -162,17 +162,17 @@ class Condition:
         read = cls(text, compile(tree, "<when>", "eval", dont_inherit=True))
         try:
             read._value(_SAMPLE)
-        except ArithmeticError:  # of these values; others may do
+        except ArithmeticError:  # from the sample values; others may work
             pass
         except TypeError as error:
             raise UsageError(f"--when cannot be computed as in {text!r}: {error}") from None
         return read
 
     def holds(self, values: Mapping[str, object]) -> bool:
-        """Tell whether it is true of an event with these :data:`FIELDS`; where it cannot be computed, it is not."""
+        """Return whether it is true of an event with these :data:`FIELDS`; False if it cannot be computed."""
         try:
             return self._value(values)
-        except (ArithmeticError, TypeError):  # a comparison that cannot be may stand behind an "and"
+        except (ArithmeticError, TypeError):  # parse does not evaluate what follows a false "and"
             return False
 
     def _value(self, values: Mapping[str, object]) -> bool:
@@ -192,7 +192,7 @@ def _check_node(node: ast.AST, text: str, rank: int | None) -> None:
 
 
 def _is_no_number(node: ast.AST) -> bool:
-    """Return whether ``node`` may be a text or a list: one times the bytes of a collective would fill the memory."""
+    """Return whether ``node`` may be a text or a list; a list multiplied by ``num_bytes`` would fill the memory."""
     match node:
         case ast.Constant(value=value):
             return not isinstance(value, (int, float))

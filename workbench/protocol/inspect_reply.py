@@ -1,4 +1,4 @@
-"""What a rank says of one parameter, asked while it stands inside a step."""
+"""Reply of a rank to an inspection of one parameter, while it is held inside a step."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import ClassVar
 from workbench.events import UnitState
 
 Number = float | str
-"""A number; text where JSON has none for it: ``nan``, ``inf``, ``-inf``."""
+"""A number; a text for the numbers that JSON lacks: ``nan``, ``inf``, ``-inf``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFacts:
-    """What lies on a rank of one tensor.
+    """One tensor as stored on a rank.
 
     Attributes:
-        shape: of what lies here, in elements; empty: a scalar.
+        shape: local shape, in elements; empty: a scalar.
         dtype: such as ``float32``.
         device: such as ``cpu``.
-        num_bytes: of what lies here.
-        norm, mean, max_abs: 2-norm, mean and largest magnitude; None: there is none of no values, or of such a dtype.
+        num_bytes: local bytes.
+        norm, mean, max_abs: 2-norm, mean and largest magnitude; None if undefined for no values or this dtype.
     """
 
     shape: tuple[int, ...]
@@ -34,14 +34,14 @@ class TensorFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFacts:
-    """The rows of a parameter that are this rank's.
+    """The rows of a parameter that this rank holds.
 
     Attributes:
-        dim: tensor dimension that is split; None: it lies in a flat parameter, and elements stand for rows.
-        first_row: number of the first row along it.
-        num_rows: how many there are; 0: none.
+        dim: tensor dimension that is split; None: it is part of a flat parameter, and elements are counted as rows.
+        first_row: index of the first row along ``dim``.
+        num_rows: number of rows; may be 0.
         of_rows: rows of all ranks together.
-        values: what is in them.
+        values: their values.
     """
 
     dim: int | None
@@ -56,9 +56,9 @@ class FullFacts:
     """The whole parameter.
 
     Attributes:
-        state: where it is.
-        why: why it is there, or is not, a phrase.
-        values: what is in it; None: it is not in memory.
+        state: state of its unit.
+        why: reason for the state, as a phrase.
+        values: its values; None: it is not in memory.
     """
 
     state: UnitState
@@ -68,10 +68,10 @@ class FullFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """What an optimizer keeps of a parameter.
+    """State that an optimizer keeps for a parameter.
 
     Attributes:
-        name: variable that holds it.
+        name: variable that holds the optimizer.
         type: its class.
         state: its tensors by name; empty: none yet.
     """
@@ -83,19 +83,19 @@ class OptimizerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectReply:
-    """A parameter as one rank has it.
+    """A parameter as one rank holds it.
 
     Attributes:
         fqn: its name in its model.
-        model: variable that holds its model; empty: none does.
-        unit: name of its unit, empty: the root.
-        global_shape: of the whole parameter, in elements.
+        model: variable that holds its model; empty: none.
+        unit: name of its unit; empty: the root.
+        global_shape: shape of the whole parameter, in elements.
         trainable: whether it takes a gradient.
         shard: this rank's rows.
         full: the whole parameter.
-        full_grad: gradient of the whole parameter, the bytes of what was accumulated with it; None: there is none.
+        full_grad: gradient of the whole parameter, its bytes including accumulated gradients; None: there is none.
         sharded_grad: gradient of this rank's rows; None: there is none.
-        optimizers: of the cells' variables, those that have it.
+        optimizers: those among the cells' variables that hold it.
     """
 
     word: ClassVar[str] = "inspected"

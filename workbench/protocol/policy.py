@@ -1,6 +1,6 @@
-"""How a model is sharded, in the words people write: meshes, precisions, reshard_after_forward.
+"""Sharding policies in user notation: meshes, precisions, reshard_after_forward.
 
-Both ends read them here: the notebook before it asks any rank, and every rank before it changes anything.
+Both ends validate them here: the notebook before it sends a request, and every rank before it changes anything.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from workbench.events import Unit
 RESHARD_AFTER_FORWARD = ("auto", "true", "false")
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-"""What people write for a dtype, and torch's name of it."""
+"""User notation of a dtype: torch's name."""
 
 OFF = "off"
 
 HOSTS = "hosts"
-"""The mesh with a copy on every host, which its ranks share; how many of both there are says who knows the ranks."""
+"""The mesh with one copy on every host, sharded over the host's ranks; the session resolves its sizes."""
 
 Api = Literal["fully_shard", "classic"]
-"""Which of the two a model is sharded with: one DTensor a parameter, or a wrapper with one flat parameter."""
+"""API that a model is sharded with: one DTensor per parameter, or a wrapper with one flat parameter."""
 
 FULLY_SHARD: Api = "fully_shard"
 CLASSIC: Api = "classic"
@@ -31,15 +31,15 @@ CLASSIC: Api = "classic"
 APIS: tuple[Api, ...] = get_args(Api)
 
 Strategy = Literal["full", "grad", "none", "hybrid", "hybrid2"]
-"""What people write for a sharding strategy of the classic wrapper."""
+"""User notation of the classic wrapper's sharding strategies."""
 
 _NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 STRATEGIES: Mapping[str, str] = dict(zip(get_args(Strategy), _NAMES, strict=True))
-"""Each strategy, and the wrapper's name of it."""
+"""User notation of a strategy: the wrapper's name."""
 
 HYBRID: tuple[Strategy, ...] = ("hybrid", "hybrid2")
-"""Strategies that take a mesh of copies; the others are over all ranks."""
+"""Strategies that take a mesh of copies; the others use all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class PrecisionNames:
     """Dtypes of a unit, each a key of :data:`DTYPES` or ``""`` for none.
 
     Attributes:
-        param: of the all-gather and of forward and backward.
-        reduce: gradients are reduced in it; none: in ``param``.
-        output: the model's result is cast to it; none: left as it comes.
+        param: dtype of the all-gather and of forward and backward.
+        reduce: dtype in which gradients are reduced; none: ``param``.
+        output: dtype to which the model's result is cast; none: no cast.
     """
 
     param: str = ""
@@ -58,7 +58,7 @@ class PrecisionNames:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return what ``text`` says.
+        """Parse ``text``.
 
         Example: ``"bf16,reduce=fp32"`` -> ``MixedPrecision(param="bf16", reduce="fp32")``; ``"off"`` -> all none.
 
@@ -68,7 +68,7 @@ class PrecisionNames:
         return cls().changed(text)
 
     def changed(self, text: str) -> Self:
-        """Return this with what ``text`` names; what it does not name stays. Raises as :meth:`named`."""
+        """Return this with the dtypes that ``text`` names replaced. Raises as :meth:`named`."""
         return replace(self, **self.named(text))
 
     @staticmethod
@@ -78,7 +78,7 @@ class PrecisionNames:
         Example: ``"bf16,output=off"`` -> ``{"param": "bf16", "output": ""}``.
 
         Raises:
-            ValueError: ``text`` says something else.
+            ValueError: ``text`` has another form.
         """
         if text == OFF:
             return {"param": "", "reduce": "", "output": ""}
@@ -96,18 +96,18 @@ class PrecisionNames:
         return found
 
     def __str__(self) -> str:
-        """What :meth:`parse` reads as this."""
+        """Return the text that :meth:`parse` reads as this."""
         named = (f"{name}={dtype}" for name, dtype in (("reduce", self.reduce), ("output", self.output)) if dtype)
         return ",".join(filter(None, (self.param, *named))) or OFF
 
 
 def as_mesh(value: object) -> tuple[int, ...]:
-    """Return a mesh from what people write for it; whether it is one says :func:`check_mesh`.
+    """Return a mesh from user notation, unvalidated; :func:`check_mesh` validates it.
 
     Example: ``"2x4"`` and ``[2, 4]`` -> ``(2, 4)``, ``4`` and ``"4"`` -> ``(4,)``.
 
     Raises:
-        ValueError: it is nothing of the sort.
+        ValueError: ``value`` has another form.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
@@ -119,21 +119,21 @@ def as_mesh(value: object) -> tuple[int, ...]:
 
 
 def read_mesh(value: object) -> tuple[int, ...] | str:
-    """Return a mesh, or :data:`HOSTS`, from what people write.
+    """Return a mesh, or :data:`HOSTS`, from user notation.
 
     Raises:
-        ValueError: it is nothing of the sort.
+        ValueError: ``value`` has another form.
     """
     return HOSTS if value == HOSTS else as_mesh(value)
 
 
 def mesh_words(copies: int, shard_size: int) -> str:
-    """Return what people write for a mesh: ``(1, 4)`` -> ``"4"``, ``(2, 2)`` -> ``"2x2"``."""
+    """Return the user notation of a mesh: ``(1, 4)`` -> ``"4"``, ``(2, 2)`` -> ``"2x2"``."""
     return str(shard_size) if copies == 1 else f"{copies}x{shard_size}"
 
 
 def as_reshard_after_forward(text: str) -> str | int:
-    """Return what a word says: a number, or the word itself. ``"4"`` -> ``4``, ``"auto"`` -> ``"auto"``."""
+    """Return ``text`` as a number if it is one, else unchanged: ``"4"`` -> ``4``, ``"auto"`` -> ``"auto"``."""
     return int(text) if text.isdecimal() else text
 
 
@@ -148,10 +148,10 @@ def check_mesh(mesh: Sequence[object]) -> None:
 
 
 def check_mesh_fits(mesh: Sequence[int], world_size: int) -> None:
-    """Raise unless ``mesh`` holds all ranks; an empty one does.
+    """Raise unless ``mesh`` holds all ranks or is empty.
 
     Raises:
-        ValueError: it does not; the message says which would.
+        ValueError: it does not; the message lists the meshes that fit.
     """
     if mesh and math.prod(mesh) != world_size:
         product = f" = {math.prod(mesh)}" if len(mesh) > 1 else ""
@@ -162,7 +162,7 @@ def check_mesh_fits(mesh: Sequence[int], world_size: int) -> None:
 
 
 def meshes_that_fit(world_size: int) -> list[str]:
-    """Return the meshes over all ranks as people write them: ``4`` -> ``["4", "2x2", "4x1"]``."""
+    """Return the meshes over all ranks in user notation: ``4`` -> ``["4", "2x2", "4x1"]``."""
     copies = [n for n in range(2, world_size + 1) if world_size % n == 0]
     return [mesh_words(n, world_size // n) for n in (1, *copies)]
 
@@ -182,10 +182,10 @@ def check_reshard_after_forward(value: object) -> None:
 
 
 def check_reshard_fits(value: object, shard_size: int) -> None:
-    """Raise unless a number of ranks divides the F ranks that share one copy, and is less.
+    """Raise if ``value`` is a number of ranks that is not a proper divisor of the F ranks that share one copy.
 
     Raises:
-        ValueError: it does not; the message says which would.
+        ValueError: it is not; the message lists the values that fit.
     """
     if not isinstance(value, int) or (value < shard_size and shard_size % value == 0):
         return
@@ -222,10 +222,10 @@ def check_api(api: object, strategy: object) -> None:
 
 
 def check_not_classic(strategy: str, *, orig_params: bool | None) -> None:
-    """Raise if something is given that ``fully_shard`` does not take.
+    """Raise if an option is given that ``fully_shard`` does not take.
 
     Raises:
-        ValueError: it is; the message says what there is instead.
+        ValueError: one is given; the message names the alternative.
     """
     if strategy:
         raise ValueError(
@@ -237,7 +237,7 @@ def check_not_classic(strategy: str, *, orig_params: bool | None) -> None:
 
 
 def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) -> None:
-    """Raise if something is given that the classic wrapper does not take.
+    """Raise if an option is given that the classic wrapper does not take.
 
     Args:
         reshard_after_forward: empty or ``auto``: not given.
@@ -245,7 +245,7 @@ def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) 
         prefetch: None: not given.
 
     Raises:
-        ValueError: it is; the message says what there is instead.
+        ValueError: one is given; the message names the alternative.
     """
     if reshard_after_forward not in {"", "auto"}:
         raise ValueError(
@@ -265,14 +265,14 @@ def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) 
 
 
 def check_strategy_fits(strategy: str, mesh: Sequence[int]) -> None:
-    """Raise unless a mesh has as many axes as a strategy needs.
+    """Raise unless a mesh has the number of axes that a strategy needs.
 
     Args:
         strategy: one of :data:`STRATEGIES`.
         mesh: ``()`` or ``(F,)``, or ``(R, F)``.
 
     Raises:
-        ValueError: it has not.
+        ValueError: it does not.
     """
     if strategy in HYBRID and len(mesh) < 2:
         raise ValueError(f"strategy {strategy} needs copies x ranks that share one: --mesh 2x2")
@@ -291,7 +291,7 @@ def _wrong_mesh(value: object) -> str:
 
 
 def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
-    """Return how units are kept and computed, a phrase each; nothing for what is the plain way.
+    """Return a phrase for each non-default property of how units are sharded and computed.
 
     Example: two copies, computed in bfloat16 -> ``["HSDP 2x2: 2 replicas, each sharded over 2 ranks", "compute in
     bfloat16"]``.

@@ -1,7 +1,7 @@
-"""What a notebook asks a rank at its side door, and what the rank answers: small frozen requests and replies.
+"""Requests of a notebook to the side door of a rank, and the replies: small frozen dataclasses.
 
-The side door is served in a thread of its own, also while the rank is busy: a request looks, sets a flag or leaves
-something to be done. ``Pause``, ``Next`` and ``Continue`` are commands of a person that go this way as they are.
+The side door runs in its own thread, also while the rank is busy: a request reads state, sets a flag or queues a job.
+The user commands ``Pause``, ``Next`` and ``Continue`` are also requests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from workbench.protocol.policy import Api, Strategy
 
 @dataclass(frozen=True, order=True)
 class StepPosition:
-    """Where a rank is in its training: the ``ordinal``-th event of a step. Later places are greater.
+    """A position in training: before the ``ordinal``-th event of a step. Later positions are greater.
 
     Attributes:
         step: training step, -1 outside.
-        ordinal: events of the step before it.
+        ordinal: number of earlier events in the step.
     """
 
     step: int
@@ -31,7 +31,7 @@ class StepPosition:
 
 
 NOWHERE = StepPosition(-1, -1)
-"""Before all places."""
+"""The position before all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class EventInfo:
     """An event of a rank.
 
     Attributes:
-        kind, edge: which it is.
-        phase: in which the rank is.
+        kind, edge: its kind and edge.
+        phase: phase of the rank.
         unit: index of its unit, -1 without.
-        since_ns: when it was, or since when the rank is held before it, in nanoseconds of the rank's clock.
+        since_ns: its time, or the time since which the rank is held before it, in nanoseconds of the rank's clock.
     """
 
     kind: Kind
@@ -57,10 +57,10 @@ class Hold(EventInfo):
     """The event before which a rank is held.
 
     Attributes:
-        place: which event of which step it is.
+        place: its position.
         num_bytes: its payload.
-        breakpoint: number of the breakpoint that holds it; None: something else.
-        synchronised: whether the rank waited for its device before.
+        breakpoint: number of the breakpoint that holds the rank; None: no breakpoint does.
+        synchronised: whether the rank synchronised its device first.
     """
 
     place: StepPosition
@@ -71,12 +71,12 @@ class Hold(EventInfo):
 
 @dataclass(frozen=True, kw_only=True)
 class JobError:
-    """What a job raised.
+    """The exception of a job.
 
     Attributes:
         ename: class name of the exception.
         evalue: its message.
-        traceback: what there is to read of it.
+        traceback: the text to show.
     """
 
     ename: str
@@ -86,12 +86,12 @@ class JobError:
 
 @dataclass(frozen=True, kw_only=True)
 class JobReply:
-    """How a job ended on one rank.
+    """Result of a job on one rank.
 
     Attributes:
-        text: its value as text, or what it wrote.
-        inspected: what an inspection found.
-        error: what it raised; None: nothing.
+        text: its value as text, or its output.
+        inspected: result of an inspection.
+        error: its exception; None: it succeeded.
     """
 
     text: str = ""
@@ -104,19 +104,19 @@ class Position:
     """Where a rank is.
 
     Attributes:
-        rank: which.
-        now_ns: what its clock shows.
-        doing: word of the command under way, empty between commands.
-        commands: how many it has begun.
-        place: the event before which it is held, else the one that comes next.
-        held: where it is held; None: it is not.
+        rank: the rank.
+        now_ns: time of its clock.
+        doing: word of the current command, empty between commands.
+        commands: number of commands it has begun.
+        place: position of the event before which it is held, else of the next event.
+        held: the event before which it is held; None: it is not held.
         waiting: whether it waits for other ranks.
         newest: the newest event that it recorded.
         raised_in: index of the unit whose forward raised, until the next forward; -1: none did.
-        unfinished: collectives begun and not ended.
-        given_up: whether it was told to give up, and has not been joined to the others again since.
-        optimizer_steps: since it was started.
-        tickets: jobs that have ended and that nobody has asked to forget.
+        unfinished: number of collectives begun but not ended.
+        given_up: whether it was aborted and its groups have not been rebuilt since.
+        optimizer_steps: number of optimizer steps since its start.
+        tickets: results of jobs, by ticket, until a ``Forget``.
     """
 
     rank: int = 0
@@ -145,13 +145,13 @@ class Locate(RankRequest[Position]):
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """One function that is under way.
+    """One active function call.
 
     Attributes:
         text: such as ``model.py:12 in forward: x = f(x)``.
-        number: its place among the user's frames of its thread, 0 the innermost, which ``%fsdp eval --frame`` takes;
-            None: it is a library's.
-        is_python: whether it is of Python's own library.
+        number: index among the user's frames of its thread, 0 the innermost, for ``%fsdp eval --frame``; None: it
+            belongs to a library.
+        is_python: whether it belongs to Python's standard library.
     """
 
     text: str
@@ -164,9 +164,9 @@ class Thread:
     """One Python thread of a rank.
 
     Attributes:
-        name: as Python has it.
+        name: its name in Python.
         is_main: whether it is the main thread.
-        frames: innermost first.
+        frames: its calls, innermost first.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Thread:
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks(RankRequest[tuple[Thread, ...]]):
-    """Asks what a rank's Python threads run, the main one first."""
+    """Asks for the stacks of a rank's Python threads, the main thread first."""
 
     word: ClassVar[str] = "stacks"
     looks: ClassVar[bool] = True
@@ -185,12 +185,12 @@ class Stacks(RankRequest[tuple[Thread, ...]]):
 
 @dataclass(frozen=True, kw_only=True)
 class CellLine:
-    """A line of a cell that is running.
+    """The current line of a running cell.
 
     Attributes:
-        line: number in its cell.
+        line: line number in its cell.
         function: name of the function; ``<module>``: the cell itself.
-        text: of the line.
+        text: text of the line.
     """
 
     line: int
@@ -200,7 +200,7 @@ class CellLine:
 
 @dataclass(frozen=True, kw_only=True)
 class LocateLine(RankRequest[CellLine | None]):
-    """Asks at which line of a cell the main thread is; None: no code of a cell runs."""
+    """Asks for the line of a cell that the main thread runs; None: no cell runs."""
 
     word: ClassVar[str] = "line"
     looks: ClassVar[bool] = True
@@ -209,12 +209,12 @@ class LocateLine(RankRequest[CellLine | None]):
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What the namespace of one rank holds.
+    """Names in the namespace of one rank.
 
     Attributes:
-        modules: variables that are a ``torch.nn.Module``.
+        modules: variables that hold a ``torch.nn.Module``.
         variables: all variables.
-        classes: of modules with parameters inside of those modules.
+        classes: classes of modules with parameters inside those modules.
     """
 
     modules: tuple[str, ...] = ()
@@ -224,7 +224,7 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True)
 class ListNames(RankRequest[Names]):
-    """Asks what a rank's namespace holds."""
+    """Asks for the names in a rank's namespace."""
 
     word: ClassVar[str] = "names"
     looks: ClassVar[bool] = True
@@ -304,7 +304,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ListModels(RankRequest[tuple[ModelInfo, ...]]):
-    """Asks which models a rank's cells have made."""
+    """Asks for the models that a rank's cells have made."""
 
     word: ClassVar[str] = "models"
     looks: ClassVar[bool] = True
@@ -313,10 +313,10 @@ class ListModels(RankRequest[tuple[ModelInfo, ...]]):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(RankRequest[tuple[Unit, ...]]):
-    """Asks which units a command would make; nothing is changed.
+    """Asks which units a command would make, without any change.
 
     Attributes:
-        command: as it would be done.
+        command: the command.
     """
 
     word: ClassVar[str] = "plan"
@@ -327,11 +327,11 @@ class Plan(RankRequest[tuple[Unit, ...]]):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSummary:
-    """What is known of a rank's record.
+    """What the notebook already has of a rank's record.
 
     Attributes:
-        next_seq: number of the first row that is not.
-        header_version: of the header that is; 0: none.
+        next_seq: number of the first missing row.
+        header_version: version of the header it has; 0: none.
     """
 
     next_seq: int = 0
@@ -340,13 +340,13 @@ class RecordSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainReply:
-    """What a rank recorded since.
+    """What a rank recorded since the last drain.
 
     Attributes:
-        rows: packed rows, as :mod:`workbench.trace.row_compression` has them.
-        lost: rows that were overwritten before they could be read.
-        key_frame, header: as :mod:`workbench.trace.header` writes them; no header: the one that is known holds.
-        header_version: of the header that holds.
+        rows: packed rows, as in :mod:`workbench.trace.row_compression`.
+        lost: number of rows that were overwritten before they could be read.
+        key_frame, header: as :mod:`workbench.trace.header` writes them; no header: it has not changed.
+        header_version: version of the current header.
         position: where the rank is.
     """
 
@@ -360,10 +360,10 @@ class DrainReply:
 
 @dataclass(frozen=True, kw_only=True)
 class Drain(RankRequest[DrainReply]):
-    """Asks for what was recorded since.
+    """Asks for everything recorded since the last drain.
 
     Attributes:
-        known: by rank; one request serves all of them, and each finds in it what is known of itself.
+        known: what the notebook already has, by rank; one request serves all ranks, and each reads its own entry.
     """
 
     word: ClassVar[str] = "drain"
@@ -374,10 +374,10 @@ class Drain(RankRequest[DrainReply]):
 
 @dataclass(frozen=True, kw_only=True)
 class GiveUp(RankRequest[None]):
-    """Frees a rank from what it does.
+    """Aborts what a rank is doing.
 
     Attributes:
-        reason: why, a sentence.
+        reason: the reason, as a sentence.
     """
 
     word: ClassVar[str] = "give up"
@@ -386,10 +386,10 @@ class GiveUp(RankRequest[None]):
 
 @dataclass(frozen=True, kw_only=True)
 class Shut(RankRequest[None]):
-    """Shuts the sockets of a rank's process groups, to free it from collectives of the user's own.
+    """Shuts the sockets of a rank's process groups, which ends collectives in the user's own code.
 
     Attributes:
-        store: shut the connection to the store as well: rank 0, which serves it, is gone, and its host may not say so.
+        store: also shut the connection to the store: rank 0, which serves it, is gone, perhaps without closing it.
     """
 
     word: ClassVar[str] = "shut"
@@ -398,10 +398,10 @@ class Shut(RankRequest[None]):
 
 @dataclass(frozen=True, kw_only=True)
 class RunTo(RankRequest[None]):
-    """Lets a rank go on and stop at a place, unless it is there or further.
+    """Continues a rank up to a position, unless it is there or further.
 
     Attributes:
-        place: where to.
+        place: the position to stop at.
     """
 
     word: ClassVar[str] = "run to"
@@ -410,10 +410,10 @@ class RunTo(RankRequest[None]):
 
 @dataclass(frozen=True, kw_only=True)
 class SetBreakpoints(RankRequest[None]):
-    """Gives a rank the breakpoints there are, those of other ranks included, in place of the ones before.
+    """Replaces the breakpoints of a rank with all current ones, including those of other ranks.
 
     Attributes:
-        breakpoints: in the order they were added.
+        breakpoints: in the order in which they were added.
     """
 
     word: ClassVar[str] = "breakpoints"
@@ -422,7 +422,7 @@ class SetBreakpoints(RankRequest[None]):
 
 @dataclass(frozen=True, kw_only=True)
 class RunCell:
-    """A cell to be run inside the step in which a rank is held.
+    """A cell to run inside the step in which a rank is held.
 
     Attributes:
         code: as in a notebook.
@@ -434,14 +434,14 @@ class RunCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(RankRequest[bool]):
-    """Has a held rank do something in the thread of its step; answered with whether it is held, and so will.
+    """Queues work for a held rank in its step's own thread; the reply says whether the rank is held and will run it.
 
     Attributes:
-        ticket: under which the rank's :class:`Position` has how it ended.
-        work: what to do.
-        ranks: that do it.
-        alone: who does it and what to do instead, the end of a sentence of why other ranks cannot be waited for; empty:
-            all ranks do it, or it waits for nobody.
+        ticket: key of the result in the rank's :class:`Position`.
+        work: the work.
+        ranks: the ranks that run it.
+        alone: end of a sentence on why the work cannot wait for other ranks: which ranks run it, and what to do
+            instead; empty: all ranks run it, or it waits for no rank.
     """
 
     word: ClassVar[str] = "job"
@@ -454,10 +454,10 @@ class Job(RankRequest[bool]):
 
 @dataclass(frozen=True, kw_only=True)
 class Forget(RankRequest[None]):
-    """Has a rank forget how jobs ended.
+    """Makes a rank forget results of jobs.
 
     Attributes:
-        tickets: of these.
+        tickets: the tickets to forget.
     """
 
     word: ClassVar[str] = "forget"
@@ -474,10 +474,10 @@ REQUESTS: dict[str, type[RankRequest[Any]]] = {
 
 
 def read_request(data: Any) -> RankRequest[Any]:  # noqa: ANN401 - anything may come
-    """Return the request that came as ``data``.
+    """Return the request in ``data``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a request.
     """
     request: RankRequest[Any] = decode_named(REQUESTS, data, "request")
     return request

@@ -1,4 +1,4 @@
-"""What a process is asked to become a rank, and what it answers: the first words between a cluster and its ranks."""
+"""The first messages between a cluster and its ranks: requests that make a process a rank, and their replies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Address:
     """Where something listens.
 
     Attributes:
-        host: its name or number.
-        port: of TCP.
+        host: its name or IP address.
+        port: TCP port.
     """
 
     host: str
@@ -23,13 +23,13 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """A machine, as its ranks are told of it.
+    """A machine, as its ranks know it.
 
     Attributes:
-        name: no other host of these ranks has it.
-        identity: ranks that were told an equal one may share memory.
+        name: unique among the hosts of these ranks.
+        identity: ranks with an equal identity may share memory.
         address: where its ranks listen for other ranks.
-        interface: of the network, that has this address.
+        interface: network interface of this address.
     """
 
     name: str
@@ -40,15 +40,15 @@ class HostInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Boot(RankRequest[Address | None]):
-    """Makes a process a rank; answered with where all ranks meet by rank 0, which opens it.
+    """Makes a process a rank; rank 0 opens the store and replies with its address, at which all ranks meet.
 
     Attributes:
         rank: from 0.
         world_size: number of ranks.
-        local_rank: its number on its host, from 0; that of its device, if ranks do not share one.
+        local_rank: index on its host, from 0; also of its device, unless ranks share one.
         local_world_size: number of ranks on its host.
-        device: its kind, of :data:`workbench.devices.DEVICES`.
-        host: where it is.
+        device: kind of its device, one of :data:`workbench.devices.DEVICES`.
+        host: its machine.
     """
 
     word: ClassVar[str] = "boot"
@@ -63,17 +63,17 @@ class Boot(RankRequest[Address | None]):
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectReply:
-    """What a rank says of itself.
+    """A rank's description of itself.
 
     Attributes:
         rank: from 0.
         host: name of its machine.
         device: where it computes, such as ``cpu`` or ``cuda:1``.
-        pid: of its process.
-        clock: which it reads (:func:`workbench.clock.clock_here`).
-        notice: what the user should know, a sentence; empty: nothing.
-        refuses: where its host refuses connections, as a sign of life for other hosts; None: another rank of the host
-            says so, or there is no other host.
+        pid: id of its process.
+        clock: id of its clock (:func:`workbench.clock.clock_here`).
+        notice: a sentence for the user; may be empty.
+        refuses: address at which its host refuses connections, a sign of life for other hosts; None: another rank of
+            the host provides it, or there is no other host.
     """
 
     rank: int
@@ -87,14 +87,14 @@ class ConnectReply:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOwner:
-    """The process that commands ranks, mostly a notebook's kernel.
+    """The process that controls ranks, usually a notebook's kernel.
 
     Attributes:
-        user: whose it is.
+        user: name of its user.
         host: name of its machine.
-        identity: of that machine.
-        pid: of the process.
-        created_s: when it began, in seconds since 1970; with ``pid`` it names the process for good.
+        identity: identity of that machine.
+        pid: id of the process.
+        created_s: start time, in seconds since 1970; with ``pid`` it identifies the process uniquely.
     """
 
     user: str
@@ -104,18 +104,18 @@ class ClusterOwner:
     created_s: float
 
     def __str__(self) -> str:
-        """Name it, as in messages."""
+        """Return its name in messages."""
         return f"the notebook of {self.user} on {self.host} (process {self.pid})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What each rank knows of all of them, to tell those who come later.
+    """What each rank knows of all ranks, for notebooks that attach later.
 
     Attributes:
         engines: session id of the engine of each rank.
-        ranks: what each says of itself.
-        holder: who commands them; None: nobody does any more, and they keep their variables.
+        ranks: each rank's description of itself.
+        holder: the process that controls them; None: none any more, and the ranks keep their variables.
     """
 
     engines: tuple[str, ...]
@@ -125,10 +125,10 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Connect(RankRequest[ConnectReply]):
-    """Has a rank join the others; all ranks together.
+    """Makes a rank join the others; collective.
 
     Attributes:
-        address: where they meet.
+        address: address of the store.
     """
 
     word: ClassVar[str] = "connect"

@@ -1,1 +1,1 @@
-"""WHAT A RANK DOES WHEN ASKED: commands, recording, recovery. Runs in the engine processes; knows no pictures."""
+"""Execution of requests on a rank: commands, recording, recovery. Runs in the engine processes; knows no views."""

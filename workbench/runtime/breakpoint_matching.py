@@ -1,6 +1,6 @@
-"""At which events a rank stops: breakpoints, and what ``next`` and ``run_to`` ask for.
+"""At which events a rank stops: breakpoints, and the targets of ``next`` and ``run_to``.
 
-Every rank decides by itself, from what is equal on all ranks at the same event; so they stop at the same one.
+Each rank decides alone, from values that are equal on all ranks at the same event, so all stop at the same event.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from workbench.protocol.rank_messages import NOWHERE, StepPosition
 
 @dataclass(frozen=True, kw_only=True)
 class PendingEvent:
-    """An event that is about to be announced.
+    """An event that is about to be recorded.
 
     Attributes:
         unit: index of its unit, -1 without.
-        unit_name: as people write it, ``(root)`` for the root's own; empty without.
+        unit_name: its display name, ``(root)`` for the root; empty without.
         num_bytes: its payload.
-        phase: what the rank is busy with.
-        place: which event of which step it is.
+        phase: phase of the rank.
+        place: its position.
     """
 
     kind: Kind
@@ -39,13 +39,13 @@ class PendingEvent:
 
 @dataclass(frozen=True)
 class ArmedBreakpoint:
-    """A breakpoint as a rank compares it with events.
+    """A breakpoint in the form that a rank compares with events.
 
     Attributes:
-        breakpoint: what the notebook has.
-        rank: that compares.
+        breakpoint: the breakpoint of the notebook.
+        rank: the comparing rank.
         kind, edge: of its event.
-        condition: its ``when``, read.
+        condition: its parsed ``when``.
     """
 
     breakpoint: Breakpoint
@@ -56,10 +56,10 @@ class ArmedBreakpoint:
 
     @classmethod
     def of(cls, breakpoint_: Breakpoint, rank: int) -> ArmedBreakpoint:
-        """Read a breakpoint on rank ``rank``.
+        """Parse a breakpoint on rank ``rank``.
 
         Raises:
-            UsageError: an unknown event or edge, or a condition that is none.
+            UsageError: the event, edge or condition is invalid.
         """
         kind, edge = split_event(breakpoint_.event)
         when = breakpoint_.when
@@ -67,7 +67,7 @@ class ArmedBreakpoint:
         return cls(breakpoint_, rank, kind, edge, condition)
 
     def matches(self, event: PendingEvent) -> bool:
-        """Tell whether to stop before ``event``."""
+        """Return whether to stop before ``event``."""
         if event.kind is not self.kind or event.edge is not self.edge:
             return False
         unit = self.breakpoint.unit
@@ -77,7 +77,7 @@ class ArmedBreakpoint:
 
 
 def _fields(event: PendingEvent, rank: int) -> dict[str, object]:
-    """Return what a condition may look at."""
+    """Return the values of the names in a condition."""
     return {
         "num_bytes": event.num_bytes,
         "unit": event.unit_name,
@@ -91,10 +91,10 @@ def _fields(event: PendingEvent, rank: int) -> dict[str, object]:
 
 
 def arm(breakpoints: Iterable[Breakpoint], rank: int) -> tuple[ArmedBreakpoint, ...]:
-    """Read all breakpoints, and return those that stop rank ``rank``.
+    """Parse all breakpoints, and return those that stop rank ``rank``.
 
     Raises:
-        UsageError: see :meth:`ArmedBreakpoint.of`; also of another rank's.
+        UsageError: as :meth:`ArmedBreakpoint.of`; also for breakpoints of other ranks.
     """
     read = [ArmedBreakpoint.of(b, rank) for b in breakpoints]
     return tuple(armed for armed in read if armed.breakpoint.is_on and armed.breakpoint.rank in {None, rank})
@@ -112,12 +112,12 @@ def _is_unit(event: PendingEvent) -> bool:
 
 
 def next_after(what: str, phase: Phase) -> Callable[[PendingEvent], bool]:
-    """Return whether an event is the one that ``next`` goes to.
+    """Return a predicate for the event that ``next`` stops at.
 
     Args:
         what: one of :data:`workbench.protocol.commands.NEXT`. ``event``; ``collective``: one is issued; ``unit``: the
             forward or backward of a unit begins; ``phase``: another one of forward, backward and optimizer.
-        phase: where the rank is now.
+        phase: current phase of the rank.
     """
     now = phase.info.part
     rules: dict[str, Callable[[PendingEvent], bool]] = {
@@ -129,7 +129,7 @@ def next_after(what: str, phase: Phase) -> Callable[[PendingEvent], bool]:
     return rules[what]
 
 
-# ---- what is asked for at present
+# ---- current targets
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class StopTargets:
 
     Attributes:
         pause: at once.
-        target: at this place; breakpoints before it do not count.
-        is_next: at the event this is true of.
+        target: at this position; breakpoints before it are ignored.
+        is_next: at the first event for which this is true.
         breakpoints: at these.
-        after: not at this place or before. A rank that stood in a wait has not been asked about the event at which
-            the others stood, and goes on past it as they do.
+        after: not at this position or before. A rank that was held in a wait has not yet checked the event at which the
+            others were held; like them, it must pass that event.
     """
 
     pause: bool = False
@@ -153,11 +153,11 @@ class StopTargets:
 
     @property
     def is_anything(self) -> bool:
-        """True if there is an event it would stop at."""
+        """Whether it can stop at any event."""
         return self.pause or self.target is not None or self.is_next is not None or bool(self.breakpoints)
 
     def may_stop_at(self, kind: Kind) -> bool:
-        """Tell whether an event of ``kind`` is worth a closer look."""
+        """Return whether events of ``kind`` need a full check."""
         is_request = self.pause or self.target is not None or self.is_next is not None
         return is_request or any(b.kind is kind for b in self.breakpoints)
 
@@ -168,28 +168,28 @@ class StopTargets:
         target: StepPosition | None = None,
         is_next: Callable[[PendingEvent], bool] | None = None,
     ) -> StopTargets:
-        """Return the same breakpoints, and nothing else but what is given."""
+        """Return a copy with the same breakpoints and only the given targets."""
         return StopTargets(breakpoints=self.breakpoints, pause=pause, target=target, is_next=is_next)
 
     def with_breakpoints(self, breakpoints: Iterable[ArmedBreakpoint]) -> StopTargets:
-        """Return the same with other breakpoints; those for once, which came with what is under way, stay in front."""
+        """Return a copy with other breakpoints; one-time breakpoints of the current command stay, in front."""
         return replace(self, breakpoints=(*(b for b in self.breakpoints if b.breakpoint.once), *breakpoints))
 
     def lasting(self) -> StopTargets:
-        """Return the breakpoints that are not for once, and nothing else."""
+        """Return a copy with only the permanent breakpoints."""
         return StopTargets(breakpoints=tuple(b for b in self.breakpoints if not b.breakpoint.once))
 
     def without(self, met: ArmedBreakpoint | None) -> StopTargets:
-        """Return the same without ``met``, if that was for once."""
+        """Return a copy without ``met``, if that is a one-time breakpoint."""
         left = tuple(b for b in self.breakpoints if b is not met or not b.breakpoint.once)
         return replace(self, breakpoints=left)
 
     def stops_waiting(self, place: StepPosition) -> bool:
-        """Tell whether to stop in a wait after which the event at ``place`` comes."""
+        """Return whether to stop in a wait that precedes the event at ``place``."""
         return self.pause or (self.target is not None and place >= self.target)
 
     def stops_at(self, event: PendingEvent) -> tuple[bool, ArmedBreakpoint | None]:
-        """Tell whether to stop before ``event``, and which breakpoint is met (or would be, but for ``after``)."""
+        """Return whether to stop before ``event``, and the breakpoint it meets, even if ``after`` suppresses it."""
         is_early = self.target is not None and event.place < self.target
         if is_early and not self.pause:
             return False, None

@@ -1,4 +1,4 @@
-"""Sharding with the classic wrapper: what ``shard --api classic`` does beside what all sharding does."""
+"""Sharding with the classic wrapper: the part of ``shard`` that is specific to ``--api classic``."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def wrap(
     optimizers: Sequence[torch.optim.Optimizer],
     options: dict[str, Any],
 ) -> FullyShardedDataParallel:
-    """Return ``model`` in a wrapper, each of ``inner`` in one of its own; optimizers go on with them. Collective.
+    """Return ``model`` in a wrapper, each of ``inner`` in its own; optimizers switch to the new parameters. Collective.
 
     Args:
-        model: what is wrapped; changed in place.
+        model: the model to wrap; changed in place.
         inner: modules in it that become units of their own.
-        mesh: over which it is sharded.
-        optimizers: hold its parameters.
-        options: of the wrapper.
+        mesh: mesh over which it is sharded.
+        optimizers: optimizers of its parameters.
+        options: keyword arguments of the wrapper.
 
     Raises:
-        TypeError, ValueError: the wrapper refuses, or an optimizer cannot go on; nothing is changed then.
+        TypeError, ValueError: the wrapper refuses, or an optimizer cannot switch; nothing is changed then.
     """
     chosen = frozenset(inner)
     policy = classic.CustomPolicy(lambda module: module in chosen)
@@ -55,7 +55,7 @@ def wrap(
 
 @contextmanager
 def _warnings_in_plain_words() -> Iterator[None]:
-    """Print what is warned of, each message once, without the line of ours that it would be blamed on."""
+    """Print the warnings of the body, each message once, without the source line of ours that triggered it."""
     with warnings.catch_warnings(record=True) as caught:
         yield
     for message in dict.fromkeys(str(each.message) for each in caught):
@@ -63,7 +63,7 @@ def _warnings_in_plain_words() -> Iterator[None]:
 
 
 def options_of(command: Shard | Reshard) -> dict[str, Any]:
-    """Return the wrapper's arguments for what a command asks for; what stands at its default is left out."""
+    """Return the wrapper's arguments for a command; options at their default are left out."""
     found: dict[str, Any] = {}
     if command.strategy:
         found["sharding_strategy"] = ShardingStrategy[STRATEGIES[command.strategy]]
@@ -91,7 +91,7 @@ def strategy_of(model: nn.Module) -> Strategy | Literal[""]:
 
 
 def strategy_like(mesh: Sequence[int], reshard_after_forward: str | int) -> Strategy | Literal[""]:
-    """Return the strategy that does what ``fully_shard`` does; empty: there is none."""
+    """Return the strategy equivalent to a ``fully_shard`` policy; empty: there is none."""
     if reshard_after_forward not in {"auto", "true", "false"}:
         return ""
     copies, size = (1, *mesh)[-2:]
@@ -102,6 +102,6 @@ def strategy_like(mesh: Sequence[int], reshard_after_forward: str | int) -> Stra
 
 
 def has_originals(model: nn.Module) -> bool:
-    """Return whether an optimizer has pieces of the original parameters of a wrapped model."""
+    """Return whether optimizers hold pieces of the original parameters of a wrapped model."""
     flats = (state.flat for state in wrapper_states_below(model))
     return any(flat.use_orig_params for flat in flats if flat is not None)

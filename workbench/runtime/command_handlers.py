@@ -1,4 +1,4 @@
-"""Which function of a rank does which command."""
+"""Registry of the functions that run commands on a rank."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from workbench.runtime.trainer import Trainer
 
 
 class RankContext(Protocol):
-    """What of a rank a command may need."""
+    """The parts of a rank that a command may need."""
 
     groups: ProcessGroups
     recorder: Recorder
     trainer: Trainer
 
     def account_optimizers(self) -> None:
-        """Record what optimizer state has become."""
+        """Record the current bytes of optimizer state."""
 
 
 Doing = Callable[[Any, Any], object]
-"""Does a command on a :class:`RankContext`, in its main thread and between steps; returns what its ``reply`` says."""
+"""Runs a command on a :class:`RankContext`, in the main thread between steps; returns the type in its ``reply``."""
 
 D = TypeVar("D", bound=Doing)
 
@@ -31,7 +31,7 @@ DOES: dict[type[Command], Doing] = {}
 
 
 def does(command: type[Command]) -> Callable[[D], D]:
-    """Have the function below do ``command`` on every rank."""
+    """Register the decorated function as the one that runs ``command`` on every rank."""
 
     def note(doing: D) -> D:
         DOES[command] = doing

@@ -1,4 +1,4 @@
-"""A rank's process groups: joining, leaving, and building new ones after a failure."""
+"""Process groups of a rank: join, leave, and rebuild after a failure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from workbench.ports import LOOPBACK
 from workbench.protocol.starting import Address, HostInfo
 from workbench.runtime.sockets import PeerSockets
 
-# stalls are found by the workbench, which knows when a rank is merely held; c10d must not end a group by itself
+# the workbench detects stalls, and knows when a rank is merely held; c10d must not end a group on its own
 _NEVER = timedelta(days=7)
 
 AXES = ("replicate", "shard")
-"""Of a mesh of copies x shards."""
+"""Axes of a mesh of copies x shards."""
 
 _INTERFACE_OF = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -40,12 +40,12 @@ class ProcessGroups:
     Attributes:
         rank: this rank.
         world_size: number of ranks.
-        local_rank: its number on its host.
+        local_rank: index on its host.
         local_world_size: number of ranks on its host.
         device: this rank's device.
-        device_name: what it is called: ``cuda:1``; of a simulated one ``device`` says where it computes.
-        host: where it is.
-        mesh: 1-D mesh over all ranks, axis ``shard``; as all of :meth:`mesh_of` it stays valid when groups are rebuilt.
+        device_name: display name: ``cuda:1``; for a simulated device, ``device`` is where it computes.
+        host: its machine.
+        mesh: 1-D mesh over all ranks, axis ``shard``; like all meshes of :meth:`mesh_of` it survives a rebuild.
     """
 
     rank: int
@@ -68,16 +68,16 @@ class ProcessGroups:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh; there is one once the rank has joined."""
+        """The mesh over all ranks; exists once the rank has joined."""
         if self._mesh is None:
             raise ClusterError(f"rank {self.rank} has not joined a process group yet")
         return self._mesh
 
     def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
-        """Return the mesh of all ranks with this shape: one axis, or copies x shards; made at first use, collective.
+        """Return the mesh of all ranks with this shape: one axis, or copies x shards; collective at first use.
 
         Args:
-            shape: ``()`` or ``(F,)``, or ``(R, F)``; the product is the number of ranks.
+            shape: ``()`` or ``(F,)``, or ``(R, F)``; its product is the number of ranks.
         """
         if len(shape) < 2:
             return self.mesh
@@ -88,19 +88,19 @@ class ProcessGroups:
         return self._meshes[copies, size]
 
     def listen(self) -> Address:
-        """Open the store that all ranks meet at, on a free port of this host (rank 0 only); return where it is."""
+        """Open the store at which all ranks meet, on a free port of this host (rank 0 only); return its address."""
         host = self.host.address
-        # one of torch's own would listen on every address, and ask the network for the name of each rank that connects
+        # torch's own listener would bind every address, and look up the name of each rank that connects
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return Address(host=host, port=port)
 
     def refuse(self) -> Address | None:
-        """Have a port of this host at which nothing listens; return where it is.
+        """Reserve a port of this host on which nothing listens; return its address.
 
-        Whoever tries to connect there is refused, by the kernel of this host, and so knows that the host is there. One
-        rank of each host has one, where there are several hosts; the others return None.
+        The kernel of this host refuses connections to it, which proves that the host is alive. With several hosts, one
+        rank of each host reserves such a port; the others return None.
         """
         if self.local_rank or self.host.address == LOOPBACK:
             return None
@@ -109,7 +109,7 @@ class ProcessGroups:
         return Address(host=self.host.address, port=self._refusing.getsockname()[1])
 
     def join(self, address: Address) -> None:
-        """Meet the other ranks; collective."""
+        """Join the other ranks; collective."""
         self._sockets.store_port = address.port
         if self._store is None:
             self._store = TCPStore(address.host, address.port, is_master=False)
@@ -121,10 +121,10 @@ class ProcessGroups:
             self._mesh = init_device_mesh(self._backend.kind, (self.world_size,), mesh_dim_names=("shard",))
 
     def _set_variables(self, address: Address) -> None:
-        """Set the environment variables that torchrun would, and those that name the interface; until it leaves.
+        """Set the environment variables of torchrun and those that select the network interface; until :meth:`leave`.
 
-        gloo would otherwise listen on whatever the host name resolves to, NCCL on an interface of its choice. What a
-        user has set for them stays.
+        gloo would otherwise listen on the address of the host name, and NCCL on an interface of its choice. Interface
+        variables that the user has set are kept.
         """
         libraries = ("GLOO_SOCKET_IFNAME",) if self.host.address == LOOPBACK else _INTERFACE_OF
         self._variables = {
@@ -152,30 +152,30 @@ class ProcessGroups:
         process_groups.rebuild_all()
 
     def abort(self, reason: str) -> None:
-        """End the engine's waits on this rank, now and until groups are rebuilt; thread-safe, never blocks."""
+        """Cancel the engine's waits on this rank until groups are rebuilt; thread-safe, never blocks."""
         cancellation.cancel(reason)
 
     def shut(self, *, store: bool = False) -> None:
         """Free this rank from a collective that blocks inside C++; thread-safe, never blocks.
 
-        Call it once every rank has left what it can leave (:meth:`abort` first): a collective that is still moving
-        data when its peer's socket goes may wait for ever to send the rest.
+        Call :meth:`abort` first, and this once every rank has left what it can leave: a collective that still moves
+        data when its peer's socket closes may wait forever to send the rest.
 
         Args:
-            store: free it from the store as well, for good: whoever waits for an answer of it gets an error.
+            store: also shut the connection to the store, for good: waits for the store then raise.
         """
         self._sockets.shut()
         if store:
             self._sockets.shut_store()
 
     def rebuild(self, generation: str) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-        """Make every process group anew; collective over all ranks.
+        """Rebuild every process group; collective over all ranks.
 
-        A DeviceMesh, and so a DTensor, knows its groups by name. So those that were made here or by the user get the
-        names of before: parameters, optimizers and collectives that refer to a mesh go on working.
+        A DeviceMesh, and so a DTensor, refers to its groups by name. So groups made here or by the user get their old
+        names, and parameters, optimizers and collectives that refer to a mesh keep working.
 
         Returns:
-            each old group that there is again, and the new one.
+            pairs of an old group and its replacement.
         """
         old, number = named_groups(), name_groups_from(0)
         ranks = {name: dist.get_process_group_ranks(group) for name, group in old.items()}
@@ -188,18 +188,18 @@ class ProcessGroups:
         return [(group, new[name]) for name, group in old.items() if name in new]
 
     def _revive(self, known: dict[str, list[int]], number: int) -> dict[str, dist.ProcessGroup]:
-        """Make groups under the names they had, as far as all of their ranks had them; return those there are by name.
+        """Make groups with their old names, if all of their ranks had them; return all groups by name.
 
         Args:
             known: global ranks of this rank's groups by name, the default one first.
-            number: the next that this rank would give a group as a name.
+            number: the next number that this rank would use in a group's name.
         """
         everywhere: list[Any] = [None] * self.world_size
         dist.all_gather_object(everywhere, (known, number))
         name_groups_from(max(following for _, following in everywhere))
         default = named_groups()
         with self._sockets.tracked():
-            made = {  # in the same order on all ranks: a group is made when all of its ranks are there
+            made = {  # in the same order on all ranks: a group is complete when all of its ranks are there
                 name: new_group(ranks, name, device_type="")
                 for name, ranks in sorted(known.items())
                 if name not in default and all(everywhere[rank][0].get(name) == ranks for rank in ranks)
@@ -213,7 +213,7 @@ class ProcessGroups:
         return int(agreed)
 
     def leave(self) -> None:
-        """Destroy all groups; a rank that exits without can take its process down hard."""
+        """Destroy all groups; without this, the process may crash when it exits."""
         if dist.is_initialized():
             self._destroy()
         if self._refusing is not None:
@@ -224,6 +224,6 @@ class ProcessGroups:
             os.environ.pop(name, None)
 
     def _destroy(self) -> None:
-        """Drop c10d's groups; one that waits for a peer is not waited for."""
+        """Destroy c10d's groups, without waiting for peers."""
         self._sockets.shut()
         self._backend.destroy_process_groups()

@@ -1,4 +1,4 @@
-"""What a rank does before it says that it stands: what it printed is on its way, what its device was given is done."""
+"""Flush and synchronise before a hold, so that a held rank has sent its output and its device has caught up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workbench.engine.backends.base import Backend
 
 
 class FlushBeforeHold:
-    """Called in the thread that is about to be held.
+    """Callable for the thread that is about to be held.
 
     Args:
         backend: of this rank's device.
@@ -18,7 +18,7 @@ class FlushBeforeHold:
         self._backend = backend
 
     def __call__(self) -> bool:
-        """Write out what was printed, and tell whether there was a device to wait for."""
+        """Flush the output and synchronise the device; return whether there is a device."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._backend.synchronize()

@@ -1,15 +1,15 @@
-"""The gate: it is asked before an event is recorded, and may hold its rank there.
+"""The gate: it checks each event before it is recorded, and may hold its rank there.
 
-A held thread runs a command loop, like a debugger's: expressions, cells and inspections that were sent meanwhile run in
+A held thread runs a command loop, like a debugger's: expressions, cells and inspections that arrive meanwhile run in
 the stopped step's own thread and grad mode. The side door only sets what is wanted and puts jobs into the inbox::
 
     side door (control thread)            held thread
     Pause     -> wanted                   event -> wanted? -> held: loop over the inbox
-    Job       -> inbox                      job: run it, leave how it ended under its ticket
-    Continue  -> released, wake             wake: interrupted? aborted? released? then go on
+    Job       -> inbox                      job: run it, store its result under its ticket
+    Continue  -> released, wake             wake: interrupted? aborted? released? then continue
 
-While nothing is wanted :attr:`Gate.event` *is* the recorder's: the gate costs nothing. What a rank is told about memory
-never holds it: gradients die in the garbage collector, at any place.
+While nothing is wanted :attr:`Gate.event` *is* the recorder's: the gate costs nothing. Memory events never hold a rank:
+gradients are freed in the garbage collector, at any point.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from workbench.runtime.interrupts import Interrupts
 from workbench.runtime.recorder import NO_STEP, Recorder
 
 Inbox = SimpleQueue[Job | None]
-"""Jobs; None wakes the held thread up."""
+"""Jobs; None wakes the held thread."""
 
 GateRequest = Pause | RunTo | Continue | Next | SetBreakpoints | Job | Forget
 
 _NEEDS_OTHERS = (*COLLECTIVES, Kind.UNSHARD)
 _WITHIN_COLLECTIVE = (*COLLECTIVES, Kind.WAIT)  # while one of these has begun
-_RECENT_NS = 500_000_000  # a rank that waits is asked more often than that
+_RECENT_NS = 500_000_000  # a waiting rank calls the stop point more often than that
 
 
 class Gate:
-    """The probe that is asked before an event is recorded, and may hold its rank there, where it runs what is sent.
+    """The probe that checks each event before it is recorded, and may hold its rank there and run jobs.
 
     Args:
-        recorder: what is recorded when the gate has been asked.
+        recorder: records the events that have passed the gate.
         rank: this rank.
-        quiet: called in the thread that is about to be held, before anybody is told: see
+        quiet: called in the thread that is about to be held, before the hold is visible: see
             :class:`workbench.runtime.flush_before_hold.FlushBeforeHold`.
 
     Attributes:
-        event: what the engine calls; the recorder's own while nothing is wanted.
-        interrupts: what SIGINT does.
+        event: the function that the engine calls; the recorder's own while nothing is wanted.
+        interrupts: handling of SIGINT.
     """
 
     def __init__(self, recorder: Recorder, rank: int, quiet: Callable[[], bool] = lambda: False) -> None:
@@ -63,7 +63,7 @@ class Gate:
         self._rank = rank
         self._quiet = quiet
         self._alone = ""
-        self._lock = threading.Lock()  # between what is wanted and whether the rank is held
+        self._lock = threading.Lock()  # guards the stop targets and whether the rank is held
         self._wanted = StopTargets()
         self._inbox: Inbox = SimpleQueue()  # its put may be called from a signal handler
         self._held: Hold | None = None
@@ -81,7 +81,7 @@ class Gate:
         self.begin_step, self.end_step = recorder.begin_step, recorder.end_step
 
     def install(self) -> None:
-        """Stand before the recorder, and stop in waits."""
+        """Become the active probe in front of the recorder, and the stop point of waits."""
         self._recorder.before_own = self._ask_own
         cancellable_waits.stop_point = self._ask_waiting
         self.source(SOURCE)
@@ -89,13 +89,13 @@ class Gate:
 
     @staticmethod
     def uninstall() -> None:
-        """Let the engine speak to nobody, and wait without stops."""
+        """Remove the probe and the stop point of waits."""
         probe.active = None
         cancellable_waits.stop_point = cancellable_waits.go_on
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Within the body, a command that is no step, nothing holds this rank."""
+        """Never hold this rank within the body, a command that is not a step."""
         self._passes = True
         try:
             yield
@@ -104,7 +104,7 @@ class Gate:
 
     @contextmanager
     def stepping(self, stop: Breakpoint | None = None) -> Iterator[None]:
-        """The body runs steps, and is held once at ``stop``; what was wanted of them only is forgotten with them."""
+        """Run steps in the body, and hold once at ``stop``; requests for these steps are dropped at the end."""
         if stop is not None:
             with self._lock:
                 armed = breakpoint_matching.arm((stop,), self._rank)
@@ -116,11 +116,11 @@ class Gate:
             self.forget_requests()
 
     def forget_requests(self) -> None:
-        """Forget pause, next, positions to run to and what was for once; all other breakpoints stay."""
+        """Drop pause, next, run-to positions and one-time breakpoints; keep the other breakpoints."""
         with self._lock:
             self._want(self._wanted.lasting())
 
-    # ---- asked before an event, in the thread that runs the step
+    # ---- checks before an event, in the step's thread
 
     def _asked(
         self,
@@ -148,11 +148,11 @@ class Gate:
             self._hold(unit)
 
     def _ask_waiting(self) -> None:
-        """Stop in a wait for other ranks, if it is within a collective: its end has not been asked about yet.
+        """Hold in a wait for other ranks, if it is within a collective, whose end has not passed the gate yet.
 
-        The user's own code can follow other waits, such as that for readers at the end of a backward. A rank that is
-        past one may stand in a collective there, of which no event tells, and wait for this one: to hold it would keep
-        the other from ever coming to an event.
+        Other waits, such as that for readers at the end of a backward, may be followed by the user's own code. A rank
+        that is past such a wait may block there in a collective without an event, and wait for this rank: holding this
+        one would keep the other from ever reaching an event.
         """
         self.interrupts.check()
         if self._alone and self._recorder.is_aside:
@@ -169,9 +169,9 @@ class Gate:
             self._hold(event.unit)
 
     def _stops(self, event: PendingEvent, asked: Callable[[StopTargets], tuple[bool, ArmedBreakpoint | None]]) -> bool:
-        """Decide whether to hold before ``event``; if so, this rank counts as held when this returns.
+        """Decide whether to hold before ``event``; if so, this rank counts as held on return.
 
-        What was printed and what the device was given comes first, without the lock; by then it may have been let go.
+        Flushing and synchronising come first, without the lock, so the decision is made again afterwards.
         """
         is_synchronised: bool | None = None
         while True:
@@ -229,10 +229,10 @@ class Gate:
         )
 
     def _hold(self, unit: int) -> None:
-        """Run what is sent until this rank is let go.
+        """Run jobs until this rank is released.
 
         Raises:
-            StepAborted: the step was given up.
+            StepAborted: the step was aborted.
             KeyboardInterrupt: SIGINT.
         """
         try:
@@ -251,7 +251,7 @@ class Gate:
                 self._run(job)
             self.interrupts.check()
             cancellation.check()
-            if self._is_released:  # a wake comes after it: what was sent before has run
+            if self._is_released:  # it precedes the wake: earlier jobs have run
                 return
 
     def _next_message(self) -> Job | None:
@@ -259,7 +259,7 @@ class Gate:
             try:
                 return self._inbox.get(timeout=cancellable_waits.SLICE_S)
             except Empty:
-                continue  # a signal that another thread has caught is handled between two calls
+                continue  # Python handles a signal that another thread has caught between two calls
 
     def _run(self, job: Job) -> None:
         with self._recorder.aside(), self._in_company(job.alone):
@@ -268,7 +268,7 @@ class Gate:
 
     @contextmanager
     def _in_company(self, alone: str) -> Iterator[None]:
-        """The body runs on the ranks that ``alone`` names only, and may not wait for others; empty: on all."""
+        """Mark the body as run only by some ranks: it must not wait for others. ``alone`` empty: all ranks run it."""
         self._set_alone(alone)
         try:
             yield
@@ -293,13 +293,13 @@ class Gate:
     # ---- from other threads
 
     def _want(self, wanted: StopTargets) -> None:
-        """Exchange what is wanted, and ask from now on if that is anything; the lock is held."""
+        """Replace the stop targets, and check events from now on if there are any; call with the lock held."""
         self._wanted = wanted
         if self._is_wanted():
             self.event = self._asked
             return
         self.event = self._recorder.event
-        if self._is_wanted():  # a signal came between the two lines above
+        if self._is_wanted():  # a signal arrived between the two lines above
             self.event = self._asked
 
     def _is_wanted(self) -> bool:
@@ -310,14 +310,14 @@ class Gate:
         self.wake()
 
     def wake(self) -> None:
-        """Let the held thread look whether it may or must leave; thread-safe, never blocks."""
+        """Make the held thread check whether it may or must leave; thread-safe, never blocks."""
         self._inbox.put(None)
 
     def request(self, request: GateRequest) -> bool | None:
-        """Do what the side door was asked; a job is answered with whether this rank is held, and so will do it.
+        """Handle a request of the side door; for a job, return whether this rank is held and so will run it.
 
         Raises:
-            UsageError: an event or a condition that there is not; nothing has changed then.
+            UsageError: an event or a condition is invalid; nothing has changed then.
         """
         with self._lock:
             match request:
@@ -359,23 +359,23 @@ class Gate:
 
     @property
     def held(self) -> Hold | None:
-        """Where this rank is held; may be asked from any thread."""
+        """The event before which this rank is held; thread-safe."""
         return None if self._is_released else self._held
 
     @property
     def tickets(self) -> dict[str, JobReply]:
-        """How the jobs ended that nobody has asked to forget."""
+        """Results of the finished jobs, until a ``Forget``."""
         return dict(self._tickets)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this rank is in a step and waits for others."""
+        """Whether this rank is in a step and waits for other ranks."""
         return self._recorder.step != NO_STEP and self._is_waiting()
 
     def _is_waiting(self) -> bool:
         row = self._recorder.last_event()
         if row is not None and (row["kind"], row["edge"]) == (Kind.WAIT, Edge.BEGIN):
             return True
-        # waits without an event of their own: for all ranks to say what they issue
+        # waits without an event: for all ranks to announce what they issue
         was_recent = time.monotonic_ns() - self._waited_ns < _RECENT_NS
         return was_recent and self._waits_at == self._place()

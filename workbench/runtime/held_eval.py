@@ -1,8 +1,7 @@
-"""What a held rank runs between two events of its step: expressions, cells and inspections.
+"""Jobs of a held rank, run between two events of its step: expressions, cells and inspections.
 
-An expression and a cell see, in this order: the variables of the user's functions that are under way, innermost first;
-those of the cells; and the globals of the modules that these functions are from. What they assign becomes a variable of
-the cells.
+Names in an expression or a cell are looked up in this order: in the variables of the user's active functions, innermost
+first; in those of the cells; in the globals of these functions' modules. Assignments create variables of the cells.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ MAX_TEXT = 50_000
 _CELL = "<cell while stopped>"
 _EXPRESSION = "<expression>"
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # wait for what was issued, or only make a tensor of it
+_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # only wait for, or wrap, what was issued
 
 
 def run(job: Job, recorder: Recorder) -> JobReply:
-    """Run one job in this thread; one that raises leaves the rank held.
+    """Run one job in this thread; if it raises, the rank stays held.
 
     Args:
-        job: what to do. If other ranks do not do it as well, a collective with them would wait for ever, and raises.
-        recorder: what the rank recorded.
+        job: the work. If other ranks do not run it too, a collective with them would wait forever; it raises instead.
+        recorder: the rank's recorder.
 
     Returns:
-        ``text`` is what to show (a repr, or the output).
+        the result; ``text`` is a repr or the output.
     """
     output = io.StringIO()
     try:
@@ -66,7 +65,7 @@ def run(job: Job, recorder: Recorder) -> JobReply:
             if isinstance(job.work, Inspect):
                 return JobReply(inspected=inspect(job.work.fqn, recorder))
             text = _run(job.work)
-    except BaseException as error:  # noqa: BLE001 - whatever it raises, an interrupt too, is the answer: the stop stays
+    except BaseException as error:  # noqa: BLE001 - any exception, also an interrupt, is the result: the rank stays held
         return JobReply(text=_cut(output.getvalue()), error=_error(error, job.work))
     return JobReply(text=_cut(output.getvalue() + text))
 
@@ -79,12 +78,12 @@ def _company(job: Job) -> AbstractContextManager[object]:
 
 
 def needs_others(what: str, alone: str) -> str:
-    """Return why ``what`` cannot be done by some ranks only; ``alone`` is as a job has it."""
+    """Return the sentence that ``what`` cannot be done by some ranks only; ``alone`` is that of the job."""
     return f"{what} waits for other ranks, and only {alone}"
 
 
 def refusal(why: str) -> JobReply:
-    """Return how a job ended that did not run."""
+    """Return the result of a job that did not run."""
     return JobReply(error=JobError(ename="NotRun", evalue=why, traceback=f"NotRun: {why}"))
 
 
@@ -94,15 +93,15 @@ def _run(work: Evaluate | RunCell) -> str:
         return _evaluate(work.expr, scope) if isinstance(work, Evaluate) else _run_cell(work.code, scope)
 
 
-# ---- what names mean
+# ---- names
 
 
 class _Scope(MutableMapping[str, Any]):
-    """What names mean where the step is stopped: variables of functions and of the cells, globals of modules.
+    """Names where the step is stopped: variables of functions and of the cells, globals of modules.
 
     Args:
-        frames: of the user's functions that are under way, innermost first.
-        first: number of the frame that is looked at first, and those around it.
+        frames: active functions of the user, innermost first.
+        first: index of the innermost frame to use; it and its callers are searched.
     """
 
     def __init__(self, frames: Sequence[FrameType], first: int) -> None:
@@ -119,7 +118,7 @@ class _Scope(MutableMapping[str, Any]):
 
     @classmethod
     def here(cls, first: int) -> _Scope:
-        """Return what names mean in the calling thread."""
+        """Return the names in the calling thread."""
         return cls(frames_of_the_step(), first)
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a variable
@@ -143,12 +142,12 @@ class _Scope(MutableMapping[str, Any]):
         return len(self.whole())
 
     def whole(self) -> dict[str, Any]:
-        """Return all names and what they mean."""
+        """Return all names and their values."""
         return self._modules | self._cells | self._variables
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Say of a name that the body itself uses, and that there is not, which ones come near and where they are."""
+        """Add the nearest names and the frames to a NameError that the body itself raises."""
         try:
             yield
         except NameError as error:
@@ -174,7 +173,7 @@ def _nearest(name: str, known: Iterable[str]) -> list[str]:
 
 def _evaluate(text: str, scope: _Scope) -> str:
     tree = ast.parse(text.strip(), _EXPRESSION, "eval")
-    names = scope.whole()  # one dictionary: a function within the expression sees nothing else
+    names = scope.whole()  # one dictionary: a function within the expression sees only its globals
     value = eval(compile(tree, _EXPRESSION, "eval", dont_inherit=True), names)
     for name in {node.target.id for node in ast.walk(tree) if isinstance(node, ast.NamedExpr)} & names.keys():
         if names[name] is not scope.get(name):
@@ -182,8 +181,8 @@ def _evaluate(text: str, scope: _Scope) -> str:
     return described(value)
 
 
-def described(value: Any) -> str:  # noqa: ANN401 - whatever the user's expression gave
-    """Return the repr of ``value``; a DTensor is said to be this rank's shard, with its local values."""
+def described(value: Any) -> str:  # noqa: ANN401 - any value of the user's expression
+    """Return the repr of ``value``; a DTensor is described as this rank's shard, with its local values."""
     if not isinstance(value, DTensor):
         return repr(value)
     local = local_of(value).detach()
@@ -192,7 +191,7 @@ def described(value: Any) -> str:  # noqa: ANN401 - whatever the user's expressi
 
 
 class _WholeNumbers(TorchFunctionMode):
-    """Refuses to make a number of a DTensor that is a pending sum: on one rank it would be that rank's part."""
+    """Refuses to convert a DTensor with a pending sum to a number: on one rank it would be only that rank's part."""
 
     _MAKE_NUMBERS = frozenset(
         {
@@ -207,7 +206,7 @@ class _WholeNumbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - signature of torch
-        """Call ``func`` unless it is one of those."""
+        """Call ``func`` unless it makes a number of a pending sum."""
         if func in self._MAKE_NUMBERS and _is_pending_sum(args[0]):
             raise TypeError(
                 "this DTensor is a sum over ranks that was not taken yet; its value here is this rank's part: evaluate "
@@ -221,11 +220,11 @@ def _is_pending_sum(value: object) -> bool:
 
 
 class _CollectiveGuard(TorchDispatchMode):
-    """Refuses collectives with ranks that do not take part.
+    """Refuses collectives with ranks that do not run the job.
 
     Args:
-        alone: as a job has it.
-        ranks: that take part.
+        alone: that of the job.
+        ranks: the ranks that run the job.
     """
 
     def __init__(self, alone: str, ranks: Sequence[int]) -> None:
@@ -237,7 +236,7 @@ class _CollectiveGuard(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401 - signature of torch
         """Call ``func`` unless it communicates."""
         if DTensor in types:
-            return NotImplemented  # let it become plain operations, which come here again
+            return NotImplemented  # let it become plain operations, which are dispatched here again
         given = (*args, *(kwargs or {}).values())
         if func.namespace in _COMMUNICATING and func.overloadpacket.__name__ not in _LOCAL:
             group = _group_among(given)
@@ -247,10 +246,10 @@ class _CollectiveGuard(TorchDispatchMode):
 
 
 def _group_among(given: Sequence[object]) -> dist.ProcessGroup | None:
-    """Return the process group that an operator was given; None if it was given a name, or none."""
+    """Return the process group among the arguments of an operator; None if they hold only a name, or none."""
     for value in given:
         if isinstance(value, torch.ScriptObject):
-            with suppress(RuntimeError):  # it is something else, such as the kind of a reduction
+            with suppress(RuntimeError):  # not a group, but for example the kind of a reduction
                 return dist.ProcessGroup.unbox(value)
     return None
 
@@ -259,7 +258,7 @@ def _group_among(given: Sequence[object]) -> dist.ProcessGroup | None:
 
 
 def _run_cell(text: str, scope: _Scope) -> str:
-    """Run a cell; returns the repr of its last line if that is an expression with a value."""
+    """Run a cell; return the repr of its last line if that is an expression with a value."""
     linecache.cache[_CELL] = (len(text), None, text.splitlines(keepends=True), _CELL)
     tree = ast.parse(text, _CELL)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -270,7 +269,7 @@ def _run_cell(text: str, scope: _Scope) -> str:
     return "" if value is None else f"{described(value)}\n"
 
 
-# ---- what went wrong
+# ---- errors
 
 
 def _error(error: BaseException, work: Inspect | Evaluate | RunCell) -> JobError:
@@ -283,7 +282,7 @@ def _error(error: BaseException, work: Inspect | Evaluate | RunCell) -> JobError
 
 
 def _traceback_of(error: BaseException) -> list[str]:
-    """Return the traceback from the cell's own line on."""
+    """Return the traceback from the cell's own line inwards."""
     where = error.__traceback__
     while where is not None and where.tb_frame.f_code.co_filename != _CELL:
         where = where.tb_next
@@ -291,7 +290,7 @@ def _traceback_of(error: BaseException) -> list[str]:
 
 
 def _place(error: BaseException) -> str:
-    """Say where it was raised, if that is not the expression itself."""
+    """Return where it was raised, unless in the expression itself."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     if last is None or last.filename in {_EXPRESSION, __file__}:

@@ -1,7 +1,7 @@
 """What a rank holds of one parameter at this moment: its shard, the full parameter, gradients, optimizer state.
 
-Nothing here communicates: every number is of what lies on this rank. What a unit and its parameters are, where they are
-and why is read from the record; its source is asked for the tensors alone, whoever it is.
+Nothing here communicates: all numbers are of this rank's data. Units, parameters, states and their reasons are read
+from the trace; only the tensors come from the event source.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from workbench.trace.schema import Rows
 from workbench.trace.step_names import step_name
 
 _LOOK_BACK = 20_000
-"""Rows in which the beginning of an unshard is looked for: dozens of steps of a small model."""
+"""Rows searched for the begin of an unshard: dozens of steps of a small model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """A parameter, and what this rank has of it.
+    """A parameter, and what this rank holds of it.
 
     Attributes:
         model: variable that holds its model, empty if none does.
         fqn: its name relative to that model.
-        part: which one it is of those that ``param`` stands for; None: it is that itself.
-        flat: what this rank has of ``param``, if it is part of it.
+        part: the part of the flat parameter ``param``; None: it is ``param`` itself.
+        flat: this rank's tensors of ``param``, if it is a part of it.
     """
 
     model: str = ""
@@ -52,12 +52,12 @@ class _Found:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.param.global_shape if self.part is None else self.part.global_shape
 
     @property
     def slot(self) -> tuple[int, int]:
-        """Which elements of the padded flat parameter are this rank's."""
+        """Elements of the padded flat parameter that belong to this rank."""
         begin = self.tensors.shard_rank * self.param.padded_rows
         return begin, begin + self.param.padded_rows
 
@@ -67,7 +67,7 @@ def inspect(fqn: str, recorder: Recorder) -> InspectReply:
 
     Args:
         fqn: its name in its model, with or without the model's variable before it.
-        recorder: what the rank recorded, and of whom.
+        recorder: the rank's recorder.
 
     Raises:
         UsageError: no such parameter is sharded, or several are.
@@ -92,14 +92,14 @@ def inspect(fqn: str, recorder: Recorder) -> InspectReply:
 
 
 def _find(fqn: str, recorder: Recorder) -> _Found:
-    """Return the parameter called ``fqn``.
+    """Return the parameter ``fqn``.
 
     Raises:
-        UsageError: see :func:`inspect`.
+        UsageError: as :func:`inspect`.
     """
     known = list(_known(recorder))
     matching = [f for f in known if fqn in {f.fqn, f"{f.model}.{f.fqn}"}]
-    # a model that no variable holds may be one that waits for the garbage collector
+    # a model that no variable holds may be garbage that is not collected yet
     matches = {(f.unit.index, f.param.fqn, f.part): f for f in [m for m in matching if m.model] or matching}
     if len(matches) == 1:
         return next(iter(matches.values()))
@@ -110,7 +110,7 @@ def _find(fqn: str, recorder: Recorder) -> _Found:
 
 
 def _known(recorder: Recorder) -> Iterator[_Found]:
-    """Yield every parameter by each of its names, those in models among the cells' variables first."""
+    """Yield every parameter under each of its names, first those in models among the cells' variables."""
     held = [
         _Found(fqn=param.fqn, unit=unit, param=param, tensors=tensors[param.fqn])
         for unit in recorder.header.units
@@ -163,11 +163,11 @@ def _plain_number(value: float) -> Number:
 
 @torch.no_grad()
 def _facts(values: object, dtype: str) -> TensorFacts:
-    """Describe what lies on this rank of a tensor; sums are taken in float32 at least.
+    """Describe this rank's part of a tensor; sums use at least float32.
 
     Args:
-        values: as a source has them.
-        dtype: of numbers that are no tensor.
+        values: tensor of a source.
+        dtype: dtype of values that are not a tensor.
     """
     given = values if isinstance(values, torch.Tensor) else torch.as_tensor(values, dtype=getattr(torch, dtype))
     local = (local_of(given) if isinstance(given, DTensor) else given).detach()
@@ -233,7 +233,7 @@ def _full(found: _Found, recorder: Recorder) -> FullFacts:
 
 @dataclass(frozen=True)
 class _Past:
-    """What a unit did, of the newest rows, oldest first."""
+    """The newest rows of a unit, oldest first."""
 
     rows: Rows
 
@@ -248,19 +248,19 @@ class _Past:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether an all-gather was issued, and nobody has what it gives."""
+        """Whether an all-gather was issued and its result is not in use yet."""
         row = self._last(*STATE_AFTER)
         return row is not None and STATE_AFTER[Kind(row["kind"]), Edge(row["edge"])] is UnitState.ALL_GATHER_IN_FLIGHT
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether the full parameter was asked for, and its all-gather, if it needs one, not issued yet."""
+        """Whether the full parameter was requested, but no all-gather was issued yet."""
         row = self._last((Kind.UNSHARD, Edge.BEGIN), *STATE_AFTER)
         return row is not None and (Kind(row["kind"]), Edge(row["edge"])) == (Kind.UNSHARD, Edge.BEGIN)
 
     @property
     def asked(self) -> str:
-        """When the full parameter was asked for, an end of a phrase; empty: too long ago."""
+        """When the full parameter was requested, as the end of a phrase; empty: too long ago."""
         row = self._last((Kind.UNSHARD, Edge.BEGIN))
         return "" if row is None else f" (requested in {Phase(row['phase']).words} of {step_name(int(row['step']))})"
 
@@ -319,7 +319,7 @@ def _optimizers(found: _Found) -> Iterator[OptimizerFacts]:
 
 
 def _piece(found: _Found, value: object) -> object:
-    """Return what of a flat parameter's state is a part's; one number for all is that of each."""
+    """Return the part of a flat parameter's state that belongs to a parameter; a scalar belongs to every part."""
     begin, end = found.slot
     if found.part is None or not isinstance(value, torch.Tensor) or value.shape != (end - begin,):
         return value

@@ -1,8 +1,8 @@
-"""Ctrl-C on a rank within a step: a flag first, an exception only where nothing is half done.
+"""Ctrl-C on a rank within a step: it sets a flag, and raises only at a safe point.
 
-The engine's books must not be left in the middle of a line. So the signal only sets a flag; the exception rises where
-the rank stops anyway, at the gate or in a wait. The user's own Python code is interrupted at once by a second signal,
-by one after an abort, and, in a cell that runs while the step is stopped, by the first.
+The engine's state must not be left half updated. So the signal only sets a flag, and the exception is raised where the
+rank can stop anyway: at the gate or in a wait. The user's own Python code is interrupted at once by a second signal, by
+a signal after an abort, and, in a cell that runs while the step is stopped, by the first signal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _BOOKKEEPING = (
     "workbench.engine",
     "workbench.runtime.gate",
     "workbench.runtime.recorder",
-    "workbench.runtime.sharding",  # between two of the engine's calls a model may be half sharded
+    "workbench.runtime.sharding",  # between two engine calls a model may be half sharded
 )
 
 
 class Interrupts:
-    """What Ctrl-C does on a rank: it sets a flag, and raises only where nothing is half done.
+    """Handling of Ctrl-C on a rank: it sets a flag, and raises only at a safe point.
 
     Args:
         on_flag: called in the signal handler once the flag is set; must take no lock.
@@ -39,7 +39,7 @@ class Interrupts:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Within the body SIGINT sets the flag; in another thread than the main one, and nested, nothing changes."""
+        """Make SIGINT set the flag within the body; no effect when nested or outside the main thread."""
         if self._is_installed or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -67,7 +67,7 @@ class Interrupts:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Tell whose code runs: ``engine`` (keeps its books), ``job`` (sent while stopped) or ``step`` (the user's)."""
+    """Return whose code runs: ``engine`` (not interruptible), ``job`` (run while held) or ``step`` (the user's)."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module == JOBS:

@@ -1,4 +1,4 @@
-"""What a sharded model is, in numbers and words: what ``shard`` and ``reshard`` answer."""
+"""Numbers and phrases that describe a sharded model, for the replies of ``shard`` and ``reshard``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from workbench.runtime.namespace import find_module, module_names
 
 
 def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> ShardReply:
-    """Return the facts of a sharded model.
+    """Return the description of a sharded model.
 
     Args:
-        name: what the ranks call it.
+        name: its variable on the ranks.
         model: the root.
-        prefetch: units asked for ahead by explicit lists, 0 without.
-        optimizers: how many go on with its parameters.
+        prefetch: units prefetched by explicit lists, 0 without.
+        optimizers: number of optimizers that continue with its parameters.
     """
     infos, sizes = unit_infos(model), sizes_of(model)
     return ShardReply(
@@ -46,7 +46,7 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
 
 
 def unmanaged_in(model: nn.Module, *, buffers: bool = True) -> UnmanagedState:
-    """Return what of a sharded model the engine does not manage; buffers, which have to be read, if asked to."""
+    """Return the parts of a sharded model that the engine does not manage; read and checksum buffers if ``buffers``."""
     return UnmanagedState(
         params=tuple(names[0] for param, names in _in_no_unit(model).items() if param.requires_grad),
         hooks=_never_called(model),
@@ -55,7 +55,7 @@ def unmanaged_in(model: nn.Module, *, buffers: bool = True) -> UnmanagedState:
 
 
 def unmanaged(*, buffers: bool = True) -> UnmanagedState:
-    """Return :func:`unmanaged_in` of the sharded models among the variables, each name after its variable.
+    """Return :func:`unmanaged_in` for all sharded models among the variables, names prefixed with the variable.
 
     Example: ``"model.scale"``: what ``model.get_parameter("scale")`` returns.
     """
@@ -87,14 +87,14 @@ def name_from_models() -> None:
 
 
 def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the models that are not part of another one, each under the first of its names.
+    """Return the models that are not part of another one, each under its first name.
 
-    Several variables may hold one model, and a loop over its blocks leaves a block in a variable.
+    Several variables may hold one model, and a loop over a model's blocks leaves a block in a variable.
     """
     once: dict[int, tuple[str, nn.Module]] = {}
     for name, model in models.items():
         once.setdefault(id(model), (name, model))
-    if len(once) > 1:  # each training forward of a cell asks: do not walk through the only model
+    if len(once) > 1:  # every training forward of a cell calls this: do not walk a single model
         for _, model in tuple(once.values()):
             for part in model.modules():
                 if part is not model:
@@ -103,10 +103,10 @@ def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _in_no_unit(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the parameters that belong to no unit, each with the names of every place where it is.
+    """Return the parameters that belong to no unit, each with its names at every place.
 
-    They are looked for by place as well: while a unit is unsharded, as a root is after an evaluation, its modules have
-    full parameters, which are others than those that the unit owns.
+    They are matched by place as well: while a unit is unsharded, as a root is after an evaluation, its modules hold
+    full parameters, which are not the objects that the unit owns.
     """
     units = units_of(states_below(model))
     owned = _owned(units)
@@ -146,7 +146,7 @@ def _owned(units: Iterable[FSDPParamGroup]) -> set[nn.Parameter]:
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
-    """Return whether every rank holds all of a buffer's elements."""
+    """Return whether every rank holds all elements of a buffer."""
     return not (buffer.is_meta or isinstance(buffer, DTensor) or buffer.layout is not torch.strided)
 
 
@@ -156,7 +156,7 @@ def _checksum(buffer: torch.Tensor) -> int:
 
 
 def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> ShardReply:
-    """Return the facts of some units alone, as :func:`describe` does of a model; ``name``: what the ranks call them."""
+    """Return the description of some units, as :func:`describe` does for a model; ``name``: variable on the ranks."""
     infos = [unit.describe() for unit in units]
     params = [param for info in infos for param in info.params]
     return ShardReply(
@@ -173,13 +173,13 @@ def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> ShardReply:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSize:
-    """A parameter of a model, sharded or not, in numbers.
+    """Size of one parameter of a model, sharded or not.
 
     Attributes:
-        names: of every place where it is, as they are where there are no wrappers.
-        shape: of the whole.
-        itemsize: bytes of an element.
-        unit: the one that manages it, or None.
+        names: its names at every place, without wrappers.
+        shape: shape of the whole parameter.
+        itemsize: bytes per element.
+        unit: the unit that manages it, or None.
     """
 
     names: tuple[str, ...]
@@ -189,22 +189,22 @@ class ParamSize:
 
     @property
     def is_managed(self) -> bool:
-        """Whether it is of a unit."""
+        """Whether it belongs to a unit."""
         return self.unit is not None
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def above(self) -> set[str]:
-        """Paths of the modules that hold it, but for the root."""
+        """Paths of the modules that contain it, without the root."""
         return {name[:end] for name in self.names for end, letter in enumerate(name) if letter == "."}
 
 
 def sizes_of(model: nn.Module) -> list[ParamSize]:
-    """Return the sizes of the parameters, each once; what a flat parameter stands for, not the flat one."""
+    """Return the size of each parameter once; for a flat parameter, the sizes of its parts instead."""
     managed = [(unit, param) for unit in units_of(states_below(model)) for param in unit.fsdp_params]
     names = names_below((model,))
     found: list[ParamSize] = []
@@ -221,17 +221,17 @@ def sizes_of(model: nn.Module) -> list[ParamSize]:
 
 
 def unit_infos(model: nn.Module) -> list[Unit]:
-    """Return what the engine says of each unit in the tree."""
+    """Return the engine's description of each unit in the tree."""
     return [unit.describe() for unit in units_of(states_below(model))]
 
 
 def _unit_names(model: nn.Module) -> list[str]:
-    """Return the paths of the units, ``(root)`` for the model's own; a call that found no parameters made none."""
+    """Return the paths of the units, ``(root)`` for the model's own; a call without parameters makes no unit."""
     states = ((clean(name), state_of(module)) for name, module in model.named_modules())
     return [unit_words(name) for name, s in states if s is not None and s._fsdp_param_group is not None]
 
 
 def _bytes_at_rest(param: Param) -> int:
-    """Return the bytes of one shard, with padding."""
+    """Return the bytes of one shard, including padding."""
     others = (size for dim, size in enumerate(param.shape) if dim != param.shard_dim)
     return param.padded_rows * math.prod(others) * param.itemsize

@@ -1,4 +1,4 @@
-"""The variables of a rank's cells, and what can be found among them."""
+"""The variables of a rank's cells, and lookups among them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from workbench.errors import UsageError
 
 
 def user_namespace() -> dict[str, Any]:
-    """Return the namespace that cells run in: an IPython kernel makes it the module ``__main__``."""
+    """Return the namespace that cells run in, which in an IPython kernel is the module ``__main__``."""
     return sys.modules["__main__"].__dict__
 
 
 def variables() -> dict[str, Any]:
-    """Return the variables as they are at this moment, also while a cell in the main thread makes new ones."""
-    return user_namespace().copy()  # in one go: to iterate over the namespace itself would fail
+    """Return a snapshot of the variables, safe while a cell in the main thread creates new ones."""
+    return user_namespace().copy()  # atomic: iteration over the namespace itself would fail
 
 
 def lookup(name: str) -> Any:  # noqa: ANN401 - whatever the user bound
-    """Return the object a dotted name stands for.
+    """Return the object that a dotted name refers to.
 
     Raises:
         UsageError: there is none on this rank.
@@ -41,10 +41,10 @@ def lookup(name: str) -> Any:  # noqa: ANN401 - whatever the user bound
 
 
 def find_module(name: str) -> nn.Module:
-    """Return the module that ``name`` stands for.
+    """Return the module that ``name`` refers to.
 
     Raises:
-        UsageError: there is none, or it is something else.
+        UsageError: there is none, or it is not a module.
     """
     value = lookup(name)
     if not isinstance(value, nn.Module):
@@ -53,7 +53,7 @@ def find_module(name: str) -> nn.Module:
 
 
 def rebind(name: str, new: nn.Module) -> None:
-    """Let ``name``, and each variable that holds the same module, stand for ``new``.
+    """Bind ``name``, and each variable that holds the same module, to ``new``.
 
     Raises:
         UsageError: there is no module of that name on this rank.
@@ -66,8 +66,8 @@ def rebind(name: str, new: nn.Module) -> None:
 
 
 def exchange(pairs: Iterable[tuple[object, object]]) -> None:
-    """Let variables that stand for the first of a pair stand for the second."""
-    new = {id(old): (old, by) for old, by in pairs}  # the old one as well: else its id may become another's
+    """Rebind variables that hold the first of a pair to the second."""
+    new = {id(old): (old, by) for old, by in pairs}  # keeps the old object alive, so that its id is not reused
     user_namespace().update({name: new[id(value)][1] for name, value in variables().items() if id(value) in new})
 
 

@@ -1,4 +1,4 @@
-"""Explicit prefetch: which units a unit asks for ahead, ``ahead`` of them in the order in which modules run."""
+"""Explicit prefetch: the lists of ``ahead`` units that each unit prefetches, in execution order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from workbench.engine.fsdp_state import FSDPState, state_of
 
 
 def set_prefetch(model: nn.Module, ahead: int) -> None:
-    """Give every unit the lists of the units that follow it in forward and in backward.
+    """Set each unit's lists of the units that follow it in forward and in backward.
 
     Args:
         model: the root.
-        ahead: length of the lists; 0 empties them, and the engine goes by its own order again.
+        ahead: length of the lists; 0 empties them, which restores the engine's own order.
     """
     for unit, following in _with_following(forward_order(model), ahead):
         unit.set_modules_to_forward_prefetch(following if ahead else None)
@@ -24,12 +24,12 @@ def set_prefetch(model: nn.Module, ahead: int) -> None:
 
 
 def forward_order(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules of units as forward enters them: outer before inner, else as they were defined."""
+    """Return the modules of units in forward order: outer before inner, otherwise in definition order."""
     return list(_walk(model, set(), backward=False))
 
 
 def backward_order(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules of units as backward enters them: outer before inner, else the last defined first."""
+    """Return the modules of units in backward order: outer before inner, otherwise in reverse definition order."""
     return list(_walk(model, set(), backward=True))
 
 
@@ -39,7 +39,7 @@ def _with_following(order: list[FSDPModule], ahead: int) -> Iterator[tuple[FSDPM
 
 
 def _walk(module: nn.Module, seen: set[nn.Module | FSDPState], *, backward: bool) -> Iterator[FSDPModule]:
-    """Yield one module of each unit, each once, also where modules are shared or one unit has several."""
+    """Yield one module of each unit once, even where modules are shared or a unit has several modules."""
     if module in seen:
         return
     state = state_of(module)

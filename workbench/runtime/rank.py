@@ -1,7 +1,7 @@
-"""What one rank does when asked. The cluster calls these functions by name, in the engine's process.
+"""Entry points of one rank. The cluster calls these functions by name, in the engine's process.
 
-:func:`boot`, :func:`connect`, :func:`execute`, :func:`recover` and :func:`shutdown` run in the main thread;
-:func:`side_door` runs in the control thread while the main thread may be busy, and so only reads state or sets flags.
+:func:`boot`, :func:`connect`, :func:`execute`, :func:`recover` and :func:`shutdown` run in the main thread.
+:func:`side_door` runs in the control thread while the main thread may be busy, so it only reads state or sets flags.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch._dynamo  # the first DTensor loads it, for 0.7 s: once before ranks are forked, not in each of them
+import torch._dynamo  # the first DTensor imports it in 0.7 s: do so once, before ranks are forked
 from torch.utils.hooks import RemovableHandle
 
 from workbench.clock import clock_here
@@ -71,12 +71,12 @@ class RankRuntime:
 
     Attributes:
         groups: its process groups.
-        recorder: what it records into.
-        gate: what may hold it.
-        trainer: what runs its steps.
-        hooks: with which it watches every optimizer.
-        doing: the word of the command under way, empty between commands.
-        commands: how many commands it has begun.
+        recorder: its recorder.
+        gate: its gate, which may hold it.
+        trainer: runs its steps.
+        hooks: handles of the hooks on every optimizer.
+        doing: word of the current command, empty between commands.
+        commands: number of commands it has begun.
     """
 
     groups: ProcessGroups
@@ -88,7 +88,7 @@ class RankRuntime:
     commands: int = 0
 
     def execute(self, command: Command) -> object:
-        """Do one command in the calling thread, and return what its ``reply`` says."""
+        """Run one command in the calling thread, and return its reply."""
         self.doing = command.word
         self.commands += 1
         try:
@@ -104,13 +104,13 @@ class RankRuntime:
             self.doing = ""
 
     def account_optimizers(self) -> None:
-        """Record what optimizer state has become after a command exchanged it."""
+        """Record the bytes of optimizer state after a command replaced it."""
         for value in variables().values():
             if isinstance(value, torch.optim.Optimizer):
                 self.trainer.account(value, changed=True)
 
     def position(self) -> Position:
-        """Return where this rank is; may be asked from any thread."""
+        """Return where this rank is; thread-safe."""
         held, recorder = self.gate.held, self.recorder
         return Position(
             rank=self.groups.rank,
@@ -129,7 +129,7 @@ class RankRuntime:
         )
 
     def drain(self, known: RecordSummary) -> DrainReply:
-        """Return what was recorded since ``known``, and the state after it."""
+        """Return what was recorded since ``known``, and the rank's position."""
         drained = self.recorder.drain(known.next_seq)
         version = self.recorder.header_version
         return DrainReply(
@@ -142,10 +142,10 @@ class RankRuntime:
         )
 
     def answer(self, request: RankRequest[Any]) -> object:
-        """Do what a request of the control thread asks for: look, set a flag, or leave something to be done.
+        """Handle a request of the control thread: read state, set a flag, or queue a job.
 
         Raises:
-            UsageError: see :meth:`Gate.request`.
+            UsageError: as :meth:`Gate.request`.
         """
         answer: object = None
         match request:
@@ -192,7 +192,7 @@ def _event_of(row: np.void | None) -> EventInfo | None:
 
 @does(Verify)
 def _verify(command: Verify, rank: RankRuntime) -> VerifyReply:
-    """Compare a step with an unsharded one; nothing of it is recorded or counted."""
+    """Compare a step with an unsharded one; the step is neither recorded nor counted."""
     steps_before = rank.trainer.optimizer_steps
     try:
         with rank.recorder.unrecorded():
@@ -212,14 +212,14 @@ def _this_rank() -> RankRuntime:
 
 
 def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
-    """Make this process a rank: :class:`~workbench.protocol.starting.Boot`, and its answer, as data.
+    """Make this process a rank, for a :class:`~workbench.protocol.starting.Boot` as data; return the reply as data.
 
     Raises:
-        ValueError: it is no such request.
+        ValueError: ``data`` is not such a request.
     """
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
     asked: Boot = decode(Boot, data, "boot")
-    shutdown()  # when the ranks of before were stopped it was busy, or its host was not reached
+    shutdown()  # the last stop may have missed it: it was busy, or its host was unreachable
     backend = backends.choose(asked.device, asked.local_rank)
     process_groups = ProcessGroups(
         rank=asked.rank,
@@ -246,25 +246,25 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
 
 
 def _look_after_cells() -> None:
-    """Have IPython, if this process runs it, note after each cell what units are called, and what none manages."""
+    """Have IPython, if this process runs it, name units after each cell and note what the engine does not manage."""
     get_ipython = user_namespace().get("get_ipython")
     if get_ipython is not None:
-        get_ipython().events.register("post_run_cell", _after_cell)  # once, also if the process was a rank before
+        get_ipython().events.register("post_run_cell", _after_cell)  # once, even if the process was a rank before
 
 
 def _after_cell(_: object) -> None:
     if _runtime is not None:
-        with suppress(RuntimeError):  # after an error of its device nothing can be read there
+        with suppress(RuntimeError):  # after a device error nothing can be read from the device
             _runtime.trainer.note_models()
 
 
 def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
-    """Join the process group and give cells their names: :class:`~workbench.protocol.starting.Connect`, as data.
+    """Join the process group and define the cells' variables, for a :class:`~workbench.protocol.starting.Connect`.
 
-    Collective.
+    Collective. Return the reply as data.
 
     Raises:
-        ValueError: it is no such request.
+        ValueError: ``data`` is not such a request.
     """
     asked: Connect = decode(Connect, data, "connect")
     runtime = _this_rank()
@@ -300,9 +300,9 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
 
 
 def _sample_memory(runtime: RankRuntime) -> int:
-    """Sample this process's memory from now on, and return what there is of it before anything is sharded.
+    """Sample this process's memory from now on, and return its size before anything is sharded.
 
-    Nothing is sampled, and 0 returned, where the engine's bytes are on a device with a memory of its own.
+    If the engine's bytes are on a device with its own memory, sample nothing and return 0.
     """
     if not backend_of(runtime.groups.device).is_host:
         return 0
@@ -312,24 +312,24 @@ def _sample_memory(runtime: RankRuntime) -> int:
 
 
 def execute(command: dict[str, Any]) -> dict[str, Any]:
-    """Do one command (``commands.to_dict``) in this thread and return its reply as data; raises what it raises."""
+    """Run one command (``commands.to_dict``) in this thread and return its reply as data; raises what it raises."""
     data: dict[str, Any] = encode(_this_rank().execute(from_dict(command)))
     return data
 
 
 def recover(generation: str) -> None:
-    """Build new process groups after a failure and make the next step clean; collective over all ranks.
+    """Rebuild the process groups after a failure and make the next step clean; collective over all ranks.
 
-    Variables that held a group hold the new one.
+    Variables that held an old group then hold its replacement.
 
     Args:
-        generation: a name that no earlier call had, equal on all ranks.
+        generation: a name that no earlier call used, equal on all ranks.
     """
     runtime = _this_rank()
     runtime.gate.forget_requests()
     runtime.recorder.give_up_step()
     exchange(runtime.groups.rebuild(generation))
-    # some may have begun a step that others have not: a step's number is one and the same on all ranks
+    # some ranks may have begun a step that others have not: a step must have the same number on all ranks
     runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
 
 
@@ -345,11 +345,11 @@ def shutdown() -> None:
 
 
 def side_door(data: dict[str, Any]) -> tuple[Any, list[memoryview]]:
-    """Answer a request of the control thread (:mod:`workbench.protocol.rank_messages`): return data and its buffers.
+    """Handle a request of the control thread (:mod:`workbench.protocol.rank_messages`): return data and its buffers.
 
     Raises:
-        ValueError: it is no request.
-        UsageError: see :meth:`Gate.request`.
+        ValueError: ``data`` is not a request.
+        UsageError: as :meth:`Gate.request`.
     """
     buffers: list[memoryview] = []
     return encode(_this_rank().answer(read_request(data)), buffers), buffers

@@ -1,13 +1,13 @@
-"""The probe of a rank: every event becomes one packed row of the trace.
+"""The recording probe of a rank: every event becomes one packed row of the trace.
 
 The ring holds the newest :data:`CAPACITY` rows. An append costs one ``struct.pack_into`` under a re-entrant lock (a
-freed gradient can announce itself from within an append, through the garbage collector) and never looks at a
-tensor's data. The key frame is folded from the rows themselves, at a drain or when half a ring has passed without
-one, so a drain always comes with the exact state it leaves off at.
+freed gradient can announce itself from within an append, through the garbage collector) and never reads a tensor's
+data. The key frame is folded from the rows, at a drain or when half a ring has passed without one, so a drain always
+includes the exact state after its last row.
 
-Where a device computes, every event is also marked in the stream that is current there, and told once more, by a row of
-its own, when the device has come to it (:attr:`Recorder.device_clock`). The end of a collective is marked where the
-collective really ends, not where somebody waits for it.
+On a device, every event also puts a mark into the current stream. When the device reaches the mark, a second row
+records the time (:attr:`Recorder.device_clock`). The end of a collective is marked where the collective really ends,
+not where compute waits for it.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _IS_BESIDE = np.isin(np.arange(256), list(BESIDE))
 
 @dataclass(frozen=True)
 class DrainedRows:
-    """What a drain hands over.
+    """Result of a drain.
 
     Attributes:
         first_seq: number of the first row in ``rows``.
         rows: packed rows.
-        lost: rows that were asked for and the ring has overwritten.
+        lost: number of requested rows that the ring has overwritten.
         key_frame: state after the last row.
     """
 
@@ -69,14 +69,14 @@ class DrainedRows:
 
 
 class _Unrecorded:
-    """What happens off the record, as far as it may last longer.
+    """Lasting effects of what runs off the record.
 
     Args:
-        begun: is filled with the collectives that begin, as (comm_seq, comm_group).
+        begun: filled with the collectives that begin, as (comm_seq, comm_group).
 
     Attributes:
         deltas: signed bytes by category and unit.
-        states: by unit, where its parameters were last said to be.
+        states: last state of each unit's parameters.
     """
 
     def __init__(self, begun: set[tuple[int, int]]) -> None:
@@ -85,7 +85,7 @@ class _Unrecorded:
         self._begun = begun
 
     def takes(self, kind: int, edge: int, unit: int, num_bytes: int, category: int, comm: tuple[int, int]) -> bool:
-        """Take note of a row; False if it ends a collective whose begin is on the record, and so belongs there."""
+        """Account for a row; return False if it ends a collective that began on the record, and so must be recorded."""
         if category != NO_CATEGORY:
             self.deltas[category, unit] += num_bytes
         state = STATE_AFTER.get((Kind(kind), Edge(edge)))
@@ -102,17 +102,17 @@ class Recorder:
     """The probe that packs every event into one row of a ring, and marks it on a device that computes.
 
     Attributes:
-        header: what this rank knows of the trace's header.
+        header: this rank's part of the trace's header.
         header_version: grows whenever ``header`` changes.
-        step: number of the step under way, :data:`NO_STEP` outside.
-        next_step: number that the next one will have.
-        ordinal: events announced since that step began: the number of the next one; equal on ranks at the same event.
-        held_ns: how long this rank was held by a gate, all holds together.
-        is_aside: what runs now is no part of the step; see :meth:`aside` and :meth:`unrecorded`.
-        device_clock: when a device came to what it was given; None where the host computes.
+        step: number of the current step, :data:`NO_STEP` outside.
+        next_step: number of the next step.
+        ordinal: events announced since the step began: the number of the next one; equal on ranks at the same event.
+        held_ns: total time for which a gate held this rank.
+        is_aside: whether the running code is not part of the step; see :meth:`aside` and :meth:`unrecorded`.
+        device_clock: times at which the device reaches events; None where the host computes.
         on_forward: called when a forward begins outside of any step.
         on_phase: called when a step has begun and when the phase is about to change.
-        before_own: called before an event that the engine does not see: edges of steps and optimizers.
+        before_own: called before an event that the engine does not announce: edges of steps and optimizers.
     """
 
     def __init__(self, header: Header, capacity: int = CAPACITY) -> None:
@@ -148,7 +148,7 @@ class Recorder:
     # ---- Probe
 
     def source(self, source: Source) -> None:
-        """Put whoever tells what follows into the header, after those who told what is there."""
+        """Append a source to the header's producers."""
         self._sources[source.name] = source
         known = [*filter(None, self.header.producer.split(", ")), source.name]
         self._change(dataclasses.replace(self.header, producer=", ".join(dict.fromkeys(known))))
@@ -171,7 +171,7 @@ class Recorder:
         if comm is not None:
             pair = (comm.seq, self._groups.get(comm.group, -1))
             if pair in self._begun_unrecorded and self.is_recording and kind != Kind.WAIT:
-                self._begun_unrecorded.discard(pair)  # given up off the record; this is its end
+                self._begun_unrecorded.discard(pair)  # aborted off the record; this is its end
                 return
         if self.device_clock is None:
             self._append(kind, edge, unit, num_bytes, NO_CATEGORY, pair, t_ns)
@@ -186,7 +186,7 @@ class Recorder:
                 self._ends[comm.seq, self._groups.get(comm.group, -1)] = mark
 
     def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
-        """Record bytes (signed, not 0) that came to life or died."""
+        """Record bytes (signed, not 0) that were allocated or freed."""
         self._append(_ALLOC if delta_bytes > 0 else _FREE, _INSTANT, unit, delta_bytes, category)
 
     def phase(self, phase: Phase) -> None:
@@ -197,9 +197,9 @@ class Recorder:
         self._phase = phase
 
     def unit(self, info: Unit) -> None:
-        """Put a new or changed unit into the header, at the place of its index.
+        """Put a new or changed unit into the header, at its index.
 
-        A process that recorded before has given lower indices to units of models that are gone.
+        Lower indices may belong to models that are gone: the process may have been recorded before.
         """
         units = [*self.header.units]
         units += [
@@ -210,9 +210,9 @@ class Recorder:
         self._change(dataclasses.replace(self.header, units=tuple(units)))
 
     def note_gone(self) -> None:
-        """Put into the header which units are not there any more; the main thread calls it, as all that tells of units.
+        """Mark units that no longer exist as gone in the header; called in the main thread, like all calls on units.
 
-        A model is forgotten without a word: the cell that makes it is run again.
+        No event announces the end of a model, for example when the cell that makes it is run again.
         """
         sources = self._sources.values()
         gone = {u.index for u in self.header.units if u.in_use and not any(each.has(u.index) for each in sources)}
@@ -221,12 +221,12 @@ class Recorder:
             self._change(dataclasses.replace(self.header, units=units))
 
     def note_unmanaged(self, params: tuple[str, ...], hooks: tuple[str, ...]) -> None:
-        """Put into the header which trainable parameters belong to no unit now, and which hooks are never called."""
+        """Put into the header the trainable parameters that belong to no unit, and the hooks that are never called."""
         if (params, hooks) != (self.header.unmanaged, self.header.hooks):
             self._change(dataclasses.replace(self.header, unmanaged=params, hooks=hooks))
 
     def note_buffers(self, sums: Mapping[str, int]) -> None:
-        """Put into the header what this rank holds of buffers, a checksum by name."""
+        """Put this rank's checksums of buffers into the header, by name."""
         buffers = tuple(BufferSum(name=name, crc32=crc32) for name, crc32 in sums.items())
         ranks = tuple(dataclasses.replace(info, buffers=buffers) for info in self.header.ranks)  # only its own
         if ranks != self.header.ranks:
@@ -267,13 +267,13 @@ class Recorder:
         self._append(Kind.METRIC, Edge.INSTANT, -1, 0, module=self._intern(name), value=value)
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
-        """Return what its source has of the parameters of a unit; empty if it is none's any more."""
+        """Return its source's tensors of a unit's parameters; empty if no source has the unit any more."""
         return next((found for source in self._sources.values() if (found := source.tensors(unit))), {})
 
-    # ---- what the runtime itself records
+    # ---- records of the runtime
 
     def resident(self, num_bytes: int) -> None:
-        """Record that ``num_bytes`` (more than 0) of this process are in memory."""
+        """Record the resident memory of this process, ``num_bytes`` (more than 0)."""
         self._append(Kind.RESIDENT, Edge.INSTANT, -1, num_bytes)
 
     def set_run(self, info: RankInfo, *, mesh_shape: tuple[int, ...], mesh_axes: tuple[str, ...]) -> None:
@@ -281,9 +281,9 @@ class Recorder:
         self._change(dataclasses.replace(self.header, ranks=(info,), mesh_shape=mesh_shape, mesh_axes=mesh_axes))
 
     def wait_for_device(self, pause: Callable[[], object]) -> None:
-        """Wait until a device has come to all events, so that the record says when it did; not within a step.
+        """Wait until a device has reached all events, so that the trace holds their times; not within a step.
 
-        ``pause`` is called in between; it may raise.
+        ``pause`` is called between polls; it may raise.
         """
         while self.device_clock is not None:
             with self._lock:
@@ -299,7 +299,7 @@ class Recorder:
         self._append_marked(kind, edge, -1, 0)
 
     def give_up_step(self) -> None:
-        """Leave a step that raised without an END: it has none, and nor have the collectives in flight."""
+        """Leave a step that raised, without END rows for it and its collectives in flight."""
         for mark in self._ends.values():
             mark.row = NOBODYS
         self._ends.clear()
@@ -323,7 +323,7 @@ class Recorder:
             self._append_marked(Kind.RESHARD, Edge.INSTANT, unit, 0)
 
     def optimizer_edge(self, edge: Edge) -> None:
-        """Record the begin or end of an optimizer's step."""
+        """Record the begin or end of an optimizer step."""
         self.on_phase()
         if edge is Edge.BEGIN:
             self._phase = Phase.OPTIMIZER
@@ -333,7 +333,7 @@ class Recorder:
 
     @contextmanager
     def held(self, unit: int) -> Iterator[None]:
-        """Record that this rank is held before an event of ``unit``, as long as the body runs."""
+        """Record that this rank is held before an event of ``unit`` while the body runs."""
         begin_ns = time.monotonic_ns()
         self._append(Kind.GATE, Edge.BEGIN, unit, 0, t_ns=begin_ns)
         try:
@@ -345,7 +345,7 @@ class Recorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run the body within a held step: what it announces is recorded, but the step stays where it is."""
+        """Run the body within a held step: record its events, but keep the step's phase and ordinal."""
         before = self._phase, self.ordinal
         self.is_aside = True
         try:
@@ -356,14 +356,14 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """False while :meth:`unrecorded` has its body run."""
+        """Whether events are recorded: False within :meth:`unrecorded`."""
         return self._unrecorded is None
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Run the body, between two steps, off the record: it is not the run, and no view may show it.
+        """Run the body, between two steps, off the record: it is not part of the run, and no view may show it.
 
-        What it leaves changed is recorded at its end: bytes by class and unit, and where each unit's parameters are.
+        Its lasting effects are recorded at its end: bytes by class and unit, and the states of the units' parameters.
         """
         before, on_phase = (self._phase, self.ordinal), self.on_phase
         with self._lock:
@@ -380,7 +380,7 @@ class Recorder:
                 self._settle(left)
 
     def _settle(self, left: _Unrecorded) -> None:
-        """Record what was left changed off the record."""
+        """Record the lasting effects of what ran off the record."""
         for (category, unit), delta_bytes in left.deltas.items():
             if delta_bytes:
                 self.memory(Category(category), unit, delta_bytes)
@@ -389,14 +389,14 @@ class Recorder:
                 continue
             if state == UnitState.SHARDED:
                 self._append_marked(Kind.RESHARD, Edge.INSTANT, unit, 0)
-            elif state == UnitState.UNSHARDED:  # one in flight was given up, and is reset
+            elif state == UnitState.UNSHARDED:  # one in flight was aborted, and is reset
                 self._append_marked(Kind.UNSHARD, Edge.BEGIN, unit, 0)
                 self._append_marked(Kind.UNSHARD, Edge.END, unit, 0)
 
     def _append_marked(
         self, kind: int, edge: int, unit: int, num_bytes: int, *, comm: tuple[int, int] = (-1, -1)
     ) -> None:
-        """Record an event, and mark it on the device; without the lock, for a full device lets nobody mark."""
+        """Record an event, and mark it on the device; without the lock, as a device with a full queue blocks marks."""
         clock = self.device_clock
         if clock is None or not self.is_recording:
             self._append(kind, edge, unit, num_bytes, comm=comm)
@@ -406,7 +406,7 @@ class Recorder:
         mark.row = self._append(kind, edge, unit, num_bytes, comm=comm, t_ns=clock.now_ns() if ends else mark.made_ns)
 
     def _take_marks(self, clock: DeviceClock) -> None:
-        """Record when the device came to what it has come to since the last time; off the record, later."""
+        """Record the marks that the device has reached since the last call; none while off the record."""
         for mark in clock.read() if self.is_recording else ():
             stream = self._intern(mark.stream)
             self._append(Kind.DEVICE, Edge.INSTANT, -1, 0, t_ns=mark.t_ns, module=stream, value=float(mark.row))
@@ -426,8 +426,7 @@ class Recorder:
     ) -> int:
         """Record a row and return its number; NOBODYS if it is off the record.
 
-        Every event of a step comes through here, and what it takes is what recording takes: so names are looked up, and
-        functions called, no more than need be.
+        Every event of a step passes here, so this is the cost of recording: keep name lookups and calls to a minimum.
         """
         with self._lock:
             if self._unrecorded is not None and self._unrecorded.takes(kind, edge, unit, num_bytes, category, comm):
@@ -450,20 +449,20 @@ class Recorder:
                 self._phase,
                 category,
             )
-            if seq >= self._head:  # else a row was appended within this call
+            if seq >= self._head:  # False if a row was appended within this call
                 self._head = seq + 1
             if seq >= self._fold_at:
                 self._fold()
             return seq
 
     def _fold(self) -> None:
-        """Bring the key frame up to the newest row, while its rows are still in the ring."""
+        """Advance the key frame to the newest row, while its rows are still in the ring."""
         rows = np.frombuffer(self._copy(self._key_frame.seq, self._head), ROW_DTYPE)
         self._key_frame = advance(self._key_frame, rows)
         self._fold_at = self._key_frame.seq + self._capacity // 2
 
     def _copy(self, first: int, last: int) -> bytes:
-        """Return the packed rows ``[first, last)``, all of them still in the ring."""
+        """Return the packed rows ``[first, last)``, all of which must still be in the ring."""
         size = ROW.size
         view = memoryview(self._ring)
         begin, end = first % self._capacity, last % self._capacity
@@ -486,7 +485,7 @@ class Recorder:
     # ---- reading
 
     def drain(self, next_seq: int = 0) -> DrainedRows:
-        """Hand over the rows from number ``next_seq`` on that the ring still has; called from another thread."""
+        """Return the rows from number ``next_seq`` on that the ring still holds; called from another thread."""
         with self._lock:
             if self.device_clock is not None:
                 self._take_marks(self.device_clock)
@@ -498,23 +497,23 @@ class Recorder:
 
     @property
     def phase_now(self) -> Phase:
-        """The phase that the next row gets."""
+        """The phase of the next row."""
         return self._phase
 
     def newest(self, count: int) -> Rows:
-        """Return the newest rows, at most ``count``, in their order; from any thread."""
+        """Return the newest rows, at most ``count``, oldest first; thread-safe."""
         with self._lock:
             count = min(count, self._head, self._capacity)
             return np.frombuffer(self._copy(self._head - count, self._head), ROW_DTYPE)
 
     def last_event(self) -> np.void | None:
-        """Return the newest row that tells what the rank does, None if there is none."""
+        """Return the newest row that marks the progress of the rank, None if there is none."""
         count = _LOOK_BACK
         while True:
             rows = self.newest(count)
             found = rows[~_IS_BESIDE[rows["kind"]]]
             if len(found) or len(rows) < count:
                 break
-            count *= 8  # a device tells of a whole step at once
+            count *= 8  # a device reports a whole step at once
         last: np.void | None = found[-1] if len(found) else rows[-1] if len(rows) else None
         return last

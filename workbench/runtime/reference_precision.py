@@ -1,7 +1,7 @@
-"""Letting an unsharded copy compute in the precision of the sharded model it is a copy of.
+"""Emulation of a sharded model's precision in an unsharded copy.
 
-Written with torch's public parts alone, so that it is a second opinion on what the engine does with dtypes: parameters
-are cast at every use, inputs and outputs where a unit's policy says so. Gradients arrive in the parameters' own dtype.
+It uses only torch's public API, as an independent check of the engine's dtypes: parameters are cast at every use,
+inputs and outputs where a unit's policy says so. Gradients arrive in the parameters' own dtype.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from workbench.engine.tensor_trees import cast_floats
 from workbench.events import Unit
 
 UPDATE_TOLERANCE = {"bfloat16": 0.25, "float16": 0.05}
-"""By how much a parameter's update may differ in norm, by the coarsest dtype that is computed or reduced in.
+"""Largest relative difference in norm of a parameter's update, by the coarsest dtype of compute or reduction.
 
-Ranks add rounded gradients up in some order; where they cancel the sign of the sum is chance, and Adam's first steps
-are all sign. An update that misses another rank's gradients differs by more than 0.5.
+Ranks add rounded gradients in an unspecified order. Where they cancel, the sign of the sum is random, and Adam's first
+steps depend only on signs. An update that misses another rank's gradients differs by more than 0.5.
 """
 
 
 def coarsest_dtype(infos: Sequence[Unit]) -> str:
-    """Return the dtype with the fewest bits of mantissa that a unit computes or reduces in, ``"float32"`` without."""
+    """Return the dtype with the fewest mantissa bits that a unit computes or reduces in; default ``"float32"``."""
     found = {dtype for info in infos for dtype in (info.compute_dtype, info.reduce_dtype)}
     return max(found, key=lambda dtype: torch.finfo(getattr(torch, dtype)).eps, default="float32")
 
 
 def compute_alike(model: nn.Module, reference: nn.Module) -> None:
-    """Make ``reference`` cast what the policies of ``model``'s units cast.
+    """Make ``reference`` cast as the policies of ``model``'s units do.
 
     Args:
-        model: sharded.
+        model: the sharded model.
         reference: its plain copy; its parameters stay the same objects, some under another name.
     """
     paths = {module: clean(path) for path, module in model.named_modules()}

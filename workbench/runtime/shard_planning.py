@@ -1,6 +1,6 @@
-"""What a rank's models are, and what ``shard`` or ``reshard`` would make of one, seen from the side door.
+"""Description of a rank's models, and of the result of a ``shard`` or ``reshard``, for the side door.
 
-Nothing is changed.
+Nothing here changes a model.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ def _model(name: str, model: nn.Module) -> ModelInfo:
 
 
 def plan(command: Shard | Reshard, world_size: int) -> tuple[Unit, ...]:
-    """Return the units that ``command`` would make on ``world_size`` ranks, without numbers of their own.
+    """Return the units that ``command`` would make on ``world_size`` ranks; their indices are only provisional.
 
     Raises:
-        UsageError, ValueError, NotImplementedError: it cannot be done.
+        UsageError, ValueError, NotImplementedError: the command is not possible.
     """
     return _of_shard(command, world_size) if isinstance(command, Shard) else _of_reshard(command, world_size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Part:
-    """A parameter that is to be in a unit.
+    """A parameter that would be in a unit.
 
     Attributes:
         info: where it is registered while it is whole.
         param: its description, on one rank.
-        held: what optimizers hold for it now: it, or a flat one; of its dtype, and where it is.
+        held: the parameter that optimizers hold for it now: itself, or a flat one.
     """
 
     info: ParamModuleInfo
@@ -89,7 +89,7 @@ class _Part:
 
 
 class _Placed(Protocol):
-    """What has places on modules."""
+    """Something with a place on modules."""
 
     @property
     def info(self) -> ParamModuleInfo:
@@ -150,7 +150,7 @@ def _of_reshard(command: Reshard, world_size: int) -> tuple[Unit, ...]:
 def _regrouped(
     command: Reshard, model: nn.Module, inner: Sequence[nn.Module], managed: Iterable[_P]
 ) -> list[tuple[nn.Module, list[_P]]]:
-    """Return which parameters each module would manage; modules that would manage none are left out."""
+    """Return the parameters that each module would manage; modules without any are left out."""
     names = names_below((model,))
     at: dict[nn.Module, list[_P]] = {}
     for param in managed:
@@ -169,7 +169,7 @@ def _regrouped(
 
 
 def _parts_of(managed: FSDPParam, names: Names) -> list[_Part]:
-    """Return what a managed parameter is once it is plain again: a flat one many."""
+    """Return the plain parameters of a managed one: several if it is flat."""
     known, owned = managed.describe(), managed.owned
     alone = replace(known, parts=(), use_orig_params=False)
     plain = [replace(alone, shape=part.shape, global_shape=part.global_shape) for part in known.parts] or [alone]
@@ -183,10 +183,10 @@ def _parts_of(managed: FSDPParam, names: Names) -> list[_Part]:
 def _made(
     command: Shard, world_size: int, model: nn.Module, grouped: Iterable[tuple[nn.Module, Sequence[_Part]]]
 ) -> tuple[Unit, ...]:
-    """Return the units that ``command`` makes of plain parameters, given with the modules that become units.
+    """Return the units that ``command`` makes from the modules that become units and their plain parameters.
 
     Raises:
-        ValueError: parameters cannot be one flat one, or an optimizer cannot go on with it: in the engine's words.
+        ValueError: parameters cannot form one flat parameter, or an optimizer cannot continue with it.
     """
     names = names_below((model,))
     copies, size = _ranks(command, world_size)
@@ -215,13 +215,13 @@ def _made(
             )
         )
     for optimizer in () if command.orig_params else optimizers_of(model):
-        for named in reversed(flats):  # the outermost first, as the engine asks
+        for named in reversed(flats):  # the outermost first, as the engine requires
             check_in_one_group(named, optimizer)
     return tuple(units)
 
 
 def _ranks(command: Shard, world_size: int) -> tuple[int, int]:
-    """Return copies, and ranks that share one."""
+    """Return the number of copies, and of ranks that share one."""
     if command.strategy == "none":
         return world_size, 1
     copies, size = (1, *(command.mesh_shape or (world_size,)))[-2:]
@@ -229,7 +229,7 @@ def _ranks(command: Shard, world_size: int) -> tuple[int, int]:
 
 
 def _flat(fqn: str, params: Sequence[Param], size: int, *, use_orig_params: bool) -> Param:
-    """Return the flat parameter that stands for ``params``."""
+    """Return the flat parameter that contains ``params``."""
     firsts = accumulate((math.prod(param.shape) for param in params), initial=0)
     parts = tuple(
         FlatPart(fqn=p.fqn, shape=p.shape, global_shape=p.global_shape, first=first, trainable=p.trainable)
@@ -248,7 +248,7 @@ def _check_not_tied(tied: Sequence[str], unit: str) -> None:
 
 
 def _described(params: Iterable[FSDPParam], names: Names) -> tuple[Param, ...]:
-    """Describe parameters by their names from the root, which they have themselves only once that is known."""
+    """Describe parameters by their names from the root, which the parameters know only once the root is known."""
     return tuple(replace(param.describe(), fqn=_name_of(param.info, names)) for param in params)
 
 
@@ -257,7 +257,7 @@ def _name_of(info: ParamModuleInfo, names: Names) -> str:
 
 
 def _changed(command: Reshard, unit: Unit, now: MixedPrecisionPolicy, *, is_auto: bool, is_root: bool) -> Unit:
-    """Return ``unit``, of the precision ``now``, with what ``command`` gives; all else stays as it is."""
+    """Return ``unit``, of the precision ``now``, with the options of ``command`` applied."""
     copies, size = (1, *command.mesh_shape)[-2:] if command.mesh_shape else (unit.replicate_size, unit.shard_size)
     after_forward = command.reshard_after_forward or ("auto" if is_auto else unit.reshard_after_forward)
     policy: dict[str, Any] = {"reshard_after_forward": _after_forward(after_forward, is_root=is_root)}
@@ -285,14 +285,14 @@ def _param(fqn: str, param: nn.Parameter) -> Param:
 
 
 def _rows(shape: torch.Size, dim: int, size: int) -> dict[str, Any]:
-    """Return how the rows of a parameter lie on ``size`` ranks, as its description has it."""
+    """Return the distribution of a parameter's rows over ``size`` ranks, as fields of its description."""
     layout = ShardLayout(shape, dim, size)
     bounds = [layout.rows_of(rank) for rank in range(size)]
     return {"rows_per_rank": tuple(last - first for first, last in bounds), "padded_rows": layout.padded_rows}
 
 
 def _policy(command: Shard, own: torch.dtype, *, is_root: bool) -> dict[str, Any]:
-    """Return the policy of a unit whose parameters are of dtype ``own``, as its description has it."""
+    """Return the policy of a unit whose parameters have dtype ``own``, as fields of its description."""
     keeps = STRATEGIES.get(command.strategy, "") in {strategy.name for strategy in KEEPS_AFTER_FORWARD}
     precision = sharding.changed_precision(MixedPrecisionPolicy(), command.mp)
     after_forward = _after_forward("false" if keeps else command.reshard_after_forward, is_root=is_root)

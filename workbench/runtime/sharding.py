@@ -60,18 +60,18 @@ T = TypeVar("T")
 
 _RESHARD = {"auto": None, "true": True, "false": False}
 
-_prefetch: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # asked for by a command; a new policy keeps it
+_prefetch: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # set by a command; a new policy keeps it
 
 
 @does(Shard)
 def shard(command: Shard, rank: RankContext) -> ShardReply:
     """Apply ``fully_shard``, or the classic wrapper, to each module that becomes a unit and to the model; collective.
 
-    Optimizers that were made before go on with the sharded parameters, their state sharded too.
+    Existing optimizers continue with the sharded parameters and sharded state.
 
     Raises:
-        UsageError: no such model, already sharded, an unknown class to wrap, a pattern without a match, or a mesh
-            that does not hold all ranks.
+        UsageError: there is no such model, it is already sharded, ``wrap`` names an unknown class, a pattern matches
+            nothing, or the mesh does not hold all ranks.
         RanksDisagreeError: the ranks' models differ; nothing was sharded.
     """
     model, inner, ignored = chosen(command, dist.get_world_size())
@@ -79,7 +79,7 @@ def shard(command: Shard, rank: RankContext) -> ShardReply:
     mesh = rank.groups.mesh_of(command.mesh_shape)
     _make_groups(command, mesh)
     sharded = _described(command, _shard(command, mesh, model, inner, ignored))
-    gc.collect()  # what this model takes the place of refers to itself
+    gc.collect()  # a model that this one replaces is a reference cycle
     rank.recorder.note_gone()
     return sharded if command.wrap else replace(sharded, chosen=tuple(sorted({class_name(each) for each in inner})))
 
@@ -87,10 +87,10 @@ def shard(command: Shard, rank: RankContext) -> ShardReply:
 def _shard(
     command: Shard, mesh: DeviceMesh, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
 ) -> tuple[nn.Module, int]:
-    """Shard a plain model, without waiting for other ranks; if that is refused it is as it was.
+    """Shard a plain model, without waiting for other ranks; if it is refused, the model is unchanged.
 
     Returns:
-        the sharded model, and how many optimizers go on with it.
+        the sharded model, and the number of optimizers that continue with it.
     """
     if command.api == CLASSIC:
         return _shard_classic(command, mesh, model, inner, ignored)
@@ -111,7 +111,7 @@ def _shard_classic(
     optimizers = optimizers_of(model)
     options = classic_wrapping.options_of(command) | {"ignored_states": ignored}
     if any(param.is_meta for param in model.parameters()):
-        options["sync_module_states"] = True  # ranks may draw other numbers, and where there are copies stay apart
+        options["sync_module_states"] = True  # ranks may draw different numbers, and copies would stay different
     wrapper = classic_wrapping.wrap(model, inner, mesh, optimizers, options)
     rebind(command.model, wrapper)
     _prefetch[wrapper] = command.prefetch
@@ -119,18 +119,18 @@ def _shard_classic(
 
 
 def _described(command: Shard, sharded: tuple[nn.Module, int]) -> ShardReply:
-    """Name the units of a model that is sharded now, where ranks wait for each other, and describe it."""
+    """Name the units of a newly sharded model, which makes ranks wait for each other, and describe it."""
     model, num_optimizers = sharded
     _name_units(model)
     return describe(command.model, model, prefetch=command.prefetch, optimizers=num_optimizers)
 
 
 def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module], list[nn.Parameter]]:
-    """Return the model of ``command``, the modules that become units, innermost first, and what it leaves out.
+    """Return the model of ``command``, the modules that become units, innermost first, and the ignored parameters.
 
     Raises:
-        UsageError: no such model, already sharded, an unknown class to wrap, a pattern without a match, or a mesh
-            that does not hold all ranks.
+        UsageError: there is no such model, it is already sharded, ``wrap`` names an unknown class, a pattern matches
+            nothing, or the mesh does not hold all ranks.
     """
     model = find_module(command.model)
     if is_sharded(model):
@@ -154,11 +154,11 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
 def reshard(command: Reshard, rank: RankContext) -> ShardReply:
     """Give a sharded model another policy or API, or one of its units another policy; collective.
 
-    Optimizers go on, their state carried along.
+    Optimizers and their state are carried over.
 
     Raises:
-        UsageError: no such model or unit, not sharded, an unknown class to wrap, or a mesh or number of ranks that does
-            not fit; what there is has no like in the other API; what a unit has not by itself.
+        UsageError: there is no such model or unit, it is not sharded, ``wrap`` names an unknown class, a mesh or number
+            of ranks does not fit, the other API has no equivalent, or a unit cannot have the option on its own.
     """
     model, inner, only = chosen_again(command)
     if only is not None:
@@ -182,7 +182,7 @@ def reshard(command: Reshard, rank: RankContext) -> ShardReply:
 
 
 def _reshard_unit(command: Reshard, only: FSDPState) -> ShardReply:
-    """Give one unit another policy: no memory, no communication, no other parameters."""
+    """Give one unit another policy: no memory, no communication, the same parameters."""
     policy = _policy(command)
     if command.mp:
         policy["mp_policy"] = changed_precision(only.mp_policy, command.mp)
@@ -191,15 +191,15 @@ def _reshard_unit(command: Reshard, only: FSDPState) -> ShardReply:
 
 
 def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module], FSDPState | None]:
-    """Return what ``command`` is for.
+    """Return what ``command`` applies to.
 
     Returns:
-        the model, the modules that become units, innermost first (none: those that are), and where it is for one unit
-        alone, the call that made it.
+        the model; the modules that become units, innermost first (empty: the current ones); and, if the command is for
+        one unit, the state of that unit.
 
     Raises:
-        UsageError: no such model or unit, not sharded, an unknown class to wrap, or a mesh or number of ranks that does
-            not fit; what a unit has not by itself.
+        UsageError: there is no such model or unit, it is not sharded, ``wrap`` names an unknown class, a mesh or number
+            of ranks does not fit, or a unit cannot have the option on its own.
     """
     found = _unit_in_model(command.model)
     if found is not None:
@@ -226,12 +226,12 @@ def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module], FSDPStat
 
 
 def _unit_in_model(name: str) -> tuple[str, FSDPState] | None:
-    """Return the name of the sharded model that ``name`` begins with, and the call that made the unit of the rest.
+    """Return the name of the sharded model that ``name`` begins with, and the state of the unit named by the rest.
 
-    Example: ``model.blocks.2`` -> ``model``, and the call on its module ``blocks.2``. None: no sharded model.
+    Example: ``model.blocks.2`` -> ``model``, and the state of its module ``blocks.2``. None: no sharded model.
 
     Raises:
-        UsageError: there is no such variable, or the model has no such unit, or is classic: it has one strategy.
+        UsageError: there is no such variable, the model has no such unit, or it is classic, with one strategy for all.
     """
     parts = name.split(".")
     for end in range(1, len(parts)):
@@ -248,11 +248,11 @@ def _unit_in_model(name: str) -> tuple[str, FSDPState] | None:
 
 
 UNIT_FIELDS = ("reshard_after_forward", "mp", "offload")
-"""Of a policy, what each unit has by itself."""
+"""Options of a policy that each unit has on its own."""
 
 
 def _check_of_unit(command: Reshard, whole: str) -> None:
-    """Raise unless a unit can have by itself what ``command`` gives it."""
+    """Raise UsageError unless a unit can have the options of ``command`` on its own."""
     given = [f.name for f in fields(command) if f.name != "model" and getattr(command, f.name) != f.default]
     shared = [f"--{name.replace('_', '-')}" for name in given if name not in UNIT_FIELDS]
     if shared:
@@ -267,7 +267,7 @@ def unshard(command: Unshard, rank: RankContext) -> UnshardReply:
     """Undo :func:`shard`; collective.
 
     Raises:
-        UsageError: no such model, or not sharded.
+        UsageError: there is no such model, or it is not sharded.
     """
     model = find_sharded(command.model)
     check_one_api(command.model, model)
@@ -277,7 +277,7 @@ def unshard(command: Unshard, rank: RankContext) -> UnshardReply:
 
 
 def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
-    """Make a sharded model a plain module again, and return it."""
+    """Make a sharded model plain again, and return the plain module."""
     if api_of(model) == CLASSIC:
         wrapped = [(state.wrapper, state.wrapped) for state in wrapper_states_below(model)]
         plain, _ = unwrap(model, optimizers)
@@ -291,7 +291,7 @@ def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimize
 
 
 def api_of(model: nn.Module) -> Api:
-    """Return what a sharded model is sharded with, as ``--api`` has it."""
+    """Return the API that a model is sharded with, as a value of ``--api``."""
     return _api(roots_below(model)[0][1])
 
 
@@ -300,13 +300,13 @@ def _api(root: FSDPState) -> Api:
 
 
 def _shard_anew(command: Reshard, rank: RankContext, model: nn.Module, inner: Sequence[nn.Module]) -> ShardReply:
-    """Undo how a model is sharded and shard it again, as it was if that is refused; optimizers go on."""
+    """Unshard a model and shard it again; restore the old policy if that is refused. Optimizers continue."""
     wanted, before = anew(command, model), anew(Reshard(model=command.model), model)
     now, ignored, own = units_now(model), _not_managed(model), mesh_beside_tp(model)
     mesh = own or rank.groups.mesh_of(wanted.mesh_shape)
     _make_groups(wanted, mesh)
     plain = _undo(command.model, model, optimizers_of(model))
-    # from here until it is sharded no rank waits for another, so that none can be interrupted alone
+    # from here until it is sharded no rank waits for another, so no rank can be interrupted alone
     try:
         sharded = _shard(wanted, mesh, plain, list(inner) or now, ignored)
     except BaseException:
@@ -317,9 +317,9 @@ def _shard_anew(command: Reshard, rank: RankContext, model: nn.Module, inner: Se
 
 
 def mesh_beside_tp(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh that a model is sharded over, or None if tensor parallelism has not split it as well.
+    """Return the mesh that a model is sharded over if tensor parallelism also splits it, else None.
 
-    A cell has made it together with that of tensor parallelism; the meshes of commands hold all ranks.
+    A cell has made this mesh together with that of tensor parallelism; the meshes of commands hold all ranks.
     """
     units = units_of(states_below(model))
     split = any(param.is_tensor_parallel for unit in units for param in unit.fsdp_params)
@@ -327,13 +327,13 @@ def mesh_beside_tp(model: nn.Module) -> DeviceMesh | None:
 
 
 def num_ranks(model: nn.Module) -> int:
-    """Return over how many ranks a model is sharded, or would be by a command; copies included."""
+    """Return the number of ranks that a model is sharded over, or that a command would use; includes copies."""
     mesh = mesh_beside_tp(model)
     return dist.get_world_size() if mesh is None else int(mesh.size())
 
 
 def _check_mesh(wanted: Shard, model: nn.Module) -> None:
-    """Raise UsageError if a model that tensor parallelism has split as well is to be sharded over another mesh."""
+    """Raise UsageError if ``wanted`` moves a model that tensor parallelism also splits to another mesh."""
     mesh = mesh_beside_tp(model)
     if mesh is None:
         return
@@ -352,7 +352,7 @@ def _check_mesh(wanted: Shard, model: nn.Module) -> None:
 
 
 def _make_groups(command: Shard, mesh: DeviceMesh) -> None:
-    """Make the groups of ranks that ``command`` needs; collective."""
+    """Make the process groups that ``command`` needs; collective."""
     info = mesh_info(mesh)
     after_forward = _policy(command).get("reshard_after_forward")
     if after_forward is not None:
@@ -360,7 +360,7 @@ def _make_groups(command: Shard, mesh: DeviceMesh) -> None:
 
 
 def is_anew(command: Reshard, model: nn.Module) -> bool:
-    """Return whether a model is made plain and sharded again to give it another policy: if it is or becomes classic."""
+    """Return whether a change of policy unshards the model and shards it again: if it is or becomes classic."""
     return CLASSIC in {api_of(model), command.api}
 
 
@@ -376,10 +376,10 @@ def _not_managed(model: nn.Module) -> list[nn.Parameter]:
 
 
 def anew(command: Reshard, model: nn.Module) -> Shard:
-    """Return the command that makes of the plain model what ``command`` wants; what it leaves open is as now.
+    """Return the command that shards the plain model as ``command`` wants; options not given keep their current value.
 
     Raises:
-        UsageError: the other API has nothing like what there is now, or units differ.
+        UsageError: the other API has no equivalent of the current policy, or the units differ.
     """
     policy, api = policy_of(model), command.api or api_of(model)
     assert policy is not None
@@ -412,12 +412,12 @@ def anew(command: Reshard, model: nn.Module) -> Shard:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether either API sharded a model as one."""
+    """Return whether a model is sharded as a whole, with either API."""
     return isinstance(model, (FSDPModule, FullyShardedDataParallel))
 
 
 def find_sharded(name: str) -> nn.Module:
-    """Return the model that ``name`` stands for, which is sharded as one, or in parts, each for itself.
+    """Return the sharded model that ``name`` refers to, sharded as a whole or in parts.
 
     Raises:
         UsageError: there is none, or nothing in it is sharded.
@@ -450,7 +450,7 @@ def check_one_api(name: str, model: nn.Module) -> None:
 
 
 def _check_fits(command: Shard | Reshard, shard_size: int, world_size: int | None = None) -> None:
-    """Raise UsageError unless ``command`` fits so many ranks; by default all."""
+    """Raise UsageError unless ``command`` fits the number of ranks; ``world_size`` defaults to all ranks."""
     try:
         command.check_fits(world_size or dist.get_world_size(), shard_size)
     except ValueError as error:
@@ -458,7 +458,7 @@ def _check_fits(command: Shard | Reshard, shard_size: int, world_size: int | Non
 
 
 def _policy(command: Shard | Reshard) -> dict[str, Any]:
-    """Return the engine's arguments for what the command asks for, but for precision; what is not given is left out."""
+    """Return the engine's arguments for a command, without precision; options not given are left out."""
     found: dict[str, Any] = {}
     if command.reshard_after_forward != type(command).reshard_after_forward:
         word = command.reshard_after_forward
@@ -469,7 +469,7 @@ def _policy(command: Shard | Reshard) -> dict[str, Any]:
 
 
 def policy_of(model: nn.Module) -> ModelPolicy | None:
-    """Return how ``model`` is sharded, as one or in parts; None: nothing of it is."""
+    """Return the policy that ``model`` is sharded with, as a whole or in parts; None if it is not sharded."""
     roots = [root for _, root in roots_below(model)]
     if not roots:
         return None
@@ -497,25 +497,25 @@ def policy_of(model: nn.Module) -> ModelPolicy | None:
 
 
 def _after_forward(state: FSDPState, of_unit: bool | int) -> str | int:
-    """Return the word or number that a command would say for a unit."""
+    """Return the command's word or number for a unit's ``reshard_after_forward``."""
     if state.auto_reshard:
         return "auto"
     return str(of_unit).lower() if isinstance(of_unit, bool) else of_unit
 
 
 def _shared(values: set[T], otherwise: T) -> T:
-    """Return the only one of ``values``."""
+    """Return the only one of ``values``, or ``otherwise``."""
     return next(iter(values)) if len(values) == 1 else otherwise
 
 
 def _cast_at_root(root: FSDPState, state: FSDPState) -> MixedPrecisionPolicy:
-    """Return the policy that a command gave ``state``: what :func:`_cast_only_at` took from it is the root's."""
+    """Return the policy that a command gave ``state``: :func:`_cast_only_at` moved its output dtype to the root."""
     policy, output = state.mp_policy, root.mp_policy.output_dtype
     return policy if policy.output_dtype is not None else replace(policy, output_dtype=output)
 
 
 def _precision_words(policy: MixedPrecisionPolicy) -> str:
-    """Return what a command would say for ``policy``; empty: there are no words for one of its dtypes."""
+    """Return the user notation of ``policy``; empty: one of its dtypes has none."""
     words = {None: "", **{getattr(torch, name): word for word, name in DTYPES.items()}}
     dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
     if not all(dtype in words for dtype in dtypes):
@@ -525,7 +525,7 @@ def _precision_words(policy: MixedPrecisionPolicy) -> str:
 
 
 def changed_precision(now: MixedPrecisionPolicy, mp: str) -> MixedPrecisionPolicy:
-    """Return ``now`` with the dtypes that ``mp`` names; those that it does not name stay."""
+    """Return ``now`` with the dtypes that ``mp`` names replaced."""
     named = PrecisionNames.named(mp).items()
     given: dict[str, Any] = {f"{what}_dtype": getattr(torch, DTYPES[name]) if name else None for what, name in named}
     return replace(now, **given)
@@ -534,13 +534,13 @@ def changed_precision(now: MixedPrecisionPolicy, mp: str) -> MixedPrecisionPolic
 def precision_again(
     command: Reshard, model: nn.Module, module: nn.Module, now: MixedPrecisionPolicy
 ) -> MixedPrecisionPolicy:
-    """Return what ``command``, for all of ``model``, makes of the precision of one of its units.
+    """Return the new precision of one unit under ``command``, which is for all of ``model``.
 
     Args:
-        command: may name some dtypes, that of the result among them: what inner units hand on is theirs no more then.
-        model: sharded.
-        module: that is a unit, or becomes one.
-        now: its own, or that of the unit it is in.
+        command: may name only some dtypes. If the output dtype is one of them, inner units no longer keep their own.
+        model: the sharded model.
+        module: a module that is or becomes a unit.
+        now: its own precision, or that of the unit that contains it.
     """
     given = changed_precision(now, command.mp) if command.mp else now
     keeps = state_of(module) is not None and (not command.mp or "output" not in PrecisionNames.named(command.mp))
@@ -548,22 +548,22 @@ def precision_again(
 
 
 def _cast_only_at(model: nn.Module, policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
-    """Return the policy of ``module``: what inner units hand to each other stays as it is, the result is cast."""
+    """Return the policy of ``module``, which casts its output only if it is the model."""
     return policy if module is model else replace(policy, output_dtype=None)
 
 
 def _plan(model: nn.Module, ahead: int) -> None:
-    """Set explicit prefetch lists, and empty those of before."""
+    """Set explicit prefetch lists, and clear earlier ones."""
     if ahead or _prefetch.get(model):
         set_prefetch(model, ahead)
     _prefetch[model] = ahead
 
 
 def check_same_model(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Compare the plain model and what will be wrapped across ranks, before anything is changed.
+    """Check that the plain model and the modules to wrap are equal on all ranks, before any change.
 
     Raises:
-        RanksDisagreeError: on every rank.
+        RanksDisagreeError: they differ; raised on every rank.
     """
     info = mesh_info(mesh)
     if info.shard_group is None:
@@ -575,7 +575,7 @@ def check_same_model(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceM
 
 
 def _apply(model: nn.Module, inner: Sequence[nn.Module], policy: dict[str, Any]) -> None:
-    """Shard inner modules first; if one refuses, the model is as it was."""
+    """Shard inner modules first; if one is refused, undo all."""
     try:
         for module in [*inner, model]:
             fully_shard(module, **{**policy, "mp_policy": _cast_only_at(model, policy["mp_policy"], module)})
@@ -586,7 +586,7 @@ def _apply(model: nn.Module, inner: Sequence[nn.Module], policy: dict[str, Any])
 
 
 def _name_units(model: nn.Module) -> None:
-    """Let units have their names at once, where that does not have to wait for parameters."""
+    """Name the units now, unless that would have to wait for parameters."""
     state = state_of(model)
     if state is not None and state._is_root is None and not any(p.is_meta for p in model.parameters()):
         state._lazy_init()
@@ -596,7 +596,7 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
     """Return the modules that become units of their own, innermost first.
 
     Raises:
-        UsageError: a class in ``wrap`` occurs nowhere in the model.
+        UsageError: the model contains no module of a class in ``wrap``.
     """
     names = set(wrap) or repeated_class(model)
     inner = [module for path, module in plain_modules(model) if path]
@@ -613,14 +613,14 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a tree and their names without wrappers, parents before children."""
+    """Yield the modules of a tree with their names, both without wrappers, parents before children."""
     for path, module in model.named_modules():
         if not isinstance(module, FullyShardedDataParallel):
             yield clean(path), module
 
 
 def class_names() -> list[str]:
-    """Return the classes that ``wrap`` may name: of modules inside the cells' models that compute with parameters."""
+    """Return the classes that ``wrap`` may name: modules with parameters and a forward inside the cells' models."""
     try:
         return sorted({own for name in module_names() for own, _ in possible_units(find_module(name))})
     except (RuntimeError, UsageError):  # a cell is building or dropping one at this moment
@@ -628,7 +628,7 @@ def class_names() -> list[str]:
 
 
 def possible_units(model: nn.Module) -> list[tuple[str, int]]:
-    """Return class and elements of each module inside that computes with parameters; a ModuleList does not."""
+    """Return class and number of elements of each inner module with parameters and a forward (not a ModuleList)."""
     below: Counter[str] = Counter()
     for size in sizes_of(model):
         below.update(dict.fromkeys(size.above, size.numel))
@@ -637,14 +637,14 @@ def possible_units(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def class_name(module: nn.Module) -> str:
-    """Return the name of a module's own class, also while ``fully_shard`` has given it another, or in a wrapper."""
+    """Return the name of a module's own class, even if ``fully_shard`` replaced its class or a wrapper holds it."""
     if isinstance(module, FullyShardedDataParallel):
         return class_name(module.module)
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def repeated_class(model: nn.Module) -> set[str]:
-    """Return the class of the longest list of equal children, which is what a model repeats; maybe none."""
+    """Return the class of the longest list of equal children, the repeated block of a model; may be empty."""
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
     equal = [m for m in lists if len({class_name(child) for child in m}) == 1]
     best = max(equal, key=len, default=None)

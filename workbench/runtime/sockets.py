@@ -1,9 +1,9 @@
-"""Freeing a rank that sits in a gloo collective: its process groups' peer sockets, found and shut.
+"""Freeing a rank that blocks in a gloo collective, by shutting the peer sockets of its process groups.
 
-A collective that the user's own code calls (a barrier, ``clip_grad_norm_``) blocks inside C++, where no Python flag is
-seen. Shutting the sockets to the peers ends it in a Python error at once and leaves the process alive. Only reading is
-shut: gloo takes the end of file for the peer's end and fails everything that is pending, whereas a write that fails
-leaves its sender waiting for ever. A listening socket must never be shut: that ends the process.
+A collective in the user's own code (a barrier, ``clip_grad_norm_``) blocks inside C++, where no Python flag is checked.
+Shutting the sockets to the peers ends it at once with a Python error, and the process survives. Only reading is shut:
+gloo takes the end of file for the end of the peer and fails everything pending, whereas a failed write would leave the
+sender waiting forever. Never shut a listening socket: that ends the process.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def open_sockets() -> dict[int, int]:
 
 
 def _ports(fd: int) -> set[int]:
-    """Return the two ports of a connected TCP socket, nothing for any other."""
+    """Return the two ports of a connected TCP socket; empty for any other."""
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             is_tcp = sock.family in {socket.AF_INET, socket.AF_INET6}
             return {sock.getsockname()[1], sock.getpeername()[1]} if is_tcp else set()
     except OSError:
-        return set()  # listening, not connected yet, or closed by another thread since it was listed
+        return set()  # listening, not connected yet, or closed by another thread since the listing
 
 
 class PeerSockets:
-    """The sockets that were opened while process groups were made.
+    """The sockets opened while process groups were made.
 
     Attributes:
         store_port: connections to or from this port belong to the store, which must outlive the groups.
@@ -51,7 +51,7 @@ class PeerSockets:
 
     @contextlib.contextmanager
     def tracked(self) -> Iterator[None]:
-        """Count the connected TCP sockets that the body opens as sockets to peers."""
+        """Track the connected TCP sockets that the body opens as sockets to peers."""
         before = open_sockets()
         yield
         now = open_sockets()
@@ -63,20 +63,20 @@ class PeerSockets:
         return bool(ports) and self.store_port not in ports
 
     def shut(self) -> int:
-        """Shut every tracked socket that is still the same one, and forget all; returns how many."""
+        """Shut every tracked socket that is still the same one, and forget all; return the number shut."""
         tracked, self._inodes = self._inodes, {}
         return sum(_shut(fd, inode) for fd, inode in tracked.items())
 
     def shut_store(self) -> int:
-        """Shut the connections to the store; returns how many."""
+        """Shut the connections to the store; return their number."""
         return sum(_shut(fd, inode) for fd, inode in open_sockets().items() if self.store_port in _ports(fd))
 
 
 def _shut(fd: int, inode: int) -> bool:
-    """Shut the socket if descriptor ``fd`` is still the one with ``inode``; returns whether it was.
+    """Shut the socket if descriptor ``fd`` still has ``inode``; return whether it had.
 
-    c10d's threads close sockets at any time, and the number may be another socket's by now: so the descriptor is
-    duplicated first and the duplicate is looked at.
+    c10d's threads close sockets at any time, and the number may already belong to another socket, so a duplicate of the
+    descriptor is checked.
     """
     try:
         duplicate = os.dup(fd)

@@ -1,4 +1,4 @@
-"""Whose code a rank's Python threads are running: the user's frames, and those of libraries around them."""
+"""Stacks of a rank's Python threads: the user's frames, and those of libraries around them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _ABOVE_THE_STEP = "workbench.runtime.rank"
 
 
 def users_frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of the user's code from ``frame`` outwards, innermost first, up to what began the step.
+    """Return the user's frames from ``frame`` outwards, innermost first, up to the start of the step.
 
-    A model's own package, such as transformers, is the user's; torch, the workbench, Jupyter and Python's own are not.
+    A model's package, such as transformers, counts as the user's; torch, the workbench, Jupyter and Python's standard
+    library do not.
     """
     found = []
     while frame is not None and _module_of(frame) != _ABOVE_THE_STEP:
@@ -44,8 +45,8 @@ def users_frames(frame: FrameType | None) -> list[FrameType]:
 def frames_of_the_step() -> list[FrameType]:
     """Return the user's frames of the step that the calling thread runs, innermost first.
 
-    A thread that autograd has made for a device has none above its hooks: those of the main thread, which waits for
-    it, follow. Frames that have returned, such as a module's forward in its backward, are no more.
+    A thread that autograd made for a device has none above its hooks, so those of the main thread, which waits for it,
+    are appended. Frames that have returned, such as a module's forward during its backward, are gone.
     """
     found = users_frames(sys._getframe())
     if threading.current_thread() is not threading.main_thread():
@@ -54,12 +55,12 @@ def frames_of_the_step() -> list[FrameType]:
 
 
 def place_of(frame: FrameType) -> str:
-    """Return where a frame is, such as ``forward at model.py:12``."""
+    """Return the place of a frame, such as ``forward at model.py:12``."""
     return f"{frame.f_code.co_name} at {_path_of(frame).rpartition('/')[2]}:{frame.f_lineno}"
 
 
 def stacks() -> tuple[Thread, ...]:
-    """Return what all Python threads but the one that asks run, the main thread first."""
+    """Return the stacks of all Python threads except the calling one, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, asking = threading.main_thread().ident, threading.get_ident()
     current = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
@@ -97,20 +98,20 @@ def _top_module_of(frame: FrameType) -> str:
 
 
 def is_of_a_library(frame: FrameType) -> bool:
-    """Whether the code of a frame is not the user's."""
+    """Whether a frame's code is not the user's."""
     module = _module_of(frame)
-    if module == "__main__":  # that of a process which became a rank is not the cells'
+    if module == "__main__":  # in a process that became a rank, the cells have another __main__
         return frame.f_globals is not user_namespace()
     return _top_module_of(frame) in _LIBRARIES or any(f"{module}.".startswith(f"{own}.") for own in _OWN)
 
 
 def is_of_a_cell(frame: FrameType) -> bool:
-    """Whether a cell has the code of a frame: a command is called in the namespace of cells too, and in none."""
+    """Whether a frame's code comes from a cell; a command's frame has the cells' namespace but not their code."""
     return _CELL.search(frame.f_code.co_filename) is not None
 
 
 def _path_of(frame: FrameType) -> str:
-    """Return the file of a frame from its package on; ``cell`` for one that IPython has made for a cell."""
+    """Return the file of a frame, from its package on; ``cell`` for the code of a cell."""
     if is_of_a_cell(frame):
         return "cell"
     path = frame.f_code.co_filename
@@ -119,7 +120,7 @@ def _path_of(frame: FrameType) -> str:
 
 
 def place_in_file(frame: FrameType, line: int) -> str:
-    """Return where a line of a frame's code is, such as ``torch/nn/modules/linear.py:134 in forward``."""
+    """Return the place of a line in a frame's code, such as ``torch/nn/modules/linear.py:134 in forward``."""
     return f"{_path_of(frame)}:{line} in {frame.f_code.co_name}"
 
 

@@ -15,7 +15,7 @@ _NAME, _TEXT = "tqdm.autonotebook", "tqdm.std"
 
 
 def install() -> None:
-    """Have what imports ``tqdm.autonotebook`` from now on get the text bars; tqdm itself is not imported."""
+    """Make later imports of ``tqdm.autonotebook`` get the text bars, without importing tqdm."""
     module = ModuleType(_NAME, __doc__)
     module.__dict__["__getattr__"] = _of_text
     sys.modules[_NAME] = module

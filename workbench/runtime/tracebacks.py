@@ -1,9 +1,9 @@
-"""The tracebacks that a rank's IPython renders: the user's frames, those of libraries folded into one line.
+"""Tracebacks of a rank's IPython: the user's frames, with the frames of libraries folded into one line.
 
-What torch says about sharded parameters is explained first, see :mod:`workbench.engine.explain`.
+torch's errors about sharded parameters are explained first, see :mod:`workbench.engine.explain`.
 
-A model runs through dozens of frames of torch; they take a screen of the notebook and, rendered with their source,
-seconds of the rank's time.
+A model runs through dozens of frames of torch, which would fill a screen of the notebook and, rendered with their
+source, take seconds of the rank's time.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from workbench.runtime.namespace import user_namespace
 from workbench.runtime.stacks import is_of_a_library, place_in_file
 
 MAX_FRAMES = 20
-"""Frames of the user's code that are shown of one exception: the outermost and the innermost half of them."""
+"""Most frames of the user's code shown for one exception: the outermost and the innermost half of them."""
 
 Render = Callable[..., list[str]]
 """``structured_traceback`` of IPython's ``InteractiveTB``."""
 
 
 def fold(render: Render) -> Render:
-    """Return ``render`` so that it shows the user's frames alone; where there are none it shows all."""
+    """Return a ``render`` that shows only the user's frames, or all frames if there are none of the user's."""
 
     def folded(
         etype: type[BaseException],
         evalue: BaseException,
         etb: TracebackType | None = None,
         tb_offset: int | None = None,
-        **more: Any,  # noqa: ANN401 - handed on
+        **more: Any,  # noqa: ANN401 - passed on
     ) -> list[str]:
         explain(evalue)
         frames = _frames(etb) if isinstance(etb, TracebackType) else []
@@ -53,12 +53,12 @@ def install() -> None:
     get_ipython = user_namespace().get("get_ipython")
     if get_ipython is not None:
         formatter = get_ipython().InteractiveTB
-        # of the class: the process may have been a rank before
+        # use the class's method: the process may have been a rank before
         formatter.structured_traceback = fold(partial(type(formatter).structured_traceback, formatter))
 
 
 def _frames(tb: TracebackType | None) -> list[TracebackType]:
-    """Return the parts of a traceback from the first frame of the user's on, or all if there is none."""
+    """Return the traceback from the first frame of the user's code on, or all of it if there is none."""
     all_of_them = _parts(tb)
     first = next((place for place, each in enumerate(all_of_them) if not is_of_a_library(each.tb_frame)), 0)
     return all_of_them[first:]
@@ -86,7 +86,7 @@ def _joined(frames: Sequence[TracebackType]) -> TracebackType | None:
 
 
 def _left_out(frames: Sequence[TracebackType], kept: Sequence[TracebackType]) -> str:
-    """Say how many frames are not shown, and where in a library the exception was raised; empty: all are shown."""
+    """Return how many frames are hidden, and where in a library the exception was raised; empty: all are shown."""
     num_libraries = sum(is_of_a_library(each.tb_frame) for each in frames)
     num_users = len(frames) - num_libraries - len(kept)
     counts = [(num_users, "of your code"), (num_libraries, "of libraries")]
@@ -112,7 +112,7 @@ def _before(error: BaseException) -> list[BaseException]:
 
 @contextmanager
 def _cut(errors: Sequence[BaseException]) -> Iterator[None]:
-    """Have exceptions show the user's frames alone meanwhile: IPython renders them by itself."""
+    """Show only the user's frames of ``errors`` within the body, as IPython renders chained exceptions itself."""
     before = [(error, error.__traceback__) for error in errors]
     for error, tb in before:
         error.__traceback__ = _joined(_kept(_frames(tb))) or tb

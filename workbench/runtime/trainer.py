@@ -1,4 +1,4 @@
-"""Steps on a rank: running the user's step function, and noticing optimizers in the user's own loop."""
+"""Steps on a rank: calls of the user's step function, and detection of optimizers in the user's own loop."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from workbench.runtime.model_summary import name_from_models, unmanaged
 from workbench.runtime.namespace import lookup
 from workbench.runtime.recorder import Recorder
 
-_LOOK_S = 0.001  # between two looks at a device that runs behind
+_LOOK_S = 0.001  # between two polls of a device that runs behind
 
 
 def find_step_function(name: str) -> Callable[[], Any]:
     """Return the user's step function.
 
     Raises:
-        UsageError: there is none, or it cannot be called.
+        UsageError: there is none, or it is not callable.
     """
     function = lookup(name)
     if not callable(function):
@@ -46,10 +46,10 @@ def find_step_function(name: str) -> Callable[[], Any]:
 
 
 def loss_of(result: Any) -> float | None:  # noqa: ANN401 - whatever the user's function returned
-    """Return the number in ``result``, None if it is none.
+    """Return the number in ``result``, or None.
 
     Raises:
-        TypeError: a DTensor, whose value on one rank may be only that rank's part.
+        TypeError: ``result`` is a DTensor, whose value on one rank may be only that rank's part.
     """
     if isinstance(result, DTensor):
         raise TypeError(
@@ -63,11 +63,11 @@ def loss_of(result: Any) -> float | None:  # noqa: ANN401 - whatever the user's 
 
 
 class Trainer:
-    """Runs steps and keeps the recorder told of what the engine cannot see: steps, optimizers, metrics.
+    """Runner of steps, which also reports to the recorder what the engine cannot see: steps, optimizers, metrics.
 
     Attributes:
-        optimizer_steps: how often an optimizer stepped on this rank.
-        not_finite_since: first of the last steps in a row whose loss was NaN or infinite; None: the last one was not.
+        optimizer_steps: number of optimizer steps on this rank.
+        not_finite_since: first of the latest consecutive steps with a NaN or infinite loss; None: the last was finite.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -79,7 +79,7 @@ class Trainer:
         self.not_finite_since: int | None = None
 
     def install(self) -> list[RemovableHandle]:
-        """Watch every forward and every optimizer of the process; returns the handles that end the latter."""
+        """Watch every forward and every optimizer of the process; return the handles of the optimizer hooks."""
         self._recorder.on_forward = self._before_forward
         return [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -91,7 +91,7 @@ class Trainer:
 
         Raises:
             UsageError: there is no such function.
-            StepAborted: this rank was freed because another one failed.
+            StepAborted: this rank was aborted because another one failed.
         """
         function = find_step_function(command.fn)
         losses, seconds = [], []
@@ -139,7 +139,7 @@ class Trainer:
 
     @staticmethod
     def _translated(error: RuntimeError) -> RuntimeError:
-        """Return the reason of an abort in place of what it broke (a shut socket inside a user's collective)."""
+        """Return the reason of an abort instead of its consequence (a shut socket inside a user's collective)."""
         if isinstance(error, StepAborted):
             return error
         try:
@@ -159,7 +159,7 @@ class Trainer:
             self._recorder.begin_step()
 
     def note_models(self) -> None:
-        """Put into the trace's header what units are called, and what of their models the engine does not manage."""
+        """Put the names of units, and the parts of models that the engine does not manage, into the trace's header."""
         name_from_models()
         found = unmanaged()
         self._recorder.note_unmanaged(found.params, found.hooks)
@@ -169,7 +169,7 @@ class Trainer:
         self._recorder.optimizer_edge(Edge.BEGIN)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
-        self.optimizer_steps += 1  # first: a rank that is held there and gives up has taken the step
+        self.optimizer_steps += 1  # first: a rank that is held and aborted at the END has taken the step
         self._recorder.optimizer_edge(Edge.END)
         if self._recorder.is_recording:
             self.account(optimizer)
@@ -177,10 +177,10 @@ class Trainer:
             self._recorder.end_step()
 
     def account(self, optimizer: Optimizer, *, changed: bool = False) -> None:
-        """Record what the bytes of an optimizer's state on this rank have become.
+        """Record the current bytes of an optimizer's state on this rank.
 
-        An optimizer makes its state once; looking at every tensor after each step would cost more than the step's
-        other events together. ``changed`` tells that the state was exchanged.
+        An optimizer makes its state once, and reading every tensor after each step would cost more than the step's
+        other events together; ``changed`` says that the state was replaced.
         """
         known = self._state.get(optimizer)
         if known is None:
@@ -199,7 +199,7 @@ class _StateBytes:
         self._num_bytes = 0
 
     def set(self, num_bytes: int) -> None:
-        """Record the difference to what was known."""
+        """Record the difference to the last value."""
         delta, self._num_bytes = num_bytes - self._num_bytes, num_bytes
         if delta:
             self._recorder.memory(Category.OPTIMIZER_STATE, -1, delta)

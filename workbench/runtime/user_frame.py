@@ -1,4 +1,4 @@
-"""Which line of a cell the main thread of this rank is at."""
+"""The line of a cell that the main thread of this rank runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from workbench.runtime.stacks import is_of_a_cell
 
 
 def user_line() -> CellLine | None:
-    """Return where the main thread is in the innermost function that a cell has defined, or in the cell itself.
+    """Return the current line of the innermost function from a cell, or of the cell itself, in the main thread.
 
-    None: no code of a cell runs.
-
-    Called in another thread, while the main one runs.
+    None: no code of a cell runs. Called from another thread.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     cells = user_namespace()

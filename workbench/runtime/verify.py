@@ -1,9 +1,8 @@
-"""The command ``verify``: one sharded step against the same step of an unsharded copy, then everything as before.
+"""The command ``verify``: compare one sharded step with the same step of an unsharded copy, then restore everything.
 
 Both steps start from the same parameters, optimizer state and random numbers. The copy computes in the same precision
-(``reference_precision.py``) and averages its gradients over the ranks that see other data by an all-reduce as soon as
-they are accumulated, which is what sharded training promises to equal. What tensor parallelism has split stays split
-in it.
+(``reference_precision.py``). It averages its gradients by an all-reduce over the ranks that see other data as soon as
+they are accumulated; sharded training promises to equal this. Tensors that tensor parallelism has split stay split.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from workbench.runtime.namespace import optimizers_of, user_namespace
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.trainer import find_step_function, loss_of
 
-# in full precision, element by element: AdamW divides by the root of a tiny second moment, and relative differences of
+# for full precision, per element: AdamW divides by the root of a tiny second moment, and relative differences of
 # single updates reach 1e-3 in float32
 RTOL, ATOL = 1e-3, 1e-5
 
@@ -46,14 +45,14 @@ def verify(command: Verify) -> VerifyReply:
     """Run both steps and compare every parameter; collective.
 
     Raises:
-        UsageError: no sharded model, several without a name, no step function, or a step function that does not
-            train the variable it should.
+        UsageError: there is no sharded model, several without a name, no step function, or the step function does not
+            train the named variable.
     """
     model = _find_sharded(command.model)
     step = find_step_function(command.fn)
     optimizers = optimizers_of(model)
     for unit in units_of(states_below(model)):
-        unit.reshard()  # else the model would hold full parameters here, and what is put back were those
+        unit.reshard()  # else the model would hold full parameters here, and those would be restored
     buffers = tuple(clean(name) for name, buffer in model.named_buffers() if not _is_finite(buffer))
     unmanaged = unmanaged_in(model)
     with _restored(model, optimizers):
@@ -89,7 +88,7 @@ def _find_sharded(name: str) -> nn.Module:
 
 
 def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[nn.Module, dict[int, Any]]:
-    """Return a plain copy of ``model``, and the copies of it and its optimizers by the id of the original."""
+    """Return a plain copy of ``model``, and the copies of the model and its optimizers by the id of the original."""
     memo: dict[int, Any] = {}
     if sharding.api_of(model) == CLASSIC:
         reference, copied = classic_undo.plain_copy(model, memo, optimizers)
@@ -111,7 +110,7 @@ def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer])
 
 
 def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
-    """Let a plain copy do what a step asks of the wrapper that it is a copy of; its own attributes stay."""
+    """Give a plain copy the wrapper's methods that a step may call; its own attributes stay."""
     clip = functools.partial(_clip, list(reference.parameters()))
     calls = {"module": reference, "no_sync": nullcontext, "clip_grad_norm_": clip}
     vars(reference).update({name: call for name, call in calls.items() if not hasattr(reference, name)})
@@ -119,10 +118,10 @@ def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
 
 @torch.no_grad()
 def _clip(params: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip as :func:`torch.nn.utils.clip_grad_norm_` does, which refuses plain gradients beside DTensors.
+    """Clip as :func:`torch.nn.utils.clip_grad_norm_` does, which refuses a mix of plain gradients and DTensors.
 
     Returns:
-        the norm before, a plain scalar.
+        the norm before clipping, a plain scalar.
     """
     grads = [param.grad for param in params if param.grad is not None]
     norms = [full_tensor(torch.linalg.vector_norm(grad, norm_type)) for grad in grads]
@@ -133,16 +132,16 @@ def _clip(params: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.
 
 
 def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step parameters singly where plain ones are beside DTensors: torch refuses to mix them."""
+    """Make an optimizer step parameters singly where a group mixes plain ones and DTensors, which torch refuses."""
     for group in optimizer.param_groups:
         if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
             group.update({way: False for way in ("foreach", "fused") if way in group})
 
 
 def _take_setters(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Let the copies of sharded modules take what a step says to an :class:`FSDPModule`; nothing comes of it there.
+    """Give the copies of sharded modules no-op versions of the methods of :class:`FSDPModule` that a step may call.
 
-    A copy averages at once whatever is synchronised, or gathered, when.
+    A copy averages immediately, whatever is synchronised or gathered when.
     """
     calls: dict[str, Callable[..., object]] = {
         name: _nothing for name, call in vars(FSDPModule).items() if callable(call) and not name.startswith("_")
@@ -155,7 +154,7 @@ def _take_setters(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def _nothing(*_args: object, **_settings: object) -> None:
-    """Stand for a setter of a module whose parameters are whole anyway."""
+    """Do nothing: the setter of a module whose parameters are whole anyway."""
 
 
 def _gathered(async_op: bool = False) -> UnshardHandle | None:
@@ -163,7 +162,7 @@ def _gathered(async_op: bool = False) -> UnshardHandle | None:
 
 
 def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole parameters and their names without wrappers; collective."""
+    """Yield the names, without wrappers, and the whole values of all parameters; collective."""
     if sharding.api_of(model) != CLASSIC:
         yield from ((name, full_tensor(param)) for name, param in model.named_parameters())
         return
@@ -172,9 +171,9 @@ def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _average(mesh: DeviceMesh, param: torch.Tensor) -> None:
-    """Average a gradient over the ranks of a mesh; to do it again, as accumulation does, changes nothing."""
+    """Average a gradient over the ranks of a mesh; repeating it, as accumulation does, changes nothing."""
     if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
-        param.grad = param.grad.redistribute(placements=param.placements)  # a sum that is pending is taken
+        param.grad = param.grad.redistribute(placements=param.placements)  # reduces a pending sum
     if param.grad is not None:
         grad = local_tensor(param.grad)
         for axis in range(mesh.ndim):
@@ -183,10 +182,10 @@ def _average(mesh: DeviceMesh, param: torch.Tensor) -> None:
 
 
 def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], Any]) -> float | None:
-    """Call ``step`` while the user's variables stand for the copies; returns its loss.
+    """Call ``step`` while the user's variables refer to the copies; return its loss.
 
     Raises:
-        UsageError: the step left the copy as it was.
+        UsageError: the step left the copy unchanged.
     """
     namespace = user_namespace()
     names = {name: replaced[id(value)] for name, value in namespace.items() if id(value) in replaced}
@@ -207,7 +206,7 @@ def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], A
 
 
 def _compare(model: nn.Module, before: dict[str, torch.Tensor], reference: dict[str, nn.Parameter]) -> dict[str, Any]:
-    """Compare values after the step; differences are in the parameters' own unit."""
+    """Compare values after the step; return fields of the reply, with differences in the parameters' own unit."""
     dtype = coarsest_dtype(unit_infos(model))
     worst, worst_name, worst_rel, equal, ok = 0.0, "", 0.0, 0, True
     not_finite: list[str] = []
@@ -240,7 +239,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, dtype: str) -> bool:
-    """Tell whether a parameter after the step is what it should be, as far as ``dtype`` can tell."""
+    """Return whether a parameter after the step is correct within the tolerance of ``dtype``."""
     if dtype not in UPDATE_TOLERANCE:
         return torch.allclose(actual, expected, rtol=RTOL, atol=ATOL)
     rounding = 2 * torch.finfo(actual.dtype).eps
@@ -258,7 +257,7 @@ def _tolerance(dtype: str) -> str:
 
 @contextmanager
 def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Put parameters, gradients, buffers and optimizer state back afterwards."""
+    """Restore parameters, gradients, buffers and optimizer state after the body."""
     tensors = [local_of(p) for p in model.parameters() if isinstance(p, DTensor)]
     tensors += [p.data for p in model.parameters() if not isinstance(p, DTensor)] + list(model.buffers())
     values = [t.clone() for t in tensors]
@@ -281,7 +280,7 @@ def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iter
 
 @contextmanager
 def _restored_random_numbers() -> Iterator[None]:
-    """Put torch's random number generators, and those among the user's variables, back afterwards."""
+    """Restore torch's random number generators, and those among the user's variables, after the body."""
     generators = [v for v in user_namespace().values() if isinstance(v, torch.Generator)]
     states = [g.get_state() for g in generators]
     with torch.random.fork_rng():
