@@ -543,11 +543,11 @@ Source = Literal["cell", "panel"]
 
 @dataclass(frozen=True, kw_only=True)
 class PastCommand:
-    """A command run in this notebook.
+    """A command that was asked for in this notebook.
 
     Attributes:
-        line: the command as typed, or as it would be typed.
-        source: where it came from.
+        line: what was typed, or could have been.
+        source: who asked.
         t_s: when, in seconds since 1970.
     """
 
