@@ -469,7 +469,7 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether it differs from what was expected. A unit that is skipped, or unsharded by hand, may differ."""
+        """Whether it differs from the expected. Units that are skipped, or unsharded by hand, differ legitimately."""
         found = (self.calls, self.num_bytes)
         return self.expected is not None and found != (self.expected.calls, self.expected.num_bytes)
 

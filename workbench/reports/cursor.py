@@ -92,7 +92,10 @@ def _end(lead: RankTrace, times: Ints, place: int, other: RankTrace) -> tuple[in
 
 
 def _times(rank_trace: RankTrace) -> Ints:
-    """Arrival time of each row, ``[N]`` ns: running maximum of the row times, as an END may be earlier than its row."""
+    """Arrival time of each row, ``[N]`` ns: running maximum of the row times.
+
+    An END may have an earlier time than the row before it.
+    """
     times: Ints = np.maximum.accumulate(rank_trace.rows["t_ns"])
     return times
 

@@ -180,7 +180,7 @@ def _read(file: io.BufferedIOBase, file_bytes: int) -> tuple[Trace, list[str]]:
                 rank_trace.prepare()
             return rank_trace, broken
 
-        # zlib and numpy take most of the time, and release the GIL
+        # most of the time is spent in zlib and numpy, which run for several ranks in parallel
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as pool:
             found = list(pool.map(read, entries))
     trace = Trace(header, tuple(rank_trace for rank_trace, _ in found))

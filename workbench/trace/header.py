@@ -133,7 +133,7 @@ def _union(first: tuple[Entry, ...], second: tuple[Entry, ...]) -> tuple[Entry, 
     return first + tuple(entry for entry in dict.fromkeys(second) if entry not in known)
 
 
-def _decode(kind: type[T], data: Any, where: str) -> T:  # noqa: ANN401 - anything may stand in a file
+def _decode(kind: type[T], data: Any, where: str) -> T:  # noqa: ANN401 - a file may contain anything
     try:
         return cast("T", decode(kind, data, where))
     except CodecError as error:

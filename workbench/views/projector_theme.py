@@ -26,7 +26,7 @@ def for_talk(fig: go.Figure) -> go.Figure:
     return larger.update_layout(paper_bgcolor=_PAPER, plot_bgcolor=_PAPER)
 
 
-def _larger(value: Any, field: str, within: str = "") -> Any:  # noqa: ANN401 - whatever a figure holds
+def _larger(value: Any, field: str, within: str = "") -> Any:  # noqa: ANN401 - any value in a figure
     if isinstance(value, dict):
         pixels = {"y0", "y1"} if value.get("ysizemode") == "pixel" else set()
         return {name: _scaled(item) if name in pixels else _larger(item, name, field) for name, item in value.items()}

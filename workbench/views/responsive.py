@@ -88,7 +88,7 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
     below = None
     if (
         width < theme.NARROWEST and entries and (fig.layout.legend.y is None or fig.layout.legend.yref == "container")
-    ):  # beside the plot, or below
+    ):  # the legend is beside the plot, or below
         below = theme.legend_below(len(entries), drawn - beside, _MARK + max(map(_width, entries)))
         margin["b"] = below["margin_b"]
         found["legend"] |= below["legend"] | {"x": 0.01, "xanchor": "left"}
