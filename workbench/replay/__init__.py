@@ -1,1 +1,1 @@
-"""WHAT IT MEANS: pure folds over a trace, one file per noun. numpy only."""
+"""WHAT IT MEANS: pure folds over a trace, one file per quantity. numpy only."""

@@ -1,9 +1,9 @@
-"""Two traces side by side: which event of one is which event of the other, whatever their clocks say.
+"""Alignment of two traces: which event of one is which event of the other, independent of their clocks.
 
-A *logical event* is (step, kind, edge, unit, n-th occurrence): steps are counted from the first one of each side, units
-are known by name, and an occurrence is counted within the other four. What is no doing of the engine's is no event
-here: bytes that move (they are a curve over the events), what is logged or measured, holds at a gate, and when a
-device came to what. Arrays: ``N`` places on the common axis; ``R`` rows of one side.
+A *logical event* is (step, kind, edge, unit, n-th occurrence). Steps count from the first one of each side, units
+match by name, and occurrences count within the other four. Kinds in ``BESIDE`` are not events: memory changes (they
+form a curve over the events), logs and samples, holds at a gate, and device times. Arrays: ``N`` places on the common
+axis; ``R`` rows of one side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Side:
         unit: of each event, an index into the names both sides share, -1 none, ``[E]``.
         total: bytes in use after each row, ``[R]``.
         most: most bytes in use from an event until the next, ``[E]``.
-        numbers: what ``unit`` is for a row's unit; the last entry is for -1.
+        numbers: maps a row's unit to ``unit``; the last entry is for -1.
         start: live bytes of each class before the rows.
     """
 
@@ -46,7 +46,7 @@ class Side:
     start: tuple[int, ...]
 
     def units_of(self, rows: Rows) -> Ints:
-        """Return the units of some of the rows as both sides number them."""
+        """Return the units of some of the rows as indices into the shared names."""
         return _units(self.numbers, rows)
 
 
@@ -54,16 +54,16 @@ class Side:
 class Alignment:
     """One rank's events of two traces on one axis; arrays are ``[N]``.
 
-    Events that both have in the same order share a place; those of one side alone stand between them, and so does
-    what both have and another order separates: it stands twice.
+    Events that both sides have in the same order share a place. Events of only one side have places of their own in
+    between. An event that both sides have in a different order appears twice.
 
     Attributes:
-        names: what the ``unit`` of a side means.
-        a: the one side.
-        b: the other one.
-        in_a: number of the event of ``a``, -1 at a place of ``b`` alone.
-        in_b: likewise of ``b``.
-        num_moved: events that both have, in another order.
+        names: unit names; ``unit`` of a side indexes them.
+        a: the first side.
+        b: the second side.
+        in_a: number of the event of ``a``, -1 at a place that only ``b`` has.
+        in_b: likewise for ``b``.
+        num_moved: events that both have, in a different order.
     """
 
     names: tuple[str, ...]
@@ -85,7 +85,7 @@ class Alignment:
         return int(places[0]) if len(places) else -1
 
     def curves(self) -> tuple[Ints, Ints]:
-        """Return the bytes in use of both sides at each place: at the other's own events, as of the event before."""
+        """Return both sides' bytes in use at each place; a side without an event there keeps its previous value."""
         return _carried(self.a, self.in_a), _carried(self.b, self.in_b)
 
 
@@ -96,8 +96,8 @@ def align(first: tuple[Header, RankTrace], second: tuple[Header, RankTrace]) -> 
     ``in_b = [0, 1, 2, -1]``, one moved.
 
     Args:
-        first: header and rows of the one side, rows cut to the steps to compare.
-        second: likewise of the other one.
+        first: header and rows of the first side, rows cut to the steps to compare.
+        second: likewise for the second side.
     """
     names = tuple(dict.fromkeys(unit_name(header, u.index) for header, _ in (first, second) for u in header.units))
     a, b = (_side(header, rank, names) for header, rank in (first, second))
@@ -111,10 +111,10 @@ def align(first: tuple[Header, RankTrace], second: tuple[Header, RankTrace]) -> 
 
 
 def same_events(first: RankTrace, second: RankTrace) -> tuple[Ints, Ints]:
-    """Return which events of two ranks of one job are the same: their positions in the rows of each, ``[M]`` both.
+    """Return the positions of the events that two ranks of one job share, in the rows of each; both ``[M]``.
 
-    Those of ``first`` ascend. Events outside of steps count within what follows a step up to the next one. What remains
-    of a step that a trace no longer has the begin of is left out: nobody can count its occurrences.
+    Those of ``first`` ascend. Events outside steps count within the gap between one step and the next. A step whose
+    beginning is no longer in the trace is left out: its occurrences cannot be counted.
     """
     (place_a, key_a), (place_b, key_b) = _countable(first), _countable(second)
     id_a, id_b = _identities(key_a, key_b)
@@ -163,7 +163,7 @@ def _units(numbers: Ints, rows: Rows) -> Ints:
 
 
 def highest(values: Ints, place: Ints) -> Ints:
-    """Return the highest of ``values`` ``[R]`` from each of ``place`` ``[E]`` up to the next one; ``[E]``."""
+    """Return the maximum of ``values`` ``[R]`` from each of ``place`` ``[E]`` up to the next one; ``[E]``."""
     found: Ints = np.maximum.reduceat(values, place) if len(place) else np.empty(0, np.int64)
     return found
 
@@ -172,7 +172,7 @@ def _identities(*keys: Ints) -> tuple[Ints, Ints]:
     """Return one number per event, equal for the same logical event of both sides and unique within one.
 
     Args:
-        keys: of each of the two sides, all of a logical event but which occurrence it is.
+        keys: for each of the two sides, all fields of its logical events except the occurrence.
     """
     _, group = np.unique(np.concatenate(keys), return_inverse=True)
     groups = np.split(group.astype(np.int64), [len(keys[0])])
@@ -189,7 +189,7 @@ def _key(side: Side) -> Ints:
 
 
 def _occurrence(group: Ints) -> Ints:
-    """For each entry, how many equal ones stand before it: ``[7, 8, 7, 7] -> [0, 0, 1, 2]``."""
+    """For each entry, the number of equal entries before it: ``[7, 8, 7, 7] -> [0, 0, 1, 2]``."""
     order = np.argsort(group, kind="stable")
     changes = np.diff(group[order], prepend=-1) != 0
     number = np.arange(len(group))
@@ -199,10 +199,10 @@ def _occurrence(group: Ints) -> Ints:
 
 
 def _longest_rising(values: Ints) -> Ints:
-    """Positions of a longest rising part of distinct ``values``: ``[0, 3, 1, 2] -> [0, 2, 3]``."""
+    """Positions of a longest increasing subsequence of distinct ``values``: ``[0, 3, 1, 2] -> [0, 2, 3]``."""
     if (np.diff(values) > 0).all():  # the usual case: nothing moved
         return np.arange(len(values))
-    ends: list[int] = []  # smallest value a rising part of each length ends with
+    ends: list[int] = []  # smallest last value of an increasing subsequence of each length
     places: list[int] = []
     before = []
     for place, value in enumerate(values.tolist()):
@@ -221,19 +221,19 @@ def _longest_rising(values: Ints) -> Ints:
 
 
 def _merged(in_a: Ints, in_b: Ints, len_a: int, len_b: int) -> tuple[Ints, Ints]:
-    """Lay the events of both sides on one axis, ``in_a[i]`` and ``in_b[i]`` at one place and all in their order."""
+    """Merge the events of both sides on one axis; ``in_a[i]`` and ``in_b[i]`` share a place, order is kept."""
     alone_a = np.setdiff1d(np.arange(len_a), in_a, assume_unique=True)
     alone_b = np.setdiff1d(np.arange(len_b), in_b, assume_unique=True)
     axis_a = np.concatenate([in_a, alone_a, np.full(len(alone_b), -1)])
     axis_b = np.concatenate([in_b, np.full(len(alone_a), -1), alone_b])
     gaps = [np.arange(len(in_a)), np.searchsorted(in_a, alone_a), np.searchsorted(in_b, alone_b)]
-    group = np.repeat([2, 0, 1], [len(in_a), len(alone_a), len(alone_b)])  # before a shared place: a's own, then b's
+    group = np.repeat([2, 0, 1], [len(in_a), len(alone_a), len(alone_b)])  # before a shared place: a's events, then b's
     order = np.lexsort((np.maximum(axis_a, axis_b), group, np.concatenate(gaps)))
     return axis_a[order], axis_b[order]
 
 
 def _carried(side: Side, event: Ints) -> Ints:
-    """Bytes in use at each place; before the first event of the side what it begins with."""
+    """Bytes in use at each place; before the side's first event, those after its first row."""
     newest = np.maximum.accumulate(event) if len(event) else event
     first = side.total[:1] if len(side.total) else np.zeros(1, np.int64)
     return np.concatenate([side.most, first])[np.where(newest >= 0, newest, len(side.most))]

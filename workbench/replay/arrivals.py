@@ -1,7 +1,7 @@
-"""Who came last to a collective: the others wait for it, whether or not that shows in their compute.
+"""The rank that issues a collective last: the others wait for it, whether or not that shows in their compute.
 
-Ranks that read one clock are told apart however close they come. Of ranks of different clocks nobody is named unless
-it came later than all the others by more than the clocks may be wrong (:mod:`workbench.replay.clock_error`).
+On one clock, any difference in time decides. Across clocks, a rank counts as last only if it is later than all ranks
+on other clocks by more than the clock error (:mod:`workbench.replay.clock_error`).
 
 Arrays: ``R`` ranks, ``K`` collectives; times are nanoseconds.
 """
@@ -18,7 +18,7 @@ from workbench.replay.spans import Ints
 from workbench.trace.schema import Header
 
 LATE = 0.1
-"""A rank is late if others wait this part of a step longer than it."""
+"""A rank is late if others wait longer than it by more than this fraction of a step."""
 
 UNTOLD, TOO_CLOSE = -1, -2
 _NEVER = -(2**62)
@@ -26,11 +26,11 @@ _NEVER = -(2**62)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LastArrivals:
-    """Who came last to each collective of a rank; arrays are ``[N]``.
+    """Last rank to issue each collective of a rank; arrays are ``[N]``.
 
     Attributes:
-        rank: which rank; UNTOLD if not all that take part are known, TOO_CLOSE if clocks do not tell.
-        after_ns: how long after the rank before it; 0 where it is not told.
+        rank: the rank; UNTOLD if not all participants are known, TOO_CLOSE if it is within the clock error.
+        after_ns: how long after the previous rank; 0 where ``rank`` is UNTOLD or TOO_CLOSE.
     """
 
     rank: Ints
@@ -38,12 +38,12 @@ class LastArrivals:
 
 
 def last_to_come(header: Header, found: Mapping[int, Collectives], error_ns: int) -> dict[int, LastArrivals]:
-    """Return who came last to the collectives of each rank.
+    """Return, by rank, the last rank to issue each of its collectives.
 
     Args:
-        header: says who takes part in what, and who reads which clock.
-        found: by rank, what it issued.
-        error_ns: by how much times on different clocks may be wrong, one against the other.
+        header: its communication groups and clocks.
+        found: collectives by the rank that issued them.
+        error_ns: maximum error between times on different clocks.
     """
     keys = {rank: _keys(table) for rank, table in found.items()}
     known = np.unique(np.concatenate([np.array([-1]), *keys.values()]))
@@ -63,18 +63,18 @@ def last_to_come(header: Header, found: Mapping[int, Collectives], error_ns: int
 
 
 def _keys(table: Collectives) -> Ints:
-    """One number per collective, the same on all ranks that take part; -1 where that is not known. ``[N]``."""
+    """One number per collective, the same on all participating ranks; -1 where it is unknown. ``[N]``."""
     is_known = (table.comm_seq >= 0) & (table.comm_group >= 0)
     return np.where(is_known, table.comm_group << 32 | table.comm_seq, -1)
 
 
 def _sizes(header: Header) -> Ints:
-    """How many ranks take part in the collectives of each group; the last is where -1 looks."""
+    """Number of ranks of each group; the last entry is for index -1."""
     return np.array([*(len(group.ranks) for group in header.comm_groups), 0])
 
 
 def _clocks(header: Header, ranks: Iterable[int]) -> list[int]:
-    """Number the clocks that ranks read; 0 is rank 0's. ``[R]``."""
+    """Number of the clock that each rank reads; 0 is rank 0's. ``[R]``."""
     of_rank = {rank: number for number, clock in enumerate(header.clocks, start=1) for rank in clock.ranks}
     return [of_rank.get(rank, 0) for rank in ranks]
 
@@ -84,7 +84,7 @@ def straggler(waited_ns: Mapping[int, int], whole_ns: int) -> tuple[int, int] | 
 
     Args:
         waited_ns: how long compute of each rank waited for collectives.
-        whole_ns: the time in which it did.
+        whole_ns: the total time in which it waited.
     """
     least = min(waited_ns, key=lambda rank: (waited_ns[rank], rank), default=-1)
     longer_ns = max(waited_ns.values(), default=0) - waited_ns.get(least, 0)

@@ -1,13 +1,12 @@
-"""How far times of ranks on different hosts may be from where they are drawn.
+"""Error bounds for times of ranks on different hosts.
 
-All times of a trace are on rank 0's clock, but those of ranks that read another clock were converted by what comparing
-the two has found, give or take an error (:class:`~workbench.trace.schema.ClockReading`). Times of one rank, and of
-ranks that read the same clock, have none: how long something took on a rank is as exact as its clock, and so is
-who waited least, which says who came last. Only when something happened on one host and when on another is not known
-better.
+All times of a trace are on rank 0's clock. Times of ranks that read another clock were converted by an offset measured
+with an error (:class:`~workbench.trace.schema.ClockReading`). Times of one rank, or of ranks on the same clock, have no
+such error. So durations on a rank are exact, and so is the comparison of which rank waited least, that is, which rank
+was last. Only the order of events on different hosts is uncertain.
 
-From one reading to the next a clock drifts at most as far as from the one offset to the other; before the first reading
-and after the last one, two clocks are taken to drift apart by :data:`DRIFT` of the time.
+Between two readings a clock drifts at most by the difference of their offsets. Before the first reading and after the
+last one, two clocks are assumed to drift apart by :data:`DRIFT` of the time.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from workbench.trace.columns import Trace
 from workbench.trace.schema import HostClock
 
 DRIFT = 50e-6
-"""How fast two clocks drift apart that nobody sets: quartz oscillators are within some 20 parts in a million."""
+"""Drift rate between two free-running clocks: quartz oscillators are within some 20 parts in a million."""
 
 
 def error_ns(trace: Trace) -> int:
-    """Return by how much two times of a trace on different clocks may be wrong, one against the other.
+    """Return the maximum error between two times of a trace on different clocks, in ns.
 
-    0: all ranks that recorded anything read one clock.
+    0 if all ranks that recorded anything read one clock.
     """
     errors = sorted(_errors_of_clocks(trace).values())
     return sum(errors[-2:]) if len(errors) > 1 else 0
 
 
 def errors_of_ranks(trace: Trace) -> dict[int, int]:
-    """Return how far times of ranks may be off rank 0's clock, in ns, of those that read another one."""
+    """Return the maximum error against rank 0's clock, in ns, for each rank that reads another one."""
     errors = _errors_of_clocks(trace).items()
     return {rank: error for clock, error in errors if clock is not None for rank in clock.ranks}
 
 
 def _errors_of_clocks(trace: Trace) -> dict[HostClock | None, int]:
-    """Return how far times of the clocks of a trace may be off rank 0's, None, in ns."""
+    """Return the maximum error of each clock of a trace against rank 0's, in ns; the key of rank 0's clock is None."""
     there = [rank_trace for rank_trace in trace.ranks if len(rank_trace.rows)]
     begin_ns = min((int(rank_trace.rows["t_ns"][0]) for rank_trace in there), default=0)
     end_ns = max((int(rank_trace.rows["t_ns"][-1]) for rank_trace in there), default=0)
@@ -48,7 +47,7 @@ def _errors_of_clocks(trace: Trace) -> dict[HostClock | None, int]:
 
 
 def error_of(clock: HostClock, begin_ns: int, end_ns: int) -> int:
-    """Return how far times of a clock, from ``begin_ns`` to ``end_ns`` on rank 0's, may be off rank 0's."""
+    """Return the maximum error of a clock against rank 0's from ``begin_ns`` to ``end_ns`` (on rank 0's), in ns."""
     first, last = clock.readings[0], clock.readings[-1]
     found = [
         max(this.error_ns, following.error_ns + abs(following.offset_ns - this.offset_ns))

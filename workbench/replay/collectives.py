@@ -1,9 +1,9 @@
-"""Collectives: what was sent for which unit, how long it took and how much of that compute had to wait.
+"""Collectives: what was sent for which unit, how long it took, and how long compute waited for it.
 
 *payload* is the logical size of a collective (all-gather: its whole output; reduce-scatter: its whole input;
 all-reduce: one rank's input); :func:`ring_bytes` is what one rank sends for it on a ring, and :func:`crossing_bytes`
-what leaves each host. *exposed* time is compute blocked on it. Time that a rank was held by a breakpoint or a pause
-counts for neither. Arrays: ``N`` collectives.
+what leaves each host. *exposed* time is compute blocked on it. Neither time includes holds at a breakpoint or a pause.
+Arrays: ``N`` collectives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workbench.trace.schema import Header, KeyFrame
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Collectives:
-    """The collectives one rank issued, in that order; arrays are ``[N]``.
+    """The collectives one rank issued, in the order of issue; arrays are ``[N]``.
 
     Attributes:
         kind: Kind.
@@ -34,14 +34,14 @@ class Collectives:
         step: training step it was issued in, -1 outside any.
         num_bytes: payload.
         comm_group: index into ``Header.comm_groups``, -1 none.
-        comm_seq: its number within the group; equal on all ranks that took part; -1 none.
+        comm_seq: its number within the group; equal on all participating ranks; -1 none.
         seq: the row that issued it.
         issue_ns: when it was issued.
         end_ns: when its last byte arrived; -1 if it has not ended.
-        time_ns: from issue to end (if it has not ended: to the last row of its step), not held.
+        time_ns: from issue to end (if it has not ended: to the last row of its step), holds excluded.
         wait_begin_ns: when compute first waited for it; -1 if never.
-        wait_end_ns: when compute went on; -1 if it never waited or waits still.
-        wait_ns: exposed time: all its waits (a wait not ended: to the last row of its step), not held.
+        wait_end_ns: when compute resumed; -1 if it never waited or still waits.
+        wait_ns: exposed time: all its waits (a wait not ended: to the last row of its step), holds excluded.
     """
 
     kind: Ints
@@ -89,11 +89,11 @@ def table(rank_trace: RankTrace) -> Collectives:
 
 
 def _times(alike: Sequence[RankTrace]) -> tuple[Collectives, Ints, Ints]:
-    """Return the collectives of the first of some ranks, and of each rank ``time_ns`` and ``wait_ns``, ``[R, N]``.
+    """Return the collectives of the first of some ranks, and ``time_ns`` and ``wait_ns`` of each rank, ``[R, N]``.
 
     Args:
-        alike: ranks that did the same (:func:`~workbench.replay.grouping.did`) as far as collectives and waits go: what
-            belongs together is looked for in the first one alone.
+        alike: ranks with the same collectives and waits (:func:`~workbench.replay.grouping.did`): rows are matched in
+            the first one only.
     """
     kinds = (*COLLECTIVES, Kind.WAIT)
     rows = rows_of(alike[0], kinds)
@@ -111,7 +111,7 @@ def _times(alike: Sequence[RankTrace]) -> tuple[Collectives, Ints, Ints]:
 
 
 def _matches(issued: Spans, waits: Spans) -> Ints:
-    """For each wait the position of the collective it is for, -1 if that was issued before the trace."""
+    """For each wait, the position of its collective, -1 if that was issued before the trace."""
     if not len(issued):
         return np.full(len(waits), -1)
     order = np.argsort(_identity(issued), kind="stable")
@@ -121,12 +121,12 @@ def _matches(issued: Spans, waits: Spans) -> Ints:
 
 
 def _identity(found: Spans) -> Ints:
-    """One number per collective, the same in the collective and in its waits."""
+    """One number per collective, shared by the collective and its waits."""
     return (found.comm_group << 32) + found.comm_seq
 
 
 def _first_of(place: Ints, values: Ints, count: int) -> Ints:
-    """For each of ``count`` collectives the value of its first wait, -1 without one."""
+    """For each of ``count`` collectives, the value of its first wait, -1 without one."""
     first = np.full(count, -1, np.int64)
     matched = np.flatnonzero(place >= 0)[::-1]  # the first one is written last
     first[place[matched]] = values[matched]
@@ -136,8 +136,8 @@ def _first_of(place: Ints, values: Ints, count: int) -> Ints:
 def ring_bytes(kind: Kind, payload: int, num_ranks: int) -> float:
     """Return the bytes one rank sends on a ring of ``num_ranks`` for a collective of ``payload`` bytes.
 
-    All-gather and reduce-scatter: ``(F - 1) / F * payload``; an all-reduce is one after the other, so twice that; in
-    a broadcast all but the last rank pass the whole payload on, which is the same share on average.
+    All-gather and reduce-scatter: ``(F - 1) / F * payload``. An all-reduce is one after the other, so twice that. In a
+    broadcast, every rank except the last passes the whole payload on: the same share on average.
     """
     share = (num_ranks - 1) / num_ranks * payload
     return 2 * share if kind == Kind.ALL_REDUCE else share
@@ -146,18 +146,18 @@ def ring_bytes(kind: Kind, payload: int, num_ranks: int) -> float:
 def crossing_bytes(kind: Kind, payload: int, hosts: Sequence[str], carrier: str = "") -> dict[str, float]:
     """Return the bytes that each host sends to others for a collective of ``payload`` bytes.
 
-    F ranks take part, L of them on a host, H hosts, a payload of P bytes:
+    With F ranks, L of them on a host, H hosts, and a payload of P bytes:
 
     - memory within hosts, gloo between them: each host sends its ``P / H`` to every other one, ``(H - 1) / H * P``;
     - gloo: each rank sends ``P / F`` to every other one, of which ``L * (F - L) / F * P`` leave a host;
-    - a ring, as of whatever else, and of every all-reduce: :func:`ring_bytes` leave a host as many times as one of its
-      ranks is followed by a rank of another. On gloo c10d's own reduce-scatter is an all-reduce.
+    - a ring, for any other carrier and every all-reduce: :func:`ring_bytes` leave a host as many times as one of its
+      ranks is followed by a rank of another host. On gloo, c10d's own reduce-scatter is an all-reduce.
 
     Args:
         kind: of the collective.
         payload: of the collective, in bytes.
-        hosts: the host of each rank that takes part, in the order of the group.
-        carrier: what carries it, as :attr:`~workbench.events.Unit.comm` says.
+        hosts: the host of each participating rank, in group order.
+        carrier: the transport, one of the values of :attr:`~workbench.events.Unit.comm`.
 
     Example: all-gather, 600 bytes, ``a a b b c c`` -> 400 from each host by its memory, 800 over gloo, 500 on a ring.
     """
@@ -173,12 +173,12 @@ def crossing_bytes(kind: Kind, payload: int, hosts: Sequence[str], carrier: str 
 
 
 Key = tuple[int, Kind, int]
-"""Unit, kind, and the number of ranks that took part."""
+"""Unit, kind, and number of participating ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """The collectives of one kind over equally many ranks that one rank issued for one unit in one step.
+    """The collectives of one kind and number of ranks that one rank issued for one unit in one step.
 
     Attributes:
         rank: global rank.
@@ -186,9 +186,9 @@ class Count:
         kind: one of COLLECTIVES.
         num_ranks: ranks that took part in each.
         calls: how many.
-        num_bytes: their payloads together.
-        time_ns: their times together.
-        exposed_ns: how long compute waited for them, together; of each no more than its own time.
+        num_bytes: sum of their payloads.
+        time_ns: sum of their times.
+        exposed_ns: sum of the times compute waited for them; for each at most its own time.
     """
 
     rank: int
@@ -202,9 +202,9 @@ class Count:
 
 
 def counts(trace: Trace, step: int) -> tuple[Count, ...]:
-    """Return what each rank issued in ``step``, by rank, unit, kind and number of ranks that took part.
+    """Return what each rank issued in ``step``, by rank, unit, kind and number of participating ranks.
 
-    What was never issued has no entry.
+    Collectives that were never issued have no entry.
     """
     one_step = trace.slice(step=step)
     tallies = (tally for rank in one_step.ranks for tally in _tallies(trace.header, [rank], step).items())
@@ -225,14 +225,14 @@ def counts(trace: Trace, step: int) -> tuple[Count, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Tally:
-    """The collectives of one key of ranks that issued equally much.
+    """The collectives of one key, of ranks with equal counts and payloads.
 
     Attributes:
         ranks: global ranks.
         calls: how many each issued.
-        num_bytes: the payloads of one rank together.
-        time_ns: the times of all ranks together.
-        exposed_ns: how long compute waited for them on all ranks together.
+        num_bytes: sum of the payloads of one rank.
+        time_ns: sum of the times over all ranks.
+        exposed_ns: sum over all ranks of the time compute waited for them.
     """
 
     ranks: tuple[int, ...]
@@ -243,9 +243,9 @@ class _Tally:
 
 
 def _tallies(header: Header, alike: Sequence[RankTrace], step: int) -> dict[Key, _Tally]:
-    """Return what some ranks that did the same issued in ``step``."""
+    """Return what some identical ranks issued in ``step``."""
     found, time_ns, exposed_ns = _times(alike)
-    exposed_ns = np.minimum(exposed_ns, time_ns)  # compute wakes up later than the last byte: that is no communication
+    exposed_ns = np.minimum(exposed_ns, time_ns)  # compute wakes up after the last byte: not communication
     here = np.flatnonzero(found.step == step)
     keys = np.stack([found.unit[here], found.kind[here], _num_ranks(header, found)[here]])
     keys, which = np.unique(keys, axis=1, return_inverse=True)
@@ -265,8 +265,8 @@ def _tallies(header: Header, alike: Sequence[RankTrace], step: int) -> dict[Key,
 
 
 def _num_ranks(header: Header, found: Collectives) -> Ints:
-    """Ranks that took part in each collective: those of its group; if not known, those its unit is spread over."""
-    sizes = np.array([*(len(group.ranks) for group in header.comm_groups), 0])  # the last is where -1 looks
+    """Ranks that took part in each collective: those of its group or, if unknown, those its unit is spread over."""
+    sizes = np.array([*(len(group.ranks) for group in header.comm_groups), 0])  # the last entry is for index -1
     known = sizes[np.where(found.comm_group < len(sizes) - 1, found.comm_group, -1)]
     copies = found.kind == Kind.ALL_REDUCE
     spread = np.array([[unit.shard_size, unit.replicate_size] for unit in header.units] + [[header.world_size] * 2])
@@ -281,9 +281,9 @@ class Pass:
 
     Attributes:
         has_backward: False for an evaluation.
-        reshards: whether units give up their full parameters in backward.
+        reshards: whether units free their full parameters in backward.
         reduces: whether gradients are reduced; False while they accumulate.
-        all_reduces: whether they are averaged over copies as well.
+        all_reduces: whether they are also averaged over copies.
     """
 
     has_backward: bool = True
@@ -299,11 +299,11 @@ ONE_PASS: Passes = (Pass(),)
 def passes(header: Header, rank: RankTrace, step: int) -> dict[int, Passes]:
     """Return the passes of each model in a rank's ``step``, by the index of its root unit.
 
-    A pass begins with a forward of the root. A model whose root has none in this step is left out.
+    A pass begins with a forward of the root. Models whose root has no forward in this step are left out.
     """
     rows = rank.rows[(rank.rows["step"] == step) & _TELLS_PASSES[rank.kinds]]
     kind, begins = rows["kind"], rows["edge"] != Edge.END
-    roots = np.array([*(unit.root for unit in header.units), -1])  # the last is where -1 looks
+    roots = np.array([*(unit.root for unit in header.units), -1])  # the last entry is for index -1
     root = roots[np.where(rows["unit"] < len(header.units), rows["unit"], -1)]
     found: dict[int, Passes] = {}
     for index in np.unique(root[root >= 0]).tolist():
@@ -342,7 +342,7 @@ class Expected:
         kind: one of COLLECTIVES.
         num_ranks: ranks that take part in each.
         calls: how many.
-        num_bytes: their payloads together.
+        num_bytes: sum of their payloads.
         num_passes: forward and backward passes of the unit's model in the step.
     """
 
@@ -359,21 +359,21 @@ def closed_form(
 ) -> tuple[Expected, ...]:
     """Return the collectives of one training step on each rank.
 
-    ``full`` are the units whose parameters are full, or on their way, as the step begins: an evaluation before it may
-    have left the root so. Forward does not gather them. ``passes`` are those of the step, by model, as :func:`passes`
-    finds them; a model without any has one plain pass: one forward, one backward, gradients reduced.
+    ``full`` are the units whose parameters are full, or being gathered, when the step begins: an earlier evaluation
+    may leave the root so. Forward does not gather them. ``passes`` are those of the step, by model, as returned by
+    :func:`passes`; a model without an entry has one plain pass: one forward, one backward, gradients reduced.
 
     With ``p^ = padded_rows * F * elements of a row``, F the unit's shard size, R its copies, b_c and b_r the bytes per
     element of its all-gathers and reductions:
 
     - in each pass a unit gathers ``sum of p^ * b_c`` over F ranks in forward and, if it is resharded after forward,
-      once more in backward: over F ranks, or with ``reshard_after_forward=K`` over K ranks, K in the place of F also
-      in p^;
-    - it reduces and scatters ``sum of p^ * b_r`` of its trainable parameters over F ranks once in each pass that
-      reduces: with accumulated gradients in the last pass alone, and in one at least;
+      once more in backward: over F ranks, or with ``reshard_after_forward=K`` over K ranks, with K instead of F in p^
+      too;
+    - it reduce-scatters ``sum of p^ * b_r`` of its trainable parameters over F ranks once in each pass that reduces:
+      with accumulated gradients only in the last pass, and in at least one;
     - with R > 1 copies each rank's part of that, ``sum of p^ / F * b_r``, is then all-reduced over R ranks.
 
-    Among one rank nothing is communicated. Retired units are left out.
+    A single rank communicates nothing. Retired units are left out.
 
     Example: G units, only the root kept unsharded after forward, gradients accumulated over P passes -> P (2 G - 1)
     all-gathers and G reduce-scatters.
@@ -416,7 +416,7 @@ def _closed_form(unit: Unit, passes: Passes, *, is_full: bool) -> Iterator[Expec
 
 
 def _gathers(unit: Unit, passes: Passes, *, is_full: bool) -> Counter[int]:
-    """Return how many all-gathers a unit needs for some passes, by the number of ranks they are over."""
+    """Return how many all-gathers a unit needs for some passes, by the number of ranks in each."""
     policy, size = unit.reshard_after_forward, unit.shard_size
     after_forward = 1 if policy is False else size if policy is True else policy
     over = 1 if is_full else size  # ranks that the parameters are split over
@@ -439,7 +439,7 @@ def _padded_elements(param: Param, num_ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Measured beside expected, for one unit, kind and number of ranks, of ranks that issued equally much.
+    """Measured and expected values for one unit, kind and number of ranks, of ranks with equal counts and payloads.
 
     Attributes:
         unit: unit index, -1 none.
@@ -447,13 +447,13 @@ class Comparison:
         num_ranks: ranks that took part in each collective.
         ranks: the ranks this is about, ascending.
         calls: how many each issued.
-        num_bytes: payloads of one rank together.
-        time_ns: mean over the ranks of the times together.
-        exposed_ns: mean over the ranks of the exposed times together.
-        expected: what the closed form says; None if it says nothing: a retired unit, no unit, another kind, or a
-            step whose beginning or end is not in the trace.
-        crossing: bytes that each host sends to others for them, by its name (:func:`crossing_bytes`); of a group whose
-            ranks are in several rows it is in the first one. None: there is one host, or it is not known who is where.
+        num_bytes: sum of the payloads of one rank.
+        time_ns: sum of the times, mean over the ranks.
+        exposed_ns: sum of the exposed times, mean over the ranks.
+        expected: the closed form; None where it has no value: a retired unit, no unit, another kind, or a step whose
+            beginning or end is not in the trace.
+        crossing: bytes that each host sends to others for them, by host name (:func:`crossing_bytes`). A group whose
+            ranks are in several rows counts in the first one. None: there is one host, or some hosts are unknown.
     """
 
     unit: int
@@ -469,16 +469,15 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether something else was expected. A unit that is skipped, or unsharded by hand, differs rightly so."""
+        """Whether it differs from the expected. Units that are skipped, or unsharded by hand, differ legitimately."""
         found = (self.calls, self.num_bytes)
         return self.expected is not None and found != (self.expected.calls, self.expected.num_bytes)
 
 
 def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
-    """Return measured beside expected for every unit that a rank did anything with in ``step``.
+    """Return measured and expected values for every unit that a rank used in ``step``.
 
-    Ordered by unit, kind and number of ranks; several entries of one of these where ranks differ, the most common
-    first.
+    Ordered by unit, kind and number of ranks. Where ranks differ there are several entries, the most common first.
     """
     groups: dict[Hashable, list[RankTrace]] = {}
     for rank in trace.ranks:
@@ -500,7 +499,7 @@ def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
 
 
 def _with_crossing(trace: Trace, step: int, rows: Sequence[Comparison]) -> Iterator[Comparison]:
-    """Add to comparisons of ``step`` what crosses between hosts, if there are several."""
+    """Add the bytes that cross between hosts to the comparisons of ``step``, if there are several hosts."""
     header = trace.header
     host_of = {rank: info.host for rank, info in header.info_of.items()}
     if len(set(host_of.values())) == 1 or not set(range(header.world_size)) <= host_of.keys():
@@ -526,14 +525,14 @@ def _with_crossing(trace: Trace, step: int, rows: Sequence[Comparison]) -> Itera
 
 
 def _first_of_groups(header: Header, ranks: tuple[int, ...]) -> dict[int, int]:
-    """Return of each group that some ranks are in, by its index, the first of them."""
+    """Return the first of some ranks in each group that has any of them, by group index."""
     chosen = frozenset(ranks)
     members = ([rank for rank in group.ranks if rank in chosen] for group in header.comm_groups)
     return {index: some[0] for index, some in enumerate(members) if some}
 
 
 def _payloads(rank: RankTrace, step: int) -> Counter[tuple[int, Kind, int]]:
-    """Return the payloads of what a rank issued in ``step``, together by unit, kind and group."""
+    """Return the payloads that a rank issued in ``step``, summed by unit, kind and group."""
     found = table(rank.part(*rank.places_of(step, step), rank.start))
     total = Counter[tuple[int, Kind, int]]()
     for place in np.flatnonzero(found.step == step).tolist():
@@ -543,7 +542,7 @@ def _payloads(rank: RankTrace, step: int) -> Counter[tuple[int, Kind, int]]:
 
 
 def _carrier(header: Header, row: Comparison) -> str:
-    """Return what carries a row's collectives; empty where it is some ring."""
+    """Return the transport of a row's collectives; empty for a ring."""
     unit = header.units[row.unit] if 0 <= row.unit < len(header.units) else None
     if unit is None or (unit.comm == C10D and header.is_enqueued):  # NCCL's
         return ""
@@ -552,7 +551,7 @@ def _carrier(header: Header, row: Comparison) -> str:
 
 
 def _program(header: Header, rank: RankTrace, step: int) -> Hashable:
-    """All that a comparison says of a rank but its times."""
+    """Everything in a comparison of a rank except its times."""
     rows = rank.rows
     active = np.bincount(rows["unit"][rows["step"] == step] + 1) > 0
     did_so = did(header, rows_of(rank, (*COLLECTIVES, Kind.WAIT)), ("step", "num_bytes"))
@@ -563,7 +562,7 @@ def _program(header: Header, rank: RankTrace, step: int) -> Hashable:
 def _with_expected(
     measured: dict[Key, _Tally], alike: Sequence[RankTrace], step: int, forms: dict[Key, Expected]
 ) -> Iterator[tuple[Key, _Tally, Expected | None]]:
-    """What ranks issued in ``step``, each with what was expected; also what was expected and never issued."""
+    """Yield what ranks issued in ``step`` with what was expected, including what was expected but never issued."""
     rows = alike[0].rows[alike[0].rows["step"] == step]
     active = set(np.unique(rows["unit"]).tolist()) if _is_whole(alike[0], step) else set()
     expected = {key: form for key, form in forms.items() if key[0] in active}
@@ -573,7 +572,7 @@ def _with_expected(
 
 
 def _is_whole(rank: RankTrace, step: int) -> bool:
-    """Whether a rank's rows of a step hold its beginning and its end."""
+    """Whether a rank's rows of a step include its beginning and its end."""
     rows = rank.rows[rank.kinds == Kind.STEP]
     edges = rows["edge"][rows["step"] == step]
     return Edge.BEGIN in edges and Edge.END in edges

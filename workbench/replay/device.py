@@ -1,12 +1,12 @@
-"""A rank's rows with the times at which its device came to what they tell of, in the place of the host's.
+"""A rank's rows with device times instead of host times.
 
-The host hands work over and goes on, so its times say little of when the work was done; DEVICE rows, which come later,
-say it (:mod:`workbench.events`). A device that runs behind has come to some rows and not to others: those up to the
-first one that it has not come to are here, so that what is begun and not ended stays so, as in a hang. Memory is taken
-and given by the host: its rows keep the host's time, as do holds at a gate, and what is logged.
+The host enqueues work and continues, so its times do not say when the work was done; DEVICE rows, which come later, do
+(:mod:`workbench.events`). A device that runs behind has not reached all rows. The result holds the rows up to the first
+one it has not reached, so that a span without an end stays open, as in a hang. The host allocates and frees memory: its
+rows keep host times, as do holds at a gate and logs.
 
-Of what streams beside the compute stream do, only collectives are among the rows: a wait there keeps no compute
-waiting, and a copy there is no compute. The copies are in :attr:`OnDevice.copies`.
+Of streams other than the compute stream, only collectives are among the rows: a wait there does not block compute, and
+a copy there is not compute. The copies are in :attr:`DeviceTimes.copies`.
 
 Example, times of the host -> of the device: forward 0..1, all-gather 1..3, wait 2..3 -> forward 5..20, all-gather
 6..28, wait 20..28: compute waited 8 for the all-gather.
@@ -26,24 +26,24 @@ from workbench.trace.schema import Header, Rows
 
 
 class ClockSource(Enum):
-    """Whose times are shown."""
+    """The clock whose times are shown."""
 
     HOST = auto()
-    """The host's, that did the work itself."""
+    """Times of the host, which did the work itself."""
     ENQUEUED = auto()
-    """The host's, that handed the work to a device."""
+    """Times of the host, at which it enqueued work on a device."""
     DEVICE = auto()
-    """The device's, told on the host's clock."""
+    """Times of the device, converted to the host's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceTimes:
-    """What a device did of a part of a rank's trace.
+    """A part of a rank's trace as its device executed it.
 
     Attributes:
         part: rows with the device's times; their ``seq`` has gaps.
-        copies: rows of copies in streams beside the compute stream.
-        end_seq: the first row of the part that the device has not come to; if there is none, the one after the part.
+        copies: rows of copies in streams other than the compute stream.
+        end_seq: the first row of the part that the device has not reached; if there is none, the one after the part.
     """
 
     part: RankTrace
@@ -52,17 +52,17 @@ class DeviceTimes:
 
 
 def clock_of(header: Header) -> ClockSource:
-    """Return whose times a growing trace will be shown with, once they are told."""
+    """Return the clock that a growing trace is shown with once its times are known."""
     if not header.is_enqueued:
         return ClockSource.HOST
     return ClockSource.DEVICE if any(info.device_error_ns for info in header.ranks) else ClockSource.ENQUEUED
 
 
 def on_device(whole: RankTrace, part: RankTrace, header: Header) -> DeviceTimes | None:
-    """Return what the device of a rank did of ``part``; None if nothing of that is told.
+    """Return ``part`` as the rank's device executed it; None without device times for it.
 
     Args:
-        whole: all that is known of the rank; DEVICE rows may come long after what they tell of.
+        whole: all rows of the rank; DEVICE rows may come long after the rows they refer to.
         part: some consecutive rows of it.
         header: of the trace.
     """
@@ -90,7 +90,7 @@ def on_device(whole: RankTrace, part: RankTrace, header: Header) -> DeviceTimes 
 
 
 def _told(tells: Rows, first_seq: int, count: int) -> tuple[Ints, Ints]:
-    """Return when the device came to ``count`` rows from ``first_seq`` on, and in which stream; -1 if not told."""
+    """Return when the device reached ``count`` rows from ``first_seq`` on, and in which stream; -1 if unknown."""
     place = tells["value"].astype(np.int64) - first_seq
     inside = (place >= 0) & (place < count)
     t_ns, stream = np.full(count, -1, np.int64), np.full(count, -1, np.int64)

@@ -1,7 +1,7 @@
-"""What changed between two traces: the peak and who holds more there, the collectives, and where step time went.
+"""Differences between two traces: the memory peak and its units, the collectives, and where step time went.
 
-Two sides, ``a`` and ``b``; a difference is always b less a. One rank is looked at, the same of both sides; steps are
-counted from the first of each side, and only steps that both have count. Arrays: ``S`` steps.
+The sides are ``a`` and ``b``; a difference is always b minus a. The comparison covers one rank, the same on both sides.
+Steps count from the first one of each side, and only steps that both have count. Arrays: ``S`` steps.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import Header
 
 _COUNTED = tuple(kind for kind in Kind if kind not in BESIDE or kind in MOVES)
-_GOOD_PART = 0.25  # of the difference of two peaks: a class that makes less of it is not spoken of
-_FEWEST = 2  # steps of a side of which it can be said how much they differ
-_TELLING = 0.01  # of the step: less exposed time more or less is noise
+_GOOD_PART = 0.25  # of the difference of two peaks: a class with a smaller share is not listed
+_FEWEST = 2  # steps that a side needs to have a spread
+_TELLING = 0.01  # of the step: smaller changes of exposed time are noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakChange:
-    """The most bytes in use of both sides, and who makes the difference.
+    """The peak bytes in use of both sides, and the classes and units that make the difference.
 
     Attributes:
         before: of ``a``.
         after: of ``b``.
-        category: the memory class that differs most where the higher peak is; None if the peaks are equal.
-        units: the units that hold the difference, most first; none if it is nobody's in particular.
+        category: the memory class that differs most at the higher peak; None if the peaks are equal.
+        units: the units that hold the difference, most first; empty if no particular units do.
         phases: in which phases, over all events, those units hold more of it on the side with the higher peak.
         parts: bytes of each class that makes a good part of the difference, the most first.
-        left_over: of these, the classes of which the side with the higher peak has as much more before all events.
-        step: number of the step in which the higher peak is; -1 outside of any.
+        left_over: of these, the classes whose whole difference already exists before the first event.
+        step: number of the step with the higher peak; -1 outside any.
     """
 
     before: int
@@ -60,9 +60,9 @@ class CollectiveChange:
     Attributes:
         unit: its name, ``""`` for none.
         kind: one of COLLECTIVES.
-        calls: how many a step.
-        num_bytes: payload a step.
-        exposed_ns: time a step that compute stood still for them; median over the steps.
+        calls: calls per step.
+        num_bytes: payload per step.
+        exposed_ns: time per step that compute waited for them; median over the steps.
     """
 
     unit: str
@@ -73,7 +73,7 @@ class CollectiveChange:
 
     @property
     def differs(self) -> bool:
-        """Whether other collectives were issued; else only their exposed time differs."""
+        """Whether calls or payload differ; otherwise only the exposed time differs."""
         return self.calls[0] != self.calls[1] or self.num_bytes[0] != self.num_bytes[1]
 
 
@@ -82,9 +82,9 @@ class TimeChange:
     """What took longer or shorter in a step: nanoseconds, median over the steps.
 
     Attributes:
-        kind: FORWARD, BACKWARD, OPTIMIZER: computing; a collective: compute stood still for it.
+        kind: FORWARD, BACKWARD, OPTIMIZER: computing; a collective: compute waiting for it.
         unit: name, ``""`` for none.
-        delta_ns: b less a.
+        delta_ns: b minus a.
     """
 
     kind: Kind
@@ -94,19 +94,19 @@ class TimeChange:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Differences:
-    """All of it, for one rank.
+    """All differences, for one rank.
 
     Attributes:
-        rank: the rank looked at: of those both have the one whose peak differs most, then whose events differ.
+        rank: the rank compared: by default the common rank whose peak differs most, then one whose events differ.
         ranks: the ranks both have.
         aligned: its events.
         num_steps: how many steps each side has, ``(a, b)``; the smaller number is compared.
         peak: the peak.
-        collectives: those that differ, other calls or bytes first, then by exposed time.
+        collectives: those that differ, different calls or bytes first, then by exposed time.
         step_ns: median step time of both sides; NaN without a finished step.
-        is_chance: whether the step times do not tell the sides apart: half of each side's steps, those in the middle,
-            overlap with the other's. Of a single step on a side it is not known, and False.
-        slower: what took longer (or, if the step became shorter, shorter) most, first.
+        is_chance: whether the difference in step time may be chance: the middle halves of the two sides' step times
+            overlap. False if a side has a single step.
+        slower: what took longer (or shorter, if the step became shorter), largest change first.
     """
 
     rank: int
@@ -124,9 +124,9 @@ def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | No
     """Return what changed from ``a`` to ``b``; None if no rank recorded anything in both.
 
     Args:
-        a: the one trace.
-        b: the other one.
-        rank: look at this rank, which both must have; None: see :class:`Differences`.
+        a: the first trace.
+        b: the second trace.
+        rank: compare this rank, which both must have; None: see :class:`Differences`.
     """
     num_steps = len(steps(a)), len(steps(b))
     parts = [_first_steps(trace, min(num_steps)) for trace in (a, b)]
@@ -155,7 +155,7 @@ def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | No
 
 
 def _overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
-    """Whether the middle halves of some step times ``[S]`` overlap; False where a side has one step, or none.
+    """Whether the middle halves of two sides' step times ``[S]`` overlap; False if a side has one step or none.
 
     Example: ``[1, 2, 3]`` and ``[2, 3, 9]``: 1.5 to 2.5 and 2.5 to 6 overlap.
     """
@@ -166,13 +166,13 @@ def _overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
 
 
 def _first_steps(trace: Trace, count: int) -> Trace:
-    """The first ``count`` steps of a trace; for none of them what is before all steps."""
+    """The first ``count`` steps of a trace; for 0, the rows before all steps."""
     found = steps(trace)
     return trace.slice(first=found[0], last=found[count - 1]) if count else trace.slice(last=-1)
 
 
 def _unlike(parts: list[Trace], ranks: tuple[int, ...]) -> list[int]:
-    """Return the first of those ranks that have equally much to say: they did the same, with as many bytes, in both."""
+    """Return one rank, the first, of each group of ranks with the same events and bytes in both traces."""
     found: dict[tuple[object, ...], int] = {}
     for rank in ranks:
         sides = [part.rank(rank) for part in parts]
@@ -186,7 +186,7 @@ def _unlike(parts: list[Trace], ranks: tuple[int, ...]) -> list[int]:
 
 
 def _weight(aligned: Alignment) -> tuple[int, bool]:
-    """How much a rank has to say: the difference of its peaks, and whether anything differs."""
+    """How much a rank differs: the difference of its peaks, and whether any event differs."""
     peaks = [int(side.most.max(initial=0)) for side in (aligned.a, aligned.b)]
     return abs(peaks[1] - peaks[0]), aligned.first_difference >= 0
 
@@ -203,7 +203,7 @@ def _peak(aligned: Alignment) -> PeakChange:
     in_high, in_low = (aligned.in_b, aligned.in_a) if is_higher else (aligned.in_a, aligned.in_b)
     event = int(np.argmax(high.most))
     place = int(np.flatnonzero(in_high == event)[0])
-    same = int(in_low[: place + 1].max(initial=-1))  # what the other side did last by then
+    same = int(in_low[: place + 1].max(initial=-1))  # the other side's last event before the peak
     more = _held(high, event)
     for key, num_bytes in _held(low, same).items():
         more[key] = more.get(key, 0) - num_bytes
@@ -211,7 +211,7 @@ def _peak(aligned: Alignment) -> PeakChange:
     most = max(by_category, key=lambda category: by_category[category])
     units = sorted((u for (c, u), n in more.items() if c == most and n > 0 and u >= 0), key=lambda u: -more[most, u])
     if 2 * sum(more[most, unit] for unit in units) < by_category[most]:
-        units = []  # it was there before
+        units = []  # most of it existed before the first event
     phases = _phases(high, low, (in_high, in_low), most, units)
     names = tuple(aligned.names[unit] for unit in units)
     there = {c: num for c, num in by_category.items() if num >= _GOOD_PART * abs(after - before)}
@@ -228,7 +228,7 @@ def _peak(aligned: Alignment) -> PeakChange:
 
 
 def _held(side: Side, event: int) -> dict[tuple[Category, int], int]:
-    """Live bytes by class and unit at the moment with most in use of an event's; what it began with is no unit's."""
+    """Live bytes by class and unit at an event's moment of highest use; bytes from before the rows have unit -1."""
     held: dict[tuple[Category, int], int] = {(c, -1): side.start[c] for c in Category if c is not Category.RESERVED}
     if event < 0:
         return held
@@ -257,7 +257,7 @@ def _phases(
 
 
 def _curve(side: Side, category: Category, units: list[int]) -> Ints:
-    """Bytes of ``category`` of ``units`` (none: of all) after each event, from 0 at the start."""
+    """Bytes of ``category`` of ``units`` (empty: all units) after each event, from 0 at the start."""
     rows = side.rows
     mine = of_kind(rows, MOVES) & (rows["category"] == category)
     if units:
@@ -272,7 +272,7 @@ Cost = tuple[Kind, str]
 
 
 def _costs(header: Header, rank: RankTrace) -> dict[Cost, float]:
-    """Median over the steps of the nanoseconds that each kind of work, and waiting for each collective, took."""
+    """Median over the steps of the nanoseconds of each kind of work and of waiting for each collective."""
     numbers = np.unique(rank.rows["step"][rank.rows["step"] >= 0])
     table: dict[Cost, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     for kind, unit, step, duration_ns in _pieces(rank):
@@ -284,7 +284,7 @@ def _costs(header: Header, rank: RankTrace) -> dict[Cost, float]:
 
 
 def _pieces(rank: RankTrace) -> Iterator[tuple[int, int, int, int]]:
-    """Yield kind, unit, step and nanoseconds: computing, neither waiting nor held, and waiting for a collective."""
+    """Yield kind, unit, step and nanoseconds of computing (waits and holds excluded) and of waits for collectives."""
     found = closed(spans(rank.rows, (*WORK, Kind.WAIT, Kind.GATE)), rank.rows)
     owner, begin_ns, end_ns = exclusive(found)
     work = np.isin(found.kind[owner], WORK)
@@ -321,7 +321,7 @@ def _collectives(
 
 
 def _issued(header: Header, rank: RankTrace) -> dict[Cost, tuple[float, float]]:
-    """Calls and payload a step of each kind and unit."""
+    """Calls and payload per step of each kind and unit."""
     found = collectives.table(rank)
     num_steps = max(len(np.unique(found.step[found.step >= 0])), 1)
     sums: dict[Cost, list[int]] = {}

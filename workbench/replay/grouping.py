@@ -1,6 +1,6 @@
-"""What is the same is said once: ``ranks 0-6, 8-63`` behaved alike, ``blocks.0-3`` are split alike.
+"""Groups of equal things under one name: ``ranks 0-6, 8-63`` behaved alike, ``blocks.0-3`` are split alike.
 
-Of many ranks in many pieces a few are named, and the others counted.
+A label of many separate ranks names a few of them and counts the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workbench.trace.schema import Header, Rows
 
 
 def groups(trace: Trace, key: Callable[[RankTrace], Hashable]) -> list[tuple[int, ...]]:
-    """Return the ranks of ``trace``, those of equal ``key`` together; larger groups first, then by lowest rank.
+    """Return the ranks of ``trace`` grouped by ``key``; larger groups first, then by lowest rank.
 
     Example: ``groups(trace, key=lambda r: len(r.rows))`` -> ``[(0, 1, 3), (2,)]`` when rank 2 has more rows.
     """
@@ -26,16 +26,16 @@ def groups(trace: Trace, key: Callable[[RankTrace], Hashable]) -> list[tuple[int
 
 
 def did(header: Header, rows: Rows, more: Sequence[str] = ()) -> bytes:
-    """Return what is equal for ranks that did the same in some rows, in this order, whenever it was.
+    """Return a key that is equal for ranks with the same rows in the same order, at whatever times.
 
-    Of a collective it matters how many ranks took part and which of theirs it was, not which ranks these are.
+    A collective counts by its number of ranks and its number in the group, not by which ranks take part.
 
     Args:
         header: of the trace.
         rows: of one rank, those that matter.
         more: further fields that matter, besides kind, edge, unit and ``comm_seq``.
     """
-    sizes = np.array([*(len(group.ranks) for group in header.comm_groups), 0], np.int32)  # the last is where -1 looks
+    sizes = np.array([*(len(group.ranks) for group in header.comm_groups), 0], np.int32)  # the last is for index -1
     group = rows["comm_group"]
     columns = [rows[name] for name in ("kind", "edge", "unit", "comm_seq", *more)]
     columns.append(sizes[np.where(group < len(sizes) - 1, group, -1)])
@@ -43,19 +43,19 @@ def did(header: Header, rows: Rows, more: Sequence[str] = ()) -> bytes:
 
 
 MAX_RUNS = 8
-"""Runs of neighbouring ranks that are named; with more the first ones, and how many ranks there are besides."""
+"""Maximum number of runs of consecutive ranks that a label names in full."""
 
 NAMED_RUNS = 3
-"""Runs that are named of more."""
+"""Runs that a label names if there are more than :data:`MAX_RUNS`; the other ranks are counted."""
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers with runs of neighbours joined: ``(5, 0, 1, 2)`` -> ``"0-2, 5"``; none -> ``""``."""
+    """Return numbers as text with consecutive ones joined: ``(5, 0, 1, 2)`` -> ``"0-2, 5"``; none -> ``""``."""
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
 
 
 def runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Return the first and last of each run of neighbours: ``(5, 0, 1, 2)`` -> ``[[0, 2], [5, 5]]``."""
+    """Return first and last of each run of consecutive numbers: ``(5, 0, 1, 2)`` -> ``[[0, 2], [5, 5]]``."""
     found: list[list[int]] = []
     for number in sorted(set(numbers)):
         if found and number == found[-1][1] + 1:
@@ -66,9 +66,9 @@ def runs(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def label(ranks: Iterable[int]) -> str:
-    """Return how a person names these ranks: ``(0, 1, 2, 5)`` -> ``"ranks 0-2, 5"``, ``(3,)`` -> ``"rank 3"``.
+    """Return a label for these ranks: ``(0, 1, 2, 5)`` -> ``"ranks 0-2, 5"``, ``(3,)`` -> ``"rank 3"``.
 
-    Of more than :data:`MAX_RUNS` runs some are counted: ``"ranks 0, 15, 30 and 31 more"``.
+    With more than :data:`MAX_RUNS` runs, the label counts the rest: ``"ranks 0, 15, 30 and 31 more"``.
     """
     numbers = sorted(set(ranks))
     found = runs(numbers)
@@ -84,7 +84,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def pattern(name: str) -> str:
-    """Return a dotted name without its numbers: ``"blocks.3.norm1.weight"`` -> ``"blocks.#.norm1.weight"``."""
+    """Return a dotted name with ``#`` for numbers: ``"blocks.3.norm1.weight"`` -> ``"blocks.#.norm1.weight"``."""
     return ".".join("#" if _NUMBER.fullmatch(part) else part for part in name.split("."))
 
 
@@ -92,7 +92,7 @@ def join_names(names: Sequence[str]) -> str:
     """Return one name for names of one :func:`pattern`: ``blocks.0.w, blocks.1.w, blocks.3.w`` -> ``blocks.0-1,3.w``.
 
     Raises:
-        ValueError: the names have different patterns, or there is none.
+        ValueError: the names have different patterns, or there are none.
     """
     if len({pattern(name) for name in names}) != 1:
         raise ValueError(f"expected names that differ in their numbers only, got {', '.join(names) or 'none'}")

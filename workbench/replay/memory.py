@@ -1,8 +1,8 @@
-"""Memory: live bytes by class at any row, and what was going on when there were most of them.
+"""Memory: live bytes by class at any row, and what the rank was doing at the peak.
 
-Bytes are those the engine owns and tells of: exact, in the order the rank's program asked for them. A class's bytes
-are *in use*, except those of RESERVED: pools keep them, nobody uses them, and no peak counts them. Arrays: ``C``
-memory classes (:class:`~workbench.events.Category`), ``M`` ALLOC / FREE rows, ``N`` moments asked for.
+Bytes are those that the engine owns and reports: exact, in the order in which the rank's program allocated them. All
+classes are *in use*, except RESERVED: pools hold those bytes unused, and no peak counts them. Arrays: ``C`` memory
+classes (:class:`~workbench.events.Category`), ``M`` ALLOC / FREE rows, ``N`` moments.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, Header, KeyFrame, Rows
 
-"""The kinds of rows that move bytes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryState:
-    """Live bytes after some rows, and when there were most; ``C`` entries per tuple.
+    """Live bytes after some rows, and their peak; ``C`` entries per tuple.
 
     Attributes:
         bytes_by_category: live bytes of each class.
-        peak_bytes: most bytes in use there were at once, all classes but RESERVED together.
+        peak_bytes: most bytes in use at once, all classes except RESERVED together.
         peak_bytes_by_category: the classes at that moment.
-        peak_seq: the row after which that was first so; the key frame's ``seq - 1`` if it was so from the start.
+        peak_seq: the first row after which the peak was reached; the key frame's ``seq - 1`` for the start.
     """
 
     bytes_by_category: tuple[int, ...]
@@ -41,7 +39,7 @@ class MemoryState:
 
 
 def start(key_frame: KeyFrame) -> MemoryState:
-    """Return the state before row ``key_frame.seq``; the peak before it is not known and counts as no higher."""
+    """Return the state before row ``key_frame.seq``; earlier peaks are unknown and ignored."""
     live = key_frame.bytes_by_category
     return MemoryState(
         bytes_by_category=live, peak_bytes=in_use(live), peak_bytes_by_category=live, peak_seq=key_frame.seq - 1
@@ -49,12 +47,12 @@ def start(key_frame: KeyFrame) -> MemoryState:
 
 
 def in_use(bytes_by_category: Sequence[int]) -> int:
-    """Return the bytes of all classes but RESERVED."""
+    """Return the bytes of all classes except RESERVED."""
     return sum(bytes_by_category) - bytes_by_category[Category.RESERVED]
 
 
 def advance(state: MemoryState, rows: Rows) -> MemoryState:
-    """Return the state after ``rows``; rows given in pieces or at once lead to the same state."""
+    """Return the state after ``rows``; splitting the rows into several calls gives the same state."""
     places = _moves(rows)
     if not len(places):
         return state
@@ -78,7 +76,7 @@ def _moves(rows: Rows) -> Ints:
 
 
 def _in_use(category: NDArray[np.uint8], num_bytes: Ints) -> Ints:
-    """By how much each of some rows that move bytes changes the bytes in use."""
+    """Change of the bytes in use by each of some rows that move bytes."""
     deltas: Ints = np.where(category == Category.RESERVED, 0, num_bytes)
     return deltas
 
@@ -90,7 +88,7 @@ def _add(before: tuple[int, ...], category: NDArray[np.uint8], num_bytes: Ints) 
 
 
 def most_reserved(rank_trace: RankTrace) -> int:
-    """Return the most bytes that pools kept at once in a rank's trace."""
+    """Return the most bytes that pools held unused at once in a rank's trace."""
     rows = rank_trace.rows
     deltas = rows["num_bytes"][of_kind(rows, MOVES) & (rows["category"] == Category.RESERVED)]
     return int(rank_trace.start.bytes_by_category[Category.RESERVED] + np.cumsum(deltas).max(initial=0))
@@ -101,10 +99,10 @@ class MemorySeries:
     """Live bytes of one rank at ``N`` moments, in order; each holds until the next.
 
     Attributes:
-        t_ns: when, ``[N]``.
-        seq: the row just after which, ``[N]``; the key frame's ``seq - 1`` for the state before the first row.
+        t_ns: time of each moment, ``[N]``.
+        seq: the row just before each moment, ``[N]``; the key frame's ``seq - 1`` for the state before the first row.
         num_bytes: live bytes of each class, ``[N, C]``.
-        is_exact: whether these are all moments at which any moved.
+        is_exact: whether these are all moments at which live bytes changed.
     """
 
     t_ns: Ints
@@ -120,18 +118,18 @@ class MemorySeries:
 
     @property
     def reserved(self) -> Ints:
-        """Bytes that pools keep on top of those, ``[N]``."""
+        """Bytes that pools hold in addition, ``[N]``."""
         reserved: Ints = self.num_bytes[:, Category.RESERVED]
         return reserved
 
 
 def series(rank_trace: RankTrace, max_moments: int | None = None) -> MemorySeries:
-    """Return the live bytes before the first row and after every row that moved any; nothing of an empty trace.
+    """Return the live bytes before the first row and after every row that moved any; empty for an empty trace.
 
     Args:
-        rank_trace: what to look at.
-        max_moments: about how many moments to return. If there are more, time is cut into equal bins and of each the
-            first, lowest, highest and last moment are kept: what a screen can show, and never without the peak.
+        rank_trace: a rank's trace.
+        max_moments: about how many moments to return. If there are more, time is cut into equal bins, and the first,
+            lowest, highest and last moment of each are kept: what a screen can show, always with the peak.
     """
     rows = rank_trace.rows
     if not len(rows):
@@ -150,11 +148,11 @@ def series(rank_trace: RankTrace, max_moments: int | None = None) -> MemorySerie
 
 
 def _bytes_at(rank_trace: RankTrace, places: Ints, moments: Ints) -> Ints:
-    """Live bytes ``[1 + N, C]``: before all rows, and after those at ``moments``, which are some of ``places``."""
+    """Live bytes ``[1 + N, C]``: before all rows, and after those at ``moments``, a subset of ``places``."""
     rows, num_classes = rank_trace.rows, len(Category)
-    moment = np.searchsorted(moments, places)  # the first that a move counts for; len(moments): for none
+    moment = np.searchsorted(moments, places)  # the first moment that includes a move; len(moments): none does
     cell = moment * num_classes + rows["category"][places]
-    # sums of whole numbers below 2**53 are exact in float64
+    # sums of integers below 2**53 are exact in float64
     deltas = np.bincount(cell, rows["num_bytes"][places], (len(moments) + 1) * num_classes).astype(np.int64)
     deltas = np.concatenate([rank_trace.start.bytes_by_category, deltas[: len(moments) * num_classes]])
     return np.cumsum(deltas.reshape(-1, num_classes), axis=0, dtype=np.int64)
@@ -179,7 +177,7 @@ def envelope(t_ns: Ints, total: Ints, num_bins: int) -> Ints:
 
 
 def _first_equal(values: Ints, wanted: Ints, lengths: Ints) -> Ints:
-    """Of each run of ``lengths`` values, the position of the first that equals the run's ``wanted`` one."""
+    """For each run of ``lengths`` values, the position of the first that equals the run's ``wanted`` value."""
     run = np.repeat(np.arange(len(lengths)), lengths)
     found = np.flatnonzero(values == wanted[run])
     return found[np.diff(run[found], prepend=-1) > 0]
@@ -191,9 +189,9 @@ class Peak:
 
     Attributes:
         num_bytes: bytes in use.
-        bytes_by_category: those of each class, ``C`` entries.
-        seq: the row just after which it was; the key frame's ``seq - 1`` if it was so from the start.
-        t_ns: time of that row (from the start: of the first row; 0 without rows).
+        bytes_by_category: live bytes of each class, ``C`` entries.
+        seq: the row just before it; the key frame's ``seq - 1`` if the peak is at the start.
+        t_ns: time of that row (at the start: of the first row; 0 without rows).
         step: its step, -1 outside any.
         phase: its phase.
         unit: the unit whose forward or backward it was part of, -1 none.
@@ -236,7 +234,7 @@ def peak(rank_trace: RankTrace) -> Peak:
 
 
 def _row_before(rows: Rows) -> np.void:
-    """What stands for the row that led to the key frame: nothing but a time."""
+    """Placeholder for the row before the key frame; it holds only a time."""
     row: np.void = np.zeros(1, ROW_DTYPE)[0]
     row["t_ns"] = rows["t_ns"][0] if len(rows) else 0
     row["step"] = row["unit"] = -1
@@ -247,16 +245,16 @@ def _row_before(rows: Rows) -> np.void:
 def _units_held(found: states.States, row: np.void) -> tuple[tuple[int, ...], ...]:
     """Units unsharded, with an all-gather in flight, and reducing, at the row after which most bytes were live."""
     unsharded, in_flight = set(found.units_in(UnitState.UNSHARDED)), set(found.units_in(UnitState.ALL_GATHER_IN_FLIGHT))
-    if row["category"] == Category.UNSHARDED_PARAMS:  # has arrived, but is not said to be usable yet
+    if row["category"] == Category.UNSHARDED_PARAMS:  # gathered; the row that makes it usable follows
         unsharded.add(int(row["unit"]))
         in_flight.discard(int(row["unit"]))
-    if row["category"] == Category.ALL_GATHER_BUFFERS:  # asked for, but not issued yet
+    if row["category"] == Category.ALL_GATHER_BUFFERS:  # its buffer is allocated; it is issued next
         in_flight.add(int(row["unit"]))
     return tuple(sorted(unsharded)), tuple(sorted(in_flight)), found.units_in(UnitState.REDUCING)
 
 
 def _unit_at_work(rows: Rows, place: int) -> int:
-    """The unit whose forward or backward the row at ``place`` is part of, -1 if it is part of none."""
+    """The unit whose forward or backward the row at ``place`` is part of, -1 if none."""
     row = rows[place]
     if row["phase"] == Phase.PRE_BACKWARD:
         return _nearest(rows[place:], Edge.BEGIN, 0, int(row["unit"]))
@@ -276,13 +274,13 @@ def _nearest(rows: Rows, edge: Edge, which: int, default: int) -> int:
 
 
 def moment(header: Header, found: Peak) -> str:
-    """Say what a rank was doing at a peak, such as ``"backward of blocks.3"``; plain text, names as they are."""
+    """Return what a rank was doing at a peak, such as ``"backward of blocks.3"``; plain text, names not escaped."""
     in_unit = found.unit >= 0 and found.phase not in (Phase.IDLE, Phase.OPTIMIZER)
     return found.phase.info.doing + (f" of {unit_name(header, found.unit)}" if in_unit else "")
 
 
 def describe_peak(header: Header, found: Peak) -> str:
-    """Say what was going on at a peak, and what was held for it; plain text, names as they are.
+    """Return what a rank was doing at a peak and what memory held then; plain text, names not escaped.
 
     Example: ``"backward of blocks.3: 2 units unsharded, next all-gather (blocks.2) in flight"``.
     """

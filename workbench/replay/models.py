@@ -1,4 +1,4 @@
-"""Which model a unit belongs to: one that is unsharded and sharded anew, or in another way, stays the one it was."""
+"""The model that a unit belongs to: unsharding a model and sharding it again keeps its identity."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from workbench.trace.schema import Header
 def models(header: Header) -> tuple[int, ...]:
     """Return the number of each unit's model, which is the index of the root it was first sharded under.
 
-    A root goes on with the model of an earlier one if that was undone and they share parameters, by name and shape.
-    Without that it is another model, whatever it is called: a cell that makes a model was run again.
+    A root continues the model of an earlier one if that was unsharded and they share parameters, by name and shape.
+    Otherwise it is a new model, even under the same name: the cell that makes the model was run again.
 
     Example: root 0, undone, then root 3 with the same parameters, then root 6 -> ``(0, 0, 0, 0, 0, 0, 6, ...)``.
     """
@@ -22,7 +22,7 @@ def models(header: Header) -> tuple[int, ...]:
             (each.fqn, each.global_shape)
             for unit in units
             for param in unit.params
-            for each in param.parts or (param,)  # a flat one stands for several
+            for each in param.parts or (param,)  # a flat parameter holds several
         }
         for root, units in roots.items()
     }

@@ -1,15 +1,16 @@
-"""Time in which a job stands still because somebody stopped it, and the time axis without it.
+"""Time in which a job is paused by the user, and the time axis without it.
 
-A rank that is held at a gate waits for a person, and those that wait for it wait for that person too: on an axis that
-showed it, minutes of nothing would stand beside milliseconds of work. It is cut out where at least one rank is held
-and none works: each of the others is held as well, waits for communication, or is between steps. One mapping serves
-all ranks, so the order of events across ranks stays as it was.
+A rank held at a gate waits for the user, and other ranks wait for it. On a full time axis, minutes of nothing would
+dwarf milliseconds of work. So time is cut out where at least one rank is held and none works: every other rank is held
+too, waits for communication, or is between steps. One mapping serves all ranks, which keeps the order of events across
+ranks.
 
-Idle time can be left out as well: time between steps in which no rank does anything, if it is long. What a rank did
-after the last row of a step that was aborted, nobody recorded: it is idle.
+Long idle time can be cut out as well: time between steps in which no rank does anything. What a rank did after the last
+row of an aborted step was not recorded and counts as idle.
 
-Example: rank 0 is held from 10 to 50; rank 1 works until 14, is held from then on to 52. From 14 to 50 nobody works
-and that is cut out: 14 and 50 are the same place, 52 lies 2 after it. Rank 0 is still drawn as held from 10 to 14.
+Example: rank 0 is held from 10 to 50; rank 1 works until 14 and is held from then to 52. No rank works from 14 to 50,
+so that time is cut out: 14 and 50 map to the same place, and 52 is 2 after it. Rank 0 is still drawn as held from 10
+to 14.
 
 Arrays: ``C`` cuts, ``N`` times. Times are nanoseconds.
 """
@@ -28,7 +29,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 
 LEAST_IDLE_NS = 1_000_000_000
-"""Idle time of at least this length is cut out of the axes of pictures."""
+"""Pictures cut idle time of at least this length out of their axes."""
 
 _TELLING = (Kind.STEP, Kind.GATE, Kind.WAIT, *WORK, Kind.RESET)
 
@@ -39,11 +40,11 @@ def _no_times() -> Ints:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cuts:
-    """What is cut out of a time axis, in order and without overlaps; arrays are ``[C]``.
+    """Intervals cut out of a time axis, in order and without overlaps; arrays are ``[C]``.
 
     Attributes:
-        begin_ns: where each begins.
-        end_ns: where it ends, later.
+        begin_ns: begin of each.
+        end_ns: end of each, later than its begin.
     """
 
     begin_ns: Ints = field(default_factory=_no_times)
@@ -54,15 +55,15 @@ class Cuts:
 
     @property
     def lengths_ns(self) -> Ints:
-        """How long each is, ``[C]``."""
+        """Length of each cut, ``[C]``."""
         return self.end_ns - self.begin_ns
 
     def shown(self, t_ns: Ints) -> Ints:
-        """Return where times ``[N]`` are on the axis: earlier by all that is cut out before them."""
+        """Return the positions of times ``[N]`` on the axis: earlier by the cuts before them."""
         return t_ns - within_ns(self.begin_ns, self.end_ns, t_ns)
 
     def shown_at(self, t_ns: int) -> int:
-        """Return where one time is on the axis."""
+        """Return the position of one time on the axis."""
         return int(self.shown(np.array([t_ns], np.int64))[0])
 
     def true_at(self, shown_ns: int) -> int:
@@ -71,7 +72,7 @@ class Cuts:
         return shown_ns + int(self.lengths_ns[:past].sum())
 
     def rows(self, rows: Rows) -> Rows:
-        """Return rows with the times at which they are shown."""
+        """Return rows with their times on the axis."""
         if not len(self):
             return rows
         moved = rows.copy()
@@ -79,7 +80,7 @@ class Cuts:
         return moved
 
     def joined(self) -> Cuts:
-        """Return them with those that follow each other without a gap as one."""
+        """Return the cuts with adjacent ones merged."""
         apart = self.begin_ns[1:] > self.end_ns[:-1]
         first, last = np.append(True, apart)[: len(self)], np.append(apart, True)[: len(self)]
         return Cuts(begin_ns=self.begin_ns[first], end_ns=self.end_ns[last])
@@ -87,7 +88,7 @@ class Cuts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stance:
-    """What a rank is at after some rows."""
+    """State of a rank after some rows."""
 
     is_held: bool = False
     is_waiting: bool = False
@@ -96,7 +97,7 @@ class _Stance:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Changes:
-    """When a rank may have changed its stance, ascending, and what it is from then on."""
+    """Times at which a rank's stance may change, ascending, and its stance from then on."""
 
     t_ns: Ints
     is_held: NDArray[np.bool_]
@@ -106,11 +107,11 @@ class _Changes:
 
 
 def without_holds(trace: Trace, least_idle_ns: int | None = None) -> tuple[Trace, Cuts]:
-    """Return the trace with the times at which it is shown, and what was cut out; the trace itself if nothing is.
+    """Return the trace with its times on the cut axis, and the cuts; without cuts, the trace itself.
 
     Args:
-        trace: what happened.
-        least_idle_ns: idle time of at least this length is cut out as well; None: none is.
+        trace: the trace.
+        least_idle_ns: also cut out idle time of at least this length; None: keep idle time.
     """
     found = cuts(trace, least_idle_ns)
     if not len(found):
@@ -120,7 +121,7 @@ def without_holds(trace: Trace, least_idle_ns: int | None = None) -> tuple[Trace
 
 
 def cuts(trace: Trace, least_idle_ns: int | None = None) -> Cuts:
-    """Return what is to be cut out of a trace's time axis, idle time of ``least_idle_ns`` included; None: without."""
+    """Return the cuts of a trace's time axis, with idle time of at least ``least_idle_ns``; None: keep idle time."""
     first_ns, last_ns = extent_ns(trace)
     is_long = least_idle_ns is not None and last_ns - first_ns >= least_idle_ns
     if not is_long and not any((r.kinds == Kind.GATE).any() for r in trace.ranks):
@@ -130,22 +131,22 @@ def cuts(trace: Trace, least_idle_ns: int | None = None) -> Cuts:
 
 
 class GrowingCuts:
-    """The cuts of a growing trace. What was shown once stays where it is: later cuts lie behind it.
+    """The cuts of a growing trace. Later cuts never move what was already shown.
 
     Args:
-        least_idle_ns: idle time of at least this length is cut out as well; None: none is.
+        least_idle_ns: also cut out idle time of at least this length; None: keep idle time.
     """
 
     def __init__(self, least_idle_ns: int | None = None) -> None:
         self.cuts = Cuts()
         self._least_idle_ns = least_idle_ns
         self._stances: dict[int, _Stance] = {}
-        self._pending: dict[int, _Changes] = {}  # since a time at which nobody was held
+        self._pending: dict[int, _Changes] = {}  # since a time at which no rank was held
         self._seen: dict[int, int] = {}
         self._known_ns = self._until_ns = np.iinfo(np.int64).min
 
     def update(self, trace: Trace) -> Cuts:
-        """Return the cuts of ``trace``, a later state of the same one."""
+        """Return the cuts of ``trace``, a later state of the same trace."""
         for rank_trace in trace.ranks:
             self._read(rank_trace)
         last_ns = _last_ns(trace)
@@ -182,10 +183,10 @@ def _last_ns(trace: Trace) -> int:
 
 
 def _changes(rows: Rows, before: _Stance) -> tuple[_Changes, _Stance]:
-    """Return what a rank is at from each telling row on, and after all of them."""
+    """Return a rank's stance from each relevant row on, and after all rows."""
     rows = chosen(rows, of_kind(rows, _TELLING))
     kind, begins = rows["kind"], rows["edge"] == Edge.BEGIN
-    new_step = kind == Kind.STEP  # whatever was open before it has been given up
+    new_step = kind == Kind.STEP  # closes everything still open before it
     is_held = _latest(new_step | (kind == Kind.GATE), begins & (kind == Kind.GATE), before=before.is_held)
     is_waiting = _latest(new_step | (kind == Kind.WAIT), begins & (kind == Kind.WAIT), before=before.is_waiting)
     ends_step = new_step & ~begins
@@ -206,7 +207,7 @@ def _changes(rows: Rows, before: _Stance) -> tuple[_Changes, _Stance]:
 
 
 def _latest(tells: NDArray[np.bool_], value: NDArray[np.bool_], *, before: bool) -> NDArray[np.bool_]:
-    """Return for each row the ``value`` of the last row up to it that ``tells``; ``before`` where there is none."""
+    """Return for each row the ``value`` of the last row up to it where ``tells``; ``before`` if there is none."""
     place = np.maximum.accumulate(np.where(tells, np.arange(len(tells)), -1)) if len(tells) else np.empty(0, np.int64)
     found: NDArray[np.bool_] = np.where(place >= 0, value[place], before) if len(tells) else value
     return found
@@ -237,10 +238,10 @@ def _tail(changes: _Changes) -> _Changes:
 def _cuts(
     ranks: Sequence[_Changes], from_ns: int, last_ns: int, least_idle_ns: int | None = None, known_ns: int | None = None
 ) -> Cuts:
-    """Return the times up to ``last_ns`` in which a rank is held and none works; neighbours not joined.
+    """Return the times up to ``last_ns`` in which a rank is held and none works; adjacent cuts are not merged.
 
-    Those in which all are idle for ``least_idle_ns`` as well; None: none of them. Ranks were idle at ``from_ns`` if
-    nothing is known of them before. What all did is known from ``known_ns`` on: nobody counts as idle earlier.
+    Includes times in which all ranks are idle for at least ``least_idle_ns``; None: keep idle time. Ranks without
+    earlier rows are idle at ``from_ns``. All ranks are known from ``known_ns`` on: earlier times never count as idle.
     """
     t_ns = np.concatenate([[from_ns], *(changes.t_ns for changes in ranks), [last_ns]])
     order = np.argsort(t_ns, kind="stable")
@@ -252,12 +253,12 @@ def _cuts(
     stands = (held > 0) & (working == 0) & lasts
     if least_idle_ns is not None:
         is_idle = (busy == 0) & (known_ns is None or t_ns[:-1] >= known_ns)
-        run = np.cumsum(np.diff(is_idle, prepend=False))  # idle pieces that follow each other have one number
+        run = np.cumsum(np.diff(is_idle, prepend=False))  # consecutive idle pieces share a number
         run_ns = np.bincount(run, np.diff(t_ns))
         stands |= is_idle & lasts & (run_ns[run] >= least_idle_ns)
     return Cuts(begin_ns=t_ns[:-1][stands], end_ns=t_ns[1:][stands])
 
 
 def _count(flags: Sequence[NDArray[np.bool_]]) -> Ints:
-    """By how many the ranks of which it is true change, entry by entry of each rank; 0 for the begin and end of all."""
+    """Change of the number of ranks with the flag at each entry of each rank; 0 for the first and last time."""
     return np.concatenate([[0], *(np.diff(flag.astype(np.int64), prepend=0) for flag in flags), [0]]).astype(np.int64)

@@ -1,8 +1,8 @@
-"""The memory of a rank's whole process beside what the engine owns of it: nothing is left out of the sum.
+"""The memory of a rank's whole process, split into what the engine owns and the rest.
 
-``resident = owned + not owned``: owned are all memory classes, what pools keep included; not owned is the rest:
-activations, what Python and libraries take, and within it the baseline, which the process had before anything was
-sharded. Arrays: ``N`` samples.
+``resident = owned + not owned``: *owned* covers all memory classes, including what pools hold; *not owned* is the rest:
+activations, Python and libraries. It includes the baseline, the memory of the process before anything was sharded.
+Arrays: ``N`` samples.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class ProcessSeries:
     """A rank's process at the moments its memory was sampled; arrays are ``[N]``.
 
     Attributes:
-        t_ns: when.
-        seq: the row that says so.
+        t_ns: time of each sample.
+        seq: its row.
         resident: bytes of the process in memory.
-        owned: bytes of all memory classes together, RESERVED included. Memory asked for and never touched is not
-            resident, so there may be more of them.
-        baseline_bytes: what the process had before anything was sharded; 0 if not known.
+        owned: bytes of all memory classes together, RESERVED included. May exceed ``resident``: memory that is
+            allocated but never touched is not resident.
+        baseline_bytes: memory of the process before anything was sharded; 0 if unknown.
     """
 
     t_ns: Ints
@@ -42,23 +42,23 @@ class ProcessSeries:
 
     @property
     def not_owned(self) -> Ints:
-        """Resident bytes that are of no memory class; never below 0. ``[N]``."""
+        """Resident bytes outside all memory classes; never below 0. ``[N]``."""
         rest: Ints = np.maximum(self.resident - self.owned, 0)
         return rest
 
     @property
     def baseline(self) -> Ints:
-        """Of these, those of the baseline. ``[N]``."""
+        """The part of ``not_owned`` that is the baseline. ``[N]``."""
         return np.minimum(self.not_owned, self.baseline_bytes)
 
 
 def series(header: Header, rank_trace: RankTrace, max_moments: int | None = None) -> ProcessSeries:
-    """Return what was sampled in a rank's trace; nothing of a trace without samples.
+    """Return the samples in a rank's trace; empty for a trace without samples.
 
     Args:
         header: of the trace.
-        rank_trace: what to look at.
-        max_moments: about how many samples to return, never without the highest; None: all.
+        rank_trace: a rank's trace.
+        max_moments: about how many samples to return, always with the highest; None: all.
     """
     rows = rank_trace.rows
     places = np.flatnonzero(rows["kind"] == Kind.RESIDENT)

@@ -1,8 +1,8 @@
-"""Where the rows of each parameter lie, and what that costs at rest; read off the header alone.
+"""Where the rows of each parameter are stored, and the memory that takes at rest; computed from the header alone.
 
-Words: a parameter is split along its ``shard_dim`` into *rows*; ``F`` is the number of ranks that share one copy, a
-*shard-rank* counts 0..F-1 among them. As ``torch.chunk`` does, every shard-rank has room for ``ceil(rows / F)`` rows;
-the last ones may hold fewer (the rest is *padding*) or none (an *empty shard*)::
+A parameter is split along its ``shard_dim`` into *rows*; ``F`` is the number of ranks that share one copy, and a
+*shard-rank* counts 0..F-1 among them. As in ``torch.chunk``, every shard-rank has room for ``ceil(rows / F)`` rows; the
+last ones may hold fewer (the rest is *padding*) or none (an *empty shard*)::
 
     5 rows over F = 4  ->  room for 2 each; held 2, 2, 1, 0; padding 0, 0, 1, 2; shard-rank 3 is empty
 """
@@ -45,19 +45,19 @@ class ParamShards:
 
     @property
     def padding_rows(self) -> tuple[int, ...]:
-        """Rows of room that hold nothing, per shard-rank."""
+        """Unused rows per shard-rank."""
         return tuple(self.param.padded_rows - rows for rows in self.param.rows_per_rank)
 
     @property
     def empty_shards(self) -> tuple[int, ...]:
-        """Shard-ranks that hold no element of this parameter though it has some."""
+        """Shard-ranks without any element of this parameter; none if the parameter has no elements."""
         if not self.bytes_unsharded:
             return ()
         return tuple(i for i, rows in enumerate(self.param.rows_per_rank) if rows == 0)
 
     @property
     def bytes_unsharded(self) -> int:
-        """Bytes of what FSDP splits, without padding; under tensor parallelism that is this rank's part."""
+        """Bytes that FSDP splits, without padding; under tensor parallelism, this rank's part."""
         return self.row_bytes * sum(self.param.rows_per_rank)
 
     @property
@@ -72,7 +72,7 @@ class ParamShards:
 
     @property
     def bytes_wasted(self) -> int:
-        """Bytes of padding in one copy: over its F shard-ranks together."""
+        """Bytes of padding in one copy, over all of its F shard-ranks."""
         return self.row_bytes * (self.num_shards * self.param.padded_rows - sum(self.param.rows_per_rank))
 
 
@@ -81,12 +81,12 @@ class Totals:
     """Sums over parameters.
 
     Attributes:
-        num_params: parameters; those in flat ones, not these.
+        num_params: parameters; a flat one counts as those it holds.
         num_flat: flat parameters.
-        num_elements: elements of the parameters, unsharded in every way.
+        num_elements: elements of the parameters, before FSDP and tensor parallelism.
         bytes_unsharded: what a rank would hold without FSDP and tensor parallelism.
         bytes_at_rest: what each rank holds between steps, padding included.
-        bytes_wasted: padding in one copy, over its shard-ranks together.
+        bytes_wasted: padding in one copy, over all of its shard-ranks.
         num_empty: empty shards in one copy.
     """
 
@@ -100,7 +100,7 @@ class Totals:
 
 
 def shards(header: Header) -> tuple[ParamShards, ...]:
-    """Return how every parameter is split, units and parameters in the header's order; retired units left out."""
+    """Return how every parameter is split, units and parameters in the header's order, without retired units."""
     return tuple(part for unit in header.units if unit.in_use for part in unit_shards(unit))
 
 
@@ -124,21 +124,21 @@ def totals(split: Iterable[ParamShards]) -> Totals:
 
 
 def totals_of_used(trace: Trace) -> Totals:
-    """Return the sums over the parameters of the units that did something in ``trace``, retired since or not."""
+    """Return the sums over the parameters of the units with rows in ``trace``, including units retired since."""
     used = {int(index) for rank in trace.ranks for index in np.unique(rank.rows["unit"])}
     return totals(part for unit in trace.header.units if unit.index in used for part in unit_shards(unit))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AtRest:
-    """What one rank holds between steps, in bytes; all of it in host memory for units that are offloaded.
+    """Bytes that one rank holds between steps; in host memory for offloaded units.
 
     Attributes:
         params: its shards, padding included.
-        grads: gradients of the trainable ones, as padded as their shards.
-        adam: two moments of each trainable element that is its own, and 4 bytes per such parameter for the step; of a
-            flat parameter of its padding as well, and the step once for all that are in it. An optimizer that has their
-            pieces instead keeps no padding, nothing of those that are frozen, and a step for each that is not empty.
+        grads: gradients of the trainable ones, padded like their shards.
+        adam: two moments of each trainable element in its shard, and 4 bytes per parameter for the step. For a flat
+            parameter this includes padding, and the step counts once. With ``use_orig_params`` the optimizer has the
+            pieces instead: no padding, no frozen ones, and a step for each piece that is not empty.
     """
 
     params: int
@@ -147,7 +147,7 @@ class AtRest:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all bytes."""
         return self.params + self.grads + self.adam
 
 
@@ -159,7 +159,7 @@ def at_rest(header: Header, shard_rank: int) -> AtRest:
 
     Args:
         header: its units, retired ones left out.
-        shard_rank: the rank's place among those that share a copy, taken modulo F where a unit is on fewer ranks.
+        shard_rank: the rank's place among those that share a copy, modulo F where a unit is on fewer ranks.
     """
     split = shards(header)
     given = [(part, _given(part.param, shard_rank % part.num_shards)) for part in split if part.param.trainable]
@@ -171,9 +171,10 @@ def at_rest(header: Header, shard_rank: int) -> AtRest:
 
 
 def _given(param: Param, shard_rank: int) -> list[int]:
-    """Return the rows of each tensor that an optimizer trains of a parameter; of a flat one that is all of its room.
+    """Return the number of rows of each tensor of a parameter that the optimizer trains.
 
-    Of a flat one of which it has the pieces instead: elements of each that is trained and not empty.
+    For a flat parameter these are the padded rows; with ``use_orig_params``, the elements of each trainable piece that
+    is not empty.
     """
     if not param.use_orig_params:
         return [param.padded_rows if param.parts else param.rows_per_rank[shard_rank]]
@@ -184,12 +185,12 @@ def _given(param: Param, shard_rank: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What of one parameter lies in one shard-rank's part of a flat one; at least one element.
+    """The elements of one parameter within one shard-rank's part of a flat parameter; at least one.
 
     Attributes:
         part: the parameter.
-        shard_rank: whose part it is.
-        begin, end: elements of the flat parameter, the last one excluded.
+        shard_rank: shard-rank that holds the piece.
+        begin, end: elements of the flat parameter, ``end`` excluded.
     """
 
     part: FlatPart
@@ -199,24 +200,24 @@ class Piece:
 
     @property
     def own(self) -> tuple[int, int]:
-        """First and last of the parameter's own elements that are in it."""
+        """First and last element of the piece, counted within the parameter."""
         return self.begin - self.part.first, self.end - self.part.first - 1
 
     @property
     def is_begun_before(self) -> bool:
-        """Whether a border between two ranks cuts the parameter at the left of the piece."""
+        """Whether a border between two ranks cuts the parameter at the start of the piece."""
         return self.begin > self.part.first
 
     @property
     def goes_on(self) -> bool:
-        """Whether one cuts it at the right."""
+        """Whether a border between two ranks cuts the parameter at the end of the piece."""
         return self.end < self.part.first + self.part.numel
 
 
 def pieces(param: Param) -> tuple[Piece, ...]:
-    """Return what a flat parameter holds, from its first element to its last, cut where the ranks' borders are.
+    """Return the pieces of a flat parameter from first element to last, cut at the borders between ranks.
 
-    Example: two parameters of 3 and 4 elements over F = 2 -> the first and one element on shard-rank 0, 3 on 1.
+    Example: parameters of 3 and 4 elements over F = 2 -> shard-rank 0: all 3 and 1 of the 4, shard-rank 1: the other 3.
     """
     room = param.padded_rows
     found = (
@@ -228,11 +229,10 @@ def pieces(param: Param) -> tuple[Piece, ...]:
 
 
 def alike(split: Iterable[ParamShards]) -> list[tuple[ParamShards, ...]]:
-    """Return parameters with those put together that differ in nothing but the numbers in their names.
+    """Return parameters in groups that differ only in the numbers in their names.
 
-    Their units have to be alike as a whole: ``blocks.0`` and ``blocks.1`` of the same parameters, shapes, split and
-    policy.
-    Order: that of each group's first member.
+    Their whole units must match: ``blocks.0`` and ``blocks.1`` have the same parameters, shapes, split and policy.
+    Groups are in the order of their first members.
     """
     units: dict[int, Hashable] = {}
     found: dict[Hashable, list[ParamShards]] = {}

@@ -1,6 +1,6 @@
-"""Spans: what a rank was doing from when to when, put together from BEGIN and END rows.
+"""Spans: what a rank was doing from when to when, paired from BEGIN and END rows.
 
-Times are nanoseconds of the rank's own clock. Arrays: ``N`` spans.
+Times are nanoseconds. Arrays: ``N`` spans.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Spans:
         kind: Kind.
         unit: unit index, -1 none.
         step: the step each began in, -1 outside any.
-        num_bytes: what the BEGIN row says.
+        num_bytes: of the BEGIN row.
         comm_group: of a collective or a wait for one, else -1.
-        comm_seq: as comm_group.
+        comm_seq: likewise.
         begin_ns: time of the BEGIN row.
         end_ns: time of the END row; -1 where there is none (yet).
         begin_seq: the BEGIN row.
@@ -54,7 +54,7 @@ class Spans:
 
 
 def of_kind(rows: Rows, kinds: Iterable[Kind]) -> NDArray[np.bool_]:
-    """Return which rows are of one of ``kinds``; ``[len(rows)]``."""
+    """Return a mask of the rows of one of ``kinds``; ``[len(rows)]``."""
     wanted = np.zeros(256, np.bool_)
     wanted[list(kinds)] = True
     found: NDArray[np.bool_] = wanted[rows["kind"]]
@@ -74,7 +74,7 @@ def chosen(rows: Rows, which: NDArray[np.bool_]) -> Rows:
 
 
 def spans(rows: Rows, kinds: Iterable[Kind]) -> Spans:
-    """Return the spans of ``kinds`` that begin in a rank's ``rows``; one begun before them is left out.
+    """Return the spans of ``kinds`` that begin in a rank's ``rows``; spans begun before them are left out.
 
     Example: ``FORWARD BEGIN 0, FORWARD BEGIN 1, FORWARD END 1`` -> unit 0 not ended, unit 1 ended.
     """
@@ -122,15 +122,15 @@ def zero_ns(trace: Trace) -> int:
 
 
 def end_aborted(found: Spans, rows: Rows) -> Spans:
-    """Return spans with an end for each that was aborted; only those that go on have none.
+    """Return spans with an end for each aborted one; only running spans have none.
 
-    A span without an END row is over once its unit is reset, or its rank has left the step in which it began. It ends
-    with the last row before that one, and ``end_seq`` is the row that says so. Of a collective issued outside any step
-    only the reset tells: another step may still wait for it.
+    A span without an END row is aborted once its unit is reset, or its rank has left the step in which it began. It
+    ends at the last row before that row, whose number becomes its ``end_seq``. A collective issued outside any step is
+    aborted only by a reset: another step may still wait for it.
 
     Args:
         found: spans of ``rows``.
-        rows: all rows of the rank that are read, in order; not only those of the spans.
+        rows: all rows of the rank in order, not only those of the spans.
     """
     is_open = np.flatnonzero(found.end_seq < 0)
     if not len(is_open):
@@ -149,13 +149,13 @@ def end_aborted(found: Spans, rows: Rows) -> Spans:
 
 
 def _first_after(places: Ints, begin: int) -> int:
-    """Return the first of ascending ``places`` behind ``begin``; more than any place where there is none."""
+    """Return the first of ascending ``places`` after ``begin``; the largest int64 if there is none."""
     at = int(np.searchsorted(places, begin, side="right"))
     return int(places[at]) if at < len(places) else np.iinfo(np.int64).max
 
 
 def closed(found: Spans, rows: Rows) -> Spans:
-    """Return spans that all have an end: those aborted as :func:`end_aborted` says, those that go on the last row."""
+    """Return spans that all have an end: aborted ones as in :func:`end_aborted`, running ones at the last row."""
     ended = end_aborted(found, rows)
     goes_on = ended.end_seq < 0
     if not goes_on.any():
@@ -165,7 +165,7 @@ def closed(found: Spans, rows: Rows) -> Spans:
 
 
 def exclusive(found: Spans) -> tuple[Ints, Ints, Ints]:
-    """Return the times in which each span was the last one begun of those going on: what it did itself.
+    """Return the exclusive time of each span: where it is the innermost running one.
 
     Example: spans 0..8 and, within it, 2..5 -> pieces of span 0, 1, 0 at 0..2, 2..5, 5..8.
 
@@ -186,7 +186,7 @@ def exclusive(found: Spans) -> tuple[Ints, Ints, Ints]:
 
 
 def durations_ns(rows: Rows, begin_ns: Ints, end_ns: Ints) -> Ints:
-    """Return the length of each interval ``[N]`` without the time its rank was held at a gate in it.
+    """Return the length of each interval ``[N]`` without the time its rank was held at a gate.
 
     Example: held from 40 to 90, the interval 10..100 lasts 40 and the interval 50..60 lasts 0.
     """
@@ -196,9 +196,9 @@ def durations_ns(rows: Rows, begin_ns: Ints, end_ns: Ints) -> Ints:
 
 
 def total_ns(rank_trace: RankTrace, kind: Kind) -> int:
-    """Return how long all spans of ``kind`` that begin in a rank's trace took, without the time it was held.
+    """Return the total duration of the spans of ``kind`` that begin in a rank's trace, without holds.
 
-    One that goes on lasts to the last row, one that was aborted as :func:`end_aborted` says. None lies within another.
+    Running spans end at the last row, aborted ones as in :func:`end_aborted`. The spans must not nest.
     """
     rows, mine = rank_trace.rows, rows_of(rank_trace, (kind,))
     begins, is_held = mine["edge"] == Edge.BEGIN, (rank_trace.kinds == Kind.GATE).any()
@@ -209,11 +209,11 @@ def total_ns(rank_trace: RankTrace, kind: Kind) -> int:
 
 
 def within_ns(begin_ns: Ints, end_ns: Ints, t_ns: Ints) -> Ints:
-    """Return how much of some intervals lies before each ``t_ns``, ``[N]``; they are in order and do not overlap."""
+    """Return how much of some intervals is before each ``t_ns``, ``[N]``; they are in order and do not overlap."""
     if not len(begin_ns):
         return np.zeros_like(t_ns)
     whole = np.concatenate([[0], np.cumsum(end_ns - begin_ns)])
-    begun = np.searchsorted(begin_ns, t_ns, side="right")  # intervals that began by then
+    begun = np.searchsorted(begin_ns, t_ns, side="right")  # number of intervals begun by t_ns
     rest = np.where(begun > 0, np.maximum(end_ns[begun - 1] - t_ns, 0), 0)
     return whole[begun] - rest
 
@@ -221,16 +221,16 @@ def within_ns(begin_ns: Ints, end_ns: Ints, t_ns: Ints) -> Ints:
 def owners(begin: Ints, end: Ints, num_slots: int) -> Ints:
     """Return, for each slot, which of the spans that cover it began last; -1 where none does. ``[num_slots]``.
 
-    Of nested (or overlapping) spans this leaves what each was doing itself: the slots are rows, or any other axis.
-    Takes ``O((N + num_slots) log num_slots)``: each span is laid down as the two aligned blocks of a power of two
-    slots that cover it, then every block is handed down to its two halves, the later span winning.
+    For nested (or overlapping) spans this is the exclusive part of each; slots are rows, or any other axis. Takes
+    ``O((N + num_slots) log num_slots)``: each span is entered as the two blocks of a power of two slots that cover it;
+    then every block passes its span on to its two halves, and the later span wins.
 
     Example: spans 0..8 and 2..5 over 9 slots -> ``[0, 0, 1, 1, 1, 0, 0, 0, -1]``.
 
     Args:
         begin: first slot of each span, ``[N]``, ascending.
         end: the slot after its last; spans with ``end <= begin`` cover nothing.
-        num_slots: slots there are.
+        num_slots: number of slots.
     """
     length = np.maximum(end - begin, 0)
     level = np.frexp(np.maximum(length, 1))[1] - 1  # the largest power of two that fits

@@ -1,7 +1,7 @@
-"""Where each unit's parameters are: sharded, on their way, unsharded, or their gradients being reduced.
+"""The state of each unit: sharded, all-gather in flight, unsharded, or gradients being reduced.
 
-The fold is the key frame's own (:func:`workbench.trace.keyframe.advance`); here its parameter states and its count of
-reductions become the one state a picture shows: a reduction in flight wins over where the parameters are.
+The fold is that of the key frame (:func:`workbench.trace.keyframe.advance`). This module merges its parameter states
+and reduction counts into the one state that a picture shows: a reduction in flight wins over the parameter state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHANGING_KINDS = (*(kind for kind, _ in STATE_AFTER), *REDUCTIONS)
 
 @dataclass(frozen=True)
 class States:
-    """The units of one rank at one moment; a unit that is in neither dict is SHARDED.
+    """The units of one rank at one moment; a unit in neither dict is SHARDED.
 
     Attributes:
         params: parameter state per unit (never REDUCING).
@@ -34,7 +34,7 @@ class States:
     reducing: dict[int, int]
 
     def __getitem__(self, unit: int) -> UnitState:
-        """The state of ``unit``, REDUCING first."""
+        """The state of ``unit``; REDUCING wins."""
         if self.reducing.get(unit, 0) > 0:
             return UnitState.REDUCING
         return self.params.get(unit, UnitState.SHARDED)
@@ -47,12 +47,12 @@ class States:
 
 
 def start(key_frame: KeyFrame) -> States:
-    """Return the states in ``key_frame``, units that are SHARDED and not reducing left out."""
+    """Return the states in ``key_frame``, without units that are SHARDED and not reducing."""
     return advance(States(key_frame.unit_states, key_frame.reducing), np.empty(0, ROW_DTYPE))
 
 
 def advance(states: States, rows: Rows) -> States:
-    """Return the states after ``rows``; rows given in pieces or at once lead to the same states."""
+    """Return the states after ``rows``; splitting the rows into several calls gives the same states."""
     before = KeyFrame(unit_states=states.params, reducing=states.reducing)
     after = advance_key_frame(before, rows)
     return States(after.unit_states, after.reducing)
@@ -66,14 +66,14 @@ def at(rank_trace: RankTrace, seq: int) -> States:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateSpans:
-    """How long each unit was in which state; arrays are ``[N]``, unit by unit, each unit's spans without a gap.
+    """Time spans of the states of each unit; arrays are ``[N]``, unit by unit, each unit's spans without a gap.
 
     Attributes:
         unit: unit index.
         state: UnitState.
-        begin_ns: when the state began; for what began before the trace, the trace's first time.
-        end_ns: when the next one began; of a unit's last span, the trace's last time.
-        begin_seq: the row that began it; the key frame's ``seq - 1`` for what began before the trace.
+        begin_ns: when the state began; if it began before the trace, the trace's first time.
+        end_ns: when the next one began; for a unit's last span, the trace's last time.
+        begin_seq: the row that began it; the key frame's ``seq - 1`` if it began before the trace.
     """
 
     unit: Ints
@@ -84,10 +84,10 @@ class StateSpans:
 
 
 def spans(rank_trace: RankTrace, units: Iterable[int] = ()) -> StateSpans:
-    """Return the state spans of every unit the rank did anything with, and of ``units``.
+    """Return the state spans of every unit the rank used, and of ``units``.
 
-    A state begins at the time of the row that tells of it, but never before the unit's state before it: the true end
-    of a reduction may lie earlier than the reshard that was recorded before it.
+    A state begins at the time of its row, but never before the unit's previous state: a reduction may end earlier than
+    the reshard recorded before it.
     """
     changes = _changes(rank_trace, units)
     state = _states_after(changes)
@@ -106,18 +106,18 @@ def spans(rank_trace: RankTrace, units: Iterable[int] = ()) -> StateSpans:
 _CHANGE_DTYPE = np.dtype(
     [
         ("unit", "<i8"),
-        ("params", "<i8"),  # the UnitState the parameters are in from now on; -1: the row says nothing of them
-        ("reducing", "<i8"),  # change of the number of reductions in flight; of an anchor the number itself
+        ("params", "<i8"),  # UnitState of the parameters from this row on; -1: unchanged
+        ("reducing", "<i8"),  # change of the number of reductions in flight; for an anchor the number itself
         ("t_ns", "<i8"),
         ("seq", "<i8"),
         ("is_first", "?"),  # the unit's entry for the key frame
-        ("is_anchor", "?"),  # that, or a RESET: reductions are counted from here
+        ("is_anchor", "?"),  # key frame or RESET: reductions count from here
     ]
 )
 
 
 def _changes(rank_trace: RankTrace, units: Iterable[int]) -> Rows:
-    """What changed which unit, unit by unit, each unit's key frame first; of ``_CHANGE_DTYPE``."""
+    """The changes of each unit, unit by unit, each unit's key frame first; of ``_CHANGE_DTYPE``."""
     before, rows = rank_trace.start, rank_trace.rows
     rows = rows[of_kind(rows, CHANGING_KINDS) & (rows["unit"] >= 0)]
     known = sorted({*units, *np.unique(rows["unit"]).tolist(), *before.unit_states, *before.reducing})
@@ -154,7 +154,7 @@ def _changes_of(rows: Rows) -> Rows:
 def _states_after(changes: Rows) -> Ints:
     """The UnitState after each change."""
     here = np.arange(len(changes))
-    told = np.maximum.accumulate(np.where(changes["params"] >= 0, here, 0))  # a unit's first entry always tells
+    told = np.maximum.accumulate(np.where(changes["params"] >= 0, here, 0))  # a unit's first entry always has one
     anchor = np.maximum.accumulate(np.where(changes["is_anchor"], here, 0))
     total = np.cumsum(changes["reducing"])
     reducing = total - total[anchor] + changes["reducing"][anchor]
@@ -162,8 +162,8 @@ def _states_after(changes: Rows) -> Ints:
 
 
 def _times(changes: Rows) -> Ints:
-    """The time of each change, raised where it lies before the unit's change before it."""
+    """The time of each change, raised to that of the unit's previous change where it is earlier."""
     t_ns = changes["t_ns"] - changes["t_ns"].min(initial=0)
-    lift = np.cumsum(changes["is_first"]) * (t_ns.max(initial=0) + 1)  # puts each unit above the one before
+    lift = np.cumsum(changes["is_first"]) * (t_ns.max(initial=0) + 1)  # keeps each unit above the previous one
     raised: Ints = np.maximum.accumulate(t_ns + lift) - lift + changes["t_ns"].min(initial=0)
     return raised

@@ -1,9 +1,8 @@
-"""How training went: what was logged, per step over all ranks, and how long each step took.
+"""Training progress: logged values per step over all ranks, and step times.
 
-A fold per rank (:func:`advance`) collects logged values and finished steps; :func:`summary` puts the ranks together.
-The model of a step is the one whose forward comes first in it. Where another one begins a curve is cut, and what is
-said of the run as a whole is said of the present model alone.
-Time that a rank was held by a breakpoint or a pause (GATE) is not step time.
+A fold per rank (:func:`advance`) collects logged values and finished steps; :func:`summary` combines the ranks. The
+model of a step is the one whose forward comes first in it. Curves are cut where another model begins, and totals cover
+the current model only. Time that a rank was held by a breakpoint or a pause (GATE) is not step time.
 Arrays: ``M`` values logged by a rank, ``S`` steps.
 """
 
@@ -34,14 +33,14 @@ _WANTED = np.isin(np.arange(256), (Kind.STEP, Kind.GATE, Kind.METRIC))  # indexe
 
 @dataclass(frozen=True, eq=False)
 class TrainingProgress:
-    """What one rank's rows up to here say about training. Equal by value (NaN equals NaN).
+    """Training state of one rank after some rows. Equal by value (NaN equals NaN).
 
     Attributes:
         values: ``[M]`` of VALUE_DTYPE, in the order they were logged.
-        steps: ``[S]`` of STEP_DTYPE, steps that began and ended, in that order.
-        pending: STEP and GATE rows of the step that has begun and not ended; none between steps.
+        steps: ``[S]`` of STEP_DTYPE, finished steps in order.
+        pending: STEP and GATE rows of the running step; none between steps.
         last_step: the step begun last, -1 if none: values logged right after a step belong to it.
-        models: of MODEL_DTYPE, by step: the unit whose forward came first in it, for steps that have one.
+        models: of MODEL_DTYPE, by step: the unit whose forward came first, for steps that have a forward.
     """
 
     values: NDArray[np.void]
@@ -63,7 +62,7 @@ class TrainingProgress:
 
 
 def start() -> TrainingProgress:
-    """Return the state before any row. A key frame knows nothing of training, so every fold starts here."""
+    """Return the state before any row. A key frame has no training state, so every fold starts here."""
     return TrainingProgress(
         values=np.empty(0, VALUE_DTYPE),
         steps=np.empty(0, STEP_DTYPE),
@@ -74,12 +73,12 @@ def start() -> TrainingProgress:
 
 
 def advance(state: TrainingProgress, rows: Rows, kind: NDArray[np.uint8] | None = None) -> TrainingProgress:
-    """Return the state after ``rows``; rows given in pieces or at once lead to the same state.
+    """Return the state after ``rows``; splitting the rows into several calls gives the same state.
 
     Args:
         state: before them.
         rows: consecutive rows of one rank.
-        kind: their field of that name, side by side; None: it is looked for.
+        kind: their field ``kind`` as a contiguous array; None: read it from ``rows``.
     """
     kind = np.ascontiguousarray(rows["kind"]) if kind is None else kind
     models = _first_of_steps(state.models, rows, np.flatnonzero(kind == Kind.FORWARD))
@@ -97,12 +96,12 @@ def advance(state: TrainingProgress, rows: Rows, kind: NDArray[np.uint8] | None 
 
 
 def _after(known: NDArray[np.void], fresh: NDArray[np.void]) -> NDArray[np.void]:
-    """Return what was known with what is new; to put together two structured arrays takes long if they are short."""
+    """Return ``known`` followed by ``fresh``, without a copy if possible: concatenating structured arrays is slow."""
     return np.concatenate([known, fresh]) if len(known) else fresh
 
 
 def _first_of_steps(known: NDArray[np.void], rows: Rows, forwards: NDArray[np.int64]) -> NDArray[np.void]:
-    """Return ``known``, of MODEL_DTYPE, with the first of ``forwards`` of each step that it does not have."""
+    """Return ``known``, of MODEL_DTYPE, with the first of ``forwards`` of each step that it lacks."""
     edge, step, unit = (rows[name][forwards] for name in ("edge", "step", "unit"))
     begins = np.flatnonzero((edge == Edge.BEGIN) & (step >= 0) & (unit >= 0))
     _, first = np.unique(step[begins], return_index=True)
@@ -144,7 +143,7 @@ def _finished(spans: Rows) -> NDArray[np.void]:
 
 
 def _held_ns(spans: Rows) -> NDArray[np.int64]:
-    """At each GATE END that follows its GATE BEGIN the nanoseconds between them, else 0. ``[spans]``."""
+    """Nanoseconds since GATE BEGIN at each GATE END that directly follows it, else 0. ``[spans]``."""
     held = np.zeros(len(spans), np.int64)
     is_gate = spans["kind"] == Kind.GATE
     opened, closed = is_gate & (spans["edge"] == Edge.BEGIN), is_gate & (spans["edge"] == Edge.END)
@@ -166,12 +165,12 @@ class Series:
     Attributes:
         name: as the user logged it.
         steps: step numbers; -1 for what was logged before the first step.
-        mean: mean over ranks, each rank's own values of a step averaged first.
-        low: smallest rank.
-        high: largest rank.
-        num_ranks: ranks that have it at all.
-        first_not_finite: ranks whose value is not finite at the first step at which that is so of any; none if all
-            values are finite.
+        mean: mean over ranks, after averaging each rank's values of a step.
+        low: smallest value of any rank.
+        high: largest value of any rank.
+        num_ranks: ranks that have any value.
+        first_not_finite: ranks whose value is not finite at the first step with such a value; none if all values are
+            finite.
     """
 
     name: str
@@ -189,7 +188,7 @@ class Summary:
 
     Attributes:
         metrics: what was logged, by name: the loss first, then in the order of first appearance.
-        step_times: nanoseconds that each finished step took, time held at a gate left out.
+        step_times: nanoseconds of each finished step, without time held at a gate.
         cuts: steps at which another model began, ascending; none with one model.
         behind: ranks that have not finished the last step that others have.
     """
@@ -201,29 +200,29 @@ class Summary:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the present model that any rank finished."""
+        """Number of steps of the current model that any rank finished."""
         return int(self._is_present(self.step_times).sum())
 
     @property
     def losses(self) -> NDArray[np.float64]:
-        """Mean loss over ranks, of the present model's steps that logged one. ``[S]``."""
+        """Mean loss over ranks, of the current model's steps that logged one. ``[S]``."""
         loss = self.metrics.get(LOSS)
         return np.empty(0) if loss is None else loss.mean[self._is_present(loss)]
 
     @property
     def steps_without_loss(self) -> NDArray[np.int64]:
-        """Numbers of the present model's finished steps that logged none. ``[S]``."""
+        """Numbers of the current model's finished steps without a logged loss. ``[S]``."""
         steps, loss = self.step_times.steps[self._is_present(self.step_times)], self.metrics.get(LOSS)
         return steps if loss is None else np.setdiff1d(steps, loss.steps)
 
     @property
     def step_ns(self) -> float:
-        """Median time of the present model's steps on their slowest ranks, in ns; NaN without a finished step."""
+        """Median time of the current model's steps on their slowest ranks, in ns; NaN without a finished step."""
         times = self.step_times.high[self._is_present(self.step_times)]
         return float(np.median(times)) if len(times) else float("nan")
 
     def _is_present(self, series: Series) -> NDArray[np.bool_]:
-        """Which entries are of the present model. ``[S]``."""
+        """Mask of the entries of the current model. ``[S]``."""
         return series.steps >= self.cuts[-1] if self.cuts else np.ones(len(series.steps), np.bool_)
 
 
@@ -233,7 +232,7 @@ def fold(rank_trace: RankTrace) -> TrainingProgress:
 
 
 def summary(trace: Trace) -> Summary:
-    """Return what the ranks logged and how long their steps took, put together per step."""
+    """Return what the ranks logged and how long their steps took, combined per step."""
     ranks, states = [r.rank for r in trace.ranks], [fold(r) for r in trace.ranks]
     last = [int(state.steps["step"].max(initial=-1)) for state in states]
     return Summary(
@@ -247,7 +246,7 @@ def summary(trace: Trace) -> Summary:
 def model_of_steps(header: Header, states: Sequence[TrainingProgress]) -> NDArray[np.void]:
     """Return which model each step trained, of MODEL_DTYPE, steps ascending; ``unit`` is the model's number.
 
-    Of ranks that say otherwise the first one counts; a step without a forward is left out.
+    If ranks disagree, the first one counts. Steps without a forward are left out.
     """
     found = np.concatenate([np.empty(0, MODEL_DTYPE), *(state.models for state in states)])
     _, first = np.unique(found["step"], return_index=True)
@@ -285,7 +284,7 @@ def _step_times(ranks: Sequence[int], states: Sequence[TrainingProgress]) -> Ser
 def _over_ranks(
     name: str, ranks: Sequence[int], parts: Sequence[tuple[NDArray[np.int32], NDArray[np.generic]]]
 ) -> Series:
-    """Put the ranks' ``(steps [M], values [M])`` together; a rank may have any steps, some several times."""
+    """Combine the ranks' ``(steps [M], values [M])``; a rank may have any steps, and repeat some."""
     having = [rank for rank, part in zip(ranks, parts, strict=True) if len(part[0])]
     filled = [part for part in parts if len(part[0])]
     steps = np.unique(np.concatenate([part[0] for part in filled])) if filled else np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""What a unit is called, and the order in which units are listed."""
+"""Names of units and parameters in text, and the order in which units are listed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from workbench.events import Unit, unit_words
 from workbench.trace.schema import Header
 
 _MAX_LISTED = 12  # names in a sentence
-_MAX_LETTERS = 80  # of one of them
+_MAX_LETTERS = 80  # characters of one name
 
 
 def unit_name(header: Header, unit: int) -> str:
-    """Return how a person calls a unit: its module path, ``(root)`` for the root module itself; plain text.
+    """Return a unit's name for people: its module path, or ``(root)`` for the root module; plain text.
 
-    A unit the header does not (yet) describe is called by its number, ``"unit 7"``.
+    A unit that the header does not (yet) describe is named by its number, ``"unit 7"``.
     """
     if 0 <= unit < len(header.units):
         return unit_words(header.units[unit].name)
@@ -22,7 +22,7 @@ def unit_name(header: Header, unit: int) -> str:
 
 
 def listed(paths: Sequence[str]) -> str:
-    """List units or parameters by name; the middle of a long list, and of a long name, is left out."""
+    """Return the names of units or parameters as a list in text; shortens long lists and long names in the middle."""
     names = [unit_words(path) for path in paths]
     if len(names) > _MAX_LISTED:
         names = [*names[: _MAX_LISTED - 2], f"... {len(names) - _MAX_LISTED + 1} more ...", names[-1]]
@@ -31,7 +31,7 @@ def listed(paths: Sequence[str]) -> str:
 
 
 def unmanaged_words(model: str, params: Sequence[str]) -> str:
-    """Say that ``params`` of ``model`` (the variable that has it; empty: not known) are in no unit, and what to do."""
+    """Return the note that ``params`` of ``model`` (its variable; empty: unknown) are in no unit, and what to do."""
     first = f"{model or 'model'}.get_parameter({params[0]!r})"
     return (
         f"in no unit, so that nothing averages their gradients: {listed(params)}. After "
@@ -41,7 +41,7 @@ def unmanaged_words(model: str, params: Sequence[str]) -> str:
 
 
 def hooks_words(params: Sequence[str]) -> str:
-    """Say that a ``register_hook`` on ``params``, which are sharded, is never called, and what to use."""
+    """Return the note that a ``register_hook`` on sharded ``params`` is never called, and what to use instead."""
     return (
         f"register_hook is never called on a sharded parameter: {listed(params)}. Use "
         "register_post_accumulate_grad_hook"
@@ -49,7 +49,7 @@ def hooks_words(params: Sequence[str]) -> str:
 
 
 def buffers_words(model: str, buffers: Sequence[str]) -> str:
-    """Say that ``buffers`` of ``model`` (as for :func:`unmanaged_words`) differ between ranks, and what to do."""
+    """Return the note that ``buffers`` of ``model`` (see :func:`unmanaged_words`) differ between ranks, and a fix."""
     first = f"{model or 'model'}.get_buffer({buffers[0]!r})"
     return (
         f"buffers differ between ranks: {listed(buffers)}. If they should not, for each: "
@@ -58,7 +58,7 @@ def buffers_words(model: str, buffers: Sequence[str]) -> str:
 
 
 def differing(by_rank: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
-    """Return the buffers that not all ranks that have them hold alike, given their checksums on each rank."""
+    """Return the buffers that differ between the ranks that have them, given their checksums on each rank."""
     sums: dict[str, set[int]] = {}
     for own in by_rank:
         for name, crc32 in own.items():
@@ -67,7 +67,7 @@ def differing(by_rank: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 
 
 def unmanaged_notes(header: Header) -> tuple[str, ...]:
-    """Return what the engine does not manage in the sharded models, and what to do, a sentence each."""
+    """Return notes on what the engine does not manage in the sharded models, and what to do."""
     buffers = differing([{each.name: each.crc32 for each in info.buffers} for info in header.ranks])
     hooks = [name for names in _by_model(header.hooks).values() for name in names]
     return unmanaged_sentences(_by_model(header.unmanaged), hooks, _by_model(buffers))
@@ -76,12 +76,12 @@ def unmanaged_notes(header: Header) -> tuple[str, ...]:
 def unmanaged_sentences(
     params: Mapping[str, Sequence[str]], hooks: Sequence[str], buffers: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """Return a sentence for the parameters of each model, one for all hooks, and one for each model's buffers.
+    """Return a sentence for the parameters of each model, one for all hooks, and one for the buffers of each model.
 
     Args:
-        params: in no unit, by model as for :func:`unmanaged_words`; a model without any may be there.
-        hooks: sharded parameters that have one which is never called.
-        buffers: that differ between ranks, by model likewise.
+        params: parameters in no unit, by model (see :func:`unmanaged_words`); a model's list may be empty.
+        hooks: sharded parameters with a hook that is never called.
+        buffers: buffers that differ between ranks, by model likewise.
     """
     return (
         *(unmanaged_words(model, names) for model, names in params.items() if names),
@@ -91,7 +91,7 @@ def unmanaged_sentences(
 
 
 def _by_model(paths: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names within each model, by the variable that has it."""
+    """Return the names within each model, by the variable that holds the model."""
     found: dict[str, list[str]] = {}
     for path in paths:
         model, _, name = path.partition(".")
@@ -100,14 +100,14 @@ def _by_model(paths: Sequence[str]) -> dict[str, list[str]]:
 
 
 def by_number(name: str) -> list[tuple[bool, int, str]]:
-    """Return what to sort names by, their numbers as numbers: ``layers.2`` before ``layers.10``; the root first."""
+    """Return a sort key for names, numbers compared as numbers: ``layers.2`` before ``layers.10``; the root first."""
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".") if part]
 
 
 def model_order(header: Header) -> list[int]:
-    """Return all units from the top of the model: each root, then its own by name, numbers as numbers.
+    """Return all units from the top of the model: each root, then its units by name, numbers as numbers.
 
-    First come those whose root has no parameters, and is no unit.
+    Units whose root is no unit, because it has no parameters, come first.
     """
 
     def key(unit: Unit) -> tuple[object, ...]:

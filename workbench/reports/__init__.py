@@ -1,1 +1,1 @@
-"""What is said: pure functions of what ranks replied and recorded, and the reports that people read."""
+"""Reports for the user: pure functions of the ranks' replies and of what they recorded."""

@@ -1,4 +1,4 @@
-"""What clocks of hosts have to do with rank 0's, in words."""
+"""Offsets and errors of host clocks against rank 0's, as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.views.theme import format_duration
 
 
 def clock_words(clock: HostClock) -> str:
-    """Say by what a clock was found to differ from rank 0's when they were compared last."""
+    """Return the offset of a clock from rank 0's, and its error, at their last comparison, as text."""
     found = clock.readings[-1]
     ahead = "ahead of" if found.offset_ns >= 0 else "behind"
     apart, error = format_duration(abs(found.offset_ns)), format_duration(found.error_ns)
@@ -17,7 +17,7 @@ def clock_words(clock: HostClock) -> str:
 
 
 def exactness(trace: Trace) -> dict[int, str]:
-    """Say how exact the times of ranks are, of those that read another clock than rank 0's."""
+    """Return the clock error, as text, of each rank that does not read rank 0's clock."""
     return {
         rank: f"times within {format_duration(error_ns)} of rank 0's"
         for rank, error_ns in errors_of_ranks(trace).items()

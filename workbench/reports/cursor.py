@@ -1,9 +1,9 @@
-"""A cursor over what was recorded: the trace as it was at a moment. Nothing that was computed is undone. Pure.
+"""A cursor over the recorded trace: the trace as it was at an earlier moment. It undoes no computation. Pure.
 
-A moment is a logical event, the same on all ranks (:mod:`workbench.replay.alignment`), and not a time: of ranks that
-stopped at the same event one had recorded it a little later than the other. On the lowest rank it is a time as well:
-what was known together (an arrival bears an earlier time than the row before it) is not cut apart, so that what is
-drawn over time is what is told.
+A moment is a logical event, the same on all ranks (:mod:`workbench.replay.alignment`), not a time: ranks that stopped
+at the same event recorded it at slightly different times. On the lowest rank the moment is a time as well: rows that
+were recorded together (an arrival has an earlier time than the row before it) stay together, so pictures over time
+agree with the text.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from workbench.trace.step_names import step_name
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """Up to where each rank's record is shown.
+    """The end of the shown part of each rank's trace.
 
     Attributes:
-        t_ns: when that was on the lowest rank, in nanoseconds of its clock: where a line over time is drawn.
+        t_ns: time of the end on the lowest rank, in nanoseconds: where pictures over time draw a line.
         ends: by rank, ``seq`` of its first row that is not shown.
     """
 
@@ -37,27 +37,27 @@ class Cursor:
 
 
 def cut(trace: Trace, cursor: Cursor) -> Trace:
-    """Return what was recorded up to ``cursor``; of a rank that it does not know, nothing."""
+    """Return the trace up to ``cursor``, without rows of ranks that the cursor does not have."""
     ranks = (r.cut(r.start.seq, cursor.ends.get(r.rank, r.start.seq)) for r in trace.ranks)
     return Trace(trace.header, tuple(ranks))
 
 
 def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None, str]:
-    """Return the cursor ``count`` events of the lowest rank earlier, and a sentence that says where that is.
+    """Return the cursor moved back by ``count`` events of the lowest rank, and a sentence on its position.
 
-    All ranks are cut just after that event. One that has no such event is cut by time, between the nearest events that
-    it has in common with the lowest rank.
+    All ranks are cut just after that event. A rank without that event is cut by time, between the nearest events that
+    it shares with the lowest rank.
 
     Args:
-        trace: what happened.
-        cursor: where it is; None: at the newest event.
-        count: at least 1; the first event is not passed.
+        trace: the whole trace.
+        cursor: the current position; None: at the newest event.
+        count: at least 1; the cursor stops at the first event.
     """
     lead = next((r for r in trace.ranks if (~of_kind(r.rows, BESIDE)).any()), None)
     if lead is None:
         return None, "nothing is recorded yet, so there is nothing to go back to"
     events, times = np.flatnonzero(~of_kind(lead.rows, BESIDE)), _times(lead)
-    events = events[np.append(np.diff(times[events]) > 0, True)]  # the last one of those known together
+    events = events[np.append(np.diff(times[events]) > 0, True)]  # the last of the events at one time
     shown = len(lead.rows) if cursor is None else cursor.ends.get(lead.rank, lead.end_seq) - lead.start.seq
     here = int(np.searchsorted(events, shown))
     number = max(here - 1 - count, 0)
@@ -74,9 +74,9 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
 
 
 def _end(lead: RankTrace, times: Ints, place: int, other: RankTrace) -> tuple[int, bool]:
-    """How many rows of ``other`` there are up to the event at ``place`` of ``lead``, and whether it has that event.
+    """Number of rows of ``other`` up to the event at ``place`` of ``lead``, and whether ``other`` has that event.
 
-    ``times`` is when the rows of ``lead`` were known, ``[N]`` ns.
+    ``times`` are the arrival times of the rows of ``lead``, ``[N]`` ns.
     """
     now_ns = times[place]
     if other is lead:
@@ -92,13 +92,16 @@ def _end(lead: RankTrace, times: Ints, place: int, other: RankTrace) -> tuple[in
 
 
 def _times(rank_trace: RankTrace) -> Ints:
-    """When each row was known, ``[N]`` ns, ascending: an END may bear an earlier time than the row before it."""
+    """Arrival time of each row, ``[N]`` ns: running maximum of the row times.
+
+    An END may have an earlier time than the row before it.
+    """
     times: Ints = np.maximum.accumulate(rank_trace.rows["t_ns"])
     return times
 
 
 def _of_model(trace: Trace, lead: RankTrace, place: int) -> str:
-    """Say so if the step at ``place`` trained another model than the newest step."""
+    """Return a note if the step at ``place`` trained another model than the newest step, else empty."""
     found = training.model_of_steps(trace.header, [training.fold(lead)])
     here = found["unit"][found["step"] == lead.rows["step"][place]]
     return ", of an earlier model" if len(here) and here[0] != found["unit"][-1] else ""

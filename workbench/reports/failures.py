@@ -1,6 +1,6 @@
-"""From what went wrong on the ranks to the one exception that says why, where, and what to do next. Pure.
+"""From failures on ranks to one exception that says why, where, and what to do next. Pure.
 
-Words: a *consequence* is an exception that a rank raised because another rank failed or because it was told to stop.
+A *consequence* is an exception that a rank raised because another rank failed, or because it was told to stop.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Failure:
     """How one rank failed.
 
     Attributes:
-        rank: which.
+        rank: the rank.
         ename: class name of its exception; ``""`` if its process is gone.
-        evalue: its message; of a process that is gone, how it ended.
-        traceback: as the rank rendered it: Python's way, or IPython's, maybe in colour.
-        line: in the user's cell; None if it does not say.
+        evalue: its message; for a process that is gone, how it ended.
+        traceback: as rendered on the rank, in Python's or IPython's format, maybe in colour.
+        line: line in the user's cell; None if unknown.
         died: whether its process is gone.
     """
 
@@ -52,7 +52,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it only says that something else failed."""
+        """Whether the failure is a consequence of another one."""
         return not self.died and (
             self.ename in _CONSEQUENCES or (self.ename.endswith("Error") and bool(_CLOSED.search(self.evalue)))
         )
@@ -65,15 +65,15 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Aftermath:
-    """Where a failure found a rank, and what it left there; None where the rank does not say.
+    """State of a rank after a failure; None where the rank does not report it.
 
     Attributes:
-        step: training step, -1 outside.
+        step: training step, -1 outside any.
         phase: of the step.
         unit: name of the unit at work.
         optimizer_steps: optimizer steps since the rank started.
-        unfinished: collectives begun and not ended.
-        left_gradients: whether there are sharded gradients now, and were none before.
+        unfinished: collectives begun but not ended.
+        left_gradients: whether the failed step left sharded gradients that did not exist before.
     """
 
     step: int | None = None
@@ -95,10 +95,10 @@ class Aftermath:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """Return what started it: the first failure that is no consequence, else a death, else the first.
+    """Return the root cause: the first failure that is not a consequence, or else the first failure.
 
     Args:
-        failures: at least one, in the order they came in.
+        failures: at least one, in the order they arrived.
     """
     causes = [f for f in failures if not f.is_consequence]
     return (causes or list(failures))[0]
@@ -108,9 +108,9 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
     """Return the exception to raise for ``failures``.
 
     Args:
-        failures: at least one, in the order they came in.
-        positions: of the ranks that answered, after the failure.
-        next_thing: what the user can do now, a sentence; not for a dead rank, which has its own.
+        failures: at least one, in the order they arrived.
+        positions: state after the failure of the ranks that answered.
+        next_thing: a sentence on what the user can do now; not used if a rank died.
     """
     cause = first_cause(failures)
     dead = tuple(sorted(f.rank for f in failures if f.died))
@@ -136,10 +136,10 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
 
 
 def losses_in_words(losses: Mapping[int, str]) -> str:
-    """Return how ranks were lost, alike ones together: ``rank 1 died: the process was killed by SIGKILL ...``.
+    """Return how ranks were lost, grouped by cause: ``rank 1 died: the process was killed by SIGKILL ...``.
 
     Args:
-        losses: by rank, as :meth:`workbench.cluster.Cluster.losses` says it.
+        losses: by rank, as returned by :meth:`workbench.cluster.Cluster.losses`.
     """
     ranks: dict[str, list[int]] = {}
     for rank, how in losses.items():
@@ -148,12 +148,12 @@ def losses_in_words(losses: Mapping[int, str]) -> str:
 
 
 def death_sentence(dead: Sequence[int], living: Sequence[int]) -> str:
-    """Return what can be done when the processes of ``dead`` ranks are gone."""
+    """Return what the user can do when the processes of ``dead`` ranks are gone."""
     return f"without {label(dead)} no step is possible: {what_is_left(living)}"
 
 
 def what_is_left(usable: Sequence[int]) -> str:
-    """Return what can be done when no step is possible any more, and ``usable`` ranks alone still run cells."""
+    """Return what the user can do when no step is possible any more and only ``usable`` ranks still run cells."""
     if usable:
         left = f"{label(usable)} can still run cells with %%fsdp -t {ranges(usable)}"
     else:
@@ -162,15 +162,15 @@ def what_is_left(usable: Sequence[int]) -> str:
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """Return ranks as ``-t`` reads them: ``(0, 2, 3, 4)`` -> ``"0,2-4"``."""
+    """Return ranks in the format of ``-t``: ``(0, 2, 3, 4)`` -> ``"0,2-4"``."""
     return grouping.ranges(ranks).replace(" ", "")
 
 
 def death_in_short(how: str) -> str:
-    """Return how a rank was lost in three words: ``"died (SIGKILL)"``.
+    """Return a short form of how a rank was lost: ``"died (SIGKILL)"``.
 
     Args:
-        how: as :meth:`workbench.cluster.Cluster.losses` says it.
+        how: as returned by :meth:`workbench.cluster.Cluster.losses`.
     """
     verb, _, why = how.partition(":")
     found = _HOW.search(why)
@@ -178,11 +178,11 @@ def death_in_short(how: str) -> str:
 
 
 def shorten_traceback(text: str) -> str:
-    """Return a rank's traceback without the frames of what runs commands and cells there; colours are kept.
+    """Return a rank's traceback without the workbench's own frames; colours are kept.
 
-    The number of a cell is the rank's own count, which is not the notebook's: it is left out.
+    Cell numbers are removed: they are the rank's own count, not the notebook's.
 
-    Python's way each frame is an indented paragraph; IPython's way frames are separated by empty lines.
+    In Python's format each frame is an indented paragraph; in IPython's, empty lines separate frames.
     """
     text = _CELL_NUMBER.sub(r"\1\2", text)
     text = _FRAME.sub(lambda frame: "" if _MACHINERY.search(frame["path"]) else frame[0], text)
@@ -197,11 +197,11 @@ def _is_machinery(block: str) -> bool:
 
 
 def place_of(failure: Failure) -> str:
-    """Return where in the user's code it happened, ``"line 3, in train_step"``; ``""`` if nothing says so."""
+    """Return where in the user's code it happened, ``"line 3, in train_step"``; ``""`` if unknown."""
     text = _ANSI.sub("", failure.traceback)
     frames = [*_CELL_FRAME.finditer(text), *(f for f in _FRAME.finditer(text) if _CELL_PATH.search(f["path"]))]
     function = frames[-1]["function"] if frames else None
-    # the rank's own word is better: after a "finally", IPython's rendering names the line of that
+    # prefer the line from the rank: after a "finally", IPython's rendering has the line of that
     line = failure.line if failure.line is not None or not frames else int(frames[-1]["line"])
     if line is None:
         return ""
@@ -215,7 +215,7 @@ def _place(cause: Failure, positions: Mapping[int, Aftermath]) -> str:
 
 
 def left_behind(positions: Mapping[int, Aftermath]) -> list[str]:
-    """Say what a step that was not done to its end has left behind that makes the next ones wrong; usually nothing."""
+    """Return sentences on what an unfinished step left behind that makes later steps wrong; usually none."""
     return [*_split_optimizer(positions), *_left_gradients(positions)]
 
 
@@ -230,7 +230,7 @@ def _left_gradients(positions: Mapping[int, Aftermath]) -> list[str]:
 
 
 def _split_optimizer(positions: Mapping[int, Aftermath]) -> list[str]:
-    """Say which ranks did the optimizer's step that others did not do; usually nothing."""
+    """Return a sentence if only some ranks ran the optimizer's step; usually none."""
     counts = {rank: p.optimizer_steps for rank, p in positions.items() if p.optimizer_steps is not None}
     if len(set(counts.values())) < 2:
         return []

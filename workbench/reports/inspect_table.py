@@ -1,4 +1,4 @@
-"""What ranks say of one parameter, as a table with a column a rank. Pure."""
+"""The ranks' replies on one parameter as a table, one column per rank or group of equal ranks. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workbench.reports.tables import Table
 from workbench.views.theme import format_bytes
 
 Cells = dict[tuple[str, str], str]
-"""The texts of one rank by the two names of their rows: of what, and which fact of it."""
+"""The texts of one rank, keyed by the two labels of their rows: the object, and the fact about it."""
 
 SHARD = "this shard"
 _FACTS = ("rows", "elements", "state", "shape", "dtype", "device", "bytes", "norm", "mean", "max abs")
@@ -19,16 +19,16 @@ _KIND = ("shape", "dtype", "device", "bytes")
 
 
 def unit_of(found: InspectReply) -> str:
-    """Return what a parameter is part of: ``"blocks.1 of model; 32x16 in all"``."""
+    """Return unit, model and full shape of a parameter: ``"blocks.1 of model; 32x16 in all"``."""
     shape = "x".join(map(str, found.global_shape)) or "a scalar"
     trains = "" if found.trainable else ", not trained"
     return f"{unit_words(found.unit)} of {found.model or 'a model'}; {shape} in all{trains}"
 
 
 def table_of(by_rank: Mapping[int, InspectReply]) -> Table:
-    """Return the table; ranks of which all is the same share a column, and rows in which nothing is said are left out.
+    """Return the table; equal ranks share a column, and empty rows are left out.
 
-    Shape, dtype, device and bytes of what else there is are left out where they are those of the shard.
+    Shape, dtype, device and bytes of other tensors are left out where they equal those of the shard.
     """
     cells = {rank: cells_of(found) for rank, found in by_rank.items()}
     names = [name for name in _names(cells) if _says(name, cells)]
@@ -43,21 +43,21 @@ def table_of(by_rank: Mapping[int, InspectReply]) -> Table:
 
 
 def _names(cells: Mapping[int, Cells]) -> list[tuple[str, str]]:
-    """Return the names of all rows in the order they are read, whichever rank has them."""
+    """Return the names of the rows of all ranks in display order."""
     every = list(dict.fromkeys(name for own in cells.values() for name in own))
     parts = list(dict.fromkeys(of for of, _ in every))
     return sorted(every, key=lambda name: (parts.index(name[0]), _FACTS.index(name[1]) if name[1] in _FACTS else -1))
 
 
 def _says(name: tuple[str, str], cells: Mapping[int, Cells]) -> bool:
-    """Whether a row says something that is not said above it."""
+    """Whether a row adds something to the rows of the shard."""
     of, fact = name
     repeats = of != SHARD and fact in _KIND
     return any(own.get(name) and not (repeats and own[name] == own.get((SHARD, fact))) for own in cells.values())
 
 
 def cells_of(found: InspectReply) -> Cells:
-    """Return the facts that one rank has, in the order they are read."""
+    """Return the facts of one rank in display order."""
     what = "elements" if found.shard.dim is None else "rows"
     cells = _facts(SHARD, {what: _rows(found.shard)} | _content(found.shard.values))
     cells |= _facts("full parameter", _full(found.full))
@@ -101,7 +101,7 @@ def _optimizer(optimizer: OptimizerFacts) -> Cells:
 
 
 def _content(values: TensorFacts) -> dict[str, str]:
-    """Return what is said of the values that lie on a rank."""
+    """Return the facts about a tensor on a rank."""
     return {
         "shape": "x".join(map(str, values.shape)) or "scalar",
         "dtype": values.dtype,
@@ -114,5 +114,5 @@ def _content(values: TensorFacts) -> dict[str, str]:
 
 
 def _number(value: Number | None) -> str:
-    """Return a number with four digits; one that is not finite comes as text."""
+    """Return a number with four digits; values that are not finite are already text."""
     return f"{value:.4g}" if isinstance(value, (int, float)) else value or ""

@@ -1,4 +1,4 @@
-"""What pausing, looking around and going on answer: reports as in :mod:`workbench.reports.results`."""
+"""Results of the commands for pausing, inspecting and resuming: reports as in :mod:`workbench.reports.results`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from workbench.views.theme import format_duration, plural
 
 @dataclass(frozen=True, kw_only=True)
 class StopReport(Report):
-    """Ranks stand still inside a step; what they were asked stays under way.
+    """Ranks are stopped inside a step; their request stays under way.
 
     Attributes:
-        stop: where they stand.
-        words: what they were asked.
-        reasons: the breakpoints that hold them, in words.
+        stop: where they are stopped.
+        words: the request, as text.
+        reasons: the breakpoints that hold them, as text.
     """
 
     stop: StopGroup
@@ -40,7 +40,7 @@ class StopReport(Report):
         return str(self.stop)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return why, and what can be done now."""
+        """Return the reasons, and what the user can do now."""
         why = [("because of", "; ".join(self.reasons))] if self.reasons else []
         waited = self.stop.synchronised
         device = [("device", f"synchronised on {label(waited)}: all that it was given is done")] if waited else []
@@ -50,10 +50,10 @@ class StopReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class BackgroundReport(Report):
-    """Ranks work while the notebook goes on.
+    """Ranks work in the background.
 
     Attributes:
-        words: what they were asked.
+        words: the request, as text.
     """
 
     words: str
@@ -66,7 +66,7 @@ class BackgroundReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class EndReport(Report):
-    """What ranks did is over, or was given up.
+    """The ranks' request has ended or was aborted.
 
     Attributes:
         sentence: how it ended.
@@ -85,7 +85,7 @@ WHERE_COLUMNS = ("rank", "state", "step", "phase", "unit", "event", "since")
 
 @dataclass(frozen=True, kw_only=True)
 class WhereRow:
-    """Where one rank is; texts are empty where nothing is known.
+    """The position of one rank; unknown texts are empty.
 
     Attributes:
         rank: global rank.
@@ -93,9 +93,9 @@ class WhereRow:
         step: training step.
         phase: of the step.
         unit: name.
-        event: the newest, or the one it is held before.
+        event: the newest event, or the one it is held before.
         since: how long it has been there.
-        stacks: its Python threads, the main one first; none if nobody asked.
+        stacks: its Python threads, the main one first; empty if not requested.
     """
 
     rank: int
@@ -119,20 +119,20 @@ def row_of(
     stacks: tuple[Thread, ...] = (),
     state: State | None = None,
 ) -> WhereRow:
-    """Return one line of the table.
+    """Return one row of the table.
 
     Args:
-        rank: whose.
-        position: where it is.
+        rank: the rank.
+        position: its position.
         header: of its trace.
         stacks: its Python threads.
-        state: what it is doing; None: what the position says.
+        state: what it is doing; None: taken from the position.
     """
     state = state or state_of(position)
     held, step = position.held, position.place.step
     row = WhereRow(rank=rank, state=state, step=str(step) if step >= 0 else "", stacks=stacks)
-    event = held or position.newest  # of a held rank the event to come, of others the newest one
-    if event is None or state == "idle":  # its newest event is of a step that is over
+    event = held or position.newest  # the next event of a held rank, the newest one of others
+    if event is None or state == "idle":  # its newest event belongs to a finished step
         return row
     if held is not None:
         what = _held_at(held)
@@ -149,7 +149,7 @@ def row_of(
 
 
 def _held_at(hold: Hold) -> str:
-    """Say before which event a rank is held, its unit left out: ``"before all-gather"``, ``"in a wait"``."""
+    """Return the event before which a rank is held, without its unit: ``"before all-gather"``, ``"in a wait"``."""
     synchronised = ", device synchronised" if hold.synchronised else ""
     if hold.kind is Kind.WAIT:
         return f"{'in a wait' if is_in_wait(hold) else 'at the end of a wait'}{synchronised}"
@@ -162,7 +162,7 @@ class WhereReport(Report):
 
     Attributes:
         rows: one per rank.
-        obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
+        obstacle: why no step is possible any more, and what to do; empty if unknown.
     """
 
     rows: tuple[WhereRow, ...]
@@ -199,11 +199,11 @@ class WhereReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class BreakReport(Report):
-    """The breakpoints there are.
+    """All breakpoints.
 
     Attributes:
         breakpoints: in the order they were added.
-        said: what was done, a sentence; empty: only looked.
+        said: a sentence on what was changed; empty if nothing was.
     """
 
     breakpoints: Sequence[Breakpoint]
@@ -216,7 +216,7 @@ class BreakReport(Report):
         return self.said or there
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return each with its number, and whether it is off."""
+        """Return each breakpoint with its number, and whether it is off."""
         return [
             ("--until" if b.id == 0 else str(b.id), str(b) if b.is_on else f"{b} (off: %fsdp break on {b.id})")
             for b in self.breakpoints
@@ -225,12 +225,12 @@ class BreakReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport(Report):
-    """What an expression is on ranks.
+    """The value of an expression on ranks.
 
     Attributes:
-        expr: as it was asked.
+        expr: the expression.
         texts: its value as text, by rank.
-        others: ranks that do not stand in the gate, and so were not asked.
+        others: ranks that are not held in the gate and were not queried.
     """
 
     expr: str
@@ -247,7 +247,7 @@ class EvalReport(Report):
         return f"{self.expr} = {values[0].rstrip()}   ({where})"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the value of each rank, equal ones once; none if all agree."""
+        """Return the value of each rank, equal values once; none if all agree."""
         groups = alike(self.texts)
         values = [(label(ranks), text.rstrip()) for text, ranks in groups.items()] if len(groups) > 1 else []
         return [*values, *_left_out(self.others)]
@@ -259,8 +259,8 @@ class InspectReport(Report):
 
     Attributes:
         fqn: its name.
-        by_rank: what each rank says of it.
-        others: ranks that do not stand in the gate, and so were not asked.
+        by_rank: the reply of each rank.
+        others: ranks that are not held in the gate and were not queried.
     """
 
     fqn: str
@@ -273,7 +273,7 @@ class InspectReport(Report):
         return f"{self.fqn} on {label(self.by_rank)}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what it is part of, and why its full parameter is there or is not, equal reasons once."""
+        """Return its unit, and why its full parameter is in memory or not, equal texts once."""
         units = alike({rank: unit_of(found) for rank, found in self.by_rank.items()})
         whys = alike({rank: found.full.why for rank, found in self.by_rank.items()})
         said = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
@@ -288,10 +288,10 @@ class InspectReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class BackReport(Report):
-    """The cursor was moved over what was recorded; nothing was undone.
+    """The cursor over the trace was moved; nothing was undone.
 
     Attributes:
-        sentence: where it is now.
+        sentence: its new position.
     """
 
     sentence: str
@@ -307,7 +307,7 @@ class BackReport(Report):
 
 
 def _with_ranks(groups: Mapping[str, Sequence[int]]) -> str:
-    """Say each text with its ranks; one that is that of all alone."""
+    """Return each text with its ranks; a text that all ranks share without them."""
     if len(groups) == 1:
         return next(iter(groups))
     return "; ".join(f"{text} on {label(ranks)}" for text, ranks in groups.items() if text)
@@ -319,7 +319,7 @@ def _left_out(others: Sequence[int]) -> list[tuple[str, str]]:
 
 
 def alike(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks of each text."""
+    """Return the ranks by text."""
     groups: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         groups.setdefault(text, []).append(rank)

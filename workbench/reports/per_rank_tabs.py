@@ -1,9 +1,9 @@
-"""What ranks wrote where they differ: as text, and as tabs that need no script. Pure.
+"""The ranks' output where it differs: as text, and as tabs that need no script. Pure.
 
-There are two displays. The upper one holds the tabs, which are radio buttons, and is never renewed, so the tab that
-somebody chose stays chosen; the lower one holds a pane for each text, and is renewed as ranks write. Which panes are
-seen and which tabs are marked is decided by the style sheet of the lower one, in a saved notebook and on an exported
-page as well; where a page takes no style sheets, all panes stand one below the other under their names.
+There are two displays. The upper one holds the tabs, which are radio buttons; it is never updated, so the user's choice
+stays. The lower one holds a pane for each text and is updated as ranks write. Its style sheet decides which panes are
+visible and which tabs are marked, in a saved notebook and on an exported page too. Where a page accepts no style
+sheets, all panes are shown one below the other under their labels.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from workbench.replay.grouping import label
 from workbench.views.theme import plural
 
 PANE_CHARS = 20_000
-"""Letters kept of what one rank wrote; the newest."""
+"""Characters kept of one rank's output; the newest."""
 
 ALL_CHARS = 160_000
-"""Letters kept of what all ranks wrote together, as far as each then has :data:`FEW_CHARS`."""
+"""Characters kept of all ranks' output together, but at least :data:`FEW_CHARS` per rank."""
 
 FEW_CHARS = 2_500
 
 TABS = "--- ranks differ:"
-"""What stands for the tabs in text."""
+"""Replaces the tabs in plain text."""
 
 NOTHING = "(no output)"
 CUT = "... what came before is left out"
@@ -37,11 +37,11 @@ _UNSEEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutput:
-    """What one rank wrote from where ranks differ.
+    """One rank's output from the point where ranks differ.
 
     Attributes:
-        text: the newest of it, as it was written.
-        is_cut: whether there was more before.
+        text: the newest part, as written.
+        is_cut: whether earlier text was dropped.
     """
 
     text: str
@@ -50,10 +50,10 @@ class RankOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Pane:
-    """What one or several ranks wrote.
+    """The output of one or several ranks.
 
     Attributes:
-        ranks: of which it is, ascending.
+        ranks: ranks with this output, ascending.
         text: as a terminal would show it.
     """
 
@@ -62,7 +62,7 @@ class Pane:
 
 
 def kept_chars(num_ranks: int) -> int:
-    """Return how many letters are kept of what each of several ranks wrote."""
+    """Return how many characters are kept of each rank's output."""
     return max(FEW_CHARS, min(PANE_CHARS, ALL_CHARS // max(num_ranks, 1)))
 
 
@@ -74,7 +74,7 @@ def screen(text: str) -> str:
 
 
 def _overwritten(line: str) -> str:
-    """Return what is left of a line within which the cursor went back."""
+    """Return the visible text of a line with carriage returns and backspaces."""
     shown = ""
     for part in line.split("\r"):
         kept = _typed(part) if "\b" in part else part
@@ -95,7 +95,7 @@ def _typed(text: str) -> str:
 
 
 def drawn(text: str) -> str:
-    r"""Return what a terminal shows of ``text`` but the time and speed of tqdm's bars: ranks differ in these.
+    r"""Return what a terminal shows of ``text``, without time and speed of tqdm's bars, in which ranks always differ.
 
     Example: ``" 50%|#  | 1/2 [00:01<00:01,  1.2s/it, loss=3]\r100%|##| 2/2 [00:02<00:00,  1.1s/it, loss=2]"`` ->
     ``"100%|##| 2/2 [, loss=2]"``.
@@ -104,7 +104,7 @@ def drawn(text: str) -> str:
 
 
 def panes_of(written: Mapping[int, RankOutput], first: int) -> tuple[Pane, ...]:
-    """Return a pane for each text: that of rank ``first`` before all others, which are in the order of the ranks."""
+    """Return a pane for each text: that of rank ``first``, then the others in rank order."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(written, key=lambda rank: (rank != first, rank)):
         groups.setdefault(drawn(_shown(written[rank])), []).append(rank)
@@ -117,7 +117,7 @@ def _shown(written: RankOutput) -> str:
 
 
 def apart(panes: Sequence[Pane]) -> frozenset[int]:
-    """Return the ranks of which the text is another than the first one's."""
+    """Return the ranks whose text differs from the first pane's."""
     return frozenset(rank for pane in panes[1:] for rank in pane.ranks)
 
 
@@ -125,12 +125,12 @@ def apart(panes: Sequence[Pane]) -> frozenset[int]:
 
 
 def agreement(num_ranks: int) -> str:
-    """Return the line below what all ranks wrote."""
+    """Return the line below output that all ranks share."""
     return f"--- {plural(num_ranks, 'rank')} agree\n"
 
 
 def alone(rank: int, silent: Collection[int]) -> str:
-    """Return the line below what one rank wrote, and all others did not."""
+    """Return the line below output that only one rank wrote."""
     return f"--- above: rank {rank}; {label(silent)} wrote nothing\n"
 
 
@@ -169,11 +169,11 @@ _MARK = """ {content: "≠"; content: "≠" / "differs from the first";
 
 
 def tabs_page(name: str, ranks: Sequence[int]) -> str:
-    """Return the tabs: one a rank in the order that is given, then one for all.
+    """Return the tabs as HTML: one per rank in the given order, then one for all.
 
     Args:
-        name: starts the names of what is on the page; no other display has it.
-        ranks: the first one is chosen at first.
+        name: prefix of the element ids, unique to this display.
+        ranks: the first one is selected initially.
     """
     tabs = [_tab(name, f"r{rank}", f"rank {rank}", rank == ranks[0]) for rank in ranks]
     tabs.append(_tab(name, "all", "all", is_chosen=False))
@@ -183,25 +183,25 @@ def tabs_page(name: str, ranks: Sequence[int]) -> str:
 
 def _tab(name: str, key: str, text: str, is_chosen: bool) -> str:
     checked = " checked" if is_chosen else ""
-    # its arrows go from tab to tab, and not from cell to cell of a JupyterLab
+    # the attribute makes arrow keys move between tabs, not between JupyterLab's cells
     told = f'type="radio" name="{name}" id="{name}-{key}" data-lm-suppress-shortcuts="true"{checked}'
     return f"<label><input {told}><span>{text}</span></label>"
 
 
 def panes_page(name: str, panes: Sequence[Pane], marked: Collection[int], *, is_live: bool) -> str:
-    """Return the panes of the tabs of the same ``name``, and mark the tabs of some ranks.
+    """Return the panes as HTML, with style rules that show the selected one and mark the tabs of some ranks.
 
     Args:
         name: that of the tabs.
         panes: those of all ranks.
-        marked: which differ from the first one.
-        is_live: whether more is to come; each pane shows its end.
+        marked: ranks that differ from the first one.
+        is_live: whether more output will follow; each pane then shows its end.
     """
-    # the displays of a cell are siblings; with body:has() a browser styles the whole page anew at each change of it
+    # the displays of a cell are siblings; with body:has(), a browser would restyle the whole page at each change
     rules = [f":has(#{name}-r{r}:checked) ~ * #{name}-panes > :not(.r{r}) {{display: none}}" for r in _ranks(panes)]
     if marked:
         rules.append(", ".join(f"label:has(> #{name}-r{rank})::after" for rank in sorted(marked)) + _MARK)
-    if is_live:  # what stands on its head keeps to its end as it grows
+    if is_live:  # a reversed column stays scrolled to its end as it grows
         rules.append(f"#{name}-panes > section > pre {{display: flex; flex-direction: column-reverse}}")
     style = _PANES.replace("NAME", name).replace("RULES", "\n".join(rules))
     return f'{style}<div id="{name}-panes">{"".join(map(_section, panes))}</div>'

@@ -1,6 +1,6 @@
-"""What a command answers: small frozen reports that print as sentences and show as a small table.
+"""Results of commands: small frozen reports that print as sentences and display as a small table.
 
-Everything in them that a person or a rank named is escaped when it becomes HTML.
+All texts are escaped when they become HTML.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Report(ABC):
         return ""
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return further facts as (name, value), in the order they are read."""
+        """Return further facts as (name, value), in display order."""
         return []
 
     def __str__(self) -> str:
@@ -88,16 +88,16 @@ class Report(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One rank as it is now.
+    """Current state of one rank.
 
     Attributes:
         rank: global rank.
-        alive: whether its process is there.
-        host: where it runs.
+        alive: whether its process exists.
+        host: its machine.
         device: e.g. ``cpu`` or ``cuda:0``.
         pid: of its process.
-        doing: what it is busy with, in words; ``""`` if it did not answer.
-        loss: how it was lost, in words; ``""`` if it was not, or nobody knows.
+        doing: what it is doing, as text; ``""`` if it did not answer.
+        loss: how it was lost, as text; ``""`` if it was not, or the cause is unknown.
     """
 
     rank: int
@@ -112,13 +112,13 @@ class RankStatus:
         return self.words(with_host=True)
 
     def words(self, *, with_host: bool) -> str:
-        """Say where it is, its host's name only if asked to, and what it does."""
+        """Return its device, process and activity as text, with the host's name if ``with_host``."""
         place = f"{self.device}{f' on {self.host}' if with_host else ''}, pid {self.pid}"
         return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.loss or 'gone'}"
 
 
 def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
-    """Return the fact that another notebook has the ranks, or had them."""
+    """Return the fact that another notebook controls the ranks, or controlled them."""
     if is_free:
         return [("held by", "nobody any more, they are free: %fsdp attach takes them")]
     return [("held by", f"{holder}; here you can only view them")] if holder else []
@@ -129,9 +129,9 @@ class ShardedModel:
     """A model that is sharded.
 
     Attributes:
-        name: its variable on the ranks; empty: not known.
+        name: its variable on the ranks; empty if unknown.
         units: names of its units, root ``""`` included, from the top of the model.
-        policy: how they are kept and computed, a phrase each; none where it is the plain way.
+        policy: how they are stored and computed, a phrase each; empty for the default.
     """
 
     name: str = ""
@@ -148,9 +148,8 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Sh
 
     Args:
         header: of the trace.
-        models: the variables that hold a model. Of several that hold a unit, the one with the most units names it. A
-            unit that none of them holds belongs to the model of its root; roots that have a path in a model are taken
-            for parts of one.
+        models: the variables that hold a model. If several hold a unit, the one with the most units names it. A unit
+            that none of them holds belongs to the model of its root; roots with a path count as parts of one model.
     """
     holders = sorted(models, key=lambda model: -len(model.units))
     parts: dict[tuple[str, int], list[Unit]] = {}
@@ -174,21 +173,21 @@ class StatusReport(Report):
 
     Attributes:
         running: whether ranks are started.
-        ranks: one entry per rank; none when stopped.
-        models: those that are sharded.
+        ranks: one entry per rank; empty when stopped.
+        models: the sharded models.
         num_rows: rows of the trace so far, all ranks together.
         num_lost: rows overwritten on ranks before they could be read.
-        num_dropped: oldest rows that were let go here, for only so many are kept.
-        record: the file that is shown instead of what ranks record; empty: none.
+        num_dropped: oldest rows dropped here, because the number of rows kept is bounded.
+        record: the file that is shown instead of the ranks' trace; empty if none.
         kept: ids of the processes that stay without ranks, for the next start.
-        holder: who else has the ranks, so that they can be looked at only; empty: nobody.
-        is_free: whether the holder has let go of them.
-        clocks: those of hosts that do not read rank 0's.
-        stopped: where what is under way stands, in words; empty: nothing is stopped.
-        obstacle: why no step is possible any more, and what to do; empty: nothing is known of it.
-        under_way: what ranks do and have not ended, in words; empty: nothing.
-        cluster: the cluster that the ranks were attached of, in words; empty: they were started here.
-        notes: what is likely not meant, and what to do, a sentence each.
+        holder: the notebook that controls the ranks, so that this one can only view them; empty if none.
+        is_free: whether the holder has released them.
+        clocks: the clocks of hosts that do not read rank 0's.
+        stopped: where the running request is stopped, as text; empty if it is not.
+        obstacle: why no step is possible any more, and what to do; empty if unknown.
+        under_way: the running request, as text; empty if none.
+        cluster: the cluster that the ranks were attached from, as text; empty if they were started here.
+        notes: what is probably unintended, and what to do, a sentence each.
     """
 
     running: bool
@@ -225,7 +224,7 @@ class StatusReport(Report):
         return self.obstacle if self.running else ""
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the ranks, then what is sharded and recorded."""
+        """Return the ranks, the sharded models, and how much is recorded."""
         found = [*_held(self.holder, is_free=self.is_free), *self._ranks_of_hosts()]
         if self.cluster:
             found.insert(0, ("attached", self.cluster))
@@ -243,7 +242,7 @@ class StatusReport(Report):
         return found
 
     def _ranks_of_hosts(self) -> Iterator[tuple[str, str]]:
-        """Yield a fact of each rank, and of each host before its ranks if there are several."""
+        """Yield a fact for each rank and, if there are several hosts, one for each host before its ranks."""
         has_several = len({r.host for r in self.ranks}) > 1
         for host, own in groupby(self.ranks, key=lambda r: r.host):
             ranks = list(own)
@@ -253,7 +252,7 @@ class StatusReport(Report):
                 yield f"{'  ' * has_several}rank {r.rank}", r.words(with_host=not has_several)
 
     def _clock_of(self, rank: int) -> str:
-        """Say what the clock of a rank was found to differ by from rank 0's; empty: it is the same, or nobody knows."""
+        """Return the offset of a rank's clock from rank 0's as text; empty if it is the same clock or unknown."""
         return "".join(f"; {clock_words(clock)}" for clock in self.clocks if rank in clock.ranks)
 
 
@@ -268,8 +267,8 @@ class ShardReport(Report):
         num_elements: elements of all parameters.
         bytes_unsharded: bytes of the whole model.
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
-        policy: how they are kept and computed, a phrase each; none where it is the plain way.
-        notes: what is likely not meant, and what to do, a sentence each.
+        policy: how they are stored and computed, a phrase each; empty for the default.
+        notes: what is probably unintended, and what to do, a sentence each.
         chosen: classes that were wrapped because the command named none; None if it named some.
     """
 
@@ -290,7 +289,7 @@ class ShardReport(Report):
         return f"{self.model}: {plural(len(self.units), 'unit')} on {plural(len(self.bytes_at_rest), 'rank')}, {size}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the units and the bytes before and after."""
+        """Return the units, and the bytes before and after."""
         whole = max(self.bytes_unsharded, 1)
         kept = [f"{format_bytes(n)} ({format_share(n / whole)})" for n in self.bytes_at_rest]
         at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
@@ -304,7 +303,7 @@ class ShardReport(Report):
         ]
 
     def _wrapped(self) -> list[tuple[str, str]]:
-        """Return which class was chosen, where none was named."""
+        """Return which class was chosen if the command named none."""
         if self.chosen is None:
             return []
         names = ", ".join(self.chosen)
@@ -314,10 +313,10 @@ class ShardReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardReport(ShardReport):
-    """A sharded model is sharded in another way; attributes as in :class:`ShardReport`, and one more.
+    """A sharded model was resharded in place; attributes as in :class:`ShardReport`, and one more.
 
     Attributes:
-        optimizers: optimizers whose state was carried along.
+        optimizers: number of optimizers whose state was carried over.
     """
 
     optimizers: int = 0
@@ -341,17 +340,17 @@ class UnshardReport(UnshardReply, Report):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport(Report):
-    """Training steps were done.
+    """Training steps were run.
 
     Attributes:
         steps_done: steps of this command.
-        losses: per step, the mean over the ranks where the step function returned a number; None where it did on none.
+        losses: per step, the mean over the ranks whose step function returned a number; None if none did.
         seconds: time of each step on its slowest rank.
         optimizer_steps: optimizer steps since the ranks started.
-        missed: the event before which they were to stop and which did not come; empty: none.
-        came: events that did come, what reads most like ``missed`` first.
-        not_finite: from which step on, and on which rank first, the loss is not a finite number; empty: it is one.
-        unreduced: which units hold gradients that no reduction took, on which ranks, and what to do; empty: none.
+        missed: the event to stop before, if it did not occur; else empty.
+        came: events that did occur, those most similar to ``missed`` first.
+        not_finite: from which step on, and on which rank first, the loss is not finite; empty if it is.
+        unreduced: which units hold unreduced gradients, on which ranks, and what to do; empty if none.
     """
 
     steps_done: int
@@ -387,7 +386,7 @@ class StepReport(Report):
         return "; ".join(filter(None, [self.not_finite, self.unreduced]))
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what came instead of the event that did not; nothing otherwise."""
+        """Return the events that occurred instead of the missed one; none if nothing was missed."""
         return [("came, nearest first", ", ".join(self.came) or "nothing")] if self.missed else []
 
 
@@ -399,16 +398,16 @@ class VerifyReport(Report):
         num_params: parameters compared.
         max_abs_diff: largest absolute difference of any element, on any rank.
         max_rel_diff: largest relative difference.
-        worst_param: the parameter that has it.
+        worst_param: the parameter with the largest absolute difference.
         loss_sharded: mean over ranks.
         loss_reference: of the unsharded copy, mean over ranks.
         equal_bits: parameters that are equal bit by bit.
         ok: whether all differences are within the tolerance.
-        tolerance: what is allowed, in words.
+        tolerance: the tolerance, as text.
         not_finite: parameters that hold NaN or infinity in both.
-        buffers: buffers that hold NaN or infinity, and on which ranks, in words; empty: none.
-        since: since which step the loss is not finite, and on which ranks first, in words; empty: it is.
-        notes: what is likely not meant, and what to do, a sentence each.
+        buffers: buffers that hold NaN or infinity, and on which ranks, as text; empty if none.
+        since: since which step the loss is not finite, and on which ranks first, as text; empty if it is finite.
+        notes: what is probably unintended, and what to do, a sentence each.
     """
 
     num_params: int
@@ -468,8 +467,8 @@ class ExportReport(Report):
     """A file was written.
 
     Attributes:
-        path: where.
-        what: what is in it, in words.
+        path: its path.
+        what: its content, as text.
         num_bytes: its size.
     """
 
@@ -491,7 +490,7 @@ class OpenReport(Report):
         name: of the file.
         num_ranks: ranks that recorded anything.
         steps: numbers of the training steps in it.
-        models: those that are sharded.
+        models: the sharded models.
         num_rows: rows, all ranks together.
     """
 
@@ -508,7 +507,7 @@ class OpenReport(Report):
         return f"opened {self.name}: {ranks}, {plural(len(self.steps), 'step')}, {events}; no ranks needed"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the steps, what is sharded, and what draws it."""
+        """Return the steps, the sharded models, and the commands that draw the trace."""
         found = [("steps", ranges(self.steps))] if self.steps else []
         found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
         return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]
@@ -519,8 +518,8 @@ class CellReport(Report):
     """A cell ran on ranks.
 
     Attributes:
-        texts: what each rank wrote and showed, as plain text, by rank.
-        remarks: how the ranks' output differs, or that it does not; ``""`` if there was none.
+        texts: output of each rank as plain text, by rank.
+        remarks: whether and how the ranks' output differs; ``""`` if there was none.
     """
 
     texts: Mapping[int, str]
@@ -532,7 +531,7 @@ class CellReport(Report):
         return f"ran on {label(self.texts)}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what each rank wrote."""
+        """Return the output of each rank."""
         return [(f"rank {rank}", text.strip()) for rank, text in self.texts.items() if text.strip()]
 
 
@@ -542,11 +541,11 @@ class StartReport(Report):
 
     Attributes:
         num_ranks: how many.
-        devices: of each rank.
+        devices: device of each rank.
         seconds: how long it took.
-        notice: a sentence that the ranks have for the user; empty if they have none.
+        notice: a sentence from the ranks for the user; empty if none.
         how: ``started`` or ``attached``.
-        holder: who else has them, so that they can be looked at only; empty: nobody.
+        holder: the notebook that controls them, so that this one can only view them; empty if none.
     """
 
     num_ranks: int
@@ -563,7 +562,7 @@ class StartReport(Report):
         return f"{plural(self.num_ranks, 'rank')} {self.how} in {self.seconds:.1f} s: {devices}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return who has them, and the notice."""
+        """Return the holder and the notice."""
         return [*_held(self.holder), *([("notice", self.notice)] if self.notice else [])]
 
 
@@ -601,7 +600,7 @@ class HistoryReport(Report):
         return plural(len(self.commands), "command") if self.commands else "no commands yet: %fsdp help lists them"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return each with the time of day, and who asked if that was no cell."""
+        """Return each with the time of day, and its source unless that was a cell."""
         return [(_when(past), past.line) for past in self.commands]
 
 
@@ -611,33 +610,33 @@ def _when(past: PastCommand) -> str:
 
 
 def _carried(optimizers: int) -> str:
-    """Say that the state of so many optimizers went along, if there are any."""
+    """Return a note that the state of some optimizers was carried over; empty for 0."""
     return f", state of {plural(optimizers, 'optimizer')} carried along" if optimizers else ""
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Say a text per rank, equal ones once, empty ones not: ``["cpu", "cpu"]`` -> ``"cpu on every rank"``."""
+    """Return the texts with their ranks, equal ones once, without empty ones: ``"cpu on every rank"``."""
     return "; ".join(f"{value} {_on(own, len(values))}" for value, own in _ranks_by(values).items() if value)
 
 
 def _ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ranks of each text."""
+    """Return the ranks by text."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ranks
 
 
-# ---- from what the ranks answer to a command to its report
+# ---- from the ranks' replies to the report of a command
 
 Saying = Callable[[Sequence[Any]], Report]
-"""Makes a report of what every rank answered, in the order of the ranks."""
+"""Makes a report from the replies of all ranks, in rank order."""
 
 SAYS: dict[type[Command], Saying] = {}
 
 
 def says(command: type[Command]) -> Callable[[Saying], Saying]:
-    """Have the function below make the reports of ``command``."""
+    """Register the decorated function as the report maker of ``command``."""
 
     def note(saying: Saying) -> Saying:
         SAYS[command] = saying
@@ -670,7 +669,7 @@ def _sharded(by_rank: Sequence[ShardReply]) -> dict[str, Any]:
 
 
 def _notes(model: str, by_rank: Sequence[UnmanagedState]) -> tuple[str, ...]:
-    """Say what of ``model`` (its name on the ranks, or empty) nothing averages, calls, or keeps equal on them."""
+    """Return notes on what the engine does not manage in ``model`` (its name on the ranks, or empty)."""
     params, hooks = ({name: None for rank in by_rank for name in getattr(rank, kind)} for kind in ("params", "hooks"))
     buffers = differing([rank.buffers for rank in by_rank])
     return unmanaged_sentences({model: tuple(params)}, tuple(hooks), {model: buffers})
@@ -694,7 +693,7 @@ def _step(by_rank: Sequence[StepReply]) -> StepReport:
 
 
 def _unreduced(by_rank: Sequence[tuple[str, ...]]) -> str:
-    """Say which units hold gradients that no reduction took, and what to do about it; empty: none does."""
+    """Return which units hold unreduced gradients, and what to do about it, as text; empty if none."""
     ranks = {names: own for names, own in _ranks_by([listed(names) for names in by_rank]).items() if names}
     if not ranks:
         return ""
@@ -714,7 +713,7 @@ def _first_on(ranks: Sequence[int], num_ranks: int) -> str:
 
 
 def _not_finite(by_rank: Sequence[StepReply]) -> str:
-    """Say in which step, and on which ranks, the loss first was NaN or infinite; empty: in none."""
+    """Return in which step, and on which ranks, the loss was first NaN or infinite, as text; empty if in none."""
     steps = [
         {rank: loss for rank, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)}
         for losses in zip_longest(*(stepped.losses or () for stepped in by_rank))
@@ -731,7 +730,7 @@ def _not_finite(by_rank: Sequence[StepReply]) -> str:
 
 
 def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ...] | None:
-    """Return the mean of each step over the ranks that have a loss of it; None if no rank has one of any step."""
+    """Return the mean loss of each step over the ranks that have one; None if no rank has any."""
     steps = [[loss for loss in step if loss is not None] for step in zip_longest(*by_rank)]
     return tuple(fmean(step) if step else None for step in steps) if any(steps) else None
 

@@ -1,4 +1,4 @@
-"""How far a running command is, read off the trace as it grows: what a progress bar shows."""
+"""Progress of a running command, read from the growing trace: the content of a progress bar."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from workbench.replay.training import TrainingProgress
 from workbench.trace.columns import Trace
 
 TOKENS = "tokens"
-"""The metric that, logged once a step on each rank, is shown as tokens per second of all ranks."""
+"""The metric that each rank logs once per step, and that is shown as tokens per second over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a command of several steps is; None where the trace does not say (yet).
+    """Progress of a command of several steps; None where the trace has no value (yet).
 
     Attributes:
         done: steps that every rank finished since the command began.
-        total: steps asked for.
+        total: steps requested.
         step: number of the newest step any rank began, -1 before the first.
-        loss: mean over the ranks that logged it, of the newest step with a loss.
+        loss: loss of the newest step that has one, mean over the ranks that logged it.
         loss_step: number of that step, -1 if none has a loss.
-        step_ns: time of the newest step finished on every rank, on the slowest rank, in nanoseconds.
-        tokens_per_s: tokens logged for that step by all ranks, per second of ``step_ns``; None if they are not finite.
+        step_ns: time of the newest step that every rank finished, on the slowest rank, in nanoseconds.
+        tokens_per_s: tokens of all ranks in that step per second of ``step_ns``; None if not finite.
     """
 
     done: int
@@ -40,17 +40,17 @@ class Progress:
 
     @property
     def left_ns(self) -> float | None:
-        """Nanoseconds for the remaining steps at the last one's pace; None before the first step and after the last."""
+        """Nanoseconds for the remaining steps at the pace of the last one; None before the first and after the last."""
         return None if self.step_ns is None or self.done >= self.total else self.step_ns * (self.total - self.done)
 
 
 class Follower:
-    """Reads each row of a growing trace once, from where the trace ends when it is made. Thread-safe.
+    """Progress tracker that reads each row of a growing trace once, starting at its current end. Thread-safe.
 
     Args:
-        trace: what happened before.
+        trace: the trace before the command.
         num_ranks: ranks that take part.
-        total: steps asked for.
+        total: steps requested.
     """
 
     def __init__(self, trace: Trace, *, num_ranks: int, total: int) -> None:
@@ -60,9 +60,9 @@ class Follower:
         self._lock = threading.Lock()
 
     def catch_up(self, trace: Trace) -> Progress:
-        """Read what is new in ``trace``, another state of the same one, and say where the command is.
+        """Read the new rows of ``trace``, another state of the same trace, and return the progress.
 
-        What was read of a later state stays read.
+        Rows already read from a later state are not read again.
         """
         with self._lock:
             for rank_trace in trace.ranks:
@@ -91,24 +91,24 @@ class Follower:
 
 
 def _time_of(state: TrainingProgress, index: int) -> float:
-    """Nanoseconds of the ``index``-th finished step, without the time it was held."""
+    """Nanoseconds of the ``index``-th finished step, without holds."""
     step = state.steps[index]
     return float(step["end_ns"] - step["begin_ns"] - step["held_ns"])
 
 
 def _newest(states: list[TrainingProgress], strings: tuple[str, ...], metric: str) -> tuple[list[float], int]:
-    """Return what the ranks logged as ``metric`` for the newest step that has it, and that step; -1: none has."""
+    """Return what the ranks logged as ``metric`` for the newest step that has it, and that step, -1 if none has."""
     step = max((int(part["step"].max()) for part in _logged(states, strings, metric) if len(part)), default=-1)
     return _values(states, strings, metric, step), step
 
 
 def _values(states: list[TrainingProgress], strings: tuple[str, ...], metric: str, step: int) -> list[float]:
-    """Return what the ranks logged as ``metric`` for ``step``: a mean for each rank that did."""
+    """Return the mean of ``metric`` in ``step`` for each rank that logged it."""
     parts = [part[part["step"] == step] for part in _logged(states, strings, metric)]
     return [float(part["value"].mean()) for part in parts if len(part)]
 
 
 def _logged(states: list[TrainingProgress], strings: tuple[str, ...], metric: str) -> list[NDArray[np.void]]:
-    """Return all that each rank logged as ``metric``, of VALUE_DTYPE."""
+    """Return all values of ``metric`` by rank, of VALUE_DTYPE."""
     name = strings.index(metric) if metric in strings else -1
     return [state.values[state.values["name"] == name] for state in states]

@@ -1,4 +1,4 @@
-"""Where ranks stand inside a step, in words: from the positions that their side doors tell. Pure."""
+"""Where ranks are stopped inside a step, as text, from the positions that their side doors report. Pure."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _OF_ALL_UNITS = (Kind.OPTIMIZER, Kind.STEP)
 
 @dataclass(frozen=True, kw_only=True)
 class StopGroup:
-    """Ranks that stand still inside a step.
+    """Ranks that are stopped inside a step.
 
     Attributes:
-        positions: the newest of every rank of the request that has not ended.
-        units: names by index.
+        positions: newest position of every rank that has not finished the request.
+        units: unit names by index.
     """
 
     positions: Mapping[int, Position]
     units: Mapping[int, str] = field(default_factory=dict)
 
     def renewed(self, positions: Mapping[int, Position]) -> StopGroup:
-        """Return the same with what was heard of its ranks since."""
+        """Return the group with newer positions of its ranks."""
         newest = {r: max(positions.get(r, p), p, key=lambda p: p.now_ns) for r, p in self.positions.items()}
         return replace(self, positions=newest)
 
     @property
     def is_late(self) -> bool:
-        """Whether a rank neither stands in the gate nor waits; it stops at its next event."""
+        """Whether a rank is neither held in the gate nor waiting; it stops at its next event."""
         return any(state_of(position) == "running" for position in self.positions.values())
 
     @property
     def holds(self) -> dict[int, Hold]:
-        """Where the ranks are held that stand in the gate, by rank."""
+        """The holds of the ranks in the gate, by rank."""
         return {rank: p.held for rank, p in sorted(self.positions.items()) if p.held is not None}
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The ranks that stand in the gate."""
+        """The ranks held in the gate."""
         return tuple(self.holds)
 
     @property
@@ -57,7 +57,7 @@ class StopGroup:
 
     @property
     def breakpoints(self) -> tuple[int, ...]:
-        """The breakpoints that hold them, each once."""
+        """The breakpoints that hold the ranks, each once."""
         found = (hold.breakpoint for hold in self.holds.values())
         return tuple(dict.fromkeys(number for number in found if number is not None))
 
@@ -71,7 +71,7 @@ class StopGroup:
         return "; ".join(words) or "no rank is stopped"
 
     def _groups(self) -> dict[str, list[int]]:
-        """The held ranks by where they are; a rank in a wait is where those are that come to the same event."""
+        """The held ranks by position; a rank held in a wait joins the ranks held at the same place."""
         names: dict[StepPosition, str] = {}
         for hold in sorted(self.holds.values(), key=lambda hold: hold.kind is Kind.WAIT):
             names.setdefault(hold.place, describe(hold, self.units))
@@ -82,13 +82,13 @@ class StopGroup:
 
 
 def label_all(ranks: Iterable[int], everyone: Iterable[int]) -> str:
-    """Return ``"4 ranks"`` when ``ranks`` are all of several, else which they are."""
+    """Return ``"4 ranks"`` if ``ranks`` are all of several ranks, else their label."""
     chosen = set(ranks)
     return f"{len(chosen)} ranks" if chosen == set(everyone) and len(chosen) > 1 else label(chosen)
 
 
 def _third(verb: str) -> str:
-    """``"stop at ..."`` -> ``"stops at ..."``."""
+    """Return the third person of a verb phrase: ``"stop at ..."`` -> ``"stops at ..."``."""
     first, space, rest = verb.partition(" ")
     return f"{first}s{space}{rest}"
 
@@ -97,8 +97,8 @@ def state_of(position: Position, asked: State = "idle") -> State:
     """Return what a rank that answered is doing.
 
     Args:
-        position: its answer.
-        asked: what it does, as far as the one who asked something of it knows, if it says nothing of that itself.
+        position: its reply.
+        asked: the state that the caller assumes if the reply does not contain one.
     """
     if position.held is not None:
         return "held"
@@ -108,13 +108,13 @@ def state_of(position: Position, asked: State = "idle") -> State:
 
 
 def event_words(kind: Kind, edge: Edge, unit: str | None) -> str:
-    """Return an event in words: ``(ALL_GATHER, END, "blocks.2")`` -> ``"the end of all-gather of blocks.2"``."""
+    """Return an event as text: ``(ALL_GATHER, END, "blocks.2")`` -> ``"the end of all-gather of blocks.2"``."""
     of = "" if unit is None or kind in _OF_ALL_UNITS else f" {kind.info.of} {unit_words(unit)}"
     return f"{'the end of ' if edge is Edge.END else ''}{kind.words}{of}"
 
 
 def describe(hold: Hold, units: Mapping[int, str]) -> str:
-    """Return where a hold is: ``"before all-gather of blocks.2, step 3"``."""
+    """Return the place of a hold as text: ``"before all-gather of blocks.2, step 3"``."""
     step = f", {step_name(hold.place.step)}" if hold.place.step >= 0 else ""
     unit = units.get(hold.unit)
     if hold.kind is not Kind.WAIT:
@@ -124,7 +124,7 @@ def describe(hold: Hold, units: Mapping[int, str]) -> str:
 
 
 def is_in_wait(hold: Hold) -> bool:
-    """Whether a rank is held in a wait: what comes next is not known to it then."""
+    """Whether a rank is held in a wait, where its next event is unknown."""
     return (hold.kind, hold.edge) == (Kind.WAIT, Edge.BEGIN)
 
 
@@ -134,11 +134,11 @@ def unit_names(header: Header) -> dict[int, str]:
 
 
 def live_units(header: Header) -> list[Unit]:
-    """Return the units that were not undone, from the top of the model."""
+    """Return the units in use, from the top of the model."""
     return [header.units[index] for index in model_order(header) if header.units[index].in_use]
 
 
 def param_names(header: Header) -> list[str]:
-    """Return the names of all sharded parameters, each once, of flat ones behind those that are in them."""
+    """Return the names of all sharded parameters, each once; flat ones follow the parameters they hold."""
     found = [param for unit in live_units(header) for param in unit.params]
     return list(dict.fromkeys(name for param in found for name in (*(part.fqn for part in param.parts), param.fqn)))

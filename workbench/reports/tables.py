@@ -7,19 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 WIDTH = 120
-"""Characters of a line in a terminal; a table that is wider goes on below."""
+"""Characters of a line in a terminal; wider tables are split into parts one below the other."""
 
 _CELL = "padding:2px 8px;white-space:nowrap"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Columns of texts under a head, with the names of the rows in the first ones.
+    """Columns of texts under a head; the first columns hold row labels.
 
     Attributes:
         head: a text per column.
         rows: texts, as many as in ``head``.
-        num_labels: columns that name their row.
+        num_labels: number of label columns.
     """
 
     head: Sequence[str]
@@ -27,7 +27,7 @@ class Table:
     num_labels: int = 1
 
     def lines(self) -> list[str]:
-        """Return the table as aligned text; columns that do not fit into :data:`WIDTH` follow below, named again."""
+        """Return the table as aligned text; columns beyond :data:`WIDTH` follow below, with the labels repeated."""
         every = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
         return [
@@ -37,7 +37,7 @@ class Table:
         ]
 
     def _parts(self, widths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the places of the columns that stand beside each other."""
+        """Yield the column indices of each part of the table."""
         labels = list(range(self.num_labels))
         used = sum(widths[: self.num_labels]) + 2 * self.num_labels
         part, room = list(labels), WIDTH - used
@@ -50,7 +50,7 @@ class Table:
         yield part
 
     def html(self) -> str:
-        """Return the table as HTML, with all texts escaped; a wide one scrolls by itself."""
+        """Return the table as HTML, with all texts escaped; a wide table scrolls."""
         head = "".join(f'<th style="text-align:left;{_CELL}">{html.escape(text)}</th>' for text in self.head)
         body = "".join(f"<tr>{self._html_row(row)}</tr>" for row in self.rows)
         return f'<div style="overflow-x:auto"><table style="margin:4px 0 0 0"><tr>{head}</tr>{body}</table></div>'

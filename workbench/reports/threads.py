@@ -1,4 +1,4 @@
-"""What the Python threads of several ranks are doing, in few lines: the user's frames, equal ones once. Pure.
+"""Stacks of the Python threads of several ranks in few lines: the user's frames, equal stacks once. Pure.
 
 ::
 
@@ -24,7 +24,7 @@ def users_frames(thread: Thread) -> tuple[Frame, ...]:
 
 
 def library_place(thread: Thread) -> str:
-    """Return where in a library it is, Python's own left out if there is another; empty: in the user's code."""
+    """Return the library position of a thread, preferring ones outside Python's own; empty in the user's code."""
     libraries = [frame for frame in thread.frames if frame.number is None]
     if not libraries or thread.frames[0].number is not None:
         return ""
@@ -33,13 +33,13 @@ def library_place(thread: Thread) -> str:
 
 
 def _shown(thread: Thread) -> tuple[object, ...]:
-    """Return what is shown of a thread, but its name."""
+    """Return what is shown of a thread, except its name."""
     users = users_frames(thread)
     return not thread.is_main, not users, users or library_place(thread)
 
 
 def lines_of(threads: Mapping[int, Sequence[Thread]]) -> list[str]:
-    """Return the threads of all ranks as the module says: main ones first, then those that run the user's code."""
+    """Return the lines for the threads of all ranks: main threads first, then others that run the user's code."""
     alike: dict[tuple[object, ...], list[tuple[int, Thread]]] = {}
     for rank, own in threads.items():
         for thread in own:
@@ -48,7 +48,7 @@ def lines_of(threads: Mapping[int, Sequence[Thread]]) -> list[str]:
 
 
 def _lines(alike: Sequence[tuple[int, Thread]]) -> Iterator[str]:
-    """Yield the lines of threads of which the same is shown."""
+    """Yield the lines of threads with equal stacks."""
     names = ", ".join(dict.fromkeys(thread.name for _, thread in alike))
     who = f"{label({rank for rank, _ in alike})}, {names}:"
     users = users_frames(alike[0][1])
@@ -61,7 +61,7 @@ def _lines(alike: Sequence[tuple[int, Thread]]) -> Iterator[str]:
 
 
 def _libraries(alike: Sequence[tuple[int, Thread]]) -> str:
-    """Say how many frames of libraries there are, and in which the threads are now; empty: none."""
+    """Return the number of library frames, and the current one of the threads, as text; empty if none."""
     count = max(len(thread.frames) - len(users_frames(thread)) for _, thread in alike)
     if not count:
         return ""

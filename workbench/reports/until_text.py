@@ -1,4 +1,4 @@
-"""``step --until EVENT`` that never stopped: which events did come, the most alike first. Pure."""
+"""The events that occurred when ``step --until EVENT`` never stopped, the most similar first. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
 
 MAX_CAME = 6
-"""Events that are named."""
+"""Maximum number of events listed."""
 
 
 def came(trace: Trace, since: Mapping[int, int], event: str) -> list[str]:
-    """Return the events of a request as breakpoints name them, what reads most like ``event`` first.
+    """Return the events of a request, named as for breakpoints, those most similar to ``event`` first.
 
     Args:
-        trace: what happened.
+        trace: the trace.
         since: by rank, number of the first row of the request.
-        event: that did not come, such as ``all_gather:blocks.9``, ``forward.end:*`` or ``offload``.
+        event: the event that did not occur, such as ``all_gather:blocks.9``, ``forward.end:*`` or ``offload``.
     """
     edge = Edge.END if event.partition(":")[0].endswith(".end") else Edge.BEGIN
     found = {

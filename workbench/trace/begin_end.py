@@ -1,4 +1,4 @@
-"""Which END row belongs to which BEGIN row."""
+"""Pairing of BEGIN and END rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from workbench.trace.schema import Rows
 def partners(rows: Rows) -> NDArray[np.int64]:
     """Return, per row, the position of the other end of its span; -1 where there is none.
 
-    A collective's ends carry the same kind, unit, ``comm_group`` and ``comm_seq``; other ends the same kind and unit,
-    the innermost span closing first. There is no partner for an INSTANT, a span not ended and one begun before
-    ``rows``.
+    The two ends of a collective share kind, unit, ``comm_group`` and ``comm_seq``. The ends of other spans share kind
+    and unit; the innermost span closes first. An INSTANT has no partner, nor has a span that is not ended or began
+    before ``rows``.
 
     Example: ``FORWARD BEGIN 0, FORWARD BEGIN 1, FORWARD END 1, FREE, FORWARD END 0`` -> ``[4, 2, 1, -1, 0]``.
 
@@ -28,7 +28,7 @@ def partners(rows: Rows) -> NDArray[np.int64]:
     ends = ends[order]
     is_begin = rows["edge"][ends] == Edge.BEGIN
     run = _runs(key[:, order])
-    # depth within the run; both ends of one span stand on the same level
+    # depth within the run; both ends of a span have the same level
     depth = np.cumsum(np.where(is_begin, 1, -1))
     level = depth + ~is_begin
     order = np.lexsort((level, run))
@@ -40,7 +40,7 @@ def partners(rows: Rows) -> NDArray[np.int64]:
 
 
 def _keys(rows: Rows, at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What both ends of a span share, one column per row of ``at``; in two numbers, for each costs a sort."""
+    """What both ends of a span share, one column per row of ``at``; only two numbers, because each costs a sort."""
     kind, unit, group, comm_seq = (
         rows[name][at].astype(np.int64) for name in ("kind", "unit", "comm_group", "comm_seq")
     )

@@ -1,4 +1,4 @@
-"""Grow a trace from the drains of running ranks, within a bounded number of rows."""
+"""A trace that grows from the drains of running ranks, with a bounded number of rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from workbench.trace.schema import ROW_DTYPE, Header, HostClock, KeyFrame, Rows
 
 MAX_ROWS = 2_000_000
 _SPARE = 4
-"""All buffers together have room for one part in so many more than is kept: a row is copied about as often."""
+"""All buffers together have room for ``1 / _SPARE`` more rows than are kept: a row is copied about _SPARE times."""
 
 
 class TraceBuilder:
     """Collects what ranks recorded; its methods may be called from any thread.
 
-    The result does not depend on how the rows were split into drains nor on how the ranks' drains interleaved.
+    The result does not depend on how the rows were split into drains, nor on how the ranks' drains interleaved.
 
     Args:
-        max_rows: rows kept of all ranks together (52 bytes each). Beyond that the oldest rows of the ranks that have
-            most go, and the state they left stays as the key frame at the left edge.
+        max_rows: rows kept of all ranks together (52 bytes each). Beyond that, the oldest rows of the ranks with most
+            rows are dropped, and the state after them becomes the key frame at the left edge.
     """
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
@@ -39,12 +39,12 @@ class TraceBuilder:
         self._ranks: dict[int, _RankRows] = {}
 
     def update_header(self, header: Header, *, rank: int | None = None) -> None:
-        """Take in a new version of the header; tables only ever grow.
+        """Join a new version of the header; tables only ever grow.
 
         Args:
             header: its strings and comm_groups continue those of the version before.
-            rank: whose header it is. Ranks number their strings and groups in the order they meet them; the rows of
-                this rank are then translated to the common tables. None: the tables hold for all ranks.
+            rank: whose header it is. Ranks number strings and groups in the order they use them; the rows of this rank
+                are translated to the common tables. None: the tables hold for all ranks.
         """
         with self._lock:
             self._header = join(self._header, header)
@@ -52,7 +52,7 @@ class TraceBuilder:
                 self._headers[rank] = header
 
     def set_clocks(self, clocks: tuple[HostClock, ...]) -> None:
-        """Put what is known of clocks into the header, in the place of what it said before."""
+        """Replace the clocks in the header."""
         with self._lock:
             self._header = dataclasses.replace(self._header, clocks=clocks)
 
@@ -60,10 +60,10 @@ class TraceBuilder:
         """Add the rows of one drain.
 
         Args:
-            rank: who recorded them.
+            rank: the rank that recorded them.
             packed: rows packed with :data:`~workbench.trace.schema.ROW`, in order.
-            lost: rows the rank had to overwrite before this drain. If any, what is known of the rank no longer
-                leads to these rows: all of it is dropped and the rank starts again at ``key_frame``.
+            lost: rows the rank had to overwrite before this drain. If any, the rank's earlier rows no longer lead to
+                these: all its rows are dropped, and it starts again at ``key_frame``.
             key_frame: state of the rank after ``packed``.
 
         Raises:
@@ -87,17 +87,17 @@ class TraceBuilder:
             return Trace(self._header, ranks)
 
     def _next_move(self, rank: int, end_seq: int) -> int:
-        """Return the row, from ``end_seq`` on, at which ``rank`` is to move to a new buffer.
+        """Return the row, from ``end_seq`` on, at which ``rank`` moves to a new buffer.
 
-        A snapshot keeps the buffers it looks at. Each rank moves once in ``every`` rows, at rows of its own: where
-        ranks record alike, the last snapshot holds one old buffer beside the new ones, and not one of each rank.
+        A snapshot keeps its buffers alive. Each rank moves once in ``every`` rows, at different rows than the others:
+        where ranks record alike, the last snapshot then keeps one old buffer instead of one per rank.
         """
         every = max(self._max_rows // (_SPARE * len(self._ranks)), 1)
         first = list(self._ranks).index(rank) * every // len(self._ranks)
         return end_seq + (first - end_seq) % every
 
     def _trim(self) -> None:
-        # from what came in, not from what is left: else the result would depend on the order of the drains
+        # from the rows received, not those left: otherwise the result would depend on the order of the drains
         received = [entry.received for entry in self._ranks.values()]
         if sum(received) > self._max_rows:
             longest = _fair_length(received, self._max_rows)
@@ -106,7 +106,7 @@ class TraceBuilder:
 
 
 class _RankRows:
-    """The rows of one rank in a buffer that grows. A row once written is never moved: snapshots look at it."""
+    """The rows of one rank in a growing buffer. Written rows never move: snapshots share them."""
 
     def __init__(self, start: KeyFrame | None = None, lost: int = 0) -> None:
         self.start = start or KeyFrame()
@@ -117,7 +117,7 @@ class _RankRows:
 
     @property
     def rows(self) -> Rows:
-        """The rows that are kept."""
+        """The rows kept."""
         return self._buffer[self._begin : self._end]
 
     @property
@@ -126,7 +126,7 @@ class _RankRows:
         return self.start.seq + self._end - self._begin
 
     def extend(self, rows: Rows, until_seq: int) -> None:
-        """Append ``rows``; a full buffer is left to the snapshots, a new one has room up to row ``until_seq``."""
+        """Append ``rows``; a full buffer is replaced by a new one with room up to row ``until_seq``."""
         if self._end + len(rows) > len(self._buffer):
             kept = self.rows
             self._buffer = _room(until_seq - self.start.seq)
@@ -137,15 +137,15 @@ class _RankRows:
         self.received += len(rows)
 
     def drop(self, count: int) -> None:
-        """Give up the oldest ``count`` rows; what they did stays in ``start``."""
+        """Drop the oldest ``count`` rows; ``start`` becomes the state after them."""
         self.start = advance(self.start, self.rows[:count])
         self._begin += count
 
 
 def _room(num_rows: int) -> Rows:
-    """Return an array of ``num_rows`` that takes memory as it is written to, and gives it back when it goes.
+    """Return an array of ``num_rows`` that uses memory only as it is written to, and frees it when deleted.
 
-    What :func:`numpy.empty` takes may stay with the allocator instead, which keeps it for the next array of its size.
+    With :func:`numpy.empty`, the allocator may keep the memory for the next array of that size.
     """
     pages = mmap.mmap(-1, max(num_rows * ROW_DTYPE.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, ROW_DTYPE, num_rows)

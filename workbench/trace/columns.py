@@ -15,7 +15,7 @@ from workbench.trace.keyframe import advance, bytes_after, states_after
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
 
 KEPT_EVERY = 16_384
-"""Rows between two states that a rank's trace keeps, once it has found them."""
+"""Rows between two states that a rank's trace caches."""
 
 _NO_STEP = (0, 0)
 
@@ -31,8 +31,8 @@ class RankTrace:
         start: state of the rank just before ``rows[0]``.
         lost: rows that were overwritten on the rank before they could be read.
 
-    What is looked for in all rows of many ranks is found once, and kept: :attr:`kinds`, in which steps they are, and
-    the state at some of them. Reading one field of every row takes as long as reading all of all rows.
+    It caches what many queries need: :attr:`kinds`, the steps of the rows, and the state at some of them. Reading one
+    field of every row takes as long as reading all fields.
 
     Raises:
         TraceError: ``rows`` is not such an array.
@@ -63,19 +63,19 @@ class RankTrace:
 
     @property
     def end_seq(self) -> int:
-        """``seq`` of the row that would come next."""
+        """``seq`` of the next row."""
         return self.start.seq + len(self.rows)
 
     @cached_property
     def kinds(self) -> NDArray[np.uint8]:
-        """The field ``kind`` of all rows, side by side; ``[len(rows)]``, read-only."""
+        """The field ``kind`` of all rows as a contiguous array; ``[len(rows)]``, read-only."""
         found = np.ascontiguousarray(self.rows["kind"])
         found.flags.writeable = False
         return found
 
     @property
     def steps(self) -> NDArray[np.int32]:
-        """The numbers of the training steps that it has rows of, ascending."""
+        """The numbers of the training steps with rows, ascending."""
         found = np.unique(self._runs[0])
         return found[found >= 0]
 
@@ -98,18 +98,18 @@ class RankTrace:
         return found
 
     def places_of(self, first: int, last: int) -> tuple[int, int]:
-        """Return the positions of the first row of some steps and after their last one; ``(0, 0)``: it has none.
+        """Return the positions of the first row of some steps and after their last one; ``(0, 0)`` without rows.
 
         Args:
             first: number of the first step, at least 0.
-            last: of the last one, included.
+            last: number of the last step, included.
         """
         step, begin, end = self._runs
         inside = np.flatnonzero((step >= first) & (step <= last))
         return (int(begin[inside[0]]), int(end[inside[-1]])) if len(inside) else _NO_STEP
 
     def place_after(self, last: int) -> int:
-        """Return the position of the first row of a step later than ``last``; after all rows if there is none."""
+        """Return the position of the first row of a step after ``last``; the number of rows if there is none."""
         step, begin, _ = self._runs
         later = np.flatnonzero(step > last)
         return int(begin[later[0]]) if len(later) else len(self.rows)
@@ -120,17 +120,17 @@ class RankTrace:
         return nearest if begin == place else advance(nearest, self.rows[begin:place])
 
     def bytes_before(self, place: int) -> tuple[int, ...]:
-        """Return what :meth:`state_before` says of live bytes, sooner."""
+        """Return the live bytes in :meth:`state_before`, faster."""
         begin, nearest = self._nearest(place)
         return bytes_after(nearest.bytes_by_category, self.rows[begin:place], self.kinds[begin:place])
 
     def unit_states_before(self, place: int) -> dict[int, UnitState]:
-        """Return what :meth:`state_before` says of the parameters of units, sooner."""
+        """Return the unit states in :meth:`state_before`, faster."""
         begin, nearest = self._nearest(place)
         return states_after(nearest.unit_states, self.rows[begin:place], self.kinds[begin:place])
 
     def _nearest(self, place: int) -> tuple[int, KeyFrame]:
-        """Return the last position up to ``place`` before which the state is kept, and that state."""
+        """Return the last position up to ``place`` with a cached state before it, and that state."""
         states = self._states
         while len(states) * KEPT_EVERY <= place:
             begin = (len(states) - 1) * KEPT_EVERY
@@ -138,18 +138,18 @@ class RankTrace:
         return place // KEPT_EVERY * KEPT_EVERY, states[place // KEPT_EVERY]
 
     def prepare(self) -> None:
-        """Find what is kept, so that who asks for it first need not wait."""
+        """Fill the caches, so that the first query does not wait."""
         self.state_before(len(self.rows))
         self.places_of(0, 0)
 
     @cached_property
     def _states(self) -> list[KeyFrame]:
-        """The states before every :data:`KEPT_EVERY`-th row, as far as they are known."""
+        """The states before every :data:`KEPT_EVERY`-th row, as far as they are cached."""
         return [advance(self.start, self.rows[:0])]
 
     @cached_property
     def _runs(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-        """Rows that follow each other and are of one step: its number, the first one, and the one after the last."""
+        """Runs of rows of one step: its number, the first row, and the row after the last."""
         step = self.rows["step"]
         begin = np.flatnonzero(np.append(len(step) > 0, step[1:] != step[:-1]))
         return step[begin], begin, np.append(begin[1:], len(step))[: len(begin)]
@@ -164,7 +164,7 @@ class Trace:
         ranks: one entry per rank that recorded anything, in order of rank.
 
     Raises:
-        TraceError: a rank is there twice.
+        TraceError: a rank appears twice.
     """
 
     header: Header
@@ -178,7 +178,7 @@ class Trace:
 
     @classmethod
     def empty(cls) -> Trace:
-        """Return the trace of nothing."""
+        """Return an empty trace."""
         return cls(Header())
 
     @property
@@ -188,7 +188,7 @@ class Trace:
 
     @property
     def num_dropped(self) -> int:
-        """Rows of all ranks before the left edge, those that were lost left out: only what they led to is here."""
+        """Rows of all ranks before the left edge, without lost ones; the trace has only the state after them."""
         return max(sum(r.start.seq - r.lost for r in self.ranks), 0)
 
     def rank(self, rank: int) -> RankTrace:
@@ -209,9 +209,9 @@ class Trace:
     def slice(self, *, step: int | None = None, first: int | None = None, last: int | None = None) -> Trace:
         """Return the rows of some training steps, each rank with the exact state before them.
 
-        A rank's part is contiguous: from its first row of these steps to its last one, with any rows outside all
-        steps that lie between. A side left open reaches to the trace's edge. What later rows tell of when a device came
-        to these follows them, numbered anew.
+        A rank's part is contiguous: from its first row of these steps to its last one, including rows outside all steps
+        in between. An open side reaches to the trace's edge. Later DEVICE rows that refer to the part are appended,
+        renumbered.
 
         Args:
             step: just this step.
@@ -229,7 +229,7 @@ class Trace:
 
 
 def steps(trace: Trace) -> list[int]:
-    """Return the numbers of the training steps that any rank has rows of, ascending."""
+    """Return the numbers of the training steps with rows on any rank, ascending."""
     found = [r.steps for r in trace.ranks]
     return np.unique(np.concatenate(found)).tolist() if found else []
 
@@ -237,23 +237,23 @@ def steps(trace: Trace) -> list[int]:
 def merge(*traces: Trace) -> Trace:
     """Return one trace with the rows of all: other ranks of the same job, or later rows of the same ranks.
 
-    Strings and groups are joined by name, so that the parts may have numbered them differently.
+    Strings and groups are joined by name, so the parts may number them differently.
 
     Raises:
-        TraceError: parts of one rank do not follow each other without a gap.
+        TraceError: there is a gap between two parts of one rank.
     """
     return reduce(_merge_two, traces, Trace.empty())
 
 
 def _raw(rows: Rows) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The bytes of ``rows``: compared instead of the fields, so that NaN equals itself."""
+    """The bytes of ``rows``; comparing them instead of the fields makes NaN equal itself."""
     return np.ascontiguousarray(rows).view(np.uint8)
 
 
 def _slice_steps(rank: RankTrace, first: int | None, last: int | None) -> RankTrace:
     high = np.iinfo(np.int32).max if last is None else last
     begin, end = rank.places_of(0 if first is None else max(first, 0), high)
-    if begin == end:  # nothing, at the place where it would be
+    if begin == end:  # an empty part, at the right place
         begin = end = rank.place_after(high)
     begin = 0 if first is None else begin
     end = len(rank.rows) if last is None else end
@@ -261,7 +261,7 @@ def _slice_steps(rank: RankTrace, first: int | None, last: int | None) -> RankTr
 
 
 def _with_device(part: RankTrace, later: Rows) -> RankTrace:
-    """Return a part of a rank with what ``later`` rows tell of when its device came to it, numbered anew."""
+    """Return a part of a rank with the DEVICE rows among ``later`` that refer to it appended, renumbered."""
     tells = later[later["kind"] == Kind.DEVICE]
     mine = (tells["value"] >= part.start.seq) & (tells["value"] < part.end_seq)
     if not mine.any():

@@ -1,8 +1,8 @@
 """Traces on disk: a zip that ``numpy.load`` opens too.
 
-It holds ``trace.json`` (header, and per rank its key frame and lost rows) and one ``rows_<rank>.npy`` per rank. A file
-may come from anywhere: nothing in it is ever unpickled or evaluated, what it claims to hold is weighed before it is
-unpacked, and it is a trace only if it obeys the rules of one (:mod:`workbench.trace.invariants`).
+It holds ``trace.json`` (header, and per rank its key frame and lost rows) and one ``rows_<rank>.npy`` per rank. Files
+are untrusted: nothing in them is unpickled or evaluated, claimed sizes are checked before unpacking, and a trace must
+obey the rules in :mod:`workbench.trace.invariants`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from workbench.trace.invariants import check_header, check_rank
 from workbench.trace.schema import ROW_DTYPE, Rows
 
 MAX_ROWS = 20_000_000
-"""Rows of all ranks together that are read: 1 GB. A notebook keeps a tenth of it."""
+"""Maximum rows of all ranks together in a file: 1 GB. A notebook keeps a tenth of that."""
 
 MAX_META_BYTES = 32 << 20
-"""Bytes of ``trace.json`` that are read; read, they take up to twenty times as much."""
+"""Maximum bytes of ``trace.json``; parsed, they take up to twenty times as much."""
 
 _META = "trace.json"
 _COMPRESSION = 1  # zlib level; 6 takes four times as long for a tenth less
 _MAX_CONTENTS_BYTES = 8 << 20  # of the zip's table of contents: 100,000 ranks
 _PIECE_BYTES = 1 << 20
 _MAX_THREADS = 8
-_MAX_ROWS_RATIO, _MAX_META_RATIO = 50, 250  # of bytes unpacked to those of the file; traces have up to 6 and 40
-_SMALL_BYTES = 1 << 20  # that are unpacked whatever the ratio
+_MAX_ROWS_RATIO, _MAX_META_RATIO = 50, 250  # unpacked bytes to bytes of the file; traces have up to 6 and 40
+_SMALL_BYTES = 1 << 20  # always unpacked, whatever the ratio
 _NPY_START = struct.Struct("<8sH")
 _NPY_MAGIC = npy.magic(1, 0)
 _NPY_HEADER = re.compile(
@@ -53,18 +53,18 @@ _NPY_HEADER = re.compile(
 _NOT_A_TRACE = (
     *(zipfile.BadZipFile, zlib.error, EOFError, struct.error),  # no zip, or a damaged one
     *(ValueError, KeyError, TypeError, OverflowError),  # a zip with other content
-    *(RuntimeError, MemoryError, OSError),  # made to hurt: nested without end, encrypted, pointing outside of the file
+    *(RuntimeError, MemoryError, OSError),  # malicious: endless nesting, encryption, offsets outside the file
 )
-"""All that zipfile and json raise for bytes that are not what they claim to be."""
+"""Exceptions that zipfile and json raise for invalid data."""
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write ``trace`` to ``path``.
 
-    The file appears whole or not at all: an error leaves an older file at ``path`` as it was.
+    The file appears whole or not at all: an error leaves an existing file at ``path`` unchanged.
 
     Raises:
-        TraceError: its header is larger than :func:`load` would read.
+        TraceError: its header is larger than :func:`load` accepts.
         OSError: ``path`` cannot be written.
     """
     with whole(path) as file:
@@ -73,7 +73,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file to write that becomes ``path`` when the body ends, and is gone when it raises."""
+    """Open a temporary file for writing; rename it to ``path`` when the body ends, delete it when the body raises."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with part.open("xb") as file:
@@ -91,13 +91,13 @@ def load(path: str | os.PathLike[str]) -> Trace:
     """Return the trace that :func:`save` wrote to ``path``.
 
     Raises:
-        TraceError: the file is no trace, is damaged, breaks a rule of traces, holds more than :data:`MAX_ROWS` rows, a
-            larger header than :data:`MAX_META_BYTES`, or more of either than fits a file of its size, or was written by
-            a newer schema.
+        TraceError: the file is not a trace, is damaged, breaks a rule of traces, has more rows than :data:`MAX_ROWS` or
+            a larger header than :data:`MAX_META_BYTES`, unpacks to more than a file of its size can hold, or was
+            written by a newer schema.
         OSError: the file cannot be opened.
     """
     mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for ever
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would block
         raise TraceError(f"cannot read {path}: it is no file but a pipe, a socket or a device")
     with Path(path).open("rb") as file:
         try:
@@ -113,13 +113,13 @@ def load(path: str | os.PathLike[str]) -> Trace:
 
 
 class _Pieces(io.BufferedIOBase):
-    """A file that is read in pieces: zipfile reads the table of contents at once, whatever length the file claims."""
+    """A file with bounded reads: zipfile reads the table of contents at once, whatever length the file claims."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read up to ``size`` bytes; raises TraceError if that is more than any part should have."""
+        """Read up to ``size`` bytes; raise TraceError if there are more than any table of contents has."""
         wanted = _MAX_CONTENTS_BYTES + 1 if size is None or size < 0 else size
         found = self._file.read(min(wanted, _MAX_CONTENTS_BYTES + 1))
         if len(found) > _MAX_CONTENTS_BYTES:
@@ -127,11 +127,11 @@ class _Pieces(io.BufferedIOBase):
         return found
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to a place."""
+        """Set the position."""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the position."""
         return self._file.tell()
 
     def seekable(self) -> bool:
@@ -163,7 +163,7 @@ def _member_name(rank: int) -> str:
 
 
 def _read(file: io.BufferedIOBase, file_bytes: int) -> tuple[Trace, list[str]]:
-    """Return what is in a file, and which rules it breaks."""
+    """Return the trace in a file, and a sentence for each rule that it breaks."""
     with zipfile.ZipFile(file) as archive:
         if _META not in archive.namelist():
             raise TraceError(f"it holds no {_META}, so it is not a trace")
@@ -180,7 +180,7 @@ def _read(file: io.BufferedIOBase, file_bytes: int) -> tuple[Trace, list[str]]:
                 rank_trace.prepare()
             return rank_trace, broken
 
-        # what takes the time is done in zlib and numpy, of several ranks at once
+        # most of the time is spent in zlib and numpy, which run for several ranks in parallel
         with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as pool:
             found = list(pool.map(read, entries))
     trace = Trace(header, tuple(rank_trace for rank_trace, _ in found))
@@ -196,7 +196,7 @@ def _rank_number(entry: dict[str, Any]) -> int:
 
 
 def _weigh(archive: zipfile.ZipFile, ranks: list[int], file_bytes: int) -> None:
-    """Raise if the rows of ``ranks`` are more than are read, or than a file of this size can hold, before any are."""
+    """Raise if the claimed rows of ``ranks`` exceed the maximum, or what a file of this size can hold."""
     num_bytes = sum(archive.getinfo(_member_name(rank)).file_size for rank in ranks)
     num_rows = num_bytes // ROW_DTYPE.itemsize
     if num_rows > MAX_ROWS:
@@ -214,7 +214,7 @@ def _read_rank(archive: zipfile.ZipFile, rank: int, entry: dict[str, Any], versi
 
 
 def _rows(rank: int, data: bytes) -> Rows:
-    """Return the array of an npy file, if it is what :func:`save` writes; numpy's own reader evaluates the header."""
+    """Return the array of an npy file as written by :func:`save`; numpy's own reader would evaluate the header."""
     magic, length = _NPY_START.unpack_from(data)
     begin = _NPY_START.size + length
     header = data[_NPY_START.size : begin].decode("latin-1").strip()
@@ -227,7 +227,7 @@ def _rows(rank: int, data: bytes) -> Rows:
 
 
 def _unpacked(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
-    """Return a member whole, its checksum verified; no more is unpacked than it says to hold."""
+    """Return a whole member, checksum verified; unpack no more bytes than it claims to hold."""
     info = archive.getinfo(name)
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise TraceError(f"{name} is compressed as no trace is")

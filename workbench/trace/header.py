@@ -1,6 +1,6 @@
 """Headers and key frames as plain JSON data, and the join of two headers.
 
-They are driven by the dataclasses of :mod:`workbench.trace.schema`: a field added there needs nothing here.
+The dataclasses of :mod:`workbench.trace.schema` drive the conversion: a field added there needs no change here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def header_to_dict(header: Header) -> dict[str, Any]:
 
 
 def header_from_dict(data: dict[str, Any]) -> Header:
-    """Inverse of :func:`header_to_dict`, also after a trip through JSON.
+    """Return the header from the data of :func:`header_to_dict`, also after a JSON round trip.
 
     Raises:
         TraceError: written by a newer schema, or a field is missing, unknown or of the wrong type.
@@ -48,10 +48,10 @@ def key_frame_to_dict(key_frame: KeyFrame) -> dict[str, Any]:
 
 
 def key_frame_from_dict(data: dict[str, Any], version: int = SCHEMA_VERSION) -> KeyFrame:
-    """Inverse of :func:`key_frame_to_dict`, also after a trip through JSON.
+    """Return the key frame from the data of :func:`key_frame_to_dict`, also after a JSON round trip.
 
     Args:
-        data: what it returned.
+        data: a key frame's data.
         version: of the schema it was written by.
 
     Raises:
@@ -65,11 +65,11 @@ def key_frame_from_dict(data: dict[str, Any], version: int = SCHEMA_VERSION) -> 
 
 
 def join(first: Header, second: Header) -> Header:
-    """Return one header for rows of both: every string, group, unit, rank and reading of a clock of either.
+    """Return one header for rows of both: all strings, groups, units, ranks and clock readings of either.
 
-    Indices into ``first``'s tables stay valid; rows written against ``second`` go through :func:`translate`. Where
-    both describe the same unit or rank, or the run as a whole, ``second`` is the newer and wins; but a unit that is not
-    in use for one is in use no more: it can do nothing without all its ranks.
+    Indices into ``first``'s tables stay valid; rows written against ``second`` go through :func:`translate`. Where both
+    describe the same unit or rank, or the run as a whole, ``second`` is newer and wins. A unit that either describes as
+    not in use stays out of use: it cannot work without all its ranks.
     """
     run = second if second.world_size else first
     return dataclasses.replace(
@@ -86,8 +86,8 @@ def translate(rows: Rows, source: Header, target: Header) -> Rows:
     """Return ``rows`` with ``module`` and ``comm_group`` pointing into ``target``'s tables instead of ``source``'s.
 
     Args:
-        rows: written against ``source``; never changed, and returned as they are if nothing moves.
-        source: a header whose strings and groups ``target`` holds as well, maybe elsewhere.
+        rows: written against ``source``; never changed, and returned as they are if no index changes.
+        source: a header whose strings and groups are all in ``target``, maybe at other indices.
         target: result of :func:`join`.
     """
     rows = _moved(rows, "module", source.strings, target.strings)
@@ -98,7 +98,7 @@ def _moved(rows: Rows, column: str, old: tuple[Entry, ...], new: tuple[Entry, ..
     if old == new[: len(old)]:
         return rows
     places = {entry: place for place, entry in enumerate(new)}
-    # the last entry is where index -1 (none) looks
+    # the last entry is for index -1 (none)
     moved = np.array([places[entry] for entry in old] + [-1])
     rows = rows.copy()
     rows[column] = moved[rows[column]]
@@ -118,7 +118,7 @@ def _units(first: tuple[Unit, ...], second: tuple[Unit, ...]) -> tuple[Unit, ...
 
 
 def _clocks(first: tuple[HostClock, ...], second: tuple[HostClock, ...]) -> tuple[HostClock, ...]:
-    """All readings of either, of each clock in the order of their times."""
+    """All readings of both, for each clock in the order of their times."""
     if not second:
         return first
     readings: dict[tuple[int, ...], set[ClockReading]] = {}
@@ -128,12 +128,12 @@ def _clocks(first: tuple[HostClock, ...], second: tuple[HostClock, ...]) -> tupl
 
 
 def _union(first: tuple[Entry, ...], second: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """``first``, then the new ones of ``second``: places in ``first`` stay."""
+    """``first``, then the new entries of ``second``: indices into ``first`` stay valid."""
     known = set(first)
     return first + tuple(entry for entry in dict.fromkeys(second) if entry not in known)
 
 
-def _decode(kind: type[T], data: Any, where: str) -> T:  # noqa: ANN401 - anything may stand in a file
+def _decode(kind: type[T], data: Any, where: str) -> T:  # noqa: ANN401 - a file may contain anything
     try:
         return cast("T", decode(kind, data, where))
     except CodecError as error:

@@ -15,7 +15,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import NO_CATEGORY, Header, HostClock
 
 MAX_RANKS = 2**16
-"""Ranks of a world; views go through all of them."""
+"""Maximum ranks of a world; views iterate over all of them."""
 
 _MAX_BYTES, _MAX_ITEMSIZE = 2**56, 64
 
@@ -33,18 +33,18 @@ _IS_INSTANT, _HAS_TEXT, _IS_MOVE, _IS_COLLECTIVE, _IS_BESIDE = (
 def check(trace: Trace) -> list[str]:
     """Return one sentence per broken rule and rank; a valid trace gives an empty list.
 
-    A trace cut on the left may end spans it has not begun; any trace may have begun spans it does not end.
+    A trace cut on the left may contain an END without its BEGIN. Any trace may contain a BEGIN without its END.
     """
     return [*check_header(trace.header), *(sentence for r in trace.ranks for sentence in check_rank(trace.header, r))]
 
 
 def check_rank(header: Header, rank: RankTrace) -> list[str]:
-    """Return one sentence per rule that a rank of a trace breaks."""
+    """Return one sentence per rule that a rank breaks."""
     return [f"rank {rank.rank}: {sentence}" for rule in RULES for sentence in rule(header, rank)]
 
 
 def _report(rank: RankTrace, broken: NDArray[Any], what: str) -> Iterator[str]:
-    """Say ``what`` of the first row for which ``broken`` holds, if there is one."""
+    """Yield ``what`` with the first row where ``broken`` is true, if any."""
     if broken.any():
         places = np.flatnonzero(broken)
         yield f"row {rank.start.seq + places[0]}: {what} ({len(places)} such rows)"
@@ -56,7 +56,7 @@ def _listed(kinds: Sequence[Kind]) -> str:
 
 
 def check_header(header: Header) -> Iterator[str]:
-    """Yield what is wrong: ranks are in the world; units stand at their index; parameters add up."""
+    """Yield one sentence per broken rule: ranks in the world, units at their index, consistent parameters."""
     if not 0 <= header.world_size <= MAX_RANKS:
         yield f"the world has {header.world_size} ranks; 0 to {MAX_RANKS} can be told apart"
     named = [info.rank for info in header.ranks] + [rank for group in header.comm_groups for rank in group.ranks]
@@ -221,7 +221,7 @@ def _texts_are_named(_: Header, rank: RankTrace) -> Iterator[str]:
 
 
 def _device_rows_tell_of_others(_: Header, rank: RankTrace) -> Iterator[str]:
-    """Each tells of an earlier row that a device can come to, no two of the same, and not of before it was given."""
+    """Each refers to a different, earlier row of device work, and is not earlier in time than that row."""
     rows = rank.rows
     places = np.flatnonzero(rank.kinds == Kind.DEVICE)
     if not len(places):
@@ -238,7 +238,7 @@ def _device_rows_tell_of_others(_: Header, rank: RankTrace) -> Iterator[str]:
     places, of = places[here], of[here]
     wrong = _IS_BESIDE[rank.kinds[of]]
     yield from _report(rank, _at(rank, places[wrong]), "DEVICE tells of what no device does")
-    ends = _IS_COLLECTIVE[rank.kinds[of]] & (rows["edge"][of] == Edge.END)  # told where it was waited for
+    ends = _IS_COLLECTIVE[rank.kinds[of]] & (rows["edge"][of] == Edge.END)  # recorded by the wait
     early = ~ends & (rows["t_ns"][places] < rows["t_ns"][of])
     yield from _report(rank, _at(rank, places[early]), "DEVICE is earlier than the row it tells of")
 
@@ -263,4 +263,4 @@ RULES: tuple[Rule, ...] = (
     _texts_are_named,
     _device_rows_tell_of_others,
 )
-"""What holds of every rank's rows."""
+"""The rules that every rank's rows obey."""

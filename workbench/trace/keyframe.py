@@ -1,6 +1,6 @@
 """The key-frame fold: the state of a rank after some rows, from the state before them.
 
-It is what makes a trace cuttable: the rows left of a cut are replaced by one :class:`~workbench.trace.schema.KeyFrame`.
+It makes a trace cuttable: one :class:`~workbench.trace.schema.KeyFrame` replaces the rows left of a cut.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _MAY_CHANGE_STATE = np.isin(np.arange(256), [kind for kind, _ in STATE_AFTER])
 def advance(key_frame: KeyFrame, rows: Rows) -> KeyFrame:
     """Return the state just before the row that follows ``rows``.
 
-    The result is canonical: units that are SHARDED and units with no reduction in flight are left out of its dicts.
+    The result is canonical: its dicts omit SHARDED units and units without reductions in flight.
     ``advance(advance(k, a), b) == advance(k, a + b)`` for every split of the rows.
 
     Args:
         key_frame: state just before ``rows[0]``.
-        rows: consecutive rows of one rank; none is allowed.
+        rows: consecutive rows of one rank; may be empty.
     """
     if not len(rows):
         states: dict[int, UnitState] = {u: s for u, s in key_frame.unit_states.items() if s != UnitState.SHARDED}
         reducing = {unit: count for unit, count in key_frame.reducing.items() if count}
         return replace(key_frame, unit_states=states, reducing=reducing)
-    kind = np.ascontiguousarray(rows["kind"])  # read several times: side by side that is quick
+    kind = np.ascontiguousarray(rows["kind"])  # read several times: a contiguous array is faster
     return KeyFrame(
         seq=int(rows["seq"][-1]) + 1,
         bytes_by_category=bytes_after(key_frame.bytes_by_category, rows, kind),
@@ -48,9 +48,9 @@ def advance(key_frame: KeyFrame, rows: Rows) -> KeyFrame:
 
 
 def bytes_after(before: tuple[int, ...], rows: Rows, kind: Kinds) -> tuple[int, ...]:
-    """Return the live bytes per category after ``rows``, ``kind`` being their field of that name, side by side.
+    """Return the live bytes per category after ``rows``; ``kind`` is their field of that name as a contiguous array.
 
-    Rows with an unknown category are left to the rules.
+    Ignores rows with an unknown category: :mod:`~workbench.trace.invariants` reports them.
     """
     at = np.flatnonzero(_IS_MOVE[kind])
     category = rows["category"][at]
@@ -63,13 +63,13 @@ def bytes_after(before: tuple[int, ...], rows: Rows, kind: Kinds) -> tuple[int, 
 def states_after(before: dict[int, UnitState], rows: Rows, kind: Kinds) -> dict[int, UnitState]:
     """Return the parameter state per unit that is not SHARDED after ``rows``; see :func:`bytes_after`.
 
-    Of each unit the last row of :data:`STATE_AFTER` counts.
+    The last row of each unit whose kind and edge are in :data:`STATE_AFTER` counts.
     """
     at = np.flatnonzero(_MAY_CHANGE_STATE[kind])
     after, unit = _STATE_AFTER[kind[at], rows["edge"][at]], rows["unit"][at]
     changes = (after >= 0) & (unit >= 0)
     newest = np.full(int(unit.max(initial=-1)) + 1, -1, np.int8)
-    newest[unit[changes]] = after[changes]  # of several rows of a unit the last one stays
+    newest[unit[changes]] = after[changes]  # the last of several rows of a unit wins
     units = np.flatnonzero(newest > UnitState.SHARDED)
     states = dict(zip(units.tolist(), map(UnitState, newest[units].tolist()), strict=True))
     told = newest.tolist()
@@ -78,7 +78,7 @@ def states_after(before: dict[int, UnitState], rows: Rows, kind: Kinds) -> dict[
 
 
 def _reducing_after(before: dict[int, int], rows: Rows, kind: Kinds) -> dict[int, int]:
-    """Gradient reductions in flight per unit that has any; a unit that was reset counts from there."""
+    """Gradient reductions in flight per unit that has any; a RESET of a unit sets its count to 0."""
     reset_at = _last_resets(rows, kind)
     at = np.flatnonzero(_IS_REDUCTION[kind])
     at = at[rows["unit"][at] >= 0]

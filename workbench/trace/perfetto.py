@@ -1,11 +1,11 @@
 """A trace as Chrome's trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-One process per rank, with the tracks of :class:`workbench.events.Track`; spans of one track that overlap without
-nesting stand on further tracks of the same name. Where ranks compute on devices these are the host's, which hands work
-over, and below them are those of what the device did: a track for each stream and each kind of collective. An arrow
-leads from where a collective was issued to where it was waited for, on the host; counters show live bytes and logged
-numbers, as the host tells them. All times are in microseconds from the earliest row, on rank 0's clock; how far those
-of a rank with another clock may be off is said beside its name, where the caller knows it.
+There is one process per rank, with the tracks of :class:`workbench.events.Track`. Spans of one track that overlap
+without nesting go to further tracks of the same name. Where ranks compute on devices, these tracks show the host, which
+enqueues work; below them are the device's tracks, one for each stream and each kind of collective. Arrows lead from
+where a collective was issued to where it was waited for, on the host; counters show live bytes and logged numbers, with
+host times. All times are in microseconds from the earliest row, on rank 0's clock. If the caller gives a note on the
+clock error of a rank, it follows the rank's name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _THREADS_PER_TRACK = 1000
 def to_perfetto(trace: Trace, notes: Mapping[int, str] | None = None) -> dict[str, Any]:
     """Return ``trace`` as data for ``json.dump``.
 
-    A span that was never ended reaches to the rank's last row and says ``"unfinished": true``; one that began before
-    the trace's left edge is left out.
+    A span without an end reaches to the rank's last row and has ``"unfinished": true``. Spans that began before the
+    trace's left edge are left out.
 
     Args:
-        trace: what happened.
-        notes: by rank, what is to be known of its times, a few words; None: nothing.
+        trace: the trace.
+        notes: by rank, a short note on its times; None: no notes.
     """
     notes = notes or {}
     start_ns = min((int(rank.rows["t_ns"].min()) for rank in trace.ranks if len(rank.rows)), default=0)
@@ -50,13 +50,13 @@ def to_perfetto(trace: Trace, notes: Mapping[int, str] | None = None) -> dict[st
 
 @dataclass(frozen=True)
 class _Process:
-    """One rank on the way to its events.
+    """One rank during its conversion to events.
 
     Attributes:
         columns: the columns of the rank's rows as lists, much faster than arrays to read value by value.
         clock_ns: time of each row since the start of the whole trace, int64 [rows].
         micros: the same in microseconds.
-        threads: where each span was drawn, by position of its BEGIN row.
+        threads: the thread of each span, by position of its BEGIN row.
     """
 
     header: Header
@@ -101,7 +101,7 @@ def _rank_events(process: _Process, note: str) -> Iterator[Event]:
 
 
 def _device(process: _Process, partner: NDArray[np.int64]) -> Iterator[Event]:
-    """What the device did, each stream on a track and each kind of collective on one; arrows are the host's."""
+    """Yield the device's events, one track per stream and per kind of collective; arrows are on the host's tracks."""
     columns, clock, ends = process.columns, process.clock_ns.tolist(), partner.tolist()
     tells = np.flatnonzero(process.rank.rows["kind"] == Kind.DEVICE).tolist()
     told = {int(columns["value"][tell]) - process.rank.start.seq: tell for tell in tells}
@@ -140,7 +140,7 @@ def _spans(process: _Process, kinds: Sequence[Kind], partner: NDArray[np.int64])
 
 
 def _track(process: _Process, name: str, spans: list[_Span], first_thread: int) -> Iterator[Event]:
-    """Draw spans on as many threads as it takes for the spans of each to nest."""
+    """Draw spans on as many threads as needed so that the spans of each thread nest."""
     open_ends: list[list[int]] = []  # per thread, when its open spans end, outermost first
     for span in spans:
         lane = next((n for n, ends in enumerate(open_ends) if _fits(span, ends)), len(open_ends))
@@ -155,7 +155,7 @@ def _track(process: _Process, name: str, spans: list[_Span], first_thread: int) 
 
 
 def _fits(span: _Span, open_ends: list[int]) -> bool:
-    """Say whether ``span`` nests into what is open on a thread, once what is over by then was taken off."""
+    """Remove the open spans of a thread that end before ``span``; return whether ``span`` nests into the rest."""
     while open_ends and open_ends[-1] <= span.begin_ns:
         open_ends.pop()
     return not open_ends or span.end_ns <= open_ends[-1]
@@ -174,7 +174,7 @@ def _span_event(process: _Process, span: _Span, thread: int) -> Event:
 
 
 def _arrows(process: _Process) -> Iterator[Event]:
-    """From where a collective was issued to each wait for it."""
+    """Yield the arrows from where a collective was issued to each wait for it."""
     rows = process.rank.rows
     begins = rows["edge"] == Edge.BEGIN
     issued = np.flatnonzero(begins & np.isin(rows["kind"], COLLECTIVES))
@@ -189,7 +189,7 @@ def _arrows(process: _Process) -> Iterator[Event]:
 
 
 def _memory(process: _Process) -> Iterator[Event]:
-    """Live bytes by category, after each row that changes them."""
+    """Yield counters of live bytes by category, after each row that changes them."""
     category, num_bytes = process.columns["category"], process.columns["num_bytes"]
     moves = np.flatnonzero(np.isin(process.rank.rows["kind"], MOVES)).tolist()
     start = process.rank.start.bytes_by_category
@@ -201,7 +201,7 @@ def _memory(process: _Process) -> Iterator[Event]:
 
 
 def _instants(process: _Process) -> Iterator[Event]:
-    """Events that are no spans and logged texts as marks, logged numbers as counters."""
+    """Yield marks for instants and logged texts, and counters for logged numbers."""
     columns = process.columns
     for place, kind in enumerate(columns["kind"]):
         if kind in _MARKS:
@@ -210,7 +210,7 @@ def _instants(process: _Process) -> Iterator[Event]:
         elif kind == Kind.LOG:
             text = process.header.strings[columns["module"][place]]
             yield process.event("i", text, place, tid=_COMPUTE_THREAD, s="p")
-        elif kind == Kind.METRIC and math.isfinite(columns["value"][place]):  # JSON has no word for the others
+        elif kind == Kind.METRIC and math.isfinite(columns["value"][place]):  # JSON has no NaN or infinity
             name = process.header.strings[columns["module"][place]]
             yield process.event("C", name, place, args={"value": columns["value"][place]})
         elif kind == Kind.RESIDENT:

@@ -1,8 +1,8 @@
-"""Rows on their way from a rank to the notebook, a fifth of their size or less.
+"""Compression of rows that a rank sends to the notebook, to a fifth of their size or less.
 
-Rows that follow each other have most of their bytes in common, each at its own place. So all first bytes are put next
-to each other, then all second bytes, and so on, and what repeats is deflated: a step of 230 rows, 12.0 kB, becomes
-2.2 kB in 0.1 ms, ten such steps 15 kB. (A row is three bytes here: ``abc abd abe`` -> ``aaa bbb cde``.)
+Consecutive rows share most of their bytes, position by position. So the first bytes of all rows are put next to each
+other, then the second bytes, and so on, and the result is deflated: a step of 230 rows, 12.0 kB, becomes 2.2 kB in
+0.1 ms, ten such steps 15 kB. Example with rows of three bytes: ``abc abd abe`` -> ``aaa bbb cde``.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 from workbench.errors import TraceError
 from workbench.trace.schema import ROW
 
-_LEVEL = 1  # a rank that trains has little time: the next levels take up to three times as long for a tenth less
+_LEVEL = 1  # ranks are busy training: the next levels take up to three times as long to save a tenth
 
 
 def to_wire(packed: bytes) -> bytes:
-    """Return whole packed rows as they are sent; of no rows nothing."""
+    """Return packed rows compressed for sending; empty for no rows."""
     by_row = np.frombuffer(packed, np.uint8).reshape(-1, ROW.size)
     return zlib.compress(by_row.T.tobytes(), _LEVEL) if packed else b""
 
 
 def from_wire(sent: bytes | memoryview) -> bytes:
-    """Return the packed rows that :func:`to_wire` was given.
+    """Return the packed rows from the bytes that :func:`to_wire` returned.
 
     Raises:
-        TraceError: it was not given any such.
+        TraceError: the bytes are not compressed rows.
     """
     if not len(sent):
         return b""

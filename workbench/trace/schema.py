@@ -1,11 +1,11 @@
-"""What a trace is made of: what a row holds, and what the header says; its words are :mod:`workbench.events`.
+"""The schema of a trace: the fields of a row and of the header. Kinds and other enums are in :mod:`workbench.events`.
 
-One row is one *instant* on one rank. A span is a BEGIN row and an END row, never one finished record, so that a
-hang shows what was begun. Rows are packed with :data:`ROW` on the rank and read as :data:`ROW_DTYPE` in the kernel;
-the two describe the same 52 bytes.
+One row is one *instant* on one rank. A span is a BEGIN row and an END row, never one finished record, so that a hang
+shows what was begun. Ranks pack rows with :data:`ROW`; the kernel reads them as :data:`ROW_DTYPE`. Both describe the
+same 52 bytes.
 
-A rank tells times of its own clock. In a trace all times are of rank 0's: whoever collects rows converts them once, as
-they come (:mod:`workbench.session.clock_sync`), and says in the header what the clocks were found to differ by.
+A rank records times of its own clock. In a trace all times are on rank 0's clock: the session converts rows once, as
+they arrive (:mod:`workbench.session.clock_sync`), and records the measured offsets in the header.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROW_DTYPE = np.dtype(
         ("seq", "<i8"),  # gap-free per rank, from 0
         ("t_ns", "<i8"),  # monotonic; an END, or DEVICE, may be earlier than the row before it
         ("num_bytes", "<i8"),  # payload of a collective or copy; signed delta of ALLOC / FREE; of RESIDENT; else 0
-        ("value", "<f8"),  # METRIC: the number logged; DEVICE: seq of the row it tells of; else NaN
+        ("value", "<f8"),  # METRIC: the number logged; DEVICE: seq of the row it refers to; else NaN
         ("step", "<i4"),  # training step, from 0; -1 outside any step
         ("module", "<i4"),  # index into Header.strings: metric name, log text, stream of a device; -1 none
         ("comm_seq", "<i4"),  # n-th collective issued on comm_group; pairs it across ranks; -1 none
@@ -54,8 +54,8 @@ class GroupInfo:
     """Ranks that issue collectives together.
 
     Attributes:
-        name: tells it from other groups, also from an earlier one of the same ranks.
-        ranks: global ranks, in group order; none if not known.
+        name: unique among all groups, also those with the same ranks.
+        ranks: global ranks, in group order; empty if unknown.
     """
 
     name: str
@@ -64,10 +64,10 @@ class GroupInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSum:
-    """What a rank holds of a buffer of a sharded model, which nothing keeps equal on the ranks.
+    """Checksum of a rank's copy of a buffer of a sharded model; nothing keeps the copies equal.
 
     Attributes:
-        name: after the variable that has its model, ``"model.norm.running_mean"``.
+        name: starts with the variable of its model, ``"model.norm.running_mean"``.
         crc32: checksum of its bytes.
     """
 
@@ -77,16 +77,16 @@ class BufferSum:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Where one rank lives.
+    """Host, process and device of one rank.
 
     Attributes:
         rank: global rank.
         host: its machine.
         device: e.g. ``"cpu"`` or ``"cuda:0"``.
         pid: of its process.
-        baseline_bytes: memory of its process when it joined: the interpreter and libraries; 0 if not known.
-        device_error_ns: how far times of DEVICE rows may be off the rank's clock; 0 where the host computes.
-        buffers: of its sharded models, after its last cell or command.
+        baseline_bytes: memory of its process when it joined: the interpreter and libraries; 0 if unknown.
+        device_error_ns: maximum error of the times of DEVICE rows on the rank's clock; 0 where the host computes.
+        buffers: buffers of its sharded models, after its last cell or command.
     """
 
     rank: int
@@ -100,12 +100,12 @@ class RankInfo:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class ClockReading:
-    """What a comparison of a clock with rank 0's has found.
+    """One comparison of a clock with rank 0's.
 
     Attributes:
-        t_ns: when, on rank 0's clock.
-        offset_ns: by how many nanoseconds the clock was ahead of rank 0's.
-        error_ns: how far that may be off.
+        t_ns: time of the comparison on rank 0's clock.
+        offset_ns: nanoseconds by which the clock was ahead of rank 0's.
+        error_ns: maximum error of the offset.
     """
 
     t_ns: int
@@ -118,9 +118,9 @@ class HostClock:
     """A clock that is not rank 0's.
 
     Attributes:
-        ranks: those that read it, ascending.
-        readings: in the order of their times, at least one. From each on until the next, times of these ranks were
-            converted by what it has found.
+        ranks: the ranks that read it, ascending.
+        readings: in the order of their times, at least one. Each gives the offset by which times of these ranks were
+            converted, until the next.
     """
 
     ranks: tuple[int, ...]
@@ -132,19 +132,19 @@ class Header:
     """Everything about a trace that is not a row. The empty header is a valid one.
 
     Attributes:
-        producer: the sources that told what happened, by the names they give themselves.
+        producer: the names of the sources of its events.
         world_size: ranks of the job, recorded or not.
         mesh_shape: ranks along each axis of the mesh.
         mesh_axes: names of these axes.
-        ranks: where those that are known live.
-        clocks: those that are not rank 0's; of a rank that has none of them the clock is rank 0's.
-        units: all there ever were, by index.
-        unmanaged: trainable parameters of sharded models that belong to no unit, each after the variable that has its
-            model, ``"model.scale"``: nothing averages their gradients.
+        ranks: host, process and device of each known rank.
+        clocks: the clocks other than rank 0's; ranks that none of them lists read rank 0's clock.
+        units: all units there ever were, by index.
+        unmanaged: trainable parameters of sharded models in no unit, each name starting with the variable of its model,
+            ``"model.scale"``: nothing averages their gradients.
         hooks: sharded parameters with a ``register_hook``, which is never called; named likewise.
-        comm_groups: what the column ``comm_group`` counts.
-        strings: what the column ``module`` counts.
-        schema_version: of the file; what is read has today's.
+        comm_groups: table that the column ``comm_group`` indexes.
+        strings: table that the column ``module`` indexes.
+        schema_version: of the file; upgraded to the current version when read.
     """
 
     producer: str = ""
@@ -162,16 +162,16 @@ class Header:
 
     @cached_property
     def info_of(self) -> Mapping[int, RankInfo]:
-        """Where each rank lives of which that is known, by its number."""
+        """The entry of each known rank, by rank."""
         return {info.rank: info for info in self.ranks}
 
     @property
     def is_enqueued(self) -> bool:
-        """True if ranks compute on a device: times are then the host's, which hands work over and does not wait.
+        """True if ranks compute on a device: times are then the host's, which enqueues work and does not wait.
 
-        A row says when work was enqueued; a DEVICE row, that follows later or never, when the device came to it.
+        A row has the time at which work was enqueued. A DEVICE row, later or never, has the time of the device.
         """
-        told_no_error = "cuda"  # before version 3 no rank told how far its device's times are off
+        told_no_error = "cuda"  # ranks did not record device_error_ns before version 3
         return any(info.device_error_ns or info.device.startswith(told_no_error) for info in self.ranks)
 
 
@@ -180,7 +180,7 @@ class KeyFrame:
     """State of one rank just before row ``seq``: a fold can start here without the rows before it.
 
     Attributes:
-        seq: the first row that is *not* in this state.
+        seq: the first row that is *not* included in this state.
         bytes_by_category: live bytes, indexed by :class:`Category`.
         unit_states: parameter state per unit index (never REDUCING).
         reducing: gradient reductions in flight per unit index.

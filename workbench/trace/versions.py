@@ -1,22 +1,22 @@
-"""Older schemas: their JSON data brought up to what :mod:`workbench.trace.schema` says now.
+"""Older schemas: upgrades of their JSON data to the current version in :mod:`workbench.trace.schema`.
 
 Version 8 added to each part of a flat parameter ``global_shape``. Before, tensor parallelism had split none.
 
-Version 7 added to a header ``unmanaged`` and ``hooks``, and to a rank ``buffers``. Before, no rank looked for them.
+Version 7 added to a header ``unmanaged`` and ``hooks``, and to a rank ``buffers``. Before, ranks did not look for them.
 
-Version 6 added to a header ``clocks``, by which times were converted. Before, a rank said by how much its own was ahead
-of rank 0's: by 0, for nobody compared them.
+Version 6 added to a header ``clocks``, by which times were converted. Before, a rank recorded by how much its clock was
+ahead of rank 0's: always 0, because the clocks were not compared.
 
 Version 5 added to a unit ``gone``, to a parameter ``use_orig_params``, and to each of its parts ``trainable``.
 
-Version 4 added to a parameter ``parts``: those that a flat one stands for. Before there were no flat ones.
+Version 4 added to a parameter ``parts``: the parameters that a flat one holds. Before, there were no flat ones.
 
 Version 3 added to a rank ``device_error_ns``, and the kind DEVICE.
 
 Version 2 added to a unit ``replicate_size``, the dtypes of its collectives, ``offload`` and ``comm``; to a parameter
 ``global_shape``; to a communication group its ranks; to a rank ``baseline_bytes``; the memory class RESERVED; and the
-kind RESIDENT. What a version-1 trace could not know is filled with what the engine of that time did: one copy, one
-precision, no offloading, no pools.
+kind RESIDENT. For a version-1 trace these are filled with what the engine did then: one copy, one precision, no
+offloading, no pools.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from workbench.events import Category
 from workbench.trace.schema import SCHEMA_VERSION
 
 _RANKS = re.compile(r"ranks? (\d[\d, -]*)$")
-_MAX_RANKS = 2**16  # a file may say anything
+_MAX_RANKS = 2**16  # files are untrusted
 
 
 def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a header's JSON data as this version writes it; data of this version, or of none, as it is.
+    """Return a header's JSON data upgraded to this version; data of this version, or of none, unchanged.
 
     Raises:
-        TraceError: it says to be of an older version and is not like it.
+        TraceError: the data claims an older version and does not match it.
     """
     version = data.get("schema_version")
     if version not in (1, 2, 3, 4, 5, 6, 7):
@@ -68,7 +68,7 @@ def _param(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _second(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a header of version 1 as version 2 wrote it."""
+    """Return a header of version 1 upgraded to version 2."""
     units = [_unit(unit) for unit in data["units"]]
     groups = [{"name": name, "ranks": _ranks_in(name)} for name in data["comm_groups"]]
     ranks = [{"baseline_bytes": 0} | rank for rank in data["ranks"]]
@@ -76,7 +76,7 @@ def _second(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def upgrade_key_frame(data: dict[str, Any], version: int) -> dict[str, Any]:
-    """Return the JSON data of a key frame that a trace of ``version`` holds as this version writes it."""
+    """Return the JSON data of a key frame in a trace of ``version``, upgraded to this version."""
     live = data["bytes_by_category"]
     return data | {"bytes_by_category": [*live, 0]} if version == 1 and len(live) == Category.RESERVED else data
 
@@ -88,7 +88,7 @@ def _unit(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ranks_in(name: str) -> list[int]:
-    """Return the ranks a group was named after; none if it was not.
+    """Return the ranks in a group's name; empty if it has none.
 
     Example: ``"group 0: ranks 0, 2"`` -> ``[0, 2]``, ``"ranks 0-1"`` -> ``[0, 1]``.
     """

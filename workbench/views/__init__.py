@@ -1,7 +1,7 @@
-"""What a trace looks like: pure functions from a Trace to a plotly figure; nothing here is ever shown or awaited.
+"""Views of a trace: pure functions from a Trace to a plotly figure; nothing here displays or awaits anything.
 
-:data:`VIEWS` names them; :func:`draw` finds one by name. Each answers one question about the whole trace, or about
-the step or rank its options pick, asks the ranks nothing, and changes nothing.
+:data:`VIEWS` names them; :func:`draw` finds one by name. Each answers one question about the whole trace, or about the
+step or rank selected by its options. Views send nothing to ranks and change nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workbench.errors import UsageError
 from workbench.trace.columns import Trace, steps
 from workbench.views import theme
 
-# under other names: here each module keeps its own
+# under other names, so that each module keeps its name in this package
 from workbench.views.comms import comms as _comms
 from workbench.views.layout import layout as _layout
 from workbench.views.memory import memory as _memory
@@ -62,7 +62,7 @@ def draw(name: str, trace: Trace, *, talk: bool = False, **options: object) -> g
 
 
 def _with_left_edge(fig: go.Figure, trace: Trace) -> go.Figure:
-    """Say in the figure that older events are not in the record, if so: it shows and counts the others."""
+    """Add a note if older events are not in the trace, and so neither drawn nor counted."""
     first = max(trace.ranks, key=lambda r: r.start.seq, default=None)
     if first is None or not first.start.seq or not fig.data:
         return fig

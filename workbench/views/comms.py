@@ -1,8 +1,8 @@
-"""What was communicated in a step, for which unit and how, beside what is expected; a difference is marked.
+"""Communication of a step by unit and kind, next to what is expected; differences are marked.
 
-Payload is the logical size of a collective. Bytes sent are those of a ring over the ranks that took part, computed from
-the payload: what really went over the wire depends on the backend and is not in a trace. Where ranks are on several
-hosts it is said instead what crosses: what a host sends to others, by what the unit's backend does.
+Payload is the logical size of a collective. Bytes sent are those of a ring over the participating ranks, computed from
+the payload: the actual traffic depends on the backend and is not in a trace. With several hosts, the view shows instead
+the bytes that a host sends to others, computed from the algorithm of the unit's backend.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from workbench.views.unit_selection import meant
 from workbench.views.window import Window, window
 
 MAX_UNFOLDED = 24
-"""Rows drawn one by one; with more, units that are alike in all but a number share a row."""
+"""Rows drawn one by one; with more, units that differ only in a number share a row."""
 
 MAX_ROWS = 60
 
 _BAR_GAP = 0.4  # of a row
 _ROW_HEIGHT, _HIGHER_ROW = 38, 54  # pixels: two lines, and three
 _LINE_HEIGHT, _LINE_LETTER, _BAR_HEIGHT, _SPACE = 15, 6.5, 16, 8  # pixels, where the lines are above the bar
-_LABEL_LETTERS = 20  # of a name before the table
-_LINE_LETTERS = 25  # of what stands below it
-_LABEL_WIDTH = 150  # pixels of it
-_RANKS_LETTERS = 10  # of the ranks named there; more are counted
+_LABEL_LETTERS = 20  # characters of a name left of the table
+_LINE_LETTERS = 25  # characters of a line below it
+_LABEL_WIDTH = 150  # pixels of name and lines
+_RANKS_LETTERS = 10  # characters of a list of ranks; longer ones become a count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Row:
     """A row of the picture.
 
     Attributes:
-        said: what was measured and expected; its times are means over the units.
+        said: measured and expected values; times are means over the units.
         units: the units that share the row.
     """
 
@@ -59,11 +59,11 @@ class Column:
     """A column of the table.
 
     Attributes:
-        heading: of two lines.
+        heading: heading of two lines.
         width: in pixels.
-        text: what it says of a row.
-        is_time: whether these are times.
-        is_of_hosts: whether it is for ranks on several hosts, or for those on one; None: for both.
+        text: returns the text of a row.
+        is_time: whether it shows times.
+        is_of_hosts: True: only with several hosts; False: only with one; None: always.
     """
 
     heading: str
@@ -119,9 +119,10 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
 
 
 def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], ClockSource]:
-    """Return the last of these steps of which something is expected, as nothing is of one still running; or the last.
+    """Return the step to show, its rows, and the clock of its times.
 
-    With whose times: a device's, once it has come to all of the step.
+    The step is the last one with expected numbers (a running step has none), or else the last one. Its times are the
+    device's once the device has finished the step.
     """
     part, _ = chosen.shown(trace)
     shown, rows = chosen.last, compare(part, chosen.last)
@@ -161,7 +162,7 @@ def _together(alike: list[Comparison]) -> Row:
 
 
 def _most_telling(rows: list[Row]) -> tuple[list[Row], int]:
-    """Return what fits into the picture, in its order (differences, then most bytes), and how much is left out."""
+    """Return the rows that fit into the picture (differences first, then most bytes), and how many are left out."""
     by_weight = sorted(range(len(rows)), key=lambda i: (not rows[i].said.differs, -rows[i].said.num_bytes))
     return [rows[i] for i in sorted(by_weight[:MAX_ROWS])], len(by_weight[MAX_ROWS:])
 
@@ -173,7 +174,7 @@ def _verdict(rows: Sequence[Comparison]) -> str:
         return "recorded in part, so there are no expected numbers to compare it with"
     sets = list(dict.fromkeys(row.ranks for row in told))
     members = [frozenset(ranks) for ranks in sets]
-    issued: dict[tuple[bool, ...], list[int]] = {}  # ranks that are in the same rows
+    issued: dict[tuple[bool, ...], list[int]] = {}  # ranks by the rows they are in
     for rank in sorted(frozenset().union(*members)):
         issued.setdefault(tuple(rank in ranks for ranks in members), []).append(rank)
     alike: dict[str, list[int]] = {}
@@ -189,7 +190,7 @@ def _verdict(rows: Sequence[Comparison]) -> str:
 
 
 def _passes(rows: Sequence[Comparison]) -> str:
-    """``"3 forward/backward passes: "`` where a model did not run one of each; nothing else, or if models differ."""
+    """Return ``"3 forward/backward passes: "`` unless there was one of each; empty also if models differ."""
     found = {row.expected.num_passes for row in rows if row.expected}
     if found == {(1, 1)} or len(found) > 1:
         return ""
@@ -200,9 +201,9 @@ def _passes(rows: Sequence[Comparison]) -> str:
 
 
 def _accumulated(rows: Sequence[Comparison]) -> str:
-    """``"3 forward/backward passes: 27 = 3 x 9 all-gathers, 5 reduce-scatters (gradients accumulated)"``.
+    """Return ``"3 forward/backward passes: 27 = 3 x 9 all-gathers, 5 reduce-scatters (gradients accumulated)"``.
 
-    Of rows that are as expected, of one model that did not run one pass; else nothing.
+    For rows that are as expected; empty where :func:`_passes` is empty.
     """
     said = _passes(rows)
     if not said:
@@ -219,7 +220,7 @@ def _accumulated(rows: Sequence[Comparison]) -> str:
 
 
 def _totals(rows: Sequence[Comparison]) -> str:
-    """``"all-gathers 7 of 7, reduce-scatters 4 of 4"``: calls of one rank, and how many were expected."""
+    """Return calls of one rank and expected calls: ``"all-gathers 7 of 7, reduce-scatters 4 of 4"``."""
     parts = []
     for kind in sorted({row.kind for row in rows}):
         some = [row for row in rows if row.kind == kind]
@@ -253,19 +254,19 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
 
 
 def _carriers(header: Header, rows: Sequence[Comparison]) -> str:
-    """Return what carries the units' bytes: ``". Here it went through shared memory"``; nothing if not known."""
+    """Return the transport of the units' bytes: ``". Here it went through shared memory"``; empty if unknown."""
     units = {row.unit for row in rows if 0 <= row.unit < len(header.units)}
     names = dict.fromkeys(header.units[unit].comm for unit in sorted(units) if header.units[unit].comm)
     return f". Here it went through {' and '.join(names)}" if names else ""
 
 
 def _sent_bytes(row: Comparison) -> float:
-    """Bytes a rank sends on a ring for a row's collectives."""
+    """Return the bytes that a rank sends on a ring for a row's collectives."""
     return ring_bytes(row.kind, row.num_bytes, max(row.num_ranks, 1))
 
 
 def _crossing(rows: Sequence[Comparison]) -> str:
-    """``"52.8 MiB cross from each of 3 hosts to others"``: what each sends to others for all rows together."""
+    """Return the bytes that hosts send to others for all rows: ``"52.8 MiB cross from each of 3 hosts to others"``."""
     total = Counter[str]()
     for row in rows:
         total.update(row.crossing or {})
@@ -283,12 +284,12 @@ def _are_on_several_hosts(rows: Sequence[Comparison]) -> bool:
 
 
 def _crossing_of_one(row: Comparison) -> str:
-    """What the host sends to others that sends most."""
+    """Return the bytes sent to other hosts by the host that sends most."""
     return "-" if row.crossing is None else theme.format_bytes(max(row.crossing.values(), default=0))
 
 
 def _expected(row: Comparison) -> str:
-    """``"= 2 x 193 KiB"``; ``"≠ none"`` where nothing was expected and something happened."""
+    """Return ``"= 2 x 193 KiB"``; ``"≠ none"`` for unexpected communication."""
     if row.expected is None:
         return "-"
     calls = row.expected.calls
@@ -321,7 +322,7 @@ _COLUMNS = (
 
 
 def _add_table(fig: go.Figure, header: Header, rows: list[Row], columns: Sequence[Column]) -> None:
-    """Write the table left of the bars: each column is an axis of its own, for only these are placed by pixels."""
+    """Add the table left of the bars: each column is an extra y axis, as only axes can be placed by pixels."""
     whole = sum(column.width for column in columns)
     right = whole
     labels = {"range": [len(rows) - 0.4, -1.6], "tickmode": "array", "tickvals": list(range(-1, len(rows)))}
@@ -344,9 +345,9 @@ def _marked(row: Row, text: str) -> str:
 def _on_page(
     fig: go.Figure, header: Header, rows: list[Row], columns: Sequence[Column], width: int
 ) -> dict[str, object]:
-    """Return what is other on a page that is ``width`` pixels wide: on narrow ones a row's columns are lines of text.
+    """Return the layout changes for a page ``width`` pixels wide: on narrow pages, columns become lines of text.
 
-    They are above its bar, which is as long as the page is wide.
+    The lines are above the row's bar, which takes the width of the page.
     """
     if width >= theme.NARROWEST:
         return {}
@@ -373,7 +374,7 @@ def _on_page(
             {**place, "y": y - above, "align": "left", "text": "<br>".join(text)} for y, text in enumerate(texts)
         ],
         "yaxis": fig.layout.yaxis.to_plotly_json() | axis,
-        "xaxis": fig.layout.xaxis.to_plotly_json() | {"showgrid": False},  # text is over it
+        "xaxis": fig.layout.xaxis.to_plotly_json() | {"showgrid": False},  # text covers it
         "bargap": 1 - bar / high,
         "margin": {"l": SIDE, "r": 2 * SIDE},
         "drawn": high * len(rows),
@@ -381,13 +382,13 @@ def _on_page(
 
 
 def _phrases(said: Comparison, columns: Sequence[Column]) -> list[str]:
-    """Return what the columns say of a row: ``["calls 2", "payload 385 KiB", "sent 289 KiB", ...]``."""
+    """Return the columns of a row as phrases: ``["calls 2", "payload 385 KiB", "sent 289 KiB", ...]``."""
     pairs = [(column.heading.split("<br>"), column.text(said).split("<br>")) for column in columns]
     return [f"{name} {text}" for names, texts in pairs for name, text in zip(names, texts, strict=True)]
 
 
 def _in_lines(phrases: Sequence[str], width: int) -> list[str]:
-    """Return phrases, escaped, in lines for a page so wide, with commas between them."""
+    """Return escaped phrases, separated by commas, in lines for a page ``width`` pixels wide."""
     room = int((width - 3 * SIDE) / _LINE_LETTER)
     lines = [""]
     for phrase in phrases:
@@ -441,9 +442,9 @@ def _scale(rows: list[Row]) -> tuple[int, str]:
 
 
 def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
-    """``"blocks.0"`` and below it ``"all-gather"``; over how many ranks if ``size``, and which ranks if not all.
+    """Return ``"blocks.0"`` and below it ``"all-gather"``; the number of ranks if ``size``, the ranks if not all.
 
-    What is too long for that is in a third line.
+    Text that is too long goes to a third line.
     """
     name = theme.escape(theme.shorten(_name(header, row), _LABEL_LETTERS))
     over = f" over {row.said.num_ranks}" if size else ""

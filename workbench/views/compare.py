@@ -1,6 +1,6 @@
 """What changed from one trace to another, in a sentence and a picture: two memory curves over the same logical events.
 
-The axis counts events and not time, so that a slower run is not another one. Below stand the collectives that differ.
+The axis counts events, not time, so that a slower run does not look different. Below are the collectives that differ.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from workbench.views.projector_theme import for_talk
 from workbench.views.responsive import LETTER, SIDE, apart, in_lines, on_pages, sides, with_narrow
 
 MAX_POINTS = 4_000
-"""Points of one curve; of more events each bin keeps its highest."""
+"""Points of one curve; with more events, each bin keeps its highest value."""
 
 MAX_ROWS = 9
 NOTICED = 0.05
-"""A step time that differs by less is not spoken of: it does so from step to step."""
+"""Smaller relative differences of the step time are not reported: steps of one run differ as much."""
 
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
 _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 46, 76, 22  # pixels; a row of the table has two lines
-_BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below all that is drawn; a plot has its axis there
+_BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below table or plot; a plot has its axis there
 _NARROW_ROW = 72  # pixels, of four lines
-_KIND_LETTERS = 18  # of the longest kind of collective, and a bold name's width beyond that of its characters
-_CELL_LEFT, _AXIS_LETTER = 6, 7.2  # pixels before a cell's text; of a character of a title
+_KIND_LETTERS = 18  # characters of the longest kind of collective, plus the extra width of a bold name
+_CELL_LEFT, _AXIS_LETTER = 6, 7.2  # pixels before a cell's text; of a title's character
 _COLUMNS, _WIDTHS = ("unit", "collective", "calls", "payload", "exposed"), (2.2, 1.4, 0.9, 1.2, 1.2)
 _BORDER = {"color": theme.GRID, "width": 1}
 _MAX_TICKS, _MAX_DETAILED = 8, 2
@@ -81,7 +81,7 @@ def draw(
         legend={"x": 0, "xanchor": "left", "yanchor": "bottom", "bgcolor": theme.CLEAR},
         hovermode="x unified",
     )
-    # between title and plot: the legend of two lines, and below it the mark
+    # between title and plot: two legend lines, and below them the mark
     top, bottom = fig.layout.margin.t + 2 * _LINE, _BELOW_TABLE if rows else _BELOW_PLOT
     fig.update_layout(margin_t=top, margin_b=bottom, height=top + _drawn(table, _GAP) + bottom)
     _add_curves(fig, found, names)
@@ -95,7 +95,7 @@ def draw(
 
 
 def sentence(found: Differences) -> str:
-    """Say what changed; plain text, names as they are.
+    """Return what changed as a sentence; plain text, names not escaped.
 
     Example: ``"peak +3.10 MiB: blocks.2 unsharded through backward; step time +12%: exposed all-gather of blocks.1
     +3.40 ms"``; ``"the same, event for event"``.
@@ -122,7 +122,7 @@ def _peak_words(peak: PeakChange) -> str:
 
 
 def _cause(peak: PeakChange, category: Category) -> str:
-    """Say what a class of bytes has to do with the difference: ``"blocks.2 unsharded through backward"``."""
+    """Return how a class of bytes causes the difference: ``"blocks.2 unsharded through backward"``."""
     is_more, who = peak.after > peak.before, _names(peak.units) if category is peak.category else ""
     if category in peak.left_over and category is not Category.OPTIMIZER_STATE:
         return f"{category.words} {'' if is_more else 'no longer '}left from before"
@@ -133,7 +133,7 @@ def _cause(peak: PeakChange, category: Category) -> str:
 
 
 def _collective_words(changes: Sequence[CollectiveChange]) -> str:
-    """``"3 fewer all-gathers a step (blocks.0-2)"`` of the kind of collective that differs most."""
+    """Return the change of the kind of collective that differs most: ``"3 fewer all-gathers a step (blocks.0-2)"``."""
     differ = [change for change in changes if change.differs]
     if not differ:
         return ""
@@ -166,7 +166,7 @@ def _cost_words(change: TimeChange) -> str:
 
 
 def _event_words(found: Differences) -> str:
-    """Say how the events differ where neither peak nor collectives do."""
+    """Return how the events differ, for traces with the same peak and collectives."""
     aligned = found.aligned
     alone = [int((side < 0).sum()) - aligned.num_moved for side in (aligned.in_b, aligned.in_a)]
     places = np.flatnonzero((aligned.in_a < 0) | (aligned.in_b < 0))
@@ -180,7 +180,7 @@ def _event_words(found: Differences) -> str:
 
 
 def _event(aligned: Alignment, place: int) -> str:
-    """Name the event at a place: ``"the start of all-gather of blocks.1, step 0"``; ``"the start of step 3 (8)"``."""
+    """Return the event at a place: ``"the start of all-gather of blocks.1, step 0"``; ``"the start of step 3 (8)"``."""
     side, number = (aligned.b, aligned.in_b) if aligned.in_a[place] < 0 else (aligned.a, aligned.in_a)
     event = int(number[place])
     row, unit = side.rows[side.place[event]], int(side.unit[event])
@@ -193,7 +193,7 @@ def _event(aligned: Alignment, place: int) -> str:
 
 
 def _first_words(aligned: Alignment) -> str:
-    """Say what differs first, which may be no more than how many bytes are in use at the same event."""
+    """Return the first difference, which may be just the bytes in use at the same event."""
     place = aligned.first_difference
     if place < 0:
         return ""
@@ -232,7 +232,7 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
 
 
 def _steps_words(num_steps: tuple[int, int]) -> str:
-    """Say how many steps are compared: ``"only the first step of each compared, of 3 and 1"``."""
+    """Return how many steps are compared: ``"only the first step of each compared, of 3 and 1"``."""
     fewer, more = sorted(num_steps)
     if not fewer:
         return "before the first step"
@@ -243,13 +243,13 @@ def _steps_words(num_steps: tuple[int, int]) -> str:
 
 
 def _peak_step(found: Differences) -> str:
-    """Name the step of the higher peak, if there are several."""
+    """Return the step of the higher peak as text, if there are several steps."""
     step = found.peak.step
     return f", the higher in {step_name(step)}" if min(found.num_steps) > 1 and step >= 0 else ""
 
 
 def _layout_words(before: Totals, after: Totals) -> list[str]:
-    """Say what changed in how parameters lie on the ranks.
+    """Return what changed in the layout of parameters.
 
     Example: ``["53 parameters by themselves -> in 5 flat ones", "padding 96 B -> 48 B"]``.
     """
@@ -297,7 +297,7 @@ def _add_curves(fig: go.Figure, found: Differences, names: tuple[str, str]) -> N
 
 
 def _highest_of_bins(curve: Ints) -> Ints:
-    """Places of all points, or of the first and the highest of each bin of a long curve."""
+    """Places of all points, or of the first and highest point of each bin of a long curve."""
     size = -(-len(curve) // (MAX_POINTS // 2))
     if size <= 1:
         return np.arange(len(curve))
@@ -307,7 +307,7 @@ def _highest_of_bins(curve: Ints) -> Ints:
 
 
 def _ticks(aligned: Alignment) -> dict[int, str]:
-    """Where steps begin; with few of them also where forward and backward do, in a line of its own."""
+    """Labels by place: where steps begin and, with few steps, on another line, where forward and backward begin."""
     found: dict[int, str] = {}
     steps = [place for place, _, _ in _begins(aligned, (Kind.STEP,))]
     for place in steps[:: -(-max(len(steps), 1) // _MAX_TICKS)]:
@@ -324,7 +324,7 @@ def _ticks(aligned: Alignment) -> dict[int, str]:
 
 
 def _step_numbers(aligned: Alignment, place: int) -> list[str]:
-    """``["3"]``, or ``["3", "(8)"]`` where the sides number the step differently."""
+    """Return ``["3"]``, or ``["3", "(8)"]`` if the sides number the step differently."""
     sides = ((aligned.a, int(aligned.in_a[place])), (aligned.b, int(aligned.in_b[place])))
     numbers = [side.rows["step"][side.place[event]] for side, event in sides if event >= 0]
     first, *other = dict.fromkeys(map(str, numbers))
@@ -332,7 +332,7 @@ def _step_numbers(aligned: Alignment, place: int) -> list[str]:
 
 
 def _begins(aligned: Alignment, kinds: Sequence[Kind]) -> list[tuple[int, Kind, int]]:
-    """Place, kind and step of every begin of ``kinds`` of the one side."""
+    """Return place, kind and step of every begin of ``kinds`` on side ``a``."""
     side: Side = aligned.a
     places = np.flatnonzero(aligned.in_a >= 0)
     rows = side.rows[side.place]
@@ -365,10 +365,10 @@ class CompareTable:
     """Text below the plot.
 
     Attributes:
-        lines: by row the cells, HTML, of one line or more; the first row is the heading, if it is not empty.
-        widths: of the columns, parts of a whole.
+        lines: cells by row, HTML, of one or more lines.
+        widths: relative widths of the columns.
         row_height: pixels of a row.
-        left: pixels from the left edge of the plot to that of the table, towards the page's.
+        left: pixels by which the table begins left of the plot.
     """
 
     lines: tuple[tuple[str, ...], ...]
@@ -383,7 +383,7 @@ class CompareTable:
 
 
 def _table(rows: Sequence[CollectiveChange]) -> CompareTable:
-    """What each side issued and waited for, a step: a row for each unit and kind, a column for each number."""
+    """Return the collectives of each side per step: a row for each unit and kind, a column for each number."""
     heading = [f"<b>{name}<br>a step</b>" if name == "calls" else f"<b>{name}</b>" for name in _COLUMNS]
     cells = [tuple(_cells(row, "<br>-> ", 24)) for row in rows]
     return CompareTable(lines=(tuple(heading), *cells) if rows else (), widths=_WIDTHS)
@@ -401,7 +401,7 @@ def _cells(row: CollectiveChange, between: str, letters: int) -> list[str]:
 
 
 def _narrow_table(rows: Sequence[CollectiveChange], width: int, left: int) -> CompareTable:
-    """Return the table for a page that is ``width`` pixels wide: a row's numbers are lines under its name."""
+    """Return the table for a page ``width`` pixels wide, with a row's numbers as lines under its name."""
     letters = int((width - 3 * SIDE) / LETTER)
     found = []
     for row in rows:
@@ -412,18 +412,18 @@ def _narrow_table(rows: Sequence[CollectiveChange], width: int, left: int) -> Co
 
 
 def _drawn(table: CompareTable, gap: int) -> int:
-    """Pixels of the height of plot and table, with so many between them."""
+    """Return the height of plot and table in pixels, with a gap of ``gap`` pixels."""
     return _PLOT_HEIGHT + (table.height + gap if table.lines else 0)
 
 
 def _with_table(fig: go.Figure, table: CompareTable, marks: Marks, gap: int) -> dict[str, Any]:
-    """Return the fields of the layout that put a table below the plot, so many pixels from it.
+    """Return the layout fields that put a table below the plot.
 
     Args:
         fig: the curves.
         table: the table.
         marks: annotations and shapes of the curves.
-        gap: in pixels.
+        gap: pixels between plot and table.
     """
     annotations, shapes = ([each.to_plotly_json() for each in some] for some in marks)
     lefts = [0.0, *accumulate(table.widths)]
@@ -446,7 +446,7 @@ def _with_table(fig: go.Figure, table: CompareTable, marks: Marks, gap: int) -> 
 
 
 def _on_page(fig: go.Figure, rows: Sequence[CollectiveChange], marks: Marks, width: int) -> dict[str, Any]:
-    """Return what is other on a page that is ``width`` pixels wide: narrow ones have fewer ticks, and no columns."""
+    """Return the layout changes for a page ``width`` pixels wide: narrow pages have fewer ticks and no columns."""
     if width >= theme.NARROWEST:
         return {}
     left, right = sides(fig)

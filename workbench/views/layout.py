@@ -1,9 +1,8 @@
-"""Which rows of which parameter lie on which rank: one bar per parameter, one column per rank.
+"""Layout of parameters over ranks: one bar per parameter, one column per rank.
 
-A column is the room a rank's storage has for the parameter (``padded_rows``), so padding and empty shards are seen
-where they are. A flat parameter's bar is higher, and holds those that it stands for, end to end: each is cut where a
-column ends, and the padding is at the end. Copies of a replicated model lie in the same columns. Read off the header
-alone: it can be drawn before the first step.
+A column is a rank's storage for the parameter (``padded_rows``), so padding and empty shards appear where they are. A
+flat parameter has a higher bar with the parameters it holds end to end, cut at column borders, and the padding at the
+end. Copies of a replicated model share columns. The view needs only the header, so it works before the first step.
 """
 
 from __future__ import annotations
@@ -26,35 +25,35 @@ from workbench.views.responsive import LEAST, LETTER, SIDE, apart, in_lines, on_
 from workbench.views.unit_selection import meant
 
 MAX_UNFOLDED = 32
-"""Parameters drawn one by one; with more, those that are alike share a bar."""
+"""Parameters drawn one by one; with more, those that differ only in a number share a bar."""
 
 MAX_BARS = 60
 MAX_SEGMENTS = 2000
 MAX_COLUMNS = 64
-"""Shard-ranks drawn one by one; with more, neighbours that hold equally many rows are drawn as one."""
+"""Shard-ranks drawn one by one; with more, neighbours with equally many rows are drawn as one."""
 
 _ROW_HEIGHT = 27  # pixels
-_NAME_LETTERS = 40  # of a unit's in a line over the bars
+_NAME_LETTERS = 40  # characters of a unit's name in a line over the bars
 _LINE_HEIGHT, _BOLD_LETTER = 16, 7.4  # pixels
 _LABEL_LETTERS = 34
-_LABEL_SHARE, _SMALL_LETTER, _SMALL_LINE = 0.42, 6.1, 14  # of a narrow page; pixels of its labels
+_LABEL_SHARE, _SMALL_LETTER, _SMALL_LINE = 0.42, 6.1, 14  # share of a narrow page; pixels of its labels
 _AXIS_LETTER, _STANDOFF = 7.2, 4  # pixels
 
 _MAX_TICKS = 8
-_MAX_COPIES = 3  # whose ranks are named at a column; of more those of the first one
-_MAX_CUTS = 3  # parameters of a flat one that are said to be cut
-_MAX_LINES = 8  # of what hangs at one segment
-_FIXED_SPACE = "\u00a0"  # at which no line ends
+_MAX_COPIES = 3  # copies whose ranks a column names; with more, only those of the first copy
+_MAX_CUTS = 3  # cut parameters of a flat one that are listed
+_MAX_LINES = 8  # lines in the hover of a segment
+_FIXED_SPACE = "\u00a0"  # prevents a line break
 _BESIDE = "beside it: shape, bytes on a rank"
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
 _BAR = 0.76  # rows
 _FLAT_BAR = 1.6
-_BEFORE, _AFTER = "… ", " …"  # of a name that a border cuts
+_BEFORE, _AFTER = "… ", " …"  # of a cut parameter's name
 
 Role = Literal["held", "padding", "empty shard"]
 _HATCHES: dict[Role, str] = {"held": "", "padding": "/", "empty shard": "x"}
-Group = tuple[ParamShards, ...]  # parameters that share a bar; the first one stands for all
+Group = tuple[ParamShards, ...]  # parameters that share a bar; the first one represents all
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,16 @@ class LabelRow:
     is_heading: bool = False
 
     def lines(self, pixels: float) -> list[str]:
-        """Return the text in lines that are at most so many pixels long."""
+        """Return the text in lines of at most ``pixels`` pixels."""
         return in_lines(self.text, pixels, _BOLD_LETTER if self.is_heading else LETTER)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the picture that its lines take on the narrowest page."""
+        """Number of picture rows that its lines take on the narrowest page."""
         return max(-(-(_LINE_HEIGHT * len(self.lines(LEAST - 2 * SIDE)) - _ROW_HEIGHT // 4) // _ROW_HEIGHT), 1)
 
 
-Place = Group | LabelRow  # what stands in a row of the picture
+Place = Group | LabelRow  # content of a row of the picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +86,8 @@ class Segment:
         begin: its left end, in columns of the most finely split parameter.
         width: likewise.
         colours: fill and text colour.
-        text: written on it, escaped.
-        hover: shown for it, escaped.
+        text: its label, escaped.
+        hover: its hover text, escaped.
         height: of the bar, in rows.
     """
 
@@ -140,7 +139,7 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
 
 
 def _only(header: Header, unit: str) -> Header:
-    """Return ``header`` with the units alone that are meant by ``unit``."""
+    """Return ``header`` with only the units that ``unit`` selects."""
     return replace(header, units=meant([each for each in header.units if each.in_use], unit))
 
 
@@ -178,19 +177,19 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
 
 
 def _flat(total: Totals) -> str:
-    """Say how many flat parameters there are."""
+    """Return the number of flat parameters as text."""
     return f", end to end in {theme.plural(total.num_flat, 'flat parameter')}" if total.num_flat else ""
 
 
 def _in_training(header: Header) -> str:
-    """Say what comes on top of the parameters on a rank."""
+    """Return what training adds to the parameters on a rank, as text."""
     most = max((at_rest(header, rank) for rank in _fullest(header)), key=lambda held: held.total)
     amounts = theme.format_bytes(most.grads), theme.format_bytes(most.adam)
     return f"in training gradients take {amounts[0]} more, Adam's state up to {amounts[1]}" if most.grads else ""
 
 
 def _fullest(header: Header) -> range:
-    """Return shard-ranks of which one holds the most: the first has no fewer rows than another, maybe frozen ones."""
+    """Return shard-ranks that include the fullest: 0, which has most rows; all where some of its rows may be frozen."""
     params = [param for unit in header.units if unit.in_use for param in unit.params]
     return range(max(len(param.rows_per_rank) for param in params) if any(p.use_orig_params for p in params) else 1)
 
@@ -200,7 +199,7 @@ def _places(groups: list[Group], *, is_told: bool) -> Iterator[Place]:
 
     Args:
         groups: parameters that share a bar.
-        is_told: that the policy of all units is already in the subtitle.
+        is_told: whether the subtitle already has the policy of all units.
     """
     for _, run in groupby(groups, key=lambda group: group[0].unit.index):
         members = list(run)
@@ -215,13 +214,13 @@ def _places(groups: list[Group], *, is_told: bool) -> Iterator[Place]:
 
 
 def _rows(line: LabelRow) -> Iterator[LabelRow]:
-    """Yield a text and the empty rows that it needs as well."""
+    """Yield a text row and the empty rows that its further lines need."""
     yield line
     yield from [LabelRow()] * (line.num_rows - 1)
 
 
 def _cuts(flat: ParamShards) -> str:
-    """Say which parameters in a flat one lie on several ranks: their pieces may be too small for a name; plain text."""
+    """Return which parameters of a flat one are split over ranks, as their pieces may be too small for a label."""
     found: dict[str, list[int]] = {}
     for piece in pieces(flat.param):
         found.setdefault(piece.part.fqn, []).append(piece.shard_rank)
@@ -243,13 +242,13 @@ def _heading(members: list[Group]) -> str:
 
 
 def _policy_of_all(header: Header) -> str:
-    """Return the policy that all units have; empty: it is the plain one, or they differ."""
+    """Return the policy that all units share; empty if it is the default or they differ."""
     policies = {_policy(unit) for unit in header.units if unit.in_use}
     return policies.pop() if len(policies) == 1 else ""
 
 
 def _policy(unit: Unit) -> str:
-    """Say what is special about how a unit is kept and computed; plain text."""
+    """Return what differs from the default in how a unit is stored and computed; plain text."""
     own = unit.params[0].dtype
     said = [
         f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
@@ -261,7 +260,7 @@ def _policy(unit: Unit) -> str:
 
 
 def _segments(y: int, place: Place, columns: int, finest: float) -> Iterator[Segment]:
-    """Yield the pieces of one row, left to right; none for a heading."""
+    """Yield the segments of one row, left to right; none for a heading."""
     if isinstance(place, LabelRow):
         return
     if _is_flat(place):
@@ -277,7 +276,7 @@ def _segments(y: int, place: Place, columns: int, finest: float) -> Iterator[Seg
 
 
 def _pieces(part: ParamShards, first: int, last: int, columns: int) -> Iterator[tuple[Role, float, float]]:
-    """Yield ``(role, begin, width)`` of what some neighbouring shard-ranks have room for."""
+    """Yield ``(role, begin, width)`` of the storage of some neighbouring shard-ranks."""
     held, padding = part.param.rows_per_rank[first], part.padding_rows[first]
     gap = min(0.1, 0.004 * columns)
     begin = first * columns / part.num_shards + gap / 2
@@ -290,7 +289,7 @@ def _pieces(part: ParamShards, first: int, last: int, columns: int) -> Iterator[
 
 
 def _flat_segments(y: int, group: Group, columns: int, finest: float) -> Iterator[Segment]:
-    """Yield the parameters in a flat one, rank by rank, and its padding; neighbours that are narrow as one."""
+    """Yield the segments of a flat parameter, rank by rank, and its padding; narrow neighbours are merged."""
     flat = group[0]
     room, colours = flat.param.padded_rows, theme.rank_colours(flat.num_shards)
     gap = min(0.1, 0.004 * columns)
@@ -317,7 +316,7 @@ def _flat_segments(y: int, group: Group, columns: int, finest: float) -> Iterato
 
 
 def _side_by_side(found: Sequence[Piece], finest: float) -> Iterator[list[Piece]]:
-    """Yield pieces by themselves, and neighbours on one rank together that have less than ``finest`` elements each."""
+    """Yield each piece alone, but neighbours on one rank with less than ``finest`` elements each together."""
     for _, run in groupby(enumerate(found), key=lambda p: (p[1].shard_rank, p[0] if _numel(p[1]) >= finest else -1)):
         yield [piece for _, piece in run]
 
@@ -341,12 +340,12 @@ def _piece_words(flat: ParamShards, piece: Piece) -> str:
 
 
 def _of_whole(param: Param | FlatPart) -> str:
-    """Return of which shape tensor parallelism has given this rank a part; empty: it has not."""
+    """Return the global shape if tensor parallelism splits the parameter; else empty."""
     return f", this rank's part of {list(param.global_shape)}" if param.global_shape != param.shape else ""
 
 
 def _runs(part: ParamShards) -> Iterator[tuple[int, int]]:
-    """Yield first and last of the shard-ranks that a segment stands for."""
+    """Yield first and last of the shard-ranks that share a segment."""
     if part.num_shards <= MAX_COLUMNS:
         yield from ((i, i) for i in range(part.num_shards))
         return
@@ -364,7 +363,7 @@ def _about(group: Group) -> str:
 
 
 def _words(role: Role, part: ParamShards, first: int, last: int) -> tuple[str, str]:
-    """Return what is written on a segment and what its hover adds."""
+    """Return the label of a segment, and what its hover adds."""
     param = part.param
     if role != "held":
         rows = part.padding_rows[first]
@@ -392,7 +391,7 @@ def _add_bars(fig: go.Figure, segments: list[Segment]) -> None:
         if some:
             line = {"color": theme.GRID, "width": [int(bool(hatch) or s.height > _BAR) for s in some]}
             pattern = {"shape": hatch, "fgcolor": _HATCH_COLOUR, "bgcolor": theme.CLEAR, "size": 7, "solidity": 0.2}
-            # plotly draws no pattern in bars that have a colour each
+            # plotly draws no pattern if each bar has its own colour
             marker = {"color": theme.CLEAR if hatch else [s.colours[0] for s in some], "line": line, "pattern": pattern}
             fig.add_bar(**_bar(some), marker=marker, name=role, showlegend=bool(hatch))
 
@@ -415,7 +414,7 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
 
 
 def _add_labels(fig: go.Figure, places: list[Place]) -> None:
-    """Write at the right edge the bytes that a rank keeps of each parameter."""
+    """Label the right edge with the bytes that a rank keeps of each parameter."""
     sizes = {
         _middle(y, p): theme.format_bytes(p[0].bytes_at_rest)
         for y, p in enumerate(places)
@@ -438,12 +437,12 @@ def _add_labels(fig: go.Figure, places: list[Place]) -> None:
 
 
 def _over_bars(places: list[Place], pixels: float, left: int = 0) -> list[dict[str, object]]:
-    """Return the texts above their bars, as annotations.
+    """Return the texts above the bars as annotations.
 
     Args:
         places: the rows of the picture.
-        pixels: that a line may be long.
-        left: pixels from the begin of the bars to that of the lines, towards the left edge.
+        pixels: maximum length of a line.
+        left: pixels by which the lines begin left of the bars.
     """
     found = []
     for y, place in enumerate(places):
@@ -466,9 +465,9 @@ def _over_bars(places: list[Place], pixels: float, left: int = 0) -> list[dict[s
 
 
 def _on_page(fig: go.Figure, places: list[Place], width: int) -> dict[str, object]:
-    """Return what is other on a page that is ``width`` pixels wide.
+    """Return the layout changes for a page ``width`` pixels wide.
 
-    On narrow ones the bytes on a rank are below the names, and the texts over the bars begin at the left edge.
+    On narrow pages the bytes on a rank are below the names, and the texts over the bars begin at the left edge.
     """
     x, y = fig.layout.xaxis.to_plotly_json(), fig.layout.yaxis.to_plotly_json()
     if width >= theme.NARROWEST:
@@ -495,7 +494,7 @@ def _on_page(fig: go.Figure, places: list[Place], width: int) -> dict[str, objec
 
 
 def _small_tick(group: Group, pixels: int) -> str:
-    """Return the label of a bar on a narrow page: its name, and below it its shape and what a rank keeps of it."""
+    """Return the label of a bar on a narrow page: its name, and below it its shape and the bytes on a rank."""
     letters = int((pixels - 2 * _STANDOFF) / _SMALL_LETTER)
     name, shape = _name_and_shape(group)
     num_bytes = theme.format_bytes(group[0].bytes_at_rest).replace(" ", _FIXED_SPACE)
@@ -541,7 +540,7 @@ def _set_axes(fig: go.Figure, places: list[Place], header: Header, num_shards: s
 
 
 def _columns(header: Header, columns: int, shown: range) -> list[str]:
-    """Return who each column stands for: the ranks with the same shard, or the shard-rank under tensor parallelism."""
+    """Return the label of each column: the ranks with the same shard, or the shard-rank under tensor parallelism."""
     copies = max(unit.replicate_size for unit in header.units if unit.in_use)
     if columns * copies != max(header.world_size, columns):
         return [_who(i, i) for i in shown]

@@ -1,7 +1,7 @@
-"""How many bytes of which class a rank holds over time, and what is going on when they are most.
+"""Bytes of each class on a rank over time, and what the rank does at the peak.
 
-The bytes are those the engine owns, exact, in the order the rank's program asked for them. What it keeps for reuse
-lies hatched above the line of all that is in use. One panel per group of ranks whose bytes are alike.
+The bytes are those that the engine owns: exact, in the order in which the rank's program allocated them. Bytes kept for
+reuse are hatched above the line of the total in use. There is one panel per group of ranks with similar bytes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from workbench.views.window import Window, one_rank, window
 
 MAX_PANELS = 4
 MAX_POINTS = 9_000
-"""Points of all lines together; of more moments each bin of time keeps its lowest and its highest."""
+"""Points of all lines together; with more moments, each bin of time keeps its lowest and highest."""
 
 ALIKE = 0.02
-"""Ranks share a panel if no class differs by more than this part of the peak."""
+"""Ranks share a panel if no class differs by more than this fraction of the peak."""
 
 _TIME_AXIS = 48  # pixels below the plot
-_LINE_HEIGHT = 15  # pixels, of what stands over a panel
+_LINE_HEIGHT = 15  # pixels, of the text over a panel
 _PANEL_HEIGHT = 330  # pixels
-_HEADROOM = 1.35  # of the axis over the highest peak: room for the words about it
-_FAR = 2.5  # an unsharded model this many times the highest peak is named, not drawn: it would flatten the areas
+_HEADROOM = 1.35  # of the axis over the highest peak: room for its label
+_FAR = 2.5  # an unsharded model beyond this many times the highest peak is not drawn: it would flatten the areas
 _MAX_MARKED_STEPS = 12
-_MAX_KEPT = 3  # names of units that are full from before
+_MAX_KEPT = 3  # listed units that are full from before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class MemoryPanel:
     """What one panel shows.
 
     Attributes:
-        ranks: the ranks it stands for.
-        shown: the one that is drawn, of these the one with the highest peak; its rows in the window.
+        ranks: the ranks it represents.
+        shown: the drawn rank, the one with the highest peak; its rows in the window.
         peak: its peak.
     """
 
@@ -67,7 +67,7 @@ class MemoryPanel:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Unit of the memory axis, bytes in one of it and its name, and the time axis."""
+    """Unit of the memory axis (its size in bytes and its name), and the time axis."""
 
     num_bytes: int
     byte_unit: str
@@ -129,7 +129,7 @@ def _is_sampled(panel: MemoryPanel) -> bool:
 
 
 def _groups(trace: Trace, shown: Window, parts: Sequence[RankTrace]) -> list[list[tuple[RankTrace, MemoryState]]]:
-    """Return the ranks, alike ones together, each with its state after its rows."""
+    """Return the ranks in groups of similar ones, each with its state after its rows."""
     groups: list[list[tuple[RankTrace, MemoryState]]] = []
     founders: list[Ints] = []
     for part in parts:
@@ -154,9 +154,9 @@ def _panel(trace: Trace, shown: Window, group: list[tuple[RankTrace, MemoryState
 
 
 def _unsharded(header: Header, states: Sequence[MemoryState]) -> dict[str, int]:
-    """Return what plain training would keep on every rank, in bytes by name; nothing without parameters.
+    """Return the bytes that training without sharding would keep on every rank, by name; empty without parameters.
 
-    The optimizer's state is what the ranks have of it: that of a mean rank, as many times as ranks share a copy.
+    The optimizer's state is estimated as the mean over the ranks times the number of ranks that share a copy.
     """
     split = shards(header)
     state = sum(state.bytes_by_category[Category.OPTIMIZER_STATE] for state in states) / len(states)
@@ -208,7 +208,7 @@ def _subtitle(
 
 
 def _unsharded_words(unsharded: dict[str, int]) -> str:
-    """``"without sharding every rank keeps 8.00 MiB: parameters 2.00 MiB, ..., optimizer state 4.00 MiB"``."""
+    """Return ``"without sharding every rank keeps 8.00 MiB: parameters 2.00 MiB, ..., optimizer state 4.00 MiB"``."""
     parts = ", ".join(f"{name} {theme.format_bytes(num_bytes)}" for name, num_bytes in unsharded.items())
     whole = theme.format_bytes(sum(unsharded.values()))
     return f"without sharding every rank keeps {whole}: {parts}" if unsharded else ""
@@ -230,7 +230,7 @@ def _left_out(header: Header, groups: Sequence[Sequence[tuple[RankTrace, MemoryS
 
 
 def _kept(header: Header, shown: RankTrace) -> str:
-    """Name the units that are full from before, as an evaluation leaves the root."""
+    """Return the units that are unsharded from before, such as the root after an evaluation, as text."""
     full = [unit for unit, state in shown.start.unit_states.items() if state == UnitState.UNSHARDED]
     names = [unit_name(header, unit) for unit in sorted(full)[:_MAX_KEPT]]
     more = ", ..." if len(full) > _MAX_KEPT else ""
@@ -285,7 +285,7 @@ def _draw(
 
 
 def _on_page(fig: go.Figure, width: int) -> dict[str, object]:
-    """Return what is other on a page that is ``width`` pixels wide: what stands over a panel has more lines."""
+    """Return the layout changes for a page ``width`` pixels wide: on narrow pages, text over panels has more lines."""
     if width >= theme.NARROWEST:
         return {}
     room, most = width - sides(fig)[0] - SIDE, 1
@@ -300,14 +300,14 @@ def _on_page(fig: go.Figure, width: int) -> dict[str, object]:
 
 
 def _moments(panel: MemoryPanel, t_ns: Ints, scale: Scale) -> NDArray[np.float64]:
-    """Times on the axis, never running back, and once more the panel's end."""
+    """Times on the axis, ascending, followed by the panel's end."""
     return scale.time(np.maximum.accumulate(np.append(t_ns, last_ns(panel.shown.rows))))
 
 
 def _add_areas(
     fig: go.Figure, panel: MemoryPanel, series: MemorySeries, classes: Sequence[Category], scale: Scale, row: int
 ) -> None:
-    """Stack the classes in their order, the first at the bottom; RESERVED is last, above the line of the others."""
+    """Stack the classes in order, the first at the bottom; RESERVED is last, above the line of the total in use."""
     common = {
         "x": _moments(panel, series.t_ns, scale),
         "mode": "lines",
@@ -335,7 +335,7 @@ def _add_areas(
 
 
 def _fill(category: Category) -> dict[str, object]:
-    """A plain area; what nobody uses is hatched, as padding is."""
+    """Return the fill of an area: plain, or hatched like padding for unused bytes."""
     colour = theme.CATEGORY_COLOURS[category]
     if category is not Category.RESERVED:
         return {"fillcolor": colour}
@@ -344,12 +344,12 @@ def _fill(category: Category) -> dict[str, object]:
 
 
 def _place(row: int, x: float, y: float) -> dict[str, object]:
-    """Annotation fields for a point of a panel: fractions of its width and height."""
+    """Return annotation fields for a point of a panel, given as fractions of its width and height."""
     return {"x": x, "y": y, "xref": "x domain", "yref": "y domain", "xanchor": "left", "row": row, "col": 1}
 
 
 def _add_peak(fig: go.Figure, header: Header, panel: MemoryPanel, scale: Scale, row: int) -> None:
-    """Mark the peak and say what was going on."""
+    """Mark the peak; the hover describes what the rank was doing."""
     x, y = max(scale.time.at(panel.peak.t_ns), 0.0), panel.peak.num_bytes / scale.num_bytes
     left = x > scale.time.at(scale.time.end_ns) / 2
     fig.add_annotation(
@@ -386,7 +386,7 @@ def _add_unsharded(fig: go.Figure, unsharded: int, scale: Scale, row: int) -> No
 
 
 def _add_steps(fig: go.Figure, panel: MemoryPanel, scale: Scale, row: int) -> None:
-    """Mark where each step begins, if there are several and few."""
+    """Mark where each step begins, if there are several steps but not many."""
     rows = panel.shown.rows
     begins = rows[(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.BEGIN)]
     for begin in begins if 1 < len(begins) <= _MAX_MARKED_STEPS else ():

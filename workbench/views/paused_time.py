@@ -1,4 +1,4 @@
-"""What a picture of time says of what is cut out of its axis: a thin line where ranks stood still, and how long."""
+"""Marks for time that is cut out of a picture's axis: a thin line where ranks were paused, with the duration."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from workbench.replay.spans import Ints
 from workbench.views import theme
 
 MAX_MARKS = 60
-"""Lines of one picture; of more cuts the longest."""
+"""Lines of one picture; with more cuts, the longest are drawn."""
 
 LEAST = 0.01
-"""Of the longest cut: shorter ones, such as of a rank that waited for the last one to be held, have no line."""
+"""Cuts shorter than this fraction of the longest have no line, e.g. while ranks wait for the last one to be held."""
 
 NAME = "stood still, cut out"
-_POINTS = 9  # of a line, to hover over
+_POINTS = 9  # of a line, as hover targets
 
 
 def hold_words(found: Cuts) -> str:
-    """Say how long ranks were held or idle; nothing if that is not cut out."""
+    """Return how much held or idle time is cut out, as text; empty if none."""
     if not len(found):
         return ""
     return f"{theme.format_duration(int(found.lengths_ns.sum()))} in which ranks were held or idle are cut out"
@@ -37,12 +37,12 @@ def add_holds(
     span: tuple[float, float],
     **where: object,
 ) -> None:
-    """Draw a thin line for each cut, which says how long it was.
+    """Draw a thin line for each cut, with its duration as hover.
 
     Args:
-        fig: a picture of time without what is cut out.
-        found: what is cut out of its axis.
-        place: turns times as they are shown, in nanoseconds, into places on the axis.
+        fig: a picture over time with these cuts.
+        found: the cuts of its axis.
+        place: maps times with cuts removed, in nanoseconds, to places on the axis.
         span: the two ends of a line on the y axis.
         where: further fields of the trace, such as ``row`` and ``col``.
     """

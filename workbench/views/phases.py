@@ -1,4 +1,4 @@
-"""The strip over a picture of time that says what the rank was doing: forward, backward, optimizer."""
+"""The strip over a picture of time with the rank's phases: forward, backward, optimizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from workbench.trace.schema import Rows
 from workbench.views import theme
 from workbench.views.span_shapes import TimeAxis
 
-STRIP_HEIGHT = 20  # pixels over the plot, its distance from it included
+STRIP_HEIGHT = 20  # pixels over the plot, including the gap
 MAX_PIECES = 40
-"""Pieces of a strip; more would be a flicker, and nothing is drawn."""
+"""Maximum pieces of a strip; with more, no strip is drawn."""
 
-_LETTER, _NARROWEST_PLOT = 7, 350  # pixels: of a character, and of the plot for whose width figures are made
+_LETTER, _NARROWEST_PLOT = 7, 350  # pixels: of a character, and of the plot width that figures are designed for
 
 
 def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = None, col: int | None = None) -> None:
@@ -50,7 +50,7 @@ def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = 
 
 
 def phases_within(fig: go.Figure, pixels: float) -> list[dict[str, Any]]:
-    """Return the shapes of a figure for a plot so wide: pieces of a strip that are too narrow have no name."""
+    """Return the shapes of a figure for a plot ``pixels`` wide: strip pieces that are too narrow have no label."""
     begin, end = fig.layout.xaxis.range
     found = [shape.to_plotly_json() for shape in fig.layout.shapes]
     for shape in found:
@@ -61,7 +61,7 @@ def phases_within(fig: go.Figure, pixels: float) -> list[dict[str, Any]]:
 
 
 def _pieces(rows: Rows) -> Iterator[tuple[Kind, int, int]]:
-    """Yield ``(kind, begin_ns, end_ns)`` of forward, backward and optimizer of each step, units taken together."""
+    """Yield ``(kind, begin_ns, end_ns)`` of forward, backward and optimizer of each step, units merged."""
     found = closed(spans(rows, WORK), rows)
     owner, begin_ns, end_ns = exclusive(found)
     kind, step = found.kind[owner], found.step[owner]

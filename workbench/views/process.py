@@ -1,6 +1,6 @@
-"""The strip under a memory picture: the whole process as the system counts it, and how much of it is nobody's class.
+"""The strip under a memory picture: resident memory of the whole process, and how much of it is in no memory class.
 
-It has an axis of its own: beside an interpreter and its libraries the classes of a small model would be a thin line.
+It has a separate axis: compared with an interpreter and its libraries, a small model would be a thin line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOOKS = {
 
 
 def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
-    """Say what the process holds at most and what of it the engine does not own; plain text."""
+    """Return the peak memory of the process, and how much of it the engine does not own; plain text."""
     found = [entry for entry in (series(header, rank_trace) for rank_trace in shown) if len(entry)]
     if not found:
         return "the process's own memory was not sampled"
@@ -48,13 +48,13 @@ def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
 
 
 def add_process(fig: go.Figure, header: Header, shown: RankTrace, axis: TimeAxis, *, row: int) -> None:
-    """Stack baseline, what the engine does not own, and what it owns; the top is what the system counts.
+    """Stack the baseline, memory that the engine does not own, and memory that it owns; the top is resident memory.
 
     Args:
         fig: a memory figure; the strip shares its time axis.
         header: of the trace.
         shown: the rank's rows that the picture shows.
-        axis: that axis.
+        axis: the time axis.
         row: of the subplot.
     """
     found = series(header, shown, MAX_MOMENTS)

@@ -1,4 +1,4 @@
-"""A figure for a projector: everything half as large again, near black on white, whatever page it is on."""
+"""Figures for a projector: everything 1.5 times as large, near black on white, on any page."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SCALE = 1.5
 _PAPER = "#ffffff"
 _COLOURS = {theme.INK: "#111111", theme.GRID: "rgba(0,0,0,0.32)", theme.FAINT: "rgba(0,0,0,0.07)"}
 
-# fields of a figure that are pixels; what is data (the width of a bar) is none of these
+# fields of a figure in pixels; data (such as the width of a bar) is not included
 _PIXELS = {"size", "minsize", "height", "arrowwidth", "ax", "ay", "xshift", "yshift", "shift", "ticklabelstandoff"}
 _PIXELS |= {"below", "least"}  # of a page (workbench/views/responsive.py)
 _PIXELS_WITHIN = {"line": {"width"}, "margin": {"l", "r", "t", "b"}, "pad": {"l", "r", "t", "b"}}
 
 
 def for_talk(fig: go.Figure) -> go.Figure:
-    """Return a figure as it is shown to a room; readable where the other one is at two thirds of the width."""
+    """Return a figure for a projector: 1.5 times as large, on a white background."""
     larger = theme.Figure(_larger(fig.to_plotly_json(), ""))
     return larger.update_layout(paper_bgcolor=_PAPER, plot_bgcolor=_PAPER)
 
 
-def _larger(value: Any, field: str, within: str = "") -> Any:  # noqa: ANN401 - whatever a figure holds
+def _larger(value: Any, field: str, within: str = "") -> Any:  # noqa: ANN401 - any value in a figure
     if isinstance(value, dict):
         pixels = {"y0", "y1"} if value.get("ysizemode") == "pixel" else set()
         return {name: _scaled(item) if name in pixels else _larger(item, name, field) for name, item in value.items()}
@@ -41,5 +41,5 @@ def _scaled(value: Any) -> Any:  # noqa: ANN401 - a number, or several
     if isinstance(value, list | tuple | np.ndarray):
         return [_scaled(item) for item in value]
     if isinstance(value, int):
-        return round(value * SCALE)  # some of a figure's fields take whole pixels only
+        return round(value * SCALE)  # some fields accept only whole pixels
     return value * SCALE if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""How ranks are named in a picture of many: the few that do otherwise, and on which hosts they are."""
+"""Labels for ranks in pictures of many ranks, with their hosts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from workbench.trace.schema import Header
 from workbench.views import theme
 
 MANY = 16
-"""Of more ranks those are named that are not meant, if they are fewer; and a view folds those that did the same."""
+"""With more ranks, a label may list the excluded ones instead, and views fold ranks that did the same."""
 
 _NAMED = 3  # hosts, and ranks with their hosts
 _HOST_LETTERS = 24
 
 
 def who(header: Header, ranks: Iterable[int], everyone: Iterable[int] = ()) -> str:
-    """Return how a person names ranks of a job that may run on several hosts; plain text.
+    """Return a label for ranks of a job that may run on several hosts; plain text.
 
     Example: ``"rank 37 on node04"``; ``"ranks 96-103, all of node12"``; ``"all 512 ranks but 37, 300"``.
 
     Args:
-        header: says which rank is on which host.
-        ranks: to be named, at least one.
-        everyone: those that they are some of; none: not to be spoken of.
+        header: has the host of each rank.
+        ranks: the ranks to name, at least one.
+        everyone: all ranks that the label may refer to; empty: never "all ranks but".
     """
     chosen = set(ranks)
     others = set(everyone) - chosen
@@ -43,14 +43,14 @@ def who(header: Header, ranks: Iterable[int], everyone: Iterable[int] = ()) -> s
 
 
 def several(header: Header, groups: Sequence[Iterable[int]], most: int = 4) -> str:
-    """Return how a person names some groups of ranks, and how many there are besides."""
+    """Return a label for some groups of ranks, with a count of the groups beyond ``most``."""
     named = "; ".join(who(header, ranks) for ranks in groups[:most])
     left = len(groups) - most
     return f"{named} and {theme.plural(left, 'more group')} of ranks" if left > 0 else named
 
 
 def hosts_of(header: Header) -> dict[str, list[int]]:
-    """Return which ranks are on which host, by its name, as far as that is known."""
+    """Return the known ranks of each host, by its name."""
     found: dict[str, list[int]] = {}
     for info in header.ranks:
         found.setdefault(info.host, []).append(info.rank)

@@ -1,10 +1,10 @@
-"""A figure on a page that is narrower than figures are made for, as beside JupyterLab's panel, or much wider.
+"""Layouts of a figure for pages narrower than its default width, as next to JupyterLab's panel, or much wider.
 
-The ``meta`` of a figure's layout says how it is laid out there; ``widgets/static/figures.js`` does as it says, wherever
-figures are shown. Its titles have more lines, and its legend lies under the plot in as many lines as it needs. A view
-adds with :func:`on_pages` what else is other in it, such as shorter labels, or a table whose columns are lines. So
-every figure fits from ``LEAST`` pixels on; on a page that is narrower still it is as wide as that, and the page scrolls
-it sideways, with titles that are no wider than the page all the same. On wide pages titles have fewer lines.
+The ``meta`` of a figure's layout holds these layouts; ``widgets/static/figures.js`` applies them wherever figures are
+shown. On narrow pages titles have more lines, and the legend is under the plot in as many lines as it needs. A view
+adds further changes with :func:`on_pages`, such as shorter labels, or lines of text instead of table columns. Every
+figure fits on pages from ``LEAST`` pixels on; on narrower pages the figure keeps that width and scrolls sideways, but
+its titles still fit the page. On wide pages titles have fewer lines.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ LEAST = 300
 """Pixels of the narrowest page into which every figure fits."""
 
 WIDTHS = (1200, 900, 700, theme.NARROWEST, 500, 400, 350, LEAST, 250)
-"""Pixels of pages for which figures are laid out apart; a page between two has what is for the narrower one."""
+"""Page widths in pixels with separate layouts; a page between two uses that of the narrower one."""
 
 SIDE = 12
-"""Pixels at the edge of a narrow page beside what a view places by itself."""
+"""Pixels at the edge of a narrow page."""
 
 LETTER = 6.8
-"""Pixels that a character of a label is wide, in the mean."""
+"""Mean width of a character of a label, in pixels."""
 
 _WIDER = 100_000  # than any page
 
-_SIDE = 24  # pixels beside what is drawn
-_NUMBER = "0.0000"  # as wide as what an axis says that names no places
+_SIDE = 24  # pixels beside the plot
+_NUMBER = "0.0000"  # as wide as the numbers on an axis without tick texts
 _AXIS_TITLE = 24  # pixels beside the labels
-_MARK = 45  # pixels before the words of an entry of a legend
+_MARK = 45  # pixels before the text of a legend entry
 _LEGEND_PADDING = 10  # pixels above and below the entries together
 _LEAST_PLOT = 170  # pixels
 _LEAST_BESIDE = 0.6  # of the page's width: a plot that a legend beside it makes narrower has it below
@@ -44,19 +44,19 @@ _TAG = re.compile("<[^>]*>")
 
 
 def on_pages(fig: go.Figure, layout: Callable[[int], dict[str, Any]]) -> go.Figure:
-    """Say what is other in a finished figure on pages of each of ``WIDTHS``; returns ``fig``.
+    """Record the layout changes of a finished figure for each of ``WIDTHS``; return ``fig``.
 
     Args:
-        fig: a view's, before :func:`with_narrow`.
-        layout: turns the pixels of a page, ``LEAST`` at the fewest, into fields of the layout, whole as they are there,
-            and besides ``drawn``, the pixels of the height of all that is drawn, ``above`` and ``below``, how many more
-            lie over and under it, and ``margin``, of which ``l`` and ``r`` are pixels. What is left out is as ever.
+        fig: a view's figure, before :func:`with_narrow`.
+        layout: maps the width of a page in pixels, at least ``LEAST``, to complete layout fields that replace the
+            figure's. Extra keys, in pixels: ``drawn``, the height of the plot; ``above`` and ``below``, additional
+            margin over and under it; ``l`` and ``r`` of ``margin``. Fields that are left out keep their values.
     """
     return fig.update_layout(meta={"pages": {str(width): layout(max(width, LEAST)) for width in WIDTHS}})
 
 
 def with_narrow(fig: go.Figure) -> go.Figure:
-    """Write into a finished figure how it is laid out on narrow pages; returns ``fig``."""
+    """Write the layouts for all page widths into a finished figure; return ``fig``."""
     own = (fig.layout.meta or {}).get("pages", {})
     least = min(_least(fig), LEAST) if own else _least(fig)
     narrow = [
@@ -67,13 +67,13 @@ def with_narrow(fig: go.Figure) -> go.Figure:
 
 
 def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict[str, Any]:
-    """Return what is other in the layout on a page that is ``width`` pixels wide, of a figure so wide.
+    """Return the layout changes for one page width.
 
     Args:
         fig: the figure.
         width: of the page, in pixels.
         drawn: width of the figure, in pixels.
-        own: what the view says of such a page, as :func:`on_pages` takes it.
+        own: the view's changes for such a page, see :func:`on_pages`.
     """
     title, subtitle = theme.said(fig)
     if not fig.data:
@@ -97,23 +97,23 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
     margin["t"] += own.pop("above", 0)
     margin["b"] += own.pop("below", 0)
     height = plot_height + margin["t"] + margin["b"]
-    if below is not None:  # right below the axis, also where its entries take fewer lines than they may
+    if below is not None:  # right below the axis, even if the entries take fewer lines than reserved
         found["legend"] |= {"y": under / height, "yanchor": "top"}
     return {**found, **own, "height": height}
 
 
 def in_lines(text: str, pixels: float, letter: float = LETTER) -> list[str]:
-    """Return plain text in lines that are at most so many pixels long."""
+    """Return plain text in lines of at most ``pixels`` pixels."""
     return textwrap.wrap(text, max(int(pixels / letter), 1), break_on_hyphens=False)
 
 
 def apart(places: Sequence[float], texts: Sequence[str], pixels: float) -> dict[str, list[Any]]:
-    """Return those labels of an axis that do not overlap, from its begin on, as fields of the axis.
+    """Return the labels of an axis that do not overlap, starting from its begin, as fields of the axis.
 
     Args:
-        places: of the labels on the axis, ascending.
-        texts: the labels; such as are in different lines do not overlap.
-        pixels: of the axis that are one apart on it.
+        places: positions of the labels on the axis, ascending.
+        texts: the labels; labels in different lines do not overlap.
+        pixels: pixels per unit of the axis.
     """
     free: dict[int, float] = {}
     kept = []
@@ -130,14 +130,14 @@ def _wrapped(annotation: go.layout.Annotation, width: int) -> dict[str, Any]:
 
 
 def legend_entries(fig: go.Figure) -> dict[str, str]:
-    """Return what a legend says, by what its entries stand for."""
+    """Return the texts of a legend's entries, by group or name."""
     named = [trace for trace in fig.data if trace.type != "table" and trace.showlegend is not False]
     named += [shape for shape in fig.layout.shapes if shape.showlegend]
     return {entry.legendgroup or entry.name: entry.name for entry in named}
 
 
 def _least(fig: go.Figure) -> int:
-    """Return how many pixels a figure needs to be wide: all for which it was made, where there is text in the plot."""
+    """Return the minimum width of a figure in pixels: its default width if the plot contains text."""
     if not fig.data:
         return min(WIDTHS)
     if any(trace.type == "table" or (trace.type == "scatter" and trace.mode == "text") for trace in fig.data):
@@ -147,13 +147,13 @@ def _least(fig: go.Figure) -> int:
 
 
 def _room(annotation: go.layout.Annotation) -> int:
-    """Return how many pixels a plot is wide at least that has this written in it, or beside any point of it."""
+    """Return the minimum width of a plot, in pixels, with this annotation in it, or next to any of its points."""
     width = _width(annotation.text)
     return width if annotation.showarrow is False else 2 * (width + abs(annotation.ax or 0))
 
 
 def sides(fig: go.Figure) -> tuple[int, int]:
-    """Return about how many pixels there are left and right of the plot: what is written at its axes."""
+    """Return the approximate pixels left and right of the plot, which its axes' labels take."""
     margin = fig.layout.margin
     beside = {"left": margin.l or 0, "right": margin.r or 0}
     for axis in fig.select_yaxes():
@@ -164,10 +164,10 @@ def sides(fig: go.Figure) -> tuple[int, int]:
 
 
 def _beside(axis: go.layout.YAxis) -> int:
-    """Return how many pixels are taken by the labels of an axis and its title."""
+    """Return the pixels that the labels of an axis and its title take."""
     return max(map(_width, axis.ticktext or (_NUMBER,))) + (_AXIS_TITLE if axis.title.text else 0) + _SIDE
 
 
 def _width(text: str) -> int:
-    """Return about how many pixels a label is wide."""
+    """Return the approximate width of a label in pixels."""
     return round(LETTER * max(len(html.unescape(_TAG.sub("", line))) for line in text.split("<br>")))

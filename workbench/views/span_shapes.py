@@ -1,4 +1,4 @@
-"""Rectangles for a screen: of any number of spans, few bars, none narrower than a pixel where it matters.
+"""Rectangles for a screen: any number of spans become a few bars, with those narrower than a pixel merged.
 
 Arrays: ``N`` rectangles.
 """
@@ -19,27 +19,27 @@ from workbench.views import theme
 
 MAX_RECTANGLES = 2000
 SCREEN_PIXELS = 1200
-"""Pixels that a figure is expected to be wide."""
+"""Expected width of a figure in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rectangles:
-    """Bars, each in a lane of the picture and of a colour; arrays are ``[N]``.
+    """Bars, each with a lane of the picture and a colour; arrays are ``[N]``.
 
     Attributes:
         lane: where it is drawn.
         colour: what it shows, a member of an IntEnum.
         begin_ns: its left end.
         end_ns: its right end.
-        unit: the unit it is about, -1 none or several.
-        num_bytes: bytes it is about.
+        unit: its unit, -1 none or several.
+        num_bytes: its payload.
         exposed_ns: how much of its time compute waited for it.
-        waits_for: Kind of the collective that compute waits for in it; -1 where it is no wait.
-        duration_ns: time it stands for.
-        count: spans it stands for.
-        ended: 0 if it was still going on when the trace ended.
-        last: the rank that came last to the collective (:mod:`workbench.replay.arrivals`); UNTOLD, TOO_CLOSE.
-        last_ns: how long after the rank before it.
+        waits_for: Kind of the collective that compute waits for; -1 if the bar is not a wait.
+        duration_ns: time it represents.
+        count: number of spans it represents.
+        ended: 0 if it was still running when the trace ended.
+        last: the last rank to issue the collective (:mod:`workbench.replay.arrivals`); UNTOLD, TOO_CLOSE.
+        last_ns: how long after the previous rank.
     """
 
     lane: Ints
@@ -60,12 +60,12 @@ class Rectangles:
         return len(self.lane)
 
     def __getitem__(self, which: object) -> Rectangles:
-        """The rectangles at some positions, as numpy indexes."""
+        """The rectangles at some positions, with numpy's indexing."""
         return Rectangles(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
 
 def rectangles(lane: Ints, colour: Ints, begin_ns: Ints, end_ns: Ints, unit: Ints) -> Rectangles:
-    """Return one rectangle per span, which is about no bytes, not waited for and has ended."""
+    """Return one rectangle per span, ended, without bytes or exposed time."""
     none = np.zeros(len(lane), np.int64)
     return Rectangles(
         lane=lane,
@@ -90,9 +90,9 @@ def joined(parts: Sequence[Rectangles]) -> Rectangles:
 
 
 def for_screen(found: Rectangles, limit: int = MAX_RECTANGLES) -> Rectangles:
-    """Return at most ``limit`` rectangles (one per lane and colour, if they are more): narrow ones are merged.
+    """Return at most ``limit`` rectangles (or one per lane and colour, if those are more) by merging narrow ones.
 
-    Narrow is what is narrower than a pixel. If that leaves too many, the pixel is doubled until it does not.
+    Rectangles narrower than a pixel are merged. If too many remain, the pixel size doubles until they do not.
     """
     if not len(found):
         return found
@@ -106,9 +106,9 @@ def for_screen(found: Rectangles, limit: int = MAX_RECTANGLES) -> Rectangles:
 
 
 def _merge(found: Rectangles, pixel_ns: float) -> Rectangles:
-    """Make one of the rectangles that begin in one pixel, are narrower than one, and have lane and colour in common.
+    """Merge rectangles that begin in the same pixel, are narrower than one, and share lane and colour.
 
-    It is as wide as they are together, so that a colour keeps its share of the picture.
+    The result has their total width, so that each colour keeps its share of the picture.
     """
     pixel = ((found.begin_ns - found.begin_ns.min()) / pixel_ns).astype(np.int64)
     wide = np.flatnonzero(found.end_ns - found.begin_ns >= pixel_ns)
@@ -143,10 +143,10 @@ def add_bars(
     Args:
         fig: the figure; its layout should have ``barmode="overlay"``.
         found: ``N`` rectangles.
-        looks: name in the legend and CSS colour of each ``colour``, in the order of the legend; others are not drawn.
-        middle: of each rectangle on the y axis, ``[N]``.
+        looks: legend name and CSS colour of each ``colour``, in the order of the legend; others are not drawn.
+        middle: middle of each rectangle on the y axis, ``[N]``.
         height: of each rectangle, ``[N]``.
-        hover: what each one says, ``N`` escaped texts.
+        hover: hover text of each rectangle, ``N`` escaped texts.
         axis: the x axis.
     """
     texts = np.array(hover, object)

@@ -1,6 +1,6 @@
-"""Which unit is sharded, on its way, unsharded or reducing, and when: one row per unit, the root on top.
+"""States of units over time (sharded, gathering, unsharded, reducing): one row per unit, the root on top.
 
-A sharded unit is a thin line, for it holds little; what takes memory beside the shards is a full bar.
+A sharded unit is a thin line, because it takes little memory; states that take more than the shards are full bars.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from workbench.views.unit_selection import meant
 from workbench.views.window import DrawnSteps, Window, one_rank, window
 
 MAX_UNITS = 200
-_HEIGHT = 900  # pixels that the rows may take together
+_HEIGHT = 900  # pixels of all rows together
 _ROW_HEIGHTS = (8, 28)  # pixels of one row
 _LABEL_HEIGHT = 14  # pixels
-_LEAST_HEIGHT = 90  # pixels of the plot: a narrow page gives some to the legend before it is laid out
-_NAME_LETTERS, _NAME_SHARE = 28, 0.4  # of a unit's name at most, and of a narrow page's width
+_LEAST_HEIGHT = 90  # pixels of the plot: on a narrow page, the legend takes some before it is laid out
+_NAME_LETTERS, _NAME_SHARE = 28, 0.4  # maximum characters of a unit's name, and its share of a narrow page
 _NOTHING = "No unit is recorded yet: %fsdp shard MODEL splits a model over the ranks."
 
 
@@ -79,7 +79,7 @@ def states(
 
 
 def _drawn(trace: Trace, shown: Window, seen: DrawnSteps, whole: RankTrace) -> tuple[RankTrace, ClockSource]:
-    """Return one rank's rows with the exact state before them, at the times at which they are shown, and whose."""
+    """Return one rank's rows, with the exact state before them and times on the drawn axis, and their clock."""
     part = shown.cut(whole)
     told = on_device(whole, part, trace.header)
     clock = ClockSource.ENQUEUED if told is None and seen.clock is ClockSource.DEVICE else seen.clock
@@ -88,7 +88,7 @@ def _drawn(trace: Trace, shown: Window, seen: DrawnSteps, whole: RankTrace) -> t
 
 
 def _units(header: Header, drawn: RankTrace) -> list[int]:
-    """Return the units to draw from the top of the model; a retired one only if it did anything."""
+    """Return the units to draw from the top of the model; retired ones only if they did anything."""
     did = drawn.rows["unit"][of_kind(drawn.rows, (*CHANGING_KINDS, Kind.FORWARD)) & (drawn.rows["unit"] >= 0)]
     wanted = {*did.tolist(), *(unit.index for unit in header.units if unit.in_use)}
     known = [unit for unit in model_order(header) if unit in wanted]
@@ -104,7 +104,7 @@ def _title(header: Header, shown: Window, found: StateSpans, units: Sequence[int
 
 
 def _is_split(header: Header, units: Sequence[int]) -> bool:
-    """Whether one of the units lies on several ranks, each of which has a part of it."""
+    """Whether any of the units is split over several ranks."""
     return any(unit.index in units and unit.shard_size > 1 for unit in header.units)
 
 
@@ -164,14 +164,14 @@ def _draw(
 
 
 def _on_page(fig: go.Figure, header: Header, units: Sequence[int], width: int) -> dict[str, object]:
-    """Return what is other on a page that is ``width`` pixels wide: names are shorter on narrow ones."""
+    """Return the layout changes for a page ``width`` pixels wide: names are shorter on narrow pages."""
     letters = min(int(_NAME_SHARE * width / LETTER), _NAME_LETTERS)
     axis = fig.layout.yaxis.to_plotly_json() | {"ticktext": _names(header, units, letters)}
     return {"yaxis": axis, "shapes": phases_within(fig, (1 - _NAME_SHARE) * width - 2 * SIDE)}
 
 
 def _names(header: Header, units: Sequence[int], letters: int = _NAME_LETTERS) -> list[str]:
-    """Return the names of the rows that have one."""
+    """Return the names of the labelled rows."""
     every = -(-_LABEL_HEIGHT // _row_height(units))
     return [theme.escape(theme.shorten(unit_name(header, unit), letters)) for unit in units][::every]
 

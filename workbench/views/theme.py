@@ -1,14 +1,14 @@
-"""The one look of every figure: colours, template, number formats, and text made safe for HTML.
+"""The common look of all figures: colours, template, number formats, and escaping of text for HTML.
 
 The background is transparent and all text is one mid grey with a contrast of more than 4 : 1 on white and on
-JupyterLab's dark page, so one figure serves both. Where a page is known, JupyterLab's with the panel, or one that is
-exported, its style gives that text the page's own colour (``widgets/static/figures.css``). Data colours keep at least
-1.8 : 1 on both, those of events 3 : 1 on the dark page, where strips are thin. Colours that can meet in one figure stay
-apart for normal sight, protanopia, deuteranopia and tritanopia (a test measures CIEDE2000).
+JupyterLab's dark page, so one figure serves both. On JupyterLab pages with the panel and on exported pages, a style
+sheet gives that text the page's own colour (``widgets/static/figures.css``). Data colours keep at least 1.8 : 1 on
+both, those of events 3 : 1 on the dark page, where strips are thin. Colours that can meet in one figure stay distinct
+for normal sight, protanopia, deuteranopia and tritanopia (a test measures CIEDE2000).
 
-Text that a person or a rank named (unit, parameter, metric, host) goes through :func:`escape` before it becomes part
-of a figure, and never into a ``hovertemplate`` or ``texttemplate``: there ``%{...}`` would be read. :func:`figure`
-and :func:`empty` escape what they are given; everything else takes ``escape(name)``.
+Names from users or ranks (unit, parameter, metric, host) go through :func:`escape` before they become part of a figure,
+and never into a ``hovertemplate`` or ``texttemplate``, where ``%{...}`` would be expanded. :func:`figure` and
+:func:`empty` escape their arguments; everything else takes ``escape(name)``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from workbench.replay.device import ClockSource
 from workbench.trace.schema import Header
 
 INK = "#757677"
-"""Text and axis lines: legible on white and on dark pages, and a grey of no one else's, by which a page knows it."""
+"""Text and axis lines: legible on white and dark pages. The grey is unique, so that style sheets can select it."""
 
 GRID = "rgba(128,128,128,0.22)"
 FAINT = "rgba(128,128,128,0.14)"
-"""Areas that hold nothing: empty tracks, table headers."""
+"""Areas without data: empty tracks, table headers."""
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 CLEAR = "rgba(0,0,0,0)"
 WRONG = "#d6336c"
-"""What differs from what was expected, and nothing else in a table."""
+"""What differs from the expected; in tables used for nothing else."""
 
 ERROR_TEXT = (
     "color-mix(in srgb, var(--jp-error-color1, var(--vscode-errorForeground, #d32f2f)) 75%, "
@@ -48,7 +48,7 @@ ERROR_TEXT = (
 """CSS: the colour of what went wrong in text. JupyterLab's own red is legible on its light pages alone."""
 
 NARROWEST = 600
-"""Pixels that a page is wide for which figures are made, or more; how they are on others: :mod:`.narrow`."""
+"""Minimum page width, in pixels, that figures are designed for; for narrower pages see :mod:`.responsive`."""
 
 FONT_FAMILY = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
@@ -72,8 +72,8 @@ COLOURS: dict[Colour, str] = {
     Colour.GIVEN_UP: WRONG,
     Colour.PLAIN: "#8a8c83",
 }
-"""Blues: parameters; reds: gradients; teal and amber: what communication holds; pale: what nobody uses. Exposed
-communication has its own."""
+"""Blues: parameters; reds: gradients; teal and amber: communication buffers; pale: unused bytes. Exposed communication
+has a separate colour."""
 
 CATEGORY_COLOURS = {category: COLOURS[category.info.colour] for category in Category}
 UNIT_STATE_COLOURS = {state: COLOURS[state.info.colour] for state in UnitState}
@@ -84,46 +84,46 @@ KIND_COLOURS = {kind: COLOURS[kind.info.colour] for kind in Kind}
 
 @cache
 def rank_colours(num_ranks: int) -> list[tuple[str, str]]:
-    """Return ``(fill, text on it)`` per rank, from dark blue for rank 0 to light green: an order, however many."""
+    """Return ``(fill, text on it)`` per rank, in order from dark blue for rank 0 to light green."""
     points = [0.2 + 0.6 * (0.5 if num_ranks == 1 else i / (num_ranks - 1)) for i in range(num_ranks)]
     fills = sample_colorscale(sequential.Viridis, points)
     return [(fill, "#ffffff" if point <= 0.5 else "#111111") for fill, point in zip(fills, points, strict=True)]
 
 
 def escape(text: str) -> str:
-    """Return ``text`` so that plotly shows it letter by letter: no tags, no entities, no TeX between dollars."""
+    """Return ``text`` escaped so that plotly shows it literally: no tags, no entities, no TeX between dollars."""
     return html.escape(text, quote=True).replace("&quot;", "&#34;").replace("$", "&#36;")  # plotly knows no &quot;
 
 
 def shorten(text: str, width: int = 32) -> str:
-    """Return plain ``text`` without its begin when it is longer than ``width`` characters.
+    """Return plain ``text``, cut at its start if it is longer than ``width`` characters.
 
-    Names of a model begin alike and differ at their end: ``"base_model.model.model.layers.11.mlp"`` in 24 characters
-    is ``"….model.model.layers.11.mlp"``. Escape afterwards, or half an entity may be left.
+    Names in a model start alike and differ at the end: ``"base_model.model.model.layers.11.mlp"`` in 24 characters is
+    ``"….model.model.layers.11.mlp"``. Escape afterwards; otherwise half an entity may remain.
     """
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 HOVER_WIDTH = 120
-"""Characters of a name in a hover: all of it, unless somebody means harm."""
+"""Maximum characters of a name in a hover; only malicious names are longer."""
 
 
 def full(text: str) -> str:
-    """Return a plain name as a hover says it, escaped."""
+    """Return a plain name for a hover, escaped."""
     return escape(shorten(text, HOVER_WIDTH))
 
 
 LEGEND_LINE = 19  # pixels
 BELOW_AXIS = 60
-"""Pixels that labels and title of an axis take."""
+"""Pixels of the labels and title of an axis."""
 
 
 def legend_below(num_entries: int, plot_width: int = 430, entry_width: int = 142) -> dict[str, Any]:
-    """Return the layout of a figure whose legend lies under the plot, with room for it.
+    """Return the layout fields for a legend under the plot, with room for it.
 
     Args:
-        num_entries: of the legend, or of what it may hold at most.
-        plot_width: pixels of the plot on the narrowest page: the legend's lines are no longer.
+        num_entries: entries of the legend, or their maximum.
+        plot_width: pixels of the plot on the narrowest page, the maximum length of the legend's lines.
         entry_width: pixels of an entry, its mark included.
     """
     in_a_line = max(plot_width // entry_width, 1)
@@ -177,7 +177,7 @@ def format_duration(duration_ns: float) -> str:
 
 
 def format_long(duration_ns: float) -> str:
-    """Return a duration in nanoseconds, of a minute or more in whole parts: ``20789e9`` -> ``"5 h 46 min"``."""
+    """Return a duration in nanoseconds as text, from a minute on in whole units: ``20789e9`` -> ``"5 h 46 min"``."""
     seconds = round(duration_ns / 1e9)
     if seconds < _MINUTE:
         return format_duration(duration_ns)
@@ -187,7 +187,7 @@ def format_long(duration_ns: float) -> str:
 
 
 def format_loss(loss: float, spec: str = ".4g") -> str:
-    """Return a loss as text, ``NaN`` as the dashboard and the panel write it; ``spec``: of a number."""
+    """Return a loss as text, ``NaN`` as in the dashboard and the panel; ``spec`` formats a number."""
     return "NaN" if math.isnan(loss) else format(loss, spec)
 
 
@@ -240,24 +240,24 @@ def _template() -> go.layout.Template:
 
 
 TEMPLATE = _template()
-"""The plotly template of every figure; handed to each one, so that no global default is changed."""
+"""The plotly template of every figure; passed to each one, so that no global default changes."""
 
 _TITLE_LINE, _SUBTITLE_LINE = 24, 17  # pixels
-_TITLE_SIZE, _SMALL_TITLE_SIZE, _SMALL_PAGE = 17, 15, 300  # pixels: of letters, and of a page on which they are small
-_TITLE_LETTER, _SUBTITLE_LETTER = 0.546, 7.38  # width of a letter, in the mean: of its size; pixels
-_EMPTY_LETTER = 9.2  # pixels, where there is nothing else
+_TITLE_SIZE, _SMALL_TITLE_SIZE, _SMALL_PAGE = 17, 15, 300  # pixels: fonts; pages that use the small one
+_TITLE_LETTER, _SUBTITLE_LETTER = 0.546, 7.38  # mean width of a character: relative to its size; pixels
+_EMPTY_LETTER = 9.2  # pixels, in empty figures
 _BESIDE_TITLE = 24  # pixels
-_UNBROKEN = "\u00a0"  # a space at which no line ends: a dot between two sentences stays with the first
-_FIRST_OF_MANY = 12  # pixels: the first line of several is so much higher than the only one
+_UNBROKEN = "\u00a0"  # a space at which no line ends, so that a dot between two sentences stays with the first
+_FIRST_OF_MANY = 12  # pixels by which the first of several lines is higher than a single one
 
 
 def heading(title: str, subtitle: str, width: int = NARROWEST) -> tuple[dict[str, Any], int]:
-    """Return title and subtitle of a layout in lines for a page so wide, and how many pixels they take at its top.
+    """Return title and subtitle of a layout, wrapped for a page, and the pixels they take at its top.
 
     Args:
         title: plain text (escaped here).
         subtitle: plain text (escaped here).
-        width: in pixels.
+        width: of the page, in pixels.
     """
     size = _SMALL_TITLE_SIZE if width < _SMALL_PAGE else _TITLE_SIZE
     room = width - _BESIDE_TITLE
@@ -294,9 +294,9 @@ def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: objec
 
 
 class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
-    """A figure that notebooks draw by themselves when a cell returns it, with a sentence for other places.
+    """A figure that notebooks draw when a cell returns it, with its title as plain text elsewhere.
 
-    Plotly's own representation of a figure as HTML names scripts in the network; ``write_html`` and ``to_html`` are
+    It has no HTML representation, because plotly's loads scripts from the network; ``write_html`` and ``to_html`` are
     plotly's.
     """
 
@@ -309,11 +309,11 @@ class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
         return {PLOTLY_MIME: page, "text/plain": words or "figure"}
 
     def show(self, renderer: str | None = None, **options: object) -> None:
-        """Show the figure now; in a notebook, unless another ``renderer`` of plotly is named, as a cell's result is.
+        """Show the figure now; in a notebook like a cell's result, unless another ``renderer`` is named.
 
         Args:
-            renderer: the name of one of plotly's.
-            options: for it.
+            renderer: name of a plotly renderer.
+            options: its options.
         """
         if renderer is None and "plotly_mimetype" in plotly.io.renderers.default:
             renderer = "plotly_mimetype"
@@ -321,17 +321,17 @@ class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
 
 
 def said(fig: go.Figure) -> tuple[str, str]:
-    """Return title and subtitle of a figure as plain text without lines; empty where there is none."""
+    """Return title and subtitle of a figure as plain text without line breaks; empty where there is none."""
     return plain(fig.layout.title.text or ""), plain(fig.layout.title.subtitle.text or "")
 
 
 def plain(text: str) -> str:
-    """Return text that was broken into lines, and escaped, as it was before."""
+    """Return wrapped and escaped text as plain text in one line."""
     return html.unescape(text.replace("<br>", " "))
 
 
 def add_sentence(fig: go.Figure, sentence: str) -> go.Figure:
-    """Put one more sentence, plain text (escaped here), at the end of a figure's subtitle; returns ``fig``."""
+    """Append a sentence, plain text (escaped here), to a figure's subtitle; return ``fig``."""
     title, subtitle = said(fig)
     titles, top = heading(title, f"{subtitle} · {sentence}" if subtitle else sentence)
     return fig.update_layout(title=titles, margin_t=fig.layout.margin.t + top - heading(title, subtitle)[1])
@@ -342,7 +342,7 @@ def _lines(lines: list[str]) -> str:
 
 
 def empty(sentence: str, title: str = "") -> go.Figure:
-    """Return a figure that says in one plain sentence why there is nothing to draw and what to do about it."""
+    """Return a figure with one plain sentence on why there is nothing to draw and what to do about it."""
     fig = figure(title, height=200, xaxis_visible=False, yaxis_visible=False)
     text = in_lines(sentence)
     fig.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper", font_size=15)
@@ -350,23 +350,23 @@ def empty(sentence: str, title: str = "") -> go.Figure:
 
 
 def in_lines(sentence: str, width: int = NARROWEST) -> str:
-    """Return the sentence of an empty figure, plain text (escaped here), in lines for a page so wide in pixels."""
+    """Return the sentence of an empty figure, plain text (escaped here), wrapped for a page ``width`` pixels wide."""
     return _lines(textwrap.wrap(sentence, int((width - _BESIDE_TITLE) / _EMPTY_LETTER)))
 
 
 def host_clock_words(*headers: Header) -> str:
-    """Return what step times mean where a device computes, which views of many steps take from the host."""
+    """Return a note on step times where a device computes: views of many steps use the host's times."""
     enqueued = any(header.is_enqueued for header in headers)
     return "step times are the host's, which hands work to the GPU and goes on" if enqueued else ""
 
 
 def error_words(error_ns: int) -> str:
-    """Return what times of ranks on different hosts mean, which may be wrong by that; nothing where all are exact."""
+    """Return a note on the clock error between ranks on different hosts; empty for an error of 0."""
     return f"between hosts, differences below {format_duration(error_ns)} mean nothing" if error_ns else ""
 
 
 def clock_words(header: Header, clock: ClockSource) -> str:
-    """Return what times mean where a device computes; nothing on the CPU."""
+    """Return a note on the meaning of times where a device computes; empty on the CPU."""
     if clock is ClockSource.ENQUEUED:
         return "times are when the host enqueued work: when the GPU began and ended it is not recorded"
     if clock is ClockSource.DEVICE:

@@ -1,7 +1,7 @@
-"""What each rank did when: compute, all-gathers, reduce-scatters, and the waits of compute for them.
+"""Timeline of each rank: compute, all-gathers, reduce-scatters, and the waits of compute for them.
 
-One block per rank. The bar of a collective runs from its launch to its true end; a thin arrow points from there to
-the wait for it. Of many ranks that did the same, the one that waited least and the one that waited most are drawn.
+There is one block per rank. The bar of a collective runs from its launch to its true end; a thin arrow points from its
+launch to the wait for it. Of many ranks that did the same, those that waited least and most are drawn.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from workbench.views.tracks import LANES, OTHER_TRACK, TRACKS, WAIT_TRACK, Track
 from workbench.views.window import DrawnSteps, Window, one_rank, window
 
 MAX_RANKS = 8
-"""Blocks drawn; with more ranks, those that did the same share at most two."""
+"""Maximum blocks drawn; with more ranks, those that did the same share at most two."""
 
 MAX_ARROWS = 48
 _DRAWN = tuple(kind for _, kinds in TRACKS for kind in kinds)
-_OPEN = 0.04  # of the picture's width: how far what has not ended reaches beyond the last row
-_HEIGHT = 720  # pixels that the tracks may take together
+_OPEN = 0.04  # of the picture's width: how far running spans reach beyond the last row
+_HEIGHT = 720  # pixels of all tracks together
 _ROW_HEIGHTS = (15, 24)  # pixels of one track
 _GAP = 0.7  # tracks between two ranks
-_SHORT_NAME = 8  # characters of a block's name that has room beside its first track on every page
-_NARROW_TICKS = 4  # of time beside long names
-_NAME_ABOVE, _NAMED_ROW = 0.9, 20  # tracks that another one is above it on a narrow page; pixels of a track there
+_SHORT_NAME = 8  # characters of a block's name that fits beside its first track on every page
+_NARROW_TICKS = 4  # ticks of the time axis beside long names
+_NAME_ABOVE, _NAMED_ROW = 0.9, 20  # longer names on a narrow page: tracks above the first one; pixels of a track
 _PLACES = np.array([0.0, -0.2, 0.2])  # of a lane within its track
 _BAR_HEIGHTS = np.array([0.8, 0.38, 0.38])  # of a lane, in tracks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankBlock:
-    """A rank that is drawn: its name beside the picture, and what is drawn of it."""
+    """A drawn rank: its label and its tracks."""
 
     name: str
     tracks: Tracks
@@ -58,7 +58,7 @@ class RankBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The y axis: blocks from the top, in each the tracks that any block has something on.
+    """The y axis: blocks from the top, each with the tracks that are not empty in all blocks.
 
     A *lane* here counts over all blocks: ``LANES * (len(TRACKS) * block + track) + lane of the track``.
     """
@@ -72,7 +72,7 @@ class Grid:
         return self.num_blocks * (len(self.tracks) + _GAP)
 
     def middle(self, lane: Ints) -> NDArray[np.float64]:
-        """Where the middle of each lane is."""
+        """Return the middle of each lane on the y axis."""
         block, track = np.divmod(lane // LANES, len(TRACKS))
         row = np.searchsorted(self.tracks, track)
         return np.asarray(block * (len(self.tracks) + _GAP) + row + _PLACES[lane % LANES])
@@ -121,7 +121,7 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
 
 
 def _last(drawn: DrawnSteps, between_ns: int) -> dict[int, LastArrivals]:
-    """Return who came last to the collectives of each rank; of many ranks nothing, for they would all be looked at."""
+    """Return the last arrivals at the collectives of each rank; empty for many ranks, where it would take too long."""
     ranks = drawn.trace.ranks
     if len(ranks) > MAX_RANKS:
         return {}
@@ -132,7 +132,7 @@ def _last(drawn: DrawnSteps, between_ns: int) -> dict[int, LastArrivals]:
 
 
 def _chosen(header: Header, parts: Sequence[RankTrace], waited: Mapping[int, int]) -> tuple[dict[int, str], str]:
-    """Return the ranks to draw with their names, and a sentence on the ranks they stand for."""
+    """Return the ranks to draw with their names, and a sentence on the ranks they represent."""
     if len(parts) <= MAX_RANKS:
         return {part.rank: label([part.rank]) for part in parts}, ""
     alike = groups(Trace(header, tuple(parts)), lambda part: did(header, rows_of(part, _DRAWN)))
@@ -238,7 +238,7 @@ def _hovers(
 
 
 def _last_words(bars: Rectangles, i: int, between_ns: int) -> str:
-    """Say who came last to one collective, or that it is not known; of several at once nothing."""
+    """Return who came last to a collective, or that it is unknown, as text; empty for several merged ones."""
     last = int(bars.last[i])
     if last == TOO_CLOSE and bars.count[i] == 1:
         error = theme.format_duration(between_ns)
@@ -253,7 +253,7 @@ def _unit(header: Header, unit: int) -> str:
 
 
 def _amount(bars: Rectangles, i: int) -> str:
-    """How long one bar is, of how many bytes, and how much of it was exposed."""
+    """Return duration, bytes and exposed time of one bar as text."""
     duration_ns, exposed_ns, kind = int(bars.duration_ns[i]), int(bars.exposed_ns[i]), Kind(bars.colour[i])
     parts = [
         f"{bars.count[i]} of them" if bars.count[i] > 1 else "",
@@ -272,7 +272,7 @@ def _amount(bars: Rectangles, i: int) -> str:
 
 
 def _bars(blocks: Sequence[RankBlock]) -> Rectangles:
-    """Return the rectangles of all blocks, fit for a screen, in lanes that count over all blocks."""
+    """Return the rectangles of all blocks, merged for the screen, with lanes counted over all blocks."""
     per_block = LANES * len(TRACKS)
     parts = [replace(b.tracks.bars, lane=b.tracks.bars.lane + per_block * i) for i, b in enumerate(blocks)]
     return for_screen(joined(parts)) if parts else rectangles(*[np.empty(0, np.int64)] * 5)
@@ -304,7 +304,7 @@ def _draw(
 
 
 def _track_name(track: int, bars: Rectangles) -> str:
-    """Return what a track is called; that of other collectives as the only kind of them that is there."""
+    """Return the name of a track; that of other collectives is their kind if there is only one."""
     there = np.unique(bars.colour[bars.lane // LANES % len(TRACKS) == track])
     return Kind(int(there[0])).words if track == OTHER_TRACK and len(there) == 1 else TRACKS[track][0]
 
@@ -314,7 +314,7 @@ def _legend(kind: Kind) -> str:
 
 
 def _add_arrows(fig: go.Figure, blocks: Sequence[RankBlock], grid: Grid, axis: TimeAxis) -> None:
-    """Lead from a collective's issue to the wait for it: the longest waits of each block."""
+    """Add arrows from a collective's issue to the wait for it, for the longest waits of each block."""
     x: list[float] = []
     y: list[float] = []
     for number, block in enumerate(blocks):
@@ -341,7 +341,7 @@ def _add_arrows(fig: go.Figure, blocks: Sequence[RankBlock], grid: Grid, axis: T
 def _on_page(
     fig: go.Figure, blocks: Sequence[RankBlock], grid: Grid, tracks: Sequence[str], width: int
 ) -> dict[str, object]:
-    """Return what is other on a page that is ``width`` pixels wide: long names of ranks are over the blocks there."""
+    """Return the layout changes for a page ``width`` pixels wide: on narrow pages, long names are above the blocks."""
     if width >= theme.NARROWEST or max(len(block.name) for block in blocks) <= _SHORT_NAME:
         return {}
     places, names = [], []

@@ -1,4 +1,4 @@
-"""What a timeline draws of one rank: its compute, its collectives and its waits, as rectangles on tracks."""
+"""One rank's part of a timeline: compute, collectives and waits as rectangles on tracks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from workbench.trace.schema import Rows
 from workbench.views.span_shapes import Rectangles, joined, rectangles
 
 HOST = "host"
-"""Name of the track of what the host handed over, and when, where the others are what its device did."""
+"""Name of the track on which the host enqueues work, next to the device's tracks."""
 
 COMPUTE = tuple(kind for kind in on_track(Track.COMPUTE) if kind is not Kind.STEP)
-"""Kinds drawn as compute: what the rank's own thread does. Of nested ones the innermost is drawn."""
+"""Kinds drawn as compute: the work of the rank's main thread. The innermost of nested spans is drawn."""
 
 TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     *((track.value, COMPUTE if track is Track.COMPUTE else on_track(track)) for track in Track),
     ("copies", COPIES),
     (HOST, COMPUTE),
 )
-"""Name and kinds of each track of a rank, from the top. There are copies apart, and a host, only of a device."""
+"""Name and kinds of each track of a rank, from the top. Only devices have separate copies and a host track."""
 
 OTHER_TRACK, WAIT_TRACK = list(Track).index(Track.OTHER), list(Track).index(Track.WAIT)
 COPY_TRACK, HOST_TRACK = len(Track), len(Track) + 1
 
 LANES = 3
-"""Lanes of a track: all of it, its upper and its lower half, for collectives that are in flight at the same time."""
+"""Lanes of a track: the whole track, and its upper and lower half for collectives in flight at the same time."""
 
 MASKING = (Kind.STEP, Kind.WAIT)
-"""Kinds that are no compute; what lies around them does not compute meanwhile either."""
+"""Kinds that are not compute; spans around them do not compute in that time either."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,11 +44,11 @@ class Tracks:
     Attributes:
         rank: which rank.
         bars: rectangles; their lane is ``LANES * track + lane of the track``.
-        issued_lane: lane of the collective each wait is for, ``[W]``.
+        issued_lane: lane of the collective of each wait, ``[W]``.
         issued_ns: when that was issued, ``[W]``.
         waited_ns: when the wait began, ``[W]``.
-        wait_ns: how long it was, ``[W]``.
-        total_ns: from the first row to the last, not held at a gate.
+        wait_ns: its duration, ``[W]``.
+        total_ns: from the first row to the last, without holds at a gate.
     """
 
     rank: int
@@ -72,10 +72,10 @@ def tracks(
 
     Args:
         part: the rank's rows to draw. Collectives issued before them, and the waits for those, are left out.
-        open_until_ns: up to where to draw what has not ended.
-        last: who came last to its collectives; None: nobody knows.
-        copies: where the rows are a device's, those of its streams beside compute.
-        host: where they are, what the host did.
+        open_until_ns: end time for drawing running spans.
+        last: last arrivals at its collectives; None: unknown.
+        copies: for a device's rows, the copies on its streams other than compute.
+        host: for a device's rows, the host's rows.
     """
     rows, found = part.rows, table(part)
     lane = _lanes(found)
@@ -112,7 +112,7 @@ def _compute(part: RankTrace, open_until_ns: int) -> Rectangles:
 
 
 def _copies(rows: Rows) -> Rectangles:
-    """What streams beside compute copied; one that has not ended is left out."""
+    """Return the copies on streams other than compute; running ones are left out."""
     found = spans(rows, COPIES)
     lane = np.full(len(found), LANES * COPY_TRACK)
     bars = rectangles(lane, found.kind, found.begin_ns, found.end_ns, found.unit)
@@ -127,7 +127,7 @@ def _collectives(found: Collectives, lane: Ints, last: LastArrivals | None) -> R
     return replace(
         bars,
         num_bytes=found.num_bytes,
-        exposed_ns=np.minimum(found.wait_ns, found.time_ns),  # compute wakes up later than the last byte
+        exposed_ns=np.minimum(found.wait_ns, found.time_ns),  # compute wakes up after the last byte
         duration_ns=found.time_ns,
         ended=(found.end_ns >= 0).astype(np.int64),
     )
@@ -148,7 +148,7 @@ def _waits(found: Collectives) -> Rectangles:
 
 
 def _lanes(found: Collectives) -> Ints:
-    """The lane of each collective: the halves of its track in turn while several are in flight, else all of it."""
+    """Return the lane of each collective: alternating halves of its track while several are in flight, else all."""
     lane = np.zeros(len(found), np.int64)
     end_ns = np.where(found.end_ns >= 0, found.end_ns, found.issue_ns + found.time_ns)
     for track, (_, kinds) in enumerate(TRACKS):

@@ -1,7 +1,7 @@
-"""How training goes: the loss, the step time and whatever else was logged, each in a panel of its own over the steps.
+"""Training progress: the loss, the step time and other logged values over the steps, one panel each.
 
-A line is the mean over ranks, the band around it reaches from the lowest to the highest rank. It is cut where another
-model began; the title is of the present one.
+A line is the mean over ranks; the band around it reaches from the lowest to the highest rank. Lines are cut where
+another model began; the title describes the current model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_POINTS = 400
 """Points of one line; with more steps, each point is the mean of several."""
 
 _PANEL_HEIGHT = 250  # pixels
-_MAX_RUNS = 4  # of steps that are named one by one
+_MAX_RUNS = 4  # of steps that are listed
 
 
 def training(trace: Trace) -> go.Figure:
@@ -51,7 +51,7 @@ def training(trace: Trace) -> go.Figure:
 
 
 def _panels(result: Summary) -> list[tuple[Series, dict[str, str]]]:
-    """Return what is drawn, each with its vertical axis: the loss, the step time, everything else."""
+    """Return the series to draw, each with its vertical axis: the loss, the step time, everything else."""
     found = [(s, {"title_text": theme.escape(theme.shorten(name, 28))}) for name, s in result.metrics.items()]
     if len(result.step_times.steps):
         divisor, unit = theme.time_unit(float(np.median(result.step_times.high)))
@@ -89,7 +89,7 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
         sentences.append(
             f"Dotted: another model began; the title is of the present one, from step {result.cuts[-1]} on."
         )
-    if result.behind and num_ranks > MANY:  # of few that is so for a moment only
+    if result.behind and num_ranks > MANY:  # with few ranks this lasts only a moment
         last = step_name(int(result.step_times.steps[-1]))
         have = "have" if len(result.behind) > 1 else "has"
         named = who(header, result.behind)
@@ -112,7 +112,7 @@ def _not_finite(series: Series, header: Header) -> str:
 
 
 def _without_loss(result: Summary) -> str:
-    """Say which steps of the present model logged no loss, and how one is logged; empty: all have one."""
+    """Return which steps of the current model logged no loss, and how to log one, as text; empty if all have one."""
     lacking = result.steps_without_loss.tolist()
     if not lacking and len(result.losses):
         return ""
@@ -124,7 +124,7 @@ def _without_loss(result: Summary) -> str:
 
 
 def _some_steps(steps: list[int]) -> str:
-    """``"step 3"``, ``"steps 3-5"``, ``"12 steps, first at step 3"``."""
+    """Return ``"step 3"``, ``"steps 3-5"`` or ``"12 steps, first at step 3"``."""
     if len(runs(steps)) > _MAX_RUNS:
         return f"{len(steps)} steps, first at step {steps[0]}"
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {ranges(steps)}"
@@ -165,7 +165,7 @@ def _band(colour: str) -> str:
 
 
 def _outline(points: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the outline of the band as x and y, ``[2N + gaps]``: each run of finite points closed by itself."""
+    """Return the outline of the band as x and y, ``[2N + gaps]``: one closed outline per run of finite points."""
     known = np.flatnonzero(np.isfinite(points.low) & np.isfinite(points.high))
     parts = np.split(known, np.flatnonzero(np.diff(known) > 1) + 1)
     gap = np.full(1, np.nan)
@@ -175,7 +175,7 @@ def _outline(points: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _in_parts(series: Series, cuts: tuple[int, ...]) -> Series:
-    """Return the points of a line with a gap at each of ``cuts``: a point without a value."""
+    """Return the points of a line with a gap, a NaN point, at each of ``cuts``."""
     edges = [0, *np.searchsorted(series.steps, cuts).tolist(), len(series.steps)]
     parts = [_thinned(_part(series, slice(a, b)), len(series.steps)) for a, b in pairwise(edges) if a < b]
     begins = np.cumsum([len(part.steps) for part in parts])[:-1]
@@ -196,7 +196,7 @@ def _part(series: Series, place: slice) -> Series:
 
 
 def _thinned(series: Series, num_steps: int) -> Series:
-    """Return points for runs of neighbouring steps, MAX_POINTS of ``num_steps``; what is not finite becomes a gap."""
+    """Return points that each average a run of steps, MAX_POINTS per ``num_steps``; values not finite become gaps."""
     bucket = max(-(-num_steps // MAX_POINTS), 1)
     starts = np.arange(0, len(series.steps), bucket)
     sizes = np.diff(np.append(starts, len(series.steps)))

@@ -1,4 +1,4 @@
-"""Which units a view is asked for."""
+"""Selection of units by a view's ``unit`` option."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from workbench.protocol.breakpoints import chosen_units
 
 
 def meant(units: Sequence[Unit], unit: str | None) -> tuple[Unit, ...]:
-    """Return those of ``units`` that a person means by a name, a pattern, or ``(root)``; all for None.
+    """Return the ``units`` selected by a name, a pattern, or ``(root)``; all for None.
 
     Raises:
-        UsageError: there is no such unit; the message lists those there are, the nearest first.
+        UsageError: there is no such unit; the message lists the existing ones, the nearest first.
     """
     chosen = [each.name for each in units] if unit is None else chosen_units(unit, [each.name for each in units])
     return tuple(each for each in units if each.name in chosen)

@@ -1,4 +1,4 @@
-"""Which part of a trace a view shows: the last training step, a step by number, or several in a row."""
+"""The part of a trace that a view shows: the last training step, a step by number, or several in a row."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _WORK = (*WORK, *COLLECTIVES)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DrawnSteps:
-    """What is drawn of some steps, at the times at which it is shown.
+    """The rows to draw for some steps, with times on the drawn axis.
 
     Attributes:
         trace: the ranks' rows.
-        cuts: what is cut out of the time axis.
-        clock: whose times they are.
-        extent_ns: the first and the last time of any rank: where every picture of the window has its zero and its end.
-        is_whole: there are all rows; else devices have not come to some yet.
-        host: where they are a device's, by rank what the host did meanwhile; else nothing.
-        copies: where they are a device's, by rank what streams beside that of compute copied; else nothing.
+        cuts: the cuts of the time axis.
+        clock: the clock of the times.
+        extent_ns: first and last time of any rank: zero and end of the axis in every picture of the window.
+        is_whole: whether all rows are included; False while devices have not reached some.
+        host: for a device's times, the host's rows by rank; else empty.
+        copies: for a device's times, the copies on streams other than compute by rank; else empty.
     """
 
     trace: Trace
@@ -43,7 +43,7 @@ class DrawnSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Some training steps in a row, or a trace in which no step has begun yet.
+    """Some consecutive training steps, or a trace in which no step has begun yet.
 
     Attributes:
         first: first step, -1 if there is no step.
@@ -65,7 +65,7 @@ class Window:
         return rank_trace.places_of(self.first, self.last)
 
     def stateless(self, rank_trace: RankTrace) -> RankTrace:
-        """Return a rank's rows in the window without the state before them, which takes longer to find than they."""
+        """Return a rank's rows in the window without the state before them, which takes longer to find."""
         begin, end = self.places(rank_trace)
         return rank_trace.part(begin, end, KeyFrame(seq=rank_trace.start.seq + begin))
 
@@ -75,17 +75,17 @@ class Window:
         return rank_trace.cut(rank_trace.start.seq + begin, rank_trace.start.seq + end)
 
     def shown(self, trace: Trace) -> tuple[Trace, Cuts]:
-        """Return the ranks that have rows in the window with the times at which they are shown, and what is cut out.
+        """Return the ranks with rows in the window, with times on the cut axis, and the cuts.
 
-        Without the state before those rows.
+        The state before the rows is left out.
         """
         parts = map(self.stateless, trace.ranks)
         return without_holds(Trace(trace.header, tuple(part for part in parts if len(part.rows))), LEAST_IDLE_NS)
 
     def drawn(self, trace: Trace) -> DrawnSteps:
-        """Return what is drawn of the window: what the devices did, where that is told, else what the host did.
+        """Return the rows to draw for the window, with device times if there are any, else with host times.
 
-        A rank of whose device nothing is told, while it is of others, is left out.
+        If some ranks have device times, ranks without them are left out.
         """
         host, cuts = self.shown(trace)
         parts = map(self.stateless, trace.ranks)
@@ -95,7 +95,7 @@ class Window:
             return DrawnSteps(trace=host, cuts=cuts, clock=clock, extent_ns=extent_ns(host))
         ends = {part.rank: part.end_seq for part in host.ranks}
         moved = Trace(trace.header, tuple(replace(told.part, rows=cuts.rows(told.part.rows)) for told in found))
-        begin_ns, end_ns = extent_ns(host)  # what a device does is handed to it before
+        begin_ns, end_ns = extent_ns(host)  # the host enqueues work before the device runs it
         return DrawnSteps(
             trace=moved,
             cuts=cuts,
@@ -107,17 +107,17 @@ class Window:
         )
 
     def has_ended(self, part: RankTrace) -> bool:
-        """Whether a rank's rows in the window hold the end of the last step."""
+        """Whether a rank's rows in the window include the end of the last step."""
         rows = rows_of(part, (Kind.STEP,))
         return self.last < 0 or bool(((rows["edge"] == Edge.END) & (rows["step"] == self.last)).any())
 
 
 def window(trace: Trace, step: int | None, count: int) -> Window:
-    """Return the window of ``count`` steps up to and with ``step``.
+    """Return the window of ``count`` steps up to and including ``step``.
 
     Args:
-        trace: what happened.
-        step: the last step to show; None: the last one in which any rank did something, whether or not it has ended.
+        trace: the trace.
+        step: the last step to show; None: the last one in which any rank worked, whether or not it has ended.
         count: how many steps; a trace with fewer is shown whole.
 
     Raises:
@@ -132,7 +132,7 @@ def window(trace: Trace, step: int | None, count: int) -> Window:
 
 
 def one_rank(trace: Trace, rank: int) -> RankTrace:
-    """Return the rank asked for, as it was recorded.
+    """Return the trace of one rank, as recorded.
 
     Raises:
         UsageError: the trace has no such rank.
@@ -144,7 +144,7 @@ def one_rank(trace: Trace, rank: int) -> RankTrace:
 
 
 def _last_step(trace: Trace) -> int:
-    """The last step with work of a unit or the optimizer, else the last one at all, else -1."""
+    """Return the last step with work of a unit or the optimizer, else the last step, else -1."""
     known = steps(trace)
     return next(
         (step for step in reversed(known) if any(_worked(rank, step) for rank in trace.ranks)), max(known, default=-1)

@@ -1,7 +1,6 @@
 """A small GPT, written to be sharded: every block is one module of class ``Block`` in the list ``blocks``.
 
-Shape suffixes: B sequences, T tokens of a sequence, D width, H heads, K elements of one head (D = H * K),
-V vocabulary.
+Shape suffixes: B sequences, T tokens per sequence, D width, H heads, K elements per head (D = H * K), V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention: a token sees itself and what came before it."""
+    """Causal multi-head self-attention: a token attends to itself and earlier tokens."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return what each token gathered from its past, ``(B, T, D)``."""
+        """Return the attention output of each token, ``(B, T, D)``."""
         q_BHTK, k_BHTK, v_BHTK = (
             part_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part_BTD in self.qkv(x_BTD).chunk(3, -1)
         )
@@ -96,11 +95,11 @@ class GPT(nn.Module):
         self.ln = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie_weights:
-            nn.init.normal_(self.tokens.weight, std=config.width**-0.5)  # as a head, it must start with scores near 1
+            nn.init.normal_(self.tokens.weight, std=config.width**-0.5)  # as the head, it needs initial scores near 1
             self.head.weight = self.tokens.weight
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Return the scores of each next token, ``(B, T, V)``, for token numbers ``(B, T)``.
+        """Return the next-token scores, ``(B, T, V)``, for token numbers ``(B, T)``.
 
         Raises:
             ValueError: a sequence is longer than ``config.max_tokens``.

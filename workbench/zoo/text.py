@@ -1,6 +1,6 @@
-"""Real text that every Python carries, as characters: the help topics of ``pydoc``, about 0.5 MB of English prose.
+"""Real text that ships with Python, as characters: the help topics of ``pydoc``, about 0.5 MB of English prose.
 
-The last tenth is held out. Token numbers are 1-D int64 tensors; B sequences, T tokens of a sequence, V vocabulary.
+The last tenth is held out. Token numbers are 1-D int64 tensors; B sequences, T tokens per sequence, V vocabulary.
 Losses are in nats per character.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from workbench.zoo.gpt import next_token_loss
 
 HELD_OUT: Final = 0.1
-"""Part of the text, counted from its end, that training never sees."""
+"""Fraction of the text, at its end, that training never sees."""
 
-_EVAL_SEQUENCES = 64  # per forward: what a laptop's memory holds easily
+_EVAL_SEQUENCES = 64  # per forward; fits easily into a laptop's memory
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Text:
     """A text as numbers, split in two.
 
     Attributes:
-        train: token numbers to learn from, ``(N,)``.
+        train: token numbers for training, ``(N,)``.
         heldout: token numbers that follow them, ``(M,)``.
-        characters: the vocabulary, sorted; token number n stands for ``characters[n]``.
+        characters: the vocabulary, sorted; token number n is ``characters[n]``.
     """
 
     train: Tensor
@@ -36,7 +36,7 @@ class Text:
     characters: str
 
     def decode(self, ids: Tensor) -> str:
-        """Return the characters that the token numbers ``ids`` stand for."""
+        """Return the text for the token numbers ``ids``."""
         return "".join(self.characters[i] for i in ids.tolist())
 
 
@@ -46,7 +46,7 @@ def load_text() -> Text:
 
 
 def split_text(text: str) -> Text:
-    """Return ``text`` as numbers, its last tenth held out.
+    """Return ``text`` as token numbers, with the last tenth held out.
 
     Example: the 10 characters ``"abbaabbaca"`` -> train ``[0, 1, 1, 0, 0, 1, 1, 0, 2]``, held out ``[0]``.
     """
@@ -58,23 +58,23 @@ def split_text(text: str) -> Text:
 
 
 def rank_generator(seed: int, rank: int) -> torch.Generator:
-    """Return a CPU generator that gives each rank a stream of its own and the same one each time."""
+    """Return a CPU generator with a reproducible stream that differs between ranks."""
     return torch.Generator().manual_seed(seed * 1_000_003 + rank)
 
 
 def sample_batch(
     ids: Tensor, *, num_sequences: int, num_tokens: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return pieces of ``ids`` at random places: inputs ``(B, T)``, and targets one character further on.
+    """Return random pieces of ``ids``: inputs ``(B, T)``, and targets shifted by one character.
 
     Args:
         ids: token numbers, ``(N,)``.
         num_sequences: B.
         num_tokens: T.
-        generator: where chance comes from, see :func:`rank_generator`.
+        generator: source of randomness, see :func:`rank_generator`.
 
     Raises:
-        ValueError: ``ids`` has no room for one sequence and its last target.
+        ValueError: ``ids`` is too short for one sequence and its last target.
     """
     if len(ids) <= num_tokens:
         raise ValueError(f"{num_tokens} tokens and the one after them need a text of {num_tokens + 1}, not {len(ids)}")
@@ -84,10 +84,10 @@ def sample_batch(
 
 
 def unigram_loss(text: Text) -> float:
-    """Return the held-out loss of a model that knows only how often each character occurs in the training part.
+    """Return the held-out loss of a model that knows only character frequencies in the training part.
 
-    It is ``-sum_c q(c) log p(c)``: q the held-out frequencies, p the training counts with one added to each
-    character, so that none has probability 0. A language model must get below it to have learned any order.
+    It is ``-sum_c q(c) log p(c)``: q the held-out frequencies, p from the training counts plus one for each character,
+    so that none has probability 0. A language model below this loss has learned something about order.
     """
     num_characters = len(text.characters)
     counts_V = torch.bincount(text.train, minlength=num_characters).double() + 1
@@ -99,13 +99,13 @@ def unigram_loss(text: Text) -> float:
 def heldout_loss(model: nn.Module, text: Text, *, num_tokens: int, device: torch.device | str = "cpu") -> float:
     """Return the mean loss over the held-out part, cut into whole sequences.
 
-    Every rank runs the same forwards, as a sharded model needs, and gets the same number.
+    Every rank runs the same forwards, as a sharded model requires, and returns the same number.
 
     Args:
-        model: maps token numbers ``(B, T)`` to scores ``(B, T, V)``; put in eval mode meanwhile.
-        text: what was held out of it.
+        model: maps token numbers ``(B, T)`` to scores ``(B, T, V)``; in eval mode during the call.
+        text: its held-out part is evaluated.
         num_tokens: T.
-        device: where the model lives.
+        device: device of the model.
 
     Raises:
         ValueError: the held-out part is shorter than one sequence and its last target.
