@@ -1,4 +1,4 @@
-"""Arrival times of a rank's rows: for each row the latest time among it and the rows before it."""
+"""Arrival times of a rank's rows: the running maximum of the rows' times."""
 
 from __future__ import annotations
 

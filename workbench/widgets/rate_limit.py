@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 BYTES_PER_S = 48 * 1024
-"""Limit on the binary data of one open view; with the text of its messages that stays below 64 KiB."""
+"""Limit on the binary data of one open view; with the text of its messages it stays below 64 KiB a second."""
 
 EVERY_S = 0.1
 """Minimum time between two answers."""
 
 LEISURE = 8
-"""The kernel works for a view at most 1/LEISURE of the time."""
+"""Rest after an answer, as a multiple of the kernel's work for it; at most IDLE_S."""
 
 LOOK_S = 0.05
 """Time between two checks for something new."""

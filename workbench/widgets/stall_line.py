@@ -46,7 +46,7 @@ class StallLine:
             self._stream.flush()
 
     def before(self, emit: Callable[[_T], None]) -> Callable[[_T], None]:
-        """Return ``emit`` for outputs of the cell, which clears the line first where both share a stream."""
+        """Return ``emit`` wrapped to clear the line first, where it shares the stream with the cell's outputs."""
 
         def give_way(output: _T) -> None:
             if self._shown and not in_notebook():

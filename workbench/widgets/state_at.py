@@ -2,9 +2,9 @@
 
 Key frames are kept, so that a moment late in a long trace costs no more than one at its beginning. Ranks with the same
 history up to the same row share one computed state: among many ranks few differ. Times are nanoseconds. A row counts
-from its *arrival time*: the latest time among it and the rows before it, as for ``%fsdp back`` (the end of a collective
-may have an earlier time than rows recorded before it). So a moment depends on its time alone, and agrees with what is
-drawn over time (:mod:`workbench.widgets.window_detail`).
+from its *arrival time*, as for ``%fsdp back``: its own time or that of an earlier row, whichever is later (the end of a
+collective may have an earlier time than rows recorded before it). So a moment depends on its time alone, and agrees
+with what is drawn over time (:mod:`workbench.widgets.window_detail`).
 """
 
 from __future__ import annotations
