@@ -207,7 +207,7 @@ def _spell(question: FormatCommand) -> Answer:
 
 
 def _run(workbench: Workbench, command: Command) -> Any:  # noqa: ANN401 - depends on the command
-    """Run a command, in the background if ranks train: the notebook stays free."""
+    """Run a command, ``continue`` and ``next`` in the background: the notebook stays free."""
     match command:
         case Continue():
             return workbench.resume(background=True)

@@ -21,7 +21,7 @@ COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
         ("start", "f8"),
         ("duration", "f4"),
         ("bytes", "f4"),
-        ("before", "f4"),  # of a wait: how long before it its collective was issued; NaN: unknown
+        ("before", "f4"),  # of a wait: time since the issue of its collective; NaN: unknown
         ("unit", "i2"),
         ("track", "u1"),
         ("kind", "u1"),
