@@ -1,4 +1,4 @@
-/** What the panel does as commands of JupyterLab: for the palette, shortcuts and context menus. */
+/** The panel's actions as JupyterLab commands: for the palette, shortcuts and context menus. */
 import type { JupyterFrontEnd } from "@jupyterlab/application";
 
 import type { Notebooks } from "./notebooks";
@@ -7,12 +7,12 @@ import { type Break, type Command, VIEWS } from "./protocol";
 import type { Settings } from "./settings";
 import { type Can, can, pathOf } from "./words";
 
-/** What is drawn, or said in a table. */
+/** A view: drawn, or shown as a table. */
 export type ViewWord = keyof typeof VIEWS;
 
 interface Around {
   readonly openPanel: () => void;
-  /** Show a section of the panel, and give the focus to its first field. */
+  /** Show a section of the panel, and focus its first field. */
   readonly openForm: (section: string) => void;
   readonly stop: () => void;
   readonly settings: () => Settings;
@@ -42,12 +42,12 @@ const ACTIONS: readonly Action[] = [
   { id: "fsdp:verify", label: "Verify a Step", able: "step", command: { word: "verify" } },
 ];
 
-/** The command that a view is drawn by. */
+/** The command that draws a view. */
 export function viewOf(word: ViewWord): Command {
   return { word };
 }
 
-/** Forms of the panel that a command leads to: what it is called, and the section that has it. */
+/** Commands that lead to a form of the panel: id, label, and section of the form. */
 const FORMS = [
   ["fsdp:export", "Export\u2026", "Record"],
   ["fsdp:open", "Open a Trace\u2026", "Record"],
@@ -55,7 +55,7 @@ const FORMS = [
   ["fsdp:shard", "Shard\u2026", "Shard"],
 ] as const;
 
-/** Add them; returns those that make sense without a menu. */
+/** Add all commands; returns the ids of those that make sense without a context menu. */
 export function addActions(
   app: JupyterFrontEnd,
   notebooks: Notebooks,
@@ -93,7 +93,7 @@ export function addActions(
   return added;
 }
 
-/** What the context menu of a unit does. */
+/** Add the commands of a unit's context menu. */
 function addUnitActions(app: JupyterFrontEnd, notebooks: Notebooks, pictures: Pictures, openForm: () => void): void {
   const unit = (): string | undefined =>
     app.contextMenuHitTest(({ dataset }) => dataset.fsdpUnit !== undefined)?.dataset.fsdpUnit;

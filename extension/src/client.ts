@@ -1,26 +1,26 @@
 /**
- * One side of the protocol: asks the kernel, hands out its answers, and keeps looking while somebody wants to know.
+ * The panel's side of the protocol: asks the kernel, dispatches its answers, and polls its state while awake.
  *
- * It knows nothing of Jupyter: a channel is anything that carries messages. An answer that does not come is noticed
- * after SILENT_MS, said, and asked for again, so that a lost message, a laptop asleep or a kernel too busy to answer
- * never leaves an old state on the screen as if it were the present one.
+ * It is independent of Jupyter: a channel is anything that carries messages. A missing answer is noticed after
+ * SILENT_MS, reported, and requested again, so that a lost message, a laptop asleep or a kernel too busy to answer
+ * never leaves an old state on the screen as if it were current.
  */
 import { type IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
 
 import { type Answer, type Question, type State, VERSION, type Welcome } from "./protocol";
 
-/** Milliseconds without an answer after which the kernel counts as silent; it answers a look within a second. */
+/** Milliseconds without an answer after which the kernel counts as silent; it answers a `look` within a second. */
 export const SILENT_MS = 1_800;
 
-/** Carries messages to the kernel; what comes from there goes to `Client.receive`. */
+/** Carries messages to the kernel; those from the kernel go to `Client.receive`. */
 export interface Channel {
   send(question: Question): void;
   /** Whether the kernel runs something, so that it may answer late. */
   readonly isBusy?: () => boolean;
 }
 
-/** How things stand between panel and kernel. */
+/** State of the connection between panel and kernel. */
 export type Standing =
   | { readonly kind: "away"; readonly why: Away; readonly text: string }
   | { readonly kind: "opening" }
@@ -28,18 +28,18 @@ export type Standing =
   | { readonly kind: "live" }
   | { readonly kind: "silent"; readonly isBusy: boolean };
 
-/** Why there is nobody to ask. */
+/** Why there is no kernel to ask. */
 export type Away = "no notebook" | "no kernel" | "not loaded" | "restarting" | "dead" | "cut" | "connecting";
 
 type WithoutNumber<T> = T extends { number: number } ? Omit<T, "number"> : never;
 
-/** A question; its number is given to it when it is sent. */
+/** A question; it gets its number when it is sent. */
 export type Asked = WithoutNumber<Question>;
 
 /** The answers that have a word, by that word. */
 export type AnswerOf<W extends Answer["word"]> = Extract<Answer, { word: W }>;
 
-/** A question was refused, or its answer can no longer come. */
+/** A question was refused, or its answer can no longer arrive. */
 export class Refusal extends Error {}
 
 interface Waiting {
@@ -56,7 +56,7 @@ export class Client implements IDisposable {
   #channel: Channel | null = null;
   #standing: Standing = { kind: "away", why: "no notebook", text: "" };
   #number = 0;
-  #look = -1; // number of the look that is on its way
+  #look = -1; // number of the pending `look`
   #timer: ReturnType<typeof setTimeout> | undefined;
   #restMs = 0;
   #isAwake = true;
@@ -75,7 +75,7 @@ export class Client implements IDisposable {
     return this.#standingChanged;
   }
 
-  /** A state has come. What `units` it leaves out are those of the state before, as the protocol has it. */
+  /** A state has arrived. If it has no `units`, those of the state before still hold, as the protocol says. */
   get stateChanged(): ISignal<this, State> {
     return this.#stateChanged;
   }
@@ -90,7 +90,7 @@ export class Client implements IDisposable {
     Signal.clearData(this);
   }
 
-  /** Begin with a channel that was just opened. */
+  /** Begin with a newly opened channel. */
   begin(channel: Channel): void {
     this.#end();
     this.#channel = channel;
@@ -99,27 +99,27 @@ export class Client implements IDisposable {
       (welcome) => {
         if (this.#channel === channel) this.#welcomed(welcome);
       },
-      () => undefined, // the channel is gone, and that was said
+      () => undefined, // the channel is gone, which was reported
     );
   }
 
-  /** There is nobody to ask any more. */
+  /** Drop the channel: there is no kernel to ask. */
   away(why: Away, text = ""): void {
     this.#end();
     this.#stand({ kind: "away", why, text });
   }
 
-  /** Take what the kernel has sent. */
+  /** Handle a message from the kernel. */
   receive(answer: Answer): void {
     const waiting = this.#waiting.get(answer.number);
     this.#waiting.delete(answer.number);
     if (answer.word === "state") this.#took(answer);
-    if (waiting === undefined) return; // nobody waits for it any more
+    if (waiting === undefined) return; // no longer waited for
     if (answer.word === "refused") waiting.reject(new Refusal(answer.text));
     else waiting.resolve(answer);
   }
 
-  /** Ask, and get the answer; rejected with a Refusal. */
+  /** Ask and return the answer; rejects with a Refusal. */
   async ask<W extends Answer["word"]>(question: Asked): Promise<AnswerOf<W>> {
     return new Promise((resolve, reject) => {
       const number = this.#send(question);
@@ -128,12 +128,12 @@ export class Client implements IDisposable {
     });
   }
 
-  /** Set how many milliseconds pass at least from a state to the question for the next one. */
+  /** Set the minimum milliseconds from a state to the question for the next one. */
   set restMs(restMs: number) {
     this.#restMs = restMs;
   }
 
-  /** Sleep while nobody looks: nothing is asked then, and everything again on waking. */
+  /** Sleep while the panel is out of sight: ask nothing then, and everything again on waking. */
   set isAwake(isAwake: boolean) {
     if (isAwake === this.#isAwake) return;
     this.#isAwake = isAwake;
@@ -156,7 +156,7 @@ export class Client implements IDisposable {
   }
 
   #took(state: State): void {
-    if (state.number !== this.#look) return; // an older one came late
+    if (state.number !== this.#look) return; // an older one arrived late
     clearTimeout(this.#timer);
     this.#look = -1;
     this.#stand({ kind: "live" });
@@ -180,7 +180,7 @@ export class Client implements IDisposable {
     try {
       this.#channel.send({ ...question, number: this.#number });
     } catch {
-      return -1; // it was closed under our hands; whoever owns it says so
+      return -1; // closed meanwhile, which its owner reports
     }
     return this.#number;
   }

@@ -1,10 +1,10 @@
 /**
- * A comm with the kernel of one notebook, opened again whenever it can be.
+ * A comm with the kernel of one notebook, reopened whenever possible.
  *
- * A kernel that does not know the target closes the comm: the extension is not loaded there. It is tried again when
- * something was run, as only that can load it. A restart ends comms without a word of their own. A socket that is closed on
- * purpose (1000, 1001) JupyterLab never opens again by itself, nor one that it could not open after several tries: that
- * is told, and `reconnect` opens it.
+ * A kernel that does not know the target closes the comm: the extension is not loaded there. The comm is tried again
+ * after each execution, as only that can load it. A restart ends comms without a message. JupyterLab never reopens a
+ * socket that was closed on purpose (1000, 1001), nor one that it could not open after several tries: the listener is
+ * notified, and `reconnect` opens it.
  */
 import type { ISessionContext } from "@jupyterlab/apputils";
 import type { Kernel, KernelMessage } from "@jupyterlab/services";
@@ -14,13 +14,13 @@ import { Signal } from "@lumino/signaling";
 
 import type { Away } from "./client";
 
-/** What becomes of a connection. */
+/** Receives the events of a connection. */
 export interface Listener {
-  /** A comm was opened; whether somebody answers is still to be seen. */
+  /** A comm was opened; whether the kernel answers is not known yet. */
   opened(send: (data: object) => void): void;
-  /** A message has come. */
+  /** A message has arrived. */
   received(data: JSONValue, buffers: readonly (ArrayBuffer | ArrayBufferView)[]): void;
-  /** There is none now. */
+  /** There is no comm now. */
   lost(why: Away): void;
 }
 
@@ -38,8 +38,8 @@ export class Connection implements IDisposable {
   #kernel: Kernel.IKernelConnection | null = null;
   #comm: Kernel.IComm | null = null;
   #tries = 0;
-  #isNew = false; // a kernel that has restarted and was not asked yet
-  #isCut = false; // the socket is gone for good; what the comm was told meanwhile is lost
+  #isNew = false; // the kernel has restarted and was not asked yet
+  #isCut = false; // the socket is closed for good; messages sent meanwhile are lost
   #isDisposed = false;
 
   constructor(session: ISessionContext, target: string, listener: Listener) {
@@ -73,9 +73,9 @@ export class Connection implements IDisposable {
     if (this.#comm === null) void this.#open();
   }
 
-  /** Open the socket to the kernel again, for all that need it in this page. */
+  /** Reopen the socket to the kernel, for everything in this page that uses it. */
   reconnect(): void {
-    this.#kernel?.reconnect().catch(() => undefined); // what became of it is told by the status
+    this.#kernel?.reconnect().catch(() => undefined); // the status reports the result
   }
 
   #take(): void {
@@ -100,7 +100,7 @@ export class Connection implements IDisposable {
     this.#kernel = null;
   }
 
-  /** Drop the comm, and let the kernel know. */
+  /** Drop the comm and notify the kernel. */
   #close(): void {
     const comm = this.#drop();
     if (comm !== null && this.#kernel?.isDisposed === false && !comm.isDisposed) comm.close();
@@ -127,7 +127,7 @@ export class Connection implements IDisposable {
       this.#comm = comm = kernel.createComm(this.#target);
       await hasSubshell(kernel, comm);
     } catch {
-      if (isMine()) this.#comm = null; // the kernel has restarted meanwhile, of which we hear
+      if (isMine()) this.#comm = null; // the kernel has restarted, which its status reports
       return;
     }
     if (isMine()) this.#use(comm);
@@ -162,7 +162,7 @@ export class Connection implements IDisposable {
   }
 
   #onSocket(kernel: Kernel.IKernelConnection, status: Kernel.ConnectionStatus): void {
-    if (kernel.isDisposed || kernel.status === "dead") return; // that is told, and so is another one that comes
+    if (kernel.isDisposed || kernel.status === "dead") return; // reported elsewhere, as a new kernel is
     if (status === "disconnected") {
       this.#isCut = true;
       this.#listener.lost("cut");

@@ -1,4 +1,4 @@
-/** The dashboard beside a notebook: the program of the widget, over a comm of its own, in a tab. */
+/** The dashboard beside a notebook: the widget's program over a comm of its own, in a tab. */
 import type { INotebookTracker } from "@jupyterlab/notebook";
 import type { JSONValue } from "@lumino/coreutils";
 import type { Message } from "@lumino/messaging";
@@ -14,7 +14,7 @@ import { closedWords } from "./words";
 
 type Send = (data: object) => void;
 
-/** Loads the workbench in the kernel of the notebook that is followed; why it could not be, else an empty text. */
+/** Loads the workbench in the kernel of the followed notebook; returns why that failed, else an empty text. */
 export type Load = () => Promise<string>;
 
 const WHY: Readonly<Record<Exclude<Away, "no notebook">, string>> = {
@@ -26,10 +26,10 @@ const WHY: Readonly<Record<Exclude<Away, "no notebook">, string>> = {
   connecting: "connects to its kernel\u2026",
 };
 
-/** With what the ranks are gone as well. */
+/** Reasons for which the ranks are gone as well. */
 const ENDS_RANKS: ReadonlySet<Away> = new Set(["no kernel", "not loaded", "restarting", "dead"]);
 
-/** What the program of the widget needs of a model: here a comm, there one of ipywidgets. */
+/** The model that the widget's program needs, over a comm instead of ipywidgets. */
 class CommModel implements Model {
   readonly #about: About;
   readonly #calls = new Set<OnMessage>();
@@ -65,7 +65,7 @@ export class DashboardWidget extends Widget implements Listener {
   readonly #load: Load;
   readonly #box = document.createElement("div");
   #path: string;
-  #numRanks = 0; // alive, as the kernel said last
+  #numRanks = 0; // alive, as the kernel last reported
   #connection: Connection | null = null;
   #send: Send = () => undefined;
   #model: CommModel | null = null;
@@ -85,7 +85,7 @@ export class DashboardWidget extends Widget implements Listener {
     this.#find();
   }
 
-  /** Of the notebook whose ranks are shown. */
+  /** Path of the notebook whose ranks are shown. */
   get path(): string {
     return this.#path;
   }
@@ -149,12 +149,12 @@ export class DashboardWidget extends Widget implements Listener {
   }
 
   #end(): void {
-    this.#model = null; // what is said from here on has no one to hear it
+    this.#model = null; // drop its messages from now on
     this.#unrender();
     this.#unrender = () => undefined;
   }
 
-  /** Connect to the notebook, once it is open. */
+  /** Connect to the notebook once it is open. */
   #find(): void {
     if (this.#connection !== null) return;
     const panel = this.#notebooks.find(({ context }) => context.path === this.#path);

@@ -1,4 +1,4 @@
-/** A cell that has all that a step needs: a model, an optimizer and `train_step`. */
+/** A cell with everything a step needs: a model, an optimizer and `train_step`. */
 import type { Notebook } from "@jupyterlab/notebook";
 
 export const EXAMPLE = `%%fsdp
@@ -22,7 +22,7 @@ def train_step():
     return loss.item()
 `;
 
-/** Put the example into a cell at the end and make it active; where a cell has it, make that one active. */
+/** Insert the example into a cell at the end and activate it; if a cell has it, activate that one. */
 export function insertExample(notebook: Notebook): void {
   const model = notebook.model;
   if (model === null) return;

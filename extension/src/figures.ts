@@ -1,13 +1,13 @@
-/** Figures in notebooks: drawn by plotly's renderer, and laid out for the width that they have there. */
+/** Figures in notebooks: drawn by plotly's renderer, and laid out for their width there. */
 import type { IRenderMime, IRenderMimeRegistry } from "@jupyterlab/rendermime";
 
 import { followWidth, type Graph } from "../../workbench/widgets/static/figures.js";
 
 const FIGURE = "application/vnd.plotly.v1+json";
 const PICTURE = "image/png";
-const RANK = 2; // that plotly's extension has
+const RANK = 2; // of plotly's extension
 
-/** Have figures follow their width; where nothing draws them, nothing is changed. */
+/** Make figures follow their width; no-op if no renderer draws them. */
 export function followWidths(rendermime: IRenderMimeRegistry): void {
   const plotly = rendermime.getFactory(FIGURE);
   if (plotly === undefined) return;
@@ -28,8 +28,8 @@ function follow(renderer: IRenderMime.IRenderer): IRenderMime.IRenderer {
 }
 
 /**
- * A model with a figure of its own, for its layout changes, and a notebook keeps the one that it was given. Nor is the
- * picture told that is kept beside a figure: it has the width and the colours of the page on which it was drawn.
+ * A model with a copy of the figure, whose layout may change while the notebook keeps the original. The picture stored
+ * with a figure is not passed on: it has the width and colours of the page where it was drawn.
  */
 function ownFigure(model: IRenderMime.IMimeModel): IRenderMime.IMimeModel {
   const { [FIGURE]: given, [PICTURE]: picture, ...others } = model.data;

@@ -1,10 +1,10 @@
-/** Whoever works by keyboard or screen reader keeps the focus: when what has it is taken away, and when a menu closes. */
+/** Keeps the focus of keyboard and screen reader users: when the focused element is removed, and when a menu closes. */
 import type { JupyterFrontEnd } from "@jupyterlab/application";
 import type { IDisposable } from "@lumino/disposable";
 
 const TABBABLE = "a[href], button, input, select, summary, textarea, [tabindex]";
 
-/** What Tab stops at inside of an element, in that order; not what is folded away, which cannot have the focus. */
+/** The tab stops inside an element, in order, without hidden ones, which cannot have the focus. */
 function tabbable(node: HTMLElement): readonly HTMLElement[] {
   const found = node.querySelectorAll<HTMLElement>(TABBABLE);
   return [...found].filter((each) => each.tabIndex >= 0 && each.checkVisibility());
@@ -14,13 +14,13 @@ function isNowhere(): boolean {
   return document.activeElement === null || document.activeElement === document.body;
 }
 
-/** Gives the focus, when what has it is taken out of an element, to what is in its place then, or to the element. */
+/** When the focused element is removed from a node, moves the focus to the element in its place, or to the node. */
 export class FocusKeeper implements IDisposable {
   readonly #node: HTMLElement;
   readonly #ender = new AbortController();
   readonly #observer: MutationObserver;
   #last: HTMLElement | null = null;
-  #before: readonly HTMLElement[] = []; // what Tab stops at before it
+  #before: readonly HTMLElement[] = []; // tab stops before it
 
   constructor(node: HTMLElement) {
     this.#node = node;
@@ -47,7 +47,7 @@ export class FocusKeeper implements IDisposable {
     this.#before = all.slice(0, Math.max(all.indexOf(target), 0));
   }
 
-  /** It went elsewhere, if what had it is still there. */
+  /** The focus went elsewhere if the element that had it is still there. */
   #left(): void {
     if (this.#last?.isConnected === true && document.activeElement !== this.#last) this.#last = null;
   }
@@ -55,19 +55,19 @@ export class FocusKeeper implements IDisposable {
   #look(): void {
     if (this.#last === null) return;
     if (this.#last.isConnected) {
-      this.#take(this.#last); // others may have come or gone before it
+      this.#take(this.#last); // the elements before it may have changed
       return;
     }
     this.#last = null;
     const left = tabbable(this.#node);
-    // counted from a neighbour, not from the top: a reply may come or go above at the same time
+    // counted from a neighbour, not from the top: a reply above may appear or vanish at the same time
     const neighbour = this.#before.findLast((each) => left.includes(each));
     const inItsPlace = left[neighbour === undefined ? 0 : left.indexOf(neighbour) + 1];
     if (isNowhere()) (inItsPlace ?? neighbour ?? this.#node).focus();
   }
 }
 
-/** When a context menu of an element closes, and its command has not moved the focus, it goes back to where it was. */
+/** When an element's context menu closes and its command has not moved the focus, return it to where it was. */
 export function returnFocus(app: JupyterFrontEnd, node: HTMLElement): void {
   let from: HTMLElement | null = null;
   node.addEventListener("contextmenu", ({ target }) => {

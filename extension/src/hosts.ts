@@ -1,11 +1,11 @@
-/** Which rows the list of ranks has: by host where there are several, and of many ranks those that are alike in one. */
+/** Rows of the list of ranks: by host if there are several, and with many ranks one row for alike ones. */
 import { formatDuration } from "../../workbench/widgets/static/format.js";
 import type { ClockState, RankState } from "./protocol";
 
-/** Ranks up to which each has a row. */
+/** Number of ranks up to which each has a row. */
 export const FEW = 16;
 
-/** Ranks that are shown in one row. */
+/** Ranks shown in one row. */
 export interface Row {
   readonly key: string;
   readonly ranks: readonly RankState[];
@@ -25,13 +25,13 @@ export function hosts(ranks: readonly RankState[]): readonly Host[] {
   }));
 }
 
-/** How exact times of a host are, and by what its clock differs from rank 0's; null: it is rank 0's, or nobody knows. */
+/** The clock error of a host, and a description of its clock; null: it is rank 0's clock, or unknown. */
 export function clockOf({ ranks }: Host, clocks: readonly ClockState[]): { readonly note: string; readonly text: string } | null {
   const found = clocks.find((clock) => ranks.some(({ rank }) => clock.ranks.includes(rank)));
   return found === undefined ? null : { note: `clock \u00b1 ${formatDuration(found.error_ns / 1000)}`, text: found.text };
 }
 
-/** `14 running, 2 waiting`: what ranks are doing, in one line. */
+/** What ranks are doing, in one line: `14 running, 2 waiting`. */
 export function doing(ranks: readonly RankState[]): string {
   const found = [...grouped(ranks, ({ health }) => health)];
   if (found.length === 1) return found[0]?.[0] ?? "";
@@ -43,8 +43,8 @@ function alone({ rank }: RankState): string {
 }
 
 /**
- * The same of ranks that are in one row. Those at work are alike wherever they are: that is another place in a moment,
- * and rows would come and go.
+ * Key of ranks that share a row. Ranks at work are alike wherever they are: their places change all the time, and rows
+ * would appear and vanish.
  */
 function alike({ health, where }: RankState): string {
   return health === "idle" || health === "running" || health === "waiting" ? "at work" : `${health} ${where}`;

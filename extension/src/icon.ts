@@ -1,4 +1,4 @@
-/** The icon of everything that is ours: one parameter, cut into the shards of four ranks. */
+/** The icon of the workbench: one parameter, cut into the shards of four ranks. */
 import { LabIcon } from "@jupyterlab/ui-components";
 
 const BARS = [3, 7.5, 12, 16.5].map((y) => `<rect x="3" y="${y}" width="18" height="3.2" rx="0.6" opacity="0.35"/>`);

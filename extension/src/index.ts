@@ -1,4 +1,4 @@
-/** What JupyterLab and Notebook load: commands, and where they are found. */
+/** The plugin that JupyterLab and Notebook load: commands, and where they appear. */
 import { ILabShell, ILayoutRestorer, type JupyterFrontEnd, type JupyterFrontEndPlugin } from "@jupyterlab/application";
 import { Clipboard, ICommandPalette, MainAreaWidget, WidgetTracker } from "@jupyterlab/apputils";
 import { ILauncher } from "@jupyterlab/launcher";
@@ -128,7 +128,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
   },
 };
 
-/** The command that opens the dashboard of a notebook; those that are open. */
+/** Add the command that opens the dashboard of a notebook; returns the tracker of open dashboards. */
 function addDashboards(
   app: JupyterFrontEnd,
   notebooks: Notebooks,
@@ -139,7 +139,7 @@ function addDashboards(
 ): WidgetTracker<MainAreaWidget<DashboardWidget>> {
   const open = new WidgetTracker<MainAreaWidget<DashboardWidget>>({ namespace: "fsdp-dashboards" });
   const load = async (): Promise<string> => {
-    const followed = notebooks.current; // of the dashboard that is in front
+    const followed = notebooks.current; // its dashboard is in front
     await followed?.load();
     return followed?.model.loadError ?? "";
   };
@@ -165,8 +165,8 @@ function addDashboards(
       widget.title.icon = shardsIcon;
       widget.title.closable = true;
       await open.add(widget);
-      // Notebook shows one thing alone in its middle: there it goes below, where nothing else gives it a height; the
-      // content has none of its own either, and that of the widget around it is overwritten by its layout
+      // Notebook's main area holds a single widget, so the dashboard goes below. Nothing there gives it a height: the
+      // content has none of its own, and the layout overwrites that of the widget around it
       if (lab === null) widget.content.addClass("fsdp-mod-below");
       app.shell.add(widget, lab === null ? "down" : "main", pictures.place(tracker.find(({ context }) => context.path === path) ?? null));
       pictures.beside(widget);
@@ -176,7 +176,7 @@ function addDashboards(
   return open;
 }
 
-/** Follow the notebook whose dashboard or picture is in front, as the notebook itself. */
+/** Follow a notebook also while its dashboard or picture is in front. */
 function followTabs(
   app: JupyterFrontEnd,
   notebooks: Notebooks,
@@ -192,7 +192,7 @@ function followTabs(
   });
 }
 
-/** Ask the kernels nothing while nobody sees the page. */
+/** Ask the kernels nothing while the page is hidden. */
 function followVisibility(notebooks: Notebooks): void {
   const follow = (): void => {
     notebooks.isLookedAt = !document.hidden;

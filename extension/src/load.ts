@@ -1,9 +1,9 @@
-/** The line that gives a notebook its `%fsdp`: put into a cell, never run unasked. */
+/** The line that enables `%fsdp` in a notebook: inserted into a cell, never run unasked. */
 import type { Notebook } from "@jupyterlab/notebook";
 
 export const LOAD = "%load_ext workbench";
 
-/** Put a cell with the line above the active one and make it active; where some cell has it, make that one active. */
+/** Insert a cell with the line above the active one and activate it; if a cell has the line, activate that one. */
 export function insertLoad(notebook: Notebook): void {
   const model = notebook.model;
   if (model === null) return;

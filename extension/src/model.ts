@@ -1,4 +1,4 @@
-/** What the panel shows and does: the state of one notebook's ranks, without a pixel of it. */
+/** What the panel shows and does: the state of one notebook's ranks, without any UI. */
 import type { IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
 
@@ -7,27 +7,27 @@ import type { Command, Model, ParamInfo, Preview, Reshard, CommandOutput, Shard,
 import type { Wanted } from "./starting";
 import type { Prepared } from "./words";
 
-/** A command that was asked for here, and what came of it. */
+/** A command run from this panel, and its result. */
 export interface Spoken {
   readonly key: number;
-  /** What one could have typed; empty: not known yet. */
+  /** The line to type; empty: not known yet. */
   readonly line: string;
   readonly text: string;
   readonly outcome: "runs" | "done" | "failed";
 }
 
-/** The newest reply, shown under the buttons until the next one comes or the user closes it. */
+/** The newest reply, shown under the buttons until the next one arrives or the user closes it. */
 export interface Reply {
-  /** Of the command that it answers; empty: it is said why a button does nothing. */
+  /** Line of its command; empty: the reply says why a button does nothing. */
   readonly line: string;
   readonly text: string;
   readonly isBad: boolean;
 }
 
-/** Commands after which the state of the ranks says what came of them, if they did not fail. */
+/** Commands whose result shows in the state of the ranks, if they did not fail. */
 export const HEARD: ReadonlySet<Command["word"]> = new Set(["step", "pause", "next", "continue"]);
 
-/** Commands that are remembered. */
+/** Maximum number of commands kept. */
 export const MAX_SPOKEN = 30;
 
 const UNCERTAIN = "The kernel has gone before it said what came of it.";
@@ -39,13 +39,13 @@ export class PanelModel implements IDisposable {
   #units: readonly UnitInfo[] = [];
   #models: readonly Model[] = [];
   #modelsText = "";
-  #isPrepared = false; // whether the ranks have said so
+  #isPrepared = false; // whether the ranks' models and functions are known
   #hasStep = false;
   #reply: Reply | null = null;
-  #aborts = 0; // that were asked for and have not ended
+  #aborts = 0; // requested and not ended
   #isStarting = false;
   #numEnded: number | null = null;
-  #wasBehind = false; // whether something was under way in the background
+  #wasBehind = false; // whether something was running in the background
   #preview: Preview | null = null;
   #tried = 0;
   #subject = "";
@@ -54,7 +54,7 @@ export class PanelModel implements IDisposable {
   #key = 0;
   #opened: ReadonlyMap<number, readonly ParamInfo[] | null> = new Map();
   #loadError = "";
-  /** What is typed into the form that starts ranks, which comes and goes with the kernel; null: nothing yet. */
+  /** Values typed into the form that starts ranks, which may vanish with the kernel; null: none yet. */
   wanted: Wanted | null = null;
   #seen = "";
   #isDisposed = false;
@@ -83,17 +83,17 @@ export class PanelModel implements IDisposable {
     return this.#client.standing;
   }
 
-  /** The newest state; null: there is none, or it is of a kernel that has gone. */
+  /** The newest state; null: there is none, or its kernel has gone. */
   get state(): State | null {
     return this.#state;
   }
 
-  /** The units of all models that are sharded now. */
+  /** The units of all sharded models. */
   get units(): readonly UnitInfo[] {
     return this.#units;
   }
 
-  /** The models on the ranks, as they were found last. */
+  /** The models on the ranks, as last found. */
   get models(): readonly Model[] {
     return this.#models;
   }
@@ -103,7 +103,7 @@ export class PanelModel implements IDisposable {
     return this.#modelsText;
   }
 
-  /** What ranks have of what a step needs. */
+  /** What the ranks have of what a step needs. */
   get prepared(): Prepared {
     const hasModel = this.#models.length > 0, isSharded = this.#units.length > 0;
     return { isKnown: this.#isPrepared, hasModel, isSharded, hasStep: this.#hasStep };
@@ -119,12 +119,12 @@ export class PanelModel implements IDisposable {
     this.#tell();
   }
 
-  /** Whether an abort was asked for and has not ended. */
+  /** Whether an abort was requested and has not ended. */
   get isGivingUp(): boolean {
     return this.#aborts > 0;
   }
 
-  /** Whether ranks are being started or attached from here, the loading of the workbench included. */
+  /** Whether ranks are being started or attached from here, including loading the workbench. */
   get isStarting(): boolean {
     return this.#isStarting;
   }
@@ -134,12 +134,12 @@ export class PanelModel implements IDisposable {
     this.#tell();
   }
 
-  /** What the command that was tried last would come to. */
+  /** The preview of the last command tried. */
   get preview(): Preview | null {
     return this.#preview;
   }
 
-  /** The model, or unit such as `model.blocks.2`, that the form shards; empty: the first one there is. */
+  /** The model, or unit such as `model.blocks.2`, that the form shards; empty: the first model. */
   get subject(): string {
     return this.#subject;
   }
@@ -149,30 +149,30 @@ export class PanelModel implements IDisposable {
     this.#tell();
   }
 
-  /** Have the form shown for a model or a unit, and give it the focus. */
+  /** Show the form for a model or a unit, and focus it. */
   askFor(name: string): void {
     this.#isAskedFor = true;
     this.subject = name;
   }
 
-  /** Whether the form is to take the focus; once. */
+  /** Whether the form should take the focus; true once per request. */
   takeAskedFor(): boolean {
     const isAskedFor = this.#isAskedFor;
     this.#isAskedFor = false;
     return isAskedFor;
   }
 
-  /** Commands that were asked for here, the newest first. */
+  /** Commands run from this panel, newest first. */
   get spoken(): readonly Spoken[] {
     return this.#spoken;
   }
 
-  /** Parameters of the units that are open; null while they are asked for. */
+  /** Parameters of the open units; null while they are loading. */
   get opened(): ReadonlyMap<number, readonly ParamInfo[] | null> {
     return this.#opened;
   }
 
-  /** Why the workbench could not be loaded; empty: it was not tried, or could be. */
+  /** Why the workbench could not be loaded; empty: it was not tried, or is loaded. */
   get loadError(): string {
     return this.#loadError;
   }
@@ -182,18 +182,18 @@ export class PanelModel implements IDisposable {
     this.#tell();
   }
 
-  /** Do a command; it is remembered with what came of it. Returns whether it went well. */
+  /** Run a command and keep it with its result. Returns whether it succeeded. */
   async do(command: Command): Promise<boolean> {
     return (await this.#say(command)) !== null;
   }
 
-  /** Do a command that draws; returns the picture by MIME type, null if there is none. */
+  /** Run a command that draws; returns the picture by MIME type, null if there is none. */
   async show(command: Command): Promise<Readonly<Record<string, unknown>> | null> {
     const said = await this.#say(command, true);
     return (said?.data as Readonly<Record<string, unknown>> | null | undefined) ?? null;
   }
 
-  /** Do a command; null if it failed. `isShown`: what it says is shown elsewhere. */
+  /** Run a command; null if it failed. `isShown`: its output is shown elsewhere. */
   async #say(command: Command, isShown = false): Promise<CommandOutput | null> {
     this.#key += 1;
     const key = this.#key;
@@ -219,7 +219,7 @@ export class PanelModel implements IDisposable {
     }
   }
 
-  /** The line that one could have typed for a command; null: there is nobody to ask. */
+  /** The line to type for a command; null: no kernel answers. */
   async line(command: Command): Promise<string | null> {
     try {
       return (await this.#client.ask<"line">({ word: "spell", command })).line;
@@ -238,14 +238,14 @@ export class PanelModel implements IDisposable {
       this.#isPrepared = true;
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
-      if (this.#state?.cluster.is_running !== true) return; // they have gone meanwhile
+      if (this.#state?.cluster.is_running !== true) return; // the ranks have gone meanwhile
       if (this.#models.length === 0) this.#modelsText = error.message;
-      this.#seen = ""; // asked again with the next state
+      this.#seen = ""; // ask again with the next state
     }
     this.#tell();
   }
 
-  /** Ask what a command would come to; only the answer to the last such question is shown. */
+  /** Request the preview of a command; only the answer to the last such request is shown. */
   async try(command: Shard | Reshard | null): Promise<void> {
     this.#tried += 1;
     const mine = this.#tried;
@@ -263,7 +263,7 @@ export class PanelModel implements IDisposable {
     this.#tell();
   }
 
-  /** Show the parameters of a unit, or no more. */
+  /** Show or hide the parameters of a unit. */
   async toggle(unit: number): Promise<void> {
     const opened = new Map(this.#opened);
     if (!opened.delete(unit)) opened.set(unit, null);
@@ -298,11 +298,11 @@ export class PanelModel implements IDisposable {
     const seen = JSON.stringify([cluster.is_running, cluster.num_ranks, ended?.count, this.#units, request === null]);
     if (seen === this.#seen) return;
     this.#seen = seen;
-    if (this.#reply?.line === "") this.#reply = null; // why a button could do nothing, which may be otherwise now
+    if (this.#reply?.line === "") this.#reply = null; // why a button was disabled, which may have changed
     if (cluster.is_running) void this.findModels(); // a cell may have made some
   }
 
-  /** Show how a background command ended. The reply to `abort` reports those that were given up. */
+  /** Show how a background command ended. The reply to `abort` reports aborted ones. */
   #takeEnding({ ended, request }: State): void {
     const numEnded = ended?.count ?? 0;
     const isNews = this.#numEnded !== null && numEnded > this.#numEnded && this.#wasBehind;
@@ -318,7 +318,7 @@ export class PanelModel implements IDisposable {
     const names = new Map(this.#units.map(({ index, name }) => [index, name]));
     const kept = new Set(units.filter(({ index, name }) => names.get(index) === name).map(({ index }) => index));
     this.#units = units;
-    // another record numbers other units; of the same ones the parameters may lie elsewhere now
+    // another record has other units; the parameters of the same units may be sharded differently now
     this.#opened = new Map([...this.#opened].filter(([unit]) => kept.has(unit)));
     for (const unit of this.#opened.keys()) void this.#findParams(unit);
   }

@@ -1,4 +1,4 @@
-/** The notebook that is active, and the ranks of its kernel: for each notebook a model of its own, awake while it is active. */
+/** The active notebook and the ranks of its kernel: each notebook has its own model, awake while it is active. */
 import { Dialog, type ISessionContext, showDialog } from "@jupyterlab/apputils";
 import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
 import type { IDisposable } from "@lumino/disposable";
@@ -11,7 +11,7 @@ import { PanelModel } from "./model";
 import { type Answer, type Attach, type Start, TARGET } from "./protocol";
 import { count, isCrowd } from "./words";
 
-/** Milliseconds that a kernel which has loaded the workbench may take to answer. */
+/** Milliseconds that a kernel may take to answer once it has loaded the workbench. */
 const LOADED_MS = 20_000;
 
 /** One notebook, and the panel's side of its kernel. */
@@ -51,7 +51,7 @@ export class Followed implements IDisposable {
     this.client.dispose();
   }
 
-  /** Load the workbench in the kernel; why it could not be is then said by the model. Returns whether it answers. */
+  /** Load the workbench in the kernel; `model.loadError` says why that failed. Returns whether the kernel answers. */
   async load(): Promise<boolean> {
     if (this.client.standing.kind === "live") return true;
     const kernel = this.#session.session?.kernel;
@@ -70,7 +70,7 @@ export class Followed implements IDisposable {
     this.#connection.reconnect();
   }
 
-  /** Start or attach ranks, after loading the workbench where that was not done, if that `isMeant` on so many cores. */
+  /** Start or attach ranks, after loading the workbench if needed; `isMeant` confirms it for the number of cores. */
   async start(command: Start | Attach, isMeant: (cores: number) => Promise<boolean>): Promise<boolean> {
     this.model.isStarting = true;
     try {
@@ -102,14 +102,14 @@ export class Followed implements IDisposable {
   }
 }
 
-/** Ask whether so many ranks are meant, where they have few cores. */
+/** Ask for confirmation if there are too many ranks for the cores. */
 async function isCrowdMeant(command: Start | Attach, cores: number): Promise<boolean> {
   if (command.word !== "start" || command.engines || command.profile || !isCrowd(command.num_ranks ?? 0, cores)) return true;
   const { button } = await showDialog({
     title: `Start ${count(command.num_ranks ?? 0, "rank")} on ${count(cores, "core")}?`,
     body: "They share the cores: the start takes minutes, or fails.",
     buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: "Start" })],
-    defaultButton: 0, // Enter, with which the form was sent, starts none of them
+    defaultButton: 0, // Enter, which submits the form, must not confirm it
   });
   return button.accept;
 }
@@ -146,12 +146,12 @@ export class Notebooks implements IDisposable {
     Signal.clearData(this);
   }
 
-  /** Another notebook is followed, or something of the one that is has changed. */
+  /** Another notebook is followed, or the followed one has changed. */
   get changed(): ISignal<this, void> {
     return this.#changed;
   }
 
-  /** The notebook that is followed; null: none. */
+  /** The followed notebook; null: none. */
   get panel(): NotebookPanel | null {
     return this.#current;
   }
@@ -160,24 +160,24 @@ export class Notebooks implements IDisposable {
     return this.#current === null ? null : (this.#followed.get(this.#current) ?? null);
   }
 
-  /** Of the notebook that is followed; where there is none, one that says so. */
+  /** The model of the followed notebook; without one, a model that says so. */
   get model(): PanelModel {
     return this.current?.model ?? this.#none;
   }
 
-  /** Whether anybody looks at the page. */
+  /** Whether the page is visible. */
   set isLookedAt(isLookedAt: boolean) {
     this.#isLookedAt = isLookedAt;
     this.#wake();
   }
 
-  /** Milliseconds at least from one state to the next. */
+  /** Minimum milliseconds from one state to the next. */
   set restMs(restMs: number) {
     this.#restMs = restMs;
     this.#wake();
   }
 
-  /** Follow a notebook, as when something of it is in front. */
+  /** Follow a notebook, as when one of its tabs is in front. */
   follow(panel: NotebookPanel | null): void {
     if (panel !== null && !this.#followed.has(panel)) {
       const followed = new Followed(panel.sessionContext, this.#version);
@@ -190,7 +190,7 @@ export class Notebooks implements IDisposable {
     this.#tell();
   }
 
-  /** Start or attach ranks of the notebook that is followed; many more than cores only if that is meant. */
+  /** Start or attach ranks of the followed notebook; many more than cores only after confirmation. */
   async start(command: Start | Attach): Promise<boolean> {
     return (await this.current?.start(command, async (cores) => isCrowdMeant(command, cores))) ?? false;
   }

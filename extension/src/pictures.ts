@@ -1,4 +1,4 @@
-/** What commands draw or say in tables, each in a tab of its own beside the notebook. */
+/** Pictures and tables of commands, each in a tab of its own beside the notebook. */
 import type { JupyterFrontEnd } from "@jupyterlab/application";
 import { MainAreaWidget } from "@jupyterlab/apputils";
 import type { NotebookPanel } from "@jupyterlab/notebook";
@@ -10,7 +10,7 @@ import { shardsIcon } from "./icon";
 import type { PanelModel } from "./model";
 import type { Command } from "./protocol";
 
-/** Pixels of the page below which a notebook and a tab have no room side by side. */
+/** Page width in pixels below which a notebook and a tab do not fit side by side. */
 const WIDE = 1_000;
 
 type Tab = MainAreaWidget<Panel>;
@@ -27,12 +27,12 @@ export class Pictures {
     this.#rendermime = rendermime;
   }
 
-  /** The notebook of a tab; undefined: it is none of these tabs. */
+  /** The notebook of a tab; undefined: it is not one of these tabs. */
   ownerOf(widget: Widget): NotebookPanel | undefined {
     return this.#owners.get(widget);
   }
 
-  /** Do a command that draws, and show what it draws; a tab of the same command and notebook shows it instead. */
+  /** Run a command that draws, and show its picture, in the tab of the same command and notebook if there is one. */
   async draw(model: PanelModel, notebook: NotebookPanel | null, command: Command): Promise<void> {
     const data = await model.show(command);
     if (data !== null) await this.show(notebook, command.word, data);
@@ -50,7 +50,7 @@ export class Pictures {
     await picture.renderModel(new MimeModel({ data: data as PartialJSONObject }));
   }
 
-  /** Open a page that the kernel of a notebook wrote, in a tab of the browser. */
+  /** Open a page that a notebook's kernel wrote, in a browser tab. */
   async openPage(model: PanelModel, notebook: NotebookPanel | null, path: string): Promise<void> {
     const { contents } = this.#app.serviceManager;
     const folder = notebook?.context.path.split("/").slice(0, -1).join("/") ?? "";
@@ -63,14 +63,14 @@ export class Pictures {
     }
   }
 
-  /** Where a tab goes: beside the notebook, behind the tabs that are there already. */
+  /** Where to add a tab: beside the notebook, behind the tabs already there. */
   place(notebook: Widget | null): Parameters<JupyterFrontEnd.IShell["add"]>[2] {
     const ref = this.#last?.id ?? notebook?.id;
     const mode = this.#last !== null || window.innerWidth < WIDE ? "tab-after" : "split-right";
     return { mode, activate: true, ...(ref === undefined ? {} : { ref }) };
   }
 
-  /** Have further tabs go behind this one. */
+  /** Add further tabs behind this one. */
   beside(tab: Widget): void {
     this.#last = tab;
     tab.disposed.connect(() => {
@@ -82,7 +82,7 @@ export class Pictures {
     const id = `fsdp-${name}-${notebook?.id ?? ""}`;
     const there = this.#tabs.get(id);
     if (there !== undefined) return there;
-    const content = new Panel(); // which scrolls where the picture is larger than the tab
+    const content = new Panel(); // it scrolls if the picture is larger than the tab
     content.addClass("fsdp-Picture");
     const tab = new MainAreaWidget({ content });
     tab.id = id;

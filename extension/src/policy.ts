@@ -1,7 +1,7 @@
-/** What the form that shards holds, and the command that it stands for. */
+/** Fields of the form that shards, and the command made of them. */
 import { HYBRID, type Model, type ModelPolicy, type Reshard, type Shard } from "./protocol";
 
-/** The fields of the form, as they are typed; what is empty stays as it is. Those of the other API wait unseen. */
+/** The fields of the form as typed; empty ones stay unchanged. Those of the other API are kept while hidden. */
 export interface Policy {
   readonly api: ModelPolicy["api"];
   readonly strategy: ModelPolicy["strategy"];
@@ -10,13 +10,13 @@ export interface Policy {
   readonly mesh: string;
   readonly reshard: string;
   readonly mp: string;
-  /** null: some units are, and stay so. */
+  /** null: some units are offloaded, and stay so. */
   readonly offload: boolean | null;
   readonly prefetch: string;
   readonly ignore: string;
 }
 
-/** What `shard` does if it is told nothing. */
+/** The defaults of `shard`. */
 const PLAIN: Policy = {
   api: "fully_shard",
   strategy: "full",
@@ -30,7 +30,7 @@ const PLAIN: Policy = {
   ignore: "",
 };
 
-/** What the form shows first: what `shard` does with the suggested classes; of a sharded model, how it is now. */
+/** Initial values of the form: the defaults of `shard` with the suggested classes, or a sharded model's policy. */
 export function standard({ suggested, policy }: Model): Policy {
   if (policy === null) return { ...PLAIN, wrap: suggested };
   const { api, strategy, orig_params: origParams, wrap, mesh, mp, offload } = policy;
@@ -38,12 +38,12 @@ export function standard({ suggested, policy }: Model): Policy {
   return { api, strategy, origParams, wrap, mesh, reshard, mp, offload, prefetch, ignore: "" };
 }
 
-/** Whether a mesh says anything: without copies the classic API shards over all ranks. */
+/** Whether a mesh applies: without copies the classic API shards over all ranks. */
 export function hasMesh({ api, strategy }: Policy): boolean {
   return api === "fully_shard" || HYBRID.includes(strategy);
 }
 
-/** The command that a form stands for; what is as by default, or of a sharded model as it is now, is left out. */
+/** The command of a form, without defaults, or without values that a sharded model already has. */
 export function commandOf(model: Model, policy: Policy): Shard | Reshard {
   const isSharded = model.policy !== null;
   const before = isSharded ? standard(model) : PLAIN;
@@ -64,7 +64,7 @@ export function commandOf(model: Model, policy: Policy): Shard | Reshard {
   };
 }
 
-/** A precision in the place of another: what that one names besides is off, as a field that is not named stays. */
+/** A precision that replaces another: fields that only the old one names become off, as unnamed fields stay. */
 function instead(mp: string, before: string): string {
   if (mp === "off") return mp;
   const given = mp.split(","), had = before === "" ? ["reduce=", "output="] : before.split(","); // units differ
@@ -74,7 +74,7 @@ function instead(mp: string, before: string): string {
   return [...given, ...others.map((name) => `${name}=off`)].join();
 }
 
-/** What only the classic API takes. */
+/** Arguments of the classic API only. */
 function ofClassic(policy: Policy, before: Policy): Pick<Shard, "strategy" | "orig_params"> {
   const { strategy, origParams } = policy;
   return {
@@ -83,12 +83,12 @@ function ofClassic(policy: Policy, before: Policy): Pick<Shard, "strategy" | "or
   };
 }
 
-/** What only `fully_shard` takes. */
+/** Arguments of `fully_shard` only. */
 function ofFullyShard({ reshard }: Policy, before: Policy): Pick<Shard, "reshard_after_forward"> {
   return reshard === before.reshard ? {} : { reshard_after_forward: reshard };
 }
 
-/** How many units are gathered ahead by what was typed; null: that is no such number. */
+/** The typed number of units to gather ahead; null: invalid. */
 function unitsAhead(typed: string): number | null {
   const number = Math.round(Number(typed));
   return typed.trim() !== "" && number >= 0 ? number : null;

@@ -1,14 +1,14 @@
-/** What a person has set, read from what JupyterLab stores. */
+/** The user's settings, read from JupyterLab's setting registry. */
 import type { ISettingRegistry } from "@jupyterlab/settingregistry";
 
 import { type Device, DEVICES } from "./starting";
 
 export interface Settings {
-  /** Milliseconds at least from one state to the next. */
+  /** Minimum milliseconds from one state to the next. */
   readonly restMs: number;
   readonly numRanks: number;
   readonly device: Device;
-  /** CSS colours of states of units, by their names, where they are not the dashboard's. */
+  /** CSS colours of unit states, by name, where they differ from the dashboard's. */
   readonly colours: Readonly<Partial<Record<string, string>>>;
 }
 

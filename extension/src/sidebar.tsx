@@ -37,7 +37,7 @@ export class Sidebar extends ReactWidget {
     this.addClass("fsdp-Panel");
     this.title.icon = shardsIcon;
     this.title.caption = "FSDP";
-    this.node.tabIndex = -1; // whoever opens it by keyboard is in it: Tab goes on from its beginning
+    this.node.tabIndex = -1; // opened by keyboard it has the focus, and Tab continues from its beginning
     this.node.setAttribute("role", "region");
     this.node.setAttribute("aria-label", "FSDP");
     this.#focus = new FocusKeeper(this.node);
@@ -54,7 +54,7 @@ export class Sidebar extends ReactWidget {
     this.update();
   }
 
-  /** Show a section, which may be folded, and give its first field the focus. */
+  /** Show a section, unfold it if needed, and focus its first field. */
   reveal(name: string): void {
     if (this.#folded.has(name)) this.#toggle(name);
     requestAnimationFrame(() => {
@@ -64,7 +64,7 @@ export class Sidebar extends ReactWidget {
     });
   }
 
-  /** Stop the ranks, perhaps after asking whether that is meant. */
+  /** Stop the ranks, after confirmation if they are at work. */
   stop(): void {
     void stopRanks(this.#notebooks.model);
   }
@@ -120,7 +120,7 @@ export class Sidebar extends ReactWidget {
   }
 }
 
-/** Stop the ranks; while they do something, only if that is meant. */
+/** Stop the ranks, after confirmation if they are at work. */
 async function stopRanks(model: PanelModel): Promise<void> {
   const line = model.state?.request?.line;
   if (line !== undefined) {
@@ -134,7 +134,7 @@ async function stopRanks(model: PanelModel): Promise<void> {
   await model.do({ word: "stop" });
 }
 
-/** Ranks alive, loss, steps a second, or where they stand; red when a rank is dead. A click shows the panel. */
+/** Number of ranks, loss, steps per second, or where they are stopped; red if one is dead. A click shows the panel. */
 export class StatusItem extends ReactWidget {
   readonly #notebooks: Notebooks;
   readonly #open: () => void;

@@ -1,20 +1,20 @@
-/** What the form that starts or attaches ranks holds, and the command that it stands for. */
+/** Fields of the form that starts or attaches ranks, and the command made of them. */
 import { type Attach, DEVICES as NAMES, type Start } from "./protocol";
 
 export type Device = NonNullable<Start["device"]>;
 export const DEVICES = NAMES as readonly Device[];
 
-/** The fields of the form, as they are typed; what is empty is left to the command. */
+/** The fields of the form as typed; the command's defaults apply to empty ones. */
 export interface Wanted {
   readonly word: "start" | "attach";
-  /** Of `attach` empty: all that there are. */
+  /** Empty for `attach`: all ranks. */
   readonly ranks: string;
   readonly device: Device;
   readonly profile: string;
   readonly interface: string;
   /** Launcher of `start`. */
   readonly engines: string;
-  /** Of `attach`, like those below. */
+  /** For `attach`, like those below. */
   readonly clusterId: string;
   readonly file: string;
   readonly take: boolean;
@@ -32,7 +32,7 @@ export const PLAIN: Omit<Wanted, "ranks" | "device"> = {
 
 const MOST = 1024;
 
-/** The command that a form stands for; null: what is typed for the ranks is no number of them. */
+/** The command of a form; null: the number of ranks is invalid. */
 export function commandOf(wanted: Wanted): Start | Attach | null {
   const ranks = Number(wanted.ranks.trim());
   const isNumber = Number.isInteger(ranks) && ranks >= 1 && ranks <= MOST;
@@ -55,17 +55,17 @@ export function commandOf(wanted: Wanted): Start | Attach | null {
   };
 }
 
-/** The form with another choice of where ranks are from. A profile is not carried over: it means another thing there. */
+/** The form with another source of ranks. The profile is not carried over: it has another meaning there. */
 export function withWord(wanted: Wanted, word: Wanted["word"], numRanks: number): Wanted {
   return { ...wanted, word, ranks: word === "attach" ? "" : String(numRanks), profile: "" };
 }
 
-/** Whether something is set that few need. */
+/** Whether a rarely needed field is set. */
 export function hasMore({ word, profile, interface: network, engines, take }: Wanted): boolean {
   return network !== "" || (word === "start" ? profile !== "" || engines !== "" : take);
 }
 
-/** A field, if something is typed there. */
+/** A field, if it is not empty. */
 function given<K extends string>(name: K, typed: string): Partial<Record<K, string>> {
   const text = typed.trim();
   return text === "" ? {} : ({ [name]: text } as Record<K, string>);

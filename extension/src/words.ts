@@ -1,13 +1,13 @@
-/** What a state means, in words and trees: pure functions of what the kernel told. */
+/** A state in words and trees: pure functions of the kernel's answers. */
 import { formatBytes, formatLoss } from "../../workbench/widgets/static/format.js";
 import type { Standing } from "./client";
 import type { Model, ParamInfo, Preview, RankState, State, UnitInfo } from "./protocol";
 
-/** Which controls can be used. */
+/** Which controls are enabled. */
 export interface Can {
   readonly start: boolean;
   readonly stop: boolean;
-  /** Leave ranks whose processes stay. */
+  /** Leave ranks whose processes continue. */
   readonly detach: boolean;
   readonly step: boolean;
   readonly pause: boolean;
@@ -15,19 +15,19 @@ export interface Can {
   readonly abort: boolean;
 }
 
-/** How it goes, in one line. */
+/** The state in one line. */
 export interface Headline {
   readonly tone: "plain" | "busy" | "held" | "bad";
   readonly text: string;
-  /** The same where there is little room, if that is another: without the step, which is told beside it. */
+  /** Text for little room, if different: without the step, which is shown next to it. */
   readonly short?: string;
-  /** What can be done about it, if there is something. */
+  /** What can be done about it, if anything. */
   readonly todo?: string;
 }
 
-/** What the ranks have that a step needs. */
+/** What the ranks have of what a step needs. */
 export interface Prepared {
-  /** Whether the ranks have said what models and functions they have. */
+  /** Whether the models and functions of the ranks are known. */
   readonly isKnown: boolean;
   readonly hasModel: boolean;
   readonly isSharded: boolean;
@@ -51,7 +51,7 @@ export function can(state: State | null, prepared: Prepared = READY): Can {
   };
 }
 
-/** Why each control cannot be used, a sentence; empty: it can. */
+/** Why each control is disabled, a sentence; empty: it is enabled. */
 export function obstacles(state: State | null, prepared: Prepared = READY): Readonly<Record<keyof Can, string>> {
   const request = state?.request ?? null;
   const { is_running: isRunning = false, outlives = false, held_by: holder = "" } = state?.cluster ?? {};
@@ -73,10 +73,10 @@ export function obstacles(state: State | null, prepared: Prepared = READY): Read
   };
 }
 
-/** What is said until the ranks have said which models they have. */
+/** Shown until the models of the ranks are known. */
 export const LOOKING = "Looking for models\u2026";
 
-/** What is to be done before a step is possible, a sentence; empty: nothing. */
+/** What to do before a step is possible, a sentence; empty: nothing. */
 export function todo({ isKnown, hasModel, isSharded, hasStep }: Prepared): string {
   if (!isKnown) return LOOKING;
   if (!hasModel && !isSharded) return "Make a model in a %%fsdp cell.";
@@ -84,7 +84,7 @@ export function todo({ isKnown, hasModel, isSharded, hasStep }: Prepared): strin
   return hasStep ? "" : "Define train_step() in a %%fsdp cell.";
 }
 
-/** Why neither ranks can be started nor stopped at this moment, a sentence; empty: they can. */
+/** Why ranks can be neither started nor stopped now, a sentence; empty: they can. */
 export function exchanging(state: State | null): string {
   switch (state?.cluster.exchange) {
     case "start":
@@ -98,7 +98,7 @@ export function exchanging(state: State | null): string {
   }
 }
 
-/** `3 of 40 steps` that have ended, or nothing where that is not known. */
+/** The steps that have ended, such as `3 of 40 steps`; empty if unknown. */
 export function progress(state: State): string {
   const request = state.request;
   return request !== null && request.steps_total > 0 ? `${request.steps_done} of ${request.steps_total} steps` : "";
@@ -107,19 +107,19 @@ export function progress(state: State): string {
 /** Ranks per core above which a start is likely to fail. */
 const CROWDED = 4;
 
-/** Whether so many ranks are likely to be too many for this machine. */
+/** Whether so many ranks are likely too many for this machine. */
 export function isCrowd(ranks: number, cores: number): boolean {
   return ranks > CROWDED * cores;
 }
 
-/** What is to be known before so many ranks are started on this machine; empty: nothing. */
+/** A warning before so many ranks are started on this machine; empty: none. */
 export function crowding(ranks: number, cores: number | undefined): string {
   if (cores === undefined || !(ranks > cores)) return "";
   const shared = `${count(cores, "core")} here: ${count(ranks, "rank")} share ${cores === 1 ? "it" : "them"}`;
   return isCrowd(ranks, cores) ? `${shared}, and the start takes minutes or fails.` : `${shared}.`;
 }
 
-/** The page that an export wrote, by its path from the notebook, as the kernel says it; null: it is another reply. */
+/** The path, relative to the notebook, of the page that an export wrote, from its reply; null: another reply. */
 export function pageWritten(text: string): string | null {
   return /^wrote (.+\.html) \(/.exec(text)?.[1] ?? null;
 }
@@ -129,13 +129,13 @@ export function isTable(text: string): boolean {
   return /\S {2,}\S.* {2,}\S/.test(text);
 }
 
-/** A name and its value, as a reply has them below its first line. */
+/** A name and its value, from a line below the first of a reply. */
 export type Fact = readonly [name: string, value: string];
 
 const FACT = /^ {2}(\S(?:.*?\S)?) {2,}(\S.*)$/;
 
 /**
- * A reply in pieces: sentences, and facts that stand below each other.
+ * A reply in pieces: sentences, and lists of facts.
  *
  * `4 units\n  units             (root), 0-2\n  each rank keeps   1.58 MiB` becomes
  * `["4 units", [["units", "(root), 0-2"], ["each rank keeps", "1.58 MiB"]]]`.
@@ -163,7 +163,7 @@ export function ranksInWords(ranks: readonly number[]): string {
   return `${ranks.length === 1 ? "rank" : "ranks"} ${ranges(ranks)}`;
 }
 
-/** How it goes. `isGivingUp`: an abort was asked for and has not ended. */
+/** The state in one line. `isGivingUp`: an abort was requested and has not ended. */
 export function headline(state: State, isGivingUp = false): Headline {
   const gone = state.ranks.filter(({ health }) => health === "gone");
   if (gone.length > 0) {
@@ -195,13 +195,13 @@ export function headline(state: State, isGivingUp = false): Headline {
   return { tone: "plain", text: `${count(state.ranks.length, "rank")}, idle` };
 }
 
-/** The machine that ranks are on, or how many. */
+/** The host of the ranks, or the number of hosts. */
 export function hostsInWords(ranks: readonly RankState[]): string {
   const [first = "", ...others] = new Set(ranks.map(({ host }) => host));
   return others.length === 0 ? first : `${1 + others.length} hosts`;
 }
 
-/** What a screen reader is told: it changes when something else is the case, not with every step of it. */
+/** Text for screen readers: it changes with the kind of state, not with every step. */
 export function announcement(state: State, isGivingUp = false): string {
   const { tone, text, todo } = headline(state, isGivingUp);
   switch (tone) {
@@ -219,7 +219,7 @@ export function count(number: number, noun: string): string {
   return `${number} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-/** What the status bar says: ranks alive, loss, steps a second, or where they stand. */
+/** The text of the status bar: number of ranks, loss, steps per second, or where they are stopped. */
 export function statusLine(standing: Standing, state: State | null): Headline | null {
   if (standing.kind === "silent") {
     return standing.isBusy
@@ -240,15 +240,15 @@ export function statusLine(standing: Standing, state: State | null): Headline | 
   return { tone: head.tone, text: parts.filter(Boolean).join(" \u00b7 ") };
 }
 
-/** What ranks would hold at rest, as it reads. */
+/** What ranks would hold at rest, as text. */
 export interface Held {
   readonly ranks: readonly number[];
   readonly params: string;
-  /** With gradients and Adam's state. */
+  /** Including gradients and Adam's state. */
   readonly total: string;
 }
 
-/** What ranks would hold at rest; those for which it reads the same are one entry, though a few bytes may differ. */
+/** What ranks would hold at rest; ranks with equal texts share an entry, though a few bytes may differ. */
 export function heldAtRest({ at_rest: atRest }: Preview): readonly Held[] {
   const found = new Map<string, Held>();
   for (const { ranks, params, grads, adam } of atRest) {
@@ -259,7 +259,7 @@ export function heldAtRest({ at_rest: atRest }: Preview): readonly Held[] {
   return [...found.values()];
 }
 
-/** What a rank keeps of a parameter, in words; of one in a flat parameter, in which of its shards that lies. */
+/** What a rank keeps of a parameter, in words; for one in a flat parameter, the shards that contain it. */
 export function lies({ flat, bytes_at_rest: kept, bytes_unsharded: full, rows_per_rank: elements }: ParamInfo): string {
   if (flat === "") return `${formatBytes(kept)} of ${formatBytes(full)}`;
   const shards = elements.flatMap((held, shard) => (held > 0 ? [shard] : []));
@@ -267,14 +267,14 @@ export function lies({ flat, bytes_at_rest: kept, bytes_unsharded: full, rows_pe
   return shards.length === 1 ? `in shard ${shards[0]}` : `cut over shards ${ranges(shards)}`;
 }
 
-/** What is said of a notebook that was closed: so many of its ranks go on. */
+/** Text for a closed notebook, of whose ranks `numRanks` keep running. */
 export function closedWords(path: string, numRanks: number): string {
   if (numRanks === 0) return `${path} is not open: open it, and its ranks are shown here.`;
   const ranks = numRanks === 1 ? "its rank, which goes" : `its ${numRanks} ranks, which go`;
   return `${path} is not open: open it, and ${ranks} on while its kernel runs, ${numRanks === 1 ? "is" : "are"} shown here.`;
 }
 
-/** What is said instead of a state, and what can be done about it. */
+/** Text shown instead of a state, and the action that helps. */
 export function explained(standing: Standing, loadError: string): { text: string; action: "load" | "reconnect" | null } {
   if (standing.kind === "refused") return { text: standing.text, action: null };
   if (standing.kind === "opening") return { text: "Waiting for the kernel\u2026", action: null };
@@ -304,15 +304,15 @@ export function explained(standing: Standing, loadError: string): { text: string
   }
 }
 
-/** A module of a model, and what is inside it. */
+/** A module of a model, with the modules inside it. */
 export interface Node {
-  /** The part of its name that its parent does not have. */
+  /** Its name within the parent. */
   readonly label: string;
   /** Unique among all nodes. */
   readonly key: string;
-  /** The unit that it is; null: it only holds some. */
+  /** Its unit; null: it only contains units. */
   readonly unit: UnitInfo | null;
-  /** Its place in the order of `units`, by which states are told; -1: it is no unit. */
+  /** Its index in `units` and in their states; -1: it is no unit. */
   readonly place: number;
   readonly children: readonly Node[];
 }
@@ -325,14 +325,14 @@ interface Growing {
   children: Growing[];
 }
 
-/** Name of the unit of a model itself. */
+/** Name of the unit of a whole model. */
 export const ROOT = "(root)";
 
 /**
  * The units as a tree of modules, one for each root.
  *
  * `(root)`, `blocks.0`, `blocks.1`, `head` become `(root)` with `blocks` (no unit, with `0` and `1`) and `head`. A module
- * that holds one thing alone is joined with it: `encoder.layers.0` stays one node if nothing else is in `encoder`.
+ * with a single child is joined with it: `encoder.layers.0` stays one node if `encoder` contains nothing else.
  */
 export function tree(units: readonly UnitInfo[]): readonly Node[] {
   const roots = new Map<number, Growing>();
@@ -366,13 +366,13 @@ function joined(node: Growing): Node {
 }
 
 /**
- * What a line calls a unit, such as `model.blocks.2`, the root by the name of its model, and so units of a classic
- * model, which has one strategy for all; null: no variable holds it.
+ * The name of a unit on a line, such as `model.blocks.2`; null: no variable holds it. The root is named by its model,
+ * and so are units of a classic model, which has one strategy for all.
  */
 export function pathOf(unit: UnitInfo, models: readonly Model[]): string | null {
   const model = models.find(({ units }) => units.includes(unit.index));
   if (model === undefined) return null;
-  const [first] = unit.name.split(", "); // one call may have been given several modules
+  const [first] = unit.name.split(", "); // a unit may have several modules
   return unit.name === ROOT || unit.is_flat ? model.name : `${model.name}.${first}`;
 }
 
@@ -386,7 +386,7 @@ export function unitsIn(node: Node): readonly Node[] {
   return [...(node.unit === null ? [] : [node]), ...node.children.flatMap(unitsIn)];
 }
 
-/** The number of a unit's state on each group of ranks, in the order that they were told; -1: not told. */
+/** The number of a unit's state on each group of ranks, in the order received; -1: unknown. */
 export function statesOf(state: State | null, place: number): readonly number[] {
   return (state?.unit_states ?? []).map(({ states }) => {
     const digit = states[place];
@@ -394,7 +394,7 @@ export function statesOf(state: State | null, place: number): readonly number[] 
   });
 }
 
-/** The state that most ranks have a unit in; undefined: none is known. */
+/** The state of a unit on most ranks; undefined: unknown. */
 export function commonState(state: State | null, place: number): number | undefined {
   const groups = state?.unit_states ?? [];
   const votes = new Map<number, number>();

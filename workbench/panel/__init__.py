@@ -1,3 +1,3 @@
-"""The kernel's side of the panel in JupyterLab: what it asks and is told, over a comm."""
+"""The kernel's side of the panel in JupyterLab: its questions and answers over a comm."""
 
 from workbench.panel.comm_targets import register as register

@@ -1,4 +1,4 @@
-"""The comm targets of panels and dashboards in a kernel: there from ``%load_ext workbench`` to ``%unload_ext``."""
+"""The comm targets of panels and dashboards in a kernel, from ``%load_ext workbench`` to ``%unload_ext``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET
 from workbench.panel.state_observer import Observer
 
 MAX_COMMS = 8
-"""Comms of one target that are kept: a page that is reloaded leaves one behind without a word. Of more the one that was
-opened first is closed; a front end that still shows it opens another one."""
+"""Maximum number of comms kept per target: a page that is reloaded leaves one open. Beyond it, the oldest is closed; a
+front end that still shows it opens another."""
 
 
 class CommServer(Protocol):
-    """What answers on one comm."""
+    """Answers the messages of one comm."""
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
 
 
 class CommTargets:
     """Serves the comms that browsers open.
 
     Args:
-        notebook: whose commands are done.
-        version: of the Python package.
+        notebook: runs the commands.
+        version: version of the Python package.
     """
 
     def __init__(self, notebook: Notebook, version: str) -> None:
@@ -49,7 +49,7 @@ class CommTargets:
             comm.get_comm_manager().register_target(target, self._on_open)
 
     def unregister(self) -> None:
-        """Close all comms, and let none be opened any more."""
+        """Close all comms and accept no new ones."""
         for target in self._serve:
             comm.get_comm_manager().unregister_target(target, self._on_open)
         for found in self._open.values():
@@ -79,7 +79,7 @@ class CommTargets:
 
 
 def register(notebook: Notebook, version: str) -> None:
-    """Let browsers open panels and dashboards of ``notebook`` until it is closed; a second time changes nothing."""
+    """Let browsers open panels and dashboards of ``notebook`` until it is closed; no-op if they already can."""
     if TARGET in comm.get_comm_manager().targets:
         return
     targets = CommTargets(notebook, version)

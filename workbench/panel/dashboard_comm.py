@@ -1,10 +1,10 @@
-"""A dashboard over a comm that the browser opens: the same one as the widget, with no widget in between.
+"""A dashboard over a comm that the browser opens: the same as the widget's, without a widget.
 
-The messages are those of :mod:`workbench.widgets.dashboard`, buffers included, and one more: ``{"ask": "about"}`` is
-answered by ``{"kind": "about", "about": ...}``, which is what the widget has as its trait ``about``. So a front end has
-the whole dashboard if it gives ``showDashboard({model, el})`` of ``static/dashboard.js`` a ``model`` whose
-``get("about")`` is that, whose ``send`` sends over the comm, and whose ``msg:custom`` are the messages that come. A
-page that is reloaded opens another comm; nothing of the last one has to be kept.
+The messages are those of :mod:`workbench.widgets.dashboard`, buffers included, and one more: the answer to
+``{"ask": "about"}`` is ``{"kind": "about", "about": ...}``, with the value of the widget's trait ``about``. A front end
+shows the dashboard by calling ``showDashboard({model, el})`` of ``static/dashboard.js`` with a ``model`` whose
+``get("about")`` returns that value, whose ``send`` sends over the comm, and whose ``msg:custom`` events are the
+messages received. A page that is reloaded opens another comm; no state of the last one is needed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from workbench.widgets.subshell import answer_while_busy
 
 
 class CommLike(Protocol):
-    """What of a comm is needed here."""
+    """The part of a comm that is needed here."""
 
     def send(self, data: dict[str, Any], *, buffers: list[bytes] | None = None) -> None:
         """Send a message to the browser."""
 
     def on_msg(self, callback: Callable[[dict[str, Any]], None]) -> None:
-        """Call ``callback`` with every message of the browser."""
+        """Call ``callback`` with every message from the browser."""
 
     def on_close(self, callback: Callable[[dict[str, Any]], None]) -> None:
-        """Call ``callback`` when the browser has closed it."""
+        """Call ``callback`` when the browser has closed the comm."""
 
     def close(self) -> None:
-        """Close it."""
+        """Close the comm."""
 
 
 class DashboardComm:
     """One comm with one dashboard.
 
     Args:
-        workbench: what is shown.
+        workbench: the workbench to show.
         comm: just opened by the browser.
     """
 
@@ -49,7 +49,7 @@ class DashboardComm:
         comm.on_msg(self._receive)
 
     def close(self) -> None:
-        """Answer no more; returns when nothing is left."""
+        """Stop answering; return when all waiting threads have ended."""
         self._is_closed = True
         self._views.close()
 

@@ -1,7 +1,7 @@
 """Generate ``extension/src/protocol.ts`` from :mod:`workbench.panel.panel_messages` and the commands of ``%fsdp``.
 
-Run ``python -m workbench.panel.generate_protocol`` after a change of either. It also writes the kinds of device that
-the panel's settings offer.
+Run ``python -m workbench.panel.generate_protocol`` after a change of either. It also writes the device kinds that the
+panel's settings offer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Made of workbench/panel/panel_messages.py and the words of %fsdp by: python -m w
 
 
 def programs() -> dict[Path, str]:
-    """Return what each file that is made, or a part of it, has to hold."""
+    """Return the text of each file that is generated in whole or in part."""
     return {TYPES: _types(), SETTINGS: _settings()}
 
 

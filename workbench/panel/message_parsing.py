@@ -1,4 +1,4 @@
-"""What comes from the browser, read: questions and commands, and the line of a command."""
+"""Parsing of the browser's questions and commands, and the line of a command."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from workbench.protocol.commands import Command, to_text
 QUESTIONS = {question.word: question for question in get_args(Question)}
 
 
-def read_question(data: Any) -> Question:  # noqa: ANN401 - anything may come
-    """Return the question that came as ``data``.
+def read_question(data: Any) -> Question:  # noqa: ANN401 - any JSON may come
+    """Return ``data`` as a question.
 
     Raises:
-        ValueError: it is none, or a field is missing or of another type.
+        ValueError: ``data`` is no question, or a field is missing or of another type.
     """
     question: Question = decode_named(QUESTIONS, data, "question", fill=True)
     return question
 
 
-def read_command(data: Any) -> Command:  # noqa: ANN401 - anything may come
-    """Return the command that came as ``data``, as its line gives it; what it lacks has its default.
+def read_command(data: Any) -> Command:  # noqa: ANN401 - any JSON may come
+    """Return ``data`` as a command, parsed from its line; missing arguments have their defaults.
 
     Raises:
-        UsageError: there is no such word, it takes no such arguments, or they do not fit on one line.
+        UsageError: there is no such command, its arguments are invalid, or they do not fit on one line.
     """
     try:
         command: Command = decode_named(WORDS, data, "command", fill=True)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     line = to_text(command)
-    if len(line.splitlines()) > 1:  # what Python takes for the end of a line ends the magic's as well
+    if len(line.splitlines()) > 1:  # any of Python's line breaks ends the magic's line
         raise UsageError("a command is one line: an argument of it has a line break")
     return parse_line(line)
 
 
 def line_of(command: Command) -> str:
-    """Return the line that one could have typed for ``command``; what is at its default is left out."""
+    """Return the line to type for ``command``, without arguments at their defaults."""
     return f"%fsdp {to_text(command)}"

@@ -1,7 +1,7 @@
-"""The comm of one panel: its questions are read here, and answered.
+"""The comm of one panel: parses and answers its questions.
 
-Questions are served in the main thread, or in a subshell's while a cell runs. What waits, and what a command takes time
-for, is done in threads that end with the panel.
+Questions are served in the main thread, or in a subshell's thread while a cell runs. Long polls and commands run in
+threads of their own.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ from workbench.widgets.long_poll import LongPoll, Send
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
 
-_VIEW = "panel"  # a comm is one view
+_VIEW = "panel"  # a comm has one view
 
 
 class PanelComm:
-    """What answers on one comm.
+    """Answers the questions on one comm.
 
     Args:
-        notebook: whose commands are done.
-        observer: follows its workbench, for all panels.
+        notebook: runs the commands.
+        observer: follows the notebook's workbench, for all panels.
         comm: just opened by the browser.
-        version: of the Python package.
+        version: version of the Python package.
     """
 
     def __init__(self, notebook: Notebook, observer: Observer, comm: CommLike, *, version: str) -> None:
         self._notebook, self._observer, self._comm, self._version = notebook, observer, comm, version
         self._waiting = LongPoll(self._pulse, self._news, time.monotonic, self._asks, whose="panel")
         self._is_welcome = self._is_closed = False
-        self._asked = 0  # number of the question that waits
+        self._asked = 0  # number of the waiting question
         self._units: tuple[UnitInfo, ...] | None = None
         self._answers: dict[type, Callable[[Any], Answer | None]] = {
             **{Hello: self._welcome, GetState: self._look, FindModels: self._find_models, PreviewCommand: self._try},
@@ -76,7 +76,7 @@ class PanelComm:
         comm.on_msg(self._receive)
 
     def close(self) -> None:
-        """Answer no more; a command that was begun goes on, and its thread ends with it."""
+        """Stop answering; a running command continues, and its thread ends with it."""
         self._is_closed = True
         self._waiting.close()
 
@@ -95,7 +95,7 @@ class PanelComm:
             self._tell(answer)
 
     def _answer(self, question: Question) -> Answer | None:
-        """Return the answer; None: it comes later."""
+        """Return the answer; None: it is sent later."""
         return self._answers[type(question)](question)
 
     def _look(self, question: GetState) -> Answer | None:
@@ -109,7 +109,7 @@ class PanelComm:
     def _find_models(self, question: FindModels) -> Answer:
         workbench = self._notebook.shown()
         by_rank = workbench.models()
-        if workbench.running and not by_rank:  # which is not to say that they have none
+        if workbench.running and not by_rank:  # they may have models all the same
             raise UsageError("No rank has answered yet: its models are shown when it does.")
         found = models_of(by_rank)
         names = workbench.names().values()
@@ -147,7 +147,7 @@ class PanelComm:
         if not self._is_closed:
             self._comm.send(encode(answer))
 
-    # ---- how everything is
+    # ---- state
 
     def _pulse(self) -> ClusterSnapshot:
         return self._notebook.shown().pulse()
@@ -166,7 +166,7 @@ class PanelComm:
             num_ranks=given["num_ranks"],
             device=given["device"],
             profile=given["profile"] or "",
-            exchange=self._notebook.exchange,  # after the pulse: ranks that it lacks are stopped, or still being so
+            exchange=self._notebook.exchange,  # read after the pulse: missing ranks are stopped or stopping
             outlives=workbench.outlives,
             held_by=workbench.held_by,
             cores=self._notebook.cores,
@@ -178,7 +178,7 @@ class PanelComm:
     # ---- commands
 
     def _begin(self, question: RunCommand) -> None:
-        """Do a command in a thread of its own: it may take long, and the panel goes on asking."""
+        """Run a command in a thread of its own: it may take long, and the panel keeps asking."""
         command = read_command(question.command)
         if isinstance(command, Dashboard) or getattr(command, "canvas", False):
             raise UsageError("a panel opens a dashboard of its own; for one in the notebook run this line in a cell")
@@ -193,11 +193,11 @@ class PanelComm:
             result = self._notebook.do(command, "panel", _run, remarks.append)
             data = {} if result is None else dict(result._repr_mimebundle_())
             text, is_error = "\n".join([*remarks, *([data["text/plain"]] if data else [])]), False
-        except Interrupted as given_up:  # as was asked for
+        except Interrupted as given_up:  # as requested
             data, text, is_error = {}, str(given_up), False
         except WorkbenchError as error:
             data, text, is_error = {}, str(error), True
-        except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
+        except Exception as error:  # noqa: BLE001 - a thread has no caller to raise to
             data, text, is_error = {}, f"{type(error).__name__}: {error}", True
         self._tell(CommandOutput(number=number, line=line, text=text, is_error=is_error, data=data))
 
@@ -206,8 +206,8 @@ def _spell(question: FormatCommand) -> Answer:
     return CommandLine(number=question.number, line=line_of(read_command(question.command)))
 
 
-def _run(workbench: Workbench, command: Command) -> Any:  # noqa: ANN401 - what a word gives
-    """Do a command without waiting for what lasts: the notebook is free meanwhile."""
+def _run(workbench: Workbench, command: Command) -> Any:  # noqa: ANN401 - depends on the command
+    """Run a command, ``continue`` and ``next`` in the background: the notebook stays free."""
     match command:
         case Continue():
             return workbench.resume(background=True)
@@ -217,7 +217,7 @@ def _run(workbench: Workbench, command: Command) -> Any:  # noqa: ANN401 - what 
 
 
 def _misfit(hello: Hello, version: str) -> str:
-    """Say what to do if the versions of both sides do not fit; empty: they do."""
+    """Return what to do if the versions of both sides do not match; empty if they do."""
     if hello.version == VERSION:
         return ""
     panel = f"the panel (extension {hello.extension}) speaks version {hello.version} of the protocol"

@@ -1,4 +1,4 @@
-"""What a way to shard would come to, from the units that it would make: by the same formulas as the views."""
+"""Preview of a sharding policy, from the units it would create, by the same formulas as the views."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def preview(
     """Return what ranks would hold at rest, and what a step would send.
 
     Args:
-        number: of the question.
-        line: of the command.
-        units: that there would be.
-        num_ranks: how many ranks there are.
-        models: of a rank, among which the one that is to be sharded may be: what of it is in no unit counts as well.
-        name: of that one.
+        number: number of the question.
+        line: line of the command.
+        units: units that the command would create.
+        num_ranks: number of ranks.
+        models: models of a rank; if the model to shard is among them, its bytes outside any unit count as well.
+        name: name of the model to shard.
     """
     header = Header(units=tuple(units), world_size=num_ranks)
     size = max((unit.shard_size for unit in units), default=1)
@@ -69,7 +69,7 @@ def _sent(header: Header) -> tuple[SentPreview, ...]:
 
 
 def models_of(by_rank: dict[int, tuple[ModelInfo, ...]]) -> tuple[Model, ...]:
-    """Return the models of all ranks, by name; each as the first rank has it that does."""
+    """Return the models of all ranks by name, each as on the first rank that has it."""
     having: dict[str, list[int]] = {}
     first: dict[str, ModelInfo] = {}
     for rank, models in sorted(by_rank.items()):

@@ -1,4 +1,4 @@
-"""How everything is, as a panel is told: read off a pulse; what has to be followed from row to row is kept here."""
+"""The state that a panel shows, computed from a snapshot and from what is accumulated over the trace's rows."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from workbench.widgets.long_poll import breakpoints, said
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How ranks are started: their number, device and IPython profile; empty: none. And what exchanges them now.
+    """How ranks are started: number, device and IPython profile (empty: none); and which exchange is in progress.
 
     Attributes:
-        outlives: whether their processes were there before, and stay.
-        held_by: who else commands them; empty: nobody.
-        cores: that ranks started here share.
+        outlives: whether the rank processes existed before, and outlive the session.
+        held_by: name of another controller of the ranks; empty: none.
+        cores: number of cores that ranks started here share.
     """
 
     num_ranks: int
@@ -58,9 +58,9 @@ class Settings:
 
 
 class Observer:
-    """Follows one workbench for all panels that look at it. Thread-safe.
+    """Follows one workbench for all its panels. Thread-safe.
 
-    A rank's memory, its units and its steps are folded from row to row, each row once.
+    The memory, units and steps of a rank are folded from row to row, each row once.
     """
 
     def __init__(self) -> None:
@@ -78,10 +78,10 @@ class Observer:
         """Return the state at ``pulse``.
 
         Args:
-            number: of the question.
-            pulse: how the cluster is doing.
+            number: number of the question.
+            pulse: snapshot of the cluster.
             settings: how its ranks were started, or would be.
-            known_units: what the one who asks was told of units; None: nothing.
+            known_units: units as last sent to the caller; None: not sent yet.
         """
         with self._lock:
             trace = pulse.trace
@@ -178,7 +178,7 @@ def _place(info: RankInfo | None) -> dict[str, Any]:
 
 
 def _where(pulse: ClusterSnapshot, rank: int) -> str:
-    """Where a rank stands: of one that is gone how it was lost."""
+    """Return where a rank is; for one that is gone, how it was lost."""
     health = pulse.states[rank]
     if health == "gone":
         return pulse.losses.get(rank, "died")
@@ -190,7 +190,7 @@ def _where(pulse: ClusterSnapshot, rank: int) -> str:
 
 
 def units_of(header: Header) -> tuple[UnitInfo, ...]:
-    """Return all units that were not undone, from the top of each model."""
+    """Return all units in use, from the top of each model."""
     live = (header.units[index] for index in model_order(header))
     return tuple(_unit(unit) for unit in live if unit.in_use)
 
@@ -217,7 +217,7 @@ def _unit(unit: Unit) -> UnitInfo:
 
 
 def params_of(header: Header, unit: int) -> tuple[ParamInfo, ...]:
-    """Return the parameters of a unit, flat ones before those in them; none if there is no such unit any more."""
+    """Return the parameters of a unit, each flat one before its parts; empty if the unit is no longer in use."""
     found = [part for other in header.units if other.index == unit and other.in_use for part in unit_shards(other)]
     return tuple(info for split in found for info in (_param(split), *_parts(split.param)))
 

@@ -1,1 +1,1 @@
-"""THE SHELL: what is alive in the notebook. Plain HTML where that is enough."""
+"""THE SHELL: live displays in the notebook. Plain HTML where that is enough."""

@@ -1,4 +1,4 @@
-"""When the rows of a rank were known: each at its own time, or at that of a row before it if that is later."""
+"""Arrival times of a rank's rows: the running maximum of the rows' times."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from workbench.replay.spans import Ints
 from workbench.trace.columns import RankTrace
 
 EVERY = 256
-"""Rows of which the latest time is kept."""
+"""Rows per block; the latest time of each block is kept."""
 
 
 class ArrivalIndex:
-    """The times of one state of a rank's trace; times are nanoseconds of its own clock.
+    """The arrival times in one state of a rank's trace, in nanoseconds of the rank's clock.
 
     Args:
-        rank_trace: whose rows.
-        before: of an earlier state of the same; what is known of its rows is not looked for again.
+        rank_trace: the rank's rows.
+        before: index of an earlier state of the same trace; its blocks are reused.
     """
 
     def __init__(self, rank_trace: RankTrace, before: ArrivalIndex | None = None) -> None:
         self.rank_trace = rank_trace
         self._t_ns: Ints = rank_trace.rows["t_ns"]
-        self._first = -(-rank_trace.start.seq // EVERY) * EVERY  # the first row of a whole block
+        self._first = -(-rank_trace.start.seq // EVERY) * EVERY  # first row of the first whole block
         self._tops_ns = self._tops(before)
         self._head = min(self._first - rank_trace.start.seq, len(self._t_ns))  # rows before it
         start_ns = self._t_ns[: self._head].max(initial=np.iinfo(np.int64).min)
         self._until_ns = np.maximum.accumulate(np.concatenate([[start_ns], self._tops_ns]))  # before each block
 
     def _tops(self, before: ArrivalIndex | None) -> Ints:
-        """The latest time in each whole block."""
+        """Return the latest time in each whole block."""
         num_blocks = max(self.rank_trace.end_seq // EVERY - self._first // EVERY, 0)
         known = np.empty(0, np.int64)
         if before is not None and before._first <= self._first:
@@ -39,14 +39,14 @@ class ArrivalIndex:
         return np.concatenate([known, rest.reshape(-1, EVERY).max(axis=1, initial=np.iinfo(np.int64).min)])
 
     def count(self, t_ns: int) -> int:
-        """Return how many of its first rows were known at ``t_ns``."""
-        block = int(np.searchsorted(self._until_ns, t_ns, side="right"))  # before it nothing is later
+        """Return how many leading rows had arrived by ``t_ns``."""
+        block = int(np.searchsorted(self._until_ns, t_ns, side="right"))  # all rows before block - 1 had arrived
         begin = self._head + (block - 1) * EVERY if block else 0
         there = self._t_ns[begin : begin + EVERY if block else self._head] > t_ns
         return begin + (int(there.argmax()) if there.any() else len(there))
 
     def at(self, place: int) -> int:
-        """Return when the row at position ``place`` was known."""
+        """Return the arrival time of the row at position ``place``."""
         block = (place - self._head) // EVERY
         if block < 0:
             return int(self._t_ns[: place + 1].max())

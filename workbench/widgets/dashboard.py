@@ -1,17 +1,17 @@
-"""The live dashboard: one widget that shows what all ranks do while they train, and at any event before.
+"""The live dashboard: one widget that shows what all ranks do while they train, and did at any earlier event.
 
-The browser asks, this side answers; nothing is sent unasked, so a dashboard that nobody sees costs nothing. Each
-view in the browser has a name of its own, which finds its :class:`~workbench.widgets.view_server.ViewServer` here.
+The browser asks and the kernel only answers, so a dashboard that is out of sight costs nothing. Each view in the
+browser has a name of its own, which selects its :class:`~workbench.widgets.view_server.ViewServer` here.
 
-The messages are declared in :mod:`workbench.widgets.dashboard_messages`. With one panel alone, ``timeline``, it is what
-``%fsdp timeline --canvas`` shows.
+The messages are declared in :mod:`workbench.widgets.dashboard_messages`. ``%fsdp timeline --canvas`` shows the same
+widget with the panel ``timeline`` alone.
 
-The feed keeps to a number of bytes a second and is thinned out for it. A window is asked for when the view holds still
-and somebody looks closely: such answers come with what a person does and are not part of that number. One is limited
-by :data:`workbench.widgets.window_detail.MOST` and :data:`workbench.widgets.window_detail.MOST_SPANS`; beyond that it
-says that it is not ``exact``.
+The feed is thinned out to fit a number of bytes per second. While it holds still, a view also asks for the exact window
+in view; these answers do not count towards that number. A window is limited by
+:data:`workbench.widgets.window_detail.MOST` and :data:`workbench.widgets.window_detail.MOST_SPANS`; beyond these it is
+not ``exact``.
 
-:class:`DashboardWidget` is a widget; :class:`Views` is all of it but the transport of its messages.
+:class:`DashboardWidget` is the widget; :class:`Views` is everything except the transport of its messages.
 """
 
 from __future__ import annotations
@@ -52,41 +52,41 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
     "abort": ("abort", {}),
     "break": ("break_add", {}),
 }
-"""The buttons, and the method of the workbench that each one calls, with its arguments."""
+"""By button, the workbench method that it calls and the method's keyword arguments."""
 
 ARGUED = ("next", "break")
-"""The buttons whose method takes what was chosen or typed beside them, first."""
+"""Buttons whose method takes the value chosen or typed next to them as its first argument."""
 
 ON_BREAKPOINTS = {"break on": "break_on", "break off": "break_off", "break clear": "break_clear"}
-"""What is done with a breakpoint of the list, and the method of the workbench that takes its number for it."""
+"""By action on a breakpoint of the list, the workbench method that takes its number."""
 
 QUESTIONS: dict[str, type] = {question.ask: question for question in get_args(Question)}
 
 Tell = Callable[[dict[str, Any], list[bytes] | None], None]
-"""Sends a message to the browser, with what goes beside it."""
+"""Sends a message and its buffers to the browser."""
 
 
-def read_question(data: Any) -> Question:  # noqa: ANN401 - anything may come
-    """Return the question that came as ``data``.
+def read_question(data: Any) -> Question:  # noqa: ANN401 - any JSON may come
+    """Return ``data`` as a question.
 
     Raises:
-        ValueError: it is none, or a field is missing or of another type.
+        ValueError: ``data`` is no question, or a field is missing or of another type.
     """
     question: Question = decode_named(QUESTIONS, data, "question", key="ask", fill=True)
     return question
 
 
 class Views:
-    """The views of one dashboard and the answers to what they ask, whoever carries the messages.
+    """The views of one dashboard and the answers to their questions, independent of the transport.
 
     Args:
-        workbench: what is shown; another thread may use it at the same time.
+        workbench: the workbench to show; another thread may use it at the same time.
         tell: sends an answer; called from any thread.
-        panels: to be shown. Without ``ranks`` there are no buttons that act on them either.
+        panels: the panels to show. Without ``ranks`` there are no buttons either.
         clock: seconds, monotonic.
 
     Attributes:
-        about: what the browser has to know from the beginning, besides ``events.js``.
+        about: the initial state that the browser needs in addition to ``events.js``.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class Views:
         self.about: dict[str, Any] = encode(InitialState(buttons=buttons, sizes=NEXT, panels=tuple(panels)))
 
     def __len__(self) -> int:
-        """How many views there are."""
+        """Return the number of views."""
         return len(self._views)
 
     def close(self) -> None:
-        """Answer nobody any more; returns when nothing is left."""
+        """Stop answering; return when all waiting threads have ended."""
         self._waiting.close()
         with self._lock:
             self._views.clear()
             self._pulse = None
 
-    def receive(self, data: Any) -> None:  # noqa: ANN401 - anything may come
-        """Answer one message of the browser; runs in the main thread, or in a subshell's while a cell runs."""
+    def receive(self, data: Any) -> None:  # noqa: ANN401 - any JSON may come
+        """Answer one message of the browser; runs in the main thread, or in a subshell's thread while a cell runs."""
         try:
             self._receive(read_question(data))
         except (WorkbenchError, ValueError) as error:
@@ -137,13 +137,13 @@ class Views:
                 self._forget(name)
                 return
             view = self._views.pop(name, None) or ViewServer()
-            self._views[name] = view  # the newest is last
+            self._views[name] = view  # the latest to ask is last
             for crowded in crowded_out(self._views):
                 self._forget(crowded)
             if isinstance(question, AskFeed) and question.wait:
                 self._waiting.ask(name)
                 return
-            if isinstance(question, AskFeed) or self._pulse is None:  # else no rank is asked
+            if isinstance(question, AskFeed) or self._pulse is None:  # the others use the last snapshot
                 self._pulse = self._workbench.pulse()
             answer, buffers = view.answer(question, self._pulse, self._clock)
         self._tell(name, answer, buffers)
@@ -153,7 +153,7 @@ class Views:
         self._waiting.forget(name)
 
     def _news(self, name: str, pulse: ClusterSnapshot) -> Send:
-        """Make the answer to a view that has waited."""
+        """Make the answer to a waiting view; return the function that sends it."""
         with self._lock:
             if name not in self._views:
                 return lambda: None
@@ -165,17 +165,17 @@ class Views:
         self._send({**answer, "view": name}, buffers)
 
     def _press(self, view: str, word: str, argument: str) -> None:
-        """Do what a button says, in a thread of its own: it may take long, and the view goes on asking.
+        """Run the command of a button in a thread of its own: it may take long, and the view keeps asking.
 
         Raises:
-            UsageError: there is no such button, or no such number of a breakpoint.
+            UsageError: there is no such button, or the argument is not the number of a breakpoint.
         """
         if word in self.about["buttons"]:
             name, arguments = BUTTONS[word]
             given = (argument,) if word in ARGUED and (argument or word == "break") else ()
             do = partial(getattr(self._workbench, name), *given, **arguments)
         elif word in ON_BREAKPOINTS:
-            if not argument.isdecimal():  # without a number it would be all of them
+            if not argument.isdecimal():  # without a number the method acts on all of them
                 raise UsageError(f"{word} takes the number of a breakpoint, not {argument!r:.80}")
             do = partial(getattr(self._workbench, ON_BREAKPOINTS[word]), int(argument))
         else:
@@ -186,20 +186,20 @@ class Views:
     def _do(self, view: str, word: str, do: Callable[[], object]) -> None:
         try:
             report = do()
-            words = "" if word in BUTTONS and BUTTONS[word][1] else str(report)  # that it goes on is seen
+            words = "" if word in BUTTONS and BUTTONS[word][1] else str(report)  # the view shows the progress itself
         except WorkbenchError as error:
             words = str(error)
-        except Exception as error:  # noqa: BLE001 - nobody else is there to be told of it
+        except Exception as error:  # noqa: BLE001 - a thread has no caller to raise to
             words = f"{type(error).__name__}: {error}"
         self._tell(view, encode(ButtonResult(word=word, text=words.partition("\n")[0])))
 
 
 class DashboardWidget(anywidget.AnyWidget):
-    """The dashboard as a widget, whose messages go over its own comm.
+    """The dashboard as a widget, with its messages on the widget's comm.
 
     Args:
-        workbench: what is shown; another thread may use it at the same time.
-        panels: to be shown; see :class:`Views`.
+        workbench: the workbench to show; another thread may use it at the same time.
+        panels: the panels to show; see :class:`Views`.
         clock: seconds, monotonic.
     """
 
@@ -220,19 +220,19 @@ class DashboardWidget(anywidget.AnyWidget):
         answer_while_busy(self.comm)
 
     def close(self) -> None:
-        """Take the widget away; nothing of it is left, neither here nor in the browser."""
+        """Remove the widget from the kernel and from the browser."""
         self._views.close()
         self.on_msg(self._on_message, remove=True)
         super().close()
 
-    def _on_message(self, _widget: object, content: Any, _buffers: object) -> None:  # noqa: ANN401 - anything may come
+    def _on_message(self, _widget: object, content: Any, _buffers: object) -> None:  # noqa: ANN401 - any JSON may come
         self._views.receive(content)
 
     def _tell(self, content: dict[str, Any], buffers: list[bytes] | None) -> None:
-        if self.comm is not None:  # closed meanwhile
+        if self.comm is not None:  # None once closed
             self.send(content, buffers)
 
 
 def dashboard(workbench: WatchedWorkbench, panels: Sequence[Panel] = get_args(Panel)) -> DashboardWidget:
-    """Return a live dashboard of ``workbench``; it may be shown several times, and ``close()`` takes it away."""
+    """Return a live dashboard of ``workbench``; it may be shown several times, and ``close()`` removes it."""
     return DashboardWidget(workbench, panels=panels)

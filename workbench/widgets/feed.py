@@ -1,13 +1,12 @@
-"""What a live view still has to be told: a growing trace and what the browser knows -> one small increment.
+"""The incremental feed of a live view: a growing trace and what the browser already has -> one small increment.
 
-A :class:`Feed` remembers what one browser view was sent. :meth:`Feed.take` returns what is new, thinned out until it
-fits a number of bytes; :mod:`workbench.widgets.packing` turns it into binary columns. Nothing is sent twice: the
-increments of a trace that was taken in any pieces add up to those of the trace taken at once. Where they must be
-thinned out, short spans are merged (their ``count`` says of how many), and of memory and states the extremes and the
-ends are kept.
+A :class:`Feed` tracks what one browser view has received. :meth:`Feed.take` returns what is new, thinned out to fit a
+number of bytes; :mod:`workbench.widgets.packing` turns it into binary columns. Nothing is sent twice: the increments of
+a trace taken in pieces add up to those of the trace taken at once. Thinning merges short spans (``count`` says how
+many) and keeps the extremes and ends of memory and states.
 
-Words: a *group* is ranks that behave alike, and the first of them is drawn for all; a *track* is a lane of the
-timeline, :data:`TRACKS` of them per drawn rank. Times are nanoseconds, as they are shown: without the time in which
+Terms: a *group* is a set of ranks that behave alike, drawn as its first rank; a *track* is a lane of the timeline,
+one for each of :data:`TRACKS` per drawn rank. Times are nanoseconds of the displayed axis, without the time in which
 ranks were held or idle (:mod:`workbench.replay.paused_time`). Arrays: ``N`` entries.
 """
 
@@ -30,10 +29,10 @@ from workbench.widgets.live_steps import Steps
 from workbench.widgets.rank_groups import RankGroups
 
 MAX_RANKS = 8
-"""Ranks with tracks of their own."""
+"""Maximum number of ranks with tracks of their own."""
 
 HISTORY_ROWS = 30_000
-"""Rows of each rank that a view is told of when it opens; older ones are left to the static views."""
+"""Rows of each rank that a view receives when it opens; the static views show older ones."""
 
 MEMORY_DTYPE = np.dtype([("group", "u1"), ("t_ns", "<i8"), ("num_bytes", "<i8", (len(Category),))])
 STATE_DTYPE = np.dtype([("group", "u1"), ("state", "u1"), ("unit", "<i2"), ("t_ns", "<i8")])
@@ -46,18 +45,18 @@ _SHARES = {"spans": 0.6, "memory": 0.25, "states": 0.15}  # of an increment's by
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Increment:
-    """What is new; arrays are ``[N]``.
+    """New data for a view; arrays are ``[N]``.
 
     Attributes:
-        restart: forget what was sent before, but for the steps.
-        is_another: these are other ranks than before: forget the steps as well.
-        groups: ranks, alike ones together; ``group`` in the arrays is a position in it.
-        ranks: those with tracks; track ``len(TRACKS) * i + j`` is track ``j`` of ``ranks[i]``.
-        spans: of :data:`~workbench.widgets.live_spans.SPAN_DTYPE`; each track's in the order they began.
-        open: of the same: what has not ended, instead of what was said to be so before.
-        memory: of MEMORY_DTYPE: live bytes by class from a moment on.
-        states: of STATE_DTYPE: the UnitState of a unit from a moment on.
-        is_exact: whether every change is in both.
+        restart: drop everything received before, except the steps.
+        is_another: the trace does not continue the last one: drop the steps as well.
+        groups: groups of alike ranks; ``group`` in the arrays is an index into it.
+        ranks: ranks with tracks; track ``len(TRACKS) * i + j`` is track ``j`` of ``ranks[i]``.
+        spans: of :data:`~workbench.widgets.live_spans.SPAN_DTYPE`; those of a track in the order they began.
+        open: same dtype: spans that have not ended; replaces the last ``open``.
+        memory: of MEMORY_DTYPE: live bytes by class from a time on.
+        states: of STATE_DTYPE: the UnitState of a unit from a time on.
+        is_exact: whether ``memory`` and ``states`` have every change.
         steps: of :data:`~workbench.widgets.live_steps.LEARNED_DTYPE`: finished steps.
     """
 
@@ -74,11 +73,11 @@ class Increment:
 
 
 class Feed:
-    """What one view of the browser knows of a trace.
+    """What one browser view has received of a trace.
 
     Args:
-        history_rows: of each rank that it is told of when it opens.
-        least_spans: that are told at once, whatever they take.
+        history_rows: rows of each rank that the view receives when it opens.
+        least_spans: spans that an increment may have even if they exceed its bytes.
     """
 
     def __init__(self, history_rows: int = HISTORY_ROWS, least_spans: int = 0) -> None:
@@ -91,25 +90,25 @@ class Feed:
 
     @property
     def cuts(self) -> Cuts:
-        """What is cut out of the time axis of the trace that was taken last."""
+        """What is cut out of the time axis of the last trace."""
         return self._growing.cuts
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that behave alike, as the view was told last."""
+        """Groups of alike ranks, as last sent to the view."""
         return self._alike.groups
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks with tracks of their own, as the view was told last."""
+        """Ranks with tracks of their own, as last sent to the view."""
         return _drawn(self.groups)
 
     def take(self, trace: Trace, max_bytes: int = 1 << 20) -> Increment:
-        """Return what the view does not know of ``trace``, a later state of the same one or another one.
+        """Return what is new to the view in ``trace``, a later state of the last trace or another trace.
 
         Args:
-            trace: what happened so far.
-            max_bytes: about how many bytes the increment may have on the wire, its steps not counted.
+            trace: the trace so far.
+            max_bytes: approximate limit on the increment's bytes on the wire, without its steps.
         """
         is_another = not continues(trace, self._job, self._ends)
         if is_another:
@@ -170,11 +169,11 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True)
 class FeedRows:
-    """Some of the rows of a group's first rank, to be told to a view.
+    """Rows of a group's first rank that are to be sent to a view.
 
     Attributes:
-        part: rows that the view does not know, at the times at which they are shown, with the state before them.
-        is_first: the view knows nothing of the state before them.
+        part: rows that are new to the view, at their displayed times, with the state before them.
+        is_first: whether the view lacks the state before them.
     """
 
     part: RankTrace
@@ -182,17 +181,17 @@ class FeedRows:
 
 
 def shown_part(part: RankTrace, cuts: Cuts, *, is_first: bool) -> FeedRows:
-    """Return a part of a rank's trace as it is told to a view whose axis leaves out ``cuts``."""
+    """Return a part of a rank's trace with its times on an axis without ``cuts``."""
     return FeedRows(part=replace(part, rows=cuts.rows(part.rows)), is_first=is_first)
 
 
 def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, int]) -> bool:
-    """Tell whether ``trace`` is a later state, without a gap, of what is known.
+    """Return whether ``trace`` is a later state of the known trace, without a gap.
 
     Args:
-        trace: what happened so far.
-        known_job: :func:`job` of what is known.
-        ends: by rank, the number of the first row that is not known.
+        trace: the trace so far.
+        known_job: :func:`job` of the known trace.
+        ends: by rank, the number of the first unknown row.
     """
     places = {r.rank: (r.start.seq, r.end_seq) for r in trace.ranks}
     follow_on = (rank in places and places[rank][0] <= end <= places[rank][1] for rank, end in ends.items())
@@ -200,27 +199,27 @@ def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, in
 
 
 def job(trace: Trace) -> tuple[object, ...]:
-    """Return what another training job does not have in common with this one."""
+    """Return a key that differs between training jobs."""
     return tuple((info.rank, info.host, info.pid) for info in trace.header.ranks)
 
 
 def _drawn(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks with tracks: one of each group first, then the others, lowest first."""
+    """Choose up to MAX_RANKS ranks for the tracks: the first of each group, then the lowest others."""
     order = [*(group[0] for group in groups), *sorted(rank for group in groups for rank in group[1:])]
     return tuple(sorted(order[:MAX_RANKS]))
 
 
 def memory_of(parts: Sequence[FeedRows], limit: int | None) -> tuple[NDArray[np.void], bool]:
-    """Return the memory of each group's part, of MEMORY_DTYPE ``[N]``, and whether that is every change.
+    """Return the memory of each group's part, of MEMORY_DTYPE ``[N]``, and whether it has every change.
 
     Args:
-        parts: of each group.
+        parts: one for each group.
         limit: about how many moments to return; None: all.
     """
     found, is_exact = [np.empty(0, MEMORY_DTYPE)], True
     for group, new in enumerate(parts):
         series = memory.series(new.part, None if limit is None else max(limit // len(parts), 4))
-        begin = 0 if new.is_first else 1  # else the state before is known
+        begin = 0 if new.is_first else 1  # else the view has the state before
         told = np.empty(len(series.t_ns[begin:]), MEMORY_DTYPE)
         told["group"], told["num_bytes"] = group, series.num_bytes[begin:]
         told["t_ns"] = series.t_ns[begin:]
@@ -230,12 +229,12 @@ def memory_of(parts: Sequence[FeedRows], limit: int | None) -> tuple[NDArray[np.
 
 
 def states_of(parts: Sequence[FeedRows], num_units: int, limit: int | None) -> tuple[NDArray[np.void], bool]:
-    """Return the states of all units in each group's part, of STATE_DTYPE ``[N]``, and whether that is every change.
+    """Return the states of all units in each group's part, of STATE_DTYPE ``[N]``, and whether it has every change.
 
     Args:
-        parts: of each group.
-        num_units: of the trace.
-        limit: about how many to return; None: all.
+        parts: one for each group.
+        num_units: number of units in the trace.
+        limit: about how many entries to return; None: all.
     """
     found, is_exact = [np.empty(0, STATE_DTYPE)], True
     for group, new in enumerate(parts):
@@ -250,7 +249,7 @@ def states_of(parts: Sequence[FeedRows], num_units: int, limit: int | None) -> t
 
 
 def _last_of_bins(found: NDArray[np.void], num_bins: int) -> NDArray[np.void]:
-    """Of each unit, if there are more than ``num_bins`` entries a unit, the last one in each equal bin of time."""
+    """Return each unit's last entry in each of ``num_bins`` equal time bins; all if there are few enough."""
     num_bins = max(num_bins, 1)
     if not len(found) or len(found) <= num_bins * len(np.unique(found["unit"])):
         return found

@@ -1,7 +1,7 @@
-"""What the front end knows of Python's side, made of it: words of events, tables, messages.
+"""Generator of the front end's copies of Python definitions: names and colours of events, tables, messages.
 
-``python -m workbench.widgets.generate_js`` writes the files again after :mod:`workbench.events`, the colours of views,
-:mod:`workbench.widgets.packing` or :mod:`workbench.widgets.dashboard_messages` have changed.
+Run ``python -m workbench.widgets.generate_js`` after a change of :mod:`workbench.events`, the colours of views,
+:mod:`workbench.widgets.packing` or :mod:`workbench.widgets.dashboard_messages`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ARRAYS = {"f8": "Float64Array", "f4": "Float32Array", "i4": "Int32Array", "i2":
 
 
 def programs() -> dict[str, str]:
-    """Return, by name in ``static``, what each file that is made has to hold."""
+    """Return the text of each generated file, by its name in ``static``."""
     return {"events.js": _events(), "tables.js": _tables(), "messages.d.ts": _messages()}
 
 
 def _events() -> str:
-    """Tables indexed by the numbers of traces, and these numbers by name."""
+    """Return tables indexed by the numbers that traces use, and these numbers by name."""
     kinds = ({**_look(k, theme.KIND_COLOURS[k]), "isCollective": k.info.is_collective} for k in Kind)
     categories = (_look(category, theme.CATEGORY_COLOURS[category]) for category in Category)
     states = (_look(state, theme.UNIT_STATE_COLOURS[state]) for state in UnitState)
@@ -58,7 +58,7 @@ def _numbers(name: str, words: type[IntEnum]) -> str:
 
 
 def _tables() -> str:
-    """The columns of each table in a buffer, with their types and numbers an entry; the tracks of a rank; its names."""
+    """Return each table's columns with type and width, the tracks of a rank, and the limits for labels of ranks."""
     found = {
         table: {column: [code, WIDTHS.get((table, column), 1)] for column, code in columns}
         for table, columns in COLUMNS.items()
@@ -73,7 +73,7 @@ def _tables() -> str:
 
 
 def _messages() -> str:
-    """Types of the messages, and of the tables in their buffers."""
+    """Return the types of the messages and of the tables in their buffers."""
     questions, answers = get_args(Question), get_args(Answer)
     heading = _HEADING.format("widgets/dashboard_messages.py and workbench/widgets/packing")
     messages = module(

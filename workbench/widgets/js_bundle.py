@@ -1,8 +1,8 @@
-"""The widgets' ES modules as one text: anywidget takes a program as a single module, and a browser must fetch nothing.
+"""The widgets' ES modules as one text: anywidget takes a single module, and the browser must fetch nothing.
 
-Each module becomes a function of its own, so that names of one are not seen in another; what it exports is what the
-function returns. There are two ways alone to import and export: ``import { a, b } from "./other.js";`` at the beginning
-of a line, and ``export`` before a declaration or ``export default`` before an expression.
+Each module becomes a function, which keeps its names local and returns its exports. Only these forms are supported:
+``import { a, b } from "./other.js";`` at the beginning of a line, ``export`` before a declaration, and
+``export default`` before an expression.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _UNKNOWN = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 
 
 def joined(entry: str, folder: Path = STATIC) -> str:
-    """Return ``entry`` and all that it imports as one module, which exports what ``entry`` exports.
+    """Return ``entry`` and everything it imports as one module with the exports of ``entry``.
 
     Args:
         entry: name of a file in ``folder``.
         folder: where the modules are.
 
     Raises:
-        ValueError: a module imports or exports in another way, in a circle, or what another one does not export.
+        ValueError: a module uses another form of import or export, is part of an import cycle, or imports a name
+                that is not exported.
     """
     texts: dict[str, str] = {}
     _collect(entry, folder, texts, ())
@@ -39,7 +40,7 @@ def joined(entry: str, folder: Path = STATIC) -> str:
 
 
 def _collect(name: str, folder: Path, texts: dict[str, str], path: tuple[str, ...]) -> None:
-    """Add a module to ``texts``, behind all that it imports."""
+    """Add a module to ``texts``, after everything it imports."""
     if name in texts:
         return
     if name in path:

@@ -1,4 +1,4 @@
-"""The highest peak of memory so far, named, read off a growing trace."""
+"""The highest memory peak so far in a growing trace, with a description."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from workbench.replay.memory import MemoryState
 from workbench.trace.columns import RankTrace, Trace
 
 AROUND = 2_000
-"""Rows before and after a peak that are looked at to say what was going on."""
+"""Rows before and after a peak that are read to describe it."""
 
 
 class Peaks:
-    """Follows the peak of ranks; naming one is paid for only when there is a new one."""
+    """Tracks the peak of each rank; describes a peak only once, when it is new."""
 
     def __init__(self) -> None:
         self._states: dict[int, tuple[int, MemoryState]] = {}
@@ -23,7 +23,7 @@ class Peaks:
         """Return the highest peak of ``rank``: ``num_bytes``, ``t_ns``, ``step``, ``text``."""
         rank_trace = trace.rank(rank)
         next_seq, state = self._states.get(rank, (rank_trace.start.seq, memory.start(rank_trace.start)))
-        if not rank_trace.start.seq <= next_seq <= rank_trace.end_seq:  # begun anew
+        if not rank_trace.start.seq <= next_seq <= rank_trace.end_seq:  # the trace has restarted
             next_seq, state = rank_trace.start.seq, memory.start(rank_trace.start)
         state = memory.advance(state, rank_trace.rows[next_seq - rank_trace.start.seq :])
         self._states[rank] = rank_trace.end_seq, state
@@ -33,7 +33,7 @@ class Peaks:
         return known[1]
 
     def state(self, rank: int) -> MemoryState:
-        """Return the live bytes of ``rank`` and its peak, by class, as of the last time it was asked for."""
+        """Return the live bytes of ``rank`` and its peak, by class, as of the last :meth:`of`."""
         return self._states[rank][1]
 
 

@@ -1,7 +1,7 @@
-"""What a rank did from when to when, read off a growing trace: the rectangles of the live timeline.
+"""The spans of a rank in a growing trace: the rectangles of the live timeline.
 
-A span is told once it has ended or was aborted, and each track's in the order they began. Of nested compute each
-stretch belongs to the innermost span, as in the static timeline. Arrays: ``N`` spans.
+A span is returned once, after it has ended or was aborted; those of a track come in the order they began. Each stretch
+of nested compute belongs to the innermost span, as in the static timeline. Arrays: ``N`` spans.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SPAN_DTYPE = np.dtype(
         ("kind", "u1"),
         ("exposed", "u1"),  # compute waited for it, or it is a wait
         ("unit", "<i2"),  # -1 none or several
-        ("count", "<i4"),  # spans it stands for
+        ("count", "<i4"),  # spans merged into it
         ("begin_ns", "<i8"),
         ("end_ns", "<i8"),
-        ("issue_ns", "<i8"),  # of a wait: when what it waits for was issued; -1 not known, and for other kinds
+        ("issue_ns", "<i8"),  # of a wait: when its collective was issued; -1 if unknown, and for other kinds
         ("num_bytes", "<i8"),
     ]
 )
@@ -43,24 +43,24 @@ NO_HEADER = Header()
 _READ = (*COMPUTE, Kind.STEP, Kind.WAIT, *COLLECTIVES)
 
 
-_Parts = tuple[NDArray[np.void], NDArray[np.void]]  # ended since the last time, and open
+_Parts = tuple[NDArray[np.void], NDArray[np.void]]  # ended since the last call, and open
 
 
 class RankSpans:
     """Reads the spans of one rank, each once.
 
     Args:
-        from_seq: the row to begin with; spans begun before it are left out.
+        from_seq: the first row to read; spans begun before it are left out.
 
     Attributes:
-        open: what the rank is in now, of SPAN_DTYPE: spans that have begun and not ended, up to its last row.
+        open: spans that have begun and not ended as of the last row read, of SPAN_DTYPE.
     """
 
     def __init__(self, from_seq: int = 0) -> None:
-        self._from_seq = from_seq  # before this row nothing is needed any more
+        self._from_seq = from_seq  # rows before this one are no longer needed
         self._end_seq = from_seq
-        self._told = dict.fromkeys(range(1, len(TRACKS)), -1)  # BEGIN row of the last one told
-        self._until_ns = np.iinfo(np.int64).min  # compute is told up to here
+        self._told = dict.fromkeys(range(1, len(TRACKS)), -1)  # BEGIN row of the last span returned
+        self._until_ns = np.iinfo(np.int64).min  # compute has been returned up to here
         self.open = np.empty(0, SPAN_DTYPE)
 
     def take(
@@ -72,14 +72,14 @@ class RankSpans:
         cuts: Cuts | None = None,
         until_seq: int | None = None,
     ) -> NDArray[np.void]:
-        """Return the spans that have ended since the last time, of SPAN_DTYPE.
+        """Return the spans that have ended since the last call, of SPAN_DTYPE.
 
         Args:
-            rank_trace: a later state of the same one.
-            header: of the trace. Where it says that devices tell when they did what, spans are theirs, and told once
-                the device has come to their end.
+            rank_trace: a later state of the same trace.
+            header: header of the trace. If its clock is the devices', spans have device times and are returned once
+                the device has reached their end.
             first_track: number of the rank's first track.
-            cuts: what is cut out of the time axis; times are those at which spans are shown.
+            cuts: what is cut out of the time axis; the result has displayed times.
             until_seq: the row before which to stop; None: read all.
         """
         end_seq = until_seq = rank_trace.end_seq if until_seq is None else until_seq
@@ -90,7 +90,7 @@ class RankSpans:
         if clock_of(header) is ClockSource.DEVICE:
             rows, end_seq = _of_device(rank_trace, RankTrace(rank_trace.rank, rows, KeyFrame(seq=first_seq)), header)
         rows = rows if cuts is None else cuts.rows(rows)
-        every = end_aborted(spans(rows, _READ), rows)  # found once: it is what takes the time
+        every = end_aborted(spans(rows, _READ), rows)  # computed once: this dominates the time
         parts = [self._compute(rows, every), *(self._whole(rows, every, track) for track in self._told)]
         oldest_open = int(every.begin_seq[every.end_seq < 0].min(initial=end_seq))
         self._from_seq, self._end_seq = oldest_open, until_seq
@@ -112,16 +112,16 @@ class RankSpans:
         innermost = np.flatnonzero(found.end_seq < 0)[-1:]
         if not len(innermost) or innermost[0] in owner[-1:]:
             return told[fresh & ~goes_on & shown], told[goes_on & shown]
-        now_ns = found.begin_ns[innermost]  # it has begun with the last row: no time belongs to it yet
+        now_ns = found.begin_ns[innermost]  # it began with the last row and owns no time yet
         just_begun = _told(found, innermost, 0, now_ns, now_ns)
         return told[fresh & ~goes_on & shown], just_begun[~_of_kind(just_begun, MASKING)]
 
     def _whole(self, rows: Rows, every: Spans, track: int) -> _Parts:
-        """Return collectives or waits, which may lie within each other."""
+        """Return collectives or waits; unlike compute, these may overlap."""
         found = _of(every, TRACKS[track][1])
         mine = np.flatnonzero(found.begin_seq > self._told[track])
         waits_on = np.flatnonzero(found.end_seq[mine] < 0)
-        count = int(waits_on[0]) if len(waits_on) else len(mine)  # told in the order they began
+        count = int(waits_on[0]) if len(waits_on) else len(mine)  # in the order they began: up to the first open one
         if count:
             self._told[track] = int(found.begin_seq[mine[count - 1]])
         told = _told(found, mine, track, found.begin_ns[mine], closed(found, rows).end_ns[mine])
@@ -133,7 +133,7 @@ class RankSpans:
 
 
 def _of_device(whole: RankTrace, part: RankTrace, header: Header) -> tuple[Rows, int]:
-    """Return what its device did of a part of a rank's trace, and the first row that it has not come to."""
+    """Return a part of a rank's trace at device times, and the first row that the device has not reached."""
     told = on_device(whole, part, header)
     return (part.rows[:0], part.start.seq) if told is None else (told.part.rows, told.end_seq)
 
@@ -152,7 +152,7 @@ def _of_kind(told: NDArray[np.void], kinds: Iterable[Kind]) -> NDArray[np.bool_]
 
 
 def _keys(found: Spans) -> Ints:
-    """One number per collective, the same for a wait for it; -1 for what is neither. ``[N]``."""
+    """Return one number per collective, shared by the waits for it; -1 for other spans. ``[N]``."""
     return np.where(found.comm_seq >= 0, (found.comm_group << 32) | found.comm_seq, -1)
 
 
@@ -165,14 +165,14 @@ def _of(found: Spans, kinds: Iterable[Kind]) -> Spans:
 
 
 def _issued_ns(every: Spans, keys: Ints) -> Ints:
-    """When the collective of each key was issued; -1 where the spans do not say. ``[N]``."""
+    """Return when the collective of each key was issued; -1 if unknown. ``[N]``."""
     issued = _of(every, COLLECTIVES)
     place, known = _lookup(_keys(issued), keys)
     return np.where(known, np.append(issued.begin_ns, -1)[place], -1)
 
 
 def _was_waited_for(every: Spans, found: Spans) -> NDArray[np.bool_]:
-    """Whether compute began to wait for each collective before its end was recorded. ``[N]``."""
+    """Return for each collective whether compute began to wait for it before its end was recorded. ``[N]``."""
     waits = _of(every, (Kind.WAIT,))
     place, known = _lookup(_keys(waits), _keys(found))
     until = np.where(found.end_seq >= 0, found.end_seq, np.iinfo(np.int64).max)
@@ -181,7 +181,7 @@ def _was_waited_for(every: Spans, found: Spans) -> NDArray[np.bool_]:
 
 
 def _lookup(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the first position in ``keys`` of each one wanted, and whether it is there (and no -1)."""
+    """Return the first position in ``keys`` of each wanted key, and whether it is there (False for -1)."""
     order = np.argsort(keys, kind="stable")
     place = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
     place = order[place] if len(keys) else np.zeros(len(wanted), np.int64)
@@ -190,9 +190,9 @@ def _lookup(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
 
 
 def thinned(found: NDArray[np.void], limit: int) -> NDArray[np.void]:
-    """Return at most about ``limit`` spans: the narrowest are merged with their like; each track stays in order.
+    """Return at most about ``limit`` spans: the narrowest are merged with similar ones; each track stays in order.
 
-    The merged one is as wide as they are together, so that a colour keeps its share, and counts them.
+    A merged span is as wide as its parts together, so that each colour keeps its share; ``count`` adds them up.
     """
     if len(found) <= limit:
         return found
@@ -210,7 +210,7 @@ def thinned(found: NDArray[np.void], limit: int) -> NDArray[np.void]:
 
 
 def _one_after_the_other(found: NDArray[np.void]) -> NDArray[np.void]:
-    """Put spans off until those before them are over: what a thread does, it does not do at the same time."""
+    """Delay each span until those before it are over: a thread does one thing at a time."""
     width = found["end_ns"] - found["begin_ns"]
     until = np.cumsum(width)
     late = np.maximum.accumulate(found["begin_ns"] - (until - width))
@@ -219,10 +219,10 @@ def _one_after_the_other(found: NDArray[np.void]) -> NDArray[np.void]:
 
 
 def _merged(found: NDArray[np.void], pixel_ns: int) -> NDArray[np.void]:
-    """Make one of the spans that begin in one pixel, are narrower than one, and share track and kind."""
+    """Merge the spans that begin in the same pixel, are narrower than a pixel, and share track and kind."""
     pixel = (found["begin_ns"] - found["begin_ns"].min()) // pixel_ns
     wide = np.flatnonzero(found["end_ns"] - found["begin_ns"] >= pixel_ns)
-    pixel[wide] = int(pixel.max()) + 1 + np.arange(len(wide))  # each on its own
+    pixel[wide] = int(pixel.max()) + 1 + np.arange(len(wide))  # wide spans stay separate
     key = (found["track"].astype(np.int64) << 8 | found["kind"]) * (int(pixel.max()) + 1) + pixel
     order = np.argsort(key, kind="stable")
     first = np.flatnonzero(np.diff(key[order], prepend=-1))

@@ -1,4 +1,4 @@
-"""Finished training steps, read off a growing trace: number, loss, and how long it took."""
+"""Finished training steps of a growing trace: number, loss and duration."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ LEARNED_DTYPE = np.dtype(
     ]
 )
 MAX_STEPS = 2_000
-"""Steps told at once; of more the last ones."""
+"""Maximum number of steps returned at once: the last ones."""
 
 
 class Steps:
-    """Tells each step once: when every rank has finished it, and its loss is known or the next one has begun."""
+    """Returns each step once: when every rank has finished it, and its loss is known or the next one has begun."""
 
     def __init__(self) -> None:
         self._states: dict[int, TrainingProgress] = {}
@@ -43,10 +43,10 @@ class Steps:
         self._waits_ns: dict[int, dict[int, int]] = {}  # by rank and step
 
     def take(self, trace: Trace, cuts: Cuts | None = None) -> NDArray[np.void]:
-        """Return the steps that are new in ``trace``, of LEARNED_DTYPE.
+        """Return the new steps in ``trace``, of LEARNED_DTYPE.
 
-        The loss is the mean over ranks, NaN as well if none was logged; times are those of the slowest rank, without
-        what ``cuts`` leave out.
+        The loss is the mean over ranks, NaN if none was logged; times are those of the slowest rank, without the
+        time that ``cuts`` leave out.
         """
         for rank_trace in trace.ranks:
             rank = rank_trace.rank
@@ -66,7 +66,7 @@ class Steps:
         return told[-MAX_STEPS:]
 
     def _take_waits(self, told: NDArray[np.void]) -> None:
-        """Fill in how much of each step compute waited, and who made the others wait; older steps are forgotten."""
+        """Fill in each step's exposed share and its straggler; drop the waits of these and older steps."""
         ranks = sorted(self._waits_ns)
         waited = [[self._waits_ns[rank].get(step, 0) for rank in ranks] for step in told["step"].tolist()]
         waits_ns = np.array(waited, np.int64).reshape(len(told), len(ranks))
@@ -82,16 +82,16 @@ class Steps:
                 self._waits_ns[rank] = {step: ns for step, ns in waits.items() if step > last}
 
     def _models(self, trace: Trace, states: list[TrainingProgress], steps: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Which model each of ``steps`` trained; one without a forward the one before. ``[S]``."""
+        """Return which model each of ``steps`` trained; one without a forward has that of the step before. ``[S]``."""
         found = training.model_of_steps(trace.header, states)
         at = np.searchsorted(found["step"], steps, side="right")
-        known = np.append(found["unit"], self._model)[at - 1]  # before the first: the last entry
+        known = np.append(found["unit"], self._model)[at - 1]  # -1, before the first, is the appended entry
         self._model = int(known[-1]) if len(known) else self._model
         return known
 
 
 def _add_waits(waits_ns: dict[int, int], rows: Rows) -> None:
-    """Add to each step how long its waits in ``rows`` take: when they end, without when they begin."""
+    """Add the waits in ``rows`` to each step's sum: the times of their ends minus those of their begins."""
     waits = chosen(rows, (rows["kind"] == Kind.WAIT) & (rows["step"] >= 0))
     steps, place = np.unique(waits["step"], return_inverse=True)
     signed = np.where(waits["edge"] == Edge.END, waits["t_ns"], -waits["t_ns"])
@@ -102,7 +102,7 @@ def _add_waits(waits_ns: dict[int, int], rows: Rows) -> None:
 
 
 def _num_ready(states: list[TrainingProgress], name: int) -> int:
-    """How many of the finished steps can be told."""
+    """Return how many of the finished steps can be returned."""
     count = min((len(state.steps) for state in states), default=0)
     if not count:
         return 0
@@ -131,7 +131,7 @@ def _learned(states: list[TrainingProgress], name: int, count: int) -> NDArray[n
 
 
 def _without(state: TrainingProgress, count: int) -> TrainingProgress:
-    """Return the state without its first ``count`` steps and what was logged for them."""
+    """Return the state without its first ``count`` steps and the values logged for them."""
     if not count:
         return state
     last = state.steps["step"][count - 1]

@@ -1,4 +1,4 @@
-"""Answers for views that wait until there is something new: each waits in a thread of its own, and nobody else does."""
+"""Long polling: a view's question waits, in a thread of its own, until there is something new."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from workbench.widgets.rate_limit import LOOK_S, RateLimit
 Send = Callable[[], None]
 
 MAX_VIEWS = 8
-"""Views of one widget that are kept; of more the one that has not asked for longest is forgotten."""
+"""Maximum number of views kept per widget; beyond it, the view with the oldest question is dropped."""
 
 
 def crowded_out(views: Iterable[str]) -> list[str]:
-    """Return which views to forget, of those that are there in the order in which they have asked last."""
+    """Return the views to drop, given all views in the order of their last question."""
     return list(views)[:-MAX_VIEWS]
 
 
 class WatchedWorkbench(Protocol):
-    """What of a workbench is needed here."""
+    """The part of a workbench that is needed here."""
 
     def pulse(self) -> ClusterSnapshot:
-        """Return how the cluster is doing."""
+        """Return a snapshot of the cluster."""
 
     def asked(self) -> object:
-        """Return what is different once there is something to tell at once; no rank is asked."""
+        """Return a value that changes with news that cannot wait; queries no rank."""
 
 
 class LongPoll:
-    """The views of one widget that wait.
+    """The waiting views of one widget.
 
     Args:
-        look: tells how the cluster is doing.
-        answer: makes the answer to the view of a name, and returns what sends it.
+        look: returns a snapshot of the cluster.
+        answer: makes the answer for the named view and returns the function that sends it.
         clock: seconds, monotonic.
-        asked: tells without asking a rank what is different once ranks were asked something, stand, go on or are done;
-            that is told at once, also to a view that was told something a moment ago.
-        whose: the widget, in the names of the threads.
+        asked: returns, without querying a rank, a value that changes when a request starts, stops, resumes or ends;
+            such a change is sent at once, even to a view that was answered a moment ago.
+        whose: name of the widget, used in the names of the threads.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class LongPoll:
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._paces: dict[str, RateLimit] = {}
-        self._waits: dict[str, threading.Thread] = {}  # by view, who is to answer
-        self._threads: set[threading.Thread] = set()  # all that may not have ended
+        self._waits: dict[str, threading.Thread] = {}  # by view, the thread that is to answer it
+        self._threads: set[threading.Thread] = set()  # all that may still run
 
     def ask(self, name: str) -> None:
-        """Answer the view ``name`` when there is something new; a question it had put before is dropped."""
+        """Answer the view ``name`` when there is something new; drop its earlier question."""
         with self._lock:
             if self._is_closed.is_set():
                 return
@@ -80,13 +80,13 @@ class LongPoll:
             self._threads = {thread, *(before for before in self._threads if before.is_alive())}
 
     def forget(self, name: str) -> None:
-        """Answer the view ``name`` no more."""
+        """Stop answering the view ``name``."""
         with self._lock:
             self._waits.pop(name, None)
             self._paces.pop(name, None)
 
     def close(self) -> None:
-        """Answer nobody any more; returns when nothing is left."""
+        """Stop answering; return when all threads have ended."""
         with self._lock:
             self._is_closed.set()
             threads = self._threads - {threading.current_thread()}
@@ -107,7 +107,7 @@ class LongPoll:
         return self._waits.get(name) is threading.current_thread()
 
     def _answers(self, name: str, pace: RateLimit) -> bool:
-        """Look; answer if it is time, and return whether that is done."""
+        """Take a snapshot and answer if an answer is due; return whether the question is settled."""
         asked = self._asked()
         pulse = self._look()
         newest = asked, *mark(pulse)
@@ -118,13 +118,13 @@ class LongPoll:
                 return True
             del self._waits[name]
         send = self._answer(name, pulse)
-        pace.answered(self._clock(), newest, time.thread_time(), asked)  # of this thread, which began with the question
+        pace.answered(self._clock(), newest, time.thread_time(), asked)  # this thread serves one question alone
         send()
         return True
 
 
 def mark(pulse: ClusterSnapshot) -> tuple[object, ...]:
-    """Return what is different if there is something to tell."""
+    """Return a value that changes whenever there is something new to send."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
     asked = pulse.under_way, pulse.ended, pulse.breakpoints
     held = pulse.losses, pulse.holder, pulse.is_free
@@ -132,7 +132,7 @@ def mark(pulse: ClusterSnapshot) -> tuple[object, ...]:
 
 
 def health(pulse: ClusterSnapshot) -> tuple[RankHealth, ...]:
-    """Return how the ranks are now, alike ones together."""
+    """Return the current state of the ranks, equal ones in one entry."""
     names = unit_names(pulse.trace.header)
     groups: dict[tuple[State, str], list[int]] = {}
     for rank, state in sorted(pulse.states.items()):
@@ -146,7 +146,7 @@ def health(pulse: ClusterSnapshot) -> tuple[RankHealth, ...]:
 
 
 def breakpoints(pulse: ClusterSnapshot) -> tuple[BreakpointState, ...]:
-    """Return the breakpoints; that of ``step --until``, which cannot be switched, is told with what is under way."""
+    """Return the breakpoints except that of ``step --until``: it cannot be switched, and the request shows it."""
     return tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints if b.id != UNTIL)
 
 
@@ -154,7 +154,7 @@ FREE = "These ranks are free now. To take them: %fsdp attach."
 
 
 def said(pulse: ClusterSnapshot) -> str:
-    """Return a sentence about what there is to see, or about what to do first; empty while ranks train."""
+    """Return a sentence about what is shown, or what to do first; empty while ranks train."""
     if pulse.exchange == "start":
         words = pulse.waits_for or "starting or attaching ranks"
         return f"{words[:1].upper()}{words[1:]}."
@@ -172,7 +172,7 @@ def said(pulse: ClusterSnapshot) -> str:
 
 
 def _recorded(pulse: ClusterSnapshot) -> str:
-    """Return a sentence about what is recorded, or about what to do so that something is."""
+    """Return a sentence about what is recorded, or how to record something."""
     is_recorded = pulse.trace.num_rows > 0
     if not pulse.running:
         if is_recorded:

@@ -1,7 +1,7 @@
-"""What one wants to know at a glance: whether ranks train and why not, what it costs, and what a knob has changed.
+"""The state at a glance: whether ranks train and if not why, what a step costs, and what a changed setting did.
 
-Pure: of a pulse, the steps that were told so far, and the record. Times are nanoseconds as they are shown, without time
-in which ranks were held.
+All of it is computed from a snapshot, the steps so far and the record. Times are nanoseconds of the displayed axis,
+without time in which ranks were held.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from workbench.widgets.dashboard_messages import Costs, KnobEffect, RunStatus
 from workbench.widgets.state_at import StateAt
 
 STUCK_S = 3.0
-"""Without a new event for so long ranks that wait for each other are said to be stuck, in seconds."""
+"""Seconds without a new event after which ranks that wait for each other count as stuck."""
 
 COMPARED = 20
-"""Steps before and after a change whose medians are compared; the first one of a policy is left out: it sets up."""
+"""Steps compared before and after a change, without the first step of a policy, which includes set-up."""
 
 NAMED = 3
-"""Units that are named; of more it is said how many they are."""
+"""Maximum number of units that are listed by name; more are only counted."""
 
 Knobs = dict[str, dict[str, object]]
-"""By unit, the settings that a person can change, in words, and their values."""
+"""By unit, the values of the settings that a user can change, by their names in plain words."""
 
 _KNOBS: dict[str, Callable[[Unit], object]] = {
     "api": lambda unit: "classic" if any(param.parts for param in unit.params) else "fully_shard",
@@ -52,8 +52,8 @@ def status(pulse: ClusterSnapshot, quiet_s: float) -> RunStatus:
     """Return what the ranks do, in a word, and why.
 
     Args:
-        pulse: how they are.
-        quiet_s: for how long nothing new was recorded, in seconds.
+        pulse: the snapshot.
+        quiet_s: seconds since the last new row.
     """
     states = set(pulse.states.values())
     if pulse.losses or "gone" in states:
@@ -76,7 +76,7 @@ def _ranks(pulse: ClusterSnapshot, state: str) -> list[int]:
 
 
 def _stops(pulse: ClusterSnapshot) -> str:
-    """Where ranks are held, alike ones together, and because of what."""
+    """Say where ranks are held, equal ones together, and why."""
     names = unit_names(pulse.trace.header)
     places: dict[str, list[int]] = {}
     for rank in _ranks(pulse, "held"):
@@ -94,7 +94,7 @@ def _who(pulse: ClusterSnapshot) -> str:
 
 
 def _progress(pulse: ClusterSnapshot) -> str:
-    """How far a command of several steps is: ``step 12 of 40, 3.2 s to go, 12,400 tokens/s``."""
+    """Say how far a command of several steps is: ``12 of 40 steps done, 3.2 s to go, 12,400 tokens/s``."""
     if pulse.under_way is None or pulse.under_way.progress is None:
         return pulse.under_way.words if pulse.under_way is not None else ""
     found = pulse.under_way.progress
@@ -119,7 +119,7 @@ def _last_step(pulse: ClusterSnapshot) -> str:
 
 
 def whose(header: Header, kernel_pid: int) -> str:
-    """Return whose ranks these are: ``4 ranks on host, cpu, of the kernel with process 12``."""
+    """Return which ranks these are and of which kernel: ``4 ranks on host, cpu, of the kernel with process 12``."""
     if not header.ranks:
         return ""
     hosts = ", ".join(sorted({info.host for info in header.ranks}))
@@ -128,7 +128,7 @@ def whose(header: Header, kernel_pid: int) -> str:
 
 
 def slowest(step: np.void) -> str:
-    """Return which rank the others wait for in a step of LEARNED_DTYPE, and how long; empty: none to speak of."""
+    """Say which rank the others waited for in a step of LEARNED_DTYPE, and how long; empty if for none."""
     if step["straggler"] < 0:
         return ""
     longer = theme.format_duration(float(step["spread_ns"]))
@@ -136,12 +136,12 @@ def slowest(step: np.void) -> str:
 
 
 def knobs(units: Iterable[Unit]) -> Knobs:
-    """Return the settings of each unit, by its name: equal as long as the policy is the same."""
+    """Return the settings of each unit by its name; equal as long as the policy is."""
     return {unit.name: {words: value(unit) for words, value in _KNOBS.items()} for unit in units}
 
 
 def turned(before: Knobs, after: Knobs) -> str:
-    """Return what changed between two answers of :func:`knobs`, in words; empty: nothing."""
+    """Say what changed between two results of :func:`knobs`; empty if nothing."""
     found: dict[str, list[str]] = {}
     for name, values in after.items():
         for words, now in values.items():
@@ -167,7 +167,7 @@ class PolicyEffect:
     """Compares the steps under the newest policy with those under the one before."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, NDArray[np.void]] = {}  # by policy: its first step, and its last ones
+        self._steps: dict[int, NDArray[np.void]] = {}  # by a policy's first step: its first and last steps
         self._before: tuple[tuple[int, int], Costs | None] = (-1, -1), None
 
     def take(
@@ -179,14 +179,14 @@ class PolicyEffect:
         rank: int,
         cuts: Cuts,
     ) -> KnobEffect | None:
-        """Read ``new`` steps, of LEARNED_DTYPE, and return what they say of the last change; None: of none.
+        """Add ``new`` steps, of LEARNED_DTYPE, and return the effect of the last change; None: nothing to compare.
 
         Args:
-            trace: that the steps are of.
-            policies: all that were in force, in their order.
-            new: steps that finished since the last time.
-            moments: knows key frames of ``trace``.
-            rank: whose memory is compared.
+            trace: the trace of the steps.
+            policies: all policies so far, in order.
+            new: steps that finished since the last call.
+            moments: holds key frames of ``trace``.
+            rank: the rank whose memory is compared.
             cuts: what is cut out of the time axis of the steps.
         """
         if not len(new):
@@ -212,7 +212,7 @@ class PolicyEffect:
 
 
 def _apart(policies: Sequence[ActivePolicy]) -> list[ActivePolicy]:
-    """Return the policies that differ from the one before them in a setting."""
+    """Return the policies that differ in a setting from the one before."""
     found: list[ActivePolicy] = []
     for policy in policies:
         if policy.units and (not found or knobs(policy.units) != knobs(found[-1].units)):
@@ -221,7 +221,7 @@ def _apart(policies: Sequence[ActivePolicy]) -> list[ActivePolicy]:
 
 
 def costs(trace: Trace, steps: NDArray[np.void], moments: StateAt, rank: int, cuts: Cuts) -> Costs | None:
-    """Return what some steps cost, of LEARNED_DTYPE: medians, and the highest peak; None of no steps."""
+    """Return the costs of steps, of LEARNED_DTYPE: medians, and the highest peak of the last 3; None without steps."""
     if not len(steps):
         return None
     ends = [int(end_ns) for end_ns in steps["end_ns"][-3:]]

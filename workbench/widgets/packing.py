@@ -1,7 +1,7 @@
-"""An increment as the browser takes it: some plain data and one buffer of little-endian columns.
+"""The wire form of an increment: plain data and one buffer of little-endian columns.
 
-The columns of a table follow each other, each aligned to 8 bytes; :data:`COLUMNS` holds their order and types, and
-``static/unpack.js`` reads them in that order. Times become microseconds from the view's origin.
+The columns of a table follow each other, each aligned to 8 bytes, with the order and types of :data:`COLUMNS`;
+``static/unpack.js`` reads them in the same order. Times become microseconds from the view's origin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
         ("start", "f8"),
         ("duration", "f4"),
         ("bytes", "f4"),
-        ("before", "f4"),  # of a wait: how long before it the collective was issued; NaN none
+        ("before", "f4"),  # of a wait: time since the issue of its collective; NaN: unknown
         ("unit", "i2"),
         ("track", "u1"),
         ("kind", "u1"),
@@ -40,15 +40,15 @@ COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 WIDTHS = {("memory", "bytes"): len(Category)}
-"""Numbers an entry of columns that have several; the others have one."""
+"""Numbers per entry of columns with more than one."""
 
 
 def pack(increment: Increment, origin_ns: int) -> tuple[Counts, bytes]:
-    """Return how much there is in the tables of an increment, and these tables in one buffer.
+    """Return the number of entries in each table of an increment, and the tables in one buffer.
 
     Args:
-        increment: what to send.
-        origin_ns: the time that the view calls 0.
+        increment: the data to send.
+        origin_ns: time 0 of the view.
     """
     tables = {
         "spans": _spans(increment.spans, origin_ns),
@@ -66,7 +66,7 @@ def pack(increment: Increment, origin_ns: int) -> tuple[Counts, bytes]:
 
 
 def told_open(found: NDArray[np.void], origin_ns: int) -> tuple[OpenSpan, ...]:
-    """Return what has not ended, of SPAN_DTYPE, as the browser takes it."""
+    """Return open spans, of SPAN_DTYPE, as messages for the browser."""
     entries = found[["track", "kind", "unit", "begin_ns", "num_bytes"]].tolist()
     return tuple(
         OpenSpan(track=track, kind=Kind(kind), unit=unit, start=(begin_ns - origin_ns) / 1e3, bytes=num_bytes)
@@ -75,7 +75,7 @@ def told_open(found: NDArray[np.void], origin_ns: int) -> tuple[OpenSpan, ...]:
 
 
 def told_holds(cuts: Cuts, origin_ns: int) -> tuple[tuple[float, ...], ...]:
-    """Return where time is cut out of the axis and how much: ``[[at, length], ...]``, microseconds."""
+    """Return the time cut out of the axis as ``[[at, length], ...]``, microseconds."""
     found = cuts.joined()
     places = to_us(found.shown(found.begin_ns), origin_ns).tolist()
     return tuple(zip(places, (found.lengths_ns / 1e3).tolist(), strict=True))
@@ -97,7 +97,7 @@ def _spans(found: NDArray[np.void], origin_ns: int) -> dict[str, NDArray[Any]]:
 
 
 def _rounded_down(us: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return durations of which none is longer than it was: neighbours must not overlap."""
+    """Return the durations in float32, rounded down: neighbours must not overlap."""
     near = us.astype(np.float32)
     return np.where(near >= us, np.nextafter(near, np.float32(0)), near)
 

@@ -1,7 +1,7 @@
-"""Progress of a running command as one display that is rewritten in place.
+"""Progress of a running command as one display that is updated in place.
 
-Plain HTML with inline styles and no script, so that it also looks right in a saved notebook and on an exported page.
-Outside a notebook it is one line of text, rewritten in place on a terminal and written once elsewhere.
+Plain HTML with inline styles and no script, so that it also renders in a saved notebook and on an exported page.
+Outside a notebook it is one line of text, updated in place on a terminal and written once elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COLOURS: dict[State, str] = {
 
 
 def facts(progress: Progress, state: State = "running") -> list[str]:
-    """Return what is known, one short phrase each: ``["12 of 40 steps", "loss 2.313", "last step 312 ms"]``."""
+    """Return the known facts, one short phrase each: ``["12 of 40 steps", "loss 2.313", "last step 312 ms"]``."""
     found = [f"{progress.done:,} of {plural(progress.total, 'step')}"]
     if progress.loss is not None:
         found.append(f"loss {format_loss(progress.loss)}")
@@ -37,13 +37,13 @@ def facts(progress: Progress, state: State = "running") -> list[str]:
 
 
 def to_text(progress: Progress, state: State = "running", note: str = "") -> str:
-    """Return one line without its end: a bar of 20 characters, the facts, and ``note``."""
+    """Return one line without a line break: a bar of 20 characters, the facts, and ``note``."""
     filled = 20 * progress.done // max(progress.total, 1)
     return "  ".join([f"[{'#' * filled}{'.' * (20 - filled)}]", *facts(progress, state), *([note] if note else [])])
 
 
 def to_html(progress: Progress, state: State = "running", note: str = "") -> str:
-    """Return the bar as a piece of HTML; ``note`` is plain text, escaped here."""
+    """Return the bar as an HTML fragment; ``note`` is plain text, escaped here."""
     percent = 100 * progress.done / max(progress.total, 1)
     words = " &nbsp;·&nbsp; ".join(html.escape(fact) for fact in facts(progress, state))
     colour = ERROR_TEXT if state == "failed" else _COLOURS[state]
@@ -58,11 +58,11 @@ def to_html(progress: Progress, state: State = "running", note: str = "") -> str
 
 
 class ProgressDisplay:
-    """One bar, shown at the first :meth:`update` and rewritten until :meth:`close`.
+    """One bar, shown at the first :meth:`update` and updated until :meth:`close`.
 
     Args:
-        total: steps asked for.
-        stream: where text goes when there is no notebook; standard output by default.
+        total: number of steps requested.
+        stream: receives text outside a notebook; standard output by default.
     """
 
     def __init__(self, total: int, *, stream: TextIO | None = None) -> None:
@@ -72,17 +72,17 @@ class ProgressDisplay:
         self._shown = self._note = ""
 
     def update(self, progress: Progress) -> None:
-        """Show ``progress``; nothing is sent when it reads as what is shown already."""
+        """Show ``progress``; send nothing if the display would not change."""
         self._latest = progress
         self._show("running", self._note)
 
     def remark(self, note: str) -> None:
-        """Show ``note`` beside the bar while it runs, until the next one; ``""``: none."""
+        """Show ``note`` next to the bar until the next one; ``""``: none."""
         self._note = note
         self._show("running", note)
 
     def pause(self, note: str) -> None:
-        """Show that it stands still, and where; :meth:`update` goes on."""
+        """Show in ``note`` where the command is paused; :meth:`update` resumes."""
         if not self._shown:
             return
         self._show("running", note)
@@ -91,9 +91,9 @@ class ProgressDisplay:
             self._stream.flush()
 
     def close(self, error: str = "") -> None:
-        """Show the end: done, or stopped because of ``error``, whose first line is shown if there is a bar already."""
+        """Show the end: done, or failed with the first line of ``error``; no-op on an error before the first update."""
         if error and not self._shown:
-            return  # it failed before anything was to be seen
+            return  # it failed before anything was shown
         note = error.strip().partition("\n")[0]
         state: State = "failed" if error else "done"
         self._show(state, note)
@@ -124,7 +124,7 @@ class ProgressDisplay:
 
 
 def in_notebook() -> bool:
-    """Whether outputs can be rewritten: an IPython shell inside a kernel, as in a notebook."""
+    """Return whether outputs can be updated: in an IPython shell inside a kernel, as in a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None

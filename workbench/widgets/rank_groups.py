@@ -1,4 +1,4 @@
-"""Which ranks behave alike so far, step by step: they share one panel until the day they differ."""
+"""Groups of ranks that behave alike so far: they share one panel until they differ."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 
 ALIKE = 0.02
-"""Ranks are alike if no class of memory differs by more than this part of all, as in the memory view."""
+"""Ranks are alike if no class of memory differs by more than this share of the total, as in the memory view."""
 
 
 class RankGroups:
-    """Groups of alike ranks. A group is only ever split: what was drawn for it holds for all its ranks."""
+    """Groups of alike ranks. A group is only ever split, so what was drawn for it holds for all its ranks."""
 
     def __init__(self) -> None:
         self.groups: tuple[tuple[int, ...], ...] = ()
         self._seen: dict[int, int] = {}
 
     def update(self, trace: Trace) -> bool:
-        """Look at the steps that all ranks have finished since; return whether the groups changed."""
+        """Compare the steps that all ranks have finished since the last call; return whether the groups changed."""
         ranks = [rank_trace for rank_trace in trace.ranks if rank_trace.end_seq > rank_trace.start.seq]
         if {r.rank for r in ranks} != {rank for group in self.groups for rank in group}:
             self.groups = (tuple(r.rank for r in ranks),) if ranks else ()
@@ -47,7 +47,7 @@ class RankGroups:
         return before != self.groups
 
     def _marks(self, ranks: list[RankTrace]) -> dict[int, tuple[bytes, np.ndarray]]:
-        """By rank, what tells it from others in the steps that all have finished and nobody looked at."""
+        """Return by rank what to compare in the steps that all have finished since the last call; empty without any."""
         new = {r.rank: r.rows[max(self._seen.get(r.rank, 0) - r.start.seq, 0) :] for r in ranks}
         ends = {rank: _step_ends(rows) for rank, rows in new.items()}
         common = min((len(found) for found in ends.values()), default=0)
@@ -63,7 +63,7 @@ def _step_ends(rows: Rows) -> np.ndarray:
 
 
 def _program(rows: Rows) -> bytes:
-    """What the rank's program did to its units, in its order; when a collective arrives is not its doing."""
+    """Return the events of units in program order; a collective's END is left out: the program does not time it."""
     places = np.flatnonzero(of_kind(rows, CHANGING_KINDS))
     kind, edge, unit = (rows[name][places] for name in ("kind", "edge", "unit"))  # three columns: less to copy
     did = ~(np.isin(kind, COLLECTIVES) & (edge == Edge.END))
@@ -71,7 +71,7 @@ def _program(rows: Rows) -> bytes:
 
 
 def _moved(rows: Rows) -> np.ndarray:
-    """Bytes allocated of each class. ``[C]``."""
+    """Return the bytes allocated of each class. ``[C]``."""
     places = np.flatnonzero((rows["kind"] == Kind.ALLOC) & (rows["category"] < len(Category)))
     return np.bincount(rows["category"][places], rows["num_bytes"][places], len(Category))
 

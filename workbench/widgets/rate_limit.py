@@ -1,25 +1,25 @@
-"""When a view that has asked is answered: as soon as there is something new, not too often. Times in seconds."""
+"""When to answer a waiting view: as soon as there is something new, but not too often. Times in seconds."""
 
 from __future__ import annotations
 
 BYTES_PER_S = 48 * 1024
-"""Binary data for one view of what happens while it is open; with the words beside it that stays below 64 KiB."""
+"""Limit on the binary data of one open view; with the text of its messages it stays below 64 KiB a second."""
 
 EVERY_S = 0.1
-"""Between two answers."""
+"""Minimum time between two answers."""
 
 LEISURE = 8
-"""The kernel works for a view one part in this many of the time."""
+"""Rest after an answer, as a multiple of the kernel's work for it; at most IDLE_S."""
 
 LOOK_S = 0.05
-"""Between two looks whether there is something new."""
+"""Time between two checks for something new."""
 
 IDLE_S = 1.0
-"""How long something new is waited for: the view wants to know that somebody is there."""
+"""Maximum wait for something new: an answer without news shows the view that the kernel is alive."""
 
 
 class RateLimit:
-    """The times of one view's answers."""
+    """Schedules the answers to one view."""
 
     def __init__(self) -> None:
         self._due_s = self._latest_s = float("-inf")
@@ -27,25 +27,25 @@ class RateLimit:
         self._asked: object = None
 
     def rest_s(self, now_s: float, asked: object = None) -> float:
-        """Return for how long no look is needed.
+        """Return how long to wait before the next check.
 
         Args:
-            now_s: the time.
-            asked: what ranks are asked; another thing than at the last answer is told at once.
+            now_s: the current time.
+            asked: state of the ranks' requests; if it differs from that of the last answer, the wait is 0.
         """
         return max(self._due_s - now_s, 0.0) if asked == self._asked else 0.0
 
     def is_due(self, now_s: float, newest: object) -> bool:
-        """Return whether to answer now, after the rest.
+        """Return whether to answer now, after :meth:`rest_s`.
 
         Args:
-            now_s: the time.
-            newest: what could be told; equal to what was told last if there is nothing new.
+            now_s: the current time.
+            newest: a value that equals that of the last answer if there is nothing new.
         """
         return newest != self._told or now_s >= self._latest_s
 
     def answered(self, now_s: float, told: object, spent_s: float, asked: object = None) -> None:
-        """Note that ``told`` was told while ranks were ``asked`` something; the kernel worked ``spent_s`` for it."""
+        """Record an answer with state ``told`` and requests ``asked``, which cost the kernel ``spent_s``."""
         self._told, self._asked = told, asked
         self._due_s = now_s + min(max(EVERY_S, LEISURE * spent_s), IDLE_S)
         self._latest_s = max(now_s + IDLE_S, self._due_s)

@@ -1,13 +1,13 @@
-"""A whole record for a page that has no kernel to ask: what :mod:`workbench.widgets.view_server` would say, tabulated.
+"""A whole record for a page without a kernel: the answers of :mod:`workbench.widgets.view_server` as lookup tables.
 
-The page answers the dashboard's questions by looking things up (``static/recorded.js``): the first answer to ``feed``
-as it is, with every span; for ``at``, ``beside`` and ``window`` per rank what each row says and when it was known, and
-every change of bytes and of units with the row that made it. So what is said of an event, and what state follows from
-it, is computed here alone.
+The page answers the dashboard's questions from these tables (``static/recorded.js``). For ``feed`` they hold the first
+answer itself, with every span; for ``at``, ``beside`` and ``window``, per rank, the description and arrival time of
+each row, and every change of bytes and of units with its row. So the descriptions of events, and the states that follow
+from them, are computed only here.
 
-:func:`tabulate` returns plain data and columns; :func:`packed` makes one blob of them: the length of the JSON text in 4
-bytes, the text, and the columns in their order, little-endian, each aligned to 8 bytes from the blob's beginning, and
-all of it compressed with gzip. Arrays: ``N`` rows of a rank, ``M`` changes.
+:func:`tabulate` returns plain data and columns. :func:`packed` makes one blob of them, compressed with gzip: the length
+of the JSON text in 4 bytes, the text, and the columns in order, little-endian, each aligned to 8 bytes from the
+beginning. Arrays: ``N`` rows of a rank, ``M`` changes.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from workbench.widgets.state_at import describe, describe_with_phase, events_up_
 from workbench.widgets.view_server import ViewServer
 
 FEED_BYTES = 3 << 20
-"""About how many bytes the first answer may have, but for spans, of which it has all: no more than a browser keeps."""
+"""Approximate limit on the first answer's bytes, except for its spans, which are complete: what a browser keeps."""
 
 _LEVEL = 9  # of gzip: a page is written once
 
 Say = Callable[[Header, np.void], str]
 
 Columns = dict[str, tuple[str, NDArray[Any]]]
-"""By name, how a column is stored (``f8``, ``i4`` or ``u1``) and what is in it."""
+"""By name, a column's storage type (``f8``, ``i4`` or ``u1``) and its values."""
 
 
 def packed(trace: Trace, more: Mapping[str, Any] | None = None) -> bytes:
-    """Return a record as one blob, compressed: what :func:`tabulate` returns.
+    """Return a record as one compressed blob: the result of :func:`tabulate`.
 
     Args:
-        trace: what happened.
-        more: what else the page is told, as JSON can hold it.
+        trace: the record.
+        more: further JSON data for the page.
     """
     about, columns = tabulate(trace)
     about |= more or {}
@@ -61,14 +61,15 @@ def packed(trace: Trace, more: Mapping[str, Any] | None = None) -> bytes:
 
 
 def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
-    """Return a record as data for JSON and columns.
+    """Return a record as JSON data and columns.
 
-    The columns of rank ``r`` are named ``r.name``. Per row: ``known`` and ``hidden``, by how many nanoseconds the time
-    at which the row was known lies after that of the row before it, and how much more was cut out of the axis until
-    then (of the first row: after the origin, and before it); ``step``; ``back``, how many rows before it the event lies
-    that is named for it; ``event``, 1 if it is one; of that row ``text`` and ``doing``, places in the lists of that
-    name. Of changes of bytes ``bytes.row``, the row after which it is so, -1 before all; ``bytes.value``;
-    and of each class ``bytes.ends``, where its changes end. Of units ``units.row``, ``units.value``, ``units.ends``.
+    The columns of rank ``r`` are named ``r.name``. Per row: ``known``, its arrival time, and ``hidden``, the time cut
+    out of the axis up to then, both in nanoseconds, and ``step``, all three as differences from the row before
+    (``known`` of the first row: from the origin); ``back``, how many rows before it the event is that describes it;
+    ``event``, 1 if the row is an event; ``text`` and ``doing`` of the describing event, indices into the lists
+    ``texts`` and ``doings``. Changes of bytes: ``bytes.row``, the row after which a value holds, -1 before all;
+    ``bytes.value``; and per class ``bytes.ends``, where its changes end. Changes of units: ``units.row``,
+    ``units.value``, ``units.ends``.
     """
     answers = ViewServer(FEED_BYTES, history_rows=trace.num_rows, least_spans=trace.num_rows)
     feed, (data,) = answers.answer(AskFeed(), ClusterSnapshot(trace=trace, record="a record"), time.monotonic)
@@ -91,14 +92,14 @@ def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
 
 
 class _Texts:
-    """Texts, each once."""
+    """A list of distinct texts."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
         self._places: dict[str, int] = {}
 
     def place(self, text: str) -> int:
-        """Return where ``text`` stands."""
+        """Return the index of ``text``; append it if it is new."""
         if text not in self._places:
             self._places[text] = len(self.found)
             self.found.append(text)
@@ -128,7 +129,7 @@ def _rows(trace: Trace, rank_trace: RankTrace, answers: ViewServer, texts: _Text
 
 
 def _each(rows: Rows, names: tuple[str, ...], trace: Trace, say: Say) -> list[str]:
-    """Return what is said of each of ``rows``, which depends on some of their fields alone."""
+    """Return ``say`` of each row, called once per distinct combination of the fields ``names``."""
     keys = np.ascontiguousarray(rows[list(names)]).astype([(name, rows.dtype[name]) for name in names])
     _, first, place = np.unique(keys, return_index=True, return_inverse=True)
     told = [say(trace.header, row) for row in rows[first]]
@@ -151,5 +152,5 @@ def _changes(rank_trace: RankTrace, num_units: int) -> Columns:
 
 
 def _where_it_changes(values: Ints) -> Ints:
-    """Positions of the first value and of each that is not the one before it."""
+    """Return the positions of the first value and of each that differs from the one before."""
     return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))

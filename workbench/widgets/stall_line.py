@@ -1,7 +1,7 @@
-"""Who still works on a cell of which nothing is heard: one line below it that is renewed in place.
+"""A line below a silent cell about the ranks that still run it, updated in place.
 
-In a notebook it is a display of its own. On a terminal it is the last line, which gives way to what the cell writes;
-elsewhere it is written once.
+In a notebook it is a display of its own. On a terminal it is the last line, cleared before the cell writes; elsewhere
+it is written once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _STYLE = "color:var(--jp-ui-font-color2, #757575);font-family:var(--jp-ui-font-f
 
 
 class StallLine:
-    """The line of one cell; shown at the first sentence.
+    """The line of one cell, shown from the first sentence on.
 
     Args:
-        stream: where text goes when there is no notebook; standard output by default.
+        stream: receives text outside a notebook; standard output by default.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -31,7 +31,7 @@ class StallLine:
         self._is_written = False
 
     def update(self, sentence: str) -> None:
-        """Show ``sentence``, plain text, instead of the last one; ``""``: nothing."""
+        """Show ``sentence``, plain text, instead of the last one; ``""`` clears the line."""
         if sentence == self._shown:
             return
         self._shown = sentence
@@ -46,7 +46,7 @@ class StallLine:
             self._stream.flush()
 
     def before(self, emit: Callable[[_T], None]) -> Callable[[_T], None]:
-        """Return ``emit`` for outputs of the cell, which the line gives way to where it stands in their place."""
+        """Return ``emit`` wrapped to clear the line first, where it shares the stream with the cell's outputs."""
 
         def give_way(output: _T) -> None:
             if self._shown and not in_notebook():
@@ -56,7 +56,7 @@ class StallLine:
         return give_way
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Clear the line."""
         self.update("")
 
     def _publish(self, sentence: str) -> None:

@@ -1,10 +1,10 @@
 """The cluster at one moment: what every panel shows under the cursor, as plain data.
 
-Key frames are kept along the way, so that a moment late in a long trace costs no more than one at its beginning. Of
-ranks that did the same up to the same row the state is found once: of many ranks few do otherwise.
-Times are nanoseconds. A row counts from the time it was *known*: its own, or that of a row before it
-if that is later (an arrival may bear an earlier time than what was recorded before it), as for ``%fsdp back``. So a
-moment is a time, whatever led to it, and what is drawn over time (:mod:`workbench.widgets.window_detail`) agrees.
+Key frames are kept, so that a moment late in a long trace costs no more than one at its beginning. Ranks with the same
+history up to the same row share one computed state: among many ranks few differ. Times are nanoseconds. A row counts
+from its *arrival time*, as for ``%fsdp back``: its own time or that of an earlier row, whichever is later (the end of a
+collective may have an earlier time than rows recorded before it). So a moment depends on its time alone, and agrees
+with what is drawn over time (:mod:`workbench.widgets.window_detail`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EVERY = 16_384
 """Rows between two key frames."""
 
 _T = TypeVar("_T")
-_Kept = tuple[KeyFrame, bytes]  # and what is equal for ranks that came to it in the same way
-_NEAR = 512  # rows within which an event is looked for
+_Kept = tuple[KeyFrame, bytes]  # and a key that is equal for ranks with the same history up to it
+_NEAR = 512  # rows searched for an event
 _IS_BESIDE = np.isin(np.arange(256), BESIDE)
 
 
@@ -43,27 +43,27 @@ class StateAt:
 
     def __init__(self) -> None:
         self._frames: dict[int, dict[int, _Kept]] = {}  # by rank and seq
-        self._shared: dict[int, dict[bytes, KeyFrame]] = {}  # by seq and what led to them
-        self._programs: dict[int, dict[int, tuple[int, bytes]]] = {}  # by rank and first row: up to where, and what
+        self._shared: dict[int, dict[bytes, KeyFrame]] = {}  # by seq and key of the history
+        self._programs: dict[int, dict[int, tuple[int, bytes]]] = {}  # by rank and first row: end and digest
         self._known: dict[int, ArrivalIndex] = {}
 
     def at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
-        """Return all ranks at ``t_ns``, and the last event of any up to then; None of an empty trace."""
+        """Return all ranks at ``t_ns``, and the last event of any up to then; None if the trace is empty."""
         places = self._places(trace, t_ns)
         if not places:
             return None
         known_ns = {rank: self._known_ns(trace, rank, place) for rank, place in places.items()}
-        newest = max(places, key=lambda rank: (known_ns[rank] <= t_ns, known_ns[rank]))  # some may begin later
+        newest = max(places, key=lambda rank: (known_ns[rank] <= t_ns, known_ns[rank]))  # some ranks may begin later
         return self._told(trace, newest, places[newest], places)
 
     def at_cursor(self, trace: Trace, cursor: Cursor) -> dict[str, Any] | None:
-        """Return all ranks where ``cursor`` cuts them, each just after its last row that is shown; None of no rows."""
+        """Return all ranks at ``cursor``, each just after its last row before it; None if the trace is empty."""
         ends = {r.rank: cursor.ends.get(r.rank, r.start.seq) - r.start.seq for r in trace.ranks if len(r.rows)}
         places = {rank: min(max(end, 1), len(trace.rank(rank).rows)) - 1 for rank, end in ends.items()}
         return self._told(trace, min(places), places[min(places)], places) if places else None
 
     def at_row(self, trace: Trace, rank: int, seq: int) -> dict[str, Any] | None:
-        """Return all ranks when row ``seq`` of ``rank`` was known; None if the trace does not have it."""
+        """Return all ranks at the arrival of row ``seq`` of ``rank``; None if the trace does not have it."""
         found = [r for r in trace.ranks if r.rank == rank and r.start.seq <= seq < r.end_seq]
         if not found:
             return None
@@ -71,7 +71,7 @@ class StateAt:
         return self._told(trace, rank, place, self._places(trace, self._known_ns(trace, rank, place)))
 
     def beside(self, trace: Trace, rank: int, seq: int, by: int) -> dict[str, Any] | None:
-        """Return all ranks ``by`` events after row ``seq`` of ``rank``, or at its last or first one."""
+        """Return all ranks ``by`` events after row ``seq`` of ``rank``, at most at its first or last event."""
         found = next((r for r in trace.ranks if r.rank == rank and len(r.rows)), None)
         if found is None:
             return None
@@ -79,20 +79,20 @@ class StateAt:
         return self.at_row(trace, rank, found.start.seq + _event_beside(found.rows, place, by))
 
     def num_rows(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> int:
-        """Return how many rows of ``rank`` were known from ``begin_ns`` to ``end_ns``."""
+        """Return how many rows of ``rank`` arrived from ``begin_ns`` to ``end_ns``."""
         begin, end = self.between(trace, rank, begin_ns, end_ns)
         return end - begin
 
     def between(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """Return the positions in ``rank`` between which are the rows known from ``begin_ns`` to ``end_ns``."""
+        """Return the begin and end positions in ``rank`` of the rows that arrived from ``begin_ns`` to ``end_ns``."""
         rank_trace = trace.rank(rank)
         return self._count(rank_trace, begin_ns), self._count(rank_trace, end_ns)
 
     def part(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> RankTrace:
         """Return the rows that moved bytes or changed a unit from ``begin_ns`` to ``end_ns``.
 
-        Their times are when they were known. A row that says nothing stands before them at
-        ``begin_ns``, or at the rank's first row if that is later; so the state then is where every series begins.
+        Their times are arrival times. An empty row precedes them at ``begin_ns``, or at the rank's first row if that
+        is later, so that every series begins with the state at that time.
         """
         rank_trace = trace.rank(rank)
         begin, end = self.between(trace, rank, begin_ns, end_ns)
@@ -101,19 +101,19 @@ class StateAt:
         found = np.concatenate([np.zeros(1, ROW_DTYPE), rows[told]])
         found["kind"][0], found["unit"][0] = Kind.LOG, -1
         found["t_ns"][0] = max(begin_ns, int(rank_trace.rows["t_ns"][0]))
-        found["t_ns"][1:] = np.maximum.accumulate(rows["t_ns"])[told]  # none before them is later than begin_ns
+        found["t_ns"][1:] = np.maximum.accumulate(rows["t_ns"])[told]  # the rows before arrived by begin_ns
         return RankTrace(rank, found, self._frame(rank_trace, rank_trace.start.seq + begin - 1))
 
     def _places(self, trace: Trace, t_ns: int) -> dict[int, int]:
-        """Position in each rank of the last row up to ``t_ns``: before its first later one; at least the first row."""
+        """Return each rank's position of the last row that had arrived by ``t_ns``; at least the first row."""
         return {r.rank: max(self._count(r, t_ns) - 1, 0) for r in trace.ranks if len(r.rows)}
 
     def _count(self, rank_trace: RankTrace, t_ns: int) -> int:
-        """How many of its first rows were known at ``t_ns``."""
+        """Return how many leading rows had arrived by ``t_ns``."""
         return self._times(rank_trace).count(t_ns)
 
     def _known_ns(self, trace: Trace, rank: int, place: int) -> int:
-        """When the row at ``place`` was known."""
+        """Return the arrival time of the row at ``place``."""
         return self._times(trace.rank(rank)).at(place)
 
     def _times(self, rank_trace: RankTrace) -> ArrivalIndex:
@@ -123,7 +123,7 @@ class StateAt:
         return known
 
     def _told(self, trace: Trace, rank: int, place: int, places: dict[int, int]) -> dict[str, Any]:
-        """The moment of the row at ``place`` of ``rank``; ``places``: up to where each rank's rows were known then."""
+        """Return the moment of the row at ``place`` of ``rank``; ``places``: each rank's last row that had arrived."""
         rows = trace.rank(rank).rows
         row = rows[_event_at(rows, place)]
         named = places | {rank: place}
@@ -138,7 +138,7 @@ class StateAt:
         }
 
     def _entries(self, trace: Trace, places: Mapping[int, int], named: Mapping[int, int]) -> Iterable[_Entry]:
-        """Each rank just after its row at its place; what it does is said of the row at ``named``."""
+        """Yield each rank just after its row at its place; the row at ``named`` describes what it does."""
         self._shared = _kept(self._shared, min(rank_trace.start.seq for rank_trace in trace.ranks))
         found: dict[Hashable, _Entry] = {}
         for rank, place in places.items():
@@ -156,7 +156,7 @@ class StateAt:
         return _advanced(rank_trace, self._frame_before(rank_trace, seq)[0], seq + 1)
 
     def _frame_before(self, rank_trace: RankTrace, seq: int) -> _Kept:
-        """Return the last key frame that is no later than the state just after row ``seq``, and what led to it."""
+        """Return the last key frame no later than the state just after row ``seq``, and the key of its history."""
         first = rank_trace.start.seq
         known = self._frames[rank_trace.rank] = _kept(self._frames.get(rank_trace.rank, {}), first)
         wanted = (seq + 1) // EVERY * EVERY
@@ -172,7 +172,7 @@ class StateAt:
         return frame, past
 
     def _program(self, rank_trace: RankTrace, seq: int) -> bytes:
-        """Return what is equal for ranks whose rows from ``seq`` up to the next key frame tell of the same."""
+        """Return a digest of the rows from ``seq`` up to the next key frame; see :func:`_digest`."""
         first, end = rank_trace.start.seq, min(seq // EVERY * EVERY + EVERY, rank_trace.end_seq)
         known = self._programs[rank_trace.rank] = _kept(self._programs.get(rank_trace.rank, {}), first)
         if seq not in known or known[seq][0] != end:
@@ -203,24 +203,24 @@ def _entry(header: Header, rank: int, row: np.void, frame: KeyFrame) -> _Entry:
 
 
 def _kept(found: dict[int, _T], first_seq: int) -> dict[int, _T]:
-    """What is known of rows that the trace still has."""
+    """Return the entries of rows that the trace still has."""
     return found if min(found, default=first_seq) >= first_seq else {k: v for k, v in found.items() if k >= first_seq}
 
 
 def _advanced(rank_trace: RankTrace, frame: KeyFrame, seq: int) -> KeyFrame:
-    """Return the state just before row ``seq``, from the one of an earlier row."""
+    """Return the state just before row ``seq``, from an earlier one."""
     first = rank_trace.start.seq
     return advance(frame, rank_trace.rows[frame.seq - first : seq - first])
 
 
 def _past(start: KeyFrame) -> bytes:
-    """Return what is equal for ranks that begin in the same state."""
+    """Return a key that is equal for ranks that begin in the same state."""
     units = (sorted(found.items()) for found in (start.unit_states, start.reducing))
     return repr((start.seq, start.bytes_by_category, *units)).encode()
 
 
 def _digest(rows: Rows) -> bytes:
-    """Return what is equal for rows that tell of the same, whenever it was, and of the same bytes and units."""
+    """Return a digest that is equal for rows with the same events, units and bytes, whatever their times."""
     found = hashlib.blake2b(digest_size=16)
     for name in ("kind", "edge", "phase", "unit", "category", "num_bytes"):
         found.update(np.ascontiguousarray(rows[name]).data)
@@ -254,7 +254,7 @@ def _shown(group: list[_Entry]) -> dict[str, Any]:
 
 
 def describe(header: Header, row: np.void) -> str:
-    """Say what an event was, in plain text: ``"all-gather of blocks.2 begins (1.20 MiB)"``."""
+    """Describe an event in plain text: ``"all-gather of blocks.2 begins (1.20 MiB)"``."""
     kind = Kind(row["kind"])
     whose = f" {Category(row['category']).words}" if kind in MOVES else ""
     about = f"{whose} {kind.info.of} {unit_name(header, int(row['unit']))}" if row["unit"] >= 0 else whose
@@ -263,9 +263,9 @@ def describe(header: Header, row: np.void) -> str:
 
 
 def describe_with_phase(header: Header, row: np.void) -> str:
-    """Say what a rank does, in plain text: ``"forward · all-gather of blocks.2 begins (1.20 MiB)"``.
+    """Describe what a rank does in plain text: ``"forward · all-gather of blocks.2 begins (1.20 MiB)"``.
 
-    The phase is left out where the event says it: ``"backward of blocks.2 begins"``.
+    The phase is left out where the event implies it: ``"backward of blocks.2 begins"``.
     """
     phase = Phase(row["phase"])
     is_said = phase is Phase.IDLE or phase.info.part == row["kind"]
@@ -280,14 +280,14 @@ def events_up_to(rows: Rows) -> Ints:
 
 
 def _event_at(rows: Rows, place: int) -> int:
-    """Position of the last event up to ``place``; ``place`` itself if there is none near."""
+    """Return the position of the last event up to ``place``; ``place`` itself if none is near."""
     first = max(place - _NEAR, 0)
     events = np.flatnonzero(~_IS_BESIDE[rows["kind"][first : place + 1]])
     return first + int(events[-1]) if len(events) else place
 
 
 def _event_beside(rows: Rows, place: int, by: int) -> int:
-    """Position of the event ``by`` events after the one at ``place``; the last or first one if there are fewer."""
+    """Return the position of the event ``by`` events after that at ``place``, at most the first or last one."""
     events = np.flatnonzero(~of_kind(rows, BESIDE))
     if not len(events):
         return place

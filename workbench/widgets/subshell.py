@@ -6,11 +6,11 @@ from typing import Any
 
 
 def answer_while_busy(comm: Any) -> None:  # noqa: ANN401 - a comm of ipykernel, or none
-    """Have messages of the browser served in its subshell, where it has one, also after this side has sent something.
+    """Serve the browser's messages in its subshell, if it has one, even after this side has sent something.
 
-    ipykernel 7 else serves them where the comm last sent from: in the main thread, which is busy while a cell runs.
-    The attribute is private to it; without it the browser waits for the cell to end. Callbacks then run in another
-    thread.
+    By default ipykernel 7 serves them where the comm last sent from: in the main thread, which is busy while a cell
+    runs. The attribute is private to ipykernel; without it the browser waits for the cell to end. In a subshell,
+    callbacks run in another thread.
     """
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = lambda _data, default: default

@@ -1,8 +1,8 @@
-"""A record as one page that needs nothing else: the dashboard over it, and figures of what it does not show.
+"""A record as one self-contained page: the dashboard over it, and figures of what the dashboard does not show.
 
-The page opens from a file, without a server, a network or Python. It runs two scripts, its own and plotly's, and its
-policy names them by their hashes: nothing else runs, and nothing is fetched. The record is base64 text, and names of
-modules, ranks and metrics are only ever made text of the page.
+The page opens from a file, without a server, a network or Python. It runs two scripts, its own and plotly's; its
+content security policy allows only these, by hash, and no fetches. The record is base64 text, and names of modules,
+ranks and metrics are only ever inserted as text.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def page(trace: Trace, title: str) -> str:
     """Return the page of a record.
 
     Args:
-        trace: what happened.
-        title: of the page; any text.
+        trace: the record.
+        title: title of the page; any text.
     """
     figures = {name: json.loads(str(draw(name, trace).to_json())) for name in FIGURES}
     program, plotly = joined("page.js"), get_plotlyjs()
@@ -66,7 +66,7 @@ def page(trace: Trace, title: str) -> str:
             (
                 "default-src 'none'",
                 f"script-src {_hash(plotly)} {_hash(program)}",
-                "style-src 'unsafe-inline'",  # plotly puts styles on what it draws
+                "style-src 'unsafe-inline'",  # plotly sets inline styles
                 "base-uri 'none'",
                 "form-action 'none'",
             )

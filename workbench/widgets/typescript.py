@@ -1,9 +1,9 @@
-"""Types for the front end from Python's dataclasses: each an ``interface``, its docstring beside it.
+"""TypeScript types from Python dataclasses: an ``interface`` for each, with its docstring as comments.
 
-They are of what :mod:`workbench.codec` encodes. A tuple becomes a ``readonly`` array, a ``dict`` a ``Record``, a union
-a union; texts to choose from (``Literal``, or the choices of an argument of ``%fsdp``) become the union of these texts,
-an enum the union of its numbers, ``Any`` is ``unknown``, and a ``memoryview`` the place of a buffer beside the message.
-A field whose metadata has ``typescript`` is of the type that this names.
+The types describe what :mod:`workbench.codec` encodes. A tuple becomes a ``readonly`` array, a ``dict`` a ``Record``, a
+union a union, ``Any`` becomes ``unknown``, an enum the union of its numbers, and a ``memoryview`` the index of a buffer
+sent with the message. ``Literal``, and the choices of an argument of ``%fsdp``, become unions of texts. A field with
+``typescript`` in its metadata has the type given there.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def module(
     """Return a TypeScript module.
 
     Args:
-        heading: what it is and who made it, lines of a comment.
-        dataclasses: to be declared, with all that they hold.
-        unions: names of unions, and what each is one of.
-        constants: exported as they are.
-        sent: of these the front end may leave out what has a default.
+        heading: lines of the comment at the top.
+        dataclasses: dataclasses to declare, with all that they contain.
+        unions: the members of each union, by its name.
+        constants: values to export, by name.
+        sent: dataclasses that the front end sends: fields with a default become optional.
     """
     may_lack = set(sent)
     parts = ["".join(f"// {line}\n" for line in heading.splitlines())]
@@ -54,7 +54,7 @@ def module(
 
 
 def _reached(roots: Iterable[type]) -> list[type]:
-    """Return dataclasses and those that they hold, each once, before the first that holds it."""
+    """Return dataclasses and those they contain, each once, before the first that contains it."""
     found: dict[type, None] = {}
 
     def visit(kind: Any) -> None:  # noqa: ANN401 - a type
@@ -75,7 +75,7 @@ def _reached(roots: Iterable[type]) -> list[type]:
 def _interface(kind: Any, *, may_lack: bool) -> str:  # noqa: ANN401 - a dataclass
     about, _ = read_docstring(inspect.getdoc(kind) or "")
     attributes: dict[str, str] = {}
-    for base in reversed(kind.__mro__):  # what is inherited was described there
+    for base in reversed(kind.__mro__):  # inherited attributes are described there
         attributes |= read_docstring(inspect.getdoc(base) or "")[1] if dataclasses.is_dataclass(base) else {}
     lines = [*_comment(about, ""), f"export interface {kind.__name__} {{"]
     word = getattr(kind, "word", None)
@@ -97,10 +97,10 @@ def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
 
 
 def type_of(kind: Any) -> str:  # noqa: ANN401 - a type
-    """Return how TypeScript writes a type.
+    """Return a type in TypeScript's notation.
 
     Raises:
-        TypeError: no message holds such a one.
+        TypeError: messages do not support this type.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is not None:
@@ -132,7 +132,7 @@ def _of_texts(texts: Iterable[str]) -> str:
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:
-    """Yield a comment for what follows; its text cannot end it."""
+    """Yield the lines of a comment; ``*/`` in its text does not end it."""
     if not text:
         return
     words = " ".join(re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", text).replace("``", "`").replace("*/", "* /").split())
@@ -146,10 +146,10 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return what a docstring says of a class, and of each of its attributes.
+    """Return the description of a class, and of each of its attributes, from its docstring.
 
-    Example: an entry ``host: its machine.`` -> ``{"host": "its machine."}``; attributes that share one, as in
-    ``kind, edge: as the trace has them.``, share what it says.
+    Example: an entry ``host: its machine.`` -> ``{"host": "its machine."}``; attributes that share an entry, as in
+    ``kind, edge: as the trace has them.``, share its text.
     """
     about, _, rest = text.partition("\n\nAttributes:\n")
     about = re.split(r"\n\n(?:Args|Raises|Returns|Yields|Example):", about)[0]

@@ -1,6 +1,6 @@
-"""What the dashboard in the browser is told: the answers to the questions of one view, of a trace that may grow.
+"""The server side of a dashboard: answers to the questions of one view about a trace that may grow.
 
-The messages are those of :mod:`workbench.widgets.dashboard_messages`; nothing here knows of a notebook or of who asks.
+The messages are those of :mod:`workbench.widgets.dashboard_messages`; nothing here depends on a notebook or a comm.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from workbench.widgets.state_at import StateAt
 from workbench.widgets.window_detail import window
 
 FIRST_BYTES = 256 * 1024
-"""Binary data of the first answer: what happened before the view was opened."""
+"""Limit on the binary data of the first answer: what happened before the view was opened."""
 
-_ALL_NS = 1 << 62  # later than anything
-_MAX_US = float(1 << 51)  # 71 years: further from the origin than anything, and 64 bits hold it in nanoseconds
+_ALL_NS = 1 << 62  # later than any row
+_MAX_US = float(1 << 51)  # 71 years: beyond any trace, and in nanoseconds it fits 64 bits
 
 Looking = AskFeed | AskAt | AskBeside | AskWindow
-"""Questions about what was recorded."""
+"""Questions about the recorded trace."""
 
 
 class ViewServer:
-    """What one view in the browser knows, and the answers to what it asks.
+    """What one view in the browser has received, and the answers to its questions.
 
     Args:
-        first_bytes: of binary data that the first answer to ``feed`` may have.
-        history_rows: of each rank that it tells of.
-        least_spans: that are told at once, whatever they take.
+        first_bytes: limit on the binary data of the first answer to ``feed``.
+        history_rows: rows of each rank in that answer.
+        least_spans: spans that an answer may have even if they exceed its limit.
     """
 
     def __init__(self, first_bytes: int = FIRST_BYTES, history_rows: int = HISTORY_ROWS, least_spans: int = 0) -> None:
@@ -76,11 +76,11 @@ class ViewServer:
         self._asked_at: float | None = None
         self._turns = PolicyEffect()
         self._ends: list[tuple[int, int]] = []
-        self._newest_at = 0.0  # when something new was recorded last
+        self._newest_at = 0.0  # when the last new row was seen
 
     @property
     def origin_ns(self) -> int:
-        """Where the view's axis is 0 (:func:`zero_ns`), in nanoseconds of shown time."""
+        """Time 0 of the view (:func:`zero_ns`), in nanoseconds of shown time."""
         return self._origin_ns
 
     @property
@@ -181,7 +181,7 @@ class ViewServer:
         return MovedCursor(t_us=self._us(cursor.t_ns), moment=self._moment(self._moments.at_cursor(trace, cursor)))
 
     def _at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
-        """All ranks at a time; at that of the cursor, where the cursor cuts each of them."""
+        """Return all ranks at a time; at the cursor's time, each where the cursor cuts it."""
         if self._cursor is not None and self._us(t_ns) == self._us(self._cursor.t_ns):
             return self._moments.at_cursor(trace, self._cursor)
         return self._moments.at(trace, t_ns)
@@ -198,21 +198,21 @@ class ViewServer:
         return PeakInfo(t_us=self._us(found["t_ns"]), **{key: found[key] for key in ("num_bytes", "step", "text")})
 
     def _us(self, t_ns: int) -> float:
-        """Where the view shows a time."""
+        """Return where the view's axis shows a time."""
         return (self._feed.cuts.shown_at(t_ns) - self._origin_ns) / 1e3
 
     def _true_ns(self, us: float) -> int:
-        """The time that the view shows there."""
+        """Return the time that the view's axis shows at ``us``."""
         return self._feed.cuts.true_at(round(min(max(us, -_MAX_US), _MAX_US) * 1e3) + self._origin_ns)
 
 
 def _order(header: Header) -> tuple[int, ...]:
-    """The units that were not undone, from the top."""
+    """Return the units in use, from the top of the model."""
     return tuple(unit for unit in model_order(header) if header.units[unit].in_use)
 
 
 def _clock(trace: Trace) -> tuple[str, str]:
-    """Whose times the timeline has, and whose the panels of memory and units; nothing where one host computes."""
+    """Describe the clock of the timeline and that of the memory and unit panels; empty with one host's clock."""
     clock = clock_of(trace.header)
     timeline = filter(None, (theme.clock_words(trace.header, clock), theme.error_words(error_ns(trace))))
     return " · ".join(timeline), "" if clock is ClockSource.HOST else "in the host's order, at its times"

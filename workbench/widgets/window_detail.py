@@ -1,9 +1,8 @@
-"""What happened in a part of time, every change of it: what a view draws when somebody looks closely.
+"""Every change in a window of time: what a view draws while it holds still.
 
-The feed keeps only extremes of memory and states, and nothing of what is long ago. Drawn under a cursor they would
-contradict the numbers that
-:class:`~workbench.widgets.state_at.StateAt` gives for it. Here the same rows are read from the same key frames, so at
-any time of the window what is drawn is what those numbers say. Times are nanoseconds.
+The feed has only extremes of memory and states, and nothing of the distant past. Drawn under a cursor, these would
+contradict the numbers of :class:`~workbench.widgets.state_at.StateAt` there. This module reads the same rows from the
+same key frames, so the picture agrees with those numbers at any time of the window. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from workbench.widgets.live_steps import LEARNED_DTYPE
 from workbench.widgets.state_at import StateAt
 
 MOST = 2_000
-"""Moments of memory, and changes of units, of one group that are told; of more only extremes, as the feed does."""
+"""Memory moves, and unit changes, of one group that are sent in full; of more only extremes, as in the feed."""
 
 MOST_SPANS = 10_000
-"""Spans of all ranks together that are told; of more the narrowest are merged."""
+"""Spans of all ranks together that are sent; of more the narrowest are merged."""
 
 ROLL_ROWS = 20_000
-"""Rows before and after those of the window that are read, as far as they are of the same step: spans reach in."""
+"""Rows of the same step that are read before and after those of the window: spans may reach into it."""
 
 
 def window(
@@ -43,19 +42,19 @@ def window(
     cuts: Cuts | None = None,
     ranks: Sequence[int] = (),
 ) -> Increment:
-    """Return spans, memory and states from ``begin_ns`` to ``end_ns``, the state at its begin first.
+    """Return spans, memory and states from ``begin_ns`` to ``end_ns``, with the state at ``begin_ns`` first.
 
     Args:
-        trace: what happened so far.
-        moments: knows key frames of the trace.
-        groups: ranks that are drawn as one; the first of each is read.
-        begin_ns: a time.
-        end_ns: a later time.
-        cuts: what is cut out of the time axis; times in the answer are those at which things are shown.
-        ranks: those with tracks.
+        trace: the trace so far.
+        moments: holds key frames of the trace.
+        groups: groups of ranks that are drawn as one; the first of each is read.
+        begin_ns: begin of the window.
+        end_ns: end of the window.
+        cuts: what is cut out of the time axis; the result has displayed times.
+        ranks: ranks with tracks.
     """
     recorded = {rank_trace.rank for rank_trace in trace.ranks if len(rank_trace.rows)}
-    told = groups if recorded.issuperset(group[0] for group in groups) else ()  # else it is told of another job soon
+    told = groups if recorded.issuperset(group[0] for group in groups) else ()  # else the next feed restarts the view
     parts = [
         shown_part(moments.part(trace, group[0], begin_ns, end_ns), cuts or Cuts(), is_first=True) for group in told
     ]
@@ -80,7 +79,7 @@ def window(
 def _spans(
     trace: Trace, moments: StateAt, ranks: Sequence[int], between_ns: tuple[int, int], cuts: Cuts
 ) -> NDArray[np.void]:
-    """What of each rank reaches into a part of time, of SPAN_DTYPE. What has not ended by now the feed tells."""
+    """Return the spans, of SPAN_DTYPE, that reach into a window; those still open are left to the feed."""
     parts = [np.empty(0, SPAN_DTYPE)]
     for place, rank in enumerate(ranks):
         rank_trace = trace.rank(rank)
@@ -96,7 +95,7 @@ def _spans(
 
 
 def _rolled(rows: Rows, begin: int, end: int) -> tuple[int, int]:
-    """Return positions further out than these, up to where the steps at them begin and end."""
+    """Return the positions moved out to the begin and end of their steps, by at most ROLL_ROWS."""
     if not len(rows):
         return 0, 0
     begin, end = min(begin, len(rows) - 1), min(max(end, 1), len(rows))

@@ -1,4 +1,4 @@
-/** The breakpoints: each on or off, or away; and a new one. */
+/** The breakpoints: switch or clear each, or add one. */
 import { closeIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 

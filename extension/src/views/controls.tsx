@@ -1,4 +1,4 @@
-/** What steps, stops and goes on; and how it goes, in one line. */
+/** Controls to step, stop and continue; and the state in one line. */
 import { closeIcon, fastForwardIcon, pauseIcon, runIcon, stepOverIcon, stopIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
@@ -14,7 +14,7 @@ interface ControlsProps {
   readonly model: PanelModel;
   readonly state: State;
   readonly tabulate: (name: string, text: string) => void;
-  /** Open a page that the kernel wrote, by its path from the notebook. */
+  /** Open a page that the kernel wrote, by its path relative to the notebook. */
   readonly openPage: (path: string) => void;
 }
 
@@ -66,7 +66,7 @@ export function Controls({ model, state, tabulate, openPage }: ControlsProps): R
   );
 }
 
-/** How training goes. The newest loss may be of an older step than the one that has begun. */
+/** Progress of training. The newest loss may be of an earlier step than the current one. */
 function Numbers({ training }: { readonly training: TrainingState }): React.JSX.Element {
   const { step, loss, loss_step: lossStep, steps_per_s: rate, tokens_per_s: tokens } = training;
   return (
@@ -109,7 +109,7 @@ export function Told({ model, tabulate, openPage }: Pick<ControlsProps, "model" 
   );
 }
 
-/** What to give an element as `ref`, and whether there is more in it than is seen. */
+/** A `ref` for an element, and whether its content is cut off. */
 function useIsCut(): readonly [React.RefObject<HTMLDivElement>, boolean] {
   const box = React.useRef<HTMLDivElement>(null);
   const [isCut, setIsCut] = React.useState(false);

@@ -1,4 +1,4 @@
-/** What was recorded: every view in a tab, a step verified, and the record written, opened and compared. */
+/** The record: views in tabs, verification of a step, and export, opening and comparison of records. */
 import * as React from "react";
 
 import type { ViewWord } from "../actions";
@@ -9,9 +9,9 @@ import { Action, Field, Text } from "./parts";
 
 interface LookingProps {
   readonly model: PanelModel;
-  /** Do a command, and show what it draws in a tab. */
+  /** Run a command, and show its picture in a tab. */
   readonly draw: (command: Command) => void;
-  /** Do a command of JupyterLab. */
+  /** Run a JupyterLab command. */
   readonly execute: (command: string) => void;
 }
 
@@ -71,11 +71,11 @@ function capital(word: string): string {
   return `${word.slice(0, 1).toUpperCase()}${word.slice(1)}`;
 }
 
-/** Writing, opening and comparing records. */
+/** Export, opening and comparison of records. */
 export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JSX.Element {
   const { state } = model;
   const isRecorded = state?.is_recorded === true;
-  const why = obstacles(state).start; // what has ranks, or comes to have some, opens no file
+  const why = obstacles(state).start; // with ranks, or while some start, no file can be opened
   const [path, setPath] = React.useState("run.html"), [file, setFile] = React.useState("run.trace");
   const [before, setBefore] = React.useState("last:0"), [after, setAfter] = React.useState("last:-1");
   const write: Export = { word: "export", path: path.trim() };

@@ -1,4 +1,4 @@
-/** The whole panel, from the model. */
+/** The whole panel, rendered from the model. */
 import { UseSignal } from "@jupyterlab/ui-components";
 import * as React from "react";
 
@@ -19,25 +19,25 @@ import { Units } from "./units";
 
 export interface PanelProps {
   readonly model: PanelModel;
-  /** Name of the notebook that is followed; empty: none. */
+  /** Name of the followed notebook; empty: none. */
   readonly notebook: string;
   readonly settings: Settings;
   readonly folding: Folding;
   readonly start: (command: Start | Attach) => Promise<unknown>;
   readonly load: () => void;
   readonly reconnect: () => void;
-  /** Stop the ranks, perhaps after asking whether that is meant. */
+  /** Stop the ranks, after confirmation if they are at work. */
   readonly stop: () => void;
   readonly copy: (line: string) => void;
-  /** Do a command, and show what it draws, or its table, in a tab. */
+  /** Run a command, and show its picture or table in a tab. */
   readonly draw: (command: Command) => void;
   /** Show a text in a tab. */
   readonly tabulate: (name: string, text: string) => void;
-  /** Open a page that the kernel wrote, by its path from the notebook. */
+  /** Open a page that the kernel wrote, by its path relative to the notebook. */
   readonly openPage: (path: string) => void;
-  /** Do a command of JupyterLab. */
+  /** Run a JupyterLab command. */
   readonly execute: (command: string) => void;
-  /** Unfold a section of the panel, and go there. */
+  /** Unfold a section of the panel, and go to it. */
   readonly show: (section: string) => void;
 }
 
@@ -118,7 +118,7 @@ function Body(props: PanelProps): React.JSX.Element {
   );
 }
 
-/** What there is to see, or what to do next, with the button that does it. */
+/** What is shown, or what to do next, with the button for it. */
 function Advice({ model, execute, show }: PanelProps): React.JSX.Element | null {
   const { state, prepared } = model;
   if (state === null || exchanging(state) !== "" || model.isStarting) return null;
@@ -212,7 +212,7 @@ function Running(props: RunningProps): React.JSX.Element | null {
   );
 }
 
-/** The units there are. */
+/** The units. */
 function Sharded({ model, colours, folding, draw }: Pick<RunningProps, "model" | "colours" | "folding" | "draw">): React.JSX.Element {
   const { units } = model;
   return (
@@ -226,7 +226,7 @@ function Sharded({ model, colours, folding, draw }: Pick<RunningProps, "model" |
   );
 }
 
-/** Where ranks that are this notebook's are to stop. */
+/** The breakpoints of this notebook's ranks. */
 function Stops({ model, folding }: Pick<RunningProps, "model" | "folding">): React.JSX.Element {
   const breakpoints = model.state?.breakpoints ?? [];
   const off = breakpoints.filter(({ is_on: isOn }) => !isOn).length;

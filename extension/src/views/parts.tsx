@@ -1,16 +1,16 @@
-/** Pieces that several sections are made of. */
+/** Components shared by several sections. */
 import { caretDownIcon, caretRightIcon, HTMLSelect, type LabIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
 import type { Command } from "../protocol";
 import { isTable, piecesOf } from "../words";
 
-/** Attributes of an element that stands for a command: its context menu copies the line that one could have typed. */
+/** Attributes of an element that represents a command: its context menu copies the line to type. */
 export function stands(command: Command): { "data-fsdp-command": string } {
   return { "data-fsdp-command": JSON.stringify(command) };
 }
 
-/** Which sections are folded, and what to do when one is opened or folded. */
+/** Which sections are folded, and how to toggle one. */
 export interface Folding {
   readonly folded: ReadonlySet<string>;
   readonly toggle: (name: string) => void;
@@ -18,7 +18,7 @@ export interface Folding {
 
 interface SectionProps extends Folding {
   readonly name: string;
-  /** Said beside the name, folded or not. */
+  /** Shown next to the name, folded or not. */
   readonly note?: string;
   readonly children: React.ReactNode;
 }
@@ -55,14 +55,14 @@ interface ToolProps {
   readonly icon: LabIcon;
   readonly label: string;
   readonly command: Command;
-  /** Why it cannot be done, a sentence; empty: it can. */
+  /** Why it is disabled, a sentence; empty: it is enabled. */
   readonly obstacle: string;
   readonly run: (command: Command) => void;
-  /** Say why it cannot be done. */
+  /** Show why it is disabled. */
   readonly explain: (obstacle: string) => void;
 }
 
-/** A button with an icon that does a command; one that cannot says why. */
+/** A button with an icon that runs a command; a disabled one says why. */
 export function Tool({ icon: Icon, label, command, obstacle, run, explain }: ToolProps): React.JSX.Element {
   return (
     <button
@@ -83,17 +83,17 @@ export function Tool({ icon: Icon, label, command, obstacle, run, explain }: Too
 }
 
 interface ActionProps {
-  /** What it does, for the line that is copied; none: it does no command. */
+  /** Its command, for the line that is copied; undefined: it runs none. */
   readonly command?: Command;
   readonly isEnabled: boolean;
   readonly className: string;
   readonly title?: string;
-  /** What a click does; without it the form is sent. */
+  /** Runs on a click; without it the form is submitted. */
   readonly run?: () => void;
   readonly children: React.ReactNode;
 }
 
-/** A button with words. While it can do nothing it says so and keeps the focus, which a disabled one would lose. */
+/** A button with text. It is marked as disabled by `aria-disabled`: with `disabled` it would lose the focus. */
 export function Action({ command, isEnabled, className, title, run, children }: ActionProps): React.JSX.Element {
   return (
     <button
@@ -115,7 +115,7 @@ export function Action({ command, isEnabled, className, title, run, children }: 
 interface FieldProps {
   readonly label: string;
   readonly hint?: string;
-  /** Whether what it holds is so long that it needs a line of its own. */
+  /** Whether its content is so long that it needs a line of its own. */
   readonly isWide?: boolean;
   readonly children: React.ReactNode;
 }
@@ -137,8 +137,8 @@ interface ReplyTextProps {
 }
 
 /**
- * What came of a command: sentences are wrapped, facts are names and values, and a table with more columns keeps its
- * lines. What is larger than its box can be scrolled, by keys as well.
+ * The result of a command: sentences are wrapped, facts are shown as names and values, and a table with more columns
+ * keeps its lines. Content larger than the box scrolls, by keyboard as well.
  */
 export function ReplyText({ text, label, box }: ReplyTextProps): React.JSX.Element {
   const pieces = isTable(text) ? [text] : piecesOf(text);
@@ -164,7 +164,7 @@ interface ChoiceProps<T extends string> {
   readonly choose: (value: T) => void;
 }
 
-/** One of several words. */
+/** A choice between texts. */
 export function Choice<T extends string>({ value, among, choose }: ChoiceProps<T>): React.JSX.Element {
   return (
     <HTMLSelect

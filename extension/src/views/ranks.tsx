@@ -1,4 +1,4 @@
-/** One row a rank, or for many that are alike: health, memory with the peak marked, and where it stands. */
+/** One row per rank, or per group of alike ranks: health, memory with the peak marked, and position. */
 import { caretDownIcon, caretRightIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
@@ -8,12 +8,12 @@ import { clockOf, doing, type Host, hosts, type Row } from "../hosts";
 import type { ClockState, RankState } from "../protocol";
 import { count, ranges } from "../words";
 
-/** A hyphen at which no line ends. */
+/** A non-breaking hyphen. */
 const NO_BREAK = "\u2011";
 
 interface RanksProps {
   readonly ranks: readonly RankState[];
-  /** Those that are not rank 0's. */
+  /** Clocks other than rank 0's. */
   readonly clocks: readonly ClockState[];
 }
 
@@ -57,7 +57,7 @@ function Heading({ host, clocks }: { readonly host: Host; readonly clocks: reado
 
 interface RankProps {
   readonly rank: RankState;
-  /** Bytes that the whole width of a bar stands for. */
+  /** Bytes that the whole width of a bar represents. */
   readonly most: number;
 }
 
@@ -76,7 +76,7 @@ function Rank({ rank, most }: RankProps): React.JSX.Element {
   );
 }
 
-/** Several ranks in a row, with the memory of the one that holds most; a click shows each of them. */
+/** Several ranks in one row, with the memory of the fullest; a click shows each of them. */
 function Alike({ row, most }: { readonly row: Row; readonly most: number }): React.JSX.Element {
   const [isOpen, setIsOpen] = React.useState(false);
   const places = new Set(row.ranks.map(({ where }) => where));
@@ -111,7 +111,7 @@ function Alike({ row, most }: { readonly row: Row; readonly most: number }): Rea
   );
 }
 
-/** How a rank is, as a colour: one that waits has that of waits in all views. */
+/** The health of a rank as a colour; a waiting rank has the colour that waits have in all views. */
 function Dot({ rank: { health } }: Pick<RankProps, "rank">): React.JSX.Element {
   const style = health === "waiting" ? { background: KINDS[KIND.WAIT].colour } : {};
   return <span className="fsdp-dot" aria-hidden="true" style={style} />;
@@ -121,7 +121,7 @@ function tone({ health }: RankState): string {
   return `fsdp-mod-${health.replace(" ", "-")}`;
 }
 
-/** How much a rank holds, as numbers and as a bar. */
+/** The memory of a rank as numbers and as a bar. */
 function Memory({ rank, most }: RankProps): React.JSX.Element {
   const { in_use: inUse, peak_bytes: peak } = rank;
   const memory = peak > 0 ? `${formatBytes(inUse)} of ${formatBytes(peak)} at the peak` : "nothing recorded";
@@ -140,7 +140,7 @@ function Memory({ rank, most }: RankProps): React.JSX.Element {
   );
 }
 
-/** `5.25 / 7.82 MiB`: a unit that is the same is said once. */
+/** `5.25 / 7.82 MiB`: a shared unit is written once. */
 function fraction(bytes: number, most: number): string {
   const [now, unit] = formatBytes(bytes).split(" ");
   const peak = formatBytes(most);
@@ -151,7 +151,7 @@ function percent(bytes: number, most: number): string {
   return `${((100 * bytes) / most).toFixed(2)}%`;
 }
 
-/** The bytes of each class, now and at the peak, a line each. */
+/** The bytes of each class, now and at the peak, one line each. */
 function inClasses({ num_bytes, peak_bytes_by_class: atPeak, peak }: RankState): string {
   const lines = CATEGORIES.map(({ words }, category) => {
     const [now, then] = [num_bytes[category] ?? 0, atPeak[category] ?? 0];

@@ -1,4 +1,4 @@
-/** The form that shards a model found on the ranks; what that would come to is said before it is done. */
+/** The form that shards a model found on the ranks, with a preview of the result. */
 import * as React from "react";
 
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
@@ -8,7 +8,7 @@ import { type Model, type Preview, type Reshard, type Shard, STRATEGIES, type Un
 import { count, heldAtRest, LOOKING, pathOf, ranksInWords, ROOT } from "../words";
 import { Action, Choice, Field, Text } from "./parts";
 
-/** Precisions that are offered; a line typed has more. */
+/** Precisions on offer; a typed line has more. */
 const PRECISIONS = [
   ["off", "off"],
   ["bf16", "bf16"],
@@ -16,7 +16,7 @@ const PRECISIONS = [
   ["fp16", "fp16"],
 ] as const;
 
-/** Likewise for a unit, each field named: one that is not stays as it is, and which it has is not known here. */
+/** Likewise for a unit, with every field named: an unnamed one keeps its value, which is not known here. */
 const UNIT_PRECISIONS = [
   ["off", "that of the parameters"],
   ["bf16,reduce=off,output=fp32", "computes in bf16, returns fp32"],
@@ -31,7 +31,7 @@ const APIS = ["fully_shard", "classic"] as const satisfies readonly Policy["api"
 
 type Choices = readonly (readonly [string, string])[];
 
-/** What is offered, and what there is now, whether that is among it or not; `unset` says what nothing means. */
+/** The choices, with the current value added if it is not among them; `unset` labels the empty value. */
 function offered(choices: Choices, now: string, unset: string): Choices {
   if (now === "") return [["", unset], ...choices];
   return choices.some(([value]) => value === now) ? choices : [[now, now], ...choices];
@@ -80,7 +80,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
   const unshard: Unshard = { word: "unshard", model: found.name };
   const isFree = model.state?.request === null;
   const isClassic = policy.api === "classic";
-  // a model that is or becomes classic is sharded anew, all of its units alike
+  // a model that is or becomes classic is sharded again, with all units alike
   const unset = isClassic || before.api === "classic" ? "to be chosen" : "as each unit is";
   return (
     <CommandForm model={model} command={command}>
@@ -148,12 +148,12 @@ interface SplitProps {
   readonly found: Model;
   readonly policy: Policy;
   readonly before: Policy;
-  /** What it means that something is not set. */
+  /** Label of an unset value. */
   readonly unset: string;
   readonly set: (more: Partial<Policy>) => void;
 }
 
-/** How parameters are split, and when they are full: what each of the APIs has for that. */
+/** How parameters are split, and when they are full: the fields of either API. */
 function Split({ found, policy, before, unset, set }: SplitProps): React.JSX.Element {
   const isClassic = policy.api === "classic";
   return (
@@ -203,13 +203,13 @@ function Split({ found, policy, before, unset, set }: SplitProps): React.JSX.Ele
 interface UnitFormProps {
   readonly model: PanelModel;
   readonly unit: UnitInfo;
-  /** What a line calls it. */
+  /** Its name on a line. */
   readonly name: string;
-  /** The model that it is of. */
+  /** The model that it belongs to. */
   readonly whole: Model;
 }
 
-/** What one unit has by itself. */
+/** The settings of one unit. */
 function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Element {
   const before = { reshard: unit.reshard_after_forward, mp: "", offload: unit.offload };
   const [policy, setPolicy] = React.useState(before);
@@ -261,18 +261,18 @@ function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Elemen
   );
 }
 
-/** Whether a command would leave a sharded model as it is. */
+/** Whether a command would leave a sharded model unchanged. */
 function isUnchanged(command: Shard | Reshard): boolean {
   return command.word === "reshard" && Object.keys(command).length === 2; // its word and the model
 }
 
-/** Why a model cannot be sharded now; undefined: nothing is to be said. */
+/** Why a model cannot be sharded now; undefined: no message. */
 function why(isFree: boolean, command: Shard | Reshard): string | undefined {
   if (!isFree) return "The ranks are still at work.";
   return isUnchanged(command) ? "Nothing is changed above." : undefined;
 }
 
-/** A form that does a command, and has asked what that would come to as long as it is there. */
+/** A form that runs a command, and requests its preview while mounted. */
 function CommandForm({ model, command, children }: {
   readonly model: PanelModel;
   readonly command: Shard | Reshard;

@@ -1,4 +1,4 @@
-/** The commands that were asked for here, as lines that one could have typed, and what came of them. */
+/** The commands run from this panel, as lines to type, with their results. */
 import { copyIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
@@ -42,7 +42,7 @@ export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
   );
 }
 
-/** The command that ended last among the newest, and what came of it, in one line. */
+/** The newest command that has ended, and its result, in one line. */
 function newest(spoken: readonly One[]): string {
   const isHeard = (line: string): boolean => HEARD.has(line.split(" ")[1] as Command["word"]);
   const found = spoken.find(({ outcome, line }) => outcome === "failed" || (outcome === "done" && !isHeard(line)));

@@ -1,4 +1,4 @@
-/** The form that starts ranks, or attaches to engines that run already. */
+/** The form that starts ranks, or attaches to running engines. */
 import * as React from "react";
 
 import type { PanelModel } from "../model";
@@ -11,12 +11,12 @@ interface StartFormProps {
   readonly numRanks: number;
   readonly device: Device;
   readonly isEnabled: boolean;
-  /** Why not, a sentence; empty: there is nothing to say. */
+  /** Why not, a sentence; empty: no message. */
   readonly why: string;
-  /** Whether ranks are being started, from here or by a line. */
+  /** Whether ranks are being started, from here or by a typed line. */
   readonly isAtWork: boolean;
   readonly start: (command: Start | Attach) => Promise<unknown>;
-  /** Keeps what is typed while the form is not there. */
+  /** Keeps the typed values while the form is not shown. */
   readonly model: PanelModel;
 }
 
@@ -101,7 +101,7 @@ interface PartProps {
   readonly set: (more: Partial<Wanted>) => void;
 }
 
-/** Which cluster is meant. */
+/** Fields that select a cluster. */
 function Which({ wanted, set }: PartProps): React.JSX.Element {
   return (
     <>
@@ -118,9 +118,9 @@ function Which({ wanted, set }: PartProps): React.JSX.Element {
   );
 }
 
-/** What few need. */
+/** Rarely needed fields. */
 function More({ wanted, set }: PartProps): React.JSX.Element {
-  const [isOpen, setIsOpen] = React.useState(hasMore(wanted)); // what is set is in sight
+  const [isOpen, setIsOpen] = React.useState(hasMore(wanted)); // open if any is set
   return (
     <details className="fsdp-More" open={isOpen} onToggle={({ currentTarget }) => { setIsOpen(currentTarget.open); }}>
       <summary>More</summary>

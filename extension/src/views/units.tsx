@@ -1,4 +1,4 @@
-/** The units as a tree, each with the colour of its state. A click shows its parameters, the context menu what to do. */
+/** The units as a tree, each with the colour of its state. A click shows its parameters, the context menu actions. */
 import { caretDownIcon, caretRightIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
@@ -12,7 +12,7 @@ import { stands } from "./parts";
 interface UnitsProps {
   readonly model: PanelModel;
   readonly colours: readonly string[];
-  /** Do a command, and show its table in a tab. */
+  /** Run a command, and show its table in a tab. */
   readonly draw: (command: Command) => void;
 }
 
@@ -49,7 +49,7 @@ export function Units({ model, colours, draw }: UnitsProps): React.JSX.Element {
   const press = (event: React.KeyboardEvent, at: number): void => {
     const node = rows[at]?.node;
     if (node === undefined) return;
-    if (event.target !== event.currentTarget) { // inside of what a unit shows
+    if (event.target !== event.currentTarget) { // inside the details of a unit
       if (event.key === "Escape") {
         go(node.key);
         open(node);
@@ -127,7 +127,7 @@ interface UnitRowProps {
   readonly colours: readonly string[];
   readonly isFolded: boolean;
   readonly isFocused: boolean;
-  /** Of an open unit; null while they are asked for, undefined: it is not open. */
+  /** Of an open unit; null: they are loading; undefined: it is not open. */
   readonly params: readonly ParamInfo[] | null | undefined;
   readonly fold: (node: Node, isFolded: boolean) => void;
   readonly open: () => void;
@@ -215,7 +215,7 @@ function Detail({ unit, params, depth, inspect, explain, canInspect, state, node
 
 const CANNOT_INSPECT = "pause the ranks inside a step";
 
-/** A name that lines may end in, after its dots. */
+/** A name with optional line breaks after its dots. */
 function breakable(name: string): React.ReactNode {
   return name.split(/(?<=\.)/).map((part, place) => (
     <React.Fragment key={place}>

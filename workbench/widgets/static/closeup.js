@@ -1,26 +1,26 @@
-// Every change of memory and units, and every span, in the part of time in view. The feed tells only so much of them, and
-// of what is long ago nothing; where the view holds still the kernel is asked for the rest, so that what is drawn under
-// the cursor is what the numbers say.
+// Every change of memory and units, and every span, in the window in view. The feed has only a part of them, and none
+// of the distant past. While the view holds still, the kernel is asked for the rest, so that the picture under the
+// cursor agrees with the numbers.
 
 /** @import { AskWindow, WindowDetail } from "./messages.js" */
 /** @import { Known } from "./series.js" */
 /** @import { Items } from "./track.js" */
 
-export const ASK_AGAIN_MS = 6000; // a question without an answer for so long is put again
-const REST_MS = 100; // that the view has not moved before it is asked for
-const LATE_MS = 500; // between two questions for the same part of time, at least
-const LEISURE = 8; // so many times as long as the last answer took
-const LATE_US = 1e6; // after this much more time no rank tells anything of a moment that it has not told
-const PATIENCE_MS = 700; // until it is said that the answer is not there
-const MARGIN = 0.25; // of the view, asked for on either side: small moves need no answer
+export const ASK_AGAIN_MS = 6000; // a question without an answer for so long is asked again
+const REST_MS = 100; // how long the view must hold still before it is asked for
+const LATE_MS = 500; // minimum time between two questions for the same window
+const LEISURE = 8; // and at least so many times as long as the last answer took
+const LATE_US = 1e6; // ranks send nothing new about a moment older than this
+const PATIENCE_MS = 700; // without an answer for so long, the view is marked as simplified
+const MARGIN = 0.25; // share of the view requested on either side, so that small moves need no question
 
 /** @typedef {readonly [number, number]} View */
 
-/** @typedef {{ view: View, key: string, end: number, news: number }} Wanted `news` counts what the feed has told */
+/** @typedef {{ view: View, key: string, end: number, news: number }} Wanted `news`: number of feeds with changes */
 
 /** @typedef {Wanted & { from: number, to: number, isExact: boolean, known: Known, spans: Items[] }} Found */
 
-/** Asks for a window of time when that is needed, one question at a time, and keeps the last answer. */
+/** Asks for a window of time when needed, one question at a time, and keeps the last answer. */
 export class Closeup {
   /** @param {(question: Omit<AskWindow, "view">) => void} ask */
   constructor(ask) {
@@ -28,7 +28,7 @@ export class Closeup {
     this.number = 0;
     this.timer = 0;
     /** @type {number | null} */
-    this.since = null; // when something was lacking first
+    this.since = null; // when data was first missing
     /** @type {Wanted | null} */
     this.wanted = null;
     /** @type {Wanted & { at: number } | null} */
@@ -40,12 +40,12 @@ export class Closeup {
 
   forget() {
     this.rest();
-    this.number += 1; // an answer on its way is too late
+    this.number += 1; // ignore a pending answer
     this.found = null;
     this.asked = null;
   }
 
-  /** Nothing is to be asked. */
+  /** Ask nothing. */
   rest() {
     clearTimeout(this.timer);
     this.timer = 0;
@@ -54,7 +54,7 @@ export class Closeup {
   }
 
   /**
-   * What is known of all that `view` shows, of a run that has come to `end`; null if that is not all.
+   * The last answer if it covers all that `view` shows of a run that has reached `end`; else null.
    * @param {View} view
    * @param {number} end
    */
@@ -64,7 +64,7 @@ export class Closeup {
   }
 
   /**
-   * The view holds still or is moved: ask for what it shows if need be.
+   * Ask for what the view shows, if needed, once it holds still.
    * @param {View} view
    * @param {number} end
    * @param {number} news
@@ -96,7 +96,7 @@ export class Closeup {
   }
 
   /**
-   * Keep an answer; returns whether it is for the last question.
+   * Keep an answer; returns whether it belongs to the last question.
    * @param {WindowDetail} answer
    * @param {Known} known
    * @param {Items[]} spans of each track
@@ -110,7 +110,7 @@ export class Closeup {
   }
 
   /**
-   * What to say of a picture of `found`.
+   * The note on a picture of `found`.
    * @param {Found | null} found
    */
   hint(found) {

@@ -1,6 +1,6 @@
-// The live dashboard in the browser. It asks the kernel for what is new, keeps it, and draws it; what it shows under the
-// cursor, and of a view that holds still, it asks for as well. Python joins this module and those that it imports to one:
-// see workbench/widgets/js_bundle.py. What goes over the wire: workbench/widgets/dashboard_messages.py.
+// The live dashboard in the browser. It asks the kernel for new data, keeps it and draws it. It also asks for the state
+// under the cursor, and for every change in a view that holds still. Python joins this module and its imports into one:
+// see workbench/widgets/js_bundle.py. The messages: workbench/widgets/dashboard_messages.py.
 
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
 import { enable, keepBareKeys, make, onPress, refill, swatch, write } from "./dom.js";
@@ -18,11 +18,11 @@ import { itemsOf, unpack } from "./unpack.js";
 /** @import { Scene, Skin, Value } from "./panels.js" */
 /** @import { Items } from "./track.js" */
 
-const SILENT_MS = 2500; // without an answer, that is said
-const SAID_MS = 8000; // for so long what came of a button is shown
-const STEPS_IN_VIEW = 2.4; // that a running view shows
+const SILENT_MS = 2500; // without an answer for so long, the view says so
+const SAID_MS = 8000; // how long the result of a button is shown
+const STEPS_IN_VIEW = 2.4; // shown by a running view
 const MAX_UNITS = 200;
-const RANKS_SEEN = 4; // lines of the card of ranks; more are scrolled to
+const RANKS_SEEN = 4; // lines of the card of ranks; it scrolls to further ones
 const NONE = "\u2013";
 const BADGES = {
   training: ["\u25b6", "training"], stuck: ["\u26a0", "stuck"], stopped: ["\u275a\u275a", "stopped"], idle: ["\u25cf", "idle"],
@@ -30,11 +30,11 @@ const BADGES = {
 };
 
 /**
- * The kernel's side: a widget's model, or what stands for one.
+ * The kernel's side: a widget's model, or a substitute.
  * @typedef {object} Model
  * @property {(name: "about") => InitialState} get
  * @property {(question: Question) => void} send
- * @property {boolean} [isRecord] there is no kernel: all is in the page
+ * @property {boolean} [isRecord] there is no kernel: the page has all data
  * @property {(name: "msg:custom", call: OnMessage) => void} on
  * @property {(name: "msg:custom", call: OnMessage) => void} off
  */
@@ -44,7 +44,7 @@ const BADGES = {
 /** @typedef {Omit<AskAt, "view" | "number"> | Omit<AskBeside, "view" | "number">} CursorQuestion */
 
 /**
- * A number of each step.
+ * A card with one number per step.
  * @typedef {{ value: Value, colour: string, number: HTMLElement, note: HTMLElement, sheet: Sheet }} Line
  */
 
@@ -83,13 +83,13 @@ class DashboardView {
     /** @type {readonly (readonly [number, number])[]} */
     this.holds = [];
     this.known = new Known();
-    this.shown = this.known; // that is drawn: what was told all along, or of a part of time all there is
+    this.shown = this.known; // what is drawn: `known`, or every change in a window
     this.steps = new Steps();
     this.numTracks = 0;
-    this.begun = 0; // where the record begins
-    this.end = 0; // and ends
-    this.simplifiedTo = -Infinity; // before this not every change was told
-    this.news = 0; // how often memory or units were told of
+    this.begun = 0; // begin of the record
+    this.end = 0; // end of the record
+    this.simplifiedTo = -Infinity; // before this time `known` lacks changes
+    this.news = 0; // number of feeds with memory or units
     this.clock = "";
     this.told = "";
 
@@ -102,7 +102,7 @@ class DashboardView {
     this.isWaiting = false; // for the answer to a question about the cursor
     this.momentAt = 0;
     this.number = 0;
-    this.moves = false; // the cursor goes to the event that is told
+    this.moves = false; // the cursor moves to the event of the answer
     this.said = "";
     this.sayUntil = 0;
     this.timer = 0;
@@ -114,10 +114,10 @@ class DashboardView {
       if (!this.isGone) this.send({ ...question, view: this.id });
     });
     /** @type {Items[] | null} */
-    this.closeSpans = null; // that the timeline has
+    this.closeSpans = null; // set in the timeline
 
     /** @type {RunStatus | null} */
-    this.status = null; // nothing was told yet
+    this.status = null; // null until the first feed
     this.late = "";
     /** @type {KnobEffect | null} */
     this.change = null;
@@ -229,7 +229,7 @@ class DashboardView {
   }
 
   /**
-   * A button and what is chosen or typed for it, as one thing.
+   * A button joined with the field of its argument.
    * @param {HTMLButtonElement} button
    * @param {HTMLElement} field
    * @param {() => string} argument
@@ -304,7 +304,7 @@ class DashboardView {
     return timeline;
   }
 
-  /** Forget all but the steps. */
+  /** Drop everything except the steps. */
   begin() {
     this.timeline.destroy();
     this.timeline = this.makeTimeline();
@@ -323,7 +323,7 @@ class DashboardView {
     keepBareKeys(this.root, options);
     this.root.addEventListener("keydown", (event) => { this.key(event); }, { ...options, capture: true });
     for (const { canvas } of [this.memorySheet, this.statesSheet]) this.listenToScrubs(canvas, options);
-    for (const type of ["pointermove", "wheel", "keydown", "dblclick"]) { // what moves the timeline moves the others
+    for (const type of ["pointermove", "wheel", "keydown", "dblclick"]) { // these move the timeline and the others
       this.timelineBox.addEventListener(type, () => { this.draw(); }, { ...options, passive: true });
     }
     document.addEventListener("visibilitychange", () => { this.tick(); }, options);
@@ -373,7 +373,7 @@ class DashboardView {
     this.model.send(question);
   }
 
-  /** Ask for what is new, if somebody looks: the kernel answers as soon as there is something, but not too often. */
+  /** Ask for new data while the view is visible: the kernel answers as soon as there is some, but not too often. */
   tick() {
     clearTimeout(this.timer);
     if (this.isGone || document.hidden || !this.isSeen) return;
@@ -408,7 +408,7 @@ class DashboardView {
   takeNews(news, data) {
     this.isAsking = false;
     this.hasBegun = true;
-    this.tick(); // first: the kernel can already look for what comes next
+    this.tick(); // first: the kernel can already wait for the next data
     if (news.another) {
       this.steps = new Steps();
       this.now = null;
@@ -458,7 +458,7 @@ class DashboardView {
   }
 
   /**
-   * `%fsdp back` has moved the cursor: the view goes there and holds, or follows again.
+   * `%fsdp back` has moved the cursor: hold the view there, or follow again without a cursor.
    * @param {MovedCursor | null} cursor
    */
   takeCursor(cursor) {
@@ -475,7 +475,7 @@ class DashboardView {
   }
 
   /**
-   * Whose times the timeline has, and whose the other panels; nothing where there is one clock.
+   * Show the clock of the timeline and that of the other panels; empty where there is one clock.
    * @param {readonly string[]} clocks
    */
   takeClock([timeline = "", others = ""]) {
@@ -486,7 +486,7 @@ class DashboardView {
   }
 
   /**
-   * The breakpoints there are, where they can be set. The row of one that stays is kept, and with it the focus.
+   * Show the breakpoints, if they can be set. The row of one that stays is kept, and with it the focus.
    * @param {readonly BreakpointState[]} breakpoints
    */
   takeBreakpoints(breakpoints) {
@@ -510,7 +510,7 @@ class DashboardView {
     }
     this.stops.hidden = !this.stopRows.size;
     if (!isLost) return;
-    const left = [...this.stopRows.values()]; // whoever goes by keyboard goes on beside what was cleared
+    const left = [...this.stopRows.values()]; // keyboard users continue next to what was cleared
     (left[Math.min(focused, left.length - 1)]?.clear ?? this.root).focus();
   }
 
@@ -544,7 +544,7 @@ class DashboardView {
   }
 
   /**
-   * What has begun and not ended: of a hang, what hangs.
+   * Show the spans that have not ended: in a hang, those that hang.
    * @param {readonly OpenSpan[]} open
    */
   takeOpen(open) {
@@ -563,7 +563,7 @@ class DashboardView {
   }
 
   /**
-   * Every change in view; what is said of the cursor is asked for again: ranks may have told something since.
+   * Keep every change in view, and ask for the state at the cursor again: ranks may have sent more since.
    * @param {WindowDetail} answer
    * @param {DataView} data
    */
@@ -609,7 +609,7 @@ class DashboardView {
   // -- the cursor
 
   /**
-   * The person points at a time: the view holds, and every panel shows the ranks then.
+   * Put the cursor where the user points: the view holds, and every panel shows the ranks at that time.
    * @param {number} at
    */
   putCursor(at) {
@@ -633,7 +633,7 @@ class DashboardView {
   }
 
   /**
-   * Show the cursor at an event that the kernel has named, and bring it into view.
+   * Show the cursor at an event of the kernel's answer, and bring it into view.
    * @param {number} us
    */
   showCursor(us) {
@@ -644,7 +644,7 @@ class DashboardView {
   }
 
   /**
-   * One question at a time; of those that come meanwhile the last one counts.
+   * Ask one question at a time; of those asked meanwhile only the last is sent.
    * @param {CursorQuestion} question
    */
   want(question) {
@@ -664,14 +664,14 @@ class DashboardView {
     this.wanted = null;
   }
 
-  /** An answer to a question on its way is too late. */
+  /** Ignore the answer to a pending question. */
   forgetQuestion() {
     this.wanted = null;
     this.isWaiting = false;
     this.number += 1;
   }
 
-  /** @param {number | null} us where the cursor is put; null: at the newest event */
+  /** @param {number | null} us where to put the cursor; null: at the newest event */
   hold(us = null) {
     if (!this.isLive) return;
     this.isLive = false;
@@ -680,7 +680,7 @@ class DashboardView {
     this.draw();
   }
 
-  /** One clean step, whole: the last one that all ranks finished. */
+  /** Show one whole step: the last one that all ranks finished. */
   holdStep() {
     const { length, columns: { t, ms } } = this.steps;
     if (!length) return;
@@ -700,7 +700,7 @@ class DashboardView {
     this.draw();
   }
 
-  /** A running view shows the last few steps; a page ends with the last whole one: no other follows one that did not end. */
+  /** Show the last few steps; a record is shown up to its last finished step, as none follows an unfinished one. */
   showLatest() {
     const { length, columns: { t, ms } } = this.steps;
     if (!length || !this.end) return;
@@ -723,7 +723,7 @@ class DashboardView {
     const action = actions.get(event.key);
     if (!action) return;
     event.preventDefault();
-    event.stopPropagation(); // neither the timeline's nor the notebook's
+    event.stopPropagation(); // keep it from the timeline and the notebook
     action();
   }
 
@@ -764,7 +764,7 @@ class DashboardView {
   }
 
   /**
-   * Every change in `view` if that is known; it is asked for where nothing moves by itself.
+   * Every change in `view` if known; asks for it when the view does not move by itself.
    * @param {readonly [number, number]} view
    */
   lookClosely(view) {
@@ -783,7 +783,7 @@ class DashboardView {
   }
 
   /**
-   * The timeline moves by itself when it is dragged: the panels above go along.
+   * Dragging moves the timeline alone: redraw the panels above it.
    * @param {readonly number[]} view
    */
   followTimeline(view) {
@@ -793,7 +793,7 @@ class DashboardView {
     this.draw();
   }
 
-  /** Whether ranks do something, and are not held. */
+  /** Whether ranks are running or waiting, and none is held. */
   works() {
     const states = new Set(this.health.map(({ state }) => state));
     return (states.has("running") || states.has("waiting")) && !states.has("held");
@@ -801,14 +801,14 @@ class DashboardView {
 
   /** @param {Moment | null} at */
   drawHead(at) {
-    const isUntold = this.isLive && at?.step === -1 && this.told !== ""; // before the first step nothing is to be learnt
+    const isUntold = this.isLive && at?.step === -1 && this.told !== ""; // nothing to show before the first step
     const step = at && at.step >= 0 ? `step ${at.step}` : "", event = isUntold ? "" : at?.event ?? "";
     write(this.when, [step, at && !isUntold ? formatDuration(at.t_us) : ""].filter(Boolean).join(" \u00b7 "));
     write(this.event, event);
     this.event.title = event;
     const states = new Set(this.health.map(({ state }) => state));
     const { status } = this;
-    // nothing is to come: the ranks were stopped, or some died
+    // no more data will come: the ranks were stopped, or some died
     const isOver = this.model.isRecord === true || status !== null && (!this.health.length || states.has("gone"));
     const isThere = status !== null && !isOver;
     this.live.setAttribute("aria-pressed", String(this.isLive && !isOver));
@@ -826,11 +826,11 @@ class DashboardView {
     this.speak();
   }
 
-  /** Screen readers are told once when something else is the case, not with every number that has changed. */
+  /** Announce a new status to screen readers once, not with every number that changes. */
   speak() {
     const { status } = this;
     if (status === null) return;
-    const isPlace = status.word === "stopped" || status.word === "dead"; // another one is news
+    const isPlace = status.word === "stopped" || status.word === "dead"; // another place is news
     const of = isPlace ? `${status.word} ${status.why}` : status.word;
     if (of === this.spokenOf) return;
     this.spokenOf = of;
@@ -852,7 +852,7 @@ class DashboardView {
     const [first] = this.health, isOne = rows.length === 1 && !first?.where && first?.state !== "idle";
     const live = this.isLive && first && isOne ? doing.map(({ label, text }) => ({ state: first.state, label, text: `${first.state} \u00b7 ${text}` })) : [];
     const shown = !this.isLive || !rows.length ? [...rows, ...doing] : live.length ? live : rows;
-    const most = this.groups.flat().length + Number(rows.length > 0); // of always so many lines: nothing below moves
+    const most = this.groups.flat().length + Number(rows.length > 0); // a fixed number: nothing below moves
     this.ranks.style.setProperty("--fw-lines", String(Math.min(Math.max(most, 1), RANKS_SEEN)));
     refill(this.ranks, shown, () => shown.map(({ state, label, text }) => {
       const row = make("div", "fw-rank"), dot = make("span", `fw-dot fw-${state ? state.replace(" ", "-") : "then"}`);
@@ -883,7 +883,7 @@ class DashboardView {
     }
   }
 
-  /** What the last turn of a knob has changed: before and after, side by side. */
+  /** Show the effect of the last changed setting: before and after. */
   drawChange() {
     const { change } = this;
     refill(this.costs, change, () => {
@@ -922,7 +922,7 @@ class DashboardView {
     this.drawPeakNote(groups.flatMap(({ peak }) => peak ?? []), groups.length);
     const rank = at?.ranks.at(0);
     const held = (rank?.bytes ?? []).map((bytes, place) => ({ ...sure(CATEGORIES[place]), bytes }))
-      .filter((_, place) => this.known.classes.has(place)); // those without bytes here too: nothing below moves
+      .filter((_, place) => this.known.classes.has(place)); // even without bytes here, so that nothing below moves
     refill(this.memoryLegend, [held, rank?.label], () => [
       ...(rank ? [swatch(`${rank.label}: in use`, "", formatBytes(rank.in_use))] : []),
       ...held.map(({ words, colour, bytes }) => swatch(words, colour, formatBytes(bytes))),
@@ -959,7 +959,7 @@ class DashboardView {
     this.statesSheet.paint(height, (pen, wide, high) => { drawStates(pen, wide, high, { ...scene, units }); });
     const gone = this.health.filter(({ state }) => state === "gone").flatMap(({ ranks }) => ranks);
     /** @type {Map<string, number[]>} */
-    const unsharded = new Map(); // by the names of units: the ranks on which these are
+    const unsharded = new Map(); // by the names of units: the ranks that have them
     for (const { ranks, units: then } of at?.ranks ?? []) {
       const living = ranks.filter((rank) => !gone.includes(rank));
       const full = this.order.filter((unit) => then.at(unit) === UNIT_STATE.UNSHARDED).map((unit) => this.units[unit]);
@@ -979,7 +979,7 @@ export function showDashboard({ model, el }) {
   const root = document.createElement("div");
   el.append(root);
   const view = new DashboardView(model, root);
-  Object.assign(root, { dashboard: view }); // for whoever looks into the page
+  Object.assign(root, { dashboard: view }); // for inspection in the page
   return () => {
     view.destroy();
     root.remove();

@@ -1,4 +1,4 @@
-// Pieces of the page. All text becomes text, never HTML: names of units, ranks and metrics are anything.
+// Elements of the page. Text is inserted as text, never as HTML: names of units, ranks and metrics are arbitrary.
 
 /**
  * An element with classes and plain text.
@@ -16,7 +16,7 @@ export function make(tag, className = "", text = "") {
 }
 
 /**
- * Give an element this text; a screen reader hears it only if it is another one.
+ * Set an element's text, only if it changes: a screen reader announces each time that it is set.
  * @param {Element} element
  * @param {string} text
  */
@@ -25,7 +25,7 @@ export function write(element, text) {
 }
 
 /**
- * Do something when a button is pressed, while it can be.
+ * Call `act` when a button is pressed while it is enabled.
  * @param {HTMLElement} button
  * @param {() => void} act
  */
@@ -36,7 +36,7 @@ export function onPress(button, act) {
 }
 
 /**
- * Say whether a button can be pressed. One that cannot is not `disabled`: it would lose the focus.
+ * Enable or disable a button, without `disabled`: that would lose the focus.
  * @param {HTMLElement} button
  * @param {boolean} can
  */
@@ -50,9 +50,9 @@ export function isEnabled(button) {
 }
 
 /**
- * Give `element` these children, if they say anything else than those it has: else a pressed button would vanish.
+ * Replace the children of `element` only if `key` changes: otherwise a button would vanish while it is pressed.
  * @param {HTMLElement} element
- * @param {unknown} key what they say
+ * @param {unknown} key the content of the children
  * @param {() => (Node | string)[]} children
  */
 export function refill(element, key, children) {
@@ -81,8 +81,8 @@ export function swatch(word, colour, number = "") {
 }
 
 /**
- * Keep JupyterLab's shortcuts from keys without a modifier while the focus is in an element; those with one stay its own.
- * Lumino listens at the document: whether it may act is decided before, at the window.
+ * Keep JupyterLab's shortcuts from keys without a modifier while the focus is in an element; those with one still work.
+ * Lumino listens at the document, so the attribute is set earlier, at the window.
  * @param {HTMLElement} element
  * @param {{ signal: AbortSignal }} options
  */

@@ -1,13 +1,13 @@
-// Figures on narrow pages. What is other there is written in the figure (workbench/views/responsive.py), here it is chosen.
+// Figures on narrow pages. A figure brings its narrow layouts (workbench/views/responsive.py); here one is chosen.
 
-/** @typedef {{ below: number, layout: Record<string, unknown> }} Narrow a layout for pages that are narrower than that */
+/** @typedef {{ below: number, layout: Record<string, unknown> }} Narrow a layout for pages narrower than `below` */
 
 /** @typedef {{ meta?: { least?: number, narrow?: readonly Narrow[] } } & Record<string, unknown>} Layout */
 
 /** @typedef {HTMLElement & { layout: Layout }} Graph an element in which plotly has drawn a figure */
 
 /**
- * What a page needs of plotly.
+ * The part of plotly that a page needs.
  * @typedef {object} Plotly
  * @property {(place: HTMLElement, data: object[], layout: object, config: object) => Promise<Graph>} newPlot
  * @property {(graph: Graph) => Promise<unknown>} redraw
@@ -15,10 +15,10 @@
  */
 
 /**
- * Keep a figure laid out for the width of the element around it, which scrolls where the figure needs more.
+ * Keep a figure laid out for the width of its parent, which scrolls where the figure needs more.
  * @param {Graph} graph
- * @param {() => unknown} redraw draws it as its layout is then
- * @returns {() => void} ends it
+ * @param {() => unknown} redraw draws it with its current layout
+ * @returns {() => void} stops following
  */
 export function followWidth(graph, redraw) {
   const around = graph.parentElement, { least, narrow } = graph.layout.meta ?? {};
@@ -30,7 +30,7 @@ export function followWidth(graph, redraw) {
   let shown = wide;
   const observer = new ResizeObserver(() => {
     const width = room(around, graph);
-    if (width <= 0) return; // nobody sees it
+    if (width <= 0) return; // not visible
     const found = narrow.findLast(({ below }) => width < below)?.layout ?? wide;
     if (found === shown) return;
     shown = found;
@@ -42,7 +42,7 @@ export function followWidth(graph, redraw) {
 }
 
 /**
- * How many pixels of an element are seen from the left edge of another one in it on, before anything is scrolled.
+ * Visible width of `around` from the left edge of `inside` on, before any scrolling, in pixels.
  * @param {HTMLElement} around
  * @param {HTMLElement} inside
  */
@@ -52,7 +52,7 @@ function room(around, inside) {
 }
 
 /**
- * Draw a figure anew, as wide as its element is.
+ * Redraw a figure at the width of its element.
  * @param {Plotly} plotly
  * @param {Graph} graph
  */

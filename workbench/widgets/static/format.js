@@ -1,15 +1,15 @@
-// Numbers as Python's views write them, letter by letter: see workbench/views/theme.py and replay/grouping.py.
+// Numbers, formatted exactly as in Python's views: see workbench/views/theme.py and replay/grouping.py.
 
 import { MAX_RUNS, NAMED_RUNS } from "./tables.js";
 
 /**
- * `number` with so many digits after the point; what lies in the middle goes to the even digit, as in Python.
+ * `number` with `digits` digits after the point; ties go to the even digit, as in Python.
  * @param {number} number
  * @param {number} digits
  */
 function fixed(number, digits) {
   const size = Math.abs(number);
-  if ((size * 2 ** (digits + 1)) % 2 !== 1) return number.toFixed(digits); // else it is exactly in the middle
+  if ((size * 2 ** (digits + 1)) % 2 !== 1) return number.toFixed(digits); // else it is a tie
   const below = Math.floor(size * 10 ** digits);
   return `${number < 0 ? "-" : ""}${((below + (below % 2)) / 10 ** digits).toFixed(digits)}`;
 }
@@ -29,7 +29,7 @@ export function formatBytes(bytes) {
 }
 
 /**
- * Bytes at a scale: without zeros that say nothing.
+ * Bytes on a scale, without trailing zeros.
  * @param {number} bytes
  */
 export function formatTick(bytes) {
@@ -37,7 +37,7 @@ export function formatTick(bytes) {
 }
 
 /**
- * How many microseconds a time of this size is counted in, and what that is called.
+ * The unit for a time of this size: its microseconds and its name.
  * @param {number} us
  * @returns {[number, string]}
  */
@@ -52,7 +52,7 @@ export function formatDuration(us) {
   return `${threeDigits(us / divisor)} ${unit}`;
 }
 
-/** @typedef {"nan" | "inf" | "-inf"} NotFinite what stands in a message for a number that JSON does not have */
+/** @typedef {"nan" | "inf" | "-inf"} NotFinite stands in messages for numbers that JSON lacks */
 
 /**
  * A loss with four digits, and no more than nine characters: `2.303`, `3.975e-6`, `NaN`, `-inf`.
@@ -71,7 +71,7 @@ export function formatShare(part) {
 }
 
 /**
- * The begin left out of what is longer than `width` letters: names differ at their end. A name begins with no point.
+ * Cut the beginning off a text longer than `width` characters: names differ at their end. No point begins the rest.
  * @param {string} text
  * @param {number} width
  */
@@ -98,7 +98,7 @@ export function ranksInWords(ranks) {
 }
 
 /**
- * Ranks in words where there is room for some letters: how many they are, if their numbers are longer.
+ * Ranks in words within `letters` characters; only their number if that is too long.
  * @param {readonly number[]} ranks
  * @param {number} letters
  */

@@ -1,4 +1,4 @@
-// What everything is drawn with: a pen, letters, colours of kinds, and whether the page is dark.
+// Shared by all drawing: the pen, the font, the colours of kinds, and whether the page is dark.
 
 import { KIND, KINDS } from "./events.js";
 import { sure } from "./sure.js";
@@ -38,7 +38,7 @@ export class Look {
   }
 
   /**
-   * What can be read on it.
+   * A text colour that is readable on that of `kind`.
    * @param {number} kind
    */
   textOn(kind) {
@@ -47,7 +47,7 @@ export class Look {
   }
 }
 
-/** Whether JupyterLab has a dark theme, or without one the system. */
+/** Whether JupyterLab's theme is dark; without JupyterLab, the system's. */
 export function isDark() {
   const lab = document.body.dataset.jpThemeLight;
   return lab === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : lab === "false";

@@ -1,5 +1,5 @@
-// The program of a page that holds a record: the dashboard over it, and figures below. The page is written by
-// workbench/widgets/trace_page.py. Nothing is asked of anybody.
+// The script of a page that holds a record: the dashboard over it, and figures below. workbench/widgets/trace_page.py
+// writes the page. It needs neither a kernel nor a network.
 
 import { showDashboard } from "./dashboard.js";
 import { drawAnew, followWidth } from "./figures.js";
@@ -21,7 +21,7 @@ function element(id) {
 async function show() {
   const run = new RecordedRun(await unzipped(element("record").textContent));
   showDashboard({ model: modelOf(run), el: element("dashboard") });
-  Object.assign(window, { run }); // for whoever looks into the page
+  Object.assign(window, { run }); // for inspection in the page
   const { figures } = /** @type {Figures} */ (/** @type {unknown} */ (run.told));
   const { Plotly } = /** @type {{ Plotly: Plotly }} */ (/** @type {unknown} */ (window));
   for (const [name, { data, layout }] of Object.entries(figures)) {

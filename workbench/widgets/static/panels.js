@@ -1,7 +1,7 @@
 // What the dashboard draws besides the timeline: memory by class, states of units, and a number per training step.
 //
-// Times are microseconds from the view's origin. Every panel draws the part of time that the timeline shows, between
-// the same two lines of pixels, so that all share one axis and one cursor.
+// Times are microseconds from the view's origin. Every panel draws the time that the timeline shows, between the same
+// horizontal positions, so that all share one axis and one cursor.
 
 import { CATEGORIES, CATEGORY, UNIT_STATE, UNIT_STATES } from "./events.js";
 import { formatBytes, formatTick, shorten } from "./format.js";
@@ -17,12 +17,12 @@ import { sure } from "./sure.js";
 /** @typedef {Record<"page" | "ink" | "soft" | "row" | "grid" | "accent" | "peak", string>} Skin colours of the page */
 
 /**
- * What all panels over time draw alike.
+ * What all panels over time share.
  * @typedef {object} Scene
  * @property {Axis} axis
  * @property {readonly (readonly [number, number])[]} holds
  * @property {number | null} cursor
- * @property {number} end up to where something is known
+ * @property {number} end end of the known time
  * @property {Skin} skin
  */
 
@@ -47,7 +47,7 @@ export class Sheet {
   }
 
   /**
-   * Clear it and draw on it.
+   * Clear the canvas and draw on it.
    * @param {number} height in pixels
    * @param {(pen: Pen, width: number, height: number) => void} draw
    */
@@ -67,7 +67,7 @@ export class Sheet {
   }
 }
 
-/** The part of a canvas on which time runs: the timeline's plot, and what it shows. */
+/** The time axis of a canvas: the extent of the timeline's plot, and its view. */
 export class Axis {
   /**
    * @param {{ left: number, width: number }} plot
@@ -92,7 +92,7 @@ export class Axis {
 }
 
 /**
- * The cursor, and thin lines where ranks were held and time is cut out.
+ * Draw the cursor, and thin lines where ranks were held and time is cut out.
  * @param {Pen} pen
  * @param {number} height
  * @param {Scene} scene
@@ -111,12 +111,12 @@ function drawLines(pen, height, { axis, holds, cursor, skin }) {
 // -- memory
 
 export const MEMORY_HEIGHTS = { one: 132, several: 84 };
-export const MAX_AREAS = 4; // groups of ranks that are drawn
+export const MAX_AREAS = 4; // maximum number of groups of ranks drawn
 
 /** @typedef {{ columns: Float64Array, totals: Float64Array, pixels: number }} Areas */
 
 /**
- * Of each pixel the moment with most bytes: `[pixels + 1][classes]`, and the total in use.
+ * For each pixel the moment with the most bytes: `[pixels + 1][classes]`, and the total in use.
  * @param {Memory} series
  * @param {Axis} axis
  * @returns {Areas}
@@ -141,7 +141,7 @@ function memoryColumns(series, axis) {
 }
 
 /**
- * Memory of a few groups of ranks, one below the other.
+ * Draw the memory of a few groups of ranks, one below the other.
  * @param {Pen} pen
  * @param {number} width
  * @param {number} height
@@ -226,7 +226,7 @@ function drawMemoryScale(pen, { axis, base, room, top, skin }) {
 }
 
 /**
- * Beside the plot, or in its corner where there is no room beside the numbers of its scale.
+ * Draw the label left of the plot, or in its corner where the numbers of the scale leave no room.
  * @param {Pen} pen
  * @param {string} label
  * @param {{ y: number, left: number, skin: Skin }} where
@@ -269,11 +269,11 @@ function drawPeak(pen, peak, { axis, base, scale, skin, width }) {
 
 // -- states of units
 
-const STATES_HEIGHT = 300; // that all rows may take together
+const STATES_HEIGHT = 300; // of all rows together, at most
 const UNIT_HEIGHTS = /** @type {const} */ ([5, 20]);
 
 /**
- * How high one unit's row is, of so many.
+ * Height of one unit's row, with `count` rows.
  * @param {number} count
  */
 export function unitHeight(count) {
@@ -327,7 +327,7 @@ function drawUnit(pen, { t, state: states, length }, { axis, y, each, last }) {
 const STEPS_SHOWN = 400;
 
 /**
- * A line over the last steps.
+ * Draw a line over the last steps.
  * @param {Pen} pen
  * @param {number} width
  * @param {number} height
@@ -336,7 +336,7 @@ const STEPS_SHOWN = 400;
 export function drawLine(pen, width, height, { steps, value, colour, at, skin }) {
   const low = 4, room = height - 8, from = Math.max(steps.length - STEPS_SHOWN, 0), { columns } = steps;
   const model = columns.model[at === null ? steps.length - 1 : Math.max(steps.numbered(at), 0)];
-  const all = []; // of one model: another one's numbers are another curve
+  const all = []; // of one model: the numbers of another are another curve
   for (let k = from; k < steps.length; k++) if (columns.model[k] === model) all.push(k);
   const known = all.filter((k) => Number.isFinite(columns[value][k]));
   if (!known.length) return;
@@ -359,7 +359,7 @@ export function drawLine(pen, width, height, { steps, value, colour, at, skin })
     pen.fillStyle = skin.accent;
     pen.fillRect(Math.round(x(here)) - 0.5, 0, 1.5, height);
   }
-  if (!Number.isFinite(columns[value][here])) return; // it has no place on the line
+  if (!Number.isFinite(columns[value][here])) return; // it is not on the line
   pen.fillStyle = at === null ? colour : skin.accent;
   pen.beginPath();
   pen.arc(x(here), y(here), 3, 0, 2 * Math.PI);

@@ -1,5 +1,5 @@
-// A record that is in the page: it answers what the dashboard asks a kernel, by looking things up in the tables that
-// workbench/widgets/recorded.py has made. What is said of an event, and what state follows from it, was worked out there.
+// A record inside the page: answers the dashboard's questions in place of a kernel, from the tables that
+// workbench/widgets/recorded.py has made. The descriptions of events, and the states after them, were computed there.
 
 import { ranksInWords } from "./format.js";
 import { lastUpTo } from "./series.js";
@@ -8,20 +8,20 @@ import { aligned, pack, unpack } from "./unpack.js";
 
 /** @import { InitialState, Answer, Moment, FeedUpdate, Question, RanksAt, SpansTable } from "./messages.js" */
 
-const MOST = 20_000; // changes of one group that are told of a window; of more the first answer's picture has to do
-const IDLE_MS = 1500; // until the dashboard hears that there is nothing new
+const MOST = 20_000; // changes of one group in a window; with more, the first answer's picture is shown
+const IDLE_MS = 1500; // until the answer that there is nothing new
 
 /** @typedef {Float64Array | Int32Array | Uint8Array} Column */
 
 const TYPES = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
 
 /**
- * What the blob says besides its columns.
+ * The blob's data besides its columns.
  * @typedef {object} Told
  * @property {InitialState} about
  * @property {FeedUpdate} feed the first answer
  * @property {readonly { rank: number, seq: number }[]} ranks those with rows, and the number of their first row
- * @property {number} alike ranks are alike if no class of memory differs by more than this part of all
+ * @property {number} alike ranks are alike if no class of memory differs by more than this share of the total
  * @property {number} reserved number of the class of memory that is not in use
  * @property {readonly string[]} texts
  * @property {readonly string[]} doings
@@ -29,7 +29,7 @@ const TYPES = { f8: Float64Array, i4: Int32Array, u1: Uint8Array };
  */
 
 /**
- * The bytes that were compressed and written as base64.
+ * The decompressed bytes of a base64 text.
  * @param {string} text
  */
 export async function unzipped(text) {
@@ -38,7 +38,7 @@ export async function unzipped(text) {
 }
 
 /**
- * The values of which `steps` are the differences.
+ * The running sums of `steps`.
  * @param {Column} steps
  */
 function summed(steps) {
@@ -48,12 +48,12 @@ function summed(steps) {
   return found;
 }
 
-/** Values that change with rows, several of them side by side: what each is after any row. */
+/** Several values that change with rows, and their lookup after any row. */
 class Changes {
   /**
-   * @param {Column} rows of each value in turn the rows after which it changes, -1 before all
-   * @param {Column} values what it is then
-   * @param {Column} ends where those of each value end
+   * @param {Column} rows for each value in turn, the rows after which it changes, -1 before all
+   * @param {Column} values what it changes to
+   * @param {Column} ends where the changes of each value end
    */
   constructor(rows, values, ends) {
     this.parts = Array.from(ends, (end, k) => {
@@ -71,7 +71,7 @@ class Changes {
   }
 
   /**
-   * The changes of rows behind `first` up to `last`, in the order of the rows.
+   * The changes of the rows after `first` up to `last`, in the order of the rows.
    * @param {number} first
    * @param {number} last
    */
@@ -84,7 +84,7 @@ class Changes {
   }
 }
 
-/** What one rank recorded. Times are nanoseconds from the view's origin. */
+/** The record of one rank. Times are nanoseconds from the view's origin. */
 class RankRecord {
   /**
    * @param {number} rank
@@ -94,9 +94,9 @@ class RankRecord {
   constructor(rank, seq, column) {
     this.rank = rank;
     this.seq = seq;
-    this.known = summed(column("known")); // when each row was known
+    this.known = summed(column("known")); // arrival time of each row
     const hidden = summed(column("hidden"));
-    this.shown = this.known.map((t, k) => t - sure(hidden[k])); // where that is on the axis
+    this.shown = this.known.map((t, k) => t - sure(hidden[k])); // its place on the axis
     this.step = summed(column("step"));
     this.back = column("back");
     this.text = column("text");
@@ -108,7 +108,7 @@ class RankRecord {
   }
 
   /**
-   * Its last row up to a time of `times`, `known` or `shown`; at least the first.
+   * The last row up to a time in `times`, `known` or `shown`; at least the first.
    * @param {Float64Array} times
    * @param {number} t
    */
@@ -117,7 +117,7 @@ class RankRecord {
   }
 
   /**
-   * The row `by` events after the one of number `seq`; its last or first event if there are fewer.
+   * The row `by` events after row number `seq`, at most the first or last event.
    * @param {number} seq
    * @param {number} by
    */
@@ -128,9 +128,9 @@ class RankRecord {
   }
 }
 
-/** All that is known of a record, and the answers to what a dashboard asks. */
+/** A record, and the answers to a dashboard's questions. */
 export class RecordedRun {
-  /** @param {ArrayBuffer} buffer the blob, as it was before it was compressed */
+  /** @param {ArrayBuffer} buffer the decompressed blob */
   constructor(buffer) {
     const length = new DataView(buffer).getUint32(0, true);
     /** @type {unknown} */
@@ -157,7 +157,7 @@ export class RecordedRun {
   }
 
   /**
-   * All ranks at a time, microseconds; null if nothing is recorded.
+   * All ranks at a time in microseconds; null if nothing is recorded.
    * @param {number} us
    * @returns {Moment | null}
    */
@@ -175,7 +175,7 @@ export class RecordedRun {
   }
 
   /**
-   * All ranks when a row was known that is some events after another one; null if the rank has none.
+   * All ranks at the arrival of the row `by` events after row `seq` of a rank; null if the rank has no rows.
    * @param {number} rank
    * @param {number} seq
    * @param {number} by
@@ -190,9 +190,9 @@ export class RecordedRun {
 
   /**
    * The moment of a row of one rank.
-   * @param {number} place of the rank
+   * @param {number} place index of the rank
    * @param {number} row
-   * @param {readonly number[]} rows up to where each rank's rows were known then
+   * @param {readonly number[]} rows each rank's last row that had arrived
    * @returns {Moment}
    */
   moment(place, row, rows) {
@@ -209,7 +209,7 @@ export class RecordedRun {
   }
 
   /**
-   * One rank after a row; what it does is said of the row `named`.
+   * One rank after a row; the row `named` describes what it does.
    * @param {RankRecord} rank
    * @param {number} row
    * @param {number} named
@@ -228,7 +228,7 @@ export class RecordedRun {
   }
 
   /**
-   * Entries of which alike ones are one.
+   * The entries, with alike ones merged.
    * @param {readonly RanksAt[]} entries
    */
   folded(entries) {
@@ -257,10 +257,10 @@ export class RecordedRun {
   }
 
   /**
-   * Every change of memory and units, and every span, from one time to another.
+   * Every change of memory and units, and every span, between two times.
    * @param {number} from microseconds
    * @param {number} to
-   * @param {number} most changes of one group that are told
+   * @param {number} most maximum number of changes of one group
    */
   window(from, to, most = MOST) {
     const known = this.told.feed.groups.flatMap(([first], group) => {
@@ -274,7 +274,7 @@ export class RecordedRun {
   }
 
   /**
-   * What the dashboard is told, with its buffers; null: nothing.
+   * The answer to a question, with its buffers; null: none.
    * @param {Question} question
    * @returns {[Answer, DataView[]] | null}
    */
@@ -315,7 +315,7 @@ function total(values) {
 }
 
 /**
- * What changed on a rank from one time to another, and what was before.
+ * The changes on a rank between two times, and the state before.
  * @param {RankRecord} rank
  * @param {number} from microseconds
  * @param {number} to
@@ -345,7 +345,7 @@ function noStates() {
 }
 
 /**
- * Add what changed on the first rank of a group to the tables of a window.
+ * Add the changes on the first rank of a group to the tables of a window.
  * @param {ReturnType<typeof part> & { group: number }} found
  * @param {ReturnType<typeof noMemory>} memory
  * @param {ReturnType<typeof noStates>} states
@@ -373,7 +373,7 @@ function tell({ group, t, before, bytes, units, us }, memory, states) {
 }
 
 /**
- * The spans of which something lies between two times.
+ * The spans that overlap the time between `from` and `to`.
  * @param {SpansTable} spans
  * @param {number} from
  * @param {number} to
@@ -387,7 +387,7 @@ function spansBetween(spans, from, to) {
 }
 
 /**
- * What stands for the kernel's side of a dashboard.
+ * A model for a dashboard that answers from a record instead of a kernel.
  * @param {RecordedRun} run
  */
 export function modelOf(run) {

@@ -1,19 +1,19 @@
-// Columns that grow: what the panels draw over time. Times are microseconds from the view's origin.
+// Growing columns: the data that the panels draw over time. Times are microseconds from the view's origin.
 
 import { CATEGORIES } from "./events.js";
 import { sure } from "./sure.js";
 
 /** @import { MemoryTable, StatesTable, StepsTable } from "./messages.js" */
 
-const MAX_MOMENTS = 20_000; // of memory, of one group of ranks; of more the older half is forgotten
-const MAX_CHANGES = 200_000; // of units, of one group, all units together
+const MAX_MOMENTS = 20_000; // of memory, per group of ranks; beyond it the older half is dropped
+const MAX_CHANGES = 200_000; // of units, per group, all units together
 const MAX_STEPS = 50_000;
 const LEAST = 64;
 
 /** @typedef {Float64Array | Float32Array | Int32Array | Uint8Array} Column */
 
 /**
- * Position of the last of the first `length` values, which rise, that is at most `value`; -1 if there is none.
+ * Position of the last of the first `length` ascending values that is at most `value`; -1 if there is none.
  * @param {Column} values
  * @param {number} length
  * @param {number} value
@@ -28,9 +28,9 @@ export function lastUpTo(values, length, value) {
   return low - 1;
 }
 
-/** How many entries of columns count, and for how many there is room: a base of what has columns of its own. */
+/** Base of classes with growing columns: the number of valid entries, and the room for them. */
 class Growing {
-  /** @param {number} most entries; of more the older half is forgotten */
+  /** @param {number} most entries; beyond it the older half is dropped */
   constructor(most) {
     this.most = most;
     this.length = 0;
@@ -38,10 +38,10 @@ class Growing {
   }
 
   /**
-   * Make room for one entry more in columns of so many numbers an entry; returns the columns to go on with.
+   * Make room for one more entry; returns the columns to use from now on.
    * @template {Record<string, Column>} T
    * @param {T} columns
-   * @param {(room: number) => T} make new ones
+   * @param {(room: number) => T} make makes new columns
    * @returns {T}
    */
   grown(columns, make) {
@@ -58,7 +58,7 @@ class Growing {
   }
 }
 
-/** Live bytes by class of one group of ranks, from a moment on. */
+/** Live bytes by class of one group of ranks over time. */
 export class Memory extends Growing {
   constructor() {
     super(MAX_MOMENTS);
@@ -86,7 +86,7 @@ export class Memory extends Growing {
   }
 
   /**
-   * Of each class.
+   * Bytes of each class in entry `k`.
    * @param {number} k
    */
   bytes(k) {
@@ -94,7 +94,7 @@ export class Memory extends Growing {
   }
 }
 
-/** The states of a unit, from a moment on. */
+/** The states of a unit over time. */
 export class Changes extends Growing {
   /** @param {number} most */
   constructor(most) {
@@ -165,7 +165,7 @@ export class Steps extends Growing {
   }
 
   /**
-   * Position of the last step of at most this number; -1 if there is none.
+   * Position of the last step numbered at most `step`; -1 if there is none.
    * @param {number} step
    */
   numbered(step) {
@@ -173,7 +173,7 @@ export class Steps extends Growing {
   }
 }
 
-/** Memory of each group of ranks, and states of each group and unit: as far as they were told. */
+/** Memory of each group of ranks, and states of each group and unit, as far as received. */
 export class Known {
   constructor() {
     /** @type {Memory[]} */
@@ -181,7 +181,7 @@ export class Known {
     /** @type {Changes[][]} */
     this.states = [];
     /** @type {Set<number>} */
-    this.classes = new Set(); // of memory that held bytes at any time
+    this.classes = new Set(); // classes of memory that held bytes at any time
   }
 
   /** @param {MemoryTable} table */

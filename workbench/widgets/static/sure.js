@@ -1,7 +1,7 @@
-// What a list or a column holds at a place that is within it: no type can say that it is.
+// Checked access to a list or a column: types cannot express that a position is within it.
 
 /**
- * `value`, which is there; a place beyond the end is an error here, not NaN in a picture.
+ * `value`, which must exist: a position beyond the end is an error here, not NaN in a picture.
  * @template T
  * @param {T | undefined} value
  * @returns {T}

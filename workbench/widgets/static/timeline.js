@@ -1,10 +1,10 @@
-// The timeline on a canvas: what each rank did when, of any number of rectangles, at the rate of the screen.
+// The timeline on a canvas: what each rank did when, with any number of rectangles, at the frame rate of the screen.
 //
-// Times are microseconds from the run's start, float64, without the time in which ranks were held or idle: *holds* say where
-// that was and how long, `[[at, length], ...]`. Tracks with few items in view are drawn as rectangles, with the names of their
-// units inside and arrows from issue to wait; of the others each pixel gets the mean colour of what happened in it: see
-// track.js. What is known of all of the run is *kept*; of a part of it more may be known, the *close* items, which are
-// then drawn instead.
+// Times are microseconds from the run's start, float64, without the time in which ranks were held or idle: *holds* say
+// where that was and how long, `[[at, length], ...]`. Tracks with few items in view are drawn as rectangles, with the
+// names of their units inside and arrows from issue to wait; on the others each pixel has the mean colour of its items:
+// see track.js. The *kept* items cover the whole run. The *close* items, if any, cover a part of it in more detail and
+// are drawn instead.
 
 import { keepBareKeys } from "./dom.js";
 import { KIND, KINDS } from "./events.js";
@@ -15,16 +15,16 @@ import { MAX_STRADDLING, Tracks, paint, share } from "./track.js";
 
 /** @import { Items, Track, TrackName } from "./track.js" */
 
-const MAX_ITEMS = 3e5; // kept of all tracks; of more those of the earlier half are forgotten
+const MAX_ITEMS = 3e5; // kept, all tracks together; beyond it the earlier half is dropped
 const MAX_RECTANGLES = 4000; // drawn one by one in a frame, all tracks together
 const MAX_ARROWS = 48; // in a frame
 const MIN_SPAN = 0.5; // microseconds in view
-const DRAG = 4; // pixels that tell a drag from a click
+const DRAG = 4; // pixels from which a click is a drag
 const AXIS = 30; // height of the axis, in pixels
 const HOLD_REACH = 4; // pixels around the line of a hold
 const GAP = 9; // between two ranks
 const ROWS = /** @type {const} */ ([14, 22]); // height of a row
-const TRACKS_HEIGHT = 640; // that all rows may take together before they get lower
+const TRACKS_HEIGHT = 640; // of all rows together, before they get lower
 const LIGHT = {
   ink: "#2f3437", soft: "#5f6b73", grid: "rgba(60,70,80,0.13)", row: "rgba(60,70,80,0.055)", accent: "#0b63ce",
   onAccent: "#ffffff", tip: "#ffffff", tipEdge: "rgba(0,0,0,0.18)", selected: "rgba(11,99,206,0.08)",
@@ -38,7 +38,7 @@ const DARK = {
 
 /** @typedef {{ index: number, track: Track, y: number, height: number }} Row */
 
-/** @typedef {{ row: Row, items: Items, k: number }} Found an item of a row, one that has ended or one that has not */
+/** @typedef {{ row: Row, items: Items, k: number }} Found an item of a row, ended or open */
 
 /** @typedef {{ x: number, y: number, t0: number, t1: number, isMoved: boolean, isScrub: boolean }} Drag */
 
@@ -47,7 +47,7 @@ const DARK = {
 /** @typedef {ReturnType<Timeline["describe"]>} Described */
 
 /**
- * Draw a timeline on `canvas`, which may be any size: it takes the width of its parent, and the height it needs.
+ * Draw a timeline on `canvas`, which gets the width of its parent and the height it needs.
  * @param {HTMLCanvasElement} canvas
  * @param {Options} options
  */
@@ -124,7 +124,7 @@ class Timeline {
     this.resize();
   }
 
-  // -- what a caller may do with it
+  // -- public
 
   stats() {
     const { t0, t1, cursor, frames, drawMs, firstPaintMs, isFollowing, hovered } = this;
@@ -138,7 +138,7 @@ class Timeline {
       places: this.rows.map(({ track, y, height }) => ({ name: track.name, label: track.label, y, height })) };
   }
 
-  /** @param {readonly TrackName[]} tracks all there are, those of before first */
+  /** @param {readonly TrackName[]} tracks all tracks, the earlier ones first */
   setTracks(tracks) {
     this.kept.add(tracks.slice(this.kept.all.length));
     while (this.open.length < tracks.length) this.open.push(null);
@@ -164,7 +164,7 @@ class Timeline {
   }
 
   /**
-   * Show items that have not ended, in the place of those that were given before.
+   * Show items that have not ended, instead of those given before.
    * @param {number} index
    * @param {Items} items
    */
@@ -177,7 +177,7 @@ class Timeline {
   }
 
   /**
-   * Draw these items of each track instead of those that are kept; null: those that are kept.
+   * Draw these items of each track instead of the kept ones; null: draw the kept ones.
    * @param {readonly Items[] | null} items
    */
   setClose(items) {
@@ -199,7 +199,7 @@ class Timeline {
   }
 
   /**
-   * The record goes from here to there, whatever of it is here.
+   * Set the range of the record, of which the items may cover a part.
    * @param {number} low
    * @param {number} high
    */
@@ -272,13 +272,13 @@ class Timeline {
 
   // -- data
 
-  /** What is drawn. */
+  /** The tracks that are drawn. */
   get shown() {
     return this.close ?? this.kept;
   }
 
   /**
-   * Kinds get their entries in the legend.
+   * Add kinds to the legend.
    * @param {Uint8Array} kinds
    */
   meet(kinds) {
@@ -296,7 +296,7 @@ class Timeline {
 
   // -- what is in view
 
-  /** The range has changed. */
+  /** Adapt the view to a changed range. */
   settle() {
     if (this.isFollowing) this.showLatest();
     else if (!this.isTouched) this.whole();
@@ -341,7 +341,7 @@ class Timeline {
   }
 
   /**
-   * Returns whether that changed anything.
+   * Zoom around `t`; returns whether the view changed.
    * @param {number} factor
    * @param {number} t
    */
@@ -387,7 +387,7 @@ class Timeline {
   }
 
   /**
-   * Go to the begin or end on the selected rank after (or before) the cursor, the nearest.
+   * Move the cursor to the nearest begin or end on the selected rank after (or before) it.
    * @param {1 | -1} direction
    */
   step(direction) {
@@ -434,7 +434,7 @@ class Timeline {
   }
 
   /**
-   * What lies there, or near it.
+   * The item at a point, or near it.
    * @param {number} x
    * @param {number} y
    * @returns {Found | null}
@@ -460,7 +460,7 @@ class Timeline {
   }
 
   /**
-   * What an item is, in words and numbers.
+   * An item in words and numbers.
    * @param {Found} found
    */
   describe({ row: { track }, items, k }) {
@@ -517,7 +517,7 @@ class Timeline {
   }
 
   /**
-   * The hold that is pointed at: its line is thin, and lies over what goes on around it.
+   * The hold under the pointer: its line is thin, and drawn over the items around it.
    * @param {number} x
    */
   holdAt(x) {
@@ -658,7 +658,7 @@ class Timeline {
     }
     const factor = Math.exp(Math.max(Math.min(pixels, 240), -240) * (event.ctrlKey ? 0.01 : 0.0025));
     this.hold();
-    if (this.zoom(factor, this.t(Math.max(x, this.left)))) event.preventDefault(); // else the page scrolls on
+    if (this.zoom(factor, this.t(Math.max(x, this.left)))) event.preventDefault(); // else the page scrolls
     this.leave();
   }
 
@@ -714,7 +714,7 @@ class Timeline {
     this.draw();
   }
 
-  /** Give every row its place: rows by rank, those left out that no rank has anything on. */
+  /** Place all rows, by rank; tracks that are empty on all ranks are left out. */
   layOut() {
     const { kept: { all: kept }, shown: { all: tracks }, open } = this;
     const isUsed = (/** @type {Track} */ track, /** @type {number} */ index) =>
@@ -737,7 +737,7 @@ class Timeline {
     this.canvas.style.height = `${this.height}px`;
   }
 
-  /** Places of the legend's entries, which wrap. */
+  /** Place the legend's entries, wrapped into lines. */
   layOutLegend() {
     this.pen.font = `12px ${FONT}`;
     const entries = [...this.kinds].sort((a, b) => a - b).map((kind) => {
@@ -746,7 +746,7 @@ class Timeline {
       return { kind, text, width: 18 + this.pen.measureText(text).width + 14 };
     });
     const whole = entries.reduce((sum, { width }) => sum + width, 0);
-    const left = Math.max(Math.min(this.left, this.width - whole), 4); // further left if all then stand in one line
+    const left = Math.max(Math.min(this.left, this.width - whole), 4); // further left if all then fit into one line
     let x = left, y = this.bottom + 12;
     this.legend = entries.map(({ kind, text, width }) => {
       if (x + width > this.width + 14 && x > left) [x, y] = [left, y + 20];
@@ -759,7 +759,7 @@ class Timeline {
 
   // -- drawing
 
-  /** Draw before the next picture of the screen, once. */
+  /** Draw in the next frame, once. */
   draw() {
     if (this.waiting) return;
     this.waiting = requestAnimationFrame(() => {
@@ -852,7 +852,7 @@ class Timeline {
     }
   }
 
-  /** Draw what happened; returns the rows whose items were drawn one by one, and which. */
+  /** Draw all items; returns the rows whose items were drawn one by one, and their ranges. */
   drawItems() {
     const most = Math.max(MAX_RECTANGLES / this.rows.length, 40);
     const rows = this.rows.map((row) => {
@@ -873,7 +873,7 @@ class Timeline {
   }
 
   /**
-   * Tracks of many items: one line of pixels each, stretched.
+   * Draw tracks of many items: one line of pixels each, stretched.
    * @param {Row[]} rows
    */
   drawMany(rows) {
@@ -936,14 +936,14 @@ class Timeline {
     const name = isUnit ? this.unitName(unit) : sure(KINDS[kind]).words;
     const size = Math.min(11, height - 3);
     const letters = Math.floor((width - 6) / (0.55 * size));
-    if (letters < (isUnit ? Math.min(name.length, 9) : name.length)) return; // what a colour says: all or nothing
+    if (letters < (isUnit ? Math.min(name.length, 9) : name.length)) return; // names of kinds are never cut
     pen.font = `${size}px ${FONT}`;
     Object.assign(pen, { fillStyle: this.look.textOn(kind), textAlign: "left", textBaseline: "middle" });
     pen.fillText(shorten(name, letters), x + 4, y + height / 2 + 0.5);
   }
 
   /**
-   * Lead from a collective's issue to the wait for it, where there is room to see it.
+   * Draw arrows from a collective's issue to the wait for it, where there is room.
    * @param {{ row: Row, first: number, last: number }[]} few
    */
   drawArrows(few) {
@@ -1004,7 +1004,7 @@ class Timeline {
     if (!Number.isNaN(items.arrowFrom[k])) this.drawArrow(row, items, k, 1, 1.6);
   }
 
-  /** Where the cursor says its time, above it; null where it is not in view. */
+  /** The label with the cursor's time, above it; null if it is not in view. */
   flag() {
     if (this.cursor === null || this.cursor < this.t0 || this.cursor > this.t1) return null;
     const { pen } = this, text = cursorTime(this.cursor, this.t1 - this.t0), x = this.x(this.cursor);
@@ -1013,7 +1013,7 @@ class Timeline {
     return { text, x, width, left: Math.min(Math.max(x - width / 2, this.left), this.width - width) };
   }
 
-  /** A thin line, with a mark of two bars in the axis, where ranks were held or idle. */
+  /** Draw a thin line, with a mark of two bars in the axis, where ranks were held or idle. */
   drawHolds() {
     const { pen } = this;
     pen.fillStyle = this.skin.ink;
@@ -1061,7 +1061,7 @@ class Timeline {
     pen.fillText(this.inView(), 4, 14);
   }
 
-  /** What stands at the left of the axis. */
+  /** The text at the left of the axis. */
   inView() {
     return `${formatDuration(this.t1 - this.t0)} in view`;
   }
@@ -1099,7 +1099,7 @@ function niceStep(us) {
 }
 
 /**
- * A time with as many digits as a pixel of the view tells apart.
+ * A time with as many digits as a pixel of the view resolves.
  * @param {number} us
  * @param {number} span
  */

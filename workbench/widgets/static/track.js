@@ -3,30 +3,30 @@
 // Times are microseconds from the run's start. A *track* is one row (rank 0's collectives); its *items* are rectangles.
 //
 // Let A(t) be the area of a track's colours before t: the sum over its items of colour x time. A pixel from t to u has
-// the colour (A(u) - A(t)) / (u - t), exactly, whatever the zoom. A is summed up in advance for every BLOCK-th item (the
-// coarse level), so a pixel takes one search and at most BLOCK additions.
+// the colour (A(u) - A(t)) / (u - t), exactly, at any zoom. A is precomputed for every BLOCK-th item (the coarse
+// level), so a pixel takes one search and at most BLOCK additions.
 
 import { sure } from "./sure.js";
 /** @import { Look } from "./look.js" */
 
 const BLOCK = 8;
-export const MAX_STRADDLING = 64; // items of one track that may lie over one instant
-const FAINTEST = 0.4; // opacity of a pixel in which hardly anything happened
-const MAX_TRIES = 64; // additions to a rank after which nobody expects the collective of a wait any more
+export const MAX_STRADDLING = 64; // items of one track that may overlap at one instant
+const FAINTEST = 0.4; // opacity of an almost empty pixel
+const MAX_TRIES = 64; // additions to a rank after which the collective of a wait is no longer expected
 
 /** @typedef {Float64Array | Int16Array | Uint8Array} Column */
 
 /**
- * Rectangles of one track, one entry of each column for one of them.
+ * Rectangles of one track: one entry per rectangle in each column.
  * @typedef {object} Items
  * @property {Float64Array} start
  * @property {Float64Array} end
  * @property {Float64Array} bytes
- * @property {Float64Array} arrowFrom of a wait: when the collective began that it is for; NaN: not known, or no wait
+ * @property {Float64Array} arrowFrom of a wait: when its collective began; NaN: unknown, or no wait
  * @property {Int16Array} unit -1: none or several
  * @property {Uint8Array} kind
- * @property {Uint8Array} exposed 0: hidden behind compute; 1: compute waited for it, nobody knows how long; 2 to 255:
- *   compute waited for this share of it, in 1/255, at its end, which then has the colour of a wait
+ * @property {Uint8Array} exposed 0: hidden behind compute; 1: compute waited for it, for an unknown time; 2 to 255:
+ *   compute waited for this share of it, in 1/255, at its end, which has the colour of a wait
  */
 
 /** @typedef {{ name: string, rank: number, label?: string }} TrackName */
@@ -34,7 +34,7 @@ const MAX_TRIES = 64; // additions to a rank after which nobody expects the coll
 /** @typedef {{ track: Track, k: number }} Place */
 
 /**
- * First position from `from` on with `values[position] >= value`; doubles its stride, then halves.
+ * First position from `from` on with `values[position] >= value`; doubles its stride, then halves it.
  * @param {Float64Array} values
  * @param {number} length
  * @param {number} from
@@ -96,7 +96,7 @@ function sorted(items) {
 }
 
 /**
- * Positions, in order, in two sorted lists of which the second counts on after the first.
+ * The merge order of two sorted lists, as positions; those of the second list follow those of the first.
  * @param {Float64Array} first
  * @param {Float64Array} second
  */
@@ -109,7 +109,7 @@ function mergeOrder(first, second) {
 }
 
 /**
- * Write `added` into `values` in this order, from position `from` on, of what is there up to `length` and of itself.
+ * Merge `values` from position `from` up to `length` with `added`, in this order, into `values` from `from` on.
  * @param {Column} values
  * @param {number} length
  * @param {number} from
@@ -132,7 +132,7 @@ export function share(exposed) {
   return exposed > 1 ? exposed / 255 : 0;
 }
 
-/** One row. It has the columns of its items, of which the first `length` entries count. */
+/** One row: the columns of its items, of which the first `length` entries are valid. */
 export class Track {
   /** @param {TrackName} name */
   constructor({ name, rank, label }) {
@@ -149,8 +149,8 @@ export class Track {
     this.kind = new Uint8Array(0);
     this.exposed = new Uint8Array(0);
     this.reach = new Float64Array(0); // latest end so far
-    this.lane = new Uint8Array(0); // 0 all of the row, 1 and 2 its halves
-    this.summed = 0; // blocks of `coarse` that are right
+    this.lane = new Uint8Array(0); // 0: the whole row; 1 and 2: its halves
+    this.summed = 0; // blocks of `coarse` that are up to date
     this.coarse = new Float64Array(0); // per block red, green, blue and time before it
   }
 
@@ -173,7 +173,7 @@ export class Track {
   }
 
   /**
-   * Forget the first items.
+   * Drop the first items.
    * @param {number} count
    */
   forget(count) {
@@ -183,7 +183,7 @@ export class Track {
   }
 
   /**
-   * A place near the end from which on to look for `start`: what is added is usually the latest.
+   * A position near the end from which to search for `start`: added items are usually the latest.
    * @param {number} start
    */
   after(start) {
@@ -212,7 +212,7 @@ export class Track {
   }
 
   /**
-   * Latest end so far, and lanes: those that overlap take the halves of the row in turn.
+   * Update `reach` and `lane`: overlapping items alternate between the halves of the row.
    * @param {number} from
    */
   derive(from) {
@@ -228,7 +228,7 @@ export class Track {
   }
 
   /**
-   * Sum up what is not summed up yet.
+   * Bring `coarse` up to date.
    * @param {Look} look
    */
   sumUp(look) {
@@ -258,7 +258,7 @@ export class Track {
   }
 
   /**
-   * `[first, last)`: positions between which everything lies that is seen from t0 to t1.
+   * `[first, last)`: positions that contain all items visible from t0 to t1.
    * @param {number} t0
    * @param {number} t1
    * @returns {[number, number]}
@@ -277,7 +277,7 @@ export class Track {
   }
 
   /**
-   * Position of what goes on at t, the item that began last; -1 if nothing does.
+   * Position of the item at t, the one that began last; -1 if there is none.
    * @param {number} t
    */
   at(t) {
@@ -287,7 +287,7 @@ export class Track {
   }
 
   /**
-   * A collective of which compute waited for some part.
+   * Mark a collective as exposed: compute waited for a part of it.
    * @param {number} k
    * @param {number} from of the wait
    * @param {number} to of the wait
@@ -301,14 +301,14 @@ export class Track {
   }
 }
 
-/** All tracks. A wait tells the collective that it is for how long compute waited; it may come before that. */
+/** All tracks. A wait marks how long compute waited for its collective; it may be added before the collective. */
 export class Tracks {
   /** @param {readonly TrackName[]} names */
   constructor(names = []) {
     /** @type {Track[]} */
     this.all = [];
     /** @type {{ track: Track, from: number, start: number, end: number, tries: number }[]} */
-    this.pending = []; // waits whose collective has not come
+    this.pending = []; // waits whose collective is not there yet
     this.add(names);
   }
 
@@ -317,7 +317,7 @@ export class Tracks {
     this.all.push(...names.map((name) => new Track(name)));
   }
 
-  /** How many items there are. */
+  /** Number of items. */
   get count() {
     return this.all.reduce((sum, { length }) => sum + length, 0);
   }
@@ -350,7 +350,7 @@ export class Tracks {
   issue(wait, start) {
     /** @type {Place | null} */
     let best = null;
-    let distance = 2; // microseconds: a sender may have rounded
+    let distance = 2; // microseconds: times may be rounded
     for (const track of this.all) {
       if (track.rank !== wait.rank || track === wait) continue;
       const near = gallop(track.start, track.length, 0, start);
@@ -362,7 +362,7 @@ export class Tracks {
     return best;
   }
 
-  /** Keep what began in the later half, by number of items. */
+  /** Drop the earlier half of the items, by their start. */
   forget() {
     const before = (/** @type {number} */ t) => this.all.map(({ start, length }) => gallop(start, length, 0, t));
     const sum = (/** @type {number[]} */ counts) => counts.reduce((a, b) => a + b, 0);
@@ -381,9 +381,9 @@ export class Tracks {
 /**
  * Fill `pixels[offset ...]`, one per `step` microseconds from t0 on, with the mean colours of a track.
  *
- * r, g, b and time are A at a pixel's right end: what all items that begin before it sum up to (`before`) without what
- * those that lie over it have after it. Plain numbers and no calls, so no `sure`: this runs for every pixel of every
- * frame. All places are within their columns; `?? 0` says so to the compiler, and costs nothing.
+ * r, g, b and time are A at a pixel's right end: the sum over all items that begin before it (`before`), minus the
+ * parts after it of items that overlap it. Plain numbers and no calls, so no `sure`: this runs for every pixel of every
+ * frame. All positions are within their columns; `?? 0` only satisfies the compiler, and costs nothing.
  * @param {Track} track
  * @param {Uint32Array} pixels
  * @param {number} offset
@@ -399,10 +399,10 @@ export function paint(track, pixels, offset, width, t0, step, look) {
   let beforeR = 0, beforeG = 0, beforeB = 0, beforeTime = 0;
   let lastR = 0, lastG = 0, lastB = 0, lastTime = 0;
   let isFirst = true;
-  for (let x = -1; x < width; x++) { // the first round finds what A is at t0
+  for (let x = -1; x < width; x++) { // the first round computes A at t0
     const t = t0 + (x + 1) * step;
     if (!isFirst && (!next || (reach[next - 1] ?? 0) < t - step) && (next >= length || (start[next] ?? 0) >= t)) {
-      // nothing here: on to where something is; A stays as it is
+      // nothing here: skip to the next item; A does not change
       x = (next >= length ? width : Math.max(Math.floor(((start[next] ?? 0) - t0) / step), x + 1)) - 1;
       continue;
     }
@@ -430,7 +430,7 @@ export function paint(track, pixels, offset, width, t0, step, look) {
       if (rest <= 0) continue;
       const k = (kind[over] ?? 0), e = (exposed[over] ?? 0);
       const tail = e > 1 ? (((end[over] ?? 0) - (start[over] ?? 0)) * e) / 255 : 0;
-      const bare = tail < rest ? tail : rest, hidden = rest - bare; // the exposed end is the last to come
+      const bare = tail < rest ? tail : rest, hidden = rest - bare; // the exposed part is at the end
       r -= hidden * (red[k] ?? 0) + bare * redE;
       g -= hidden * (green[k] ?? 0) + bare * greenE;
       b -= hidden * (blue[k] ?? 0) + bare * blueE;

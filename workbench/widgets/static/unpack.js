@@ -1,4 +1,4 @@
-// The tables of an answer from its buffer, and items of tracks from such a table.
+// Unpacks the tables of an answer from its buffer, and the items of tracks from such a table.
 
 import { sure } from "./sure.js";
 import { TABLES } from "./tables.js";
@@ -10,7 +10,7 @@ import { TABLES } from "./tables.js";
 
 const TYPES = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u1: Uint8Array };
 
-/** @param {number} length bytes; those up to where the next column may begin */
+/** @param {number} length in bytes; rounded up to where the next column may begin */
 export function aligned(length) {
   return Math.ceil(length / 8) * 8;
 }
@@ -37,7 +37,7 @@ export function unpack(counts, data) {
 }
 
 /**
- * A buffer with tables, and how many entries each has: what `unpack` takes apart. A table that is missing is empty.
+ * Pack tables into a buffer, and count their entries: the inverse of `unpack`. A missing table is empty.
  * @param {Partial<Record<keyof Tables, Record<string, ArrayLike<number>>>>} tables
  * @returns {[Counts, DataView]}
  */
