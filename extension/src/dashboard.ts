@@ -6,7 +6,7 @@ import { Signal } from "@lumino/signaling";
 import { Widget } from "@lumino/widgets";
 
 import type { Model, OnMessage } from "../../workbench/widgets/static/dashboard.js";
-import type { About, Answer, HealthOfRanks, Question } from "../../workbench/widgets/static/messages";
+import type { InitialState, Answer, RankHealth, Question } from "../../workbench/widgets/static/messages";
 import type { Away } from "./client";
 import { Connection, type Listener } from "./connection";
 import { DASHBOARD_TARGET } from "./protocol";
@@ -31,17 +31,17 @@ const ENDS_RANKS: ReadonlySet<Away> = new Set(["no kernel", "not loaded", "resta
 
 /** The model that the widget's program needs, over a comm instead of ipywidgets. */
 class CommModel implements Model {
-  readonly #about: About;
+  readonly #about: InitialState;
   readonly #calls = new Set<OnMessage>();
 
   constructor(
-    about: About,
+    about: InitialState,
     readonly send: (question: Question) => void,
   ) {
     this.#about = about;
   }
 
-  get(): About {
+  get(): InitialState {
     return this.#about;
   }
 
@@ -96,7 +96,7 @@ export class DashboardWidget extends Widget implements Listener {
   }
 
   received(data: JSONValue, buffers: readonly (ArrayBuffer | ArrayBufferView)[]): void {
-    const message = data as unknown as Answer | { kind: "about"; about: About };
+    const message = data as unknown as Answer | { kind: "about"; about: InitialState };
     if (message.kind === "about") {
       void this.#render(message.about);
       return;
@@ -136,7 +136,7 @@ export class DashboardWidget extends Widget implements Listener {
     this.node.querySelector<HTMLElement>(".fw-dashboard")?.focus();
   }
 
-  async #render(about: About): Promise<void> {
+  async #render(about: InitialState): Promise<void> {
     const { default: program } = await import("../../workbench/widgets/static/dashboard.js");
     if (this.isDisposed) return;
     this.#end();
@@ -175,7 +175,7 @@ export class DashboardWidget extends Widget implements Listener {
   }
 }
 
-function numAlive(health: readonly HealthOfRanks[]): number {
+function numAlive(health: readonly RankHealth[]): number {
   return health.reduce((sum, { ranks, state }) => sum + (state === "gone" ? 0 : ranks.length), 0);
 }
 

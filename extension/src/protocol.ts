@@ -269,15 +269,15 @@ export interface TrainingSummary {
   readonly tokens_per_s: number | null;
 }
 
-/** How the last thing that the ranks were asked ended, whoever asked it. */
+/** The result of the last request, from any caller. */
 export interface LastResult {
-  /** how many have ended; another one than before: this is news. */
+  /** number of requests that have ended; a new value means a new result. */
   readonly count: number;
-  /** what it was, such as `%fsdp step 40`, or `a cell`. */
+  /** name of the request, such as `%fsdp step 40`, or `a cell`. */
   readonly line: string;
   /** its result or its error. */
   readonly text: string;
-  /** whether it failed or was given up, or its report has a problem, such as a loss that is NaN. */
+  /** whether it failed, was cancelled, or its report has a problem, such as a loss that is NaN. */
   readonly is_error: boolean;
 }
 

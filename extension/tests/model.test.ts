@@ -2,7 +2,7 @@ import { beforeEach, describe, expect, it, vi } from "vitest";
 
 import { Client } from "../src/client";
 import { MAX_SPOKEN, PanelModel } from "../src/model";
-import type { Answer, Command, Question, Said, UnitInfo } from "../src/protocol";
+import type { Answer, Command, Question, CommandOutput, UnitInfo } from "../src/protocol";
 import { ANSWERS } from "./answers";
 import { cluster, state, unit } from "./told";
 
@@ -92,7 +92,7 @@ describe("the reply under the buttons", () => {
   const shard: Command = { word: "shard", model: "model" };
 
   /** Have a command done whose answer is `reply`; returns what is told. */
-  async function after(command: Command, reply: Partial<Said>): Promise<PanelModel> {
+  async function after(command: Command, reply: Partial<CommandOutput>): Promise<PanelModel> {
     const { model, settle } = await beginning({ do: { ...said, ...reply } });
     void model.do(command);
     await settle();

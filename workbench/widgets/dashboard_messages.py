@@ -1,22 +1,22 @@
-"""What a dashboard in the browser and the kernel say to each other: questions and answers, all declared here.
+"""The messages between a dashboard in the browser and the kernel: all questions and answers are declared here.
 
-Every question bears the ``view`` that asks, a name of its own choice, and every answer the ``view`` that it is for,
-which :class:`~workbench.widgets.dashboard.DashboardWidget` writes on it. A question may leave out what has a default.
-Times are microseconds from the view's origin, as they are shown: without time in which ranks were held or idle. Numbers
-are in a buffer beside the message, as :data:`workbench.widgets.packing.COLUMNS` says.
+Every question names the ``view`` that asks, and every answer the ``view`` that it is for;
+:class:`~workbench.widgets.dashboard.DashboardWidget` adds the latter. A question may omit fields that have a default.
+Times are microseconds from the view's origin, without the time in which ranks were held or idle. Numbers are in a
+buffer next to the message, in the order of :data:`workbench.widgets.packing.COLUMNS`.
 ``static/messages.d.ts`` has the same types for the front end; ``python -m workbench.widgets.generate_js`` writes it.
 
-============================ =================== ==============================================================
-question                     answer              when
-============================ =================== ==============================================================
-:class:`AskFeed`             :class:`FeedUpdate`       at once, or with ``wait`` as soon as there is something new
-:class:`AskAt`               :class:`MomentReply` at once
-:class:`AskBeside`           :class:`MomentReply` at once
-:class:`AskWindow`           :class:`WindowDetail`     at once
-:class:`RunButton`             :class:`ButtonResult`       when it is done
-:class:`CloseView`                 none                the view is gone
-any of them                  :class:`QueryRefused`    it cannot be read, or not be answered
-============================ =================== ==============================================================
+===================  =====================  ==============================================================
+question             answer                 when
+===================  =====================  ==============================================================
+:class:`AskFeed`     :class:`FeedUpdate`    at once, or with ``wait`` as soon as there is something new
+:class:`AskAt`       :class:`MomentReply`   at once
+:class:`AskBeside`   :class:`MomentReply`   at once
+:class:`AskWindow`   :class:`WindowDetail`  at once
+:class:`RunButton`   :class:`ButtonResult`  when the command has finished
+:class:`CloseView`   none                   the view is gone
+any of them          :class:`QueryRefused`  the question is malformed or cannot be answered
+===================  =====================  ==============================================================
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RunButton:
 
     Attributes:
         view: who asks.
-        word: of the button, one of ``About.buttons``; or ``break on``, ``break off`` or ``break clear``.
+        word: of the button, one of ``InitialState.buttons``; or ``break on``, ``break off`` or ``break clear``.
         argument: up to the next what ``next`` goes; where ``break`` stops; which breakpoint, by number, is switched or
             taken away; else empty.
     """

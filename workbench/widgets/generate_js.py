@@ -66,7 +66,7 @@ def _tables() -> str:
     lines = "".join(f"  {table}: {json.dumps(columns)},\n" for table, columns in found.items())
     tracks = json.dumps([name for name, _ in TRACKS])
     return (
-        f"// {_HEADING.format('widgets/packing.py, widgets/live_spans.py and workbench/replay/alike')}\n"
+        f"// {_HEADING.format('widgets/packing.py, widgets/live_spans.py and workbench/replay/grouping')}\n"
         f"\nexport const TABLES = {{\n{lines}}};\n\nexport const TRACKS = {tracks};\n"
         f"\nexport const MAX_RUNS = {MAX_RUNS};\nexport const NAMED_RUNS = {NAMED_RUNS};\n"
     )

@@ -4,7 +4,7 @@ import * as React from "react";
 
 import { formatDuration, formatLoss } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
-import type { Command, Next, State, TrainingState } from "../protocol";
+import type { Command, Next, State, TrainingSummary } from "../protocol";
 import { announcement, count as counted, headline, isTable, obstacles, pageWritten } from "../words";
 import { Choice, ReplyText, Text, Tool } from "./parts";
 
@@ -67,7 +67,7 @@ export function Controls({ model, state, tabulate, openPage }: ControlsProps): R
 }
 
 /** Progress of training. The newest loss may be of an earlier step than the current one. */
-function Numbers({ training }: { readonly training: TrainingState }): React.JSX.Element {
+function Numbers({ training }: { readonly training: TrainingSummary }): React.JSX.Element {
   const { step, loss, loss_step: lossStep, steps_per_s: rate, tokens_per_s: tokens } = training;
   return (
     <p className="fsdp-Numbers">

@@ -53,7 +53,7 @@ export interface RunButton {
   readonly ask: "do";
   /** who asks. */
   readonly view: string;
-  /** of the button, one of `About.buttons`; or `break on`, `break off` or `break clear`. */
+  /** of the button, one of `InitialState.buttons`; or `break on`, `break off` or `break clear`. */
   readonly word: string;
   /**
    * up to the next what `next` goes; where `break` stops; which breakpoint, by number, is
