@@ -123,6 +123,7 @@ def test_the_exit_status(is_check, all_met, failed, status):
     assert bench._status(result, is_check=is_check, all_met=all_met) == status
 
 
+@pytest.mark.thorough
 def test_the_process_that_forks_ranks_has_nothing_of_the_engine():
     program = "import sys, tests.bench.__main__; sys.exit('workbench.engine' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

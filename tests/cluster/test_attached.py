@@ -91,6 +91,7 @@ def slow_engines(monkeypatch):
     monkeypatch.setattr(cluster_module, "PROGRAM", slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("slow_engines")
 def test_engines_of_a_busy_machine_are_waited_for(profile):
     with attached() as cluster:
@@ -240,6 +241,7 @@ cluster.detach()
 """
 
 
+@pytest.mark.thorough
 def test_who_had_the_ranks_is_told_when_another_notebook_takes_them(profile):
     first = attached()
     first.start()
@@ -309,6 +311,7 @@ SOON_S = 15.0
 """Much more than the moment that it takes, and less than the 30 s after which ipyparallel misses what is not heard."""
 
 
+@pytest.mark.thorough
 def test_an_attached_engine_that_is_killed_is_named_at_once_though_its_controller_beats_slowly(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     directory = tmp_path / "profile_slow"
@@ -326,6 +329,7 @@ def test_an_attached_engine_that_is_killed_is_named_at_once_though_its_controlle
         looking.stop()
 
 
+@pytest.mark.thorough
 def test_an_attached_cluster_whose_controller_is_killed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     (tmp_path / "profile_mine" / "startup").mkdir(parents=True)

@@ -274,6 +274,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.thorough
 def test_a_notebook_that_is_killed_leaves_nothing(ipython_directory):
     directory = write_profile(ipython_directory, "killed kernel")
     command = [sys.executable, "-c", KERNEL]
@@ -285,6 +286,7 @@ def test_a_notebook_that_is_killed_leaves_nothing(ipython_directory):
     wait_until(lambda: not [path for path in files_in(directory) if path.parts[0] in {"security", "pid"}])
 
 
+@pytest.mark.thorough
 def test_a_controller_that_is_killed_is_named_at_once(ipython_directory):
     write_profile(ipython_directory, "controller")
     with Cluster(2, "cpu", "controller", engines="local", runtime=RUNTIME) as cluster:

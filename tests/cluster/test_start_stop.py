@@ -113,6 +113,7 @@ def test_ctrl_c_in_a_stop_is_answered_when_all_has_ended(make_cluster, monkeypat
     assert list(private.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_the_controllers_advice_counts_its_heartbeat_process(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
@@ -218,6 +219,7 @@ def test_fewer_gpus_than_ranks_are_refused(make_cluster, private):
     assert not cluster.is_started
 
 
+@pytest.mark.thorough
 def test_a_rank_side_that_fails_at_boot_is_named(private):
     cluster = Cluster(2, runtime="no.such.runtime")
     with pytest.raises(ClusterError, match=r"rank [01] did not start: ModuleNotFoundError: No module named 'no'"):
@@ -320,6 +322,7 @@ def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monke
     assert list(private.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
     monkeypatch.setenv("FAKE_RANK_HANGS_AT_BOOT", "1")
     wait, boot = PendingReplies.wait, Cluster._boot
@@ -353,6 +356,7 @@ def test_a_profile_that_does_not_exist_is_refused(make_cluster, monkeypatch, tmp
         make_cluster(profile="mine").start()
 
 
+@pytest.mark.thorough
 def test_a_profile_lends_its_configuration_and_startup_files(make_cluster, monkeypatch, tmp_path):
     profile = tmp_path / "profile_mine"
     (profile / "startup").mkdir(parents=True)
@@ -368,6 +372,7 @@ def test_a_profile_lends_its_configuration_and_startup_files(make_cluster, monke
     assert sorted(path.name for path in profile.rglob("*")) == before
 
 
+@pytest.mark.thorough
 def test_a_forked_child_does_not_stop_its_parents_ranks(make_cluster):
     cluster = make_cluster(1)
     cluster.start()

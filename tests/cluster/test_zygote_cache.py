@@ -231,6 +231,7 @@ if os.fork() == 0:
 """
 
 
+@pytest.mark.thorough
 def test_what_a_rank_forked_and_left_behind_is_ended_with_its_cluster(make_cluster):
     for _ in range(2):  # with a new zygote, and with one that was kept
         cluster = make_cluster(1)

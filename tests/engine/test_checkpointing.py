@@ -22,7 +22,6 @@ from tests.engine.comparison import DIM, compare, data, squares
 from tests.engine.models import Block
 from tests.engine.ranks import run_cases, run_ranks
 from tests.engine.recording import ROOT, Recording, recording
-from tests.pairwise import quick
 from workbench import engine
 from workbench.events import Category, Kind
 
@@ -158,7 +157,8 @@ def by_block(counts: Counter[str]) -> dict[str, int]:
     return {name.removesuffix("._checkpoint_wrapped_module"): count for name, count in counts.items()}
 
 
-@pytest.mark.parametrize("reentrant", quick([False, True], [False]), ids=["not reentrant", "reentrant"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_what_is_run_again_is_gathered_as_often_as_by_torch(reentrant, monkeypatch):
     monkeypatch.setenv("WORKBENCH_COMM", "default")  # the calls of c10d that torch's makes
     cases = {kind: functools.partial(beside_torchs, kind, reentrant) for kind in KINDS}

@@ -14,7 +14,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.engine import huggingface
 from tests.engine.both import newer_torch
 from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
 from workbench import engine
 from workbench.ports import LOOPBACK
 
@@ -95,7 +94,8 @@ def accelerated(checkpointing: bool) -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("checkpointing", quick([False, True], [True]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_accelerate_trains_as_with_torchs_engine(checkpointing):
     run_ranks(2, accelerated, checkpointing)
 

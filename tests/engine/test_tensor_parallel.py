@@ -130,6 +130,7 @@ def three_steps(
     assert_whole((name, value, expected[name]) for name, value in state.items())
 
 
+@pytest.mark.thorough
 def test_fsdp_with_tensor_parallelism_equals_the_plain_model():
     run_cases(4, {reshard: partial(three_steps, *FSDP_TP, reshard) for reshard in (None, True, False)})
 

@@ -6,7 +6,6 @@ import signal
 import pytest
 
 from tests.integration.model import CELL
-from tests.pairwise import quick_rows
 from tests.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import RankDied, UsageError
@@ -32,9 +31,10 @@ def victims_of(bench, who):
     }[who]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_ranks", "who"),
-    quick_rows([(1, "every rank"), (2, "every rank"), (2, "the controller"), (2, "the zygote")], [(2, "every rank")]),
+    [(1, "every rank"), (2, "every rank"), (2, "the controller"), (2, "the zygote")],
 )
 def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(num_ranks, who, tmp_path):
     with Workbench(num_ranks, device="cpu") as bench:

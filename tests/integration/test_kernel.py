@@ -74,7 +74,7 @@ def shard(client):
 
 
 @pytest.mark.parametrize("inside", quick([False, True], [False]))
-@pytest.mark.parametrize("how", ["restart", "shutdown", "kill"])
+@pytest.mark.parametrize("how", quick(["restart", "shutdown", "kill"], ["kill"]))
 def test_nothing_outlives_the_kernel(kernel, how, inside):
     manager, client = kernel
     started = family(client)

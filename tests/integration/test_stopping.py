@@ -8,7 +8,6 @@ import pytest
 
 from tests.integration.keys import TOGETHER, Pressing
 from tests.integration.model import CELL
-from tests.pairwise import quick
 from tests.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankError, UsageError
@@ -291,7 +290,8 @@ def test_where_waits_for_no_rank_that_does_not_answer(ready):
     ready.abort()
 
 
-@pytest.mark.parametrize("how", quick(["stopped", "background", "one rank"], ["stopped"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["stopped", "background", "one rank"])
 def test_stopping_the_cluster_ends_everything(how):
     with Workbench(2, device="cpu") as bench:
         bench.run_cell(CELL)

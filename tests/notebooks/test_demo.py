@@ -73,6 +73,7 @@ with socket.create_server((ports.LOOPBACK, 0)) as taken:
 """
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_does_not_start_is_told_and_leaves_nothing_to_say_at_the_exit(tmp_path):
     """What the kernel itself says goes to the same place; it never comes to the words that must not be there."""
     done = subprocess.run([sys.executable, "-c", UNSTARTED], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -7,7 +7,13 @@ from tests.integration.model import CELL
 from tests.notebooks.lab import SHOTS, jupyterlab, opened
 from tests.views.test_theme import contrast
 
-pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
 
 CELLS = [
     "%load_ext workbench",

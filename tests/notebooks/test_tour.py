@@ -55,15 +55,18 @@ def test_its_words_are_words_of_fsdp(cells):
     assert {"shard", "step", "layout", "timeline", "states", "memory", "comms", "training", "verify"} <= set(used)
 
 
+@pytest.mark.thorough
 def test_the_demo_runs_to_its_end(demo_run):
     assert demo_run.code == 0, demo_run.stdout[-2000:] + demo_run.stderr[-4000:]
     assert "Traceback" not in demo_run.stderr
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_running(demo_run):
     assert demo_run.survivors == ()
 
 
+@pytest.mark.thorough
 def test_the_summary(demo_run):
     summary = demo_run.stdout.partition("The tour ran from top to bottom")[2]
     assert re.search(rf"ranks +{RANKS} \(cpu\)", summary)
@@ -75,6 +78,7 @@ def test_the_summary(demo_run):
         assert str(demo_run.folder / name) in summary
 
 
+@pytest.mark.thorough
 def test_it_learns_more_than_the_frequencies_of_characters(demo_run):
     before, after, unigram = map(
         float,
@@ -84,12 +88,14 @@ def test_it_learns_more_than_the_frequencies_of_characters(demo_run):
     assert after < unigram - 0.4
 
 
+@pytest.mark.thorough
 def test_the_trace_obeys_its_rules(trace):
     assert check(trace) == []
     assert [r.rank for r in trace.ranks] == list(range(RANKS))
     assert all(r.lost == 0 for r in trace.ranks)
 
 
+@pytest.mark.thorough
 def test_the_trace_holds_the_training(trace):
     assert steps(trace) == list(range(43))
     summary = training.summary(trace)
@@ -97,11 +103,13 @@ def test_the_trace_holds_the_training(trace):
     assert summary.losses[39] < summary.losses[0] - 1.5
 
 
+@pytest.mark.thorough
 def test_shards_are_a_quarter(trace):
     total = shards.totals(shards.shards(trace.header))
     assert total.bytes_at_rest == pytest.approx(total.bytes_unsharded / RANKS, rel=0.02)
 
 
+@pytest.mark.thorough
 def test_the_knob_changes_the_number_of_all_gathers(trace):
     def gathers(step):
         return sum(c.calls for c in collectives.counts(trace, step) if c.kind == Kind.ALL_GATHER and c.rank == 0)
@@ -109,6 +117,7 @@ def test_the_knob_changes_the_number_of_all_gathers(trace):
     assert [gathers(step) for step in (0, 1, 39, 40, 42)] == [8, 9, 9, 5, 5]  # the loss before left the root full
 
 
+@pytest.mark.thorough
 def test_every_collective_is_as_the_closed_form_says(trace):
     sent = communication(trace)
     assert sent.as_expected
@@ -128,6 +137,7 @@ def test_two_ranks_learn_as_well(binder_run):
     assert float(losses[2]) < float(losses[3]) - 0.4
 
 
+@pytest.mark.thorough
 @pytest.mark.browser
 def test_all_figures_of_its_page_are_drawn_and_nothing_is_fetched(demo_run, chromium):
     page = demo_run.folder / "tour.html"
@@ -142,6 +152,7 @@ def test_all_figures_of_its_page_are_drawn_and_nothing_is_fetched(demo_run, chro
         assert opened.complaints == []
 
 
+@pytest.mark.thorough
 def test_plotly_is_in_its_page_once(demo_run):
     text = (demo_run.folder / "tour.html").read_text(encoding="utf-8")
     assert text.count("* plotly.js v") == 1

@@ -177,7 +177,7 @@ def figures_at(width, widths, part):
 
 
 @pairs_and_rest
-@pytest.mark.parametrize("width", quick(WIDTHS, (300, 700, 1400)))
+@pytest.mark.parametrize("width", quick(WIDTHS, (300, 1400)))
 def test_nothing_overlaps_and_nothing_is_cut_off(page, width, part):
     found = []
     for name, figure in figures_at(width, WIDTHS, part).items():
