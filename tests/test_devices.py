@@ -11,6 +11,7 @@ from tests.source import PACKAGE, REPO
 from workbench.devices import Device
 
 
+@pytest.mark.thorough
 def test_a_kind_of_device_is_a_class_and_a_line(tmp_path):
     """With a line more in the text of ``devices.py``, and nothing else, ranks start on one kind more, by its name."""
     package = tmp_path / "workbench"

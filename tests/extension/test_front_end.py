@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.extension.built import run_script
+from tests.pairwise import quick
 from tests.source import REPO
 
 pytestmark = pytest.mark.timeout(600)  # the first time of a checkout fetches the compilers
@@ -13,8 +14,9 @@ SWITCHED_OFF = re.compile(r"@ts-(?:ignore|nocheck|expect-error)|eslint-disable|@
 
 
 @pytest.mark.parametrize("part", ["panel", "widgets"])
-def test_the_compiler_and_the_linter_find_nothing(part):
-    run_script(f"check:{part}")
+@pytest.mark.parametrize("tool", quick(["compile", "lint"], ["compile"]))
+def test_the_compiler_and_the_linter_find_nothing(tool, part):
+    run_script(f"{tool}:{part}")
 
 
 def test_nothing_is_switched_off_in_a_file():

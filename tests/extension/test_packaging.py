@@ -54,6 +54,7 @@ def test_it_is_small(panel):
     assert bundle_bytes(panel) <= MOST_BYTES
 
 
+@pytest.mark.thorough
 def test_a_source_distribution_carries_it_and_its_wheel_installs_where_no_node_is(panel, tmp_path):
     sdist, _ = packed("sdist", REPO, tmp_path / "sdist")
     (tmp_path / "unpacked").mkdir()

@@ -5,6 +5,8 @@ import pytest
 from workbench import Workbench
 from workbench.errors import RankError
 
+pytestmark = pytest.mark.thorough
+
 MODEL = """
 import torch
 from torch import nn

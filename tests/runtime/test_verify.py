@@ -244,6 +244,7 @@ def train_in_parallel(dim, mp_policy):
     return right, losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
 def test_a_model_that_is_split_by_tensor_parallelism_as_well_is_verified(mp_policy):
     for right, losses in run(4, train_in_parallel, 8, mp_policy):

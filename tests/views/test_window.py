@@ -81,6 +81,7 @@ def places(fig):
     return [*found, *(x for shape in fig.layout.shapes if shape.xref == "x" for x in (shape.x0, shape.x1))]
 
 
+@pytest.mark.thorough
 @given(setups(), st.integers(0, 3), st.integers(1, 2))
 def test_pictures_of_the_same_steps_have_one_zero_one_end_and_no_time_beyond(setup, rank, steps):
     trace = simulate(setup)

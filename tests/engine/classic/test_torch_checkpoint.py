@@ -145,7 +145,7 @@ def every_option() -> None:
                 assert train(*other, range(2, 3)) == expected, way
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", quick([1, 2], [1]))
 def test_training_goes_on_bit_by_bit_with_every_option(world_size):
     run_ranks(world_size, every_option)
 
