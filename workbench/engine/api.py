@@ -147,8 +147,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise ValueError(f"fully_shard was already called on this {name}; undo it with unshard_module first")
     inner = [m for m in modules for other in modules if other is not m and m in set(other.modules())]
     if inner or len(set(modules)) < len(modules):
-        what = f"a {type(inner[0]).__name__} that lies inside of another" if inner else "a module twice"
-        raise ValueError(f"the list given to fully_shard holds {what}; give each part of the model once")
+        what = f"a {type(inner[0]).__name__} inside another module of the list" if inner else "a module twice"
+        raise ValueError(f"the list passed to fully_shard contains {what}; pass each part of the model once")
 
 
 def _policy(reshard_after_forward: object, mp_policy: object, offload_policy: object) -> UnitPolicy:

@@ -20,7 +20,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     differs = next((settings for settings in said if settings != said[0]), None)
     if differs is not None:
         raise ValueError(
-            f"the wrappers in {type(module).__name__} were told different state dict types, {said[0]} and {differs}; "
-            "call set_state_dict_type on the outermost module"
+            f"the wrappers in {type(module).__name__} have different state dict types, {said[0]} and {differs}; call "
+            "set_state_dict_type on the outermost module"
         )
     return said[0]
