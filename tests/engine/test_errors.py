@@ -117,7 +117,7 @@ REFUSED = {
         as_it_is,
         {"ignored_params": ["a.weight"]},
         TypeError,
-        "ignored_params holds a str ('a.weight'); it takes the parameters themselves, e.g. {model.embed.weight}",
+        "ignored_params contains a str ('a.weight'); pass the parameters themselves, e.g. {model.embed.weight}",
     ),
     "no mesh": (as_it_is, {"mesh": 4}, TypeError, "mesh must be a torch.*DeviceMesh or None, got int"),
 }
@@ -142,7 +142,7 @@ def test_a_refused_call_says_why_and_changes_nothing(case):
 @pytest.mark.parametrize(
     ("argument", "error", "message"),
     [
-        ([], ValueError, "fully_shard got an empty list; give it at least one module"),
+        ([], ValueError, "fully_shard got an empty list; pass at least one module"),
         ("model", TypeError, "takes a module or a list of modules, got str"),
         ({nn.Linear(1, 1)}, TypeError, "takes a module or a list of modules, got set"),
         ([nn.Linear(1, 1), None], TypeError, "takes a module or a list of modules, got NoneType"),
@@ -341,7 +341,7 @@ def test_deep_copies_are_refused():
 
 @on_one_rank
 def test_unshard_module_of_what_is_not_sharded_or_only_a_part():
-    with refuses(ValueError, "Pair holds no module that fully_shard was called on"):
+    with refuses(ValueError, "Pair contains no module that fully_shard was called on"):
         unshard_module(Pair())
     model = shard_net(make_net(num_blocks=1))
     model(batch(0, 0))

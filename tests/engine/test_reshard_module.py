@@ -651,7 +651,11 @@ def refusals() -> None:
         ({"reshard_after_forward": 3, "wrap": is_block}, ValueError, "does not divide the 2 ranks"),
         ({"reshard_after_forward": "yes"}, TypeError, "got 'yes'"),
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be"),
-        ({"mp_policy": lambda *_: None}, TypeError, "mp_policy must give a MixedPrecisionPolicy for FSDPNet, got None"),
+        (
+            {"mp_policy": lambda *_: None},
+            TypeError,
+            "mp_policy must return a MixedPrecisionPolicy for FSDPNet, got None",
+        ),
         ({"offload_policy": True}, TypeError, "offload_policy must be"),
         ({"optimizers": torch.optim.SGD(model.parameters())}, TypeError, "as a list of torch.optim.Optimizer, got SGD"),
         ({"optimizers": [model]}, TypeError, "got FSDPNet"),

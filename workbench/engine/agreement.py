@@ -72,7 +72,7 @@ _CURES = {
         "some ranks did not apply the optimizer's step; load a checkpoint, or clear the state on every rank with "
         "optimizer.state.clear() (in a notebook, in a %%fsdp cell)"
     ),
-    "given optimizer state": (
+    "loaded optimizer state": (
         "load the same state dict on every rank, or rank 0's: with rank0_only=True in the optim_state_dict_config, or "
         "with scatter_full_optim_state_dict"
     ),

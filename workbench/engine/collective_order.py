@@ -508,7 +508,7 @@ class OrderCheck:
             if answer is None or answer.place != place:
                 done = own.collective if own and own.place == place else self._tree.collective_at(place)
                 is_first = answer is None
-                answer = BoardEntry(self._serial, place, done or Collective("something forgotten", None, 0))
+                answer = BoardEntry(self._serial, place, done or Collective("a forgotten collective", None, 0))
                 self._board.pin(answer.text())
                 if own is None and is_first:
                     self._board.vote(self._serial, answer.text())  # asking ranks read the tally

@@ -240,7 +240,7 @@ def _precision(policy: MixedPrecisionPolicy | PolicyFn, call: ShardCall) -> Mixe
     module = call.modules[0]
     found = policy if isinstance(policy, MixedPrecisionPolicy) else policy(module, call.policy.mp_policy)
     if not isinstance(found, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must give a MixedPrecisionPolicy for {type(module).__name__}, got {found!r}")
+        raise TypeError(f"mp_policy must return a MixedPrecisionPolicy for {type(module).__name__}, got {found!r}")
     return found
 
 

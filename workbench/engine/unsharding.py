@@ -98,7 +98,7 @@ def check_undoable(
     """Raise as :func:`unshard_module` if ``what``, a function for ``kind``, cannot run; changes nothing."""
     name = type(module).__name__
     if not states:
-        raise ValueError(f"{name} holds no module that {kind.made_by} was called on")
+        raise ValueError(f"{name} contains no module that {kind.made_by} was called on")
     others = {state.made_by: state.undone_by for state in states if type(state) is not kind}
     if others:
         made_by, undone_by = others.popitem()

@@ -307,7 +307,7 @@ def test_what_does_not_fit_says_so():
         load(places)
     with pytest.raises(ValueError, match="the state dict has 2 parameter groups, the optimizer 1"):
         load({**saved, "param_groups": saved["param_groups"] * 2})
-    for names, message in ((["a"], "holds 'a', which the optimizer does not hold"), (["scale"], "hold different par")):
+    for names, message in ((["a"], "holds 'a', which the optimizer does not have"), (["scale"], "hold different par")):
         with pytest.raises(ValueError, match=message):
             load({**saved, "param_groups": [{"params": names}]})
     odd = {**saved["state"], "scale": {**saved["state"]["scale"], "exp_avg": torch.zeros(3)}}

@@ -20,5 +20,5 @@ def test_one_setting_for_a_tree():
     assert settings_of(last.wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
     with pytest.raises(ValueError, match="have different state dict types"):
         settings_of(model)
-    with pytest.raises(ValueError, match="Linear holds no FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="Linear contains no FullyShardedDataParallel"):
         settings_of(nn.Linear(1, 1))

@@ -247,7 +247,7 @@ def test_what_cannot_be_undone_says_so_and_stays():
     model = wrap_net(OURS, make_net())
     with pytest.raises(ValueError, match=r"unshard_module is for fully_shard, .* call workbench.engine.classic.unwrap"):
         unshard_module(model)
-    with pytest.raises(ValueError, match="Linear holds no module that FullyShardedDataParallel was called on"):
+    with pytest.raises(ValueError, match="Linear contains no module that FullyShardedDataParallel was called on"):
         unwrap(nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"unwrap is for FullyShardedDataParallel, .* call unshard_module"):
         unwrap(shard_net(make_net()))

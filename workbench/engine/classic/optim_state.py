@@ -500,7 +500,7 @@ def _groups_to_load(
     for i, group in enumerate(groups):
         unknown = [name for name in group["params"] if name not in key_of]
         if unknown:
-            raise ValueError(f"group {i} of the state dict holds {unknown[0]!r}, which the optimizer does not hold")
+            raise ValueError(f"group {i} of the state dict holds {unknown[0]!r}, which the optimizer does not have")
         wanted = {key_of[name] for name in group["params"]}
         order = held if optim is None else [keys[param] for param in optim.param_groups[i]["params"]]
         if optim is not None and set(order or ()) != wanted:

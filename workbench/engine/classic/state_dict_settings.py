@@ -16,7 +16,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     """
     said = [state.settings for state in wrapper_states_below(module)]
     if not said:
-        raise ValueError(f"{type(module).__name__} holds no FullyShardedDataParallel")
+        raise ValueError(f"{type(module).__name__} contains no FullyShardedDataParallel")
     differs = next((settings for settings in said if settings != said[0]), None)
     if differs is not None:
         raise ValueError(
