@@ -14,6 +14,7 @@ from tests.engine.classic.wrapped import CPU, OURS, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import on_one_rank
 from workbench.engine import fully_shard
+from workbench.engine.classic import wrapper
 
 F = OURS.FullyShardedDataParallel
 
@@ -147,6 +148,12 @@ def test_what_cannot_be_wrapped_is_refused(wrong):
     make, kind, words = WRONG[wrong]
     with pytest.raises(kind, match=re.escape(words)):
         make()
+
+
+def test_a_device_index_needs_an_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with pytest.raises(ValueError, match=r"device_id=0: there is no accelerator here; pass torch.device\('cpu'\)"):
+        wrapper._device(0)
 
 
 @on_one_rank
