@@ -270,7 +270,7 @@ def interrupted_before_the_exchange(way: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_no_rank_exchanges_anything_if_one_is_interrupted_before(way):
     others, _ = run_ranks(2, interrupted_before_the_exchange, way)
-    assert "was given up on every rank, because rank 1 raised Interrupted: now" in others
+    assert "was aborted on every rank because rank 1 raised Interrupted: now" in others
 
 
 def interrupted_too_late() -> bool:

@@ -267,7 +267,7 @@ def after_its_group_was_destroyed() -> list[str]:
 
 
 def test_nothing_is_issued_on_a_destroyed_group_or_after_an_abort():
-    said = r"all-gather of unit .+: its process group was destroyed; recover or start the ranks again"
+    said = r"all-gather of unit .+: its process group was destroyed; recover or restart the ranks"
     for first, second in run_ranks(2, after_its_group_was_destroyed):
         assert re.fullmatch(said, first)
         assert second == "rank 1 failed"
@@ -455,7 +455,7 @@ def refused_until_rebuilt() -> list[str]:
     cancellation.reset()
     messages = []
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="was given up") as refused:
+        with pytest.raises(RuntimeError, match="was aborted") as refused:
             model(batch(0, 0))
         messages.append(str(refused.value))
     process_groups.end_iteration([process_groups.group_of((0, 1))])  # nothing to end
@@ -467,8 +467,8 @@ def refused_until_rebuilt() -> list[str]:
 
 def test_after_an_abort_nothing_is_issued_until_the_groups_are_built_anew():
     said = (
-        r"all-gather of unit .*: an earlier collective was given up \(StepAborted: rank 1 failed\), so collectives of "
-        r"the ranks may not match any more; call workbench\.engine\.rebuild_groups\(\) on all ranks, and "
+        r"all-gather of unit .*: an earlier collective was aborted \(StepAborted: rank 1 failed\), so the ranks' "
+        r"collectives may no longer match; call workbench\.engine\.rebuild_groups\(\) on all ranks and "
         r"reset_iter_state\(\) on the root"
     )
     for messages in run_ranks(2, refused_until_rebuilt):

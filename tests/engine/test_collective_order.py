@@ -236,7 +236,7 @@ def test_all_are_told_the_same(first, second, said, exchanged):
     if exchanged:
         one, other = other, one
     assert f"{begin}rank 4 {one}; rank 7 {other}. Run the same" in ranks[0].said
-    assert ranks[0].said.startswith("ranks are about to do different things as collective ")
+    assert ranks[0].said.startswith("ranks disagree on collective ")
 
 
 def test_who_asks_for_more_is_told_though_the_other_never_looks_again(monkeypatch):
@@ -269,7 +269,7 @@ def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, secon
     joined = min(len(rank.issued) for rank in ranks)
     assert ranks[0].issued[:joined] == ranks[1].issued[:joined]
     assert ranks[0].said == ranks[1].said
-    assert ranks[0].said.startswith("ranks are about to do different things")
+    assert ranks[0].said.startswith("ranks disagree on collective")
 
 
 # ---- what it costs
@@ -421,7 +421,7 @@ def test_a_store_that_has_gone_is_a_failure():
 
     board = Board(Gone(), 0, 1)
     for use in (lambda: board.pin("[]"), board.meet, board.question, lambda: board.tally(0)):
-        with pytest.raises(CollectiveFailed, match=r"^the ranks' store cannot be reached: Broken pipe; the process"):
+        with pytest.raises(CollectiveFailed, match=r"^cannot reach the ranks' store: Broken pipe; the process"):
             use()
     board.take_down()  # what it held has gone with it
 
@@ -495,7 +495,7 @@ def differ(how: str, num_before: int) -> str:
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     with unlike(model, how if is_odd else ""), pytest.raises(RanksDisagreeError) as refused:
         steps(model)
-    with pytest.raises(RuntimeError, match="was given up \\(RanksDisagreeError: ranks are about to do different"):
+    with pytest.raises(RuntimeError, match="was aborted \\(RanksDisagreeError: ranks disagree on collective"):
         model(batch(0, 0))
     process_groups.rebuild_all()
     model.reset_iter_state()
@@ -656,7 +656,7 @@ def interrupted_while_asking() -> list[str]:
         with pytest.raises(KeyboardInterrupt):
             gather(group, "a")
         collective_order._pause = real
-        with pytest.raises(RuntimeError, match="an earlier collective was given up \\(KeyboardInterrupt: \\)"):
+        with pytest.raises(RuntimeError, match="an earlier collective was aborted \\(KeyboardInterrupt: \\)"):
             gather(group, "a")
     dist.barrier()
     process_groups.rebuild_all()

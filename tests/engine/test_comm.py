@@ -118,7 +118,7 @@ def test_which_pair_is_taken(monkeypatch):
         monkeypatch.setenv("WORKBENCH_COMM", choice)
         assert pair_for(CPU) == expected_pair
     monkeypatch.setenv("WORKBENCH_COMM", "Default")
-    with pytest.raises(ValueError, match=r"WORKBENCH_COMM='Default' is not known; use 'gloo' .* 'default' .* or unset"):
+    with pytest.raises(ValueError, match=r"unknown WORKBENCH_COMM='Default'; use 'gloo' .* 'default' .* or unset"):
         pair_for(CPU)
 
 

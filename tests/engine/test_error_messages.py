@@ -201,7 +201,7 @@ def allocates_by_itself(enable: bool) -> None:
     model = fully_shard(Pair())
     own = OwnAllGather()
     model.set_custom_all_gather(own)
-    words = ("communicates with a custom OwnAllGather", "allocate by themselves", "set_custom_all_gather")
+    words = ("communicates with a custom OwnAllGather", "allocate their own buffers", "set_custom_all_gather")
     refused(lambda: model.set_allocate_memory_from_process_group_for_comm(enable), ValueError, words, model)
     model(torch.ones(1, 2)).sum().backward()
     assert model._get_fsdp_state()._fsdp_param_group.comm.gather is own
@@ -223,7 +223,7 @@ def test_a_mesh_info_without_an_axis_to_shard_over():
 @on_one_rank
 def test_a_reduction_that_is_no_sum(op):
     like = torch.ones(2)
-    with pytest.raises(ValueError, match="GlooReduceScatter sums; it got"):
+    with pytest.raises(ValueError, match="GlooReduceScatter supports SUM only, got"):
         GlooReduceScatter()(like, like, dist.group.WORLD, op)
 
 

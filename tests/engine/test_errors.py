@@ -91,21 +91,21 @@ REFUSED = {
         with_its_own_all_gather,
         {},
         NotImplementedError,
-        "'b.weight' is a GathersItself, which brings an all-gather of its own .* or leave it out with ignored_params",
+        "'b.weight' is a GathersItself, which defines its own all-gather .* or exclude it with ignored_params",
     ),
     "dtypes": (
         with_two_dtypes,
         {},
         ValueError,
         "must share dtype and device: 'a.weight' is float32 on cpu, 'b.weight' is float64 on cpu; convert them, or "
-        "shard by itself what differs",
+        "shard them in separate units",
     ),
     "devices": (with_two_devices, {}, ValueError, "'a.weight' is float32 on cpu, 'b.weight' is float32 on meta"),
     "DTensor": (
         with_dtensor,
         {},
         ValueError,
-        "parameter 'b.weight' is a DTensor on mesh .* cannot be joined .* sharded over: take both from one",
+        "parameter 'b.weight' is a DTensor on mesh .* cannot be combined .* sharded over: slice both from one",
     ),
     "policy": (
         as_it_is,
@@ -117,7 +117,7 @@ REFUSED = {
         as_it_is,
         {"ignored_params": ["a.weight"]},
         TypeError,
-        "ignored_params holds a str ('a.weight'); it takes the parameters themselves, e.g. {model.embed.weight}",
+        "ignored_params contains a str ('a.weight'); pass the parameters themselves, e.g. {model.embed.weight}",
     ),
     "no mesh": (as_it_is, {"mesh": 4}, TypeError, "mesh must be a torch.*DeviceMesh or None, got int"),
 }
@@ -142,7 +142,7 @@ def test_a_refused_call_says_why_and_changes_nothing(case):
 @pytest.mark.parametrize(
     ("argument", "error", "message"),
     [
-        ([], ValueError, "fully_shard got an empty list; give it at least one module"),
+        ([], ValueError, "fully_shard got an empty list; pass at least one module"),
         ("model", TypeError, "takes a module or a list of modules, got str"),
         ({nn.Linear(1, 1)}, TypeError, "takes a module or a list of modules, got set"),
         ([nn.Linear(1, 1), None], TypeError, "takes a module or a list of modules, got NoneType"),
@@ -160,9 +160,9 @@ def test_what_is_no_module_to_shard(argument, error, message):
 def test_a_list_with_a_module_twice_or_inside_of_another():
     model = Pair()
     before = fingerprint(model)
-    with refuses(ValueError, "holds a Linear that lies inside of another; give each part"):
+    with refuses(ValueError, "contains a Linear inside another module of the list; pass each part"):
         fully_shard([model, model.a])
-    with refuses(ValueError, "holds a module twice; give each part of the model once"):
+    with refuses(ValueError, "contains a module twice; pass each part of the model once"):
         fully_shard([model.a, model.a])
     assert fingerprint(model) == before
 
@@ -326,7 +326,7 @@ def test_sparse_gradients():
 def test_reset_of_an_inner_module():
     model = shard_net(make_net(num_blocks=1))
     model(batch(0, 0))
-    with refuses(RuntimeError, "on a FSDPBlock inside of an FSDP root; call it on the root"):
+    with refuses(RuntimeError, "on a FSDPBlock inside an FSDP root; call it on the root"):
         model.blocks[0].reset_iter_state()
 
 
@@ -341,7 +341,7 @@ def test_deep_copies_are_refused():
 
 @on_one_rank
 def test_unshard_module_of_what_is_not_sharded_or_only_a_part():
-    with refuses(ValueError, "Pair holds no module that fully_shard was called on"):
+    with refuses(ValueError, "Pair contains no module that fully_shard was called on"):
         unshard_module(Pair())
     model = shard_net(make_net(num_blocks=1))
     model(batch(0, 0))
@@ -357,7 +357,7 @@ def test_unshard_module_with_gradients_that_are_not_reduced():
     model.set_requires_gradient_sync(False)
     loss_of(model, batch(0, 0)).backward()
     before = fingerprint(model)
-    with refuses(RuntimeError, "without sync and not reduced yet, of scale, embed.weight, .*reset_"):
+    with refuses(RuntimeError, "without sync and are not reduced yet: scale, embed.weight, .*reset_"):
         unshard_module(model)
     assert fingerprint(model) == before
     model.reset_iter_state()
@@ -369,7 +369,7 @@ def test_backward_through_a_forward_from_before_unshard_module():
     model = shard_net(make_net(num_blocks=1))
     loss = loss_of(model, batch(0, 0))
     unshard_module(model)
-    with refuses(RuntimeError, "unit '(root)' was undone, or sharded in another way, since; .* run the forward again"):
+    with refuses(RuntimeError, "unit '(root)' was unsharded or resharded by .* run the forward again"):
         loss.backward()
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
@@ -379,7 +379,7 @@ def test_an_unknown_choice_of_communication():
     os.environ["WORKBENCH_COMM"] = "fastest"  # of this process, which ends with the test
     with simulated_rank(0, 2):
         model = fully_shard(Pair())
-        with refuses(ValueError, "WORKBENCH_COMM='fastest' is not known; use 'gloo' .*, 'default' .*, or unset it"):
+        with refuses(ValueError, "unknown WORKBENCH_COMM='fastest'; use 'gloo' .*, 'default' .*, or unset it"):
             model.unshard()
 
 

@@ -183,7 +183,7 @@ VIEW = (
     "the loss is computed from a view of the full parameter {!r}, such as its transpose, that was made before unit "
     "{!r} was resharded: "
 )
-KEPT = "the full parameter 'weight' was kept from before unit '(root)' was resharded, and holds no values since: "
+KEPT = "the full parameter 'weight' was read before unit '(root)' was resharded and no longer has values: "
 BEGINS = {
     kept_param_before_any_forward: KEPT,
     kept_param_after_a_step: KEPT,
@@ -194,8 +194,10 @@ BEGINS = {
     "called, not the Linear in it, or compute between its unshard() and reshard() (likewise block.up.bias)\n(torch: ",
     shown_in_a_cell: "RuntimeError: parameter 'block.up.weight' is sharded; call the module of unit 'block', ",
     helper: "parameter 'embed.weight' is sharded; call the module of unit '(root)', ",
-    within: "parameter 'embed.weight' was resharded within the forward of its unit '(root)', by a backward or a "
-    "reshard() in there; do that after the forward\n(torch: ",
+    within: (
+        "parameter 'embed.weight' was resharded within the forward of its unit '(root)', by a backward or reshard() "
+        "inside it; run that after the forward\n(torch: "
+    ),
     wrapper: "linear: parameter 'block.up.weight' is sharded; call the FullyShardedDataParallel around its module, or "
     "compute within summon_full_params",
     kept_view: VIEW.format("0.weight", "0"),

@@ -200,7 +200,11 @@ def test_after_one_that_failed_no_second_step_begins_until_the_group_is_built_an
     later, _, even_later = start(relay, "c")
     later.future.set_result(None)
     assert relay.then.issued == []
-    for steps, message in ((failed, "a peer has left"), (after, "before it failed"), (even_later, "before it failed")):
+    for steps, message in (
+        (failed, "a peer has left"),
+        (after, "an earlier collective failed"),
+        (even_later, "an earlier collective failed"),
+    ):
         with pytest.raises(RuntimeError, match=message):
             steps.wait()
     relay.then.index += 1

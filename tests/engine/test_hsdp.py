@@ -348,7 +348,7 @@ def test_a_hook_that_replicates_by_itself(api):
 
 def stream_for_the_hook() -> str:
     model = engine.fully_shard(nn.Linear(4, 4), mesh=grid(2, 1))
-    with pytest.raises(ValueError, match="in its stream") as caught:
+    with pytest.raises(ValueError, match="in the stream of their all-reduce") as caught:
         model.set_all_reduce_hook(lambda shard: None, stream=torch.cpu.Stream())
     return str(caught.value)
 

@@ -249,7 +249,7 @@ def parted() -> bool:
         with pytest.raises(ByTheUser):
             ordinary(model)
         handle.remove()
-    with pytest.raises(RanksDisagreeError, match="ranks are about to do different things"):
+    with pytest.raises(RanksDisagreeError, match="ranks disagree on collective"):
         ordinary(model)
     engine.rebuild_groups()
     model.reset_iter_state()

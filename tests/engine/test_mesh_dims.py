@@ -160,17 +160,17 @@ def test_what_cannot_be_is_said_in_a_sentence():
     model = on_mesh(mesh)
     refused(mesh, model, ValueError, "names 'x'; the axes of the mesh have 'dp', 'cp', 'tp'", dims("x"))
     refused(mesh, model, ValueError, "names an axis twice: shard 'dp', replicate 'dp'", dims("dp", "dp"))
-    refused(mesh, model, ValueError, "joins the axes 'dp', 'tp', which must be neighbours", dims(("dp", "tp")))
+    refused(mesh, model, ValueError, "joins the axes 'dp', 'tp', which must be adjacent", dims(("dp", "tp")))
     refused(mesh, model, TypeError, "must be a workbench.engine.DataParallelMeshDims, got 'dp'", "dp")
     refused(
         mesh, model, NotImplementedError, "takes True, False or None, not an int", dims("dp"), reshard_after_forward=1
     )
     refused(mesh, model, ValueError, "must be Replicate() on the data-parallel axis 'tp'", dims("tp"))
-    refused(mesh, make(), ValueError, "'0.weight' is a plain Parameter: make them with distribute_tensor", dims("dp"))
+    refused(mesh, make(), ValueError, "'0.weight' is a plain Parameter: create them with distribute_tensor", dims("dp"))
     other = mesh_of({"a": 1, "dp": 1})
     refused(other, model, ValueError, "'0.weight' is a DTensor on", dims("dp"))
     nameless = init_device_mesh("cpu", (1,))
-    refused(nameless, model, ValueError, "no names: give it mesh_dim_names", dims("dp"))
+    refused(nameless, model, ValueError, "no names: set mesh_dim_names", dims("dp"))
     assert type(model) is nn.Sequential
 
 

@@ -155,7 +155,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_says_how_much(monkeypatch
     monkeypatch.setattr(page_pool, "_can_move", lambda: False)
     memory = PageRange(10, torch.float32)
     memory._num_bytes = 2**62
-    with pytest.raises(OSError, match=f"{2**62} bytes for parameters cannot be mapped"):
+    with pytest.raises(OSError, match=f"cannot map {2**62} bytes for parameters"):
         memory.fill(spare)
 
 

@@ -119,7 +119,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(two, monkeypatch):
     second._numbers[3] = child.pid
     first.done(first.issue())
     second.issue()
-    with pytest.raises(CollectiveFailed, match=r"^rank 7 has ended before it read the parameters it had gathered$"):
+    with pytest.raises(CollectiveFailed, match=r"^rank 7 ended before it read its gathered parameters$"):
         first.wait()  # it has not been asked for its exit code yet
     child.join()
     with pytest.raises(CollectiveFailed, match=r"^rank 7 has ended"):

@@ -502,7 +502,7 @@ def lists() -> None:
     torch.testing.assert_close(model(torch.ones(2, 3)), expected)
     before = fingerprint(model)
     roots.discard(model._get_fsdp_state())  # as if the list were a root of its own
-    with pytest.raises(ValueError, match="bias would be in no unit, because they do not lie below the"):
+    with pytest.raises(ValueError, match="bias would be in no unit, because they are not below the"):
         reshard_module(model.first, wrap=nothing)
     roots.add(model._get_fsdp_state())
     assert fingerprint(model) == before
@@ -539,7 +539,7 @@ def experts() -> None:
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()
     before, meshes_before = fingerprint(model), [p.device_mesh for p in model.parameters()]
-    with pytest.raises(NotImplementedError, match=r"lies on ranks .* cannot give them one mesh"):
+    with pytest.raises(NotImplementedError, match=r"is on ranks .* cannot give them one mesh"):
         reshard_module(model, mesh=mesh_of((2, 2)))
     assert fingerprint(model) == before
     with torch.no_grad():
@@ -577,7 +577,7 @@ def tensor_parallel() -> None:
 
     step(0)
     before = fingerprint(model)
-    with pytest.raises(ValueError, match=r"lies on ranks .* a mesh of ranks \[0, 1, 2, 3\] must hold the same"):
+    with pytest.raises(ValueError, match=r"is on ranks .* the mesh has ranks \[0, 1, 2, 3\]; both need the same"):
         reshard_module(model, mesh=mesh_of((4,)))
     assert fingerprint(model) == before
     reshard_module(model, wrap=nothing)
@@ -644,14 +644,18 @@ def refusals() -> None:
         ({"wrap": raises}, LookupError, "by the user"),
         ({"wrap": "blocks"}, TypeError, "wrap must be a function"),
         ({"mesh": 3}, TypeError, "mesh must be a .*DeviceMesh, got int"),
-        ({"mesh": part}, ValueError, r"lies on ranks \[0, 1\]; a mesh of ranks \[.\] must hold the same ones"),
+        ({"mesh": part}, ValueError, r"is on ranks \[0, 1\], but the mesh has ranks \[.\]; both need the same ranks"),
         ({"mesh": DeviceMesh("cpu", [[0, 1]])}, ValueError, "without names"),
         ({"reshard_after_forward": 3}, ValueError, "does not divide the 2 ranks"),
         ({"reshard_after_forward": 0}, ValueError, "does not divide the 2 ranks"),
         ({"reshard_after_forward": 3, "wrap": is_block}, ValueError, "does not divide the 2 ranks"),
         ({"reshard_after_forward": "yes"}, TypeError, "got 'yes'"),
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be"),
-        ({"mp_policy": lambda *_: None}, TypeError, "mp_policy must give a MixedPrecisionPolicy for FSDPNet, got None"),
+        (
+            {"mp_policy": lambda *_: None},
+            TypeError,
+            "mp_policy must return a MixedPrecisionPolicy for FSDPNet, got None",
+        ),
         ({"offload_policy": True}, TypeError, "offload_policy must be"),
         ({"optimizers": torch.optim.SGD(model.parameters())}, TypeError, "as a list of torch.optim.Optimizer, got SGD"),
         ({"optimizers": [model]}, TypeError, "got FSDPNet"),
@@ -687,7 +691,7 @@ def test_not_in_the_middle_of_an_iteration():
     seen = []
 
     def change(*_):
-        with pytest.raises(RuntimeError, match="forward or backward of FSDPNet is under way, or has raised"):
+        with pytest.raises(RuntimeError, match="forward or backward of FSDPNet is running or has raised"):
             reshard_module(model, wrap=nothing)
         with pytest.raises(RuntimeError, match="unshard_module: the forward or backward of FSDPNet"):
             unshard_module(model)
@@ -777,7 +781,7 @@ def kept_shards() -> None:
     model.set_requires_all_reduce(False)
     backward(model, 0)
     for undo in (unshard_module, lambda m: reshard_module(m, wrap=nothing)):
-        with pytest.raises(RuntimeError, match=r"not reduced yet, of .* set_requires_all_reduce\(True\)"):
+        with pytest.raises(RuntimeError, match=r"not reduced yet: .* set_requires_all_reduce\(True\)"):
             undo(model)
     model.set_requires_all_reduce(True)
     backward(model, 1)
@@ -910,6 +914,7 @@ def refused_replicas() -> str:
 
 def test_a_hook_with_a_stream_and_replicas_are_refused():
     said = (
-        "has an all-reduce hook with a stream, which replicas do not allow; call set_all_reduce_hook without one first"
+        "has an all-reduce hook with a stream, which replicas do not allow; call set_all_reduce_hook without a "
+        "stream first"
     )
     assert all(said in message for message in run_ranks(2, refused_replicas))

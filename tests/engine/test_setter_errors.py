@@ -117,7 +117,12 @@ WRONG_SETTINGS: dict[str, tuple[str, tuple[object, ...], type[Exception], Words]
         TypeError,
         ("set_modules_to_backward_prefetch", "NoneType", "list"),
     ),
-    "all-gather": ("set_custom_all_gather", (NoComm(),), TypeError, ("set_custom_all_gather", "NoComm", "allocate")),
+    "all-gather": (
+        "set_custom_all_gather",
+        (NoComm(),),
+        TypeError,
+        ("set_custom_all_gather takes a callable with a method allocate, got", "NoComm"),
+    ),
     "all-gather class": ("set_custom_all_gather", (NoComm,), TypeError, ("set_custom_all_gather", "allocate")),
     "reduce-scatter": (
         "set_custom_reduce_scatter",

@@ -401,8 +401,8 @@ def too_many() -> tuple[str, list[list[float]]]:
 
 def test_a_reduction_that_was_waited_for_too_late_is_an_error_not_a_wrong_sum():
     said = (
-        "this reduction was waited for too late: as many others as may be outstanding were issued since, or the group "
-        "was built anew, so its stages may hold other gradients"
+        "wait() came too late for this reduction: the maximum number of outstanding reductions was issued after it, "
+        "or the group was rebuilt, so its stages may hold other gradients"
     )
     assert run_ranks(2, too_many) == [(said, [[5.0], [2.0], [4.0]])] * 2
 
@@ -446,21 +446,20 @@ def refusals() -> list[str]:
 def test_what_cannot_be_done_without_copying_is_refused():
     messages, _ = run_ranks(2, refusals)
     assert messages[1] == (
-        "an output of 4 elements of torch.bfloat16 was asked for, but this unit's shared memory has 4 of "
-        "torch.float32; call share() with a shard's size and dtype first"
+        "an output of 4 elements of torch.bfloat16 was requested, but this unit's shared memory has 4 of "
+        "torch.float32; call share() with the shard's size and dtype first"
     )
-    assert messages[2] == messages[6] == "memory on meta was asked for; ranks share memory of the CPU only"
+    assert messages[2] == messages[6] == "memory on meta was requested; ranks share CPU memory only"
     assert messages[5] == (
-        "an input of torch.bfloat16 was asked for; the stages of this reduce-scatter hold torch.float32"
+        "an input of torch.bfloat16 was requested; the stages of this reduce-scatter hold torch.float32"
     )
-    assert messages[10] == "a reduce-scatter through shared memory sums; RedOpType.AVG was asked for"
-    assert "the input must be the tensor of the region that share() was given last" in messages[3] == messages[4]
-    assert "the input must be the tensor that allocate() returned last" in messages[7] == messages[8] == messages[9]
+    assert messages[10] == "a reduce-scatter through shared memory supports SUM only, got RedOpType.AVG"
+    assert "the input must be the tensor of the region last passed to share()" in messages[3] == messages[4]
+    assert "the input must be the tensor that allocate() last returned" in messages[7] == messages[8] == messages[9]
     assert messages[12] == (
-        "0 outstanding reductions with 1 stages were asked for; at least 1 reduction and one stage more than "
-        "reductions are needed"
+        "got 0 outstanding reductions and 1 stages; need at least 1 reduction, and more stages than reductions"
     )
     assert messages[14] == (
-        "an output of torch.float32 was asked for; the stages of this all-gather hold torch.bfloat16"
+        "an output of torch.float32 was requested; the stages of this all-gather hold torch.bfloat16"
     )
     assert "the input this rank's row of it" in messages[15] == messages[16]

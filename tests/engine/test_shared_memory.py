@@ -146,7 +146,7 @@ def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
     with (tmp_path / "file").open("wb") as file:
         fd = file.fileno() if there else 10_000
         error, said = (
-            (OSError, "is not the other rank's memory: another host, or another")
+            (OSError, "is not the other rank's memory: the rank is on another host or in another")
             if there
             else (
                 FileNotFoundError,
@@ -248,7 +248,7 @@ def refused_rows(damage: Callable[[pytest.MonkeyPatch], None], damaged_rank: int
 def test_lack_of_memory_is_an_error_on_all_ranks_that_says_why(damage, rank, why):
     messages = run_ranks(2, refused_rows, damage, rank)
     said = f"ranks [0, 1] cannot share 8000 bytes of memory; rank {rank}: {why}. "
-    assert messages == [said + "Set WORKBENCH_COMM=gloo to do without."] * 2
+    assert messages == [said + "To run without shared memory, set WORKBENCH_COMM=gloo."] * 2
 
 
 def test_the_memory_of_this_machine_is_known():

@@ -234,7 +234,7 @@ def test_where_the_system_takes_nothing_back_it_is_still_counted():
 @pytest.mark.parametrize(("problem", "is_told"), [(errno.ENOMEM, True), (errno.EFAULT, True), (errno.EINVAL, False)])
 def test_lack_of_memory_is_an_error_and_an_old_system_takes_page_by_page(monkeypatch, problem, is_told):
     monkeypatch.setattr(shared_memory, "madvise", lambda: lambda *_: ctypes.set_errno(problem) or -1)
-    with pytest.raises(OSError, match="no memory for 16 bytes") if is_told else nullcontext():
+    with pytest.raises(OSError, match="not enough memory for 16 bytes") if is_told else nullcontext():
         shared_memory.take_pages(torch.zeros(4))
 
 

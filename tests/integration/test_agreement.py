@@ -66,7 +66,7 @@ def test_gradients_that_one_rank_has_left_are_named_and_nothing_is_changed(bench
     before = values(bench)
     with pytest.raises(RankError, match=r"ranks differ in the gradient of .* rank 0 has none; rank 1 has") as refused:
         COMMANDS[api][command](bench)
-    assert "model.zero_grad(), in a notebook in a %%fsdp cell" in str(refused.value)
+    assert "model.zero_grad() (in a notebook, in a %%fsdp cell)" in str(refused.value)
     assert refused.value.also == (1,)
     assert values(bench) == before
     assert bench.status().models
@@ -87,7 +87,7 @@ def test_state_that_one_rank_lacks_is_named(bench, api):
     bench.step(1)
     with pytest.raises(RankError, match=r"ranks differ in the optimizer state of .*: rank 0 has exp_avg") as refused:
         bench.unshard("model")
-    assert "optimizer.state.clear(), in a notebook in a %%fsdp cell" in str(refused.value)
+    assert "optimizer.state.clear() (in a notebook, in a %%fsdp cell)" in str(refused.value)
     bench.run_cell('opt.state.clear(); opt.zero_grad(); fails = ""')
     bench.unshard("model")
     bench.shard("model", api=api, wrap=["Linear"])

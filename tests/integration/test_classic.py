@@ -169,7 +169,7 @@ handle = model.blocks[1].mlp.register_forward_pre_hook(refuse)
 def test_ranks_that_disagree_are_told_so_by_the_names_of_units(wb, strategy):
     fresh(wb, strategy)
     wb.step(1)
-    with pytest.raises(RankError, match="RanksDisagreeError: ranks are about to do different things") as caught:
+    with pytest.raises(RankError, match="RanksDisagreeError: ranks disagree on collective") as caught:
         wb.run_cell("model.blocks[rank](torch.ones(1, 16)).sum().backward()")
     said = str(caught.value)
     assert "of unit blocks.0 (" in said

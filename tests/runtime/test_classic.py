@@ -143,8 +143,8 @@ def alone():
 def test_one_rank_is_told_once_that_nothing_is_split():
     ((split, plain, whole),) = run(1, alone)
     assert split == [
-        "FullyShardedDataParallel: one rank holds whole parameters, so SHARD_GRAD_OP is NO_SHARD here; start several "
-        "ranks, or give the process_group= or device_mesh= of several"
+        "FullyShardedDataParallel: on one rank, SHARD_GRAD_OP is the same as NO_SHARD; start several ranks, or pass "
+        "a process_group= or device_mesh= of several"
     ]
     assert plain == whole == []
 
@@ -157,7 +157,7 @@ def partly_frozen():
     plan = shard_planning.plan(command, ns["world_size"])
     lines = warned(command)
     assert len(lines) == len(set(lines)) > 0
-    assert all("is frozen in one unit: its reduction takes memory" in line for line in lines)
+    assert all("is frozen in one unit: its reduction allocates gradients" in line for line in lines)
     execute(Step(count=2))
     trace = trace_here()
     (rank,) = trace.ranks
@@ -248,7 +248,7 @@ def test_where_nothing_is_split_a_shard_is_all_of_it(num_ranks):
     for piece, flat in run(num_ranks, inspected, False, "none"):
         assert (piece.shard.first_row, piece.shard.num_rows, piece.shard.of_rows) == (0, 49 * 16, 49 * 16)
         assert flat.shard.num_rows == flat.shard.of_rows
-        assert piece.full.why == "not needed now; nothing of it is split: the shard is all of it"
+        assert piece.full.why == "not needed now; with one shard rank, the shard is the full parameter"
 
 
 @pytest.mark.parametrize("name", quick(["full", "grad, pieces", "copies", "half precision", "hybrid"], ["full"]))
@@ -612,10 +612,10 @@ def changed_in_parallel(changes):
         planned_and_made.append((change, before, made))
         if "mp" not in change:
             losses += execute(Step(count=1))["losses"]
-    assert_refused(Reshard(model="model", mesh=(4,), api="fully_shard"), UsageError, "stays on its mesh of shape 2")
-    assert_refused(Reshard(model="model", strategy="hybrid", mesh=(2, 2)), UsageError, "stays on its mesh of shape 2")
+    assert_refused(Reshard(model="model", mesh=(4,), api="fully_shard"), UsageError, "so its mesh of shape 2")
+    assert_refused(Reshard(model="model", strategy="hybrid", mesh=(2, 2)), UsageError, "so its mesh of shape 2")
     execute(Unshard(model="model"))
-    with pytest.raises(ValueError, match="cannot be joined with the mesh"):
+    with pytest.raises(ValueError, match="cannot be combined with the mesh"):
         execute(Shard(model="model", api="classic", wrap=("Block",)))
     return losses, planned_and_made, [type(param).__name__ for param in ns["model"].parameters()]
 

@@ -405,10 +405,10 @@ def test_what_one_unit_cannot_have_is_said_and_nothing_changes():
             "'model.blocks.1' is not sharded; shard it first",
             "there is no unit 'blocks.9'; the units, nearest first: blocks.",
             "there is no unit 'blocks'; the units, nearest first: blocks.",
-            "by itself; for --mesh, --prefetch give 'model'",
-            "by itself; for --wrap give 'model'",
+            "for --mesh, --prefetch reshard the model: %fsdp reshard model",
+            "for --wrap reshard the model: %fsdp reshard model",
             "what fits: no number; auto, true, false",
-            "'model.blocks.1' is a part of a classic model",
+            "'model.blocks.1' is part of a classic model",
         ]
         assert_refused(said, parts)
         assert same

@@ -177,7 +177,7 @@ def test_why_a_parameter_of_it_is_there_is_read_from_what_it_told():
             "all_gather.end",
             "layers.1",
         ): "its all-gather was issued (requested in forward of step 0); compute has not waited",
-        ("reshard", "layers.1"): "nothing has given it up yet (requested in forward of step 0)",
+        ("reshard", "layers.1"): "not resharded yet (requested in forward of step 0)",
         ("reduce_scatter", "layers.1"): "not needed now: only this rank's rows are in memory",
     }
     for event, why in cases.items():

@@ -40,7 +40,7 @@ def untried(version: str = torch.__version__) -> str:
     if OLDEST <= (major, minor) <= NEWEST:
         return ""
     oldest, newest = (".".join(map(str, tried)) for tried in (OLDEST, NEWEST))
-    return f"the workbench was tried with torch {oldest} to {newest}, not with {version}: something may not work"
+    return f"the workbench is tested with torch {oldest} to {newest}, not with {version}; some features may fail"
 
 
 if untried():
@@ -232,8 +232,9 @@ def tell_checkpoints(kind: type[nn.Module], ours: Checkpointed) -> None:
     if is_sharded is None or not hasattr(checkpoints, "FSDP"):
         oldest, newest = (".".join(map(str, tried)) for tried in (OLDEST, NEWEST))
         raise NotImplementedError(
-            f"{_CHECKPOINTS} of torch {torch.__version__} is not as in {oldest} to {newest}, and cannot take "
-            f"{kind.__name__}: use its own state_dict, optim_state_dict and optim_state_dict_to_load"
+            f"{_CHECKPOINTS} of torch {torch.__version__} differs from that of {oldest} to {newest} and does not "
+            f"support {kind.__name__}: call state_dict, optim_state_dict and optim_state_dict_to_load of "
+            f"{kind.__name__} instead"
         )
     checkpoints.FSDP = _Wrappers(checkpoints.FSDP, kind, ours)
     checkpoints._get_module_fsdp_state_if_fully_sharded_module = lambda module: (

@@ -64,15 +64,15 @@ class Holdings:
 _CURES = {
     "parameter": "build the same model on every rank, and shard it in the same way",
     "gradient": (
-        "a step that failed or was aborted left it; drop the gradients on every rank with model.zero_grad(), in a "
-        "notebook in a %%fsdp cell, then go on"
+        "a failed or aborted step left it; clear the gradients on every rank with model.zero_grad() (in a notebook, "
+        "in a %%fsdp cell)"
     ),
-    "optimizer": "make it of the same parameters on every rank",
+    "optimizer": "create it from the same parameters on every rank",
     "optimizer state": (
-        "the optimizer's step was not applied on every rank; load a checkpoint, or drop the state on every rank with "
-        "optimizer.state.clear(), in a notebook in a %%fsdp cell, then go on"
+        "some ranks did not apply the optimizer's step; load a checkpoint, or clear the state on every rank with "
+        "optimizer.state.clear() (in a notebook, in a %%fsdp cell)"
     ),
-    "given optimizer state": (
+    "loaded optimizer state": (
         "load the same state dict on every rank, or rank 0's: with rank0_only=True in the optim_state_dict_config, or "
         "with scatter_full_optim_state_dict"
     ),
@@ -206,7 +206,7 @@ class Agreement:
         unable = [rank for rank, (refusal, *_) in zip(ranks, answers, strict=True) if refusal]
         if unable:
             refusal = next(refusal for refusal, *_ in answers if refusal)
-            return f"{self._what} is not possible on {name_ranks(unable)}, so that no rank does it: {refusal}"
+            return f"{self._what} is not possible on {name_ranks(unable)}, so no rank did it: {refusal}"
         missing = "nothing of this name" if all(has_all for _, has_all, _ in answers) else None
         for kind, cure in _CURES.items():
             of_ranks = [rows[kind] for *_, rows in answers]
@@ -318,7 +318,7 @@ class _Vote:
             raise
         outcome = self._decide(_DONE)
         if outcome != _DONE:
-            raise CollectiveFailed(f"{self._what} was given up on every rank, because {outcome}")
+            raise CollectiveFailed(f"{self._what} was aborted on every rank because {outcome}")
 
     def give_up(self, error: BaseException) -> str:
         """Abort the operation on every rank unless all are ready already; return the outcome."""

@@ -136,7 +136,7 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     """Raise TypeError or ValueError for modules that cannot become a unit."""
     if not modules:
-        raise ValueError("fully_shard got an empty list; give it at least one module")
+        raise ValueError("fully_shard got an empty list; pass at least one module")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard takes a module or a list of modules, got {type(module).__name__}")
@@ -147,8 +147,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise ValueError(f"fully_shard was already called on this {name}; undo it with unshard_module first")
     inner = [m for m in modules for other in modules if other is not m and m in set(other.modules())]
     if inner or len(set(modules)) < len(modules):
-        what = f"a {type(inner[0]).__name__} that lies inside of another" if inner else "a module twice"
-        raise ValueError(f"the list given to fully_shard holds {what}; give each part of the model once")
+        what = f"a {type(inner[0]).__name__} inside another module of the list" if inner else "a module twice"
+        raise ValueError(f"the list passed to fully_shard contains {what}; pass each part of the model once")
 
 
 def _policy(reshard_after_forward: object, mp_policy: object, offload_policy: object) -> UnitPolicy:
@@ -176,8 +176,8 @@ def _ids_of(ignored_params: Iterable[object]) -> frozenset[int]:
     for param in params:
         if not isinstance(param, nn.Parameter):
             raise TypeError(
-                f"ignored_params holds a {type(param).__name__} ({param!r:.40}); it takes the parameters themselves, "
-                "e.g. {model.embed.weight}"
+                f"ignored_params contains a {type(param).__name__} ({param!r:.40}); pass the parameters themselves, "
+                f"e.g. {{model.embed.weight}}"
             )
     return frozenset(map(id, params))
 

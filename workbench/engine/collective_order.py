@@ -364,8 +364,8 @@ def _note_of(text: str) -> BoardEntry | None:
 def _lost(error: RuntimeError) -> CollectiveFailed:
     cancellation.check_after_failure()
     return CollectiveFailed(
-        f"the ranks' store cannot be reached: {str(error).splitlines()[0]}; the process that holds it, most often rank "
-        "0's, has ended"
+        f"cannot reach the ranks' store: {str(error).splitlines()[0]}; the process that hosts it, usually rank 0, "
+        "has ended"
     )
 
 
@@ -508,7 +508,7 @@ class OrderCheck:
             if answer is None or answer.place != place:
                 done = own.collective if own and own.place == place else self._tree.collective_at(place)
                 is_first = answer is None
-                answer = BoardEntry(self._serial, place, done or Collective("something forgotten", None, 0))
+                answer = BoardEntry(self._serial, place, done or Collective("a forgotten collective", None, 0))
                 self._board.pin(answer.text())
                 if own is None and is_first:
                     self._board.vote(self._serial, answer.text())  # asking ranks read the tally
@@ -530,10 +530,10 @@ class OrderCheck:
         parts += [f"{_ranks(silent)} elsewhere"] if silent else []
         among = f" among {_ranks(self._ranks)}" if self._is_part else ""
         return (
-            f"ranks are about to do different things as collective {place[1] + 1} of this iteration{among}: "
-            f"{'; '.join(parts)}. Run the same forwards and backwards on every rank; if what runs depends on data, let "
-            "one rank decide for all, or run the module on all. Then go on with workbench.engine.rebuild_groups() on "
-            "all ranks and reset_iter_state() on the root"
+            f"ranks disagree on collective {place[1] + 1} of this iteration{among}: {'; '.join(parts)}. Run the same "
+            "forwards and backwards on every rank; if they depend on data, let one rank decide for all, or run the "
+            "module on all. To continue, call workbench.engine.rebuild_groups() on all ranks and reset_iter_state() "
+            "on the root"
         )
 
     def leave(self, message: str) -> None:

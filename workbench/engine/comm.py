@@ -193,7 +193,7 @@ def comm_choice() -> str:
     choice = os.environ.get("WORKBENCH_COMM", "")
     if choice not in CHOICES:
         raise ValueError(
-            f"WORKBENCH_COMM={choice!r} is not known; use 'gloo' (never shared memory), 'default' (c10d's own "
+            f"unknown WORKBENCH_COMM={choice!r}; use 'gloo' (never shared memory), 'default' (c10d's own "
             "collectives), or unset it for the fastest pair"
         )
     return choice

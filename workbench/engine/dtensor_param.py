@@ -55,8 +55,8 @@ def joined_with_tp(path: str, param: DTensor, mesh: FSDPMeshInfo) -> DeviceMesh:
         return joined_mesh(mesh.mesh, param.device_mesh)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"parameter {path!r} is a DTensor on mesh {param.device_mesh}, which cannot be joined with the mesh "
-            f"{mesh.mesh} that parameters are sharded over: take both from one DeviceMesh with named axes, e.g. "
+            f"parameter {path!r} is a DTensor on mesh {param.device_mesh}, which cannot be combined with the mesh "
+            f"{mesh.mesh} that parameters are sharded over: slice both from one DeviceMesh with named axes, e.g. "
             "world['dp'] and world['tp']"
         ) from error
 
@@ -70,8 +70,8 @@ def _spmd_spec(path: str, param: nn.Parameter, shard: Shard, mesh: FSDPMeshInfo,
     if not isinstance(param, DTensor) or param.device_mesh != whole:
         kind = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else f"a plain {type(param).__name__}"
         raise ValueError(
-            f"with dp_mesh_dims, all parameters must be DTensors on the mesh that fully_shard is given, {whole}; "
-            f"{path!r} is {kind}: make them with distribute_tensor or distribute_module first"
+            f"with dp_mesh_dims, all parameters must be DTensors on the mesh passed to fully_shard, {whole}; "
+            f"{path!r} is {kind}: create them with distribute_tensor or distribute_module first"
         )
     names, split, placements = names_of(whole), mesh.spmd_shard_axes, list(param.placements)
     for axis in (*split, *mesh.spmd_replicate_axes):
@@ -131,7 +131,7 @@ class DTensorParam(FSDPParam):
         if mesh is not None and self.is_tensor_parallel:
             raise NotImplementedError(
                 f"parameter {self.fqn!r} is a DTensor of tensor parallelism; reshard_after_forward as a number of "
-                "ranks is for plain parameters: use True or False"
+                "ranks needs plain parameters: use True or False"
             )
         super().set_post_forward(mesh)
 

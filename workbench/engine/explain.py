@@ -56,11 +56,11 @@ def _of_stale(version: int) -> str:
     if full is None or unit is None:
         return ""
     return (
-        f"backward needs the full parameter {unit.in_model(full.fqn)!r}, but unit {unit.title!r} was resharded since "
-        "the forward that used it, and no output of the unit leads to this backward. Compute the loss from what the "
-        "module returns (a tensor kept on self does not count), or keep the parameters until the last backward: "
-        "reshard_after_forward=False, and before the first of several backwards through the same graph "
-        "set_reshard_after_backward(False)"
+        f"backward needs the full parameter {unit.in_model(full.fqn)!r}, but unit {unit.title!r} was resharded after "
+        "the forward that used it, and this backward does not pass through an output of the unit. Compute the loss "
+        "from what the module returns (a tensor stored on self does not count), or keep the parameters until the "
+        "last backward: reshard_after_forward=False, and for several backwards through one graph "
+        "set_reshard_after_backward(False) before the first"
     )
 
 
@@ -78,7 +78,7 @@ def _of_view(traceback: TracebackType | None) -> str:
             return (
                 f"the loss is computed from a view of the full parameter {unit.in_model(full.fqn)!r}, such as its "
                 f"transpose, that was made before unit {unit.title!r} was resharded: its values may be out of date. "
-                "Make the view again in each forward and use it there (not one kept on self), or keep the parameters "
+                "Create the view in each forward and use it there (not one stored on self), or keep the parameters "
                 "until the last backward: reshard_after_forward=False"
             )
     return ""
@@ -139,7 +139,7 @@ def _of_mixed(traceback: TracebackType | None) -> str:
             if any(_is_forward_around(param, each) for each in frames):
                 return (
                     f"parameter {unit.in_model(param.fqn)!r}{others} was resharded within the forward of its unit "
-                    f"{unit.title!r}, by a backward or a reshard() in there; do that after the forward"
+                    f"{unit.title!r}, by a backward or reshard() inside it; run that after the forward"
                 )
             inner = f", not the {type(owner).__name__} in it" if "." in param.info.path else ""
             call = f"the module of unit {unit.title!r}, on which fully_shard was called{inner}"

@@ -204,7 +204,7 @@ class FSDPModule:
         for unit in units:
             if stream is not None and unit.mesh_info.replicate_mesh_size > 1:
                 raise ValueError(
-                    "set_all_reduce_hook: with replicas the hook runs after their all-reduce, in its stream"
+                    "set_all_reduce_hook: with replicas the hook runs in the stream of their all-reduce; pass no stream"
                 )
             unit.sync.all_reduce_hook, unit.sync.hook_stream = hook, stream
 
@@ -271,8 +271,8 @@ def _one_mesh(module: FSDPModule, what: str) -> list[FSDPParamGroup]:
     num_meshes = len({unit.mesh_info for unit in units})
     if num_meshes > 1:
         raise ValueError(
-            f"{what}: the parameters of this {type(module).__name__} lie on {num_meshes} meshes, and one object "
-            "cannot serve them all"
+            f"{what}: the parameters of this {type(module).__name__} are on {num_meshes} meshes, and one object "
+            "supports only one mesh"
         )
     return units
 
@@ -286,7 +286,7 @@ def _flag(value: object, what: str) -> bool:
 
 def _check_comm(comm: object, what: str) -> None:
     if isinstance(comm, type) or not callable(comm) or not hasattr(comm, "allocate"):
-        raise TypeError(f"{what} takes an object that can be called and has a method allocate, got {comm!r:.60}")
+        raise TypeError(f"{what} takes a callable with a method allocate, got {comm!r:.60}")
 
 
 def _states_of(modules: Sequence[object], what: str) -> tuple[FSDPState, ...]:

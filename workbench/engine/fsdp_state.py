@@ -224,9 +224,9 @@ class FSDPState:
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if is_transforming():
             raise NotImplementedError(
-                f"{type(module).__name__} is sharded and cannot run within a transform of torch.func (grad, vjp, vmap "
-                "...): transform what it is made of, use torch.autograd on its outputs, or undo it with "
-                f"{self.undone_by}"
+                f"{type(module).__name__} is sharded and cannot run within a transform of torch.func (grad, vjp, "
+                "vmap ...): transform plain functions or modules inside it, use torch.autograd on its outputs, or "
+                f"undo it with {self.undone_by}"
             )
         if self._root.final_callback_queued and not is_in_backward():
             self._root.end_failed_backward(self._comm_ctx)
@@ -482,8 +482,8 @@ class FSDPState:
         """
         if self._is_root is False:
             raise RuntimeError(
-                f"reset_iter_state was called on a {type(self.modules[0]).__name__} inside of an FSDP root; "
-                "call it on the root"
+                f"reset_iter_state was called on a {type(self.modules[0]).__name__} inside an FSDP root; call it on "
+                "the root"
             )
         self._root.reset(self._states or (self,), self._comm_ctx)
         probe.phase(Phase.IDLE)

@@ -164,7 +164,7 @@ class FullParam:
         if grad is not None and grad.layout is not torch.strided:
             raise NotImplementedError(
                 f"parameter {self.fqn!r} got a sparse gradient, which cannot be reduced with those of its unit; make "
-                "it dense (sparse=False), or leave it out with ignored_params"
+                "it dense (sparse=False), or exclude it with ignored_params"
             )
         return sum(g.nbytes for g in self.grads)
 

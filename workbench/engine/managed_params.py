@@ -112,8 +112,8 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
         )
     if hasattr(local_tensor(param), "fsdp_pre_all_gather"):
         raise NotImplementedError(
-            f"parameter {fqn!r} is a {type(local_tensor(param)).__name__}, which brings an all-gather of its own "
-            "(fsdp_pre_all_gather); only plain tensors are gathered: convert it, or leave it out with ignored_params"
+            f"parameter {fqn!r} is a {type(local_tensor(param)).__name__}, which defines its own all-gather "
+            "(fsdp_pre_all_gather); only plain tensors are supported: convert it, or exclude it with ignored_params"
         )
     if param.ndim == 0:
         raise ValueError(f"parameter {fqn!r} is a scalar, which has no dim 0 to shard; make it 1-D: shape [1]")

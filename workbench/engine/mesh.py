@@ -235,7 +235,7 @@ def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None)
     elif mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError(
             f"fully_shard got a 2-D mesh of shape {tuple(mesh.shape)} without names; name its axes, e.g. "
-            "mesh_dim_names=('replicate', 'shard'): the first repeats parameters, the second shards them"
+            "mesh_dim_names=('replicate', 'shard'): the first replicates parameters, the second shards them"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -259,7 +259,7 @@ def _check_dims(mesh: DeviceMesh, dims: object) -> None:
     there, wanted = names_of(mesh), (*dims.replicate_names, *dims.shard_names)
     unknown = [name for name in wanted if name not in there]
     if unknown:
-        axes = ", ".join(map(repr, there)) if there else "no names: give it mesh_dim_names"
+        axes = ", ".join(map(repr, there)) if there else "no names: set mesh_dim_names"
         raise ValueError(f"dp_mesh_dims names {unknown[0]!r}; the axes of the mesh have {axes}")
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"dp_mesh_dims names an axis twice: shard {dims.shard!r}, replicate {dims.replicate!r}")
@@ -267,8 +267,8 @@ def _check_dims(mesh: DeviceMesh, dims: object) -> None:
         first = there.index(names[0]) if names else 0
         if there[first : first + len(names)] != names:
             raise ValueError(
-                f"dp_mesh_dims joins the axes {', '.join(map(repr, names))}, which must be neighbours in the mesh, in "
-                f"this order; it has {', '.join(map(repr, there))}"
+                f"dp_mesh_dims joins the axes {', '.join(map(repr, names))}, which must be adjacent and in this "
+                f"order in the mesh; it has {', '.join(map(repr, there))}"
             )
 
 

@@ -351,6 +351,6 @@ def check_uniform(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     if len(kinds) > 1:
         said = ", ".join(f"{fqn!r} is {dtype} on {device}" for (dtype, device), fqn in kinds.items())
         raise ValueError(
-            f"the parameters of one unit must share dtype and device: {said}; convert them, or shard by "
-            "itself what differs"
+            f"the parameters of one unit must share dtype and device: {said}; convert them, or shard them in "
+            "separate units"
         )

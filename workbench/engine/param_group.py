@@ -350,9 +350,9 @@ class FSDPParamGroup:
         """
         if self.comm is not None and self.comm.name == CUSTOM:
             raise ValueError(
-                f"unit {self.title!r} communicates with a custom "
-                f"{type(self.comm.gather).__name__} and {type(self.comm.reduce).__name__}, which allocate by "
-                "themselves: set_allocate_memory_from_process_group_for_comm does not go with set_custom_all_gather or "
+                f"unit {self.title!r} communicates with a custom {type(self.comm.gather).__name__} and "
+                f"{type(self.comm.reduce).__name__}, which allocate their own buffers: "
+                "set_allocate_memory_from_process_group_for_comm cannot be combined with set_custom_all_gather or "
                 "set_custom_reduce_scatter"
             )
         group = self.mesh_info.shard_group
@@ -402,8 +402,8 @@ class FSDPParamGroup:
     def _check_not_retired(self) -> None:
         if self._retired:
             raise RuntimeError(
-                f"unit {self.title!r} was undone, or sharded in another way, since; a backward through a "
-                "forward from before that cannot run: run the forward again"
+                f"unit {self.title!r} was unsharded or resharded by unshard_module or reshard_module after this "
+                "forward, so its backward cannot run: run the forward again"
             )
 
     def _source(self) -> tuple[torch.Tensor | ScatteredShard, FSDPMeshInfo]:

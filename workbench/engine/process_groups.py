@@ -189,10 +189,10 @@ class CommGroup:
             return self.process_group
         cancellation.check()
         if self.process_group is None:
-            raise RuntimeError(f"{collective}: its process group was destroyed; recover or start the ranks again")
+            raise RuntimeError(f"{collective}: its process group was destroyed; recover or restart the ranks")
         raise RuntimeError(
-            f"{collective}: an earlier collective was given up ({self._given_up}), so collectives of the ranks may not "
-            "match any more; call workbench.engine.rebuild_groups() on all ranks, and reset_iter_state() on the root"
+            f"{collective}: an earlier collective was aborted ({self._given_up}), so the ranks' collectives may no "
+            "longer match; call workbench.engine.rebuild_groups() on all ranks and reset_iter_state() on the root"
         )
 
     def _check_is_next(self, collective: Collective) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 def used_after_reshard(fqn: str, unit: str) -> str:
     """Return the message for a use of the full parameter ``fqn``, kept from before ``unit`` was resharded."""
     return (
-        f"the full parameter {fqn!r} was kept from before unit {unit!r} was resharded, and holds no values since: read "
-        "it from its module each time, and compute with it in the forward, or between unshard() and reshard()"
+        f"the full parameter {fqn!r} was read before unit {unit!r} was resharded and no longer has values: read it "
+        "from its module on each use, and compute with it in the forward or between unshard() and reshard()"
     )
 
 

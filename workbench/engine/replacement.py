@@ -146,8 +146,8 @@ class Replacement:
         lost = [p.fqn for p in self._params if not taken.issuperset(map(_key, p.info.places))]
         if lost:
             raise ValueError(
-                f"reshard_module: {', '.join(lost)} would be in no unit, because they do not lie below the "
-                f"{type(self._module).__name__} it was called on; call it on a parent of all modules of a list"
+                f"reshard_module: {', '.join(lost)} would be in no unit, because they are not below the "
+                f"{type(self._module).__name__} it was called on; call it on a common parent of all modules of a list"
             )
         return states
 

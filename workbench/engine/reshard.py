@@ -152,8 +152,8 @@ def reshard_unit(
     check_undoable(root, states_below(root), "reshard_unit")
     if change.makes_units(state._fsdp_param_groups):
         raise ValueError(
-            f"reshard_unit: offload_policy would move shards; they move for all of {type(root).__name__} at once: call "
-            "reshard_module on it"
+            f"reshard_unit: offload_policy moves shards, which is possible only for the whole {type(root).__name__}: "
+            "call reshard_module on it"
         )
     _set_policies([change.of(_call_of(state, state.modules, None))])
 
@@ -198,16 +198,18 @@ class PolicyUpdate:
             present = _ranks(unit.mesh_info.mesh)
             if present != _ranks(units[0].mesh_info.mesh):
                 raise NotImplementedError(
-                    f"parameter {unit.fsdp_params[0].fqn!r} lies on ranks {present}, others on "
+                    f"parameter {unit.fsdp_params[0].fqn!r} is on ranks {present}, others on "
                     f"{_ranks(units[0].mesh_info.mesh)}; reshard_module cannot give them one mesh: undo it with "
                     "unshard_module and call fully_shard again"
                 )
             if present != wanted:
-                raise ValueError(f"the model lies on ranks {present}; a mesh of ranks {wanted} must hold the same ones")
+                raise ValueError(
+                    f"the model is on ranks {present}, but the mesh has ranks {wanted}; both need the same ranks"
+                )
             if unit.sync.hook_stream is not None and self.mesh.ndim > 1:
                 raise ValueError(
-                    f"unit {unit.title!r} has an all-reduce hook with a stream, which replicas do not "
-                    "allow; call set_all_reduce_hook without one first"
+                    f"unit {unit.title!r} has an all-reduce hook with a stream, which replicas do not allow; call "
+                    "set_all_reduce_hook without a stream first"
                 )
         return mesh_info(self.mesh)
 
@@ -238,7 +240,7 @@ def _precision(policy: MixedPrecisionPolicy | PolicyFn, call: ShardCall) -> Mixe
     module = call.modules[0]
     found = policy if isinstance(policy, MixedPrecisionPolicy) else policy(module, call.policy.mp_policy)
     if not isinstance(found, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must give a MixedPrecisionPolicy for {type(module).__name__}, got {found!r}")
+        raise TypeError(f"mp_policy must return a MixedPrecisionPolicy for {type(module).__name__}, got {found!r}")
     return found
 
 
@@ -313,6 +315,6 @@ def _check_fits(unit: FSDPParamGroup, reshard_after_forward: bool | int) -> None
     split = [p.fqn for p in unit.fsdp_params if p.is_tensor_parallel]
     if split:
         raise NotImplementedError(
-            f"parameter {split[0]!r} is a DTensor of tensor parallelism; reshard_after_forward as a number of ranks is "
-            "for plain parameters: use True or False"
+            f"parameter {split[0]!r} is a DTensor of tensor parallelism; reshard_after_forward as a number of ranks "
+            "needs plain parameters: use True or False"
         )

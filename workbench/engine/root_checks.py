@@ -66,8 +66,8 @@ def check_tree(root: str, ran: Iterable[nn.Module], units: Sequence[FSDPParamGro
         fqn, module = next(iter(lost.items()))
         raise RuntimeError(
             f"parameter {fqn!r} belongs to a unit of the FSDP root {root}, but the {module} that held it is not "
-            "below that root: call fully_shard after the last change of the model's modules, and on a parent of "
-            "all modules of a list"
+            "below that root: call fully_shard after the last change to the model's modules, and on a common parent "
+            "of all modules of a list"
         )
 
 

@@ -98,27 +98,27 @@ def check_undoable(
     """Raise as :func:`unshard_module` if ``what``, a function for ``kind``, cannot run; changes nothing."""
     name = type(module).__name__
     if not states:
-        raise ValueError(f"{name} holds no module that {kind.made_by} was called on")
+        raise ValueError(f"{name} contains no module that {kind.made_by} was called on")
     others = {state.made_by: state.undone_by for state in states if type(state) is not kind}
     if others:
         made_by, undone_by = others.popitem()
         mixed = any(type(state) is kind for state in states)
-        advice = f"one tree of both cannot be undone; use {kind.made_by} alone" if mixed else f"call {undone_by}"
-        raise ValueError(f"{what} is for {kind.made_by}, and {name} holds what {made_by} has sharded: {advice}")
+        advice = f"a model with both cannot be undone; use only {kind.made_by}" if mixed else f"call {undone_by}"
+        raise ValueError(f"{what} is for {kind.made_by}, but {name} contains modules sharded by {made_by}: {advice}")
     part_of = [type(root.modules[0]).__name__ for root in roots if root not in states and root.overlaps(states)]
     if part_of:
         raise ValueError(f"{name} is only a part of the FSDP root {part_of[0]}; call {what} on the root")
     busy = [type(s.modules[0]).__name__ for s in states if s._training_state is not TrainingState.IDLE]
     if busy:
         raise RuntimeError(
-            f"{what}: the forward or backward of {busy[0]} is under way, or has raised; call it between iterations, "
-            "after an exception after reset_iter_state() on the root"
+            f"{what}: the forward or backward of {busy[0]} is running or has raised; call it between iterations, and "
+            "after an exception call reset_iter_state() on the root first"
         )
     units = units_of(states)
     held = [p.fqn for u in units for p in u.params_as_defined if p.has_full_grad or u._reducer.kept is not None]
     if held:
         raise RuntimeError(
-            f"{name} holds gradients that were accumulated without sync and not reduced yet, of {', '.join(held)}; "
+            f"{name} has gradients that were accumulated without sync and are not reduced yet: {', '.join(held)}; "
             f"{kind.reduced_by}"
         )
 

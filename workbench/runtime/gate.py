@@ -242,7 +242,7 @@ class Gate:
             with self._lock:
                 self._held = None
                 left = self._take_left()
-            self._tickets |= {ticket: held_eval.refusal("the step went on before this could run") for ticket in left}
+            self._tickets |= {ticket: held_eval.refusal("the step continued before this could run") for ticket in left}
 
     def _serve(self) -> None:
         cancellation.check()

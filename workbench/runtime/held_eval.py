@@ -160,7 +160,7 @@ class _Scope(MutableMapping[str, Any]):
 
     def _frames(self) -> str:
         if not self._places:
-            return "no function of yours is under way here"
+            return "none of your functions is running here"
         return f"frames: {', '.join(f'{number} {place}' for number, place in enumerate(self._places))}"
 
 
@@ -209,8 +209,8 @@ class _WholeNumbers(TorchFunctionMode):
         """Call ``func`` unless it makes a number of a pending sum."""
         if func in self._MAKE_NUMBERS and _is_pending_sum(args[0]):
             raise TypeError(
-                "this DTensor is a sum over ranks that was not taken yet; its value here is this rank's part: evaluate "
-                "x.full_tensor() on all ranks, or x.to_local() for the part"
+                "this DTensor is a partial sum, not reduced over the ranks yet: evaluate x.full_tensor() on all "
+                "ranks for the sum, or x.to_local() for this rank's part"
             )
         return func(*args, **(kwargs or {}))
 

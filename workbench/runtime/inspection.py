@@ -268,9 +268,9 @@ class _Past:
         row, kept_by = self._last((Kind.RESHARD, Edge.INSTANT)), unit.reshard_after_forward
         is_between = row is not None and row["phase"] == Phase.FORWARD
         if is_between and not isinstance(kept_by, bool) and kept_by < unit.shard_size:
-            return f"between forward and backward it lies on {kept_by} ranks"
+            return f"sharded over {kept_by} ranks between forward and backward"
         if unit.shard_size == 1:
-            return "not needed now; nothing of it is split: the shard is all of it"
+            return "not needed now; with one shard rank, the shard is the full parameter"
         return f"not needed now: only this rank's {'elements' if _is_flat(unit) else 'rows'} are in memory"
 
     def why_full(self, unit: Unit) -> str:
@@ -278,19 +278,19 @@ class _Past:
         works = tuple((kind, edge) for kind in (Kind.FORWARD, Kind.BACKWARD) for edge in (Edge.BEGIN, Edge.END))
         row = self._last(gathered, *works)
         if row is None:
-            return "nothing has given it up yet"
+            return "not resharded yet"
         match Kind(row["kind"]), Edge(row["edge"]):
             case Kind.UNSHARD, _:
                 part = Phase(row["phase"]).info.part
-                why = f"its {part.words} is about to run" if part is not None else "nothing has given it up yet"
+                why = f"its {part.words} is about to run" if part is not None else "not resharded yet"
             case kind, Edge.BEGIN:
                 why = f"its {kind.words} runs"
             case Kind.FORWARD, _ if unit.reshard_after_forward is False:
                 why = f"kept from forward to backward{'' if _is_flat(unit) else ' (reshard_after_forward=False)'}"
             case Kind.BACKWARD, _:
-                why = "its gradients are being taken"
+                why = "its gradients are being collected"
             case _:
-                why = "nothing has given it up yet"
+                why = "not resharded yet"
         return f"{why}{self.asked}"
 
 

@@ -207,7 +207,7 @@ _runtime: RankRuntime | None = None
 
 def _this_rank() -> RankRuntime:
     if _runtime is None:
-        raise ClusterError("this process is no rank yet: boot it first")
+        raise ClusterError("this process is not a rank yet: boot it first")
     return _runtime
 
 

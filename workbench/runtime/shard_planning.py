@@ -244,7 +244,7 @@ def _flat(fqn: str, params: Sequence[Param], size: int, *, use_orig_params: bool
 
 def _check_not_tied(tied: Sequence[str], unit: str) -> None:
     if tied:
-        raise UsageError(f"parameter {tied[0]!r} of {unit!r} is tied to one of another unit")
+        raise UsageError(f"parameter {tied[0]!r} of {unit!r} is tied to a parameter of another unit")
 
 
 def _described(params: Iterable[FSDPParam], names: Names) -> tuple[Param, ...]:

@@ -141,8 +141,8 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
     ran = [path for path, state in roots_below(model) if state._is_root]
     if ran:
         raise UsageError(
-            f"{', '.join(ran)} of {command.model!r} {'are' if len(ran) > 1 else 'is'} sharded already, and ran without "
-            f"the rest; undo that first: %fsdp unshard {command.model}"
+            f"{', '.join(ran)} of {command.model!r} {'are' if len(ran) > 1 else 'is'} sharded already, and ran "
+            f"without the rest; unshard first: %fsdp unshard {command.model}"
         )
     inner = _modules_to_wrap(model, command.wrap)
     ignored = _ignored(model, command.ignore)
@@ -238,7 +238,10 @@ def _unit_in_model(name: str) -> tuple[str, FSDPState] | None:
         whole, unit = ".".join(parts[:end]), ".".join(parts[end:])
         model = lookup(whole)
         if isinstance(model, FullyShardedDataParallel):
-            raise UsageError(f"{name!r} is a part of a classic model, which has one policy for all: give {whole!r}")
+            raise UsageError(
+                f"{name!r} is part of a classic model, which has a single policy; reshard the model: %fsdp reshard "
+                f"{whole}"
+            )
         if isinstance(model, nn.Module) and is_sharded(model):
             states = {path: state_of(module) for path, module in plain_modules(model)}
             units = {path: state for path, state in states.items() if state and units_of([state])}
@@ -258,7 +261,8 @@ def _check_of_unit(command: Reshard, whole: str) -> None:
     if shared:
         own = ", ".join(f"--{name.replace('_', '-')}" for name in UNIT_FIELDS)
         raise UsageError(
-            f"{command.model!r} is one unit, which has {own} by itself; for {', '.join(shared)} give {whole!r}"
+            f"{command.model!r} is one unit, and a unit takes only {own}; for {', '.join(shared)} reshard the model: "
+            f"%fsdp reshard {whole}"
         )
 
 
@@ -339,15 +343,16 @@ def _check_mesh(wanted: Shard, model: nn.Module) -> None:
         return
     if any(unit.mesh_info.dp_mesh_dims is not None for unit in units_of(states_below(model))):
         raise UsageError(
-            f"{wanted.model!r} was sharded with dp_mesh_dims, of parameters on the whole mesh, which a flat parameter "
-            "cannot hold: it stays with fully_shard"
+            f"{wanted.model!r} was sharded with dp_mesh_dims, so its parameters are on the whole mesh; flat "
+            "parameters do not support that: use --api fully_shard"
         )
     copies, size = (1, *mesh.shape)[-2:]
     is_other = bool(wanted.mesh_shape) and (1, *wanted.mesh_shape)[-2:] != (copies, size)
     if is_other or (wanted.api == CLASSIC and (mesh.ndim > 1) != (wanted.strategy in HYBRID)):
         raise UsageError(
-            f"tensor parallelism has split {wanted.model!r} as well, so that it stays on its mesh of shape "
-            f"{mesh_words(copies, size)}; for another mesh or strategy unshard it, and shard it in a cell"
+            f"{wanted.model!r} is also split by tensor parallelism, so its mesh of shape {mesh_words(copies, size)} "
+            f"cannot change; for another mesh or strategy run %fsdp unshard {wanted.model}, then shard it in a "
+            "%%fsdp cell"
         )
 
 
@@ -402,7 +407,7 @@ def anew(command: Reshard, model: nn.Module) -> Shard:
     unclear = [name.replace("_", "-") for name, value in found.items() if value is None or value == ""]
     if unclear:
         raise UsageError(
-            f"units of {command.model!r} differ, or {api} has nothing like it: say which they all shall have, "
+            f"units of {command.model!r} differ, or {api} has no equivalent; choose one value for all units: "
             f"--{' and --'.join(unclear)}"
         )
     try:
@@ -433,8 +438,8 @@ def _check_is_one(name: str, model: nn.Module) -> None:
     if not is_sharded(model):
         paths = [path for path, _ in roots_below(model)]
         raise UsageError(
-            f"{name!r} is not sharded as one, but each of {', '.join(paths)} for itself, with a policy of its own; "
-            f"reshard one of them: %fsdp reshard {name}.{paths[0]}"
+            f"{name!r} is not sharded as a whole: {', '.join(paths)} are sharded separately, each with its own "
+            f"policy; reshard one of them: %fsdp reshard {name}.{paths[0]}"
         )
 
 
@@ -444,8 +449,8 @@ def check_one_api(name: str, model: nn.Module) -> None:
     if len(by_api) > 1:
         raise UsageError(
             f"{name!r} is sharded with fully_shard in {by_api[FULLY_SHARD]!r} and with the classic wrapper in "
-            f"{by_api[CLASSIC]!r}; this goes with one of them for all: %fsdp reshard {name}.{by_api[CLASSIC]} --api "
-            "fully_shard"
+            f"{by_api[CLASSIC]!r}; this needs one API for the whole model: %fsdp reshard {name}.{by_api[CLASSIC]} "
+            "--api fully_shard"
         )
 
 

@@ -199,8 +199,8 @@ def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], A
     if all(torch.equal(a, local_tensor(b)) for a, b in zip(before, reference.parameters(), strict=True)):
         raise UsageError(
             f"the step did not train {', '.join(names)}. Either it takes no optimizer step, or it does not use these "
-            "variables by name: verify swaps them for copies, which a closure, a default argument or another object "
-            "does not see"
+            "variables by name: verify replaces them with copies, which closures, default arguments and other "
+            "objects do not see"
         )
     return loss
 

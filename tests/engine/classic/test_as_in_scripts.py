@@ -170,7 +170,7 @@ def warns_as_torchs():
         (
             HasFrozen,
             lambda api: {"auto_wrap_policy": api.ModuleWrapPolicy({PartlyFrozen}), "use_orig_params": True},
-            "memory for gradients of 30 elements, of which 10 are trained",
+            "allocates gradients of 30 elements, of which 10 are trained",
         ),
         (
             HasNorm,

@@ -62,8 +62,8 @@ def has_all_of_them(strategy):
                 assert public == set(OF_SCRIPTS)
             elif dist.get_world_size() == 1 and strategy != "NO_SHARD":
                 assert {str(each.message) for each in caught} == {
-                    f"FullyShardedDataParallel: one rank holds whole parameters, so {strategy} is NO_SHARD here; start "
-                    "several ranks, or give the process_group= or device_mesh= of several"
+                    f"FullyShardedDataParallel: on one rank, {strategy} is the same as NO_SHARD; start several "
+                    "ranks, or pass a process_group= or device_mesh= of several"
                 }
                 assert {each.filename for each in caught} == {wrap_net.__code__.co_filename}
             else:

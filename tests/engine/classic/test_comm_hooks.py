@@ -120,7 +120,7 @@ def test_a_hook_averages_over_its_group_alone():
 
 
 def test_a_state_is_of_a_process_group():
-    message = "^LowPrecisionState takes the process group to average over, got None; for all ranks give "
+    message = "^LowPrecisionState takes the process group to average over, got None; for all ranks pass "
     with pytest.raises(ValueError, match=message):
         ours.LowPrecisionState(None)
 

@@ -14,6 +14,7 @@ from tests.engine.classic.wrapped import CPU, OURS, wrap_net
 from tests.engine.models import batch, loss_of, make_net
 from tests.engine.ranks import on_one_rank
 from workbench.engine import fully_shard
+from workbench.engine.classic import wrapper
 
 F = OURS.FullyShardedDataParallel
 
@@ -45,8 +46,16 @@ WRONG = {
     "no module": (lambda: F([nn.Linear(2, 2)]), TypeError, "FullyShardedDataParallel wraps a module, got list"),
     "a flag": (lambda: F(make_net(), use_orig_params=1), TypeError, "use_orig_params must be a bool, got 1"),
     "a strategy": (lambda: F(make_net(), sharding_strategy="full"), TypeError, "sharding_strategy must be a workbench"),
-    "wrapped": (lambda: F(F(make_net())), ValueError, "is sharded already; wrap what is in it, or undo it first"),
-    "frozen": (lambda: F(half_frozen()), ValueError, "is frozen, which one flat parameter cannot be: give"),
+    "wrapped": (
+        lambda: F(F(make_net())),
+        ValueError,
+        "is sharded already; wrap its children, or undo its sharding first",
+    ),
+    "frozen": (
+        lambda: F(half_frozen()),
+        ValueError,
+        "is frozen, but one flat parameter is either trained or frozen: pass",
+    ),
     "dtypes": (
         lambda: F(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())),
         ValueError,
@@ -56,7 +65,8 @@ WRONG = {
         tied,
         ValueError,
         "parameter 'head.weight' is tied to 'weight' of Embedding, which an earlier FullyShardedDataParallel call "
-        "sharded; put both into one unit: wrap a module that holds both, and none in it that holds only one of them",
+        "sharded; put both into one unit: wrap a module that contains both, and no module inside it that contains "
+        "only one",
     ),
     "sharded by the other": (
         of_both,
@@ -76,17 +86,17 @@ WRONG = {
     "one ignored": (
         lambda: F(make_net(), ignored_modules=nn.Linear(2, 2)),
         TypeError,
-        "ignored_modules takes several, as a list or a set; got a Linear: put it into [...]",
+        "ignored_modules takes a list or a set, got a Linear: put it into [...]",
     ),
     "a name ignored": (
         lambda: F(make_net(), ignored_states=["head"]),
         TypeError,
-        "ignored_states takes modules or parameters; it holds a str",
+        "ignored_states takes modules or parameters; it contains a str",
     ),
     "a parameter as a module": (
         lambda: F(make_net(), ignored_modules=[make_net().scale]),
         TypeError,
-        "ignored_modules takes modules; it holds a Parameter",
+        "ignored_modules takes modules; it contains a Parameter",
     ),
     "two places": (
         lambda: F(make_net(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (1,))),
@@ -97,7 +107,7 @@ WRONG = {
     "a group for two": (
         lambda: F(make_net(), process_group=dist.group.WORLD, sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD),
         TypeError,
-        "process_group must be a pair for HYBRID_SHARD: the group to shard over and the one to repeat over",
+        "process_group must be a pair for HYBRID_SHARD: the shard group and the replicate group",
     ),
     "two for one": (
         lambda: F(make_net(), process_group=(dist.group.WORLD, dist.group.WORLD)),
@@ -111,12 +121,12 @@ WRONG = {
             sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD,
         ),
         ValueError,
-        "HYBRID_SHARD needs a mesh of two axes (repeat, shard); it got one of shape (1,)",
+        "HYBRID_SHARD needs a mesh of two axes (replicate, shard); it got one of shape (1,)",
     ),
     "hybrid by hand": (
         lambda: F(make_net(), sharding_strategy=OURS.ShardingStrategy.HYBRID_SHARD),
         ValueError,
-        "HYBRID_SHARD by hand needs process_group=(group to shard over, group to repeat over)",
+        "HYBRID_SHARD without auto_wrap_policy needs process_group=(shard group, replicate group)",
     ),
     "a device": (lambda: F(make_net(), device_id=1.5), TypeError, "device_id must be a torch.device, its name or an"),
     "no init": (
@@ -140,11 +150,17 @@ def test_what_cannot_be_wrapped_is_refused(wrong):
         make()
 
 
+def test_a_device_index_needs_an_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with pytest.raises(ValueError, match=r"device_id=0: there is no accelerator here; pass torch.device\('cpu'\)"):
+        wrapper._device(0)
+
+
 @on_one_rank
 def test_a_model_that_is_refused_is_as_it_was():
     net = half_frozen()
     before = dict(net.named_parameters())
-    with pytest.raises(ValueError, match="give use_orig_params=True, or wrap the frozen modules by themselves"):
+    with pytest.raises(ValueError, match="pass use_orig_params=True, or wrap the frozen modules separately"):
         F(net)
     with pytest.raises(ValueError, match="the wrapped module itself is ignored; leave the wrapper out instead"):
         F(net, ignored_modules=[net])
@@ -171,10 +187,10 @@ def test_an_iteration_that_raised_is_dropped():
     with pytest.raises(ZeroDivisionError):
         loss_of(wrapped, batch(0, 0)).backward()
     handle.remove()
-    said = "or has raised; call it between iterations, after an exception after reset_iter_state() on the outermost"
+    said = "or has raised; call it between iterations, and after an exception call reset_iter_state() on the outermost"
     with pytest.raises(RuntimeError, match=re.escape(said)):
         wrapped.state_dict()
-    with pytest.raises(RuntimeError, match="reset_iter_state was called on a FullyShardedDataParallel inside of an FS"):
+    with pytest.raises(RuntimeError, match="reset_iter_state was called on a FullyShardedDataParallel inside an FS"):
         wrapped.blocks[0].reset_iter_state()
     wrapped.reset_iter_state()
     assert wrapped.state_dict()
@@ -192,7 +208,7 @@ def test_a_transform_of_a_function_around_a_wrapper():
 def test_whole_parameters_are_refused_where_they_cannot_be():
     wrapped = wrap_net(OURS, make_net())
     for options, kind, words in (
-        ({"rank0_only": True}, ValueError, "the other ranks have nothing to write back; give writeback=False"),
+        ({"rank0_only": True}, ValueError, "the other ranks have no values to write back; pass writeback=False"),
         ({"with_grads": True, "offload_to_cpu": True}, ValueError, "with_grads=True needs offload_to_cpu=False"),
         ({"with_grads": True}, NotImplementedError, "with_grads=True needs use_orig_params=True"),
     ):
@@ -205,7 +221,9 @@ def test_whole_parameters_are_refused_where_they_cannot_be():
 @on_one_rank
 def test_a_forward_with_whole_parameters_is_no_training(use_orig_params):
     wrapped = wrap_net(OURS, make_net(), use_orig_params=use_orig_params)
-    refused = pytest.raises(RuntimeError, match=re.escape("evaluate under torch.no_grad() there, or train outside"))
+    refused = pytest.raises(
+        RuntimeError, match=re.escape("run it under torch.no_grad(), or outside summon_full_params")
+    )
     with F.summon_full_params(wrapped), refused:
         loss_of(wrapped, batch(0, 0))
     wrapped.requires_grad_(False)
@@ -235,7 +253,7 @@ def test_a_sharded_parameter_has_its_form_and_no_values():
 @on_one_rank
 def test_a_wrapper_is_not_copied(make):
     wrapped = wrap_net(OURS, make_net())
-    with pytest.raises(NotImplementedError, match=re.escape("neither copied nor pickled: save its state_dict(), and")):
+    with pytest.raises(NotImplementedError, match=re.escape("neither copied nor pickled: save its state_dict(), or")):
         make(wrapped)
 
 
@@ -244,9 +262,9 @@ def test_only_the_outermost_wrapper_clips_and_stops_to_reduce():
     wrapped = wrap_net(OURS, make_net())
     wrapped(batch(0, 0))
     inner = wrapped.blocks[0]
-    with pytest.raises(RuntimeError, match="clip_grad_norm_ was called on a wrapper inside of another; call it on"):
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ was called on a wrapper inside another; call it on"):
         inner.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match="no_sync was called on a wrapper inside of another"), inner.no_sync():
+    with pytest.raises(RuntimeError, match="no_sync was called on a wrapper inside another"), inner.no_sync():
         pass
 
 
@@ -255,13 +273,13 @@ def test_a_flat_parameter_is_not_taken_away_or_exchanged():
     wrapped = wrap_net(OURS, make_net())
     flat = wrapped._state.flat
     had = wrapped.module._parameters.pop("_flat_param")
-    with pytest.raises(TypeError, match="was taken off its module; undo the wrapping instead"):
+    with pytest.raises(TypeError, match="was removed from its module; to undo the wrapping call"):
         flat.registered()
     wrapped.module._parameters["_flat_param"] = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="copy values in with summon_full_params, or load a state dict"):
         flat.registered()
     wrapped.module._parameters["_flat_param"] = had
-    with pytest.raises(NotImplementedError, match="cannot be kept split over fewer ranks after forward"):
+    with pytest.raises(NotImplementedError, match="cannot be resharded to fewer ranks after forward"):
         flat.post_forward_form(flat.slot, flat.mesh_info)
 
 
@@ -270,9 +288,11 @@ def test_an_original_is_not_taken_away_or_exchanged_for_another_shape():
     wrapped = F(nn.Linear(3, 3), use_orig_params=True, device_id=CPU)
     inner, flat = wrapped.module, wrapped._state.flat
     had = inner._parameters.pop("bias")
-    with pytest.raises(TypeError, match="was taken off its module after it was wrapped"):
+    with pytest.raises(TypeError, match="was removed from its module after wrapping"):
         flat.adopt(flat.slot)
     inner.bias = nn.Parameter(torch.zeros(5))
-    with pytest.raises(ValueError, match=re.escape("give it its whole shape [3], or this rank's piece, [3]")):
+    with pytest.raises(
+        ValueError, match=re.escape("it must have its full shape [3], or that of this rank's piece, [3]")
+    ):
         flat.adopt(flat.slot)
     inner.bias = had

@@ -338,7 +338,7 @@ def waits_for_reduction():
         assert all(repr(grad).startswith("<gradient of ") for grad in shown)
         for uses in (optimizer.step, lambda m=model: m.clip_grad_norm_(1.0), lambda g=shown[0]: g + 1):
             with pytest.raises(
-                RuntimeError, match=r"was added up within no_sync\(\) and is not reduced yet; run a back"
+                RuntimeError, match=r"was accumulated within no_sync\(\) and is not reduced yet; run a back"
             ):
                 uses()
         model.reset_iter_state()

@@ -59,17 +59,17 @@ def loads(use_orig_params: bool) -> None:
         return {**given, "state": {key: state for key, state in given["state"].items() if key != name or rank == 0}}
 
     of_rank = adam(list(model.parameters())[rank:])
-    said = r"ranks differ in the optimizer of '.*': rank 0 has AdamW, group 0; rank 1 has none; make it of the same"
+    said = r"ranks differ in the optimizer of '.*': rank 0 has AdamW, group 0; rank 1 has none; create it from the same"
     refused(said, FSDP.shard_full_optim_state_dict, full, optim=of_rank)
     refused(said, FSDP.scatter_full_optim_state_dict, full if rank == 0 else None, optim=of_rank)
     refused(said, FSDP.flatten_sharded_optim_state_dict, split, optim=of_rank)
     last = "blocks.1.mlp.2.bias"
-    said = rf"given optimizer state of '{last}': rank 0 has exp_avg .*; rank 1 has nothing of this name; load the same"
+    said = rf"loaded optimizer state of '{last}': rank 0 has exp_avg .*; rank 1 has nothing of this name; load the same"
     refused(said, FSDP.shard_full_optim_state_dict, without(full, last), optim=optimizer)
     refused(said, FSDP.flatten_sharded_optim_state_dict, without(split, last), optim=optimizer)
     groups = [{**full["param_groups"][0]}] if rank == 0 else []
     refused(
-        "given optimizer state of 'group 0': rank 0 has 15 parameters; rank 1 has nothing of this name",
+        "loaded optimizer state of 'group 0': rank 0 has 15 parameters; rank 1 has nothing of this name",
         FSDP.shard_full_optim_state_dict,
         {**full, "param_groups": groups},
     )

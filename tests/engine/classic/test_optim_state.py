@@ -225,7 +225,7 @@ def without_state_and_with_some() -> None:
         assert FSDP.optim_state_dict_to_load(model, momentum, local)["state"].keys() == local["state"].keys()
         key = next(iter(local["state"]))
         local["state"][key] = {"momentum_buffer": torch.zeros(1000)}
-        with pytest.raises(ValueError, match="a LOCAL_STATE_DICT loads into the same sharding alone"):
+        with pytest.raises(ValueError, match="a LOCAL_STATE_DICT loads into the same sharding only"):
             FSDP.optim_state_dict_to_load(model, momentum, local)
 
 
@@ -301,13 +301,13 @@ def test_what_does_not_fit_says_so():
     def load(given: dict[str, Any]) -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, given)
 
-    with pytest.raises(ValueError, match="an optimizer's state dict has 'state'; this one has 'a'"):
+    with pytest.raises(ValueError, match="an optimizer's state dict has the key 'state'; this one has 'a'"):
         load({"a": 1})
-    with pytest.raises(ValueError, match="this state dict has places for keys"):
+    with pytest.raises(ValueError, match="this state dict is keyed by parameter index"):
         load(places)
     with pytest.raises(ValueError, match="the state dict has 2 parameter groups, the optimizer 1"):
         load({**saved, "param_groups": saved["param_groups"] * 2})
-    for names, message in ((["a"], "holds 'a', which the optimizer does not hold"), (["scale"], "hold different par")):
+    for names, message in ((["a"], "holds 'a', which the optimizer does not have"), (["scale"], "hold different par")):
         with pytest.raises(ValueError, match=message):
             load({**saved, "param_groups": [{"params": names}]})
     odd = {**saved["state"], "scale": {**saved["state"]["scale"], "exp_avg": torch.zeros(3)}}
@@ -315,9 +315,9 @@ def test_what_does_not_fit_says_so():
         load({**saved, "state": odd})
     with pytest.raises(ValueError, match="parameters that are not in FullyShardedDataParallel, one of shape"):
         FSDP.optim_state_dict(model, adam(plain.parameters()))
-    with pytest.raises(ValueError, match="rekey_optim_state_dict is for plain models"):
+    with pytest.raises(ValueError, match="rekey_optim_state_dict takes a model without wrappers"):
         FSDP.rekey_optim_state_dict(saved, Keys.PARAM_ID, model)
-    with pytest.raises(ValueError, match="keys must all be names, or all places"):
+    with pytest.raises(ValueError, match="keys must be all names or all indices"):
         FSDP.rekey_optim_state_dict({**saved, "state": {0: {}}}, Keys.PARAM_ID, plain)
     with pytest.raises(ValueError, match="Linear and its optimizer have no parameter"):
         FSDP.rekey_optim_state_dict(saved, Keys.PARAM_ID, nn.Linear(1, 1))

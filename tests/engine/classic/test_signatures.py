@@ -105,7 +105,7 @@ def takes_them_by_place():
     names = ("destination", "prefix", "keep_vars")
     values = ({}, "a.", True)
     for count in range(1, 4):
-        with pytest.warns(FutureWarning, match="arguments by place are deprecated"):
+        with pytest.warns(FutureWarning, match="positional arguments are deprecated"):
             made = model.state_dict(*values[:count])
         assert made is values[0]
         expected = model.state_dict(**dict(zip(names, ({}, *values[1:count]), strict=False)))

@@ -242,7 +242,7 @@ def sets_types():
     assert "0._flat_param" in model.state_dict()
     with pytest.raises(ValueError, match="with FULL_STATE_DICT give FullStateDictConfig"):
         fsdp.set_state_dict_type(model, OURS.StateDictType.FULL_STATE_DICT, config)
-    with pytest.raises(ValueError, match="holds no FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="contains no FullyShardedDataParallel"):
         fsdp.set_state_dict_type(nn.Linear(1, 1), OURS.StateDictType.FULL_STATE_DICT)
     assert "0._flat_param" in model.state_dict()
 

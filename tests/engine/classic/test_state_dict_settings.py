@@ -18,7 +18,7 @@ def test_one_setting_for_a_tree():
     *_, last = wrapper_states_below(model)
     last.settings = StateDictSettings.of(StateDictType.LOCAL_STATE_DICT)
     assert settings_of(last.wrapper).state_dict_type is StateDictType.LOCAL_STATE_DICT
-    with pytest.raises(ValueError, match="were told different state dict types"):
+    with pytest.raises(ValueError, match="have different state dict types"):
         settings_of(model)
-    with pytest.raises(ValueError, match="Linear holds no FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="Linear contains no FullyShardedDataParallel"):
         settings_of(nn.Linear(1, 1))

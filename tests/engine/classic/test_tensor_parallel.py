@@ -730,9 +730,7 @@ def is_replaced() -> None:
     assert (embed.weight, head.weight) == held
     train(model, optimizer, dp, range(1))
     head.weight = nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(
-        ValueError, match=r"'head\.weight' was replaced by one of shape \[3, 3\].*whole shape \[10, 6\]"
-    ):
+    with pytest.raises(ValueError, match=r"'head\.weight' was replaced by one of shape \[3, 3\].*full shape \[10, 6\]"):
         loss_of(model, 1, dp)
 
 

@@ -245,7 +245,7 @@ def test_a_module_with_several_parents_is_wrapped_once_and_its_wrapper_is_in_eve
     ids=["unit and root", "two units", "a module in two units"],
 )
 def test_a_parameter_that_would_be_in_two_units_is_refused(make, policy, names):
-    message = f"^parameters '{names[0]}' and '{names[1]}' are one, but would be in two units: have the policy make a"
+    message = f"^parameters '{names[0]}' and '{names[1]}' are tied, but would be in two units: have the policy wrap a"
     refused(make(), ValueError, message, policy)
 
 
@@ -364,7 +364,7 @@ def test_an_answer_of_a_custom_policy_that_is_none_is_refused():
 
 def test_an_option_that_does_not_exist_is_refused():
     message = (
-        "there is no option 'shard', which it returned for module 'blocks.0.attention.qkv'; the options are "
+        "auto_wrap_policy returned the unknown option 'shard' for module 'blocks.0.attention.qkv'; the options are "
         "sharding_strategy, mixed_precision, sync_module_states, use_orig_params$"
     )
     refused(gpt(), ValueError, message, CustomPolicy(lambda m: {"shard": 1} if type(m) is nn.Linear else False))
@@ -402,7 +402,7 @@ def test_a_tree_in_which_something_is_wrapped_is_refused():
     wrapper_cls = Log(model).wrapper()
     model.blocks[1] = wrapper_cls(model.blocks[1])
     message = (
-        "^auto_wrap_policy: module 'blocks.1' is wrapped in Wrapper already; wrap by a policy or by hand, not both$"
+        "^auto_wrap_policy: module 'blocks.1' is wrapped in Wrapper already; wrap with a policy or by hand, not both$"
     )
     with pytest.raises(ValueError, match=message):
         auto_wrap(model, ModuleWrapPolicy({Block}), wrapper_cls, KWARGS)

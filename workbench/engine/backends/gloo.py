@@ -31,7 +31,7 @@ class _PooledBuffers:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised buffer of ``size`` on the host."""
         if device.type != "cpu":
-            raise ValueError(f"memory on {device} was asked for; gloo's collectives need it on the CPU")
+            raise ValueError(f"memory on {device} was requested; gloo's collectives need CPU memory")
         return self._buffers.take(size, dtype)
 
     def free(self, buffer: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class GlooReduceScatter(_PooledBuffers):
         ``input_tensor`` ``[(F - 1) * S]`` holds the chunks for the other ranks, in order.
         """
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"GlooReduceScatter sums; it got {op}")
+            raise ValueError(f"GlooReduceScatter supports SUM only, got {op}")
         others = _others(group)
         received = self._buffers.take((len(others), output_tensor.numel()), input_tensor.dtype)
         sent = exchange(received.view(-1), others, input_tensor, others, group)

@@ -191,7 +191,7 @@ class Relay:
             while self._started and self._started[0].first_ended is not None:
                 next_one = self._started.popleft()
                 if self._is_broken:  # on ranks without a failure, its second step would match another collective
-                    next_one.fail(RuntimeError("a collective before it failed"))
+                    next_one.fail(RuntimeError("an earlier collective failed"))
                 else:
                     self._is_broken = not next_one.go_on(self.then)
 

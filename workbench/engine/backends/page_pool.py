@@ -256,7 +256,7 @@ def _share(source: int, target: int, num_bytes: int) -> None:
 def _check(got: int, address: int, num_bytes: int) -> None:
     if got != address:
         code = ctypes.get_errno()
-        raise OSError(code, f"{num_bytes} bytes for parameters cannot be mapped: {os.strerror(code)}")
+        raise OSError(code, f"cannot map {num_bytes} bytes for parameters: {os.strerror(code)}")
 
 
 @functools.cache

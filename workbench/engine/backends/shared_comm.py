@@ -54,7 +54,7 @@ from workbench.events import Category
 
 def _refuse_unless_cpu(device: torch.device) -> None:
     if torch.device(device).type != "cpu":
-        raise ValueError(f"memory on {device} was asked for; ranks share memory of the CPU only")
+        raise ValueError(f"memory on {device} was requested; ranks share CPU memory only")
 
 
 def _is_same(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -114,8 +114,8 @@ class SharedMemoryAllGather:
         numel = math.prod(size)
         if (numel, dtype) != (self._whole.numel(), self._whole.dtype):
             raise ValueError(
-                f"an output of {numel} elements of {dtype} was asked for, but this unit's shared memory has "
-                f"{self._whole.numel()} of {self._whole.dtype}; call share() with a shard's size and dtype first"
+                f"an output of {numel} elements of {dtype} was requested, but this unit's shared memory has "
+                f"{self._whole.numel()} of {self._whole.dtype}; call share() with the shard's size and dtype first"
             )
         return self._whole
 
@@ -129,8 +129,8 @@ class SharedMemoryAllGather:
         """
         if not (_is_same(input_tensor, self._own) and _is_same(output_tensor, self._whole)):
             raise ValueError(
-                "an all-gather through shared memory copies nothing: the input must be the tensor of the region that "
-                "share() was given last, the output the one that allocate() returned"
+                "an all-gather through shared memory copies nothing: the input must be the tensor of the region "
+                "last passed to share(), and the output the tensor that allocate() returned"
             )
         self.free(output_tensor)  # in case the last all-gather was aborted
         self._number = self._shared.readers.issue()
@@ -211,7 +211,7 @@ class SharedMemoryCastAllGather:
         """
         _refuse_unless_cpu(device)
         if dtype != self._dtype:
-            raise ValueError(f"an output of {dtype} was asked for; the stages of this all-gather hold {self._dtype}")
+            raise ValueError(f"an output of {dtype} was requested; the stages of this all-gather hold {self._dtype}")
         if self._generation != self._shared.group.index:
             self._begin_anew()  # counts may differ between ranks; rebuilding the group has synchronised them
         numel = math.prod(size)
@@ -338,8 +338,8 @@ class _Reduction:
         self.all_have_issued = True
         if self._is_too_late:
             raise RuntimeError(
-                "this reduction was waited for too late: as many others as may be outstanding were issued since, or "
-                "the group was built anew, so its stages may hold other gradients"
+                "wait() came too late for this reduction: the maximum number of outstanding reductions was issued "
+                "after it, or the group was rebuilt, so its stages may hold other gradients"
             )
         if self._unread and self._output is not None:
             add_others(self._unread, self._rank, self._output)
@@ -421,8 +421,8 @@ class SharedMemoryReduceScatter:
         num_stages = 2 * max_outstanding + 1 if num_stages is None else num_stages
         if not num_stages > max_outstanding >= 1:
             raise ValueError(
-                f"{max_outstanding} outstanding reductions with {num_stages} stages were asked for; "
-                "at least 1 reduction and one stage more than reductions are needed"
+                f"got {max_outstanding} outstanding reductions and {num_stages} stages; need at least 1 reduction, "
+                "and more stages than reductions"
             )
         self._max_outstanding = max_outstanding
         self._num_stages = num_stages
@@ -450,7 +450,7 @@ class SharedMemoryReduceScatter:
         self.release()
         capacity = whole_pages(numel, self._dtype)  # so that each rank can return its own pages
         rows = self._shared.rows(self._num_stages * capacity, self._dtype)
-        self._readers = Readers(self._shared.group, self._shared.rows(3, torch.int64), "the gradients it was given")
+        self._readers = Readers(self._shared.group, self._shared.rows(3, torch.int64), "its input gradients")
         self._last = -1
         self._stages = rows.view(self._shared.group.size, self._num_stages, capacity)
         self._give_back()
@@ -501,7 +501,7 @@ class SharedMemoryReduceScatter:
         """
         _refuse_unless_cpu(device)
         if dtype != self._dtype:
-            raise ValueError(f"an input of {dtype} was asked for; the stages of this reduce-scatter hold {self._dtype}")
+            raise ValueError(f"an input of {dtype} was requested; the stages of this reduce-scatter hold {self._dtype}")
         self._begin_anew_if_rebuilt()
         numel = math.prod(size)
         self.reserve(numel)
@@ -525,7 +525,7 @@ class SharedMemoryReduceScatter:
             ValueError: the input ``[(F - 1) * S]`` is not the last one from ``allocate``, or ``op`` is not SUM.
         """
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"a reduce-scatter through shared memory sums; {op} was asked for")
+            raise ValueError(f"a reduce-scatter through shared memory supports SUM only, got {op}")
         readers = self._check(output_tensor, input_tensor)
         oldest = self._issued_ago(self._max_outstanding)
         if oldest is not None:
@@ -545,8 +545,9 @@ class SharedMemoryReduceScatter:
         stage = self._next_stages()[self._shared.group.rank]
         if readers is None or output.dtype != self._dtype or not _is_same(chunks, stage[: (size - 1) * numel]):
             raise ValueError(
-                "a reduce-scatter through shared memory copies nothing: the input must be the tensor that allocate() "
-                f"returned last, of {size - 1} times as many elements as the output, and both of {self._dtype}"
+                "a reduce-scatter through shared memory copies nothing: the input must be the tensor that "
+                f"allocate() last returned, with {size - 1} times as many elements as the output, and both of "
+                f"{self._dtype}"
             )
         return readers
 

@@ -40,10 +40,10 @@ network namespace represents another host.
 
 SET_UP = Collective("set-up of shared memory", None, 0)
 MAPPED = "mapped"
-ELSEWHERE = "its shards lie in memory of the user's"
+ELSEWHERE = "its shards are in memory allocated by the user"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _NO_MEMORY = {errno.ENOMEM, errno.EFAULT}  # EFAULT: a write there would raise SIGBUS
-PARAMETERS = "the parameters it had gathered"
+PARAMETERS = "its gathered parameters"
 _CPU = torch.device("cpu")
 _ON_CPU = dist.BarrierOptions()
 _ON_CPU.device = _CPU  # otherwise a group with both gloo and NCCL uses NCCL
@@ -96,7 +96,10 @@ def _map(address: str, num_bytes: int) -> torch.Tensor:
         raise OSError(errno.ENXIO, "the other rank is on another host")
     path = f"/proc/{pid}/fd/{fd}"
     if os.readlink(path) != f"/memfd:{name} (deleted)":  # the name is random, so no other process has it
-        raise OSError(errno.ENXIO, f"{path} is not the other rank's memory: another host, or another pid namespace")
+        raise OSError(
+            errno.ENXIO,
+            f"{path} is not the other rank's memory: the rank is on another host or in another pid namespace",
+        )
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
@@ -117,7 +120,7 @@ def take_pages(memory: torch.Tensor) -> None:
         OSError: there is not enough memory.
     """
     if madvise()(memory.data_ptr(), memory.nbytes, _POPULATE_WRITE) and ctypes.get_errno() in _NO_MEMORY:
-        raise OSError(ctypes.get_errno(), f"there is no memory for {memory.nbytes} bytes of gradients to be reduced")
+        raise OSError(ctypes.get_errno(), f"not enough memory for {memory.nbytes} bytes of gradients")
 
 
 def whole_pages(numel: int, dtype: torch.dtype) -> int:
@@ -214,8 +217,8 @@ class SharedMemory:
             memory = None  # otherwise the exception would keep it alive
             kind = LiesElsewhereError if ELSEWHERE in answers else OSError
             raise kind(
-                f"ranks {list(self.group.ranks)} cannot share {num_bytes} bytes of memory; {'; '.join(problems)}. "
-                "Set WORKBENCH_COMM=gloo to do without."
+                f"ranks {list(self.group.ranks)} cannot share {num_bytes} bytes of memory; {'; '.join(problems)}. To "
+                "run without shared memory, set WORKBENCH_COMM=gloo."
             )
         return memory
 
@@ -332,7 +335,7 @@ class Readers:
         for rank in behind:
             if _has_ended(self._numbers[3 * rank]):
                 cancellation.check_after_failure()
-                raise CollectiveFailed(f"rank {self._group.ranks[rank]} has ended before it read {self._what}")
+                raise CollectiveFailed(f"rank {self._group.ranks[rank]} ended before it read {self._what}")
 
 
 def _has_ended(pid: int) -> bool:

@@ -69,12 +69,12 @@ class WrapperAttributes:
         mesh = self._state.mesh
         return mesh.get_group(-1 % mesh.ndim)  # the second of the two axes of hybrid strategies
 
-    @fixed("it is this rank's place in the process_group of the wrapper")
+    @fixed("it is this rank's index in the wrapper's process_group")
     def rank(self) -> int:
         """This rank's index in the process group."""
         return self.process_group.rank()
 
-    @fixed("it is the size of the process_group of the wrapper")
+    @fixed("it is the size of the wrapper's process_group")
     def world_size(self) -> int:
         """Number of ranks in the process group."""
         return self.process_group.size()
@@ -99,7 +99,7 @@ class WrapperAttributes:
         """Whether shards are on the CPU between uses."""
         return self._state.cpu_offload
 
-    @fixed("it follows from what the wrapper does")
+    @fixed("the wrapper sets it")
     def training_state(self) -> WrapperTrainingState:
         """The wrapper's current activity."""
         return self._state.doing

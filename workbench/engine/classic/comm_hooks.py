@@ -70,8 +70,8 @@ class DefaultState:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if process_group is None:
             raise ValueError(
-                f"{type(self).__name__} takes the process group to average over, got None; "
-                "for all ranks give torch.distributed.group.WORLD"
+                f"{type(self).__name__} takes the process group to average over, got None; for all ranks pass "
+                "torch.distributed.group.WORLD"
             )
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)

@@ -32,9 +32,9 @@ def check_is_called(module: nn.Module) -> None:
     """Warn about a container: a wrapper gathers when its module is called, and a container is never called."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         caution(
-            f"FullyShardedDataParallel around {type(module).__name__}, which has no forward: nobody calls it, so its "
-            "parameters are never gathered, and what computes with them raises. Wrap the modules in it one by one, or "
-            "the module that holds it"
+            f"FullyShardedDataParallel around {type(module).__name__}, which has no forward: its parameters are "
+            "never gathered, so computing with them raises an error. Wrap each of its modules, or the module that "
+            "contains it"
         )
 
 
@@ -42,8 +42,8 @@ def check_splits(num_ranks: int, strategy: ShardingStrategy) -> None:
     """Warn if a strategy that splits parameters runs on a single rank."""
     if num_ranks == 1 and strategy is not ShardingStrategy.NO_SHARD:
         caution(
-            f"FullyShardedDataParallel: one rank holds whole parameters, so {strategy.name} is NO_SHARD here; start "
-            "several ranks, or give the process_group= or device_mesh= of several"
+            f"FullyShardedDataParallel: on one rank, {strategy.name} is the same as NO_SHARD; start several ranks, "
+            "or pass a process_group= or device_mesh= of several"
         )
 
 
@@ -55,8 +55,8 @@ def check_gradient_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         numel = sum(param.numel() for _, param in named)
         needed = sum(param.numel() for _, param in named if param.requires_grad)
         caution(
-            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen in one unit: its reduction takes memory for "
-            f"gradients of {numel} elements, of which {needed} are trained. Wrap the frozen modules by themselves"
+            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen in one unit: its reduction allocates gradients "
+            f"of {numel} elements, of which {needed} are trained. Wrap the frozen modules separately"
         )
 
 
@@ -65,7 +65,7 @@ def check_own_precision(kinds: Iterable[type[nn.Module]]) -> None:
     names = sorted({kind.__name__ for kind in kinds})
     if names:
         caution(
-            f"mixed_precision with auto_wrap_policy: every {' and '.join(names)} becomes a unit of its own that "
-            "computes in the dtype of its parameters. To have them in the others' units and precision, give "
+            f"mixed_precision with auto_wrap_policy: every {' and '.join(names)} becomes a separate unit that "
+            "computes in the dtype of its parameters. To keep them in the enclosing units, at their precision, pass "
             "MixedPrecision(_module_classes_to_ignore=())"
         )

@@ -177,8 +177,8 @@ class Unreduced(_StandIn):
     def refusal(self) -> str:
         """Error message: why nothing can compute with the placeholder, and what to do instead."""
         return (
-            f"the gradient of {self.fqn!r} was added up within no_sync() and is not reduced yet; run a backward "
-            "outside of it before whatever needs gradients"
+            f"the gradient of {self.fqn!r} was accumulated within no_sync() and is not reduced yet; run a backward "
+            "outside no_sync() before using gradients"
         )
 
     @classmethod
@@ -529,7 +529,10 @@ class FlatParam(FSDPParam):
             return self.sharded_param
         param = parameter_of(self.info.module, FLAT_PARAM)
         if param is None:
-            raise TypeError(f"flat parameter {self.fqn!r} was taken off its module; undo the wrapping instead")
+            raise TypeError(
+                f"flat parameter {self.fqn!r} was removed from its module; to undo the wrapping call "
+                "workbench.engine.classic.unwrap"
+            )
         if param.shape != self.sharded_param.shape:
             raise ValueError(
                 f"flat parameter {self.fqn!r} of shape {list(self.sharded_param.shape)} was replaced by one of shape "
@@ -544,7 +547,7 @@ class FlatParam(FSDPParam):
     def _original(self, part: FlatSlice) -> nn.Parameter:
         param = parameter_of(part.info.module, part.info.name)
         if param is None:
-            raise TypeError(f"parameter {part.fqn!r} was taken off its module after it was wrapped")
+            raise TypeError(f"parameter {part.fqn!r} was removed from its module after wrapping")
         return param
 
     def adopt(self, slot: torch.Tensor) -> None:
@@ -563,8 +566,8 @@ class FlatParam(FSDPParam):
             param = self._original(part)
             if param.shape not in {piece.shape, part.global_shape}:
                 raise ValueError(
-                    f"parameter {part.fqn!r} was replaced by one of shape {list(param.shape)}; give it its whole shape "
-                    f"{list(part.global_shape)}, or this rank's piece, {list(piece.shape)}"
+                    f"parameter {part.fqn!r} was replaced by one of shape {list(param.shape)}; it must have its full "
+                    f"shape {list(part.global_shape)}, or that of this rank's piece, {list(piece.shape)}"
                 )
             is_piece = param.shape == piece.shape and not isinstance(param, DTensor)
             if part.tp_spec is None:
@@ -662,7 +665,7 @@ class FlatParam(FSDPParam):
 
     def post_forward_form(self, slot: torch.Tensor, mesh: FSDPMeshInfo) -> nn.Parameter:
         """Raise NotImplementedError: after forward, a flat parameter is either whole or fully sharded."""
-        raise NotImplementedError(f"flat parameter {self.fqn!r} cannot be kept split over fewer ranks after forward")
+        raise NotImplementedError(f"flat parameter {self.fqn!r} cannot be resharded to fewer ranks after forward")
 
     # ---- whole parameters outside of a step
 

@@ -72,8 +72,8 @@ def summon_full_params(
     """
     if writeback and rank0_only:
         raise ValueError(
-            "summon_full_params: writeback=True with rank0_only=True is not supported, as the other ranks have nothing "
-            "to write back; give writeback=False"
+            "summon_full_params: writeback=True with rank0_only=True is not supported, because the other ranks have "
+            "no values to write back; pass writeback=False"
         )
     if with_grads and offload_to_cpu:
         raise ValueError("summon_full_params: with_grads=True needs offload_to_cpu=False")

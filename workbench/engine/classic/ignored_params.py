@@ -53,9 +53,9 @@ def _listed(what: str, given: object, kinds: tuple[type, ...], allowed: str) -> 
     if given is None:
         return []
     if isinstance(given, (torch.Tensor, nn.Module)) or not isinstance(given, Iterable):
-        raise TypeError(f"{what} takes several, as a list or a set; got a {type(given).__name__}: put it into [...]")
+        raise TypeError(f"{what} takes a list or a set, got a {type(given).__name__}: put it into [...]")
     found = list(given)
     wrong = [one for one in found if not isinstance(one, kinds)]
     if wrong:
-        raise TypeError(f"{what} takes {allowed}; it holds a {type(wrong[0]).__name__}")
+        raise TypeError(f"{what} takes {allowed}; it contains a {type(wrong[0]).__name__}")
     return found

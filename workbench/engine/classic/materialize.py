@@ -40,7 +40,7 @@ def check(managed: Managed, param_init_fn: Callable[[nn.Module], None] | None, i
         if _on_meta(module, ignored) and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
                 f"module {unit_words(path)!r} ({type(module).__name__}) is on the meta device and has no "
-                "reset_parameters(): give it one, or give param_init_fn"
+                "reset_parameters(): define it, or pass param_init_fn"
             )
 
 

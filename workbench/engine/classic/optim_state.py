@@ -212,11 +212,13 @@ class OptimStateDicts:
         optim = _optimizer_of(optim_input, optim)
         check_kind("optim_state_key_type", optim_state_key_type, OptimStateKeyType)
         if wrapper_states_below(model):
-            raise ValueError(f"rekey_optim_state_dict is for plain models; {type(model).__name__} holds wrappers")
+            raise ValueError(
+                f"rekey_optim_state_dict takes a model without wrappers; {type(model).__name__} contains wrappers"
+            )
         keys = [*optim_state_dict["state"], *(k for group in _groups_of(optim_state_dict) for k in group["params"])]
         kinds = {type(key) for key in keys}
         if len(kinds) > 1 or not kinds <= {int, str}:
-            raise ValueError(f"keys must all be names, or all places; got {', '.join(map(repr, keys))}")
+            raise ValueError(f"keys must be all names or all indices, got {', '.join(map(repr, keys))}")
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
         if kinds <= {str if to_names else int}:
             return optim_state_dict
@@ -235,7 +237,7 @@ class OptimStateDicts:
 
 def _warn_of_input(optim_input: OptimInput | None) -> None:
     if optim_input is not None:
-        caution("optim_input is deprecated: leave it out, and give the optimizer itself as optim=", FutureWarning)
+        caution("optim_input is deprecated: pass the optimizer as optim= instead", FutureWarning)
 
 
 def _optimizer_of(optim_input: OptimInput | None, optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
@@ -321,7 +323,7 @@ class NamedParams:
         if lost:
             raise ValueError(
                 f"the optimizer holds {len(lost)} parameters that are not in {type(model).__name__}, one of shape "
-                f"{list(lost[0].shape)}: make it of model.parameters(), after wrapping"
+                f"{list(lost[0].shape)}: create it from model.parameters() after wrapping"
             )
         return {param: self.registered[param] if is_named else i for i, param in enumerate(held)}
 
@@ -449,12 +451,12 @@ def to_load(
 def _check_by_names(given: StateDict) -> None:
     if "state" not in given:
         raise ValueError(
-            f"an optimizer's state dict has 'state'; this one has {', '.join(map(repr, given)) or 'nothing'}"
+            f"an optimizer's state dict has the key 'state'; this one has {', '.join(map(repr, given)) or 'nothing'}"
         )
     if any(isinstance(key, int) for key in given["state"]):
         raise ValueError(
-            "this state dict has places for keys: exchange them for names with rekey_optim_state_dict(state_dict, "
-            "OptimStateKeyType.PARAM_NAME, model without wrappers)"
+            "this state dict is keyed by parameter index: convert the keys to names with "
+            "rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model without wrappers)"
         )
 
 
@@ -498,15 +500,15 @@ def _groups_to_load(
     for i, group in enumerate(groups):
         unknown = [name for name in group["params"] if name not in key_of]
         if unknown:
-            raise ValueError(f"group {i} of the state dict holds {unknown[0]!r}, which the optimizer does not hold")
+            raise ValueError(f"group {i} of the state dict holds {unknown[0]!r}, which the optimizer does not have")
         wanted = {key_of[name] for name in group["params"]}
         order = held if optim is None else [keys[param] for param in optim.param_groups[i]["params"]]
         if optim is not None and set(order or ()) != wanted:
             differ = sorted(name for name, key in key_of.items() if key in wanted ^ set(order or ()))
             raise ValueError(
-                f"group {i} of the state dict and of the optimizer hold different parameters; one of them alone holds "
-                f"{', '.join(map(repr, differ))}. Parameters of one flat parameter are in one group; with "
-                "use_orig_params=True each can be in another"
+                f"group {i} of the state dict and of the optimizer hold different parameters; only one of them holds "
+                f"{', '.join(map(repr, differ))}. The parameters of one flat parameter share a group; with "
+                "use_orig_params=True their groups can differ"
             )
         group["params"] = [key for key in order or () if key in wanted]
     return groups
@@ -521,8 +523,8 @@ def _checked_local(model: nn.Module, optim: torch.optim.Optimizer, given: StateD
             if isinstance(value, torch.Tensor) and value.numel() not in {1, param.numel()}:
                 raise ValueError(
                     f"optimizer state {what!r} of {named.registered[param]!r} has {value.numel()} elements, this "
-                    f"rank's part of it {param.numel()}: a LOCAL_STATE_DICT loads into the same sharding alone; save "
-                    "FULL_STATE_DICT or SHARDED_STATE_DICT for another"
+                    f"rank's shard {param.numel()}: a LOCAL_STATE_DICT loads into the same sharding only; for "
+                    "another sharding save FULL_STATE_DICT or SHARDED_STATE_DICT"
                 )
     return given
 

@@ -243,7 +243,7 @@ class StateDictSettings:
         came = (type(self.state_dict_config), type(self.optim_state_dict_config))
         if came != self.configs():
             expected, got = (" and ".join(kind.__name__ for kind in kinds) for kinds in (self.configs(), came))
-            raise ValueError(f"StateDictSettings: with {self.state_dict_type.name} give {expected}, got {got}")
+            raise ValueError(f"StateDictSettings: with {self.state_dict_type.name} pass {expected}, got {got}")
 
     def configs(self) -> tuple[type[StateDictConfig], type[OptimStateDictConfig]]:
         """Return the config classes that belong to the state dict type."""

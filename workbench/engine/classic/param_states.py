@@ -189,8 +189,8 @@ def _joined(part: FlatSlice, flat: FlatParam, of_ranks: Sequence[Known | None]) 
     if unknown:
         key, value = unknown[0]
         raise ValueError(
-            f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)} where a rank has {value.numel} "
-            "elements of the parameter: only state that has one for each of these, or is one number, can be gathered"
+            f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)} on a rank with {value.numel} "
+            "elements of the parameter: only a scalar, or state with one value per element, can be gathered"
         )
     return joined
 
@@ -254,8 +254,9 @@ def _split_flat(
         if state is None or state.keys() != first.keys():
             came = "no state" if state is None else f"state {', '.join(sorted(state)) or 'of no key'}"
             raise ValueError(
-                f"{part.fqn!r} has {came}, and another parameter of the same flat one has {', '.join(sorted(first))}: "
-                "an optimizer has one state for all of them; wrap with use_orig_params=True to keep theirs apart"
+                f"{part.fqn!r} has {came}, and another parameter of its flat parameter has "
+                f"{', '.join(sorted(first))}: the parameters of a flat parameter share their optimizer state; to "
+                "keep it per parameter, wrap with use_orig_params=True"
             )
     yield flat.sharded_param, {key: _filled(flat, key, [s[key] for s in wholes if s], fetch) for key in sorted(first)}
 
@@ -280,8 +281,8 @@ def _filled(flat: FlatParam, key: str, values: Sequence[Any], fetch: Callable[[A
         if slot is None and all(_is_equal(value, had[0]) for value in had):
             return copy.deepcopy(had[0])
     raise ValueError(
-        f"the parameters of flat parameter {flat.fqn!r} differ in optimizer state {key!r}, of which there can be one "
-        "alone; wrap with use_orig_params=True to keep theirs apart"
+        f"the parameters of flat parameter {flat.fqn!r} differ in optimizer state {key!r}, but share one state; to "
+        "keep it per parameter, wrap with use_orig_params=True"
     )
 
 
@@ -299,7 +300,7 @@ def _is_split(part: FlatSlice, key: str, value: object) -> bool:
         return False
     raise ValueError(
         f"optimizer state {key!r} of {part.fqn!r} has shape {list(value.shape)}, the parameter "
-        f"{list(part.global_shape)}: only state of the parameter's shape, or one number, can be split"
+        f"{list(part.global_shape)}: only a scalar, or state of the parameter's shape, can be sharded"
     )
 
 

@@ -169,8 +169,8 @@ def check_local(states: Iterable[WrapperState], kind: StateDictType) -> None:
     split = next((part for flat in flats for part in flat.parts if part.tp_spec is not None), None)
     if kind is LOCAL and split is not None:
         raise RuntimeError(
-            f"LOCAL_STATE_DICT: parameter {split.fqn!r} is a DTensor of tensor parallelism, so that flat parameters "
-            "differ between its ranks and have no place in a checkpoint: use SHARDED_STATE_DICT or FULL_STATE_DICT"
+            f"LOCAL_STATE_DICT: parameter {split.fqn!r} is a DTensor of tensor parallelism, so flat parameters "
+            "differ between its ranks and cannot be in a checkpoint: use SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
 
 
@@ -360,9 +360,11 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) ->
 
 
 def _check_flat(flat: FlatParam, key: str, state_dict: Mapping[str, Any]) -> None:
-    advice = "LOCAL_STATE_DICT is for the same sharding alone; save and load SHARDED_STATE_DICT or FULL_STATE_DICT"
+    advice = "LOCAL_STATE_DICT loads into the same sharding only; save and load SHARDED_STATE_DICT or FULL_STATE_DICT"
     if key not in state_dict:
-        raise RuntimeError(f"the state dict has no flat parameter {key!r}: {advice}, or set the type that was saved")
+        raise RuntimeError(
+            f"the state dict has no flat parameter {key!r}: {advice}, or set the state dict type it was saved with"
+        )
     value = state_dict[key]
     came, expected = len(_local(value)), flat.own_numel
     if came != expected or (isinstance(value, DTensor) and value.numel() != flat.layout.numel):

@@ -16,11 +16,11 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     """
     said = [state.settings for state in wrapper_states_below(module)]
     if not said:
-        raise ValueError(f"{type(module).__name__} holds no FullyShardedDataParallel")
+        raise ValueError(f"{type(module).__name__} contains no FullyShardedDataParallel")
     differs = next((settings for settings in said if settings != said[0]), None)
     if differs is not None:
         raise ValueError(
-            f"the wrappers in {type(module).__name__} were told different state dict types, {said[0]} and {differs}; "
-            "call set_state_dict_type on the outermost module"
+            f"the wrappers in {type(module).__name__} have different state dict types, {said[0]} and {differs}; call "
+            "set_state_dict_type on the outermost module"
         )
     return said[0]

@@ -235,7 +235,7 @@ def _asked(policy: UnitWrapPolicy | WrapPolicy) -> UnitWrapPolicy:
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(
             "auto_wrap_policy must be a ModuleWrapPolicy, a CustomPolicy or a function of module, recurse and "
-            f"nonwrapped_numel, got {policy!r}; for all modules of a class give ModuleWrapPolicy({{Class}})"
+            f"nonwrapped_numel, got {policy!r}; for all modules of a class pass ModuleWrapPolicy({{Class}})"
         )
     return _FunctionPolicy(policy)
 
@@ -284,8 +284,8 @@ class _Walk:
         unknown = [name for name in options if name not in self.kwargs]
         if unknown:
             raise ValueError(
-                f"auto_wrap_policy: there is no option {unknown[0]!r}, which it returned for module "
-                f"{self.names[module]!r}; the options are {', '.join(self.kwargs)}"
+                f"auto_wrap_policy returned the unknown option {unknown[0]!r} for module {self.names[module]!r}; the "
+                f"options are {', '.join(self.kwargs)}"
             )
         return {**self.kwargs, **options}
 
@@ -307,7 +307,7 @@ def check_frozen(root: nn.Module, units: Iterable[PlannedUnit]) -> None:
             raise ValueError(
                 f"unit {unit.name!r} has parameters with requires_grad=True, such as {by_kind[True][0]!r}, and with "
                 f"requires_grad=False, such as {by_kind[False][0]!r}: pass use_orig_params=True, or have the policy "
-                "make units of their own of the frozen modules"
+                "wrap the frozen modules separately"
             )
 
 
@@ -329,8 +329,8 @@ def check_shared(root: nn.Module, units: Iterable[PlannedUnit]) -> None:
         other, taken_by = first.setdefault(param, (name, unit))
         if unit is not taken_by:
             raise ValueError(
-                f"parameters {other!r} and {name!r} are one, but would be in two units: have the policy make a unit "
-                "of a module that holds both, or of neither of the modules that hold them"
+                f"parameters {other!r} and {name!r} are tied, but would be in two units: have the policy wrap a "
+                "module that contains both, or neither of the modules that contain them"
             )
 
 
@@ -393,8 +393,8 @@ def _check_not_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module]) -
     wrapped = [name for name, module in root.named_modules() if isinstance(module, wrapper_cls)]
     if wrapped:
         raise ValueError(
-            f"auto_wrap_policy: module {wrapped[0]!r} is wrapped in {wrapper_cls.__name__} already; "
-            "wrap by a policy or by hand, not both"
+            f"auto_wrap_policy: module {wrapped[0]!r} is wrapped in {wrapper_cls.__name__} already; wrap with a "
+            "policy or by hand, not both"
         )
 
 

@@ -139,11 +139,13 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             use_orig_params=use_orig_params,
         )
         if state_of(module) is not None:
-            raise ValueError(f"this {type(module).__name__} is sharded already; wrap what is in it, or undo it first")
+            raise ValueError(
+                f"this {type(module).__name__} is sharded already; wrap its children, or undo its sharding first"
+            )
         ignored = IgnoredStates.of(module, ignored_modules, ignored_states)
         if strategy in HYBRID and process_group is None and device_mesh is None and auto_wrap_policy is None:
             raise ValueError(
-                f"{strategy.name} by hand needs process_group=(group to shard over, group to repeat over), or "
+                f"{strategy.name} without auto_wrap_policy needs process_group=(shard group, replicate group) or "
                 "device_mesh=: every wrapper must have the same groups"
             )
         check_is_called(module)
@@ -221,8 +223,8 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise NotImplementedError: process groups and other ranks' parts cannot be copied or saved."""
         raise NotImplementedError(
-            f"FullyShardedDataParallel around {type(self.module).__name__} can be neither copied nor pickled: save its "
-            "state_dict(), and copy the plain module before it is wrapped, or after workbench.engine.classic.unwrap"
+            f"FullyShardedDataParallel around {type(self.module).__name__} can be neither copied nor pickled: save "
+            "its state_dict(), or copy the plain module before wrapping or after workbench.engine.classic.unwrap"
         )
 
     @property
@@ -291,7 +293,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     def _check_root(self, what: str) -> None:
         self._as_root()
         if not self._state._is_root:
-            raise RuntimeError(f"{what} was called on a wrapper inside of another; call it on the outermost one")
+            raise RuntimeError(f"{what} was called on a wrapper inside another; call it on the outermost one")
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -380,7 +382,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             RanksDisagreeError: an iteration is in progress on some ranks only.
         """
         if args:
-            caution("state_dict: arguments by place are deprecated, give them by name", FutureWarning)
+            caution("state_dict: positional arguments are deprecated, pass them by name", FutureWarning)
             named: tuple[Any, ...] = (destination, prefix, keep_vars)
             destination, prefix, keep_vars = args + named[len(args) :]
         state = self._state
@@ -510,12 +512,14 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         hybrid = next((each for each in states if each.strategy in HYBRID), None)
         if hybrid is not None:
             raise ValueError(
-                f"register_comm_hook does not go with {hybrid.strategy.name}, whose gradients are reduced twice; use "
+                f"register_comm_hook does not support {hybrid.strategy.name}, which reduces gradients twice; use "
                 "FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
             )
         units = units_of(states)
         if any(unit.sync.comm_hook is not None for unit in units):
-            raise RuntimeError("register_comm_hook: a communication hook is registered already; only one can be")
+            raise RuntimeError(
+                "register_comm_hook: a communication hook is registered already, and only one is possible"
+            )
         for unit in units:
             comm_hooks.install(unit, state, hook)
 
@@ -544,8 +548,8 @@ def _check_laid_out(managed: Sequence[tuple[str, nn.Module]], ignored: IgnoredSt
         wrong = next((each for each in param.placements if type(each) not in {Shard, Replicate}), None)
         if wrong is not None:
             raise ValueError(
-                f"parameter {info.path!r} is a DTensor with the placement {wrong!r}; a flat parameter takes Shard and "
-                "Replicate, as tensor parallelism has them: redistribute it first, or leave it out with ignored_states"
+                f"parameter {info.path!r} is a DTensor with the placement {wrong!r}; a flat parameter supports only "
+                "Shard and Replicate: redistribute it first, or exclude it with ignored_states"
             )
         joined_with_tp(info.path, param, mesh)
 
@@ -569,8 +573,8 @@ def check_params(named: Sequence[tuple[str, nn.Parameter]], *, use_orig_params: 
     frozen = [path for path, param in named if not param.requires_grad]
     if trained and frozen and not use_orig_params:
         raise ValueError(
-            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen, which one flat parameter cannot be: give "
-            "use_orig_params=True, or wrap the frozen modules by themselves"
+            f"{trained[0]!r} is trained and {frozen[0]!r} is frozen, but one flat parameter is either trained or "
+            "frozen: pass use_orig_params=True, or wrap the frozen modules separately"
         )
 
 
@@ -582,6 +586,6 @@ def _device(device_id: object) -> torch.device | None:
     if isinstance(device_id, int) and not isinstance(device_id, bool):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None:
-            raise ValueError(f"device_id={device_id}: there is no accelerator here; give torch.device('cpu')")
+            raise ValueError(f"device_id={device_id}: there is no accelerator here; pass torch.device('cpu')")
         return torch.device(accelerator.type, device_id)
     raise TypeError(f"device_id must be a torch.device, its name or an index, got {device_id!r}")

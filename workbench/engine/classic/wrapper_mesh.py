@@ -51,7 +51,7 @@ def mesh_for(
         raise TypeError(f"device_mesh must be a torch.distributed.device_mesh.DeviceMesh, got {device_mesh!r:.80}")
     wanted = 2 if strategy in HYBRID else 1
     if device_mesh.ndim != wanted:
-        axes = "two axes (repeat, shard)" if wanted == 2 else "one axis"
+        axes = "two axes (replicate, shard)" if wanted == 2 else "one axis"
         raise ValueError(f"{strategy.name} needs a mesh of {axes}; it got one of shape {tuple(device_mesh.shape)}")
     if strategy in HYBRID:
         return HSDPMeshInfo(device_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -82,8 +82,8 @@ def _of_pair(strategy: ShardingStrategy, given: object, kind: str) -> DeviceMesh
     pair = given if isinstance(given, tuple) else ()
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise TypeError(
-            f"process_group must be a pair for {strategy.name}: the group to shard over and the one to repeat over; "
-            f"got {given!r:.80}"
+            f"process_group must be a pair for {strategy.name}: the shard group and the replicate group; got "
+            f"{given!r:.80}"
         )
     shard, replicate = cast("tuple[dist.ProcessGroup, dist.ProcessGroup]", pair)
     rows: list[list[int] | None] = [None] * replicate.size()
@@ -98,8 +98,8 @@ def _of_hosts(kind: str) -> DeviceMesh:
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (torch.accelerator.device_count() if kind != "cpu" else 0)
     if not size or dist.get_world_size() % size:
         raise ValueError(
-            "how many ranks are on a host is not known (LOCAL_WORLD_SIZE), or does not divide all ranks: give the "
-            "hybrid strategies process_group=(group to shard over, group to repeat over), or device_mesh="
+            "the number of ranks per host (LOCAL_WORLD_SIZE) is not known or does not divide the number of ranks: "
+            "with a hybrid strategy pass process_group=(shard group, replicate group) or device_mesh="
         )
     with process_groups.around_creation():
         return init_device_mesh(kind, (dist.get_world_size() // size, size), mesh_dim_names=("replicate", "shard"))

@@ -53,8 +53,8 @@ class WrapperState(FSDPState):
 
     made_by = "FullyShardedDataParallel"
     undone_by = "workbench.engine.classic.unwrap"
-    joined_by = "wrap a module that holds both, and none in it that holds only one of them"
-    reduced_by = "run a backward outside of no_sync()"
+    joined_by = "wrap a module that contains both, and no module inside it that contains only one"
+    reduced_by = "run a backward outside no_sync()"
 
     def __init__(  # noqa: PLR0913 - keywords, each an argument of the wrapper
         self,
@@ -188,8 +188,8 @@ class WrapperState(FSDPState):
             return super()._pre_forward(module, args, kwargs)
         if torch.is_grad_enabled() and self.unit is not None and self.unit.is_trained:
             raise RuntimeError(
-                "a forward within summon_full_params cannot be trained: its gradients would reach no shard; evaluate "
-                "under torch.no_grad() there, or train outside"
+                "a forward within summon_full_params cannot train, because its gradients would reach no shard; run "
+                "it under torch.no_grad(), or outside summon_full_params"
             )
         return self._on_device(args, kwargs)
 
@@ -219,7 +219,7 @@ def flat_of(unit: FSDPParamGroup) -> FlatParam:
     """
     (param,) = unit.fsdp_params
     if not isinstance(param, FlatParam):
-        raise TypeError(f"unit {unit.name!r} was made by fully_shard, it has no flat parameter")
+        raise TypeError(f"unit {unit.name!r} was made by fully_shard and has no flat parameter")
     return param
 
 
@@ -243,8 +243,8 @@ def check_idle(states: Iterable[WrapperState], what: str) -> None:
     busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
     if busy is not None:
         raise RuntimeError(
-            f"{what}: the forward or backward of {type(busy.wrapped).__name__} is under way, or has raised; call it "
-            "between iterations, after an exception after reset_iter_state() on the outermost wrapper"
+            f"{what}: the forward or backward of {type(busy.wrapped).__name__} is running or has raised; call it "
+            "between iterations, and after an exception call reset_iter_state() on the outermost wrapper first"
         )
 
 
