@@ -139,8 +139,8 @@ def test_after_an_overrun_rows_continue_from_the_key_frame():
     ("begin", "end", "seq_after", "sentence"),
     [
         (5, 9, 9, r"rank 0: expected rows 0 to 3, got \[5, 8\]"),
-        (0, 4, 5, "rank 0: the rows end before row 4, their key frame before row 5"),
-        (0, 0, 5, "rank 0: the rows end before row 0, their key frame before row 5"),
+        (0, 4, 5, "rank 0: the rows end before row 4, but the key frame is at row 5"),
+        (0, 0, 5, "rank 0: the rows end before row 0, but the key frame is at row 5"),
     ],
 )
 def test_rows_that_do_not_continue_are_refused(begin, end, seq_after, sentence):

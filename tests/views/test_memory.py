@@ -170,10 +170,10 @@ def test_what_is_full_from_before_is_named():
     trace = example_trace(steps=1)
     full = {0: UnitState.UNSHARDED, 1: UnitState.ALL_GATHER_IN_FLIGHT}
     ranks = (replace(r, start=replace(r.start, unit_states=full)) for r in trace.ranks)
-    assert "already unsharded before: blocks.0 ·" in subtitle(memory(Trace(trace.header, tuple(ranks)))).replace(
+    assert "already unsharded at the start: blocks.0 ·" in subtitle(memory(Trace(trace.header, tuple(ranks)))).replace(
         "<br>", " "
     )
-    assert "already unsharded before" not in subtitle(memory(trace))
+    assert "already unsharded at the start" not in subtitle(memory(trace))
 
 
 def test_ranks_without_a_byte_give_a_sentence():

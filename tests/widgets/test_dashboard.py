@@ -744,7 +744,7 @@ def test_several_dashboards_of_one_workbench_are_independent():
 def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
     trace = example_trace()
     told = [ask(made(Pretender(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
-    assert told == [["", ""], ["times are GPU times, within 6.00 µs", "in host order and host time"]]
+    assert told == [["", ""], ["times are measured on the GPU, within 6.00 µs", "in host order and host time"]]
     hosts = Trace(
         replace(trace.header, ranks=tuple(replace(info, device="cuda:0") for info in trace.header.ranks)), trace.ranks
     )

@@ -85,7 +85,7 @@ def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
     memory, states, timeline = notes
     assert " · in host order and host time · backward of" in memory
     assert states == "unsharded on ranks 0-3: none · in host order and host time"
-    assert timeline.startswith("times are GPU times, within 6.00 µs · drag to pan")
+    assert timeline.startswith("times are measured on the GPU, within 6.00 µs · drag to pan")
 
 
 def test_with_one_clock_nothing_is_said_of_it(shown):

@@ -597,7 +597,7 @@ class HistoryReport(Report):
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        return plural(len(self.commands), "command") if self.commands else "no commands yet; to list them: %fsdp help"
+        return plural(len(self.commands), "command") if self.commands else "no commands yet; for a list of commands: %fsdp help"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return each with the time of day, and its source unless that was a cell."""

@@ -165,7 +165,7 @@ def _check_continues(rank: int, next_seq: int, rows: Rows, key_frame: KeyFrame) 
     if not np.array_equal(rows["seq"], np.arange(next_seq, end_seq)):
         raise TraceError(f"rank {rank}: expected rows {next_seq} to {end_seq - 1}, got {rows['seq'][[0, -1]].tolist()}")
     if key_frame.seq != end_seq:
-        raise TraceError(f"rank {rank}: the rows end before row {end_seq}, their key frame before row {key_frame.seq}")
+        raise TraceError(f"rank {rank}: the rows end before row {end_seq}, but the key frame is at row {key_frame.seq}")
 
 
 def _fair_length(lengths: list[int], room: int) -> int:

@@ -107,7 +107,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
         except _NOT_A_TRACE as error:
             raise TraceError(f"cannot read {path}: it is not a trace, or it is damaged or truncated") from error
     if broken:
-        more = f", and {len(broken) - 1} more errors" if len(broken) > 1 else ""
+        more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise TraceError(f"cannot read {path}: it is not a valid trace: {broken[0][:300]}{more}")
     return trace
 

@@ -44,7 +44,7 @@ _MAX_COPIES = 3  # copies whose ranks a column names; with more, only those of t
 _MAX_CUTS = 3  # cut parameters of a flat one that are listed
 _MAX_LINES = 8  # lines in the hover of a segment
 _FIXED_SPACE = "\u00a0"  # prevents a line break
-_BESIDE = "beside it: shape, bytes on a rank"
+_BESIDE = "beside it: shape, bytes per rank"
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
 _BAR = 0.76  # rows
@@ -431,7 +431,7 @@ def _add_labels(fig: go.Figure, places: list[Place]) -> None:
             "tickmode": "array",
             "tickvals": list(sizes),
             "ticktext": list(sizes.values()),
-            "title": {"text": "bytes on a rank", "standoff": 12},
+            "title": {"text": "bytes per rank", "standoff": 12},
             "showgrid": False,
             "showline": False,
         }

@@ -234,7 +234,7 @@ def _kept(header: Header, shown: RankTrace) -> str:
     full = [unit for unit, state in shown.start.unit_states.items() if state == UnitState.UNSHARDED]
     names = [unit_name(header, unit) for unit in sorted(full)[:_MAX_KEPT]]
     more = ", ..." if len(full) > _MAX_KEPT else ""
-    return f"already unsharded before: {', '.join(names)}{more}" if full else ""
+    return f"already unsharded at the start: {', '.join(names)}{more}" if full else ""
 
 
 def _has(shown: RankTrace, category: Category) -> bool:

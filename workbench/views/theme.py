@@ -371,5 +371,5 @@ def clock_words(header: Header, clock: ClockSource) -> str:
         return "times are when the host enqueued work; GPU times were not recorded"
     if clock is ClockSource.DEVICE:
         error_ns = max((info.device_error_ns for info in header.ranks), default=0)
-        return f"times are GPU times{f', within {format_duration(error_ns)}' if error_ns else ''}"
+        return f"times are measured on the GPU{f', within {format_duration(error_ns)}' if error_ns else ''}"
     return ""

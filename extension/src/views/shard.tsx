@@ -81,7 +81,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
   const isFree = model.state?.request === null;
   const isClassic = policy.api === "classic";
   // a model that is or becomes classic is sharded again, with all units alike
-  const unset = isClassic || before.api === "classic" ? "not chosen" : "differs by unit";
+  const unset = isClassic || before.api === "classic" ? "choose one" : "keep (differs by unit)";
   return (
     <CommandForm model={model} command={command}>
       <Field label="API" hint="fully_shard: shards each parameter by rows; classic: FullyShardedDataParallel, one flat parameter per unit">
@@ -113,7 +113,7 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
         <Text type="number" min={0} value={policy.prefetch} change={(prefetch) => { set({ prefetch }); }} />
       </Field>
       {found.is_sharded ? null : (
-        <Field label="Leave whole" hint="parameters that are not sharded, such as *.bias">
+        <Field label="Ignore" hint="parameters that are not sharded, such as *.bias">
           <Text value={policy.ignore} placeholder="*.bias" change={(ignore) => { set({ ignore }); }} />
         </Field>
       )}

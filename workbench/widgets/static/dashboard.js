@@ -968,7 +968,7 @@ class DashboardView {
     }
     const told = [...unsharded].map(([names, ranks]) => `unsharded on ${ranksInWords(ranks)}: ${names}`);
     const gathered = [...told, gone.length ? `${ranksInWords(gone)} gone` : ""].filter(Boolean).join(" \u00b7 ");
-    const first = this.groups.at(0), drawn = first && this.groups.length > 1 ? `${ranksInWords(first)} drawn` : "";
+    const first = this.groups.at(0), drawn = first && this.groups.length > 1 ? `showing ${ranksInWords(first)}` : "";
     write(this.states.note, [gathered, drawn, this.clock].filter(Boolean).join(" \u00b7 "));
     this.states.note.title = gathered;
   }
