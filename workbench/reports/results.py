@@ -597,7 +597,7 @@ class HistoryReport(Report):
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        return plural(len(self.commands), "command") if self.commands else "no commands yet; for a list of commands: %fsdp help"
+        return plural(len(self.commands), "command") if self.commands else "no commands yet; see %fsdp help for a list"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return each with the time of day, and its source unless that was a cell."""

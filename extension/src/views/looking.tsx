@@ -100,7 +100,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
       <Line run={() => { draw(compare); }}>
-        <Field label="Compare" isWide hint="Steps of the record, such as last:3, last:3..5 or last:-1, the newest; or a .trace file">
+        <Field label="Compare" isWide hint="Steps of the record, such as last:3, last:3..5 or last:-1 (the newest), or a .trace file">
           <span className="fsdp-inline">
             <Text value={before} label="Compare" change={setBefore} />
             <Text value={after} label="Compare with" change={setAfter} />
