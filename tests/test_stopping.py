@@ -86,10 +86,10 @@ def test_until_stops_once_and_the_step_stays_under_way(wb):
 def test_an_event_that_does_not_come_is_said_with_those_that_did(wb):
     wb.fake.script["step"] = wb.fake.trains(3)
     report = wb.step(3, until=f"offload:{unit(wb, 1)}")
-    assert report.headline.endswith(f"; offload:{unit(wb, 1)} did not come")
+    assert report.headline.endswith(f"; offload:{unit(wb, 1)} did not occur")
     assert report.came
     assert all(":" in event for event in report.came)
-    assert f"came, nearest first  {report.came[0]}, " in str(report)
+    assert f"occurred, nearest first  {report.came[0]}, " in str(report)
     assert tuple(wb.break_list().breakpoints) == ()
     wb.fake.script["step"] = inside
     assert wb.step(1).missed == ""
@@ -99,7 +99,7 @@ def test_until_outlives_a_stop_at_something_else(wb):
     wb.break_add("forward", rank=None)
     assert "breakpoint 1" in str(wb.step(1, until="optimizer"))
     wb.break_clear(1)
-    assert "because of  --until optimizer" in str(wb.resume())
+    assert "stopped by  --until optimizer" in str(wb.resume())
     assert wb.resume().missed == ""
     wb.step(1, until="forward")
     assert wb.resume().missed == ""
@@ -113,7 +113,7 @@ def test_until_is_listed_while_it_is_due_and_is_no_breakpoint_to_turn_off_or_cle
     assert [b.is_on for b in wb.break_list().breakpoints] == [False, True]
     assert "removed 1 breakpoint" in str(wb.break_clear())
     assert [str(b) for b in wb.break_list().breakpoints] == ["optimizer"]
-    assert "because of  --until optimizer" in str(wb.resume())
+    assert "stopped by  --until optimizer" in str(wb.resume())
     assert wb.break_list().breakpoints == ()
 
 
@@ -121,7 +121,7 @@ def test_a_breakpoint_stops_at_every_such_event(wb):
     assert str(wb.break_add("reduce_scatter:*")).startswith("breakpoint 1: reduce_scatter:*")
     report = wb.step(1)
     found = [ordinals(report)[0]]
-    assert "because of  breakpoint 1: reduce_scatter:*" in str(report)
+    assert "stopped by  breakpoint 1: reduce_scatter:*" in str(report)
     found += [ordinals(wb.resume())[0] for _ in range(2)]
     assert found == [i for i, (kind, _, _) in enumerate(PROGRAM) if kind == "reduce_scatter"]
     wb.break_clear(1)
@@ -541,7 +541,7 @@ def test_a_rank_that_has_not_begun_what_it_was_asked_is_starting(wb):
 def test_a_device_that_was_waited_for_is_told_of(wb):
     wb.fake.gates[1].synchronised = True
     report = wb.step(1, until="backward")
-    assert "synchronised on rank 1: all that it was given is done" in str(report)
+    assert "synchronised on rank 1: all enqueued work is done" in str(report)
     assert [row.event for row in wb.where().rows][:2] == ["before backward", "before backward, device synchronised"]
     wb.resume()
 

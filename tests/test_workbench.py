@@ -181,7 +181,7 @@ def test_status_says_what_the_engine_does_not_manage(trained, tmp_path):
     save(Trace(troubled(trace.header), trace.ranks), tmp_path / "a.trace")
     status = Workbench.open(tmp_path / "a.trace").status()
     assert [note.partition(".")[0] for note in status.notes] == [
-        "in no unit, so that nothing averages their gradients: scale",
+        "in no unit, so their gradients are not averaged: scale",
         "register_hook is never called on a sharded parameter: weight",
         "buffers differ between ranks: mean",
     ]
@@ -227,12 +227,12 @@ def test_reshard_sends_only_what_changes(trained):
     (sent,) = trained.asked("execute")
     assert sent[1] == Reshard(model="model", reshard_after_forward=2, mesh=(4,))
     assert "resharded in place, model: 3 units on 4 ranks" in str(report)
-    assert "state of 2 optimizers carried along" in str(report)
+    assert "state of 2 optimizers carried over" in str(report)
 
 
 def test_unshard_and_verify_report(trained):
     trained.fake.script["unshard"] = gives({"model": "model", "num_params": 10, "optimizers": 1})
-    assert "state of 1 optimizer carried along" in str(trained.unshard("model"))
+    assert "state of 1 optimizer carried over" in str(trained.unshard("model"))
     result = {
         "params": 10,
         "max_abs_diff": 1e-7,
@@ -402,7 +402,7 @@ def test_a_cell_that_fails_everywhere_by_itself_needs_no_recovery(wb):
     wb.fake.script["cell"] = raises("NameError", "name 'x' is not defined")
     with pytest.raises(RankError) as caught:
         wb.run_cell("x")
-    assert "and 3 more alike (ranks 1-3)" in str(caught.value)
+    assert "same error on ranks 1-3" in str(caught.value)
     assert caught.value.also == (1, 2, 3)
     assert wb.asked("give up") == wb.asked("recover") == []
 
@@ -778,7 +778,7 @@ def test_rows_that_a_rank_overwrote_are_counted_as_lost(trained):
     rank.overwritten = rank.recorded
     rank.recorded = rank.step_ends[2]
     assert trained.trace.rank(1).lost == rank.step_ends[1] - first
-    assert "lost: ranks were not read often enough" in str(trained.status())
+    assert "lost: overwritten before they were read" in str(trained.status())
 
 
 @pytest.mark.parametrize("suffix", [".trace", ".json", ".html"])

@@ -123,7 +123,7 @@ export class Client implements IDisposable {
   async ask<W extends Answer["word"]>(question: Asked): Promise<AnswerOf<W>> {
     return new Promise((resolve, reject) => {
       const number = this.#send(question);
-      if (number < 0) reject(new Refusal("There is no kernel that answers."));
+      if (number < 0) reject(new Refusal("No kernel answers."));
       else this.#waiting.set(number, { word: question.word, resolve: resolve as (answer: Answer) => void, reject });
     });
   }
@@ -191,7 +191,7 @@ export class Client implements IDisposable {
     this.#look = -1;
     const waiting = [...this.#waiting.values()];
     this.#waiting.clear();
-    for (const { word, reject } of waiting) reject(new Refusal(`The kernel has gone before it answered (${word}).`));
+    for (const { word, reject } of waiting) reject(new Refusal(`The kernel ended before it answered (${word}).`));
   }
 
   #stand(standing: Standing): void {

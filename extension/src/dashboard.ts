@@ -20,10 +20,10 @@ export type Load = () => Promise<string>;
 const WHY: Readonly<Record<Exclude<Away, "no notebook">, string>> = {
   "no kernel": "has no kernel.",
   "not loaded": "has not loaded the workbench yet.",
-  restarting: "has a kernel that restarts\u2026",
-  dead: "has a kernel that has died.",
-  cut: "has lost its connection to the kernel, which JupyterLab does not open again by itself.",
-  connecting: "connects to its kernel\u2026",
+  restarting: "is restarting its kernel\u2026",
+  dead: "has a kernel that died.",
+  cut: "has lost its connection to the kernel, and JupyterLab does not reopen it.",
+  connecting: "is connecting to its kernel\u2026",
 };
 
 /** Reasons for which the ranks are gone as well. */

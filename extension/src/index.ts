@@ -26,7 +26,7 @@ const CATEGORY = "FSDP";
 
 const plugin: JupyterFrontEndPlugin<void> = {
   id: ID,
-  description: "Starts ranks, shards, steps, stops and looks, beside the notebook.",
+  description: "A panel beside the notebook: start ranks, shard models, train, stop and inspect.",
   autoStart: true,
   requires: [INotebookTracker, IRenderMimeRegistry],
   optional: [ICommandPalette, ILabShell, ILauncher, ILayoutRestorer, ISettingRegistry, IStateDB, IStatusBar],
@@ -145,7 +145,7 @@ function addDashboards(
   };
   app.commands.addCommand("fsdp:open-dashboard", {
     label: "FSDP Dashboard",
-    caption: "Show what the ranks of a notebook do, beside it",
+    caption: "Show the live dashboard of a notebook's ranks",
     icon: shardsIcon,
     execute: async ({ path: given }) => {
       const path = typeof given === "string" ? given : notebooks.panel?.context.path;
@@ -161,7 +161,7 @@ function addDashboards(
       const widget = new MainAreaWidget({ content: new DashboardWidget(tracker, path, load) });
       widget.id = `fsdp-dashboard-${path}`;
       widget.title.label = `FSDP: ${path.split("/").at(-1)?.replace(/\.ipynb$/, "")}`;
-      widget.title.caption = `What the ranks of ${path} do`;
+      widget.title.caption = `Ranks of ${path}`;
       widget.title.icon = shardsIcon;
       widget.title.closable = true;
       await open.add(widget);

@@ -30,7 +30,7 @@ export const HEARD: ReadonlySet<Command["word"]> = new Set(["step", "pause", "ne
 /** Maximum number of commands kept. */
 export const MAX_SPOKEN = 30;
 
-const UNCERTAIN = "The kernel has gone before it said what came of it.";
+const UNCERTAIN = "The kernel ended before it reported the result.";
 
 export class PanelModel implements IDisposable {
   readonly #client: Client;

@@ -107,7 +107,7 @@ async function isCrowdMeant(command: Start | Attach, cores: number): Promise<boo
   if (command.word !== "start" || command.engines || command.profile || !isCrowd(command.num_ranks ?? 0, cores)) return true;
   const { button } = await showDialog({
     title: `Start ${count(command.num_ranks ?? 0, "rank")} on ${count(cores, "core")}?`,
-    body: "They share the cores: the start takes minutes, or fails.",
+    body: "They share the cores: the start may take minutes or fail.",
     buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: "Start" })],
     defaultButton: 0, // Enter, which submits the form, must not confirm it
   });

@@ -59,7 +59,7 @@ export class Pictures {
       await contents.get(file, { content: false });
       window.open(await contents.getDownloadUrl(file), "_blank", "noopener");
     } catch {
-      model.reply = { line: "", text: `${path} is outside of the folders that this page shows: open it as a file.`, isBad: false };
+      model.reply = { line: "", text: `${path} is outside the folders that JupyterLab serves: open it as a file.`, isBad: false };
     }
   }
 

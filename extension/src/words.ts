@@ -58,7 +58,7 @@ export function obstacles(state: State | null, prepared: Prepared = READY): Read
   const gone = (state?.ranks ?? []).filter(({ health }) => health === "gone").map(({ rank }) => rank);
   const none = isRunning ? "" : "No ranks are running: start some first.";
   const change = exchanging(state);
-  const held = holder === "" ? "" : `${holder} has these ranks.`;
+  const held = holder === "" ? "" : `${holder} controls these ranks.`;
   const lost = gone.length === 0 ? "" : `${ranksInWords(gone)} ${gone.length === 1 ? "is" : "are"} gone: stop the ranks, then start them again.`;
   const busy = request === null ? "" : `${request.line} ${request.is_stopped ? "is stopped: continue or abort it first." : "is still running."}`;
   const idle = request === null ? "Nothing is running." : "";
@@ -79,7 +79,7 @@ export const LOOKING = "Looking for models\u2026";
 /** What to do before a step is possible, a sentence; empty: nothing. */
 export function todo({ isKnown, hasModel, isSharded, hasStep }: Prepared): string {
   if (!isKnown) return LOOKING;
-  if (!hasModel && !isSharded) return "Make a model in a %%fsdp cell.";
+  if (!hasModel && !isSharded) return "Define a model in a %%fsdp cell.";
   if (!isSharded) return "Choose below how to shard the model.";
   return hasStep ? "" : "Define train_step() in a %%fsdp cell.";
 }
@@ -90,7 +90,7 @@ export function exchanging(state: State | null): string {
     case "start":
       return sentence(state.cluster.waits_for || "starting or attaching ranks");
     case "stop":
-      return "The ranks are being stopped. Others can be started when they have ended.";
+      return "The ranks are stopping. Wait until they have stopped to start others.";
     case "open":
       return "A file is being opened. Wait until it is shown.";
     default:
@@ -116,7 +116,7 @@ export function isCrowd(ranks: number, cores: number): boolean {
 export function crowding(ranks: number, cores: number | undefined): string {
   if (cores === undefined || !(ranks > cores)) return "";
   const shared = `${count(cores, "core")} here: ${count(ranks, "rank")} share ${cores === 1 ? "it" : "them"}`;
-  return isCrowd(ranks, cores) ? `${shared}, and the start takes minutes or fails.` : `${shared}.`;
+  return isCrowd(ranks, cores) ? `${shared}, and the start may take minutes or fail.` : `${shared}.`;
 }
 
 /** The path, relative to the notebook, of the page that an export wrote, from its reply; null: another reply. */
@@ -182,7 +182,7 @@ export function headline(state: State, isGivingUp = false): Headline {
       todo: "To take control, detach there, then attach here.",
     };
   }
-  if (isGivingUp && request !== null) return { tone: "busy", text: `Giving up ${request.line}\u2026` };
+  if (isGivingUp && request !== null) return { tone: "busy", text: `Aborting ${request.line}\u2026` };
   if (request?.is_stopped === true) {
     const because = request.reasons.length > 0 ? ` (${request.reasons.join(", ")})` : "";
     const [first = "", ...others] = request.reasons.map((reason) => reason.replace(/^(breakpoint \d+|--until)\b.*/s, "$1"));
@@ -264,14 +264,14 @@ export function lies({ flat, bytes_at_rest: kept, bytes_unsharded: full, rows_pe
   if (flat === "") return `${formatBytes(kept)} of ${formatBytes(full)}`;
   const shards = elements.flatMap((held, shard) => (held > 0 ? [shard] : []));
   if (shards.length === 0) return "empty";
-  return shards.length === 1 ? `in shard ${shards[0]}` : `cut over shards ${ranges(shards)}`;
+  return shards.length === 1 ? `in shard ${shards[0]}` : `split over shards ${ranges(shards)}`;
 }
 
 /** Text for a closed notebook, of whose ranks `numRanks` keep running. */
 export function closedWords(path: string, numRanks: number): string {
-  if (numRanks === 0) return `${path} is not open: open it, and its ranks are shown here.`;
-  const ranks = numRanks === 1 ? "its rank, which goes" : `its ${numRanks} ranks, which go`;
-  return `${path} is not open: open it, and ${ranks} on while its kernel runs, ${numRanks === 1 ? "is" : "are"} shown here.`;
+  if (numRanks === 0) return `${path} is not open. Open it to see its ranks here.`;
+  const ranks = numRanks === 1 ? "rank keeps" : `${numRanks} ranks keep`;
+  return `${path} is not open. Its ${ranks} running while its kernel runs. Open it to see ${numRanks === 1 ? "it" : "them"} here.`;
 }
 
 /** Text shown instead of a state, and the action that helps. */
@@ -280,27 +280,27 @@ export function explained(standing: Standing, loadError: string): { text: string
   if (standing.kind === "opening") return { text: "Waiting for the kernel\u2026", action: null };
   if (standing.kind === "silent") {
     const why = standing.isBusy ? "is busy" : "does not answer";
-    return { text: `The kernel ${why}. What is shown is what it said last.`, action: null };
+    return { text: `The kernel ${why}. The panel shows its last state.`, action: null };
   }
   if (standing.kind === "live") return { text: "", action: null };
   switch (standing.why) {
     case "no notebook":
-      return { text: "Open a notebook: its ranks are shown here.", action: null };
+      return { text: "Open a notebook to see its ranks here.", action: null };
     case "no kernel":
-      return { text: "No kernel runs for this notebook yet.", action: null };
+      return { text: "This notebook has no running kernel.", action: null };
     case "restarting":
-      return { text: "The kernel restarts\u2026", action: null };
+      return { text: "The kernel is restarting\u2026", action: null };
     case "dead":
-      return { text: "The kernel has died, and its ranks with it. Restart it to begin again.", action: null };
+      return { text: "The kernel and its ranks have died. Restart the kernel to begin again.", action: null };
     case "cut":
       return {
-        text: "The connection to the kernel is closed, and JupyterLab does not open it again by itself. Kernel and ranks may still run.",
+        text: "The connection to the kernel is closed, and JupyterLab does not reopen it. The kernel and its ranks may still be running.",
         action: "reconnect",
       };
     case "connecting":
       return { text: "Connecting to the kernel\u2026", action: null };
     case "not loaded":
-      return { text: loadError || "Nothing is loaded in this notebook yet.", action: "load" };
+      return { text: loadError || "The workbench is not loaded in this notebook yet.", action: "load" };
   }
 }
 

@@ -106,7 +106,7 @@ export const ANSWERS = {
           1
         ],
         "error_ns": 40000,
-        "text": "its clock is 5.00 ms behind rank 0's, give or take 40.0 \u00b5s"
+        "text": "its clock is 5.00 ms behind rank 0's, \u00b1 40.0 \u00b5s"
       }
     ],
     "units": [

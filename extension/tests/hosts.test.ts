@@ -39,7 +39,7 @@ it("what several ranks do is counted", () => {
 });
 
 it("how exact the times of a host are is said of its clock, unless that is rank 0's", () => {
-  const clocks = [{ ranks: [4, 5, 6, 7], error_ns: 40_000, text: "its clock is 5.00 ms behind rank 0's, give or take 40.0 \u00b5s" }];
+  const clocks = [{ ranks: [4, 5, 6, 7], error_ns: 40_000, text: "its clock is 5.00 ms behind rank 0's, \u00b1 40.0 \u00b5s" }];
   const [first, second] = hosts(ranks(8)).map((host) => clockOf(host, clocks));
   expect(first).toBeNull();
   expect(second).toEqual({ note: "clock \u00b1 40.0 \u00b5s", text: clocks[0]?.text });

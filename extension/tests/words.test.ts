@@ -129,13 +129,13 @@ describe("a control that cannot be used", () => {
     ["without a kernel", null, prepared, "No ranks are running: start some first."],
     ["without ranks", state({ cluster: cluster({ is_running: false }) }), prepared, "No ranks are running: start some first."],
     ["before they have said what they have", state(), { ...prepared, isKnown: false, hasModel: false, hasStep: false }, "Looking for models\u2026"],
-    ["without a model", state(), { ...prepared, hasModel: false, isSharded: false, hasStep: false }, "Make a model in a %%fsdp cell."],
+    ["without a model", state(), { ...prepared, hasModel: false, isSharded: false, hasStep: false }, "Define a model in a %%fsdp cell."],
     ["before it is sharded", state(), { ...prepared, isSharded: false }, "Choose below how to shard the model."],
     ["without a function", state(), { ...prepared, hasStep: false }, "Define train_step() in a %%fsdp cell."],
     ["while a step runs", state({ request: STEP }), prepared, "%fsdp step 40 is still running."],
     ["while it is stopped", state({ request: STOPPED }), prepared, "%fsdp step 40 is stopped: continue or abort it first."],
     ["with a rank gone", state({ ranks: [rank(0), GONE] }), prepared, "rank 1 is gone: stop the ranks, then start them again."],
-    ["of another notebook", state({ cluster: cluster({ held_by: "ada's notebook" }) }), prepared, "ada's notebook has these ranks."],
+    ["of another notebook", state({ cluster: cluster({ held_by: "ada's notebook" }) }), prepared, "ada's notebook controls these ranks."],
     ["when nothing is missing", state(), prepared, ""],
   ])("says why there is no step %s", (_name, told, has, wanted) => {
     expect(obstacles(told, has).step).toBe(wanted);
@@ -230,8 +230,8 @@ describe("the headline", () => {
   });
 
   it("says that what was aborted is being given up, until it has ended", () => {
-    expect(headline(state({ request: STEP }), true).text).toBe("Giving up %fsdp step 40\u2026");
-    expect(announcement(state({ request: STEP }), true)).toBe("Giving up %fsdp step 40\u2026");
+    expect(headline(state({ request: STEP }), true).text).toBe("Aborting %fsdp step 40\u2026");
+    expect(announcement(state({ request: STEP }), true)).toBe("Aborting %fsdp step 40\u2026");
     expect(headline(state(), true).text).toBe("2 ranks, idle");
   });
 
@@ -316,9 +316,9 @@ describe("a reply", () => {
 });
 
 it.each([
-  [0, "a.ipynb is not open: open it, and its ranks are shown here."],
-  [1, "a.ipynb is not open: open it, and its rank, which goes on while its kernel runs, is shown here."],
-  [8, "a.ipynb is not open: open it, and its 8 ranks, which go on while its kernel runs, are shown here."],
+  [0, "a.ipynb is not open. Open it to see its ranks here."],
+  [1, "a.ipynb is not open. Its rank keeps running while its kernel runs. Open it to see it here."],
+  [8, "a.ipynb is not open. Its 8 ranks keep running while its kernel runs. Open it to see them here."],
 ])("of a notebook that was closed it is said that its %d ranks go on", (ranks, words) => {
   expect(closedWords("a.ipynb", ranks)).toBe(words);
 });
@@ -331,7 +331,7 @@ it("a start says what it waits for", () => {
 it.each([
   [2, 2, ""],
   [4, 2, "2 cores here: 4 ranks share them."],
-  [9, 2, "2 cores here: 9 ranks share them, and the start takes minutes or fails."],
+  [9, 2, "2 cores here: 9 ranks share them, and the start may take minutes or fail."],
   [2, 1, "1 core here: 2 ranks share it."],
   [Number.NaN, 2, ""],
   [60, undefined, ""], // no kernel has said so yet
@@ -364,5 +364,5 @@ it("a parameter lies in shards of a flat one, or is kept by every rank", () => {
   const [param] = ANSWERS.params.params;
   expect(lies(param)).toBe("1.00 KiB of 2.00 KiB");
   const within = (...elements: number[]) => lies({ ...param, flat: "_flat_param", rows_per_rank: elements });
-  expect([within(0, 4, 0), within(0, 4, 8), within(0, 0)]).toEqual(["in shard 1", "cut over shards 1-2", "empty"]);
+  expect([within(0, 4, 0), within(0, 4, 8), within(0, 0)]).toEqual(["in shard 1", "split over shards 1-2", "empty"]);
 });

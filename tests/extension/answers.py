@@ -105,9 +105,7 @@ EXAMPLES: tuple[Answer, ...] = (
             cores=2,
         ),
         ranks=(_rank(0), _rank(1)),
-        clocks=(
-            ClockState(ranks=(1,), error_ns=40_000, text="its clock is 5.00 ms behind rank 0's, give or take 40.0 µs"),
-        ),
+        clocks=(ClockState(ranks=(1,), error_ns=40_000, text="its clock is 5.00 ms behind rank 0's, ± 40.0 µs"),),
         units=(_unit(0, "(root)"), _unit(1, "blocks.0")),
         unit_states=(UnitStates(ranks=(0, 1), states="02"),),
         breakpoints=(BreakpointState(id=1, text="all_gather:blocks.0 --rank 1", is_on=True),),

@@ -246,7 +246,7 @@ def test_the_dashboard_has_names_keeps_the_focus_and_is_calm_for_readers(lab):
     lab.page.evaluate(LISTEN, ".fsdp-Dashboard .fw-head")
     following = dashboard(lab).get_by_role("button", name="next")
     for _ in range(3):
-        expect(tool(lab, "Go on to the next event")).to_be_enabled()  # the stop is known to the notebook too
+        expect(tool(lab, "Run to the next event")).to_be_enabled()  # the stop is known to the notebook too
         where = dashboard(lab).locator(".fw-why").inner_text()
         enter(following)
         expect(dashboard(lab).locator(".fw-why")).not_to_have_text(where)

@@ -44,7 +44,7 @@ def test_the_panel_is_found_in_the_menu_and_starts_ranks(book):
     book.page.get_by_role("menuitem", name="View", exact=True).click()
     book.page.get_by_text("Left Sidebar", exact=True).click()
     book.page.get_by_text("Show FSDP", exact=True).click()
-    expect(panel(book)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(book)).to_contain_text("The workbench is not loaded in this notebook yet.")
     panel(book).get_by_label("Ranks", exact=True).fill("2")
     panel(book).get_by_label("Device").select_option("cpu")
     tool(book, "Start 2 ranks").click()

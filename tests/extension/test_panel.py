@@ -50,7 +50,7 @@ def lab(tmp_path_factory, chromium):
 
 
 def test_ranks_are_started_by_a_form_in_a_notebook_that_has_loaded_nothing(lab):
-    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     shot(lab, "not_loaded")
     fields = panel(lab).locator(".fsdp-Form :is(input, select):visible")
     assert len({(box["x"], box["width"]) for box in (field.bounding_box() for field in fields.all())}) == 1
@@ -66,13 +66,13 @@ def test_until_ranks_have_been_stopped_no_others_can_be_started(lab):
     process = process_of(lab, 1)
     process.suspend()  # it takes a while to stop such a one
     tool(lab, "Stop the ranks").click()
-    expect(panel(lab)).to_contain_text("The ranks are being stopped.")
+    expect(panel(lab)).to_contain_text("The ranks are stopping.")
     expect(tool(lab, re.compile("^Start"))).to_be_disabled()
     shot(lab, "stopping")
     with suppress(psutil.NoSuchProcess):
         process.resume()
     expect(tool(lab, re.compile("^Start"))).to_be_enabled()
-    expect(panel(lab)).not_to_contain_text("The ranks are being stopped.")
+    expect(panel(lab)).not_to_contain_text("The ranks are stopping.")
     panel(lab).get_by_role("spinbutton", name="Ranks").fill("2")
     panel(lab).get_by_role("combobox", name="Device").select_option("cpu")
     tool(lab, "Start 2 ranks").click()
@@ -97,7 +97,7 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     expect(reply(lab)).to_contain_text("4 units")
     submit = shard.locator("button[type=submit]")
     expect(submit).to_have_text("Reshard")
-    expect(submit).to_have_attribute("title", "Nothing is changed above.")
+    expect(submit).to_have_attribute("title", "No setting has changed.")
     shard.get_by_label("Prefetch").press("Enter")  # which changes nothing either
     expect(section(lab, "Commands")).not_to_contain_text("%fsdp reshard")
     expect(shard.get_by_role("row").first).to_have_text("units4")  # what a reshard that changes nothing comes to
@@ -130,12 +130,12 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
     expect(section(lab, "Ranks").locator(".fsdp-mod-held").first).to_be_visible()
     expect(status_bar(lab)).to_have_class("fsdp-mod-held")
     shot(lab, "paused")
-    tool(lab, "Go on to the next event").click()
+    tool(lab, "Run to the next event").click()
     expect(section(lab, "Commands")).to_contain_text("%fsdp next")
     section(lab, "Units").locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click()
     section(lab, "Units").get_by_role("button", name="blocks.1.norm.weight").click()
     expect(section(lab, "Commands")).to_contain_text("%fsdp inspect blocks.1.norm.weight")
-    said = section(lab, "Commands").get_by_role("region", name="What came of %fsdp inspect blocks.1.norm.weight")
+    said = section(lab, "Commands").get_by_role("region", name="Result of %fsdp inspect blocks.1.norm.weight")
     expect(said).to_have_css("white-space", "pre")  # a table: its columns stay one below the other
     said.focus()  # and keys scroll it
     expect(said).to_be_focused()
@@ -216,7 +216,7 @@ def test_a_reloaded_page_shows_the_truth_again_in_the_middle_of_training(lab):
 
 def test_each_notebook_has_ranks_of_its_own(lab):
     run(lab, "docmanager:open", path="other.ipynb")
-    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     lab.page.get_by_role("tab", name="run.ipynb", exact=True).click()
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
 
@@ -255,7 +255,7 @@ def test_abort_ends_the_step_and_the_ranks_are_ready(lab):
 
 def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_ranks_start_again(lab):
     lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
-    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     expect(section(lab, "Ranks")).to_have_count(0)
     panel(lab).get_by_label("Ranks", exact=True).fill("1")
     tool(lab, "Start 1 rank").click()

@@ -71,7 +71,7 @@ def test_a_start_says_that_it_works_and_can_be_cancelled(lab):
 
 def test_few_cores_are_told_of_before_many_ranks_are_started(lab):
     panel(lab).get_by_label("Ranks", exact=True).fill("1000")
-    expect(panel(lab)).to_contain_text(re.compile(r"cores? here: 1000 ranks share .* and the start takes minutes"))
+    expect(panel(lab)).to_contain_text(re.compile(r"cores? here: 1000 ranks share .* and the start may take minutes"))
     tool(lab, "Start 1000 ranks").click()
     dialog = lab.page.get_by_role("dialog")
     expect(dialog).to_contain_text("Start 1000 ranks on ")
@@ -85,9 +85,9 @@ def test_few_cores_are_told_of_before_many_ranks_are_started(lab):
 
 def test_a_button_that_can_do_nothing_says_why(lab):
     step = tool(lab, "Train 1 step")
-    expect(step).to_have_attribute("title", "Train 1 step: Make a model in a %%fsdp cell.")
+    expect(step).to_have_attribute("title", "Train 1 step: Define a model in a %%fsdp cell.")
     step.click(force=True)  # for Playwright it is disabled; for a person it can be pressed
-    expect(reply(lab)).to_contain_text("Make a model in a %%fsdp cell.")
+    expect(reply(lab)).to_contain_text("Define a model in a %%fsdp cell.")
 
 
 def test_a_long_name_of_a_class_does_not_push_the_form_out_of_the_panel(lab):
@@ -185,7 +185,7 @@ def test_a_dashboard_whose_notebook_is_closed_says_how_many_ranks_go_on(lab):
             notebook.close();
         }"""
     )
-    expect(dashboard(lab)).to_contain_text("its 2 ranks, which go on while its kernel runs, are shown here.")
+    expect(dashboard(lab)).to_contain_text("Its 2 ranks keep running while its kernel runs. Open it to see them here.")
     to(lab, "run.ipynb")
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
     assert lab.errors == []
@@ -231,7 +231,7 @@ def test_without_a_notebook_the_launcher_s_card_shows_the_panel(lab):
     )
     lab.page.locator(".jp-LauncherCard", has_text="FSDP Dashboard").click()
     expect(panel(lab)).to_be_visible()
-    expect(panel(lab)).to_contain_text("Open a notebook: its ranks are shown here.")
+    expect(panel(lab)).to_contain_text("Open a notebook to see its ranks here.")
 
 
 def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):

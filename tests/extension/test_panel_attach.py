@@ -59,7 +59,7 @@ def copies(lab, button, line):
 
 
 def test_what_few_need_is_under_more(lab):
-    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     expect(panel(lab).get_by_label("Engines", exact=True)).to_be_hidden()
     panel(lab).get_by_text("More", exact=True).click()
     for name in ("Engines", "Profile", "Interface"):

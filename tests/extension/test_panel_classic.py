@@ -106,10 +106,10 @@ def test_a_flat_parameter_is_shown_with_what_lies_in_it(lab):
     names = units.get_by_role("button", name=re.compile(r"^blocks\.1\."))
     inside = ["norm.weight", "norm.bias", "mlp.0.weight", "mlp.0.bias", "mlp.2.weight", "mlp.2.bias"]
     expect(names).to_have_text(["_flat_param", *inside])
-    expect(units).to_contain_text("6 parameters in a flat one")
+    expect(units).to_contain_text("6 parameters in one flat parameter")
     cut = units.get_by_role("listitem").filter(has_text="mlp.0.bias")
-    expect(cut).to_contain_text("32 float32, cut over shards 0-1")
-    expect(cut).to_have_attribute("title", "elements in blocks.1._flat_param, a rank: 8, 24")
+    expect(cut).to_contain_text("32 float32, split over shards 0-1")
+    expect(cut).to_have_attribute("title", "elements in blocks.1._flat_param, per rank: 8, 24")
     shot(lab, "classic_unit")
 
 

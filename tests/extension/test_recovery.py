@@ -101,11 +101,11 @@ def rank_1_is_said_to_be_gone(lab):
 
 
 def test_a_panel_that_was_open_before_the_workbench_was_loaded_notices_it(lab):
-    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     run(lab, "fsdp:open-dashboard")
     expect(dashboard(lab)).to_contain_text("has not loaded the workbench yet")
     dashboard(lab).get_by_role("button", name="Load the workbench").click()
-    expect(panel(lab)).not_to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab)).not_to_contain_text("The workbench is not loaded in this notebook yet.")
     expect(tool(lab, re.compile("^Start"))).to_be_enabled()
     expect(dashboard(lab).locator(".fw-badge")).to_be_visible()
     expect(dashboard(lab).get_by_role("button", name="Load the workbench")).to_be_hidden()
@@ -144,7 +144,7 @@ def test_after_a_sleep_in_which_sockets_were_lost_and_a_rank_died_the_page_says_
 
 def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_all_of_it_works_again(lab):
     lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
-    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     expect(section(lab, "Ranks")).to_have_count(0)
     expect(status_bar(lab)).to_have_count(0)
     expect(dashboard(lab)).to_contain_text("has not loaded the workbench yet")

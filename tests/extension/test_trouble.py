@@ -119,7 +119,7 @@ def test_a_kernel_that_restarts_in_the_middle_of_a_step_leaves_nothing(lab):
     _kernel, *processes = all_of(lab)
     pause(lab)
     lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
-    expect(panel(lab)).to_contain_text("Nothing is loaded in this notebook yet.")
+    expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     expect(section(lab, "Ranks")).to_have_count(0)
     assert_over(processes)
 

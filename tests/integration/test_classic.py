@@ -215,7 +215,7 @@ def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(w
     say(wb, "step 2")
     assert say(wb, "verify").ok
     after = wb.trace.slice(step=last + 3)
-    assert "in 4 flat ones -&gt; by themselves" in subtitle(draw(before, after))
+    assert "in 4 flat parameters -&gt; stored separately" in subtitle(draw(before, after))
     say(wb, "unshard model")
 
 

@@ -166,8 +166,8 @@ def test_copies_are_across_hosts_and_shards_within(bench):
 def test_comms_says_what_crosses_between_hosts(bench, network):
     losses_of(bench)
     told = subtitle(bench.comms())
-    assert "Here it went through shared memory, gloo between hosts" in told
-    assert "cross from each of 3 hosts to others" in told
+    assert "transport: shared memory, gloo between hosts" in told
+    assert "each of 3 hosts sends " in told
     last = steps(bench.trace)[-1]
     row = next(row for row in compare(bench.trace, last) if row.kind == Kind.REDUCE_SCATTER)
     assert row.crossing == pytest.approx(dict.fromkeys(network.names, 2 / 3 * row.num_bytes))

@@ -246,7 +246,7 @@ def test_gradients_of_a_step_that_was_given_up_are_told(ready):
     ready.step(1, until="forward:blocks.1")
     assert "gradients" not in ready.abort().headline  # there are none yet
     ready.step(1, until="optimizer")
-    said = "gradients of that step are still there on ranks 0-1, and the next backward adds to them"
+    said = "gradients of that step remain on ranks 0-1, and the next backward adds to them"
     assert said in ready.abort().headline
     ready.step(1, until="optimizer")
     assert "gradients" not in ready.abort().headline  # as before that step: some loops keep them

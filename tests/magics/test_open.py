@@ -62,7 +62,7 @@ def test_ranks_that_run_are_not_given_up_for_a_file(notebook, run):
     ("name", "says"),
     [
         ("rnu.trace", "there is no file 'rnu.trace', did you mean 'run.trace'?"),
-        ("notes.txt", "cannot read notes.txt: it is not a trace, or it is damaged or cut short"),
+        ("notes.txt", "cannot read notes.txt: it is not a trace, or it is damaged or truncated"),
         ("folder", "cannot read folder: Is a directory"),
     ],
 )

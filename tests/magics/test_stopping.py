@@ -129,7 +129,7 @@ def test_what_steps_print_is_seen_when_they_stop_and_an_event_that_did_not_come_
     stoppable.fake.script["step"] = prints("hello\n", then=inside)
     assert stoppable.ok("%fsdp step --until backward").out.count("hello\n--- 4 ranks agree\n") == 1
     assert "hello" not in stoppable.ok("%fsdp continue").out
-    assert "; all_reduce did not come" in stoppable.ok("%fsdp step --until all_reduce").shown[-1]["text/plain"]
+    assert "; all_reduce did not occur" in stoppable.ok("%fsdp step --until all_reduce").shown[-1]["text/plain"]
 
 
 def test_status_says_where_stopped_ranks_stand(stoppable):

@@ -35,7 +35,7 @@ BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
     ("version", "says"),
     [
         (VERSION, ""),
-        (VERSION - 1, "install workbench 0.1.0 where JupyterLab runs too, and reload this page"),
+        (VERSION - 1, "install workbench 0.1.0 where JupyterLab runs, and reload this page"),
         (VERSION + 1, "install the same workbench where the kernel runs, and restart the kernel"),
     ],
 )
@@ -43,9 +43,9 @@ def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, say
     welcome = browser.ask("hello", version=version, extension="7.8.9")
     assert (welcome["version"], says in welcome["problem"]) == (VERSION, True)
     if says:
-        assert f"(extension 7.8.9) speaks version {version} of the protocol" in welcome["problem"]
+        assert f"(extension 7.8.9) uses protocol version {version}" in welcome["problem"]
         assert f"(workbench 0.1.0) version {VERSION}" in welcome["problem"]
-        assert browser.look()["text"] == "a panel says hello first, with its version, and the versions have to fit"
+        assert browser.look()["text"] == "the first message must be hello, with a matching protocol version"
     else:
         assert browser.look()["word"] == "state"
 
@@ -57,7 +57,7 @@ def test_hello_comes_first(browser):
     assert comm.sent[0][0] == {
         "word": "refused",
         "number": 3,
-        "text": "a panel says hello first, with its version, and the versions have to fit",
+        "text": "the first message must be hello, with a matching protocol version",
     }
     panel.close()
 
@@ -91,8 +91,8 @@ def test_hello_comes_first(browser):
             "expected a whole number, 0 for the newest",
         ),
         ({"word": "do", "number": 7, "command": {"word": "start", "num_ranks": 0}}, "at least 1, got '0'"),
-        ({"word": "do", "number": 7, "command": {"word": "dashboard"}}, "a panel opens a dashboard of its own"),
-        ({"word": "do", "number": 7, "command": {"word": "timeline", "canvas": True}}, "a dashboard of its own"),
+        ({"word": "do", "number": 7, "command": {"word": "dashboard"}}, "the panel opens its own dashboard"),
+        ({"word": "do", "number": 7, "command": {"word": "timeline", "canvas": True}}, "its own dashboard"),
         ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next goes to the next one of"),
     ],
 )
@@ -132,7 +132,7 @@ def test_while_no_rank_has_answered_it_is_not_said_that_they_have_no_model(start
     started.fake.silent = set(range(4))
     refused = started.ask("find models")
     assert refused["word"] == "refused"
-    assert refused["text"] == "No rank has answered yet: its models are shown when it does."
+    assert refused["text"] == "No rank has answered yet. Models are shown once a rank answers."
     started.fake.silent = {0, 1, 2}
     assert [model["ranks"] for model in started.ask("find models")["models"]] == [[3]]
 
@@ -183,7 +183,7 @@ def test_clocks_that_are_not_rank_0s_are_told():
         Observer().state(1, ClusterSnapshot(trace=trace), Settings(num_ranks=3, device="cpu", profile=""), None).clocks
     )
     assert (told.ranks, told.error_ns) == ((1, 2), 40_000)
-    assert told.text == "its clock is 5.00 ms behind rank 0's, give or take 40.0 µs"
+    assert told.text == "its clock is 5.00 ms behind rank 0's, ± 40.0 µs"
 
 
 @pytest.mark.parametrize(("loss", "sent"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
@@ -268,7 +268,7 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
         state = started.look()
         told = state["cluster"]
         assert (told["is_running"], told["exchange"]) == (False, "stop")
-        assert state["said"] == "The ranks are being stopped; what they recorded stays."
+        assert state["said"] == "The ranks are stopping; their recording is kept."
         assert "being started or stopped at this moment" in started.do("start")["text"]
         assert exchange() == "stop"  # what was refused is not what is under way
         go_on.set()
@@ -292,7 +292,7 @@ def test_a_rank_that_is_gone_says_how(started):
     started.fake.lose(2)
     state = started.look(wait=True)
     assert [(r["health"], r["where"]) for r in state["ranks"]][2] == ("gone", "died: the process was killed by SIGKILL")
-    assert "No step is possible any more" in state["said"]
+    assert "No further step can run" in state["said"]
 
 
 def test_a_command_says_what_a_cell_would_and_is_in_the_history(started):
@@ -360,7 +360,7 @@ def test_a_reshard_is_tried_as_well(started):
         ),
         ({"word": "shard", "model": "net"}, "no rank has a model named 'net'"),
         ({"word": "shard", "model": "model", "mesh": "3"}, "mesh 3 is not the number of ranks, 4; what fits: 4, 2x2"),
-        ({"word": "step"}, "only shard and reshard can be tried, not step"),
+        ({"word": "step"}, "only shard and reshard can be previewed, not step"),
     ],
 )
 def test_what_cannot_be_done_says_so_before(started, command, says):

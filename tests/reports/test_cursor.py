@@ -117,7 +117,7 @@ def test_back_to_an_earlier_model_says_so():
 
 
 def test_back_over_nothing():
-    assert back(Trace.empty(), None, 1) == (None, "nothing is recorded yet, so there is nothing to go back to")
+    assert back(Trace.empty(), None, 1) == (None, "cannot go back: nothing is recorded yet")
 
 
 @given(trace=traces(), count=st.integers(1, 50))

@@ -70,7 +70,7 @@ def test_equal_errors_are_counted_and_others_named():
     error = to_error([*same, Failure(rank=2, ename="KeyError", evalue="'y'")], {}, next_thing=NEXT)
     assert str(error).splitlines() == [
         "rank 0 raised NameError: no x",
-        "and 2 more alike (ranks 1, 3)",
+        "same error on ranks 1, 3",
         "rank 2: KeyError: 'y'",
         NEXT,
     ]
@@ -107,7 +107,7 @@ def test_ranks_whose_optimizer_went_ahead_are_named():
 def test_gradients_that_a_step_left_behind_are_told():
     left = {0: Aftermath(), 1: Aftermath(left_gradients=True), 2: Aftermath(left_gradients=True)}
     said = str(to_error([DIVISION], left, next_thing=NEXT))
-    assert "gradients of that step are still there on ranks 1-2, and the next backward adds to them" in said
+    assert "gradients of that step remain on ranks 1-2, and the next backward adds to them" in said
     assert said.endswith(NEXT)
     assert left_behind({0: Aftermath()}) == []
     assert "gradients" not in str(to_error([DEAD], left, next_thing=NEXT))  # there is no next backward

@@ -106,7 +106,7 @@ def test_the_report_is_a_table_with_the_reasons_above_it():
     assert lines[0] == f"{evil} on ranks 0-1"
     assert lines[1] == "  unit            blocks.1 of model; 32x16 in all"
     assert lines[2] == "  full parameter  not needed now on rank 0; its forward runs on rank 1"
-    assert lines[3] == "  not asked       ranks 2-3: do not stand in the gate, see %fsdp where"
+    assert lines[3] == "  not queried     ranks 2-3: not held in the gate, see %fsdp where"
     assert lines[4].split() == ["rank", "0", "rank", "1"]
     assert lines[5].split() == ["this", "shard", "rows", "0-7", "of", "32", "8-15", "of", "32"]
     page = report._repr_html_()
@@ -118,4 +118,4 @@ def test_the_report_is_a_table_with_the_reasons_above_it():
 
 def test_an_evaluation_names_who_was_not_asked():
     report = EvalReport(expr="x", texts={1: "3"}, others=(0,))
-    assert str(report) == "x = 3   (rank 1)\n  not asked  rank 0: does not stand in the gate, see %fsdp where"
+    assert str(report) == "x = 3   (rank 1)\n  not queried  rank 0: not held in the gate, see %fsdp where"

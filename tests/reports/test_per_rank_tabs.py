@@ -113,7 +113,7 @@ def test_a_tab_a_rank_the_first_chosen_and_one_for_all():
     assert [radio["id"] for radio in radios] == ["wb-1-r0", "wb-1-r1", "wb-1-r2", "wb-1-all"]
     assert {(radio["type"], radio["name"]) for radio in radios} == {("radio", "wb-1")}
     assert ["checked" in radio for radio in radios] == [True, False, False, False]
-    assert page.texts == ["what ranks wrote", "rank 0", "rank 1", "rank 2", "all"]
+    assert page.texts == ["output of the ranks", "rank 0", "rank 1", "rank 2", "all"]
     assert "NAME" not in tabs_page("wb-1", (0,))
 
 

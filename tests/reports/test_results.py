@@ -99,7 +99,7 @@ def test_many_units_with_long_names_are_few_words():
 
 def test_reshard_says_what_changed_and_what_was_carried_along():
     assert str(RESHARD).startswith(f"resharded in place, {EVIL}: 2 units on 3 ranks, ")
-    assert RESHARD.headline.endswith(", state of 1 optimizer carried along")
+    assert RESHARD.headline.endswith(", state of 1 optimizer carried over")
     assert f"policy           computes in bfloat16; {EVIL}" in str(RESHARD)
     assert "policy" not in str(SHARD)
 
@@ -119,7 +119,7 @@ def test_many_units_are_cut():
         (StepReport(steps_done=0, losses=None, seconds=(), optimizer_steps=0), "0 steps"),
         (
             UnshardReport(model="m", num_params=1, optimizers=2),
-            "m is a plain module again on every rank: 1 parameter, state of 2 optimizers carried along",
+            "m is a plain module again on every rank: 1 parameter, state of 2 optimizers carried over",
         ),
         (StatusReport(running=False), "no ranks are running: %fsdp start -n 4"),
         (CellReport(texts={1: "", 3: ""}), "ran on ranks 1, 3"),
@@ -183,7 +183,7 @@ def test_lines_of_a_headline_stay_lines_and_are_text():
 
 def test_status_says_what_was_let_go():
     said = str(StatusReport(running=False, num_rows=2_000_000, num_dropped=12_345))
-    assert "2,000,000 events, 12,345 before them let go: so many are kept" in said
+    assert "2,000,000 events, 12,345 older ones dropped: the limit is reached" in said
 
 
 def test_status_says_what_is_under_way_and_which_cluster_was_attached():
@@ -288,8 +288,8 @@ def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
     )
     told = dict(StatusReport(running=True, ranks=ranks, clocks=clocks).facts())
     assert told["a"] == "ranks 0-1"
-    assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, give or take 400 µs"
-    assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, give or take 400 µs"
+    assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, ± 400 µs"
+    assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, ± 400 µs"
     assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")
 
 

@@ -30,10 +30,9 @@ def test_equal_stacks_are_said_once_the_user_s_frames_first_and_where_each_rank_
         "ranks 0-2, MainThread:",
         "    0  cell:21 in forward: x = block(x)",
         "    1  cell:30 in train_step: loss = model(x)",
-        "       and 4 frames of libraries, now in workbench/engine/cancellable_waits.py:196 in block (ranks 0, 2); "
+        "       and 4 library frames, now in workbench/engine/cancellable_waits.py:196 in block (ranks 0, 2); "
         "workbench/runtime/gate.py:240 in _next_message (rank 1)",
-        "ranks 0-2, Thread-2, Thread-3, IOPub: 2 frames of libraries, "
-        "now in ipykernel/iostream.py:478 in _watch_pipe_fd",
+        "ranks 0-2, Thread-2, Thread-3, IOPub: 2 library frames, now in ipykernel/iostream.py:478 in _watch_pipe_fd",
     ]
 
 
@@ -44,7 +43,7 @@ def test_ranks_whose_own_code_differs_stand_apart_main_threads_first():
         "rank 0, MainThread:",
         "rank 1, MainThread:",
         "rank 0, loader:",
-        "rank 1, Thread-2, Thread-3, IOPub: 2 frames of libraries, now in ipykernel/iostream.py:478 in _watch_pipe_fd",
+        "rank 1, Thread-2, Thread-3, IOPub: 2 library frames, now in ipykernel/iostream.py:478 in _watch_pipe_fd",
     ]
     assert lines[1:3] == ["    1  cell:30 in train_step: loss = model(x)", "rank 1, MainThread:"]
 

@@ -120,8 +120,8 @@ def test_a_class_that_was_chosen_is_said_and_one_that_was_named_is_not():
         assert [reply.chosen for reply in replies] == [None, ("Block",), ()]
         named, chosen, alone = (dict(SAYS[Shard]([reply]).facts()) for reply in replies)
         assert "wrapped" not in named
-        assert chosen["wrapped"] == "Block, which the model repeats most; --wrap CLASS names another"
-        assert alone["wrapped"] == "nothing: no list of modules repeats a class; --wrap CLASS names another"
+        assert chosen["wrapped"] == "Block, the class repeated most; to choose another: --wrap CLASS"
+        assert alone["wrapped"] == "nothing: no list of modules repeats a class; to choose another: --wrap CLASS"
 
 
 def losses_with(reshard):
@@ -447,8 +447,8 @@ def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
     assert shard.bytes_at_rest == (4 * (8 + 3), 4 * (8 + 3))
     assert shard.bytes_unsharded == 4 * (16 + 3)
     carried, params, buffers = shard.notes
-    assert carried == ("1 optimizer made before sharding was carried over; a script must make it after fully_shard")
-    assert "in no unit, so that nothing averages their gradients: scale. " in params
+    assert carried == ("1 optimizer made before sharding was carried over; in a script, make it after fully_shard")
+    assert "in no unit, so their gradients are not averaged: scale. " in params
     assert "p = model.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in params
     assert "buffers differ between ranks: drawn. " in buffers
     after_shard, after_step, after_cell = zip(*(headers for *_, headers in replies), strict=True)

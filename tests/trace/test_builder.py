@@ -138,9 +138,9 @@ def test_after_an_overrun_rows_continue_from_the_key_frame():
 @pytest.mark.parametrize(
     ("begin", "end", "seq_after", "sentence"),
     [
-        (5, 9, 9, r"rank 0: rows 0 to 3 are due, got \[5, 8\]"),
-        (0, 4, 5, "rank 0: the rows end before row 4, their key frame before row 5"),
-        (0, 0, 5, "rank 0: the rows end before row 0, their key frame before row 5"),
+        (5, 9, 9, r"rank 0: expected rows 0 to 3, got \[5, 8\]"),
+        (0, 4, 5, "rank 0: the rows end before row 4, but the key frame is at row 5"),
+        (0, 0, 5, "rank 0: the rows end before row 0, but the key frame is at row 5"),
     ],
 )
 def test_rows_that_do_not_continue_are_refused(begin, end, seq_after, sentence):
@@ -150,7 +150,7 @@ def test_rows_that_do_not_continue_are_refused(begin, end, seq_after, sentence):
 
 
 def test_half_a_row_is_refused():
-    with pytest.raises(TraceError, match="rank 3: 60 bytes are not whole rows of 52 bytes"):
+    with pytest.raises(TraceError, match="rank 3: 60 bytes are not a whole number of 52-byte rows"):
         TraceBuilder().append(3, bytes(60), key_frame=KeyFrame(seq=1))
 
 

@@ -77,14 +77,14 @@ ALLOC_AT = first(EXAMPLE.rank(1).rows, Kind.ALLOC)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (tell_of(value=10**6), "DEVICE does not tell of an earlier row"),
-        (tell_of(value=float("nan")), "DEVICE does not tell of an earlier row"),
-        (tell_of(value=0.5), "DEVICE does not tell of an earlier row"),
-        (tell_of(value=ALLOC_AT), "DEVICE tells of what no device does"),
-        (tell_of(value=FORWARD_AT, t_ns=0), "DEVICE is earlier than the row it tells of"),
+        (tell_of(value=10**6), "DEVICE does not refer to an earlier row"),
+        (tell_of(value=float("nan")), "DEVICE does not refer to an earlier row"),
+        (tell_of(value=0.5), "DEVICE does not refer to an earlier row"),
+        (tell_of(value=ALLOC_AT), "DEVICE refers to a row that is not device work"),
+        (tell_of(value=FORWARD_AT, t_ns=0), "DEVICE is earlier than the row it refers to"),
         (tell_of(value=FORWARD_AT, module=-1), "METRIC, LOG and DEVICE without a string"),
-        (tell_twice, "DEVICE tells of a row that another one tells of"),
-        (lambda rows: np.delete(rows, 5), "row 5: seq does not count up by one from the key frame's"),
+        (tell_twice, "two DEVICE rows refer to the same row"),
+        (lambda rows: np.delete(rows, 5), "row 5: seq does not increase by one from the key frame's"),
         (put("kind", 99, Kind.WAIT, Edge.BEGIN), "unknown kind"),
         (put("edge", 3, Kind.WAIT, Edge.BEGIN), "unknown edge"),
         (put("phase", 6, Kind.WAIT, Edge.BEGIN), "unknown phase"),
@@ -108,7 +108,7 @@ ALLOC_AT = first(EXAMPLE.rank(1).rows, Kind.ALLOC)
         (put("num_bytes", -1, Kind.WAIT, Edge.BEGIN), "num_bytes is negative"),
         (free_too_much, "more bytes of ALL_GATHER_BUFFERS were freed than were live"),
         (put("comm_group", -1, Kind.ALL_GATHER, Edge.BEGIN), "a collective without comm_group and comm_seq"),
-        (put("comm_seq", 99, Kind.ALL_GATHER, Edge.BEGIN), "comm_seq does not rise within its comm_group"),
+        (put("comm_seq", 99, Kind.ALL_GATHER, Edge.BEGIN), "comm_seq does not increase within its comm_group"),
         (drop(Kind.FORWARD, Edge.BEGIN), "END without its BEGIN"),
         (end_before_begin, "END is earlier than its BEGIN"),
         (put("module", -1, Kind.METRIC), "METRIC, LOG and DEVICE without a string"),
@@ -157,8 +157,8 @@ def header_with(*, unit: dict | None = None, param: dict | None = None) -> Heade
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"unit": {"index": 1}}, "unit 'blocks.0' has index 1 but stands at 0"),
-        ({"unit": {"root": 2}}, "unit 'blocks.0' has root 2, there are 2 units"),
+        ({"unit": {"index": 1}}, "unit 'blocks.0' has index 1 but is at position 0"),
+        ({"unit": {"root": 2}}, "unit 'blocks.0' has root 2, out of range for 2 units"),
         ({"param": {"shard_dim": 1}}, "of shape (64,) is sharded on dimension 1"),
         ({"param": {"rows_per_rank": (64,)}}, "has 64 rows on 2 ranks, its shards have (64,) of 32 padded"),
         ({"param": {"rows_per_rank": (32, 31)}}, "has 64 rows on 2 ranks, its shards have (32, 31) of 32 padded"),
@@ -194,12 +194,12 @@ READING = ClockReading(t_ns=5, offset_ns=-3, error_ns=1)
 @pytest.mark.parametrize(
     ("clocks", "sentence"),
     [
-        ([HostClock(ranks=(0,), readings=(READING,))], "that of rank 0 is not among those that differ from it"),
-        ([HostClock(ranks=(1, 1), readings=(READING,))], "each rank has one clock"),
+        ([HostClock(ranks=(0,), readings=(READING,))], "rank 0 is among the clocks other than its own"),
+        ([HostClock(ranks=(1, 1), readings=(READING,))], "a rank has two clocks"),
         ([HostClock(ranks=(1,), readings=())], "the clock of ranks (1,) has no readings"),
-        ([HostClock(ranks=(1,), readings=(READING, replace(READING, t_ns=4)))], "not in the order of their times"),
-        ([HostClock(ranks=(1,), readings=(replace(READING, error_ns=-1),))], "is off by less than nothing"),
-        ([HostClock(ranks=(2,), readings=(READING,))], "the world has 2 ranks, and rank 2 is spoken of"),
+        ([HostClock(ranks=(1,), readings=(READING, replace(READING, t_ns=4)))], "they are not sorted by time"),
+        ([HostClock(ranks=(1,), readings=(replace(READING, error_ns=-1),))], "clock error of ranks (1,) is negative"),
+        ([HostClock(ranks=(2,), readings=(READING,))], "rank 2 is out of range for 2 ranks"),
     ],
 )
 def test_clocks_that_cannot_be_are_reported(clocks, sentence):

@@ -23,5 +23,5 @@ def test_a_step_is_a_fifth_of_its_size():
 
 @pytest.mark.parametrize("sent", [b"not deflated", to_wire(bytes(52))[:-1]])
 def test_what_is_no_rows_is_refused(sent):
-    with pytest.raises(TraceError, match="bytes that were sent are no rows"):
+    with pytest.raises(TraceError, match="received bytes cannot be unpacked into rows"):
         from_wire(sent)

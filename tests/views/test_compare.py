@@ -33,7 +33,7 @@ def test_what_one_has_further_steps_of_is_the_same_in_those_that_both_have():
     """As a file that was written in the middle of what is recorded."""
     before, after = example_trace(steps=2), example_trace(steps=5)
     for fig in (draw(before, after), draw(after, before)):
-        assert title(fig) == "the same, event for event in the 2 steps that both have, of 5"
+        assert title(fig) == "the same, event for event in the 2 steps that both have (of 5)"
 
 
 def test_a_unit_that_stays_unsharded_is_named_with_its_price():
@@ -41,7 +41,7 @@ def test_a_unit_that_stays_unsharded_is_named_with_its_price():
     b = holding_on(a, 0, ranks=(2,))
     assert title(draw(a, b)) == "peak +193 KiB: blocks.0 unsharded through backward"
     assert title(draw(b, a)) == "peak -193 KiB: blocks.0 no longer unsharded through backward"
-    assert "rank 2 of ranks 0-3 is drawn" in subtitle(draw(a, b))
+    assert "showing rank 2 of ranks 0-3" in subtitle(draw(a, b))
     assert "MiB, the higher in step 1" in subtitle(draw(a, b))
     assert "first difference: memory at the start of unshard of blocks.2, step 1" in subtitle(draw(a, b))
 
@@ -53,9 +53,9 @@ def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
     kept = zip(holding_on(b, 0, (0,)).ranks, b.ranks, strict=True)
     b = Trace(b.header, tuple(replace(r, start=with_grads(before.start, 200_000)) for r, before in kept))
     found = title(draw(a, b, rank=0))
-    assert found.endswith("sharded grads left from before (195 KiB), units unsharded through forward (193 KiB)")
+    assert found.endswith("sharded grads left over from before (195 KiB), units unsharded through forward (193 KiB)")
     assert "first difference: memory at the start of step 2 (1)" in subtitle(draw(a, b, rank=0))
-    assert "sharded grads no longer left from before" in title(draw(b, a, rank=0))
+    assert "sharded grads no longer left over from before" in title(draw(b, a, rank=0))
 
 
 def with_grads(start, num_bytes):
@@ -100,11 +100,11 @@ def test_step_times_that_differ_as_much_on_one_side_are_not_told_as_a_change():
     a = example_trace(steps=4)
     steady, uneven = slower(a, Kind.FORWARD, 1, 3_000_000), slower(a, Kind.FORWARD, 1, 9_000_000, steps=(0, 3))
     assert "step time +" in title(draw(a, steady))
-    assert "steps of one side differ by as much" not in subtitle(draw(a, steady))
+    assert "within step-to-step variation" not in subtitle(draw(a, steady))
     for before, after in ((steady, uneven), (uneven, steady)):
         assert title(draw(before, after)) == "the same, event for event"
         assert re.search(
-            r"a step takes [\d.]+ ms -&gt; [\d.]+ ms \(steps of one side differ by as much\)",
+            r"a step takes [\d.]+ ms -&gt; [\d.]+ ms \(within step-to-step variation\)",
             subtitle(draw(before, after)),
         )
 
@@ -143,7 +143,7 @@ def test_words_at_the_axis_do_not_overprint():
 
 def test_a_different_number_of_steps_is_said():
     fig = draw(example_trace(steps=3), example_trace(steps=1))
-    assert "only the first step of each compared, of 3 and 1" in subtitle(fig)
+    assert "only the first step of each compared (of 3 and 1)" in subtitle(fig)
 
 
 @pytest.mark.parametrize("pair", [(Trace.empty(), Trace(Header(world_size=4))), (Trace.empty(), None)])
@@ -189,7 +189,7 @@ def test_how_parameters_lie_is_said_where_it_changed():
     flat = [replace(unit, params=(make_flat((3, 6), unit.shard_size),)) for unit in a.header.units]
     b = Trace(replace(a.header, units=tuple(flat)), a.ranks)
     said = subtitle(draw(a, b)).replace("&gt;", ">")
-    assert f"{2 * len(flat)} parameters by themselves -> in {len(flat)} flat ones" in said
+    assert f"{2 * len(flat)} parameters stored separately -> in {len(flat)} flat parameters" in said
     assert "padding" in said
     assert "flat" not in subtitle(draw(a, a))
     assert "padding" not in subtitle(draw(a, a))

@@ -97,7 +97,7 @@ def headings(fig):
 
 def test_a_unit_says_what_is_special_about_its_policy():
     special = {"compute_dtype": "bfloat16", "offload": True, "reshard_after_forward": 2}
-    policy = "computes in bfloat16, reduces in float32, shards kept in host memory, on 2 ranks after forward"
+    policy = "computes in bfloat16, reduces in float32, shards kept in host memory, resharded to 2 ranks after forward"
     units = [make_unit(make_param((8,), 4), index=0), make_unit(make_param((8,), 4), index=1, name="a", **special)]
     fig = layout(trace_of(*units, world_size=4))
     assert f"on a rank, {policy}" in headings(fig)
@@ -109,7 +109,7 @@ def test_a_unit_says_what_is_special_about_its_policy():
 
 def test_what_training_adds_is_told():
     fig = layout(trace_of(make_unit(make_param((5, 3), 4)), world_size=4))
-    assert "in training gradients take 24 B more, Adam&#x27;s state up to 52 B" in subtitle(fig)
+    assert "training adds 24 B of gradients and up to 52 B of Adam state" in subtitle(fig)
 
 
 def flat_unit(numels, num_ranks, **unit):
@@ -125,7 +125,7 @@ def test_a_flat_parameter_is_its_parameters_end_to_end_cut_where_a_column_ends_a
     assert "p1 [6]: elements 2-5 of 6, 16 B" in held[-1][-1]
     assert "p0 [3]: all of it, 12 B" in held[0][-1]
     assert fig.layout.yaxis.ticktext == ("2 parameters [9]",)
-    assert "2 parameters in 1 unit, end to end in 1 flat parameter" in subtitle(fig)
+    assert "2 parameters in 1 unit, packed into 1 flat parameter" in subtitle(fig)
     assert "padding wastes 4 B" in subtitle(fig)
 
 

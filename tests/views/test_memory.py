@@ -73,7 +73,7 @@ def test_the_dashed_line_is_what_plain_training_keeps():
     assert list(line.y) == pytest.approx([sum(kept) / MIB] * 2, rel=0.001)  # of Adam's step each rank has one
     names = ("parameters", "gradients", "optimizer state")
     said = ", ".join(f"{name} {theme.format_bytes(b)}" for name, b in zip(names, kept, strict=True))
-    assert f"without sharding every rank keeps {theme.format_bytes(sum(kept))}: {said}" in subtitle(fig)
+    assert f"without sharding, every rank would keep {theme.format_bytes(sum(kept))}: {said}" in subtitle(fig)
 
 
 def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_there_is():
@@ -83,25 +83,25 @@ def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_th
     units = [replace(u, params=tuple(replace(p, trainable=False) for p in u.params)) for u in trace.header.units]
     frozen = memory(Trace(replace(trace.header, units=tuple(units)), trace.ranks))
     whole = theme.format_bytes(totals(shards(trace.header)).bytes_unsharded)
-    assert subtitle(frozen).endswith(f"without sharding every rank keeps {whole}: parameters {whole}")
+    assert subtitle(frozen).endswith(f"without sharding, every rank would keep {whole}: parameters {whole}")
 
 
 def test_an_unsharded_model_far_above_is_told_and_not_drawn():
     fig = memory(with_moves(example_trace(), lambda _: 0.1))
-    assert "without sharding every rank keeps 1.35 MiB: parameters 626 KiB, gradients 626 KiB" in subtitle(fig)
+    assert "without sharding, every rank would keep 1.35 MiB: parameters 626 KiB, gradients 626 KiB" in subtitle(fig)
     assert "without sharding" not in [t.name for t in fig.data]
 
 
 def test_ranks_that_are_alike_share_a_panel_and_the_highest_is_drawn():
     fig = memory(with_moves(example_trace(), lambda rank: 1 + 0.005 * (rank == 1)))
-    assert "Ranks 0-3 are alike within 2%, rank 1 is drawn" in subtitle(fig)
+    assert "Ranks 0-3 are alike within 2%; showing rank 1" in subtitle(fig)
     assert len(list(fig.select_yaxes())) == 1
 
 
 def test_ranks_that_differ_have_panels_of_their_own():
     fig = memory(with_moves(example_trace(), lambda rank: 1 + (rank == 2)))
     assert title(fig).startswith("Step 2: memory of rank 2 peaks at 2.80 MiB")
-    assert "ranks 0-1, 3 are alike within 2%, rank 0 is drawn" in words(fig)
+    assert "ranks 0-1, 3 are alike within 2%; showing rank 0" in words(fig)
     assert len(list(fig.select_yaxes())) == 2
     assert [t.name for t in areas(fig, legend=False)] == 2 * [t.name for t in areas(fig)]  # each once in the legend
 
@@ -132,7 +132,7 @@ def test_what_is_kept_for_reuse_lies_hatched_above_the_total_and_moves_no_peak()
     assert reserved.fillcolor == theme.CLEAR
     most = live.most_reserved(with_pool(trace).slice(step=2).rank(0))
     assert max(reserved.y) * MIB == pytest.approx(most)
-    assert f"up to {theme.format_bytes(most)} more are kept for reuse" in subtitle(fig)
+    assert f"pools keep up to {theme.format_bytes(most)} more for reuse" in subtitle(fig)
     assert "for reuse" not in subtitle(plain)
     assert fig.layout.yaxis.range[1] >= max(np.add(named(fig, "total in use").y, reserved.y))
 
@@ -170,8 +170,10 @@ def test_what_is_full_from_before_is_named():
     trace = example_trace(steps=1)
     full = {0: UnitState.UNSHARDED, 1: UnitState.ALL_GATHER_IN_FLIGHT}
     ranks = (replace(r, start=replace(r.start, unit_states=full)) for r in trace.ranks)
-    assert "full from before: blocks.0 ·" in subtitle(memory(Trace(trace.header, tuple(ranks)))).replace("<br>", " ")
-    assert "full from before" not in subtitle(memory(trace))
+    assert "already unsharded at the start: blocks.0 ·" in subtitle(memory(Trace(trace.header, tuple(ranks)))).replace(
+        "<br>", " "
+    )
+    assert "already unsharded at the start" not in subtitle(memory(trace))
 
 
 def test_ranks_without_a_byte_give_a_sentence():

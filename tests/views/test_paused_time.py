@@ -37,15 +37,15 @@ def test_a_thin_line_says_where_and_how_long(name):
     assert not marks(draw(name, example_trace()))
     fig = draw(name, held_run())
     (mark,) = marks(fig)
-    assert set(mark.text) == {"ranks stood still for 17.9 s: cut out"}
+    assert set(mark.text) == {"ranks held or idle for 17.9 s: cut out"}
     assert 0 < mark.x[0] < fig.layout.xaxis.range[1]
-    assert "17.9 s in which ranks were held or idle are cut out" in subtitle(fig)
+    assert "17.9 s of held or idle time cut out" in subtitle(fig)
 
 
 @every_picture_of_time
 def test_many_stops_have_few_lines(name):
     fig = draw(name, held_run(count=4), steps=3)
-    assert "71.6 s in which ranks were held or idle are cut out" in subtitle(fig)
+    assert "71.6 s of held or idle time cut out" in subtitle(fig)
     (mark,) = marks(fig)
     places = {x for x in mark.x if x is not None and not np.isnan(x)}
     assert len(places) == 4 <= MAX_MARKS

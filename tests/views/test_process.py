@@ -41,13 +41,15 @@ def test_the_series_are_told_apart_and_stand_in_the_legend_once():
 
 def test_the_words_reconcile_the_classes_with_the_process():
     text = subtitle(memory(simulate(Setup(samples=True)), process=True))
-    assert "the whole process has up to 128 MiB: 520 KiB owned by the engine, 63.5 MiB not owned, 64.0 MiB from" in text
+    assert (
+        "the whole process uses up to 128 MiB: 520 KiB owned by the engine, 63.5 MiB not owned, 64.0 MiB from" in text
+    )
     assert "activations are not measured" in text
 
 
 def test_a_trace_without_samples_says_so_and_draws_as_before():
     fig = memory(example_trace(), process=True)
-    assert "process&#x27;s own memory was not sampled" in subtitle(fig)
+    assert "process memory was not sampled" in subtitle(fig)
     assert not strip(fig)
     assert title(fig) == title(memory(simulate(Setup(samples=True))))
 

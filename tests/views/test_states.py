@@ -67,11 +67,11 @@ def test_where_nothing_is_split_that_is_said():
     trace = example_trace()
     whole = tuple(replace(unit, shard_size=1, replicate_size=4) for unit in trace.header.units)
     fig = states(Trace(replace(trace.header, units=whole), trace.ranks))
-    assert title(fig) == "Step 2: nothing is split; at most 2 of 4 units in use at once"
-    assert "each rank holds all of every unit; a thin line: nobody computes with it" in subtitle(fig)
+    assert title(fig) == "Step 2: nothing is sharded; at most 2 of 4 units in use at once"
+    assert "each rank holds every unit in full; thin line: not in use" in subtitle(fig)
     assert "shard only" not in subtitle(fig)
     some = (replace(whole[0], shard_size=4), *whole[1:])
-    assert "each rank holds its shard only" in subtitle(states(Trace(replace(trace.header, units=some), trace.ranks)))
+    assert "each rank holds only its shard" in subtitle(states(Trace(replace(trace.header, units=some), trace.ranks)))
 
 
 def test_a_bar_says_which_unit_what_and_for_how_long():
@@ -82,14 +82,14 @@ def test_a_bar_says_which_unit_what_and_for_how_long():
 
 def test_ranks_that_did_the_same_are_named_and_one_that_differs_too():
     trace = example_trace()
-    assert "Ranks 0-3 did the same, rank 0 is drawn" in subtitle(states(trace))
+    assert "Ranks 0-3 did the same; showing rank 0" in subtitle(states(trace))
     rows = trace.rank(1).rows.copy()
     last = np.flatnonzero((rows["kind"] == Kind.RESHARD) & (rows["edge"] == Edge.INSTANT))[-1]
     rows["kind"][last] = Kind.LOG
     other = Trace(trace.header, tuple(RankTrace(1, rows) if r.rank == 1 else r for r in trace.ranks))
-    assert "Ranks 0, 2-3 did the same, rank 0 is drawn · differently did rank 1" in subtitle(states(other))
+    assert "Ranks 0, 2-3 did the same; showing rank 0 · different: rank 1" in subtitle(states(other))
     chosen = subtitle(states(other, rank=1))
-    assert "Rank 1 · differently did ranks 0, 2-3" in chosen
+    assert "Rank 1 · different: ranks 0, 2-3" in chosen
     with pytest.raises(UsageError, match="no rank 9; its ranks are: "):
         states(other, rank=9)
     with pytest.raises(UsageError, match="no step 9"):

@@ -194,9 +194,9 @@ def test_what_times_between_hosts_mean_is_said_of_what_is_drawn():
         for at_ns, error_ns in ((0, 30_000), (10**12, 5_000_000))
     )
     hosts = Trace(replace(trace.header, clocks=(HostClock(ranks=(2, 3), readings=readings),)), trace.ranks)
-    assert "between hosts, differences below 5.00 ms mean nothing" in subtitle(timeline(hosts)).lower()
-    assert "mean nothing" not in subtitle(timeline(hosts, rank=2)).lower()
-    assert "mean nothing" not in subtitle(timeline(trace)).lower()
+    assert "differences below 5.00 ms between hosts are within the clock error" in subtitle(timeline(hosts)).lower()
+    assert "within the clock error" not in subtitle(timeline(hosts, rank=2)).lower()
+    assert "within the clock error" not in subtitle(timeline(trace)).lower()
 
 
 def on_another_clock(trace, ranks, *, moved_ns=0, error_ns=0):
@@ -219,12 +219,12 @@ def test_a_collective_says_who_came_last_unless_the_clocks_do_not_tell():
     trace = simulate(Setup(num_ranks=2, late=1, steps=1))
     lines = [line for text in hovers(timeline(trace)) for line in text.split("<br>") if "last" in line]
     assert lines
-    assert all(line.startswith("rank 1 came last, by ") for line in lines)
+    assert all(line.startswith("rank 1 arrived last, by ") for line in lines)
     exact = hovers(timeline(on_another_clock(trace, [1], error_ns=1)))
     assert [line for text in exact for line in text.split("<br>") if "last" in line] == lines
     found = "".join(hovers(timeline(on_another_clock(trace, [1], error_ns=10**10))))
-    assert "came last, by" not in found
-    assert "who came last is not known: closer than the clocks' error of 10.0 s" in found
+    assert "arrived last, by" not in found
+    assert "last rank unknown: arrivals differ by less than the clock error of 10.0 s" in found
     assert "last" not in "".join(hovers(timeline(simulate(Setup(num_ranks=MAX_RANKS + 1, steps=1)))))
 
 

@@ -47,20 +47,20 @@ def test_the_band_is_drawn_only_where_ranks_differ():
     band, mean = two.data[:2]
     assert (list(band.x), list(band.y), list(mean.y)) == ([0, 1, 1, 0], [5.0, 4.0, 3.0, 4.0], [4.5, 3.5])
     assert band.fill == "toself"
-    assert subtitle(two).startswith("Mean over 2 ranks; the band is the lowest to the highest rank; ")
+    assert subtitle(two).startswith("Mean over 2 ranks; the band spans the lowest to the highest rank; ")
 
 
 def test_the_step_time_is_that_of_the_slowest_rank():
     fig = training(make_trace(step_rows(0, 0, STEP_NS), step_rows(0, 0, 3 * STEP_NS)))
     assert title(fig) == "1 step, no loss logged, 3.00 ms a step (median)"
-    assert "the title&#x27;s step time is the slowest rank&#x27;s" in subtitle(fig)
+    assert "the title shows the step time of the slowest rank" in subtitle(fig)
 
 
 def test_without_a_loss_the_step_time_is_drawn_and_a_sentence_says_how_to_log_one():
     fig = training(make_trace(step_rows(0, 0, STEP_NS)))
     assert title(fig) == "1 step, no loss logged, 1.00 ms a step (median)"
     assert axis_titles(fig) == ["step time [ms]"]
-    assert "A number that train_step() returns is logged as the loss; a loop of your own calls" in subtitle(fig)
+    assert "To log a loss, return a number from train_step(), or in your own loop call" in subtitle(fig)
 
 
 def test_steps_of_a_loop_of_ones_own_without_a_loss_are_named_with_how_to_log_one():
@@ -68,16 +68,16 @@ def test_steps_of_a_loop_of_ones_own_without_a_loss_are_named_with_how_to_log_on
     own = [r for step in (2, 3) for r in step_rows(step, step * STEP_NS, (step + 1) * STEP_NS)]
     found = subtitle(training(make_trace(rows + own)))
     assert "No loss at steps 2-3. " in found
-    assert "a loop of your own calls log_metric(&#34;loss&#34;, loss.item())." in found
+    assert "in your own loop call log_metric(&#34;loss&#34;, loss.item())." in found
     assert "No loss" not in subtitle(training(make_trace(rows)))
 
 
 def test_the_rank_on_which_a_loss_was_first_not_finite_is_named():
     nan = math.nan
     both = make_trace(losses(4.0, 3.0, nan), losses(4.0, nan, nan))
-    assert "loss is not a finite number at steps 1-2; it began on rank 1." in subtitle(training(both))
+    assert "loss is NaN or infinite at steps 1-2, first on rank 1." in subtitle(training(both))
     alike = make_trace(losses(4.0, nan), losses(4.0, nan))
-    assert "loss is not a finite number at step 1." in subtitle(training(alike))
+    assert "loss is NaN or infinite at step 1." in subtitle(training(alike))
 
 
 def test_a_loss_logged_outside_all_steps_is_drawn_too():
@@ -97,7 +97,7 @@ def test_every_metric_has_its_panel_up_to_a_limit():
 def test_a_loss_that_is_no_number_leaves_a_gap_and_is_told():
     fig = training(make_trace(losses(4.0, math.inf, 2.0)))
     assert list(np.isnan(lines(fig)[0].y)) == [False, True, False]
-    assert "loss is not a finite number at step 1." in subtitle(fig)
+    assert "loss is NaN or infinite at step 1." in subtitle(fig)
 
 
 def test_a_loss_that_ends_as_no_number_is_written_as_the_panel_does():
@@ -114,9 +114,9 @@ def test_the_band_has_a_gap_where_a_loss_is_no_number():
 
 def test_all_steps_without_a_finite_loss_are_named_and_many_are_counted():
     nan = math.nan
-    assert "not a finite number at steps 1-3." in subtitle(training(make_trace(losses(4.0, nan, nan, nan))))
+    assert "NaN or infinite at steps 1-3." in subtitle(training(make_trace(losses(4.0, nan, nan, nan))))
     scattered = make_trace(losses(*[4.0, nan] * 6))
-    assert "not a finite number at 6 steps, first at step 1." in subtitle(training(scattered))
+    assert "NaN or infinite at 6 steps, first at step 1." in subtitle(training(scattered))
 
 
 def test_a_long_training_is_thinned_and_keeps_its_extremes():
@@ -133,7 +133,7 @@ def test_the_curve_is_cut_where_another_model_began():
     header = Header(strings=("loss",), units=(make_unit(0), make_unit(1)))
     fig = training(of_models((0, 66.95), (0, 60.0), (1, 5.0), (1, 4.868), header=header))
     assert title(fig).startswith("Loss 5.000 → 4.868 in 2 steps")
-    assert "another model began; the title is of the present one, from step 2 on" in subtitle(fig)
+    assert "a new model begins; the title describes the current one, from step 2 on" in subtitle(fig)
     loss = lines(fig)[0]
     assert list(loss.x) == [0, 1, 2, 2, 3]
     assert np.isnan(loss.y[2])

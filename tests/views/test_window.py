@@ -129,9 +129,9 @@ def test_idle_time_between_steps_is_cut_out_of_every_picture():
     trace = Trace(trace.header, tuple(ranks))
     for name in VIEWS_OF_TIME:
         fig = draw(name, trace, steps=2)
-        assert "90.0 s in which ranks were held or idle are cut out" in subtitle(fig).replace("<br>", " "), name
+        assert "90.0 s of held or idle time cut out" in subtitle(fig).replace("<br>", " "), name
         assert "ms" in [*fig.select_xaxes()][-1].title.text
         assert any(
-            t.text and "ranks stood still for 90.0 s: cut out" in t.text for t in fig.data if t.type == "scatter"
+            t.text and "ranks held or idle for 90.0 s: cut out" in t.text for t in fig.data if t.type == "scatter"
         )
         assert "cut out" not in draw(name, trace).layout.title.subtitle.text

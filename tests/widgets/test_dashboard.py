@@ -143,7 +143,7 @@ def test_ranks_that_died_are_told_with_the_cause(made):
     workbench.alive, workbench.losses = [False] * 4, dict.fromkeys(range(4), "died: the process was killed")
     answer, _ = ask(widget)
     assert answer["said"] == (
-        "ranks 0-3 died: the process was killed. No step is possible any more: %fsdp stop, then %fsdp start."
+        "ranks 0-3 died: the process was killed. No further step can run: %fsdp stop, then %fsdp start."
     )
     assert [group["state"] for group in answer["health"]] == ["gone"]
 
@@ -453,8 +453,8 @@ def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
     [
         ("start", "", "Starting or attaching ranks."),
         ("start", "starting 4 ranks, 12 s: importing torch", "Starting 4 ranks, 12 s: importing torch."),
-        ("stop", "", "The ranks are being stopped; what they recorded stays."),
-        ("open", "", "No ranks are running: this is what the last ones recorded."),
+        ("stop", "", "The ranks are stopping; their recording is kept."),
+        ("open", "", "No ranks are running. Showing their last recording."),
     ],
 )
 def test_while_ranks_come_or_go_it_says_so(made, exchange, waits_for, words):
@@ -502,10 +502,10 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
             ClusterSnapshot(trace=Trace.empty(), running=True),
             "No model is sharded yet. Define one in a %%fsdp cell, then shard it with %fsdp shard MODEL.",
         ),
-        (ClusterSnapshot(trace=example_trace(num_ranks=2)), "this is what the last ones recorded"),
+        (ClusterSnapshot(trace=example_trace(num_ranks=2)), "Showing their last recording"),
         (
             ClusterSnapshot(trace=example_trace(num_ranks=2), record="run.trace"),
-            "No ranks are running: this is run.trace.",
+            "No ranks are running. Showing run.trace.",
         ),
         (
             ClusterSnapshot(
@@ -744,13 +744,13 @@ def test_several_dashboards_of_one_workbench_are_independent():
 def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
     trace = example_trace()
     told = [ask(made(Pretender(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
-    assert told == [["", ""], ["times are the GPU's, within 6.00 µs", "in the host's order, at its times"]]
+    assert told == [["", ""], ["times are measured on the GPU, within 6.00 µs", "in host order and host time"]]
     hosts = Trace(
         replace(trace.header, ranks=tuple(replace(info, device="cuda:0") for info in trace.header.ranks)), trace.ranks
     )
     timeline, others = ask(made(Pretender(hosts)))[0]["clock"]
     assert timeline.startswith("times are when the host enqueued work")
-    assert others == "in the host's order, at its times"
+    assert others == "in host order and host time"
 
 
 def test_it_says_below_which_difference_times_of_several_hosts_mean_nothing(made):
@@ -758,4 +758,4 @@ def test_it_says_below_which_difference_times_of_several_hosts_mean_nothing(made
     reading = ClockReading(t_ns=int(trace.rank(0).rows["t_ns"][-1]), offset_ns=10**12, error_ns=4_000_000)
     clocks = (HostClock(ranks=(1,), readings=(reading,)),)
     told = ask(made(Pretender(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
-    assert told == ["between hosts, differences below 4.00 ms mean nothing", ""]
+    assert told == ["differences below 4.00 ms between hosts are within the clock error", ""]

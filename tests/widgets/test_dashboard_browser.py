@@ -83,9 +83,9 @@ def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
         page.wait_for_function("view.states.note.textContent.includes('host')")
         notes = page.evaluate("[view.memory.note, view.states.note, view.tracks.note].map((note) => note.textContent)")
     memory, states, timeline = notes
-    assert " · in the host's order, at its times · backward of" in memory
-    assert states == "unsharded on ranks 0-3: none · in the host's order, at its times"
-    assert timeline.startswith("times are the GPU's, within 6.00 µs · drag to pan")
+    assert " · in host order and host time · backward of" in memory
+    assert states == "unsharded on ranks 0-3: none · in host order and host time"
+    assert timeline.startswith("times are measured on the GPU, within 6.00 µs · drag to pan")
 
 
 def test_with_one_clock_nothing_is_said_of_it(shown):
@@ -314,9 +314,7 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
     workbench.alive[1], workbench.losses = False, {1: "died: the process was killed by SIGKILL"}
     over = look(page, widget)
     assert (over["live"], over["isPressed"]) == ("\u25cb latest", "false")
-    assert over["said"].startswith(
-        "rank 1 died: the process was killed by SIGKILL. No step is possible any more: %fsdp"
-    )
+    assert over["said"].startswith("rank 1 died: the process was killed by SIGKILL. No further step can run: %fsdp")
     assert over["ranks"].startswith("rank 1gone"), "first, as there may be no room for all"
     enabled = set(page.locator(".fw-buttons button:not([aria-disabled='true'])").all_inner_texts())
     assert enabled <= {"pause", "abort", "hold last step", "\u25cb latest"}

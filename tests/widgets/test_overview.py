@@ -37,7 +37,7 @@ WAITING = Position(doing="step", waiting=True)
             {0: RUNNING, 1: WAITING, 2: WAITING, 3: WAITING},
             12.0,
             "stuck",
-            "nothing has happened for 12 s: rank 0 still in code of its own, ranks 1-3 waiting for others",
+            "no event for 12 s: rank 0 still running its own code, ranks 1-3 waiting for others",
         ),
         (dict.fromkeys(range(4), RUNNING), 60.0, "training", ""),  # a long computation
         (dict.fromkeys(range(4), HELD), 60.0, "stopped", "ranks 0-3 before all-gather of blocks.1, step 1"),
@@ -54,7 +54,7 @@ def test_of_a_step_that_was_given_up_it_is_said_that_it_did_not_end():
     (end,) = np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == 2))
     ranks = tuple(replace(r, rows=r.rows[:end]) if r.rank == 2 else r for r in TRACE.ranks)
     idle = pulse(Trace(TRACE.header, ranks), [True] * 4, dict.fromkeys(range(4), Position()))
-    assert (status(idle, 0.0).word, status(idle, 0.0).why) == ("idle", "step 2 did not end")
+    assert (status(idle, 0.0).word, status(idle, 0.0).why) == ("idle", "step 2 did not finish")
 
 
 def test_a_dead_rank_is_said_in_words_before_all_else():
@@ -75,7 +75,7 @@ def test_without_ranks_it_is_over_or_was_never():
 def test_whose_ranks_they_are():
     assert ", cuda, of" in whose(on_devices(TRACE).header, 12)
     assert whose(TRACE.header, 12).startswith("4 ranks on ")
-    assert whose(TRACE.header, 12).endswith(", of the kernel with process 12")
+    assert whose(TRACE.header, 12).endswith(", kernel pid 12")
     assert whose(Trace.empty().header, 12) == ""
 
 

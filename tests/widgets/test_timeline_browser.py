@@ -390,7 +390,7 @@ def test_a_hold_is_a_thin_line_that_says_how_long_it_was(page):
     empty = box["y"] + stats(page)["plot"]["top"] + 1
     assert colour_at(page, box["x"] + hold["x"], empty) != colour_at(page, box["x"] + hold["x"] + 3, empty)
     page.mouse.move(box["x"] + hold["x"] + 2, empty + 30)
-    assert page.get_by_role("tooltip").inner_text() == "ranks stood still for 17.9 s: cut out"
+    assert page.get_by_role("tooltip").inner_text() == "ranks held or idle for 17.9 s: cut out"
     page.mouse.move(box["x"] + hold["x"] + 40, empty)
     stats(page)
     assert not page.get_by_text("17.9 s: cut out").is_visible()

@@ -35,7 +35,7 @@ def read_command(data: Any) -> Command:  # noqa: ANN401 - any JSON may come
         raise UsageError(str(error)) from error
     line = to_text(command)
     if len(line.splitlines()) > 1:  # any of Python's line breaks ends the magic's line
-        raise UsageError("a command is one line: an argument of it has a line break")
+        raise UsageError("a command is one line, but an argument has a line break")
     return parse_line(line)
 
 

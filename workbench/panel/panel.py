@@ -87,7 +87,7 @@ class PanelComm:
         try:
             question = read_question(data)
             if not (self._is_welcome or isinstance(question, Hello)):
-                raise UsageError("a panel says hello first, with its version, and the versions have to fit")
+                raise UsageError("the first message must be hello, with a matching protocol version")
             answer = self._answer(question)
         except (WorkbenchError, ValueError) as error:
             answer = Refused(number=number, text=str(error))
@@ -110,7 +110,7 @@ class PanelComm:
         workbench = self._notebook.shown()
         by_rank = workbench.models()
         if workbench.running and not by_rank:  # they may have models all the same
-            raise UsageError("No rank has answered yet: its models are shown when it does.")
+            raise UsageError("No rank has answered yet. Models are shown once a rank answers.")
         found = models_of(by_rank)
         names = workbench.names().values()
         has_step = bool(names) and all(Step().fn in own.variables for own in names)
@@ -121,7 +121,7 @@ class PanelComm:
         command = read_command(question.command)
         line = line_of(command)
         if not isinstance(command, (Shard, Reshard)):
-            problem = f"only shard and reshard can be tried, not {command.word}"
+            problem = f"only shard and reshard can be previewed, not {command.word}"
             return Preview(number=question.number, line=line, problem=problem)
         workbench = self._notebook.shown()
         try:
@@ -181,7 +181,7 @@ class PanelComm:
         """Run a command in a thread of its own: it may take long, and the panel keeps asking."""
         command = read_command(question.command)
         if isinstance(command, Dashboard) or getattr(command, "canvas", False):
-            raise UsageError("a panel opens a dashboard of its own; for one in the notebook run this line in a cell")
+            raise UsageError("the panel opens its own dashboard; for one in the notebook, run this line in a cell")
         if isinstance(command, Step):
             command = replace(command, background=True)
         name, args = f"panel: {command.word}", (question.number, command)
@@ -220,8 +220,8 @@ def _misfit(hello: Hello, version: str) -> str:
     """Return what to do if the versions of both sides do not match; empty if they do."""
     if hello.version == VERSION:
         return ""
-    panel = f"the panel (extension {hello.extension}) speaks version {hello.version} of the protocol"
+    panel = f"the panel (extension {hello.extension}) uses protocol version {hello.version}"
     both = f"{panel}, the notebook's kernel (workbench {version}) version {VERSION}"
     if hello.version < VERSION:
-        return f"{both}: install workbench {version} where JupyterLab runs too, and reload this page"
+        return f"{both}: install workbench {version} where JupyterLab runs, and reload this page"
     return f"{both}: install the same workbench where the kernel runs, and restart the kernel"

@@ -34,7 +34,7 @@ def unmanaged_words(model: str, params: Sequence[str]) -> str:
     """Return the note that ``params`` of ``model`` (its variable; empty: unknown) are in no unit, and what to do."""
     first = f"{model or 'model'}.get_parameter({params[0]!r})"
     return (
-        f"in no unit, so that nothing averages their gradients: {listed(params)}. After "
+        f"in no unit, so their gradients are not averaged: {listed(params)}. After "
         f"backward, for each: p = {first}; torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, "
         "or unshard and shard again without --ignore"
     )
@@ -53,7 +53,7 @@ def buffers_words(model: str, buffers: Sequence[str]) -> str:
     first = f"{model or 'model'}.get_buffer({buffers[0]!r})"
     return (
         f"buffers differ between ranks: {listed(buffers)}. If they should not, for each: "
-        f"torch.distributed.broadcast({first}, 0); after to_empty they hold nothing until they are set"
+        f"torch.distributed.broadcast({first}, 0); after to_empty they are uninitialised until set"
     )
 
 

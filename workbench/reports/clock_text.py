@@ -13,7 +13,7 @@ def clock_words(clock: HostClock) -> str:
     found = clock.readings[-1]
     ahead = "ahead of" if found.offset_ns >= 0 else "behind"
     apart, error = format_duration(abs(found.offset_ns)), format_duration(found.error_ns)
-    return f"its clock is {apart} {ahead} rank 0's, give or take {error}"
+    return f"its clock is {apart} {ahead} rank 0's, ± {error}"
 
 
 def exactness(trace: Trace) -> dict[int, str]:

@@ -55,7 +55,7 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
     """
     lead = next((r for r in trace.ranks if (~of_kind(r.rows, BESIDE)).any()), None)
     if lead is None:
-        return None, "nothing is recorded yet, so there is nothing to go back to"
+        return None, "cannot go back: nothing is recorded yet"
     events, times = np.flatnonzero(~of_kind(lead.rows, BESIDE)), _times(lead)
     events = events[np.append(np.diff(times[events]) > 0, True)]  # the last of the events at one time
     shown = len(lead.rows) if cursor is None else cursor.ends.get(lead.rank, lead.end_seq) - lead.start.seq

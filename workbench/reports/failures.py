@@ -121,7 +121,7 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
     cause, also = alike[0], tuple(f.rank for f in alike[1:])
     lines = [f"rank {cause.rank} raised {cause}{_place(cause, positions)}"]
     if also:
-        lines.append(f"and {len(also)} more alike ({label(also)})")
+        lines.append(f"same error on {label(also)}")
     lines += [f"{label([f.rank])}: {f}" for f in failures if f not in alike and not f.died and not f.is_consequence]
     lines += [death_sentence(dead, sorted(positions))] if dead else [*left_behind(positions), next_thing]
     return RankError(
@@ -224,8 +224,8 @@ def _left_gradients(positions: Mapping[int, Aftermath]) -> list[str]:
     if not ranks:
         return []
     return [
-        f"gradients of that step are still there on {label(ranks)}, and the next backward adds to them: drop them with "
-        "the optimizer's zero_grad() in a %%fsdp cell, if your step does not begin with it"
+        f"gradients of that step remain on {label(ranks)}, and the next backward adds to them. If your step does not "
+        "begin with the optimizer's zero_grad(), call it in a %%fsdp cell"
     ]
 
 
@@ -239,5 +239,5 @@ def _split_optimizer(positions: Mapping[int, Aftermath]) -> list[str]:
     behind = [rank for rank, count in counts.items() if count < most]
     return [
         f"the optimizer's step was applied on {label(ahead)} but not on {label(behind)}: their parameters no longer "
-        "belong together; build the model again, or load a checkpoint"
+        "match; build the model again, or load a checkpoint"
     ]

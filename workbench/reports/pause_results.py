@@ -41,9 +41,9 @@ class StopReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the reasons, and what the user can do now."""
-        why = [("because of", "; ".join(self.reasons))] if self.reasons else []
+        why = [("stopped by", "; ".join(self.reasons))] if self.reasons else []
         waited = self.stop.synchronised
-        device = [("device", f"synchronised on {label(waited)}: all that it was given is done")] if waited else []
+        device = [("device", f"synchronised on {label(waited)}: all enqueued work is done")] if waited else []
         now = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"
         return [*why, *device, ("under way", self.words), ("now", now)]
 
@@ -61,7 +61,7 @@ class BackgroundReport(Report):
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        return f"{self.words} runs in the background: %fsdp pause stops inside it, %fsdp abort gives it up"
+        return f"{self.words} runs in the background: %fsdp pause stops inside it, %fsdp abort aborts it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +303,7 @@ class BackReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what that means."""
-        return [("views", "show what was recorded up to there"), ("the ranks", "stay where they are")]
+        return [("views", "show the record up to this event"), ("ranks", "are not moved")]
 
 
 def _with_ranks(groups: Mapping[str, Sequence[int]]) -> str:
@@ -314,8 +314,7 @@ def _with_ranks(groups: Mapping[str, Sequence[int]]) -> str:
 
 
 def _left_out(others: Sequence[int]) -> list[tuple[str, str]]:
-    verb = "does" if len(others) == 1 else "do"
-    return [("not asked", f"{label(others)}: {verb} not stand in the gate, see %fsdp where")] if others else []
+    return [("not queried", f"{label(others)}: not held in the gate, see %fsdp where")] if others else []
 
 
 def alike(texts: Mapping[int, str]) -> dict[str, list[int]]:

@@ -28,7 +28,7 @@ TABS = "--- ranks differ:"
 """Replaces the tabs in plain text."""
 
 NOTHING = "(no output)"
-CUT = "... what came before is left out"
+CUT = "... earlier output is left out"
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
 _SPEED = re.compile(r"\[(?:\d+:)+\d+(?:<[^,\]]*)?, *[^,\]]*")
@@ -178,7 +178,7 @@ def tabs_page(name: str, ranks: Sequence[int]) -> str:
     tabs = [_tab(name, f"r{rank}", f"rank {rank}", rank == ranks[0]) for rank in ranks]
     tabs.append(_tab(name, "all", "all", is_chosen=False))
     style = _TABS.replace("NAME", name)
-    return f'{style}<fieldset id="{name}-tabs"><legend>what ranks wrote</legend>{"".join(tabs)}</fieldset>'
+    return f'{style}<fieldset id="{name}-tabs"><legend>output of the ranks</legend>{"".join(tabs)}</fieldset>'
 
 
 def _tab(name: str, key: str, text: str, is_chosen: bool) -> str:

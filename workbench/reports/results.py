@@ -120,7 +120,7 @@ class RankStatus:
 def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
     """Return the fact that another notebook controls the ranks, or controlled them."""
     if is_free:
-        return [("held by", "nobody any more, they are free: %fsdp attach takes them")]
+        return [("held by", "no notebook; the ranks are free. To take them: %fsdp attach")]
     return [("held by", f"{holder}; here you can only view them")] if holder else []
 
 
@@ -234,8 +234,8 @@ class StatusReport(Report):
         if not self.models and (self.running or self.record):
             found.append(("sharded", "nothing yet: %fsdp shard MODEL"))
         found += [("note", note) for note in self.notes]
-        lost = f", {self.num_lost:,} lost: ranks were not read often enough" if self.num_lost else ""
-        dropped = f", {self.num_dropped:,} before them let go: so many are kept" if self.num_dropped else ""
+        lost = f", {self.num_lost:,} lost: overwritten before they were read" if self.num_lost else ""
+        dropped = f", {self.num_dropped:,} older ones dropped: the limit is reached" if self.num_dropped else ""
         found.append(("recorded", plural(self.num_rows, "event") + dropped + lost))
         if self.kept:
             found.append(("kept", f"processes {', '.join(map(str, self.kept))}, so that the next start is quick"))
@@ -307,8 +307,8 @@ class ShardReport(Report):
         if self.chosen is None:
             return []
         names = ", ".join(self.chosen)
-        found = f"{names}, which the model repeats most" if names else "nothing: no list of modules repeats a class"
-        return [("wrapped", f"{found}; --wrap CLASS names another")]
+        found = f"{names}, the class repeated most" if names else "nothing: no list of modules repeats a class"
+        return [("wrapped", f"{found}; to choose another: --wrap CLASS")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +377,7 @@ class StepReport(Report):
             parts.append(f"loss {' -> '.join(map(format_loss, ends))}")
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
-        missed = f"{self.missed} did not come" if self.missed else ""
+        missed = f"{self.missed} did not occur" if self.missed else ""
         return "; ".join(filter(None, [", ".join(parts), self.problem, missed]))
 
     @property
@@ -387,7 +387,7 @@ class StepReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the events that occurred instead of the missed one; none if nothing was missed."""
-        return [("came, nearest first", ", ".join(self.came) or "nothing")] if self.missed else []
+        return [("occurred, nearest first", ", ".join(self.came) or "nothing")] if self.missed else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,7 +431,7 @@ class VerifyReport(Report):
             bad, compared = len(self.not_finite), plural(self.num_params, "parameter")
             those = f"all {compared}" if bad == self.num_params else f"{bad} of {compared}"
             since = f"; {self.since}" if self.since else ""
-            return f"cannot tell: {those} hold NaN or infinity in both{since}"
+            return f"cannot compare: {those} hold NaN or infinity in both{since}"
         verdict = "the same as" if self.ok else "NOT the same as"
         return (
             f"sharded training is {verdict} unsharded: {plural(self.num_params, 'parameter')} compared after one step"
@@ -448,7 +448,7 @@ class VerifyReport(Report):
         found = [
             ("largest difference", f"{self.max_abs_diff:.3g} absolute, {self.max_rel_diff:.3g} relative{worst}"),
             ("tolerance", self.tolerance),
-            ("equal bit by bit", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
+            ("bitwise equal", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
         if self.ok and len(self.not_finite) == self.num_params:
             found = []  # nothing could be compared
@@ -597,7 +597,7 @@ class HistoryReport(Report):
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        return plural(len(self.commands), "command") if self.commands else "no commands yet: %fsdp help lists them"
+        return plural(len(self.commands), "command") if self.commands else "no commands yet; see %fsdp help for a list"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return each with the time of day, and its source unless that was a cell."""
@@ -611,7 +611,7 @@ def _when(past: PastCommand) -> str:
 
 def _carried(optimizers: int) -> str:
     """Return a note that the state of some optimizers was carried over; empty for 0."""
-    return f", state of {plural(optimizers, 'optimizer')} carried along" if optimizers else ""
+    return f", state of {plural(optimizers, 'optimizer')} carried over" if optimizers else ""
 
 
 def _by_rank(values: Sequence[str]) -> str:
@@ -650,7 +650,7 @@ def _shard(by_rank: Sequence[ShardReply]) -> ShardReport:
     sharded, optimizers = _sharded(by_rank), by_rank[0].optimizers
     if optimizers:
         it, them = ("was", "it") if optimizers == 1 else ("were", "them")
-        carried = f"{plural(optimizers, 'optimizer')} made before sharding {it} carried over; a script must make {them}"
+        carried = f"{plural(optimizers, 'optimizer')} made before sharding {it} carried over; in a script, make {them}"
         sharded["notes"] = (f"{carried} after fully_shard", *sharded["notes"])
     return ShardReport(**sharded, chosen=by_rank[0].chosen)
 
@@ -699,8 +699,8 @@ def _unreduced(by_rank: Sequence[tuple[str, ...]]) -> str:
         return ""
     where = [f"gradients of {names} were not reduced {_on(own, len(by_rank))}" for names, own in ranks.items()]
     return (
-        f"{', '.join(where)}: call backward after the model's forward has returned, on a tensor that is computed from "
-        "its outputs; model.reset_iter_state() drops these gradients"
+        f"{', '.join(where)}: call backward after the model's forward has returned, on a tensor computed from "
+        "its outputs. To drop these gradients: model.reset_iter_state()"
     )
 
 

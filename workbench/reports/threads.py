@@ -5,8 +5,8 @@
     ranks 0-1, MainThread:
         0  cell:21 in forward: x = block(x)
         1  cell:30 in train_step: loss = model(batch).mean()
-        and 42 frames of libraries, now in workbench/engine/cancellable_waits.py:196 in block
-    ranks 0-3, Thread-2, Thread-3: 4 frames of libraries, now in ipykernel/iostream.py:478 in run
+        and 42 library frames, now in workbench/engine/cancellable_waits.py:196 in block
+    ranks 0-3, Thread-2, Thread-3: 4 library frames, now in ipykernel/iostream.py:478 in run
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _libraries(alike: Sequence[tuple[int, Thread]]) -> str:
     now: dict[str, set[int]] = {}
     for rank, thread in alike:
         now.setdefault(library_place(thread), set()).add(rank)
-    said = plural(count, "frame") + " of libraries"
+    said = plural(count, "library frame")
     places = [_place(text, ranks if len(now) > 1 else ()) for text, ranks in now.items() if text]
     return f"{said}, now in {'; '.join(places)}" if places else said
 

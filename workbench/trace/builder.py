@@ -155,7 +155,7 @@ def _unpack(rank: int, packed: bytes | memoryview) -> Rows:
     """Return packed rows as an array that shares their memory."""
     num_bytes = memoryview(packed).nbytes
     if num_bytes % ROW_DTYPE.itemsize:
-        raise TraceError(f"rank {rank}: {num_bytes} bytes are not whole rows of {ROW_DTYPE.itemsize} bytes")
+        raise TraceError(f"rank {rank}: {num_bytes} bytes are not a whole number of {ROW_DTYPE.itemsize}-byte rows")
     return np.frombuffer(packed, ROW_DTYPE)
 
 
@@ -163,9 +163,9 @@ def _check_continues(rank: int, next_seq: int, rows: Rows, key_frame: KeyFrame) 
     """Raise unless ``rows`` lead from ``next_seq`` to ``key_frame`` without a gap."""
     end_seq = next_seq + len(rows)
     if not np.array_equal(rows["seq"], np.arange(next_seq, end_seq)):
-        raise TraceError(f"rank {rank}: rows {next_seq} to {end_seq - 1} are due, got {rows['seq'][[0, -1]].tolist()}")
+        raise TraceError(f"rank {rank}: expected rows {next_seq} to {end_seq - 1}, got {rows['seq'][[0, -1]].tolist()}")
     if key_frame.seq != end_seq:
-        raise TraceError(f"rank {rank}: the rows end before row {end_seq}, their key frame before row {key_frame.seq}")
+        raise TraceError(f"rank {rank}: the rows end before row {end_seq}, but the key frame is at row {key_frame.seq}")
 
 
 def _fair_length(lengths: list[int], room: int) -> int:

@@ -173,7 +173,7 @@ class Trace:
     def __post_init__(self) -> None:
         numbers = [r.rank for r in self.ranks]
         if len(set(numbers)) < len(numbers):
-            raise TraceError(f"a trace holds each rank once, got ranks {numbers}")
+            raise TraceError(f"ranks must be distinct, got {numbers}")
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks, key=lambda r: r.rank)))
 
     @classmethod

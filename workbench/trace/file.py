@@ -98,17 +98,17 @@ def load(path: str | os.PathLike[str]) -> Trace:
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would block
-        raise TraceError(f"cannot read {path}: it is no file but a pipe, a socket or a device")
+        raise TraceError(f"cannot read {path}: it is a pipe, a socket or a device, not a file")
     with Path(path).open("rb") as file:
         try:
             trace, broken = _read(_Pieces(file), os.fstat(file.fileno()).st_size)
         except TraceError as error:
             raise TraceError(f"cannot read {path}: {error}") from error
         except _NOT_A_TRACE as error:
-            raise TraceError(f"cannot read {path}: it is not a trace, or it is damaged or cut short") from error
+            raise TraceError(f"cannot read {path}: it is not a trace, or it is damaged or truncated") from error
     if broken:
-        more = f", and {len(broken) - 1} more such" if len(broken) > 1 else ""
-        raise TraceError(f"cannot read {path}: it breaks a rule of traces: {broken[0][:300]}{more}")
+        more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise TraceError(f"cannot read {path}: it is not a valid trace: {broken[0][:300]}{more}")
     return trace
 
 
@@ -123,7 +123,7 @@ class _Pieces(io.BufferedIOBase):
         wanted = _MAX_CONTENTS_BYTES + 1 if size is None or size < 0 else size
         found = self._file.read(min(wanted, _MAX_CONTENTS_BYTES + 1))
         if len(found) > _MAX_CONTENTS_BYTES:
-            raise TraceError("its table of contents is longer than that of any trace")
+            raise TraceError("its table of contents is too long for a trace")
         return found
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -150,7 +150,7 @@ def _write(trace: Trace, file: IO[bytes]) -> None:
     }
     text = json.dumps(meta, indent=1).encode()
     if len(text) > MAX_META_BYTES:
-        raise TraceError(f"the header takes {len(text):,} bytes; {MAX_META_BYTES:,} would be read again")
+        raise TraceError(f"the header takes {len(text):,} bytes, more than the limit of {MAX_META_BYTES:,}")
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION) as archive:
         archive.writestr(_META, text)
         for r in trace.ranks:
@@ -166,7 +166,7 @@ def _read(file: io.BufferedIOBase, file_bytes: int) -> tuple[Trace, list[str]]:
     """Return the trace in a file, and a sentence for each rule that it breaks."""
     with zipfile.ZipFile(file) as archive:
         if _META not in archive.namelist():
-            raise TraceError(f"it holds no {_META}, so it is not a trace")
+            raise TraceError(f"it is not a trace: it has no {_META}")
         meta = json.loads(_unpacked(archive, _META, min(MAX_META_BYTES, _MAX_META_RATIO * file_bytes + _SMALL_BYTES)))
         header = header_from_dict(meta["header"])
         version = meta["header"]["schema_version"]
@@ -201,11 +201,11 @@ def _weigh(archive: zipfile.ZipFile, ranks: list[int], file_bytes: int) -> None:
     num_rows = num_bytes // ROW_DTYPE.itemsize
     if num_rows > MAX_ROWS:
         raise TraceError(
-            f"it says to hold {num_rows:,} rows, and {MAX_ROWS:,} are read at most: export fewer steps to a file, such "
-            "as %fsdp export run.trace --steps 3..5"
+            f"it claims {num_rows:,} rows, more than the limit of {MAX_ROWS:,}. Export fewer steps, for example: "
+            "%fsdp export run.trace --steps 3..5"
         )
     if num_bytes > _MAX_ROWS_RATIO * file_bytes + _SMALL_BYTES:
-        raise TraceError(f"it says to hold {num_rows:,} rows in {file_bytes:,} bytes, which no trace does")
+        raise TraceError(f"it claims {num_rows:,} rows in {file_bytes:,} bytes, which is impossible")
 
 
 def _read_rank(archive: zipfile.ZipFile, rank: int, entry: dict[str, Any], version: int) -> RankTrace:
@@ -222,7 +222,7 @@ def _rows(rank: int, data: bytes) -> Rows:
     if found is None:
         raise TraceError(f"rank {rank}: rows must be a 1-D array of ROW_DTYPE, its header is {header[:80]!r}")
     if int(found[1]) * ROW_DTYPE.itemsize != len(data) - begin:
-        raise TraceError(f"rank {rank}: its header says {found[1]} rows, and {len(data) - begin:,} bytes follow")
+        raise TraceError(f"rank {rank}: its header claims {found[1]} rows, but {len(data) - begin:,} bytes follow")
     return np.frombuffer(data, ROW_DTYPE, offset=begin)
 
 
@@ -230,11 +230,11 @@ def _unpacked(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
     """Return a whole member, checksum verified; unpack no more bytes than it claims to hold."""
     info = archive.getinfo(name)
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise TraceError(f"{name} is compressed as no trace is")
+        raise TraceError(f"{name} has an unsupported compression")
     if info.file_size > limit:
-        raise TraceError(f"{name} says to hold {info.file_size:,} bytes, and {limit:,} are read at most")
+        raise TraceError(f"{name} claims {info.file_size:,} bytes, more than the limit of {limit:,}")
     with archive.open(info) as member:
         pieces = list(iter(lambda: member.read(_PIECE_BYTES), b""))
     if sum(map(len, pieces)) != info.file_size:
-        raise EOFError(f"{name} is cut short")
+        raise EOFError(f"{name} is truncated")
     return b"".join(pieces)

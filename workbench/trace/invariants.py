@@ -58,20 +58,20 @@ def _listed(kinds: Sequence[Kind]) -> str:
 def check_header(header: Header) -> Iterator[str]:
     """Yield one sentence per broken rule: ranks in the world, units at their index, consistent parameters."""
     if not 0 <= header.world_size <= MAX_RANKS:
-        yield f"the world has {header.world_size} ranks; 0 to {MAX_RANKS} can be told apart"
+        yield f"the world has {header.world_size} ranks, expected 0 to {MAX_RANKS}"
     named = [info.rank for info in header.ranks] + [rank for group in header.comm_groups for rank in group.ranks]
     named += [rank for clock in header.clocks for rank in clock.ranks]
     strangers = sorted({rank for rank in named if not 0 <= rank < header.world_size})
     if strangers:
-        yield f"the world has {header.world_size} ranks, and rank {strangers[0]} is spoken of"
+        yield f"rank {strangers[0]} is out of range for {header.world_size} ranks"
     if min(header.mesh_shape, default=1) < 1 or len(header.mesh_axes) != len(header.mesh_shape):
         yield f"the mesh has the shape {header.mesh_shape} and the axes {header.mesh_axes}"
     yield from _clocks_fit(header.clocks)
     for place, unit in enumerate(header.units):
         if unit.index != place:
-            yield f"unit {unit.name!r} has index {unit.index} but stands at {place}"
+            yield f"unit {unit.name!r} has index {unit.index} but is at position {place}"
         if not -1 <= unit.root < len(header.units):
-            yield f"unit {unit.name!r} has root {unit.root}, there are {len(header.units)} units"
+            yield f"unit {unit.name!r} has root {unit.root}, out of range for {len(header.units)} units"
         if not all(1 <= size <= header.world_size for size in (unit.shard_size, unit.replicate_size)):
             yield (
                 f"unit {unit.name!r} has {unit.replicate_size} copies on {unit.shard_size} ranks each, in a world of "
@@ -86,12 +86,12 @@ def check_header(header: Header) -> Iterator[str]:
 def _clocks_fit(clocks: Sequence[HostClock]) -> Iterator[str]:
     ranks = sorted(rank for clock in clocks for rank in clock.ranks)
     if 0 in ranks or len(set(ranks)) < len(ranks):
-        yield f"each rank has one clock, and that of rank 0 is not among those that differ from it: {ranks[:8]}"
+        yield f"a rank has two clocks, or rank 0 is among the clocks other than its own: {ranks[:8]}"
     for clock in clocks:
         if not clock.readings or list(clock.readings) != sorted(clock.readings):
-            yield f"the clock of ranks {clock.ranks[:8]} has no readings, or they are not in the order of their times"
+            yield f"the clock of ranks {clock.ranks[:8]} has no readings, or they are not sorted by time"
         if min((reading.error_ns for reading in clock.readings), default=0) < 0:
-            yield f"a reading of the clock of ranks {clock.ranks[:8]} is off by less than nothing"
+            yield f"the clock error of ranks {clock.ranks[:8]} is negative"
 
 
 def _param_fits(param: Param, shard_size: int) -> Iterator[str]:
@@ -134,17 +134,17 @@ def _rank_is_known(header: Header, rank: RankTrace) -> Iterator[str]:
 def _key_frame_fits(header: Header, rank: RankTrace) -> Iterator[str]:
     start, num_units = rank.start, len(header.units)
     if min(start.seq, rank.lost) < 0 or start.seq >= 2**62:
-        yield f"the rows begin at {start.seq}, {rank.lost} lost before"
+        yield f"the rows begin at {start.seq}, with {rank.lost} lost before"
     if min(start.bytes_by_category) < 0 or max(start.bytes_by_category) >= _MAX_BYTES:
         yield f"the key frame has {start.bytes_by_category} live bytes"
     strangers = sorted(unit for unit in {*start.unit_states, *start.reducing} if not 0 <= unit < num_units)
     if strangers:
-        yield f"the key frame has unit {strangers[0]}, there are {num_units}"
+        yield f"the key frame has unit {strangers[0]}, out of range for {num_units} units"
 
 
 def _seq_has_no_gap(_: Header, rank: RankTrace) -> Iterator[str]:
     ahead = rank.rows["seq"] - rank.start.seq
-    yield from _report(rank, ahead != np.arange(len(ahead)), "seq does not count up by one from the key frame's")
+    yield from _report(rank, ahead != np.arange(len(ahead)), "seq does not increase by one from the key frame's")
 
 
 def _values_are_known(_: Header, rank: RankTrace) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _collectives_are_numbered(_: Header, rank: RankTrace) -> Iterator[str]:
     group, comm_seq = rows["comm_group"][order], rows["comm_seq"][order]
     repeated = np.zeros(len(rows), bool)
     repeated[order[1:]] = (group[1:] == group[:-1]) & (comm_seq[1:] <= comm_seq[:-1])
-    yield from _report(rank, repeated, "comm_seq does not rise within its comm_group")
+    yield from _report(rank, repeated, "comm_seq does not increase within its comm_group")
 
 
 def _spans_close(_: Header, rank: RankTrace) -> Iterator[str]:
@@ -229,18 +229,18 @@ def _device_rows_tell_of_others(_: Header, rank: RankTrace) -> Iterator[str]:
     value = rows["value"][places]
     is_seq = (value >= 0) & (value < rows["seq"][places]) & (value == np.floor(value))
     told = np.where(is_seq, value, -1).astype(np.int64)
-    yield from _report(rank, _at(rank, places[~is_seq]), "DEVICE does not tell of an earlier row")
+    yield from _report(rank, _at(rank, places[~is_seq]), "DEVICE does not refer to an earlier row")
     first = np.unique(told, return_index=True)[1]
     again = is_seq & ~np.isin(np.arange(len(told)), first)
-    yield from _report(rank, _at(rank, places[again]), "DEVICE tells of a row that another one tells of")
+    yield from _report(rank, _at(rank, places[again]), "two DEVICE rows refer to the same row")
     of = told - rank.start.seq
     here = is_seq & (of >= 0) & (of < places)  # the others are before the trace's left edge
     places, of = places[here], of[here]
     wrong = _IS_BESIDE[rank.kinds[of]]
-    yield from _report(rank, _at(rank, places[wrong]), "DEVICE tells of what no device does")
+    yield from _report(rank, _at(rank, places[wrong]), "DEVICE refers to a row that is not device work")
     ends = _IS_COLLECTIVE[rank.kinds[of]] & (rows["edge"][of] == Edge.END)  # recorded by the wait
     early = ~ends & (rows["t_ns"][places] < rows["t_ns"][of])
-    yield from _report(rank, _at(rank, places[early]), "DEVICE is earlier than the row it tells of")
+    yield from _report(rank, _at(rank, places[early]), "DEVICE is earlier than the row it refers to")
 
 
 def _at(rank: RankTrace, places: NDArray[np.int64]) -> NDArray[np.bool_]:

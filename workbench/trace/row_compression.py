@@ -34,5 +34,5 @@ def from_wire(sent: bytes | memoryview) -> bytes:
     try:
         by_place = np.frombuffer(zlib.decompress(sent), np.uint8).reshape(ROW.size, -1)
     except (zlib.error, ValueError) as error:
-        raise TraceError(f"{len(sent)} bytes that were sent are no rows: {error}") from error
+        raise TraceError(f"{len(sent)} received bytes cannot be unpacked into rows: {error}") from error
     return by_place.T.tobytes()

@@ -49,7 +49,7 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
         ]
     except (KeyError, TypeError, IndexError) as error:
         what = "units, ranks or comm_groups"
-        raise TraceError(f"header says schema version {version}, and its {what} are not") from error
+        raise TraceError(f"the header claims schema version {version}, but its {what} do not match it") from error
     added: dict[str, Any] = {"clocks": [], "unmanaged": [], "hooks": []}
     return added | data | {"schema_version": SCHEMA_VERSION, "ranks": ranks, "units": units}
 
@@ -57,7 +57,9 @@ def upgrade_header(data: dict[str, Any]) -> dict[str, Any]:
 def _rank(data: dict[str, Any]) -> dict[str, Any]:
     found = {"device_error_ns": 0, "buffers": []} | data
     if any([found.pop("clock_offset_ns", 0), found.pop("clock_error_ns", 0)]):
-        raise TraceError(f"rank {data['rank']} says that its clock differs from rank 0's, which nobody measured then")
+        raise TraceError(
+            f"rank {data['rank']} has a clock other than rank 0's, which this schema version did not record"
+        )
     return found
 
 

@@ -171,7 +171,7 @@ def _verdict(rows: Sequence[Comparison]) -> str:
     """Return what was issued against what was expected, in one sentence."""
     told = [row for row in rows if row.expected]
     if not told:
-        return "recorded in part, so there are no expected numbers to compare it with"
+        return "only partly recorded, so there are no expected numbers to compare with"
     sets = list(dict.fromkeys(row.ranks for row in told))
     members = [frozenset(ranks) for ranks in sets]
     issued: dict[tuple[bool, ...], list[int]] = {}  # ranks by the rows they are in
@@ -239,7 +239,7 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         f"{label([rank]).capitalize()}: {theme.format_bytes(payload)} of data"
         f"{'' if crosses else f'; a ring would send {theme.format_bytes(sent)} per rank'}{_carriers(header, own)}",
         crosses,
-        "when the GPU did this is not recorded, and the host's times say little of a collective: none are shown"
+        "no times are shown: GPU times were not recorded, and host times say little about collectives"
         if clock is ClockSource.ENQUEUED
         else f"compute waited {theme.format_duration(exposed_ns)} of the {theme.format_duration(time_ns)} that "
         "collectives took",
@@ -248,16 +248,16 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         if any(row.differs for row in rows)
         else "",
         *unmanaged_notes(header),
-        f"{theme.plural(num_left_out, 'more row')} not drawn: --unit draws those of a name" if num_left_out else "",
+        f"{theme.plural(num_left_out, 'more row')} not drawn: select units with --unit NAME" if num_left_out else "",
     ]
     return " · ".join(sentence for sentence in sentences if sentence)
 
 
 def _carriers(header: Header, rows: Sequence[Comparison]) -> str:
-    """Return the transport of the units' bytes: ``". Here it went through shared memory"``; empty if unknown."""
+    """Return the transport of the units' bytes: ``"; transport: shared memory"``; empty if unknown."""
     units = {row.unit for row in rows if 0 <= row.unit < len(header.units)}
     names = dict.fromkeys(header.units[unit].comm for unit in sorted(units) if header.units[unit].comm)
-    return f". Here it went through {' and '.join(names)}" if names else ""
+    return f"; transport: {' and '.join(names)}" if names else ""
 
 
 def _sent_bytes(row: Comparison) -> float:
@@ -266,17 +266,17 @@ def _sent_bytes(row: Comparison) -> float:
 
 
 def _crossing(rows: Sequence[Comparison]) -> str:
-    """Return the bytes that hosts send to others for all rows: ``"52.8 MiB cross from each of 3 hosts to others"``."""
+    """Return the bytes that hosts send to others for all rows: ``"each of 3 hosts sends 52.8 MiB to others"``."""
     total = Counter[str]()
     for row in rows:
         total.update(row.crossing or {})
     if not total:
-        return "nothing crosses between hosts"
+        return "hosts send nothing to each other"
     most, hosts = max(total, key=total.__getitem__), theme.plural(len(total), "host")
     sent = theme.format_bytes(total[most])
     if min(total.values()) == total[most]:
-        return f"{sent} cross from each of {hosts} to others"
-    return f"{sent} cross from {theme.shorten(most)} to others, the most of {hosts}"
+        return f"each of {hosts} sends {sent} to others"
+    return f"{theme.shorten(most)} sends {sent} to others, the most of {hosts}"
 
 
 def _are_on_several_hosts(rows: Sequence[Comparison]) -> bool:

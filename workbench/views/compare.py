@@ -103,7 +103,7 @@ def sentence(found: Differences) -> str:
     parts = [_peak_words(found.peak), _collective_words(found.collectives), _time_words(found)]
     if found.aligned.first_difference < 0:
         fewer, more = sorted(found.num_steps)
-        within = f" in the {theme.plural(fewer, 'step')} that both have, of {more}" if fewer < more else ""
+        within = f" in the {theme.plural(fewer, 'step')} that both have (of {more})" if fewer < more else ""
         return "; ".join([f"the same, event for event{within}", *filter(None, parts[2:])])
     if not any(parts[:2]):
         parts[0] = _event_words(found)
@@ -125,7 +125,7 @@ def _cause(peak: PeakChange, category: Category) -> str:
     """Return how a class of bytes causes the difference: ``"blocks.2 unsharded through backward"``."""
     is_more, who = peak.after > peak.before, _names(peak.units) if category is peak.category else ""
     if category in peak.left_over and category is not Category.OPTIMIZER_STATE:
-        return f"{category.words} {'' if is_more else 'no longer '}left from before"
+        return f"{category.words} {'' if is_more else 'no longer '}left over from before"
     if category is Category.UNSHARDED_PARAMS:
         through = "backward" if Kind.BACKWARD in {phase.info.part for phase in peak.phases} else "forward"
         return f"{who or 'units'} {'' if is_more else 'no longer '}unsharded through {through}"
@@ -175,8 +175,8 @@ def _event_words(found: Differences) -> str:
         f"{theme.plural(count, 'event')} {word}" for count, word in zip(alone, ("fewer", "more"), strict=True) if count
     ]
     if aligned.num_moved:
-        parts.append(f"{theme.plural(aligned.num_moved, 'event')} in another order")
-    return f"{' and '.join(parts) or 'the same events with other numbers of bytes'}, first at {_event(aligned, place)}"
+        parts.append(f"{theme.plural(aligned.num_moved, 'event')} in a different order")
+    return f"{' and '.join(parts) or 'the same events with different byte counts'}, first at {_event(aligned, place)}"
 
 
 def _event(aligned: Alignment, place: int) -> str:
@@ -215,12 +215,12 @@ def _signed(amount: str, delta: float) -> str:
 
 def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: tuple[Totals, Totals]) -> str:
     times = [f"{theme.format_duration(ns)}" for ns in found.step_ns if not math.isnan(ns)]
-    details = ", ".join(filter(None, ["steps of one side differ by as much" if found.is_chance else "", clock]))
+    details = ", ".join(filter(None, ["within step-to-step variation" if found.is_chance else "", clock]))
     sentences = [
         f"{names[0]} -> {names[1]}",
         _steps_words(found.num_steps),
         _first_words(found.aligned),
-        f"{label([found.rank])} of {label(found.ranks)} is drawn" if len(found.ranks) > 1 else label([found.rank]),
+        f"showing {label([found.rank])} of {label(found.ranks)}" if len(found.ranks) > 1 else label([found.rank]),
         *_layout_words(*laid_out),
         f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}{_peak_step(found)}",
         f"a step takes {' -> '.join(times)}{f' ({details})' if details else ''}" if len(times) == 2 else "",
@@ -232,14 +232,14 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
 
 
 def _steps_words(num_steps: tuple[int, int]) -> str:
-    """Return how many steps are compared: ``"only the first step of each compared, of 3 and 1"``."""
+    """Return how many steps are compared: ``"only the first step of each compared (of 3 and 1)"``."""
     fewer, more = sorted(num_steps)
     if not fewer:
         return "before the first step"
     if fewer == more:
         return f"{theme.plural(fewer, 'step')} of each compared"
     first = "step" if fewer == 1 else f"{fewer} steps"
-    return f"only the first {first} of each compared, of {num_steps[0]} and {num_steps[1]}"
+    return f"only the first {first} of each compared (of {num_steps[0]} and {num_steps[1]})"
 
 
 def _peak_step(found: Differences) -> str:
@@ -251,12 +251,13 @@ def _peak_step(found: Differences) -> str:
 def _layout_words(before: Totals, after: Totals) -> list[str]:
     """Return what changed in the layout of parameters.
 
-    Example: ``["53 parameters by themselves -> in 5 flat ones", "padding 96 B -> 48 B"]``.
+    Example: ``["53 parameters stored separately -> in 5 flat parameters", "padding 96 B -> 48 B"]``.
     """
     said = []
     if before.num_flat != after.num_flat:
         ways = [
-            f"in {theme.plural(t.num_flat, 'flat one')}" if t.num_flat else "by themselves" for t in (before, after)
+            f"in {theme.plural(t.num_flat, 'flat parameter')}" if t.num_flat else "stored separately"
+            for t in (before, after)
         ]
         said.append(f"{theme.plural(after.num_params, 'parameter')} {ways[0]} -> {ways[1]}")
     if before.bytes_wasted != after.bytes_wasted:

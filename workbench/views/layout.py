@@ -44,7 +44,7 @@ _MAX_COPIES = 3  # copies whose ranks a column names; with more, only those of t
 _MAX_CUTS = 3  # cut parameters of a flat one that are listed
 _MAX_LINES = 8  # lines in the hover of a segment
 _FIXED_SPACE = "\u00a0"  # prevents a line break
-_BESIDE = "beside it: shape, bytes on a rank"
+_BESIDE = "beside it: shape, bytes per rank"
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
 _BAR = 0.76  # rows
@@ -178,14 +178,14 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
 
 def _flat(total: Totals) -> str:
     """Return the number of flat parameters as text."""
-    return f", end to end in {theme.plural(total.num_flat, 'flat parameter')}" if total.num_flat else ""
+    return f", packed into {theme.plural(total.num_flat, 'flat parameter')}" if total.num_flat else ""
 
 
 def _in_training(header: Header) -> str:
     """Return what training adds to the parameters on a rank, as text."""
     most = max((at_rest(header, rank) for rank in _fullest(header)), key=lambda held: held.total)
     amounts = theme.format_bytes(most.grads), theme.format_bytes(most.adam)
-    return f"in training gradients take {amounts[0]} more, Adam's state up to {amounts[1]}" if most.grads else ""
+    return f"training adds {amounts[0]} of gradients and up to {amounts[1]} of Adam state" if most.grads else ""
 
 
 def _fullest(header: Header) -> range:
@@ -249,12 +249,12 @@ def _policy_of_all(header: Header) -> str:
 
 def _policy(unit: Unit) -> str:
     """Return what differs from the default in how a unit is stored and computed; plain text."""
-    own = unit.params[0].dtype
+    own, resharded = unit.params[0].dtype, unit.reshard_after_forward
     said = [
         f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
         f"reduces in {unit.reduce_dtype}" if unit.reduce_dtype != unit.compute_dtype else "",
         "shards kept in host memory" if unit.offload else "",
-        f"on {unit.reshard_after_forward} ranks after forward" if type(unit.reshard_after_forward) is int else "",
+        f"resharded to {resharded} ranks after forward" if type(resharded) is int else "",
     ]
     return "".join(f", {theme.shorten(part)}" for part in said if part)
 
@@ -332,7 +332,9 @@ def _cut_name(flat: ParamShards, piece: Piece) -> str:
 
 def _piece_words(flat: ParamShards, piece: Piece) -> str:
     first, last = piece.own
-    elements = "all of it" if last - first + 1 == piece.part.numel else f"elements {first}-{last} of {piece.part.numel}"
+    elements = (
+        "all elements" if last - first + 1 == piece.part.numel else f"elements {first}-{last} of {piece.part.numel}"
+    )
     size = theme.format_bytes(_numel(piece) * flat.param.itemsize)
     name = theme.full(piece.part.fqn)
     shape = f"{list(piece.part.shape)}{_of_whole(piece.part)}"
@@ -429,7 +431,7 @@ def _add_labels(fig: go.Figure, places: list[Place]) -> None:
             "tickmode": "array",
             "tickvals": list(sizes),
             "ticktext": list(sizes.values()),
-            "title": {"text": "bytes on a rank", "standoff": 12},
+            "title": {"text": "bytes per rank", "standoff": 12},
             "showgrid": False,
             "showline": False,
         }

@@ -99,7 +99,7 @@ def memory(
     unsharded = _unsharded(trace.header, [state for group in groups for _, state in group])
     is_sampled = process and any(map(_is_sampled, panels))
     header = _with_short_names(trace.header)
-    in_host_order = "in the host's order, at its times: it takes and gives the memory" if header.is_enqueued else ""
+    in_host_order = "in host order and host time: the host allocates and frees the memory" if header.is_enqueued else ""
     more = [
         in_host_order,
         hold_words(cuts),
@@ -196,10 +196,10 @@ def _subtitle(
         _who(header, panels[0], panels) if len(panels) == 1 else "",
         f"the peak: {describe_peak(header, top.peak)}",
         _kept(header, top.shown),
-        "bytes the engine owns, exact, in the order the program asked for them",
+        "exact bytes owned by the engine, in the order of the program's requests",
         "" if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),
-        f"up to {theme.format_bytes(reserved)} more are kept for reuse" if reserved else "",
+        f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",
         _unsharded_words(unsharded),
         *more,
     ]
@@ -208,24 +208,24 @@ def _subtitle(
 
 
 def _unsharded_words(unsharded: dict[str, int]) -> str:
-    """Return ``"without sharding every rank keeps 8.00 MiB: parameters 2.00 MiB, ..., optimizer state 4.00 MiB"``."""
+    """Return ``"without sharding, every rank would keep 8.00 MiB: parameters 2.00 MiB, ..."``."""
     parts = ", ".join(f"{name} {theme.format_bytes(num_bytes)}" for name, num_bytes in unsharded.items())
     whole = theme.format_bytes(sum(unsharded.values()))
-    return f"without sharding every rank keeps {whole}: {parts}" if unsharded else ""
+    return f"without sharding, every rank would keep {whole}: {parts}" if unsharded else ""
 
 
 def _who(header: Header, panel: MemoryPanel, panels: Sequence[MemoryPanel]) -> str:
     if len(panel.ranks) == 1:
         return who(header, panel.ranks)
     named = who(header, panel.ranks, [rank for other in panels for rank in other.ranks])
-    return f"{named} are alike within {theme.format_share(ALIKE)}, {label([panel.shown.rank])} is drawn"
+    return f"{named} are alike within {theme.format_share(ALIKE)}; showing {label([panel.shown.rank])}"
 
 
 def _left_out(header: Header, groups: Sequence[Sequence[tuple[RankTrace, MemoryState]]]) -> str:
     if not groups:
         return ""
     ranks = [[part.rank for part, _ in group] for group in groups]
-    named = f" ({several(header, ranks)}): --rank {ranks[0][0]} draws one" if sum(map(len, ranks)) > MANY else ""
+    named = f" ({several(header, ranks)}): draw one with --rank {ranks[0][0]}" if sum(map(len, ranks)) > MANY else ""
     return f"{theme.plural(len(groups), 'more group')} of ranks not drawn{named}"
 
 
@@ -234,7 +234,7 @@ def _kept(header: Header, shown: RankTrace) -> str:
     full = [unit for unit, state in shown.start.unit_states.items() if state == UnitState.UNSHARDED]
     names = [unit_name(header, unit) for unit in sorted(full)[:_MAX_KEPT]]
     more = ", ..." if len(full) > _MAX_KEPT else ""
-    return f"full from before: {', '.join(names)}{more}" if full else ""
+    return f"already unsharded at the start: {', '.join(names)}{more}" if full else ""
 
 
 def _has(shown: RankTrace, category: Category) -> bool:

@@ -19,7 +19,7 @@ MAX_MARKS = 60
 LEAST = 0.01
 """Cuts shorter than this fraction of the longest have no line, e.g. while ranks wait for the last one to be held."""
 
-NAME = "stood still, cut out"
+NAME = "held or idle, cut out"
 _POINTS = 9  # of a line, as hover targets
 
 
@@ -27,7 +27,7 @@ def hold_words(found: Cuts) -> str:
     """Return how much held or idle time is cut out, as text; empty if none."""
     if not len(found):
         return ""
-    return f"{theme.format_duration(int(found.lengths_ns.sum()))} in which ranks were held or idle are cut out"
+    return f"{theme.format_duration(int(found.lengths_ns.sum()))} of held or idle time cut out"
 
 
 def add_holds(
@@ -54,7 +54,7 @@ def add_holds(
     for at, length in zip(place(found.shown(found.begin_ns))[longest], found.lengths_ns[longest], strict=True):
         x += [float(at)] * _POINTS + [None]
         y += [*np.linspace(*span, _POINTS).tolist(), None]
-        texts += [f"ranks stood still for {theme.format_duration(int(length))}: cut out"] * (_POINTS + 1)
+        texts += [f"ranks held or idle for {theme.format_duration(int(length))}: cut out"] * (_POINTS + 1)
     fig.add_scatter(
         x=x,
         y=y,

@@ -36,7 +36,7 @@ def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
     """Return the peak memory of the process, and how much of it the engine does not own; plain text."""
     found = [entry for entry in (series(header, rank_trace) for rank_trace in shown) if len(entry)]
     if not found:
-        return "the process's own memory was not sampled"
+        return "process memory was not sampled"
     highest = max(found, key=lambda entry: int(entry.resident.max()))
     place = int(np.argmax(highest.resident))
     whole, owned = int(highest.resident[place]), int(highest.owned[place])
@@ -44,7 +44,7 @@ def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
     rest = int(highest.not_owned[place]) - before
     parts = [f"{theme.format_bytes(owned)} owned by the engine", f"{theme.format_bytes(rest)} not owned"]
     parts += [f"{theme.format_bytes(before)} from before sharding"] if before else []
-    return f"the whole process has up to {theme.format_bytes(whole)}: {', '.join(parts)}"
+    return f"the whole process uses up to {theme.format_bytes(whole)}: {', '.join(parts)}"
 
 
 def add_process(fig: go.Figure, header: Header, shown: RankTrace, axis: TimeAxis, *, row: int) -> None:

@@ -99,7 +99,7 @@ def _title(header: Header, shown: Window, found: StateSpans, units: Sequence[int
     most, num_units = _most_at_once(found, units), len(units)
     some = f"all {num_units} units" if most == num_units > 1 else f"at most {most} of {theme.plural(num_units, 'unit')}"
     if not _is_split(header, units):
-        return f"{shown}: nothing is split; {some} in use at once"
+        return f"{shown}: nothing is sharded; {some} in use at once"
     return f"{shown}: {some} unsharded at once"
 
 
@@ -122,14 +122,14 @@ def _subtitle(
     others = [ranks for ranks in alike if ranks is not group]
     same = who(header, group, [rank for ranks in alike for rank in ranks])
     sentences = [
-        f"{same[:1].upper()}{same[1:]}{f' did the same, rank {rank} is drawn' if len(group) > 1 else ''}",
-        f"differently did {several(header, others)}" if others else "",
-        "a thin line: each rank holds its shard only"
+        f"{same[:1].upper()}{same[1:]}{f' did the same; showing rank {rank}' if len(group) > 1 else ''}",
+        f"different: {several(header, others)}" if others else "",
+        "thin line: each rank holds only its shard"
         if _is_split(header, units)
-        else "each rank holds all of every unit; a thin line: nobody computes with it",
+        else "each rank holds every unit in full; thin line: not in use",
         theme.clock_words(header, clock),
         hold_words(cuts),
-        f"{theme.plural(len(units) - MAX_UNITS, 'more unit')} not drawn: --unit draws those of a name"
+        f"{theme.plural(len(units) - MAX_UNITS, 'more unit')} not drawn: select units with --unit NAME"
         if len(units) > MAX_UNITS
         else "",
     ]

@@ -357,19 +357,19 @@ def in_lines(sentence: str, width: int = NARROWEST) -> str:
 def host_clock_words(*headers: Header) -> str:
     """Return a note on step times where a device computes: views of many steps use the host's times."""
     enqueued = any(header.is_enqueued for header in headers)
-    return "step times are the host's, which hands work to the GPU and goes on" if enqueued else ""
+    return "step times are the host's, which enqueues GPU work without waiting for it" if enqueued else ""
 
 
 def error_words(error_ns: int) -> str:
     """Return a note on the clock error between ranks on different hosts; empty for an error of 0."""
-    return f"between hosts, differences below {format_duration(error_ns)} mean nothing" if error_ns else ""
+    return f"differences below {format_duration(error_ns)} between hosts are within the clock error" if error_ns else ""
 
 
 def clock_words(header: Header, clock: ClockSource) -> str:
     """Return a note on the meaning of times where a device computes; empty on the CPU."""
     if clock is ClockSource.ENQUEUED:
-        return "times are when the host enqueued work: when the GPU began and ended it is not recorded"
+        return "times are when the host enqueued work; GPU times were not recorded"
     if clock is ClockSource.DEVICE:
         error_ns = max((info.device_error_ns for info in header.ranks), default=0)
-        return f"times are the GPU's{f', within {format_duration(error_ns)}' if error_ns else ''}"
+        return f"times are measured on the GPU{f', within {format_duration(error_ns)}' if error_ns else ''}"
     return ""

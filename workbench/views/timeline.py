@@ -145,14 +145,14 @@ def _chosen(header: Header, parts: Sequence[RankTrace], waited: Mapping[int, int
                 names[least] = label([least])
     everyone = [part.rank for part in parts]
     together = "; ".join(f"{who(header, ranks, everyone)} did the same" for ranks in alike[:3] if len(ranks) > 1)
-    chosen = f"{together}: the ones that waited least and most are drawn" if together else ""
+    chosen = f"{together}; showing those that waited least and most" if together else ""
     odd = [rank for ranks in alike for rank in ranks if len(ranks) == 1 and rank in names]
-    apart = f"otherwise did {who(header, odd)}" if odd and together else ""
+    apart = f"different: {who(header, odd)}" if odd and together else ""
     left = [ranks for ranks in alike if not names.keys() & set(ranks)]
     num_left_out = sum(map(len, left))
     left_out = f"{theme.plural(num_left_out, 'rank')} not drawn" if num_left_out else ""
     if left and len(parts) > MANY:
-        left_out += f" ({several(header, left)}): --rank {left[0][0]} draws one"
+        left_out += f" ({several(header, left)}): draw one with --rank {left[0][0]}"
     return dict(sorted(names.items())), " · ".join(text for text in (chosen, apart, left_out) if text)
 
 
@@ -205,13 +205,13 @@ def _title(
 
 def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *, has_collectives: bool) -> str:
     is_enqueued = drawn.clock is ClockSource.ENQUEUED
-    end = "the host's wait for it" if is_enqueued else "its last byte; the arrow points to where compute waits for it"
+    end = "the host's wait for it" if is_enqueued else "its last byte; its arrow points to the wait for it"
     sentences = [
         theme.clock_words(header, drawn.clock),
-        "the host's track: when it handed work over" if drawn.clock is ClockSource.DEVICE else "",
+        "host track: when it enqueued work" if drawn.clock is ClockSource.DEVICE else "",
         folded,
-        f"a bar runs from the launch of a collective to {end}" if has_collectives else "",
-        "the compute of a unit does not include that of the units inside it",
+        f"a collective's bar runs from its launch to {end}" if has_collectives else "",
+        "a unit's compute excludes the units inside it",
         hold_words(drawn.cuts),
         theme.error_words(between_ns),
     ]
@@ -242,10 +242,10 @@ def _last_words(bars: Rectangles, i: int, between_ns: int) -> str:
     last = int(bars.last[i])
     if last == TOO_CLOSE and bars.count[i] == 1:
         error = theme.format_duration(between_ns)
-        return f"who came last is not known: closer than the clocks' error of {error}"
+        return f"last rank unknown: arrivals differ by less than the clock error of {error}"
     if last < 0 or bars.count[i] > 1:
         return ""
-    return f"{label([last])} came last, by {theme.format_duration(int(bars.last_ns[i]))}"
+    return f"{label([last])} arrived last, by {theme.format_duration(int(bars.last_ns[i]))}"
 
 
 def _unit(header: Header, unit: int) -> str:

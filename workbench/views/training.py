@@ -77,17 +77,17 @@ def _loss(value: float) -> str:
 
 def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     num_ranks = max(series.num_ranks for series in (*result.metrics.values(), result.step_times))
-    slowest = "; the title's step time is the slowest rank's" if len(result.step_times.steps) else ""
-    band = f"Mean over {num_ranks} ranks; the band is the lowest to the highest rank{slowest}."
+    slowest = "; the title shows the step time of the slowest rank" if len(result.step_times.steps) else ""
+    band = f"Mean over {num_ranks} ranks; the band spans the lowest to the highest rank{slowest}."
     sentences = [band if num_ranks > 1 else ""]
     sentences += [_not_finite(series, header) for series in result.metrics.values()]
     sentences.append(_without_loss(result))
     bucket = -(-max(len(s.steps) for s in (*result.metrics.values(), result.step_times)) // MAX_POINTS)
     if bucket > 1:
-        sentences.append(f"Each point is the mean of up to {bucket} steps, its band their range.")
+        sentences.append(f"Each point is the mean of up to {bucket} steps; its band is their range.")
     if result.cuts:
         sentences.append(
-            f"Dotted: another model began; the title is of the present one, from step {result.cuts[-1]} on."
+            f"Dotted line: a new model begins; the title describes the current one, from step {result.cuts[-1]} on."
         )
     if result.behind and num_ranks > MANY:  # with few ranks this lasts only a moment
         last = step_name(int(result.step_times.steps[-1]))
@@ -107,8 +107,8 @@ def _not_finite(series: Series, header: Header) -> str:
     if not bad:
         return ""
     first = series.first_not_finite
-    began = f"; it began on {who(header, first)}" if len(first) < series.num_ranks else ""
-    return f"{theme.shorten(series.name)} is not a finite number at {_some_steps(bad)}{began}."
+    began = f", first on {who(header, first)}" if len(first) < series.num_ranks else ""
+    return f"{theme.shorten(series.name)} is NaN or infinite at {_some_steps(bad)}{began}."
 
 
 def _without_loss(result: Summary) -> str:
@@ -118,7 +118,7 @@ def _without_loss(result: Summary) -> str:
         return ""
     which = f"No loss at {_some_steps(lacking)}. " if len(result.losses) else ""
     return (
-        f"{which}A number that train_step() returns is logged as the loss; a loop of your own calls "
+        f"{which}To log a loss, return a number from train_step(), or in your own loop call "
         'log_metric("loss", loss.item()).'
     )
 

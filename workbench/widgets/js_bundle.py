@@ -44,7 +44,7 @@ def _collect(name: str, folder: Path, texts: dict[str, str], path: tuple[str, ..
     if name in texts:
         return
     if name in path:
-        raise ValueError(f"modules import each other in a circle: {' -> '.join((*path, name))}")
+        raise ValueError(f"circular import: {' -> '.join((*path, name))}")
     text = (folder / name).read_text("utf-8")
     for wanted, other in _imports(text):
         _collect(other, folder, texts, (*path, name))
@@ -63,7 +63,7 @@ def _enclosed(name: str, text: str) -> str:
     body = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = {_variable(found[2])};", text)
     body, has_default = _DEFAULT.subn("const $default = ", _EXPORT.sub("", body))
     if unknown := _UNKNOWN.search(body):
-        raise ValueError(f"{name}: this way to import or export is not known here: {unknown[0]}")
+        raise ValueError(f"{name}: unsupported import or export: {unknown[0]}")
     told = ", ".join([*exports, *(["default: $default"] if has_default else [])])
     return f"const {_variable(name)} = (() => {{\n{body}\nreturn {{ {told} }};\n}})();\n"
 

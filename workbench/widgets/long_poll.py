@@ -159,7 +159,7 @@ def said(pulse: ClusterSnapshot) -> str:
         words = pulse.waits_for or "starting or attaching ranks"
         return f"{words[:1].upper()}{words[1:]}."
     if pulse.exchange == "stop":
-        return "The ranks are being stopped; what they recorded stays."
+        return "The ranks are stopping; their recording is kept."
     if pulse.is_free:
         return FREE
     if pulse.holder:
@@ -167,7 +167,7 @@ def said(pulse: ClusterSnapshot) -> str:
             f"{pulse.holder} controls these ranks; here you can only view them. To take control: %fsdp attach --take."
         )
     if pulse.losses:
-        return f"{losses_in_words(pulse.losses)}. No step is possible any more: {RESTART}."
+        return f"{losses_in_words(pulse.losses)}. No further step can run: {RESTART}."
     return _recorded(pulse)
 
 
@@ -176,7 +176,7 @@ def _recorded(pulse: ClusterSnapshot) -> str:
     is_recorded = pulse.trace.num_rows > 0
     if not pulse.running:
         if is_recorded:
-            return f"No ranks are running: this is {pulse.record or 'what the last ones recorded'}."
+            return f"No ranks are running. Showing {pulse.record or 'their last recording'}."
         return "No ranks are running and nothing is recorded. Start ranks with %fsdp start -n 4."
     if any((rank_trace.kinds == Kind.STEP).any() for rank_trace in pulse.trace.ranks):
         return ""

@@ -40,7 +40,7 @@ Knobs = dict[str, dict[str, object]]
 _KNOBS: dict[str, Callable[[Unit], object]] = {
     "api": lambda unit: "classic" if any(param.parts for param in unit.params) else "fully_shard",
     "reshard after forward": lambda unit: unit.reshard_after_forward,
-    "ranks that share a copy": lambda unit: unit.shard_size,
+    "ranks per copy": lambda unit: unit.shard_size,
     "copies": lambda unit: unit.replicate_size,
     "computed in": lambda unit: unit.compute_dtype,
     "reduced in": lambda unit: unit.reduce_dtype,
@@ -67,7 +67,7 @@ def status(pulse: ClusterSnapshot, quiet_s: float) -> RunStatus:
     if not states & {"running", "waiting"}:
         return RunStatus(word="idle" if pulse.trace.num_rows else "empty", why=_last_step(pulse))
     if "waiting" in states and quiet_s >= STUCK_S:
-        return RunStatus(word="stuck", why=f"nothing has happened for {quiet_s:.0f} s: {_who(pulse)}")
+        return RunStatus(word="stuck", why=f"no event for {quiet_s:.0f} s: {_who(pulse)}")
     return RunStatus(word="training", why=_progress(pulse))
 
 
@@ -89,7 +89,7 @@ def _stops(pulse: ClusterSnapshot) -> str:
 
 
 def _who(pulse: ClusterSnapshot) -> str:
-    said = [(_ranks(pulse, "running"), "still in code of its own"), (_ranks(pulse, "waiting"), "waiting for others")]
+    said = [(_ranks(pulse, "running"), "still running its own code"), (_ranks(pulse, "waiting"), "waiting for others")]
     return ", ".join(f"{label(ranks)} {doing}" for ranks, doing in said if ranks)
 
 
@@ -115,16 +115,16 @@ def _last_step(pulse: ClusterSnapshot) -> str:
         return ""
     ends = [rows["step"][of_kind(rows, (Kind.STEP,)) & (rows["edge"] == Edge.END)] for rows in recorded]
     has_ended = all(int(steps.max(initial=-1)) == last for steps in ends)
-    return f"step {last} was the last" if has_ended else f"step {last} did not end"
+    return f"step {last} was the last" if has_ended else f"step {last} did not finish"
 
 
 def whose(header: Header, kernel_pid: int) -> str:
-    """Return which ranks these are and of which kernel: ``4 ranks on host, cpu, of the kernel with process 12``."""
+    """Return which ranks these are and of which kernel: ``4 ranks on host, cpu, kernel pid 12``."""
     if not header.ranks:
         return ""
     hosts = ", ".join(sorted({info.host for info in header.ranks}))
     devices = ", ".join(sorted({info.device.partition(":")[0] for info in header.ranks}))
-    return f"{theme.plural(len(header.ranks), 'rank')} on {hosts}, {devices}, of the kernel with process {kernel_pid}"
+    return f"{theme.plural(len(header.ranks), 'rank')} on {hosts}, {devices}, kernel pid {kernel_pid}"
 
 
 def slowest(step: np.void) -> str:

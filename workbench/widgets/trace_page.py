@@ -85,8 +85,8 @@ def _about(trace: Trace) -> str:
     found = steps(trace)
     ran = f"{plural(len(found), 'step')} ({found[0]} to {found[-1]})" if found else "no steps"
     return (
-        f"A record of {plural(len(trace.ranks), 'rank')}, {ran}, {plural(trace.num_rows, 'event')}. "
-        "Drag in the areas or on the axis to move the cursor; left and right arrow keys go from event to event."
+        f"A recording of {plural(len(trace.ranks), 'rank')}, {ran}, {plural(trace.num_rows, 'event')}. "
+        "Drag in a panel or on the axis to move the cursor; the left and right arrow keys move by one event."
     )
 
 

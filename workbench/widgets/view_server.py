@@ -215,7 +215,7 @@ def _clock(trace: Trace) -> tuple[str, str]:
     """Describe the clock of the timeline and that of the memory and unit panels; empty with one host's clock."""
     clock = clock_of(trace.header)
     timeline = filter(None, (theme.clock_words(trace.header, clock), theme.error_words(error_ns(trace))))
-    return " · ".join(timeline), "" if clock is ClockSource.HOST else "in the host's order, at its times"
+    return " · ".join(timeline), "" if clock is ClockSource.HOST else "in host order and host time"
 
 
 def _first_ns(trace: Trace) -> int:

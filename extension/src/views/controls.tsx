@@ -36,7 +36,7 @@ export function Controls({ model, state, tabulate, openPage }: ControlsProps): R
       <div className="fsdp-Tools" role="toolbar" aria-label="training">
         <span className="fsdp-Group">
           <Tool icon={runIcon} label={`Train ${counted(steps, "step")}`} command={step} obstacle={why.step} {...{ run, explain }} />
-          <label title="How many steps the button beside it trains">
+          <label title="Number of steps to train">
             <span className="fsdp-unseen">Training steps</span>
             <Text type="number" min={1} value={count} change={setCount} />
           </label>
@@ -46,8 +46,8 @@ export function Controls({ model, state, tabulate, openPage }: ControlsProps): R
           <Tool icon={pauseIcon} label="Pause inside the step" command={{ word: "pause" }} obstacle={why.pause} {...{ run, explain }} />
           <Tool icon={fastForwardIcon} label="Continue" command={{ word: "continue" }} obstacle={why.goOn} {...{ run, explain }} />
           <Tool icon={stopIcon} label="Abort" command={{ word: "abort" }} obstacle={why.abort} {...{ run, explain }} />
-          <Tool icon={stepOverIcon} label={`Go on to the next ${what}`} command={{ word: "next", what }} obstacle={why.goOn} {...{ run, explain }} />
-          <label title="How far the button beside it goes">
+          <Tool icon={stepOverIcon} label={`Run to the next ${what}`} command={{ word: "next", what }} obstacle={why.goOn} {...{ run, explain }} />
+          <label title="How far to run">
             <span className="fsdp-unseen">Size of next</span>
             <Choice value={what ?? "event"} among={SIZES} choose={setWhat} />
           </label>

@@ -27,7 +27,7 @@ export function Views({ model, draw, execute }: LookingProps): React.JSX.Element
   const verify = obstacles(state, model.prepared).step;
   return (
     <div className="fsdp-Buttons">
-      <Action className="jp-mod-styled" isEnabled title="Everything at once, live, beside the notebook" run={() => { execute("fsdp:open-dashboard"); }}>
+      <Action className="jp-mod-styled" isEnabled title="Live dashboard beside the notebook" run={() => { execute("fsdp:open-dashboard"); }}>
         Dashboard
       </Action>
       {Object.entries(VIEWS).map(([word, about]) => (
@@ -84,7 +84,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
   return (
     <>
       <Line run={() => void model.do(write)}>
-        <Field label="Export to" isWide hint="A file to write: .html is a page that replays the record, .trace opens again here, .json is for Perfetto">
+        <Field label="Export to" isWide hint="File to write: .html is a page that replays the record, .trace can be opened here, .json is for Perfetto">
           <Text value={path} placeholder="run.html" change={setPath} />
         </Field>
         <Action className="jp-mod-styled" isEnabled={isRecorded && write.path !== ""} title={isRecorded ? undefined : "Nothing is recorded yet."} command={write}>
@@ -92,7 +92,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
       <Line run={() => void model.do(open)}>
-        <Field label="Open" isWide hint="A .trace file that was exported, by its path from the notebook">
+        <Field label="Open" isWide hint="Path of an exported .trace file, relative to the notebook">
           <Text value={file} placeholder="run.trace" change={setFile} />
         </Field>
         <Action className="jp-mod-styled" isEnabled={why === "" && open.path !== ""} title={why} command={open}>
@@ -100,7 +100,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
       <Line run={() => { draw(compare); }}>
-        <Field label="Compare" isWide hint="Steps of the record, such as last:3, last:3..5 or last:-1, the newest; or a .trace file">
+        <Field label="Compare" isWide hint="Steps of the record, such as last:3, last:3..5 or last:-1 (the newest), or a .trace file">
           <span className="fsdp-inline">
             <Text value={before} label="Compare" change={setBefore} />
             <Text value={after} label="Compare with" change={setAfter} />

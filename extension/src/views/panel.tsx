@@ -127,7 +127,7 @@ function Advice({ model, execute, show }: PanelProps): React.JSX.Element | null 
     if (!isRecorded) return <p className="fsdp-Notice">No ranks yet.</p>;
     return (
       <p className="fsdp-Notice">
-        {record === "" ? "No ranks are running: the last ones recorded what is shown here." : `${record} is open, without ranks.`}{" "}
+        {record === "" ? "No ranks are running. Showing their last recording." : `${record} is open, without ranks.`}{" "}
         <Link run={() => { execute("fsdp:open-dashboard"); }}>Show it in the dashboard</Link>
       </p>
     );
@@ -139,7 +139,7 @@ function Advice({ model, execute, show }: PanelProps): React.JSX.Element | null 
       {next}{" "}
       {prepared.isSharded || prepared.hasModel ? null : (
         <button type="button" className="jp-mod-styled jp-mod-accept" onClick={() => { execute("fsdp:example"); }}>
-          Put an example into the notebook
+          Insert an example
         </button>
       )}
       {!prepared.isSharded && prepared.hasModel ? <Link run={() => { show("Shard"); }}>Go to the form</Link> : null}
@@ -197,7 +197,7 @@ function Running(props: RunningProps): React.JSX.Element | null {
           <Action
             className="fsdp-Link"
             isEnabled={able.detach}
-            title={cluster.held_by ? "Show these ranks no longer" : "Leave the ranks as they are, with their variables, to be attached again"}
+            title={cluster.held_by ? "Stop showing these ranks" : "Leave the ranks running, with their variables; they can be attached again"}
             run={() => void model.do(DETACH)}
             command={DETACH}
           >

@@ -87,7 +87,7 @@ function Alike({ row, most }: { readonly row: Row; readonly most: number }): Rea
   const Caret = isOpen ? caretDownIcon : caretRightIcon;
   return (
     <>
-      <li className={`fsdp-Rank ${tone(first)}`} title={`memory is that of rank ${fullest.rank}, which holds most`}>
+      <li className={`fsdp-Rank ${tone(first)}`} title={`memory of rank ${fullest.rank}, the highest`}>
         <Dot rank={first} />
         <button
           type="button"

@@ -51,7 +51,7 @@ export function ShardForm({ model }: { readonly model: PanelModel }): React.JSX.
   const chosen = unit === undefined ? found.name : subject;
   return (
     <div ref={section} className="fsdp-Subject">
-      <Field label="Model" hint="a variable on the ranks, or a unit of it: the context menu of a unit chooses it">
+      <Field label="Model" hint="a variable on the ranks, or one of its units (chosen in the unit's context menu)">
         <Choice
           value={chosen}
           among={models.flatMap((each) => [
@@ -81,14 +81,14 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
   const isFree = model.state?.request === null;
   const isClassic = policy.api === "classic";
   // a model that is or becomes classic is sharded again, with all units alike
-  const unset = isClassic || before.api === "classic" ? "to be chosen" : "as each unit is";
+  const unset = isClassic || before.api === "classic" ? "choose one" : "keep (differs by unit)";
   return (
     <CommandForm model={model} command={command}>
-      <Field label="API" hint="fully_shard: each parameter by its rows; classic: FullyShardedDataParallel, one flat parameter for each unit">
+      <Field label="API" hint="fully_shard: shards each parameter by rows; classic: FullyShardedDataParallel, one flat parameter per unit">
         <Choice value={policy.api} among={APIS} choose={(api) => { set({ api }); }} />
       </Field>
       <fieldset className="fsdp-Wrap">
-        <legend>One unit for each module of class</legend>
+        <legend>One unit per module of class</legend>
         {found.classes.map((each) => (
           <label key={each.name} title={each.name}>
             <input
@@ -103,21 +103,21 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
         ))}
       </fieldset>
       <Split found={found} policy={policy} before={before} unset={unset} set={set} />
-      <Field label="Precision" hint="in which units compute, and in which gradients are reduced">
+      <Field label="Precision" hint="dtype of compute, and dtype of gradient reduction">
         <Choice value={policy.mp} among={offered(PRECISIONS, before.mp, unset)} choose={(mp) => { set({ mp }); }} />
       </Field>
       <Field
         label="Prefetch"
-        hint={isClassic ? "1: the next unit is gathered ahead in forward as well; 0: in backward alone" : "units gathered ahead, in the order of the modules; 0: the engine's own order"}
+        hint={isClassic ? "1: prefetch the next unit in forward and backward; 0: only in backward" : "units to prefetch, in module order; 0: the engine's order"}
       >
         <Text type="number" min={0} value={policy.prefetch} change={(prefetch) => { set({ prefetch }); }} />
       </Field>
       {found.is_sharded ? null : (
-        <Field label="Leave whole" hint="parameters that are not sharded, such as *.bias">
+        <Field label="Ignore" hint="parameters that are not sharded, such as *.bias">
           <Text value={policy.ignore} placeholder="*.bias" change={(ignore) => { set({ ignore }); }} />
         </Field>
       )}
-      <Field label="Offload" hint="keep what is sharded in host memory">
+      <Field label="Offload" hint="keep shards in host memory">
         <input
           type="checkbox"
           checked={policy.offload ?? false}
@@ -160,14 +160,14 @@ function Split({ found, policy, before, unset, set }: SplitProps): React.JSX.Ele
     <>
       {isClassic ? (
         <>
-          <Field label="Strategy" isWide hint="what is split; SHARD_GRAD_OP keeps full parameters until backward, as _HYBRID_SHARD_ZERO2 does within a copy">
+          <Field label="Strategy" isWide hint="what is sharded; SHARD_GRAD_OP keeps full parameters until backward, as _HYBRID_SHARD_ZERO2 does within a copy">
             <Choice
               value={policy.strategy}
               among={offered(Object.entries(STRATEGIES), before.strategy, unset)}
               choose={(strategy) => { set({ strategy: strategy as Policy["strategy"] }); }}
             />
           </Field>
-          <Field label="Originals" hint="use_orig_params: optimizers have a piece of each parameter, not one flat parameter">
+          <Field label="Originals" hint="use_orig_params: optimizers get a shard of each parameter instead of one flat parameter">
             <input
               type="checkbox"
               checked={policy.origParams}
@@ -187,7 +187,7 @@ function Split({ found, policy, before, unset, set }: SplitProps): React.JSX.Ele
       {hasMesh(policy) ? (
         <Field
           label="Mesh"
-          hint={isClassic ? "copies x ranks that share one" : "ranks that share a copy, or copies x ranks that share one; empty: all ranks share one"}
+          hint={isClassic ? "copies x ranks per copy" : "ranks per copy, or copies x ranks per copy; empty: one copy over all ranks"}
         >
           <Text
             value={policy.mesh}
@@ -236,7 +236,7 @@ function UnitForm({ model, unit, name, whole }: UnitFormProps): React.JSX.Elemen
           choose={(mp) => { setPolicy({ ...policy, mp }); }}
         />
       </Field>
-      <Field label="Offload" hint="keep what is sharded of this unit in host memory">
+      <Field label="Offload" hint="keep this unit's shards in host memory">
         <input
           type="checkbox"
           checked={policy.offload}
@@ -268,8 +268,8 @@ function isUnchanged(command: Shard | Reshard): boolean {
 
 /** Why a model cannot be sharded now; undefined: no message. */
 function why(isFree: boolean, command: Shard | Reshard): string | undefined {
-  if (!isFree) return "The ranks are still at work.";
-  return isUnchanged(command) ? "Nothing is changed above." : undefined;
+  if (!isFree) return "The ranks are busy.";
+  return isUnchanged(command) ? "No setting has changed." : undefined;
 }
 
 /** A form that runs a command, and requests its preview while mounted. */
@@ -308,7 +308,7 @@ function Preliminary({ preview }: { readonly preview: Preview | null }): React.J
         <tbody>
           <Known name="units" value={String(preview.units.length)} />
           <Known name="in full" value={formatBytes(preview.bytes_unsharded)} />
-          {preview.bytes_ignored > 0 && <Known name="of it in no unit, kept whole" value={formatBytes(preview.bytes_ignored)} />}
+          {preview.bytes_ignored > 0 && <Known name="of that in no unit, kept in full" value={formatBytes(preview.bytes_ignored)} />}
           {heldAtRest(preview).map(({ ranks, params, total }, _place, all) => {
             const some = `${ranksInWords(ranks)} ${ranks.length > 1 ? "keep" : "keeps"}`;
             return (

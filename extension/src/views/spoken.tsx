@@ -14,7 +14,7 @@ interface SpokenProps {
 export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
   return (
     <>
-      <p className="fsdp-unseen" role="status" aria-label="what came of the last command">
+      <p className="fsdp-unseen" role="status" aria-label="result of the last command">
         {newest(spoken)}
       </p>
       <ol className="fsdp-Spoken">
@@ -34,7 +34,7 @@ export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
                 <copyIcon.react tag="span" width="14px" />
               </button>
             </div>
-            {outcome === "runs" || text === "" ? null : <ReplyText label={`What came of ${line}`} text={text} />}
+            {outcome === "runs" || text === "" ? null : <ReplyText label={`Result of ${line}`} text={text} />}
           </li>
         ))}
       </ol>

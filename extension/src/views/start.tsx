@@ -41,7 +41,7 @@ export function StartForm({ numRanks, device, isEnabled, why, isAtWork, start, m
         if (command !== null) void start(command);
       }}
     >
-      <Field label="From" hint="start new processes, or attach to those of a cluster of ipyparallel that runs already">
+      <Field label="From" hint="start new processes, or attach to a running ipyparallel cluster">
         <Choice
           value={wanted.word}
           among={FROM}
@@ -61,13 +61,13 @@ export function StartForm({ numRanks, device, isEnabled, why, isAtWork, start, m
         />
       </Field>
       {hint ? <p className="fsdp-note">{hint}</p> : null}
-      <Field label="Device" hint="where they compute">
+      <Field label="Device" hint="where the ranks compute">
         <Choice value={wanted.device} among={DEVICES} choose={(chosen) => { set({ device: chosen }); }} />
       </Field>
       {isAttach ? (
         <p className="fsdp-note">
           {wanted.take
-            ? "The ranks are taken from a notebook that is gone."
+            ? "Takes control of ranks whose notebook has ended."
             : "Ranks that another notebook controls can only be viewed."}
         </p>
       ) : null}
@@ -108,10 +108,10 @@ function Which({ wanted, set }: PartProps): React.JSX.Element {
       <Field label="Profile" hint="IPython profile that the cluster was started with">
         <Text value={wanted.profile} placeholder="default" change={(profile) => { set({ profile }); }} />
       </Field>
-      <Field label="Cluster id" hint="which of the clusters of that profile">
+      <Field label="Cluster id" hint="id of a cluster of that profile">
         <Text value={wanted.clusterId} placeholder="the only one" change={(clusterId) => { set({ clusterId }); }} />
       </Field>
-      <Field label="File" hint="its connection file for clients, ipcontroller-client.json, instead of profile and id">
+      <Field label="File" hint="client connection file, ipcontroller-client.json, instead of profile and id">
         <Text value={wanted.file} placeholder="connection file" change={(file) => { set({ file }); }} />
       </Field>
     </>
@@ -126,20 +126,20 @@ function More({ wanted, set }: PartProps): React.JSX.Element {
       <summary>More</summary>
       {wanted.word === "start" ? (
         <>
-          <Field label="Engines" hint="launcher of ipyparallel that starts them, on other machines too">
+          <Field label="Engines" hint="ipyparallel launcher of the engines, also for other machines">
             <Text value={wanted.engines} placeholder="ssh, slurm, mpi" change={(engines) => { set({ engines }); }} />
           </Field>
-          <Field label="Profile" hint="IPython profile whose configuration of ipyparallel applies">
+          <Field label="Profile" hint="IPython profile with the ipyparallel configuration">
             <Text value={wanted.profile} placeholder="none" change={(profile) => { set({ profile }); }} />
           </Field>
         </>
       ) : (
-        <Field label="Take" hint="take the ranks from a notebook that is gone">
+        <Field label="Take" hint="take control of ranks whose notebook has ended">
           <input type="checkbox" checked={wanted.take} onChange={({ target }) => { set({ take: target.checked }); }} />
         </Field>
       )}
-      <Field label="Interface" hint="of the network, on which hosts reach each other">
-        <Text value={wanted.interface} placeholder="that of the route" change={(name) => { set({ interface: name }); }} />
+      <Field label="Interface" hint="network interface on which hosts reach each other">
+        <Text value={wanted.interface} placeholder="default route" change={(name) => { set({ interface: name }); }} />
       </Field>
     </details>
   );

@@ -192,7 +192,7 @@ function Detail({ unit, params, depth, inspect, explain, canInspect, state, node
             <button
               type="button"
               aria-disabled={!canInspect}
-              title={`${param.fqn}: ${canInspect ? "show what every stopped rank has of it" : CANNOT_INSPECT}`}
+              title={`${param.fqn}: ${canInspect ? "show it on every stopped rank" : CANNOT_INSPECT}`}
               aria-label={param.fqn}
               onClick={() => {
                 if (canInspect) inspect(param.fqn);
@@ -226,8 +226,8 @@ function breakable(name: string): React.ReactNode {
 }
 
 function rows({ rows_per_rank, is_trainable, flat }: ParamInfo): string {
-  const kept = `${flat === "" ? "rows" : `elements in ${flat},`} a rank: ${rows_per_rank.join(", ")}`;
-  return is_trainable ? kept : `${kept}; takes no gradient`;
+  const kept = `${flat === "" ? "rows" : `elements in ${flat},`} per rank: ${rows_per_rank.join(", ")}`;
+  return is_trainable ? kept : `${kept}; not trained`;
 }
 
 /** A unit in words: its state on the ranks, its bytes, and its policy. */
@@ -239,9 +239,9 @@ function told(unit: UnitInfo, state: State | null, place: number): string {
   });
   const parts = [
     [...groups].map(([words, ranks]) => (groups.size === 1 ? words : `${ranksInWords(ranks)} ${words}`)).join(", "),
-    `${formatBytes(unit.bytes_at_rest)} a rank of ${formatBytes(unit.bytes_unsharded)}`,
-    unit.bytes_padding > 0 ? `${formatBytes(unit.bytes_padding)} padding in all` : "",
-    unit.is_flat ? `${count(unit.num_params, "parameter")} in a flat one` : "",
+    `${formatBytes(unit.bytes_at_rest)} per rank of ${formatBytes(unit.bytes_unsharded)}`,
+    unit.bytes_padding > 0 ? `${formatBytes(unit.bytes_padding)} of padding in total` : "",
+    unit.is_flat ? `${count(unit.num_params, "parameter")} in one flat parameter` : "",
     unit.replicate_size > 1 ? `${unit.replicate_size} copies on ${count(unit.shard_size, "rank")} each` : `over ${count(unit.shard_size, "rank")}`,
     unit.compute_dtype === unit.reduce_dtype ? unit.compute_dtype : `${unit.compute_dtype}, reduced in ${unit.reduce_dtype}`,
     `reshard after forward: ${unit.reshard_after_forward}`,

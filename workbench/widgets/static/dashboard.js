@@ -243,14 +243,14 @@ class DashboardView {
 
   /** How far `next` goes. */
   buildSize() {
-    this.size.setAttribute("aria-label", "next: how far");
+    this.size.setAttribute("aria-label", "next: size");
     this.size.append(...this.about.sizes.map((size) => make("option", "", size)));
     return this.size;
   }
 
   /** Where `break` stops. */
   buildPlace() {
-    this.place.setAttribute("aria-label", "break: before which event");
+    this.place.setAttribute("aria-label", "break: event to stop before");
     this.place.placeholder = "all_gather:blocks.2";
     this.place.size = 16;
     this.place.addEventListener("keydown", (event) => {
@@ -840,7 +840,7 @@ class DashboardView {
   say() {
     const isSilent = !this.model.isRecord && performance.now() - this.answeredAt > SILENT_MS;
     const said = performance.now() < this.sayUntil ? this.said : "";
-    write(this.sentence, isSilent ? "The kernel does not answer; it may be busy with a cell, or gone." : said || this.told);
+    write(this.sentence, isSilent ? "The kernel does not answer: it may be busy with a cell, or have ended." : said || this.told);
   }
 
   /** @param {Moment | null} at */
@@ -968,7 +968,7 @@ class DashboardView {
     }
     const told = [...unsharded].map(([names, ranks]) => `unsharded on ${ranksInWords(ranks)}: ${names}`);
     const gathered = [...told, gone.length ? `${ranksInWords(gone)} gone` : ""].filter(Boolean).join(" \u00b7 ");
-    const first = this.groups.at(0), drawn = first && this.groups.length > 1 ? `${ranksInWords(first)} drawn` : "";
+    const first = this.groups.at(0), drawn = first && this.groups.length > 1 ? `showing ${ranksInWords(first)}` : "";
     write(this.states.note, [gathered, drawn, this.clock].filter(Boolean).join(" \u00b7 "));
     this.states.note.title = gathered;
   }

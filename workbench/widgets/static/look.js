@@ -8,7 +8,7 @@ export const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Ne
 /** @param {HTMLCanvasElement} canvas */
 export function penOf(canvas) {
   const pen = canvas.getContext("2d");
-  if (!pen) throw new Error("this browser gives no canvas to draw on");
+  if (!pen) throw new Error("this browser does not support canvas");
   return pen;
 }
 

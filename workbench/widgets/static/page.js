@@ -32,5 +32,5 @@ async function show() {
 }
 
 show().catch((/** @type {unknown} */ error) => {
-  element("dashboard").textContent = `The record cannot be shown: ${String(error)}. It takes a browser of 2023 or newer.`;
+  element("dashboard").textContent = `The record cannot be shown: ${String(error)}. It needs a browser from 2023 or later.`;
 });

@@ -7,6 +7,6 @@
  * @returns {T}
  */
 export function sure(value) {
-  if (value === undefined) throw new RangeError("there is nothing at this place");
+  if (value === undefined) throw new RangeError("index out of range");
   return value;
 }

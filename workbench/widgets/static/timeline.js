@@ -65,7 +65,7 @@ class Timeline {
     this.options = options;
     this.pen = penOf(canvas);
     const { parentElement } = canvas;
-    if (!parentElement) throw new Error("a timeline's canvas stands in another element");
+    if (!parentElement) throw new Error("a timeline's canvas needs a parent element");
     this.parent = parentElement;
     this.kept = new Tracks();
     /** @type {Tracks | null} */
@@ -531,7 +531,7 @@ class Timeline {
   hover(x, y) {
     const hold = this.holdAt(x), found = hold ? null : this.hit(x, y);
     if (found) this.showTip(found, x, y);
-    else if (hold) this.putTip([`ranks stood still for ${formatDuration(hold[1])}: cut out`], x, y);
+    else if (hold) this.putTip([`ranks held or idle for ${formatDuration(hold[1])}: cut out`], x, y);
     else this.tip.style.display = "none";
     this.point(found);
   }
