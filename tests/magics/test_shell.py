@@ -27,7 +27,7 @@ def sharded(notebook):
 
 
 def test_help(bare):
-    assert "usage: %fsdp WORD ..." in bare.ok("%fsdp").out
+    assert "usage: %fsdp COMMAND ..." in bare.ok("%fsdp").out
     assert bare.ok("%fsdp help").out == bare.ok("%fsdp -h").out
     assert bare.ok("%fsdp help shard").out == bare.ok("%fsdp shard --help").out
     assert "%fsdp shard model --wrap Block" in bare.ok("%fsdp help shard").out

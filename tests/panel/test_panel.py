@@ -81,7 +81,7 @@ def test_hello_comes_first(browser):
         ({"word": "do", "number": 7, "command": {"word": "shard", "model": 4}}, "model is 4, expected str"),
         (
             {"word": "do", "number": 7, "command": {"word": "shard", "model": BAD_NAME}},
-            "a model is named by its variable",
+            "model is a variable on the ranks",
         ),
         ({"word": "do", "number": 7, "command": {"word": "step", "count": 0}}, "at least 1, not 0"),
         ({"word": "do", "number": 7, "command": {"word": "help", "topic": "a\nb"}}, "a command is one line"),
@@ -93,7 +93,7 @@ def test_hello_comes_first(browser):
         ({"word": "do", "number": 7, "command": {"word": "start", "num_ranks": 0}}, "at least 1, got '0'"),
         ({"word": "do", "number": 7, "command": {"word": "dashboard"}}, "a panel opens a dashboard of its own"),
         ({"word": "do", "number": 7, "command": {"word": "timeline", "canvas": True}}, "a dashboard of its own"),
-        ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next goes to the next one of"),
+        ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next takes one of"),
     ],
 )
 def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(started, data, says):
@@ -359,7 +359,10 @@ def test_a_reshard_is_tried_as_well(started):
             "the model has no module of class Blcok; its classes are: Block (2)",
         ),
         ({"word": "shard", "model": "net"}, "no rank has a model named 'net'"),
-        ({"word": "shard", "model": "model", "mesh": "3"}, "mesh 3 is not the number of ranks, 4; what fits: 4, 2x2"),
+        (
+            {"word": "shard", "model": "model", "mesh": "3"},
+            "mesh 3 does not match the number of ranks, 4; these fit: 4, 2x2",
+        ),
         ({"word": "step"}, "only shard and reshard can be tried, not step"),
     ],
 )
