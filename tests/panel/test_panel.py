@@ -152,11 +152,11 @@ def test_the_loss_is_told_with_the_step_that_it_is_of():
 
 def test_a_start_that_was_given_up_has_not_failed(browser, monkeypatch):
     def start(_cluster, *_given):
-        raise Interrupted("The start was given up: nothing of it is left")
+        raise Interrupted("The start was cancelled: no ranks are running")
 
     monkeypatch.setattr(FakeCluster, "start", start)
     said = browser.do("start")
-    assert (said["text"], said["is_error"]) == ("The start was given up: nothing of it is left", False)
+    assert (said["text"], said["is_error"]) == ("The start was cancelled: no ranks are running", False)
 
 
 def test_what_is_recorded_or_opened_is_told(started, tmp_path):
@@ -269,7 +269,7 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
         told = state["cluster"]
         assert (told["is_running"], told["exchange"]) == (False, "stop")
         assert state["said"] == "The ranks are being stopped; what they recorded stays."
-        assert "being started or stopped at this moment" in started.do("start")["text"]
+        assert "being started or stopped" in started.do("start")["text"]
         assert exchange() == "stop"  # what was refused is not what is under way
         go_on.set()
         wait_until(lambda: exchange() == "")
@@ -404,7 +404,7 @@ def test_a_step_goes_on_in_the_background_until_a_breakpoint_that_can_be_turned_
     assert started.look()["breakpoints"] == [{"id": 1, "text": "backward", "is_on": False}]
     busy = started.do("shard", model="model")
     assert busy["is_error"]
-    assert "%fsdp step 3 --background is under way" in busy["text"]
+    assert "%fsdp step 3 --background is stopped" in busy["text"]
     assert "runs in the background" in started.do("continue")["text"]
     wait_until(lambda: started.look()["ended"] is not None)
     state = started.look()

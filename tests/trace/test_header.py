@@ -147,7 +147,7 @@ def test_what_is_no_object_is_no_header():
     ("field", "value", "sentence"),
     [
         ("unit_states", {"x": 1}, "key_frame.unit_states has the key 'x', expected an integer"),
-        ("unit_states", {"0": 9}, r"key_frame.unit_states\[0\] is 9, which is no UnitState"),
+        ("unit_states", {"0": 9}, r"key_frame.unit_states\[0\] is 9, not a valid UnitState"),
         ("unit_states", {"0": "1"}, r"key_frame.unit_states\[0\] is '1', expected int"),
         ("reducing", [], r"key_frame.reducing is \[\], expected dict"),
         ("bytes_by_category", [0, 0], "key_frame.bytes_by_category has 2 entries, expected 10"),

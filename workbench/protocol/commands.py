@@ -6,8 +6,8 @@ docstring of a command is its help, and its fields are its arguments, on the lin
 methods' signatures from here). A command for ranks is sent to them as plain data.
 
 To add a command that runs on ranks: declare it here, with the type of its reply; write its handler in ``runtime/``,
-under :func:`workbench.runtime.command_handlers.does`; and its report in ``reports/results.py``, under ``@says``. It then
-has a parser, a help text, completion and a method.
+under :func:`workbench.runtime.command_handlers.does`; and its report in ``reports/results.py``, under ``@says``. It
+then has a parser, a help text, completion and a method.
 """
 
 from __future__ import annotations
@@ -610,7 +610,7 @@ class Continue(Command, RankRequest[None]):
     background: bool = field(default=False, metadata=argument("run the rest in the background (default: no)"))
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return the method of the workbench that runs it, and its arguments; background wins if both flags are given."""
+        """Return the method of the workbench that runs it, and its arguments; with both flags, background wins."""
         return self.method, {"background": self.background if self.foreground or self.background else None}
 
 
