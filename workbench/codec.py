@@ -157,7 +157,8 @@ def _decode_fields(kind: type[Any], data: Any, where: str, buffers: Sequence[mem
     wrong = (hints.keys() | (set() if word is None else {"word"})) ^ data.keys()
     if wrong:
         missing, unknown = sorted(wrong & hints.keys()), sorted(map(str, wrong - hints.keys()))
-        raise CodecError(f"{where} lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}")
+        faults = [f"lacks {missing}"] * bool(missing) + [f"has unknown {unknown}"] * bool(unknown)
+        raise CodecError(f"{where} {' and '.join(faults)}")
     if word is not None and data["word"] != word:
         raise CodecError(f"{where} is a {data['word']!r:.{_SHOWN}}, expected a {word!r}")
     return kind(**{name: decode(hint, data[name], f"{where}.{name}", buffers) for name, hint in hints.items()})

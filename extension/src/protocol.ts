@@ -756,7 +756,7 @@ export interface Break {
   readonly word: "break";
   /** what to do */
   readonly action: "add" | "list" | "clear" | "on" | "off";
-  /** such as backward:blocks.2 */
+  /** an event such as backward:blocks.2, or a breakpoint number */
   readonly event?: string;
   /** stop only this rank (default: all) */
   readonly rank?: number | null;

@@ -277,8 +277,8 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
         with pytest.raises(UsageError, match=said):
             Cluster.attached(target, device="cpu").start()
     for content, said in (
-        (b"{", "is no connection file"),
-        (b"\xff", "is no connection file"),
+        (b"{", "is not a connection file"),
+        (b"\xff", "is not a connection file"),
         (b"", "is empty: .* again"),
     ):
         (tmp_path / "broken.json").write_bytes(content)

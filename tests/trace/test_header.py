@@ -123,7 +123,7 @@ def changed(path: str, value: object) -> dict:
     ("path", "value", "sentence"),
     [
         ("units/1/params/0/shape", ..., r"header.units\[1\].params\[0\] lacks \['shape'\]"),
-        ("ranks/0/color", "red", r"header.ranks\[0\] lacks nothing and has unknown \['color'\]"),
+        ("ranks/0/color", "red", r"header.ranks\[0\] has unknown \['color'\]"),
         ("world_size", "4", "header.world_size is '4', expected int"),
         ("world_size", True, "header.world_size is True, expected int"),
         ("units/0/retired", 1, r"header.units\[0\].retired is 1, expected bool"),

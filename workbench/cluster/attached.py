@@ -83,7 +83,7 @@ class AttachTarget:
             raise UsageError(f"{found} cannot be read: {error.strerror}") from error
         except ValueError as error:
             is_empty = "is empty: if the controller is starting, try again in a moment"
-            raise UsageError(f"{found} {'is no connection file of ipyparallel' if content else is_empty}") from error
+            raise UsageError(f"{found} {'is not a connection file of ipyparallel' if content else is_empty}") from error
         if not isinstance(known, dict) or not known.keys() >= _NEEDED:
             raise UsageError(f"{found} is not ipyparallel's connection file for clients, {_CLIENT.format('')}")
         return found

@@ -651,7 +651,9 @@ class Break(Command):
     event: str = field(
         default="",
         kw_only=False,
-        metadata=argument("such as backward:blocks.2", metavar="EVENT[:UNIT]|ID", completes="events"),
+        metadata=argument(
+            "an event such as backward:blocks.2, or a breakpoint number", metavar="EVENT[:UNIT]|ID", completes="events"
+        ),
     )
     rank: int | None = field(
         default=None, metadata=argument("stop only this rank (default: all)", metavar="R", read=rank)

@@ -425,7 +425,7 @@ class Session:
             self._drop_news_of(request)
             return report
         ended = "has ended" if request.state == "over" else self._awaited(request) or "stops at its next event"
-        how = "" if request.state == "over" else ": see %fsdp where --stacks; %fsdp abort ends it"
+        how = "" if request.state == "over" else ": see %fsdp where --stacks; %fsdp abort aborts it"
         return EndReport(sentence=f"{request.work.words} {ended}{how}")
 
     def go_on(self, what: str | None, listener: RequestListener, *, background: bool | None) -> Report:
@@ -956,7 +956,7 @@ def busy_sentence(request: Request) -> str:
     if request.state == "stopped":
         return f"{request.work.words} is stopped ({request.stop}): first %fsdp continue or %fsdp abort"
     where = " in the background" if request.thread is not None else ""
-    return f"{request.work.words} runs{where}: %fsdp pause stops inside it, %fsdp abort ends it"
+    return f"{request.work.words} runs{where}: %fsdp pause stops inside it, %fsdp abort aborts it"
 
 
 def _nothing(word: str) -> str:
@@ -968,7 +968,7 @@ def _nothing(word: str) -> str:
 
 def _left_sentence(left: str) -> str:
     """Return the message that the ranks still run the request of an earlier notebook, and what to do."""
-    return f"the ranks still run {left}: wait, or end it with %fsdp abort"
+    return f"the ranks still run {left}: wait, or abort it: %fsdp abort"
 
 
 def _run(ranks: Sequence[int]) -> str:
