@@ -539,7 +539,7 @@ export interface Refused {
 /** Start ranks. */
 export interface Start {
   readonly word: "start";
-  /** ranks (default 4) */
+  /** number of ranks (default 4) */
   readonly num_ranks?: number;
   /** device kind of the ranks (default auto) */
   readonly device?: "auto" | "cpu" | "cuda";
@@ -560,7 +560,7 @@ export interface Start {
  */
 export interface Attach {
   readonly word: "attach";
-  /** ranks (default: all) */
+  /** number of ranks (default: all) */
   readonly num_ranks?: number | null;
   /** IPython profile that the cluster was started with */
   readonly profile?: string | null;
@@ -705,7 +705,7 @@ export interface Unshard {
 /** Train: call train_step() N times on every rank; a number that it returns is the loss. */
 export interface Step {
   readonly word: "step";
-  /** training steps (default 1) */
+  /** number of training steps (default 1) */
   readonly count?: number;
   /** step function (default train_step) */
   readonly fn?: string;
@@ -723,7 +723,7 @@ export interface Pause {
 /** Continue a stopped step to the next event, collective, unit or phase. */
 export interface Next {
   readonly word: "next";
-  /** default: event */
+  /** where to stop next (default: event) */
   readonly what?: "event" | "collective" | "unit" | "phase";
 }
 
@@ -788,7 +788,7 @@ export interface Evaluate {
 /** Show the trace as of N events ago, 0: the newest event; the ranks' work is not undone. */
 export interface Back {
   readonly word: "back";
-  /** events; 0: the newest (default 1) */
+  /** number of events to go back; 0: to the newest (default 1) */
   readonly n?: number;
 }
 

@@ -135,7 +135,8 @@ class Start(Command):
     )
     needs_ranks: ClassVar[bool] = False
     num_ranks: int = field(
-        default=4, metadata=argument("ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number)
+        default=4,
+        metadata=argument("number of ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number),
     )
     device: str = field(default=AUTO, metadata=argument(f"device kind of the ranks (default {AUTO})", choices=CHOICES))
     profile: str | None = field(
@@ -166,7 +167,8 @@ class Attach(Command):
     method: ClassVar[str] = "join"
     needs_ranks: ClassVar[bool] = False
     num_ranks: int | None = field(
-        default=None, metadata=argument("ranks (default: all)", flags=("-n", "--num-ranks"), metavar="N", read=number)
+        default=None,
+        metadata=argument("number of ranks (default: all)", flags=("-n", "--num-ranks"), metavar="N", read=number),
     )
     profile: str | None = field(default=None, metadata=argument("IPython profile that the cluster was started with"))
     cluster_id: str = field(default="", metadata=argument("cluster of that profile", metavar="ID"))
@@ -538,7 +540,7 @@ class Step(Command):
     on_ranks: ClassVar[bool] = True
     reply: ClassVar[Any] = StepReply
     count: int = field(
-        default=1, kw_only=False, metadata=argument("training steps (default 1)", metavar="N", read=number)
+        default=1, kw_only=False, metadata=argument("number of training steps (default 1)", metavar="N", read=number)
     )
     fn: str = field(default="train_step", kw_only=False, metadata=_FN)
     until: str = field(
@@ -588,7 +590,7 @@ class Next(Command, RankRequest[None]):
     what: str = field(
         default="event",
         kw_only=False,
-        metadata=argument("default: event", metavar="|".join(NEXT), choices=NEXT),
+        metadata=argument("where to stop next (default: event)", metavar="|".join(NEXT), choices=NEXT),
     )
 
     def __post_init__(self) -> None:
@@ -645,7 +647,7 @@ class Break(Command):
     word: ClassVar[str] = "break"
     example: ClassVar[str] = "break add all_gather:blocks.2"
     more: ClassVar[str] = (
-        "`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, likewise `off` and `on`"
+        "`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, `break off 1`, `break on 1`"
     )
     action: str = field(kw_only=False, metadata=argument("what to do", metavar="|".join(BREAK), choices=BREAK))
     event: str = field(
@@ -757,7 +759,11 @@ class Back(Command):
     n: int = field(
         default=1,
         kw_only=False,
-        metadata=argument("events; 0: the newest (default 1)", metavar="N", read=count("0 for the newest event")),
+        metadata=argument(
+            "number of events to go back; 0: to the newest (default 1)",
+            metavar="N",
+            read=count("0 for the newest event"),
+        ),
     )
 
 
