@@ -326,7 +326,7 @@ class FakeCluster:
     def start(self, on_wait: Callable[[str], None] = lambda sentence: None) -> None:
         on_wait("they are being started")
         if self.started:
-            raise UsageError("the ranks are started already")
+            raise UsageError("the ranks are already started")
         self.started = True
         self.log.append(("start",))
 
@@ -388,7 +388,7 @@ class FakeCluster:
 
     def _check_started(self) -> None:
         if not self.started:
-            raise UsageError("the ranks are not started: start them first (%fsdp start)")
+            raise UsageError("the ranks are not started: first %fsdp start")
 
     def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
         self._check_started()

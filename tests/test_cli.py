@@ -131,7 +131,7 @@ def test_demo_fails_if_the_counts_are_wrong(as_expected, code, tmp_path, monkeyp
     monkeypatch.setattr(demo, "run", lambda *args: given.append(args) or as_expected)
     assert cli.main(["demo", "--out", str(tmp_path)]) == code
     assert given == [(cli.find_tour(), tmp_path)]
-    assert ("not as expected" in capsys.readouterr().err) is not as_expected
+    assert ("differ from the expected ones" in capsys.readouterr().err) is not as_expected
 
 
 def test_a_failed_demo_is_a_sentence_and_not_a_traceback(monkeypatch, capsys):

@@ -70,13 +70,13 @@ def test_what_has_a_word_bears_it():
         ({"named": {"7": {"word": "dog", "lives": 9}}}, "house.named[7] is a 'dog', expected a 'cat'"),
         ({"counted": {"x": 0.5}}, "house.counted has the key 'x', expected an integer"),
         ({"counted": {"7": "0.5"}}, "house.counted[7] is '0.5', expected float"),
-        ({"colour": 2}, "house.colour is 2, which is no Colour"),
+        ({"colour": 2}, "house.colour is 2, not a valid Colour"),
         ({"kind": "tiny"}, "house.kind is 'tiny', expected one of 'small', 'large'"),
         ({"number": None}, "house.number is None, expected int or str"),
         ({"number": 2**63}, "house.number is a number of 64 bits"),
-        ({"pixels": 1}, "house.pixels came without its bytes"),
-        ({"pixels": -1}, "house.pixels came without its bytes"),
-        ({"door": 1}, "house lacks nothing and has unknown ['door']"),
+        ({"pixels": 1}, "the bytes of house.pixels are missing"),
+        ({"pixels": -1}, "the bytes of house.pixels are missing"),
+        ({"door": 1}, "house has unknown ['door']"),
     ],
 )
 def test_what_is_not_as_it_should_be_is_named(changed, says):

@@ -34,13 +34,13 @@ def test_a_package_that_is_missing_or_of_another_version():
     assert (missing.verdict, missing.advice) == (Verdict.BAD, 'pip install "no-such-package>=3"')
     other = doctor.package(Requirement("numpy>=900"))
     assert other.verdict is Verdict.BAD
-    assert "needed is >=900" in other.found
+    assert "but >=900 is required" in other.found
 
 
 def test_a_package_that_is_newer_than_what_was_tried_may_do():
     newer = doctor.package(Requirement("numpy>=1,<2"))
     assert newer.verdict is Verdict.NOTE
-    assert "newer than what was tried, <2,>=1" in newer.found
+    assert "newer than the tested versions, <2,>=1" in newer.found
     assert newer.advice == 'if something does not work: pip install "numpy<2,>=1"'
 
 

@@ -25,7 +25,7 @@ def test_a_missing_panel_is_said_in_one_sentence_where_a_server_started_the_kern
     monkeypatch.setenv("JPY_SESSION_NAME", "/a/notebook.ipynb")
     said = loaded(capsys)
     assert said.startswith("panel not installed: ")
-    assert said.endswith("JupyterLab runs in.\n")
+    assert said.endswith("in JupyterLab's environment.\n")
     assert said.count("\n") == 1
 
 

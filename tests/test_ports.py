@@ -48,7 +48,7 @@ def test_a_port_that_is_in_use_is_not_reserved_and_if_all_are_it_says_so(monkeyp
     taken = reserved_port()
     monkeypatch.setattr(ports, "_PORTS", range(taken, taken + 1))
     monkeypatch.setattr(ports, "_TRIES", 1)
-    with pytest.raises(OSError, match=f"of the ports {taken}-{taken} on 127.0.0.1 1 were tried, and all are in use"):
+    with pytest.raises(OSError, match=f"all 1 ports tried in {taken}-{taken} on 127.0.0.1 are in use"):
         reserved_port()
 
 

@@ -77,7 +77,7 @@ def test_until_stops_once_and_the_step_stays_under_way(wb):
     assert not wb.asked("breakpoints")  # it comes with the step, and so to all ranks or none
     assert tuple(wb.break_list().breakpoints) == ()
     for refused in (wb.step, lambda: wb.unshard("model"), wb.verify):
-        with pytest.raises(UsageError, match="first %fsdp continue, or give it up with %fsdp abort"):
+        with pytest.raises(UsageError, match="first %fsdp continue or %fsdp abort"):
             refused()
     assert wb.resume().steps_done == 1
     assert wb._session.request is None
@@ -145,7 +145,7 @@ def test_a_breakpoint_on_one_rank_leaves_the_others_waiting(wb):
         wb.fake.gates[rank].waits = True
     report = wb.step(1)
     assert report.headline.endswith("step 0; ranks 0, 2-3 wait")
-    with pytest.raises(UsageError, match="rank 0 does not stand in the gate; there is rank 1"):
+    with pytest.raises(UsageError, match="rank 0 is not held in the gate, only rank 1"):
         wb.evaluate("x", ranks=[0])
     assert wb.evaluate("x").texts == {1: "1: x"}
     for gate in wb.fake.gates:
@@ -236,7 +236,7 @@ def test_a_first_ctrl_c_says_what_it_waits_for(wb):
         wb.make_late(3, False)
 
     assert wb.step(1, on_standing=on_standing).stop.held == (0, 1, 2, 3)
-    assert told == ["stops at the next event of rank 3; Ctrl-C again gives up"]
+    assert told == ["stops at the next event of rank 3; Ctrl-C again aborts"]
     wb.abort()
 
 
@@ -264,7 +264,7 @@ def test_a_rank_that_comes_late_is_named(wb):
     assert wb._session.pulse().under_way.stop.endswith("; rank 3 stops at the next event")
     wb.make_late(3, False)
     wait_until(lambda: wb._session.pulse().under_way.stop.startswith("4 ranks stopped"))
-    with pytest.raises(UsageError, match=r"under way \(4 ranks stopped"):
+    with pytest.raises(UsageError, match=r"is stopped \(4 ranks stopped"):
         wb.step(1)
     assert "idle again" in wb.abort().headline
 
@@ -287,7 +287,7 @@ def test_an_abort_says_what_ctrl_c_does(wb):
             gate.end(rank_error(gate.rank, "StepAborted", ""))
 
     assert "idle again" in wb.abort(on_standing=on_standing).headline
-    assert told == ["given up; ranks 0-3 still run; Ctrl-C sends SIGINT"]
+    assert told == ["aborting; ranks 0-3 still run; Ctrl-C sends SIGINT"]
 
 
 def test_a_rank_that_fails_frees_the_stopped_ones(wb):
@@ -303,8 +303,8 @@ def test_a_rank_that_dies_while_stopped(wb):
     wb.fake.dead.add(1)
     wb.fake.gates[1].end(RankDied("rank 1 died", ranks=(1,)))
     assert [row.state for row in wb.where().rows] == ["held", "gone", "held", "held"]
-    assert str(wb.pause()).endswith("is under way, and rank 1 died meanwhile: end it with %fsdp abort")
-    with pytest.raises(UsageError, match="rank 1 died meanwhile"):
+    assert str(wb.pause()).endswith("was running when rank 1 died: end it with %fsdp abort")
+    with pytest.raises(UsageError, match="was running when rank 1 died"):
         wb.step(1)
     with pytest.raises(RankDied):
         wb.resume()
@@ -589,7 +589,7 @@ def test_eval_and_inspect_inside_a_step(wb):
     assert str(wb.evaluate("rank % 2")).splitlines()[1:] == ["  ranks 0, 2  0", "  ranks 1, 3  1"]
     for gate in wb.fake.gates:
         gate.jobs = lambda rank, job: failed("NameError", "no x") if rank == 1 else said("1")
-    with pytest.raises(RankError, match=r"^rank 1 raised NameError: no x\nthe stop stays: 4 ranks stopped"):
+    with pytest.raises(RankError, match=r"^rank 1 raised NameError: no x\nthe step is still stopped: 4 ranks stopped"):
         wb.evaluate("x")
     jobs = []
     for gate in wb.fake.gates:
@@ -623,7 +623,7 @@ def test_a_cell_inside_a_step(wb):
     assert wb.asked("cell") == []
     for gate in wb.fake.gates:
         gate.jobs = lambda rank, job: failed("ValueError", "no")
-    with pytest.raises(RankError, match="the stop stays"):
+    with pytest.raises(RankError, match="the step is still stopped"):
         wb.run_cell("go")
     assert wb.resume().steps_done == 1
 

@@ -107,7 +107,7 @@ def test_a_cluster_that_does_not_start_leaves_nothing():
 @pytest.mark.parametrize("end", ["stop", "close"])
 def test_ctrl_c_while_ranks_are_stopped_waits_for_the_end_and_says_so(wb, monkeypatch, end):
     monkeypatch.setattr(wb._session, "close", lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(Interrupted, match="No ranks are running here all the same; the record is kept"):
+    with pytest.raises(Interrupted, match="but no ranks are left in this notebook; the trace is kept"):
         getattr(wb, end)()
     assert wb.fake.log[-1] == ("stop",)
     assert not wb.running
@@ -282,20 +282,26 @@ def test_do_takes_the_command_itself(trained):
         (lambda wb: wb.verify(), "first %fsdp shard model"),
         (lambda wb: wb.shard("modle"), "did you mean 'model'"),
         (lambda wb: wb.unshard("nothing"), "the ranks have model"),
-        (lambda wb: wb.shard("a b"), "a model is named by its variable"),
+        (lambda wb: wb.shard("a b"), "model is a variable on the ranks"),
         (lambda wb: wb.step(0), "at least 1"),
         (lambda wb: wb.shard("model", wrap=[3]), "names of module classes"),
-        (lambda wb: wb.shard("model", mesh="2x3"), "%fsdp shard: mesh 2x3 = 6 is not the number of ranks, 4; what"),
-        (lambda wb: wb.reshard("model", mesh=2), "mesh 2 is not the number of ranks, 4; what fits: 4, 2x2, 4x1"),
+        (
+            lambda wb: wb.shard("model", mesh="2x3"),
+            "%fsdp shard: mesh 2x3 = 6 does not match the number of ranks, 4; these",
+        ),
+        (
+            lambda wb: wb.reshard("model", mesh=2),
+            "mesh 2 does not match the number of ranks, 4; these fit: 4, 2x2, 4x1",
+        ),
         (lambda wb: wb.shard("model", mesh=2.5), "such as 4 or 2x2, not '2.5'"),
-        (lambda wb: wb.shard("model", reshard_after_forward=3), "what fits: 2; or auto, true, false"),
-        (lambda wb: wb.shard("model", mesh="2x2", reshard_after_forward=2), "what fits: no number; auto"),
-        (lambda wb: wb.shard("model", mp="half"), "Dtypes are bf16, fp16, fp32, fp64"),
+        (lambda wb: wb.shard("model", reshard_after_forward=3), "these fit: 2; or auto, true, false"),
+        (lambda wb: wb.shard("model", mesh="2x2", reshard_after_forward=2), "these fit: no number; auto"),
+        (lambda wb: wb.shard("model", mp="half"), "the dtypes are bf16, fp16, fp32, fp64"),
         (lambda wb: wb.shard("model", speed=3), "speed"),
         (lambda wb: wb.reshard("model"), "nothing to reshard: first %fsdp shard model"),
-        (lambda wb: wb.shard(wb), "a model is named by its variable"),
+        (lambda wb: wb.shard(wb), "model is a variable on the ranks"),
         (lambda wb: wb.run_cell("x", ranks=[7]), "there is no rank 7: the ranks are 0 to 3"),
-        (lambda wb: wb.run_cell("x", ranks=[]), "no rank was named"),
+        (lambda wb: wb.run_cell("x", ranks=[]), "no rank was selected"),
         (lambda wb: wb.view("memroy"), "did you mean 'memory'"),
         (lambda wb: wb.help("dance"), "there is no method 'dance'"),
         (lambda wb: wb.export("run.xyz"), ".trace"),
@@ -499,13 +505,14 @@ def test_a_recovery_that_fails_names_the_culprit_and_every_line_says_at_once_wha
     with pytest.raises(RankError) as caught:
         trained.step()
     obstacle = (
-        "the ranks could not be joined again (rank 1 raised AssertionError: no group): %fsdp stop, then %fsdp start; "
+        "the ranks could not rebuild their process groups (rank 1 raised AssertionError: no group): "
+        "%fsdp stop, then %fsdp start; "
         "ranks 0, 2-3 can still run cells with %%fsdp -t 0,2-3"
     )
     assert str(caught.value).splitlines()[0] == "rank 1 raised ValueError: my mistake"
     assert str(caught.value).splitlines()[-1] == obstacle
     assert "idle again" not in str(caught.value)
-    assert trained.asked("give up")[-1][1] == GiveUp(reason="the ranks could not be joined again")
+    assert trained.asked("give up")[-1][1] == GiveUp(reason="the ranks could not rebuild their process groups")
     for refused in (trained.step, lambda: trained.run_cell("x")):
         with pytest.raises(ClusterError) as later:
             refused()
@@ -530,8 +537,8 @@ def test_a_recovery_to_which_a_rank_does_not_come_names_that_rank(trained, monke
     trained.fake.lines[2] = CellLine(line=3, function="forward", text="while True: pass")
     with pytest.raises(RankError) as caught:
         trained.step()
-    assert "joined again (rank 2 has run for 0 s, in while True: pass at line 3 of forward)" in str(caught.value)
-    with pytest.raises(ClusterError, match="joined again"):
+    assert "process groups (rank 2 has run for 0 s, in while True: pass at line 3 of forward)" in str(caught.value)
+    with pytest.raises(ClusterError, match="could not rebuild their process groups"):
         trained.run_cell("x", ranks=[2])  # it would wait there
 
 
@@ -539,7 +546,10 @@ def test_a_step_that_was_abandoned_blocks_the_next_one_until_it_has_ended(traine
     hanging = []
     trained.fake.script["cell"] = [blocks, lambda cluster, rank, answer: hanging.append(answer), blocks, blocks]
     press_ctrl_c_on_drain(trained.fake, 3)
-    with pytest.raises(Interrupted, match=r"rank 1 still runs, and nobody waits: %fsdp stop.*%%fsdp -t 0,2-3"):
+    with pytest.raises(
+        Interrupted,
+        match=r"rank 1 still runs, and the notebook no longer waits: %fsdp stop.*%%fsdp -t 0,2-3",
+    ):
         trained.run_cell("x")
     with pytest.raises(ClusterError, match="rank 1 still runs"):
         trained.step()
@@ -585,7 +595,9 @@ def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(train
         if sentence.endswith("; Ctrl-C stops waiting"):
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(Interrupted, match=r"^Interrupted; rank 0 still runs, and nobody waits: ") as caught:
+    with pytest.raises(
+        Interrupted, match=r"^Interrupted; rank 0 still runs, and the notebook no longer waits: "
+    ) as caught:
         trained.step(on_standing=on_standing)
     assert trained.asked("interrupt") == [("interrupt", (0,))]
     assert not told[0].endswith("stops waiting")
@@ -597,7 +609,9 @@ def test_an_abort_ends_although_a_rank_does_not(trained, monkeypatch):
     monkeypatch.setattr(waiter, "ABANDON_AFTER_S", 0.05)
     trained.fake.script["step"] = [blocks, lambda cluster, rank, answer: None, blocks, blocks]
     trained.step(background=True)
-    assert trained.abort().headline.startswith("Aborted; rank 1 still runs, and nobody waits: %fsdp stop, then")
+    assert trained.abort().headline.startswith(
+        "Aborted; rank 1 still runs, and the notebook no longer waits: %fsdp stop, then"
+    )
 
 
 def test_who_worked_is_kept_after_ctrl_c(wb, monkeypatch):
@@ -656,9 +670,9 @@ def test_what_the_next_ctrl_c_does_is_said(trained, monkeypatch):
     with pytest.raises(Interrupted):
         trained.step(on_standing=on_standing)
     assert told == [
-        "stops at the next event of ranks 0-3; Ctrl-C again gives up",
-        "given up; ranks 0-3 still run; Ctrl-C again sends SIGINT",
-        "given up; ranks 0-3 still run; Ctrl-C again stops waiting",
+        "stops at the next event of ranks 0-3; Ctrl-C again aborts",
+        "aborting; ranks 0-3 still run; Ctrl-C again sends SIGINT",
+        "aborting; ranks 0-3 still run; Ctrl-C again stops waiting",
     ]
 
 
@@ -730,7 +744,7 @@ def test_a_second_ctrl_c_signals_at_once(trained, monkeypatch):
 def test_a_third_ctrl_c_stops_waiting(trained):
     trained.fake.script["cell"] = lambda cluster, rank, answer: None
     press_ctrl_c_on_drain(trained.fake, 3)
-    with pytest.raises(Interrupted, match="ranks 0-3 still run, and nobody waits: %fsdp stop"):
+    with pytest.raises(Interrupted, match="ranks 0-3 still run, and the notebook no longer waits: %fsdp stop"):
         trained.run_cell("x")
     assert trained.asked("recover") == []
     assert trained.fake.patience[-2:] == [("drain", waiter.ASK_S), ("locate", waiter.ASK_S)]  # they need not answer
@@ -796,7 +810,7 @@ def test_export_of_some_steps_is_smaller_and_holds_only_them(trained, tmp_path, 
     if suffix == ".json":
         told = [event.get("args", {}).get("step", -1) for event in json.loads(part.read_text())["traceEvents"]]
         assert set(told) - {-1} == {1, 2}
-    with pytest.raises(UsageError, match="steps are such as 5, "):
+    with pytest.raises(UsageError, match="steps are written 5, "):
         trained.export(part, steps="three")
     with pytest.raises(UsageError, match="the trace has no step 99"):
         trained.export(part, steps="99")
@@ -818,7 +832,7 @@ def test_export_writes_what_the_suffix_says(trained, tmp_path):
 def test_a_record_that_no_browser_would_hold_is_not_made_a_page(trained, tmp_path, monkeypatch):
     trained.step(3)
     monkeypatch.setattr("workbench.export.MAX_PAGE_ROWS", 100)
-    with pytest.raises(UsageError, match=r"a page holds 100 at most: write fewer steps, such as %fsdp export run.html"):
+    with pytest.raises(UsageError, match=r"a page holds at most 100: write fewer steps, such as %fsdp export run.html"):
         trained.export(tmp_path / "run.html")
     assert list(tmp_path.iterdir()) == []
 

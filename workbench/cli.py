@@ -79,12 +79,10 @@ def _given(extra: Sequence[str], name: str) -> str | None:
 
 _DEMO = "Run the tour on 4 ranks, and write it as a page (tour.html) and as a trace (tour.trace) that %fsdp open shows."
 _LAB = f"""\
-Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Of an installed workbench, the tour is copied
-into the current directory first, unless one is there. Further arguments go to JupyterLab, such as --port 9000 or
---no-browser; with --ServerApp.root_dir FOLDER the tour is copied there."""
-_DOCTOR = """\
-Say which Python, torch and Jupyter are installed, whether the panel is there, and what is missing; train on two ranks;
-and say what to do about what failed."""
+Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Without a clone of the repository, the tour is
+first copied into the current directory, unless it is there already. Further arguments go to JupyterLab, such as
+--port 9000 or --no-browser; with --ServerApp.root_dir FOLDER the tour is copied into FOLDER."""
+_DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -93,9 +91,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
     words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor")
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
-    demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="where to (default build/demo)")
+    demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
     words.add_parser("lab", description=_LAB, help="open the tour in JupyterLab; further arguments go to JupyterLab")
-    about = "say what is installed, try it, and say what to do about what is missing"
+    about = "check the installation, train on two ranks, and say how to repair it"
     words.add_parser("doctor", description=_DOCTOR, help=about)
     return parser, words.choices
 
@@ -105,7 +103,7 @@ def _demo(folder: Path) -> int:
 
     if demo.run(find_tour(), folder):
         return 0
-    sys.stderr.write("The collectives are not as expected; `%fsdp comms` in the page shows which differ.\n")
+    sys.stderr.write("Some collectives differ from the expected ones: see `%fsdp comms` in the page.\n")
     return 1
 
 

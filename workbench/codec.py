@@ -102,14 +102,14 @@ def _decode_plain(kind: Any, data: Any, where: str, buffers: Sequence[memoryview
     if kind is memoryview:
         _expect(data, (int,), where)
         if not 0 <= data < len(buffers):
-            raise CodecError(f"{where} came without its bytes")
+            raise CodecError(f"the bytes of {where} are missing")
         return buffers[data]
     is_enum = issubclass(kind, IntEnum)
     _expect(data, (int if is_enum else kind,), where)
     if is_enum and data not in {int(member) for member in cast("type[IntEnum]", kind)}:
-        raise CodecError(f"{where} is {data}, which is no {kind.__name__}")
+        raise CodecError(f"{where} is {data}, not a valid {kind.__name__}")
     if isinstance(data, int) and not -_LIMIT <= data < _LIMIT:
-        raise CodecError(f"{where} is a number of {data.bit_length()} bits, and 63 and a sign are what fits")
+        raise CodecError(f"{where} is a number of {data.bit_length()} bits; at most 63 and a sign fit")
     return kind(data) if is_enum else data
 
 
@@ -157,7 +157,8 @@ def _decode_fields(kind: type[Any], data: Any, where: str, buffers: Sequence[mem
     wrong = (hints.keys() | (set() if word is None else {"word"})) ^ data.keys()
     if wrong:
         missing, unknown = sorted(wrong & hints.keys()), sorted(map(str, wrong - hints.keys()))
-        raise CodecError(f"{where} lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}")
+        faults = [f"lacks {missing}"] * bool(missing) + [f"has unknown {unknown}"] * bool(unknown)
+        raise CodecError(f"{where} {' and '.join(faults)}")
     if word is not None and data["word"] != word:
         raise CodecError(f"{where} is a {data['word']!r:.{_SHOWN}}, expected a {word!r}")
     return kind(**{name: decode(hint, data[name], f"{where}.{name}", buffers) for name, hint in hints.items()})

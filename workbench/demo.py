@@ -76,7 +76,7 @@ def run(notebook: Path, folder: Path) -> bool:
     begin = time.monotonic()
     executed = execute(nbformat.read(notebook, as_version=4), folder)
     if not (folder / TRACE).exists():
-        raise DemoError(f"the tour ran to its end, but did not write {folder / TRACE}")
+        raise DemoError(f"the tour finished but did not write {folder / TRACE}")
     (folder / PAGE).write_text(to_page(executed, title="FSDP workbench: the tour"), encoding="utf-8")
     trace = load(folder / TRACE)
     _say(f"\nThe tour ran from top to bottom in {time.monotonic() - begin:.0f} s.\n")
@@ -124,7 +124,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     except CellTimeoutError as error:
         raise DemoError(f"the tour failed {doing}\nit took longer than {CELL_TIMEOUT_S} s") from error
     except RuntimeError as error:  # also if it dies before it answers
-        raise DemoError(f"the tour failed {doing}\nthe notebook's kernel cannot go on: {error}") from error
+        raise DemoError(f"the tour failed {doing}\nthe notebook's kernel failed: {error}") from error
     finally:
         # nbclient drops the manager of a kernel that does not start, but needs it when this process exits
         client.km = kernel

@@ -85,7 +85,7 @@ def run() -> bool:
             sys.stdout.write(f"{finding}\n")
             sys.stdout.flush()
             well = well and finding.verdict is not Verdict.BAD
-    sys.stdout.write("\nAll is well.\n" if well else "\nSomething is to be done: see the lines with BAD.\n")
+    sys.stdout.write("\nAll is well.\n" if well else "\nSome checks failed: see the lines with BAD.\n")
     return well
 
 
@@ -117,18 +117,18 @@ def package(requirement: Requirement) -> Finding:
     if not missed:
         return Finding(requirement.name, Verdict.GOOD, version)
     if all(each.operator == "<" for each in missed):
-        found = f"{version}, newer than what was tried, {requirement.specifier}"
+        found = f"{version}, newer than the tested versions, {requirement.specifier}"
         return Finding(requirement.name, Verdict.NOTE, found, f"if something does not work: {advice}")
-    return Finding(requirement.name, Verdict.BAD, f"{version}, needed is {requirement.specifier}", advice)
+    return Finding(requirement.name, Verdict.BAD, f"{version}, but {requirement.specifier} is required", advice)
 
 
 def machine() -> Iterator[Finding]:
     """Yield cores and memory; ranks share both."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("cores", Verdict.GOOD, f"{cores}; ranks share them, each has at least one thread")
+    yield Finding("cores", Verdict.GOOD, f"{cores}; ranks share them, with at least one thread each")
     free = psutil.virtual_memory().available / 2**30
     if free < 1.5:
-        advice = "four small ranks take about 1.1 GiB: close something, or start fewer with %fsdp start -n 2"
+        advice = "four small ranks take about 1.1 GiB: close other programs, or start fewer ranks: %fsdp start -n 2"
         yield Finding("memory", Verdict.NOTE, f"{free:.1f} GiB free", advice)
     else:
         yield Finding("memory", Verdict.GOOD, f"{free:.1f} GiB free")
@@ -185,7 +185,7 @@ def self_test() -> Iterator[Finding]:
     try:
         calls = _train()
     except Exception as error:  # noqa: BLE001 - any error is the finding
-        advice = "with all lines above ok this is a bug; else see to them first"
+        advice = "if all lines above are ok, this is a bug; else repair those first"
         yield Finding("self-test", Verdict.BAD, f"{type(error).__name__}: {error}", advice)
         return
     seconds = time.monotonic() - begin

@@ -36,7 +36,7 @@ def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> Expor
     path = file_at(path)
     if path.suffix not in _WRITERS:
         known = ", ".join(f"{suffix} ({what})" for suffix, (_, what) in _WRITERS.items())
-        raise UsageError(f"cannot tell from {path.name!r} what to write; the name ends in one of: {known}")
+        raise UsageError(f"{path.name!r} has no known format; the name must end in one of: {known}")
     write, what = _WRITERS[path.suffix]
     spoken, part = some_steps(trace, steps) if steps else ("", trace)
     if spoken:
@@ -58,8 +58,8 @@ def _write_perfetto(trace: Trace, path: Path) -> None:
 def _write_page(trace: Trace, path: Path) -> None:
     if trace.num_rows > MAX_PAGE_ROWS:
         raise UsageError(
-            f"cannot write {path}: the record has {trace.num_rows:,} events, and a page holds {MAX_PAGE_ROWS:,} at "
-            f"most: write fewer steps, such as %fsdp export {path.name} --steps=-20.."
+            f"cannot write {path}: the trace has {trace.num_rows:,} events, but a page holds at most "
+            f"{MAX_PAGE_ROWS:,}: write fewer steps, such as %fsdp export {path.name} --steps=-20.."
         )
     _write_text(path, page(trace, path.stem))
 

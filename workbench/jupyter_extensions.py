@@ -11,8 +11,8 @@ PANEL = "fsdp-workbench"
 """Name of our extension."""
 
 REMEDY = (
-    "all else works without it; for the panel, install Node 20 or newer and then the workbench again, "
-    "in the environment that JupyterLab runs in"
+    "everything else works without it; for the panel, install Node 20 or newer, then reinstall the workbench, in "
+    "JupyterLab's environment"
 )
 
 

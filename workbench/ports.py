@@ -39,7 +39,7 @@ def reserved_port() -> int:
         else:
             return port
     where = f"{_PORTS.start}-{_PORTS.stop - 1} on {LOOPBACK}"
-    raise OSError(errno.EADDRINUSE, f"of the ports {where} {_TRIES} were tried, and all are in use")
+    raise OSError(errno.EADDRINUSE, f"all {_TRIES} ports tried in {where} are in use")
 
 
 def _reserve(port: int) -> None:

@@ -378,7 +378,7 @@ class Workbench:
             last.callback(session.drain, timeout_s=ASK_S)
             last.callback(session.close)
         if interrupts.count:
-            raise Interrupted("Interrupted. No ranks are running here all the same; the record is kept")
+            raise Interrupted("Interrupted, but no ranks are left in this notebook; the trace is kept")
 
     @contextmanager
     def _exchanging(self, exchange: Exchange) -> Iterator[None]:
@@ -405,7 +405,7 @@ class Workbench:
         Raises:
             UsageError: ranks run, there is no such file, or it is not a trace; nothing has changed then.
         """
-        self._check_replaceable("%fsdp open", " To look at the file beside them: Workbench.open(path).")
+        self._check_replaceable("%fsdp open", " To view the file without stopping them: Workbench.open(path).")
         trace = opened(path)
         self.stop()
         self._last, self.record = ClusterSnapshot(trace=trace), Path(path).name
@@ -430,7 +430,7 @@ class Workbench:
             return
         losses = losses_in_words(self.losses)
         if losses:
-            raise UsageError(f"{losses}; the others run on: %fsdp stop first, then {word}{more and '.'}{more}")
+            raise UsageError(f"{losses}; the others still run: %fsdp stop first, then {word}{more and '.'}{more}")
         are = "is" if self.num_ranks == 1 else "are"
         running = f"{plural(self.num_ranks, 'rank')} {are} already running"
         raise UsageError(f"{running}: %fsdp stop first, then {word}{more and '.'}{more}")
@@ -783,7 +783,7 @@ class Workbench:
             UsageError: ``n`` is negative.
         """
         if n < 0:
-            raise UsageError(f"the cursor goes back by a whole number of events, 0 for the newest, not {n}")
+            raise UsageError(f"back takes a number of events, 0 for the newest, not {n}")
         if n == 0:
             self.cursor = None
             return BackReport(sentence="at the newest event")
@@ -818,7 +818,7 @@ class Workbench:
 
     def _started(self) -> Session:
         if self._session is None:
-            only = f", only what {self.record} holds" if self.record else ""
+            only = f"; views show {self.record}" if self.record else ""
             raise UsageError(f"No ranks are running{only}. Start them with %fsdp start -n 4")
         return self._session
 

@@ -539,18 +539,18 @@ export interface Refused {
 /** Start ranks. */
 export interface Start {
   readonly word: "start";
-  /** ranks (default 4) */
+  /** number of ranks (default 4) */
   readonly num_ranks?: number;
-  /** where they compute (default auto) */
+  /** device kind of the ranks (default auto) */
   readonly device?: "auto" | "cpu" | "cuda";
-  /** ipyparallel profile (default: none is needed) */
+  /** IPython profile with the cluster's configuration (default: none) */
   readonly profile?: string | null;
   /**
-   * ipyparallel launcher that starts them: ssh, slurm, mpi, ... (default: the profile's; if it
-   * has none, this machine's fast start)
+   * ipyparallel launcher of the engines: ssh, slurm, mpi, ... (default: the profile's, else the
+   * fast start on this machine)
    */
   readonly engines?: string;
-  /** network interface on which hosts reach each other (default: that of the route between them) */
+  /** network interface between the hosts (default: that of the route between them) */
   readonly interface?: string;
 }
 
@@ -560,38 +560,41 @@ export interface Start {
  */
 export interface Attach {
   readonly word: "attach";
-  /** ranks (default: all) */
+  /** number of ranks (default: all) */
   readonly num_ranks?: number | null;
   /** IPython profile that the cluster was started with */
   readonly profile?: string | null;
-  /** which cluster of that profile */
+  /** cluster of that profile */
   readonly cluster_id?: string;
   /** connection file for clients, instead of a profile */
   readonly file?: string;
-  /** where ranks compute (default auto) */
+  /** device kind of the ranks (default auto) */
   readonly device?: "auto" | "cpu" | "cuda";
-  /** network interface on which hosts reach each other (default: that of the route between them) */
+  /** network interface between the hosts (default: that of the route between them) */
   readonly interface?: string;
-  /** take ranks from a notebook that is gone */
+  /** take control of ranks whose notebook is gone */
   readonly take?: boolean;
 }
 
-/** Say where the ranks are, what is sharded, and what is recorded. */
+/** Show the ranks, the sharded models, and the size of the trace. */
 export interface Status {
   readonly word: "status";
 }
 
-/** Leave attached ranks as they are, with their variables, for whoever attaches next. */
+/**
+ * Detach from attached ranks; they keep running, with their variables, and can be attached
+ * again.
+ */
 export interface Detach {
   readonly word: "detach";
 }
 
-/** Stop the ranks; what was recorded stays. */
+/** Stop the ranks; the trace is kept. */
 export interface Stop {
   readonly word: "stop";
 }
 
-/** Watch the ranks while they train, and at any event before; its buttons stop inside a step. */
+/** Show the ranks live and at any past event, with buttons to stop inside a step. */
 export interface Dashboard {
   readonly word: "dashboard";
 }
@@ -599,182 +602,182 @@ export interface Dashboard {
 /** Shard a model with fully_shard or the classic wrapper, one unit per module of a class. */
 export interface Shard {
   readonly word: "shard";
-  /** module classes of which each instance becomes a unit (default: chosen from the model) */
+  /** module classes; each instance becomes a unit (default: chosen from the model) */
   readonly wrap?: readonly string[];
   /**
-   * ranks that share a copy, or copies x ranks that share one; hosts: a copy on each host
-   * (default: all ranks share one)
+   * number of shard ranks, or replicas x shard ranks; hosts: one replica per host (default: one
+   * replica)
    */
   readonly mesh?: number | string | readonly number[];
   /**
-   * free full parameters after forward; auto: all but the root's; K: K ranks share them
+   * free full parameters after forward; auto: except the root's; K: reshard them over K ranks
    * (default: auto)
    */
   readonly reshard_after_forward?: string | number;
   /**
-   * which FSDP; classic: FullyShardedDataParallel, one flat parameter for each unit (default:
+   * FSDP API; classic: FullyShardedDataParallel, one flat parameter per unit (default:
    * fully_shard)
    */
   readonly api?: "fully_shard" | "classic";
   /**
-   * with classic: what is split; grad keeps full parameters until backward, as hybrid2 does
-   * within a copy (default: full)
+   * classic only: what is sharded; grad keeps full parameters until backward, hybrid2 does so
+   * within a replica (default: full)
    */
   readonly strategy?: "full" | "grad" | "none" | "hybrid" | "hybrid2";
-  /** its variable on the ranks, such as model */
+  /** variable of the model on the ranks, such as model */
   readonly model: string;
   /**
-   * with classic: the optimizer has a piece of each parameter, not one flat parameter (default:
-   * no)
+   * classic only: the optimizer has the rank's shard of each parameter, not the flat parameter
+   * (default: no)
    */
   readonly orig_params?: boolean;
   /**
-   * compute and reduce in bf16, fp16, fp32, fp64; or off, also of one: reduce=off (default:
-   * off)
+   * dtypes of compute, reduction and output: bf16, fp16, fp32, fp64; off: none, reduce=off:
+   * none for reduction (default: off)
    */
   readonly mp?: string;
-  /** keep what is sharded in host memory (default: no) */
+  /** keep shards in host memory (default: no) */
   readonly offload?: boolean;
-  /** gather N units ahead, in the order of the modules; 0: the engine's own order (default: 0) */
+  /** gather N units ahead, in module order; 0: the engine's own order (default: 0) */
   readonly prefetch?: number;
-  /** parameters that stay whole, such as *.bias */
+  /** parameters to leave unsharded, such as *.bias */
   readonly ignore?: readonly string[];
 }
 
 /**
- * Change how a sharded model is sharded, in place; optimizers go on with their state. What is
- * not given stays as it is, of `mp` as well, and so do the parameters that `shard` left out. A
- * name such as `model.blocks.2` is that of one unit alone: it has `reshard_after_forward`, `mp`
- * and `offload` by itself, and no other unit changes.
+ * Change the sharding of a model in place; optimizers keep their state. Options that are not
+ * given stay unchanged, also those within `mp`, and so do the parameters that `shard` ignored.
+ * A name such as `model.blocks.2` selects one unit: its `reshard_after_forward`, `mp` and
+ * `offload` change, and no other unit does.
  */
 export interface Reshard {
   readonly word: "reshard";
-  /** module classes of which each instance becomes a unit (default: as it is) */
+  /** module classes; each instance becomes a unit (default: unchanged) */
   readonly wrap?: readonly string[];
   /**
-   * ranks that share a copy, or copies x ranks that share one; hosts: a copy on each host
-   * (default: as it is)
+   * number of shard ranks, or replicas x shard ranks; hosts: one replica per host (default:
+   * unchanged)
    */
   readonly mesh?: number | string | readonly number[];
   /**
-   * free full parameters after forward; auto: all but the root's; K: K ranks share them
-   * (default: as it is)
+   * free full parameters after forward; auto: except the root's; K: reshard them over K ranks
+   * (default: unchanged)
    */
   readonly reshard_after_forward?: string | number;
   /**
-   * which FSDP; classic: FullyShardedDataParallel, one flat parameter for each unit (default:
-   * as it is)
+   * FSDP API; classic: FullyShardedDataParallel, one flat parameter per unit (default:
+   * unchanged)
    */
   readonly api?: "fully_shard" | "classic";
   /**
-   * with classic: what is split; grad keeps full parameters until backward, as hybrid2 does
-   * within a copy (default: as it is)
+   * classic only: what is sharded; grad keeps full parameters until backward, hybrid2 does so
+   * within a replica (default: unchanged)
    */
   readonly strategy?: "full" | "grad" | "none" | "hybrid" | "hybrid2";
   /**
-   * its variable on the ranks, such as model; with a unit, such as model.blocks.2: that one
-   * alone
+   * variable of the model on the ranks, such as model, or one unit of it, such as
+   * model.blocks.2
    */
   readonly model: string;
   /**
-   * with classic: the optimizer has a piece of each parameter, not one flat parameter (default:
-   * as it is)
+   * classic only: the optimizer has the rank's shard of each parameter, not the flat parameter
+   * (default: unchanged)
    */
   readonly orig_params?: boolean | null;
   /**
-   * compute and reduce in bf16, fp16, fp32, fp64; or off, also of one: reduce=off (default: as
-   * it is)
+   * dtypes of compute, reduction and output: bf16, fp16, fp32, fp64; off: none, reduce=off:
+   * none for reduction (default: unchanged)
    */
   readonly mp?: string;
-  /** keep what is sharded in host memory (default: as it is) */
+  /** keep shards in host memory (default: unchanged) */
   readonly offload?: boolean | null;
-  /**
-   * gather N units ahead, in the order of the modules; 0: the engine's own order (default: as
-   * it is)
-   */
+  /** gather N units ahead, in module order; 0: the engine's own order (default: unchanged) */
   readonly prefetch?: number | null;
 }
 
 /** Make a sharded model a plain module again, with the same values. */
 export interface Unshard {
   readonly word: "unshard";
-  /** its variable on the ranks, such as model */
+  /** variable of the model on the ranks, such as model */
   readonly model: string;
 }
 
-/** Train: call train_step() on every rank, N times; a number that it returns is the loss. */
+/** Train: call train_step() N times on every rank; a number that it returns is the loss. */
 export interface Step {
   readonly word: "step";
-  /** training steps (default 1) */
+  /** number of training steps (default 1) */
   readonly count?: number;
   /** step function (default train_step) */
   readonly fn?: string;
   /** stop once, before this event: EVENT[:UNIT] */
   readonly until?: string;
-  /** go on with the notebook at once (default: no) */
+  /** run in the background: the notebook stays free (default: no) */
   readonly background?: boolean;
 }
 
-/** Stop all ranks at the same event of the step under way. */
+/** Stop all ranks at the same event of the running step. */
 export interface Pause {
   readonly word: "pause";
 }
 
-/** Let stopped ranks go on to the next event, collective, unit or phase. */
+/** Continue a stopped step to the next event, collective, unit or phase. */
 export interface Next {
   readonly word: "next";
-  /** default: event */
+  /** where to stop next (default: event) */
   readonly what?: "event" | "collective" | "unit" | "phase";
 }
 
-/** Let stopped ranks go on, in the background if it began there. */
+/** Continue a stopped step, in the background if it was started there. */
 export interface Continue {
   readonly word: "continue";
-  /** wait also for a step that began with --background (default: no) */
+  /** wait for the step, even if it was started with --background (default: no) */
   readonly foreground?: boolean;
-  /** leave the notebook free from now on, wherever it began (default: no) */
+  /** run the rest in the background (default: no) */
   readonly background?: boolean;
 }
 
-/** Give up what the ranks do; they are ready again afterwards. */
+/** Abort the running or stopped step or cell; the ranks are ready again afterwards. */
 export interface Abort {
   readonly word: "abort";
 }
 
-/** Say where every rank is, and since when. */
+/** Show where every rank is, and since when. */
 export interface Where {
   readonly word: "where";
-  /** also each rank's Python threads (default: no) */
+  /** also the stacks of each rank's Python threads (default: no) */
   readonly stacks?: boolean;
 }
 
-/** Stop before every such event: add, list, clear breakpoints, or turn them on and off. */
+/**
+ * Add, list or clear breakpoints, or turn them on and off; ranks stop before each matching
+ * event.
+ */
 export interface Break {
   readonly word: "break";
   /** what to do */
   readonly action: "add" | "list" | "clear" | "on" | "off";
-  /** such as backward:blocks.2 */
+  /** an event such as backward:blocks.2, or a breakpoint number */
   readonly event?: string;
-  /** the only rank that stops (default: all) */
+  /** stop only this rank (default: all) */
   readonly rank?: number | null;
   /** a condition such as 'num_bytes > 1e6' (default: always) */
   readonly when?: string | null;
 }
 
-/** Say what every stopped rank has of a parameter, in a table. */
+/** Show each stopped rank's shard of a parameter, in a table. */
 export interface Inspect {
   readonly word: "inspect";
   /** a parameter, such as blocks.2.mlp.0.weight */
   readonly fqn: string;
 }
 
-/**
- * Evaluate an expression on stopped ranks, inside the step, with the variables of the functions
- * under way.
- */
+/** Evaluate an expression inside the stopped step, with the variables of its active functions. */
 export interface Evaluate {
   readonly word: "eval";
-  /** a Python expression: the rest of the line as typed; after -- nothing of it is a flag */
+  /**
+   * a Python expression: the rest of the line as typed; after --, no part of it is read as a
+   * flag
+   */
   readonly expr: string;
   /** ranks that evaluate it, such as 1,3 or 0-2 (default: all) */
   readonly ranks?: readonly number[];
@@ -782,17 +785,17 @@ export interface Evaluate {
   readonly frame?: number;
 }
 
-/** Show what was recorded up to some events ago, 0: everything; undoes nothing. */
+/** Show the trace as of N events ago, 0: the newest event; the ranks' work is not undone. */
 export interface Back {
   readonly word: "back";
-  /** events; 0: the newest (default 1) */
+  /** number of events to go back; 0: to the newest (default 1) */
   readonly n?: number;
 }
 
-/** Compare a step with the same step of an unsharded copy; training state is left as it was. */
+/** Compare a step with the same step of an unsharded copy; the training state is not changed. */
 export interface Verify {
   readonly word: "verify";
-  /** default: the only sharded model there is */
+  /** sharded model (default: the only one) */
   readonly model?: string;
   /** step function (default train_step) */
   readonly fn?: string;
@@ -808,7 +811,7 @@ export interface DrawLayout {
    * if many)
    */
   readonly fold?: boolean | null;
-  /** in sizes and colours for a projector */
+  /** use sizes and colours for a projector */
   readonly talk?: boolean | null;
 }
 
@@ -823,7 +826,7 @@ export interface DrawMemory {
   readonly rank?: number | null;
   /** show the memory of the whole process as well, where it was sampled */
   readonly process?: boolean | null;
-  /** in sizes and colours for a projector */
+  /** use sizes and colours for a projector */
   readonly talk?: boolean | null;
 }
 
@@ -836,9 +839,9 @@ export interface DrawTimeline {
   readonly steps?: number | null;
   /** show this rank alone (default: all of them, alike ones together if they are many) */
   readonly rank?: number | null;
-  /** in sizes and colours for a projector */
+  /** use sizes and colours for a projector */
   readonly talk?: boolean | null;
-  /** all of the run instead, live, to pan and zoom */
+  /** show the whole run, live, to pan and zoom */
   readonly canvas?: boolean | null;
 }
 
@@ -853,7 +856,7 @@ export interface DrawStates {
   readonly rank?: number | null;
   /** draw this unit alone: a name, a pattern such as blocks.*, or (root) (default: all) */
   readonly unit?: string | null;
-  /** in sizes and colours for a projector */
+  /** use sizes and colours for a projector */
   readonly talk?: boolean | null;
 }
 
@@ -870,63 +873,63 @@ export interface DrawComms {
    * all)
    */
   readonly unit?: string | null;
-  /** in sizes and colours for a projector */
+  /** use sizes and colours for a projector */
   readonly talk?: boolean | null;
 }
 
 /** Draw loss, step time and what else is logged. */
 export interface DrawTraining {
   readonly word: "training";
-  /** in sizes and colours for a projector */
+  /** use sizes and colours for a projector */
   readonly talk?: boolean | null;
 }
 
-/** Say and draw what changed from one record, or some steps of it, to another. */
+/** Show what changed from one trace, or some of its steps, to another. */
 export interface Compare {
   readonly word: "compare";
   /**
-   * a trace file; last: what is recorded so far; of either some steps, such as last:3..5, or
-   * last:-3.. for the newest three; 3..5 is of last
+   * a trace file, or last: the trace so far; with steps: last:3..5, or last:-3.. (the newest
+   * three); 3..5 means last:3..5
    */
   readonly a: string;
-  /** likewise: what to compare it with */
+  /** the trace to compare A with, in the same form */
   readonly b: string;
   /** compare this rank (default: the one whose peak differs most) */
   readonly rank?: number | null;
-  /** in sizes and colours for a projector */
+  /** use sizes and colours for a projector */
   readonly talk?: boolean;
 }
 
 /**
- * Write what was recorded to a file: .trace to open again, .json for Perfetto, .html as a page
- * that replays it.
+ * Write the trace to a file: .trace to open again, .json for Perfetto, .html for a page that
+ * replays it.
  */
 export interface Export {
   readonly word: "export";
-  /** where to; its suffix says what to write */
+  /** output file; its suffix selects the format */
   readonly path: string;
-  /** only these, such as 7, 3..5, 400.. or --steps=-3.. (the newest three) */
+  /** only these steps, such as 7, 3..5, 400.. or --steps=-3.. (the newest three) */
   readonly steps?: string;
 }
 
-/** Show a trace file again: every view, the dashboard, compare and export, without ranks. */
+/** Show a trace file without ranks: every view, the dashboard, compare and export. */
 export interface Open {
   readonly word: "open";
-  /** a file that export has written */
+  /** a trace file written by export */
   readonly path: string;
 }
 
-/** List the commands of this notebook, those of the panel included, as lines to copy. */
+/** List the commands of this notebook and its panel, as lines to copy. */
 export interface History {
   readonly word: "history";
-  /** the newest of them; 0: all (default 0) */
+  /** only the newest N; 0: all (default 0) */
   readonly n?: number;
 }
 
-/** List the words, or explain one of them. */
+/** List the commands, or explain one of them. */
 export interface Help {
   readonly word: "help";
-  /** default: all words */
+  /** default: all commands */
   readonly topic?: string;
 }
 

@@ -82,7 +82,7 @@ def test_engines_are_not_taken_for_busy_while_they_count_their_devices(profile, 
 def slow_engines(monkeypatch):
     """Engines that say late who they are, and have no side door: they were no ranks before."""
     hold = Channels.hold
-    refuse = dict.fromkeys(range(3), ClusterError("has not answered at its side door"))
+    refuse = dict.fromkeys(range(3), ClusterError("has not answered"))
     monkeypatch.setattr(Channels, "hold", lambda self, asked, *more: hold(self, asked, *more) if asked else refuse)
     monkeypatch.setattr(cluster_module, "_PATIENCE_S", 0.02)
     begin = "    interfaces = interfaces_here()\n"
@@ -101,7 +101,7 @@ def test_engines_of_a_busy_machine_are_waited_for(profile):
 @pytest.mark.usefixtures("slow_engines")
 def test_engines_that_do_something_else_all_the_time_are_said_not_to_answer(profile, monkeypatch):
     monkeypatch.setattr(cluster_module, "_ANSWER_S", 0.0)
-    with pytest.raises(ClusterError, match=r"3 of 3 engines do not answer; .* has to end first"):
+    with pytest.raises(ClusterError, match=r"3 of 3 engines do not answer; .* keeps its engines busy"):
         attached().start()
 
 
@@ -126,10 +126,10 @@ class GivesUp:
 
 
 @pytest.mark.usefixtures("slow_engines", "impatient")
-@pytest.mark.parametrize("at", ["attaching 3 ranks, 0 s: 3 have not answered yet", "the ranks find each other"])
+@pytest.mark.parametrize("at", ["attaching 3 ranks, 0 s: 3 have not answered yet", "connecting the ranks"])
 def test_an_attach_says_what_it_waits_for_and_is_given_up(profile, at):
     gives_up, cluster = GivesUp(at), attached()
-    with pytest.raises(Interrupted, match="The attach was given up: the cluster goes on running"):
+    with pytest.raises(Interrupted, match="The attach was cancelled: the cluster keeps running"):
         cluster.start(gives_up)
     assert at in gives_up.said[-1]
     assert not cluster.is_started
@@ -145,7 +145,7 @@ def test_a_controller_that_does_not_answer_is_waited_for_until_that_is_given_up(
         (tmp_path / "silent.json").write_text(json.dumps(file))
         cluster = Cluster.attached(AttachTarget(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=1.0)
         gives_up = GivesUp("attaching all engines, 0 s: the controller has not answered yet")
-        with pytest.raises(Interrupted, match="The attach was given up"):
+        with pytest.raises(Interrupted, match="The attach was cancelled"):
             cluster.start(gives_up)
         assert not cluster.is_started
         late = Cluster.attached(AttachTarget(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=0.1)
@@ -183,7 +183,7 @@ def test_after_a_stop_engines_are_plain_ones_and_may_become_other_ranks(profile)
 def test_ranks_that_were_left_are_taken_as_they_are_or_not_at_all(profile):
     with attached(2) as cluster:
         cluster.detach()
-    with pytest.raises(UsageError, match="2 of its engines are ranks already, and keep their variables"):
+    with pytest.raises(UsageError, match="2 of its engines are already ranks and keep their variables"):
         attached(3).start()
     with attached() as cluster:
         assert cluster.num_ranks == 2
@@ -266,7 +266,7 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
     for target, said in (
         (
             AttachTarget(profile="running", cluster_id="two"),
-            "no cluster with the id 'two' .*; there are: one; --cluster-id ID",
+            "no cluster with the id 'two' .*; there are: one; choose one with --cluster-id ID",
         ),
         (AttachTarget(file=str(tmp_path / "none.json")), "none.json cannot be read: No such file"),
         (
@@ -277,14 +277,14 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
         with pytest.raises(UsageError, match=said):
             Cluster.attached(target, device="cpu").start()
     for content, said in (
-        (b"{", "is no connection file"),
-        (b"\xff", "is no connection file"),
+        (b"{", "is not a connection file"),
+        (b"\xff", "is not a connection file"),
         (b"", "is empty: .* again"),
     ):
         (tmp_path / "broken.json").write_bytes(content)
         with pytest.raises(UsageError, match=said):
             Cluster.attached(AttachTarget(file=str(tmp_path / "broken.json"))).start()
-    with pytest.raises(UsageError, match="has 3 engines, not 4: ipcluster engines -n N starts more"):
+    with pytest.raises(UsageError, match="has 3 engines, not 4: start more with ipcluster engines -n N"):
         attached(4).start()
     file = security / "ipcontroller-one-client.json"
     with Cluster.attached(AttachTarget(file=str(file)), device="cpu", runtime=RUNTIME) as cluster:
@@ -294,7 +294,7 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
 def test_what_was_started_here_cannot_be_left(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
-    with pytest.raises(UsageError, match="these ranks were started here, and end with this notebook"):
+    with pytest.raises(UsageError, match="these ranks were started here and end with this notebook"):
         cluster.detach()
     assert cluster.is_started
 

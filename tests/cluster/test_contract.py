@@ -132,9 +132,9 @@ def test_nobody_may_be_asked_at_the_side_door_and_answers(shared):
 
 
 def test_work_for_nobody_is_refused(shared):
-    with pytest.raises(UsageError, match="no rank was named"):
+    with pytest.raises(UsageError, match="no rank was selected"):
         shared.run_cell("print(rank)", [])
-    with pytest.raises(UsageError, match="no rank was named"):
+    with pytest.raises(UsageError, match="no rank was selected"):
         shared.apply(f"{RUNTIME}:recover", 1, ranks=[])
 
 
@@ -197,7 +197,7 @@ def test_a_stop_ends_what_was_asked_and_can_come_again(own):
 
 
 def test_it_can_be_started_again_but_not_twice(own):
-    with pytest.raises(UsageError, match="started already"):
+    with pytest.raises(UsageError, match="already started"):
         own.start()
 
 

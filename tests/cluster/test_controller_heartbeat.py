@@ -94,5 +94,5 @@ def test_an_engine_that_is_alone_ends_though_it_hears_no_signal(run, number):
     engine.stdin.close()
     assert engine.wait(PATIENCE_S) == 1
     said = engine.stderr.read().decode()
-    assert "nothing was heard of the controller for 0.8 s: this process ends" in said
+    assert "no heartbeat from the controller for 0.8 s: this process exits" in said
     assert "Timeout" in said

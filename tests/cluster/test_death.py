@@ -158,7 +158,7 @@ def test_a_dead_reaper_is_noticed(tmp_path):
     reaper = Reaper("of a test", str(tmp_path))
     os.kill(reaper.pid, signal.SIGKILL)
     reaper._popen.wait()
-    with pytest.raises(ClusterError, match="has ended early"):
+    with pytest.raises(ClusterError, match="ended early"):
         reaper.adopt(psutil.Process())
     reaper.close(PATIENCE_S)
 

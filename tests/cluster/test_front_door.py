@@ -21,7 +21,7 @@ def test_only_the_ranks_that_were_named_are_asked(cluster):
     assert cluster.run_cell("pass", ranks=(1,)).ranks == (1,)
 
 
-@pytest.mark.parametrize(("ranks", "message"), [([3], "no rank 3: the ranks are 0 to 2"), ([], "no rank was named")])
+@pytest.mark.parametrize(("ranks", "message"), [([3], "no rank 3: the ranks are 0 to 2"), ([], "no rank was selected")])
 def test_ranks_that_do_not_exist_are_refused(cluster, ranks, message):
     with pytest.raises(UsageError, match=message):
         cluster.run_cell("pass", ranks=ranks)

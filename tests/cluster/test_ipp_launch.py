@@ -62,9 +62,7 @@ def test_the_launchers_are_those_that_ipyparallel_has_registered():
 
 
 def test_an_unknown_launcher_is_refused_with_the_list():
-    with pytest.raises(
-        UsageError, match=r"no launcher of engines called 'slrum', did you mean 'slurm'\? there are .*ssh"
-    ):
+    with pytest.raises(UsageError, match=r"no engine launcher 'slrum', did you mean 'slurm'\? there are .*ssh"):
         Cluster(2, engines="slrum")
 
 
@@ -130,7 +128,7 @@ def test_a_profile_may_say_which_launcher(ipython_directory):
         f"c.Cluster.engine_launcher_class = 'local'\nc.LocalEngineLauncher.engine_cmd = [{sys.executable!r}, '-c', '']"
     )
     write_profile(ipython_directory, "says", config)
-    with pytest.raises(ClusterError, match="engines ended while they started: 0 of 2 engines are here"):
+    with pytest.raises(ClusterError, match="engines ended during the start: 0 of 2 engines are connected"):
         Cluster(2, "cpu", "says", runtime=RUNTIME).start()
 
 
@@ -142,7 +140,7 @@ def test_a_configuration_that_fails_is_said(ipython_directory):
 
 def test_a_launcher_whose_program_is_missing_is_said(ipython_directory):
     write_profile(ipython_directory, "absent", "c.MPIEngineSetLauncher.mpi_cmd = ['no-such-mpiexec']")
-    said = r"no-such-mpiexec is not installed here, or not on PATH: install it, or name it in .*profile_absent/"
+    said = r"no-such-mpiexec is not installed here, or not on PATH: install it, or set its path in .*profile_absent/"
     with pytest.raises(UsageError, match=rf"{said}.*c\.MPIEngineSetLauncher\.mpi_cmd = "):
         Cluster(2, "cpu", "absent", engines="mpi", runtime=RUNTIME).start(refuse_to_wait)
 
@@ -165,13 +163,13 @@ def test_ssh_without_hosts_says_where_to_name_them(ipython_directory):
     ("hosts", "count", "helps"),
     [
         ("{'here': 0}", 0, r"as in \{'HOST': 2\}$"),
-        ("{'here': 0, 'there': 1}", 1, r"as in \{'HOST': 2\}, or start as many as there are: -n 1$"),
+        ("{'here': 0, 'there': 1}", 1, r"as in \{'HOST': 2\}, or start fewer ranks: -n 1$"),
     ],
 )
 def test_ssh_with_too_few_engines_is_refused_before_anything_is_started(ipython_directory, hosts, count, helps):
     write_profile(ipython_directory, "few", f"c.SSHEngineSetLauncher.engines = {hosts}\n")
     said = rf"c\.SSHEngineSetLauncher\.engines in .*profile_few/ipcluster_config\.py has {count} engines?, and 2 ranks "
-    with pytest.raises(UsageError, match=rf"{said}need one each: add hosts, or engines of a host, {helps}"):
+    with pytest.raises(UsageError, match=rf"{said}need one each: add hosts, or engines to a host, {helps}"):
         Cluster(2, "cpu", "few", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
 
 
@@ -188,10 +186,10 @@ def test_a_start_that_is_given_up_leaves_nothing(ipython_directory):
 
     def give_up(sentence):
         told.append(sentence)
-        if "0 of 2 engines are here" in sentence:
+        if "0 of 2 engines are connected" in sentence:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="The start was given up: nothing of it is left"):
+    with pytest.raises(Interrupted, match="The start was cancelled: no ranks are running"):
         Cluster(2, "cpu", "waits", engines="local", runtime=RUNTIME).start(give_up)
     assert any(re.match(r"waiting for the controller, \d+ s", sentence) for sentence in told)
     assert set(psutil.Process().children(recursive=True)) <= children
@@ -257,7 +255,7 @@ def test_a_connection_that_breaks_ends_no_wait_for_an_engine():
         launcher_class = One
 
     patient = ssh_launch.patient(Several, is_over)
-    with pytest.raises(TimeoutError, match="node3 could not be asked"):
+    with pytest.raises(TimeoutError, match="node3 could not be queried"):
         patient.launcher_class().wait_one(60)
     assert tries == [60]
 

@@ -62,9 +62,9 @@ def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, says, word):
 def test_a_job_that_the_queue_has_forgotten_is_looked_for_in_its_accounts(queue):
     forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     asked = queue(squeue=forgotten, sacct="echo 'CANCELLED by 1000'")
-    assert asked.word_on_the_end() == "the queue no longer knows job 12; its accounts say: CANCELLED by 1000"
+    assert asked.word_on_the_end() == "job 12 is no longer in the queue; its accounting record: CANCELLED by 1000"
     asked = queue(squeue=forgotten, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    assert asked.word_on_the_end() == "the queue no longer knows job 12"
+    assert asked.word_on_the_end() == "job 12 is no longer in the queue"
 
 
 def test_a_queue_that_does_not_answer_says_nothing(queue, monkeypatch):

@@ -81,5 +81,5 @@ def test_outputs_can_be_read_from_where_one_stopped():
 
 
 def test_a_rank_that_was_not_asked_is_refused():
-    with pytest.raises(UsageError, match="rank 7 was not asked; asked: 0, 1"):
+    with pytest.raises(UsageError, match="rank 7 has no request; ranks with one: 0, 1"):
         pending_with(r0=1, r1=2).outputs(7)

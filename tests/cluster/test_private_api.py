@@ -27,13 +27,13 @@ def test_this_version_is_accepted():
 @pytest.mark.parametrize("version", [(8, 8, 0), (10, 0, 0)])
 def test_another_version_is_refused(monkeypatch, version):
     monkeypatch.setattr(ipyparallel, "version_info", version)
-    with pytest.raises(ClusterError, match=r"9.2 is needed: pip install 'ipyparallel>=9.2,<10'"):
+    with pytest.raises(ClusterError, match=r"9.2 is required: pip install 'ipyparallel>=9.2,<10'"):
         _ipyparallel.check_version()
 
 
 def test_a_client_that_sends_differently_is_refused(monkeypatch):
     monkeypatch.setattr(ipyparallel.Client, "_send", lambda self, socket, message: None)
-    with pytest.raises(ClusterError, match="is needed"):
+    with pytest.raises(ClusterError, match="is required"):
         _ipyparallel.check_version()
 
 

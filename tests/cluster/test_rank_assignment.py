@@ -105,15 +105,15 @@ def test_each_host_with_too_few_gpus_is_named():
     with pytest.raises(UsageError) as caught:
         boots(seats(found), "cuda")
     assert str(caught.value).splitlines() == [
-        "2 ranks need 2 cuda devices and a has 1: use --device cpu, or no more than 1 there",
-        "1 rank needs 1 cuda device and b has 0: use --device cpu",
+        "2 ranks need 2 cuda devices, but a has 1: use --device cpu, or at most 1 there",
+        "1 rank needs 1 cuda device, but b has 0: use --device cpu",
     ]
 
 
 @pytest.mark.parametrize("address", ["", LOOPBACK])
 def test_a_host_that_the_others_cannot_reach_is_named(address):
     found = {"0": on("a"), "1": on("b", address=address)}
-    with pytest.raises(UsageError, match=r"b cannot be reached from other hosts .* one of eth0, lo$"):
+    with pytest.raises(UsageError, match=r"b has no address that other hosts can reach: .* one of eth0, lo$"):
         boots(seats(found), "cpu")
     with pytest.raises(UsageError, match=r"b has no address on 'ib0'; it has eth0, lo: --interface NAME$"):
         boots(seats(found), "cpu", "ib0")
@@ -122,11 +122,11 @@ def test_a_host_that_the_others_cannot_reach_is_named(address):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"python": "3.12"}, "Python 3.12, and most have 3.11: give its engines that version"),
+        ({"python": "3.12"}, "Python 3.12, but most have 3.11: use that version for its engines"),
         ({"workbench": ""}, "no workbench: install version 0.1.0"),
-        ({"workbench": "0.0.9"}, "workbench 0.0.9, and this notebook 0.1.0: install that version"),
+        ({"workbench": "0.0.9"}, "workbench 0.0.9, but this notebook has 0.1.0: install that version"),
         ({"torch": ""}, "no torch: install version 2.13.0"),
-        ({"torch": "2.11.0+cpu"}, "torch 2.11.0+cpu, and most have 2.13.0: install that version"),
+        ({"torch": "2.11.0+cpu"}, "torch 2.11.0+cpu, but most have 2.13.0: install that version"),
     ],
 )
 def test_a_host_that_does_not_fit_is_named_once_with_what_to_do(other, said):

@@ -53,7 +53,7 @@ def test_an_answer_that_is_no_plain_data_is_an_error(cluster):
 def test_an_answer_of_another_type_is_an_error(cluster):
     replies = cluster.ask(Answer("other"), ranks=[0], timeout_s=PATIENCE_S)
     assert type(replies[0]) is ClusterError
-    assert str(replies[0]) == "rank 0 answers 'answer' with something else: reply is {'surprise': 1}, expected nothing"
+    assert str(replies[0]) == "rank 0 sent an invalid reply to 'answer': reply is {'surprise': 1}, expected nothing"
 
 
 def test_a_request_that_the_rank_does_not_know_is_refused(cluster):
@@ -64,7 +64,7 @@ def test_a_request_that_the_rank_does_not_know_is_refused(cluster):
 def test_a_rank_that_does_not_answer_in_time_is_said_so(cluster):
     replies = cluster.ask(ComeLate(), ranks=[1, 2], timeout_s=0.1)
     assert {type(reply) for reply in replies.values()} == {ClusterError}
-    assert str(replies[2]) == "rank 2 has not answered at its side door within 0.1 s"
+    assert str(replies[2]) == "the control thread of rank 2 has not answered within 0.1 s"
     cluster.apply(f"{RUNTIME}:let_the_late_one_go").results(PATIENCE_S)
     assert all(isinstance(reply, Looked) for reply in cluster.ask(Look(), timeout_s=PATIENCE_S).values())
 

@@ -95,7 +95,7 @@ def with_arguments(monkeypatch, *more):
 
 def test_a_rank_that_ends_while_it_starts_is_named_with_its_log(make_cluster, monkeypatch):
     with_arguments(monkeypatch, "--IPEngine.timeout=never")
-    with pytest.raises(ClusterError, match=r"(?s)process of rank 1 ended while it started; the end of its log:.*never"):
+    with pytest.raises(ClusterError, match=r"(?s)process of rank 1 ended during the start; the end of its log:.*never"):
         make_cluster().start()
 
 

@@ -88,7 +88,7 @@ def test_an_attach_that_waits_for_engines_can_be_given_up(lab, profile):
         expect(panel(lab)).to_contain_text(re.compile("have not answered yet|find each other"))
         shot(lab, "attach_waits")
         tool(lab, "Cancel").click()
-        expect(reply(lab)).to_contain_text("The attach was given up: the cluster goes on running")
+        expect(reply(lab)).to_contain_text("The attach was cancelled: the cluster keeps running")
     finally:
         for engine in engines:
             engine.resume()

@@ -74,7 +74,9 @@ def test_what_a_strategy_comes_to_or_lacks_is_said_before(lab, form):
     form.get_by_label("Strategy").select_option("NO_SHARD")
     expect(amount(form, "each rank keeps")).to_have_text(full)
     form.get_by_label("Strategy").select_option("HYBRID_SHARD")
-    expect(form.get_by_role("status")).to_have_text("strategy hybrid needs copies x ranks that share one: --mesh 2x2")
+    expect(form.get_by_role("status")).to_have_text(
+        "strategy hybrid needs a mesh of replicas x shard ranks: --mesh 2x2"
+    )
     expect(form.locator("button[type=submit]")).to_be_disabled()
     shot(lab, "classic_refused")
     form.get_by_label("Mesh").fill("2x1")
@@ -92,7 +94,7 @@ def test_it_shards_and_its_line_can_be_copied(lab, form):
     lab.page.wait_for_function(f"async () => (await navigator.clipboard.readText()) === '{SHARD}'")
     shot(lab, "classic_form")
     form.locator("button[type=submit]").click()
-    expect(section(lab, "Commands")).to_contain_text("classic: one flat parameter for each unit")
+    expect(section(lab, "Commands")).to_contain_text("classic: one flat parameter per unit")
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)
     expect(form.get_by_label("API")).to_have_value("classic")
     expect(form.get_by_label("Strategy")).to_have_value("grad")

@@ -100,7 +100,7 @@ def test_ranks_at_work_are_not_left(profile):
         bench.run_cell(CELL)
         bench.shard("model", wrap="Block")
         bench.step(1, until="forward")
-        with pytest.raises(UsageError, match=r"%fsdp step --until forward is under way .* then %fsdp detach"):
+        with pytest.raises(UsageError, match=r"%fsdp step --until forward is stopped .* then %fsdp detach"):
             bench.detach()
         bench.abort()
 
@@ -144,11 +144,14 @@ def left_at_work(profile):
 def test_what_ranks_do_for_a_notebook_that_is_gone_is_given_up_by_the_next(left_at_work):
     with again() as bench:
         for ask in (bench.step, bench.pause):
-            with pytest.raises(UsageError, match=r"still do %fsdp step of the notebook before: wait, or .*%fsdp abort"):
+            with pytest.raises(
+                UsageError,
+                match=r"still run %fsdp step of the previous notebook: wait, or .*%fsdp abort",
+            ):
                 ask()
         trains(bench)  # nothing was done to them
-        assert bench.pulse().under_way.words == "%fsdp step of the notebook before"
-        assert str(bench.abort()) == "what the ranks did for the notebook before was given up"
+        assert bench.pulse().under_way.words == "%fsdp step of the previous notebook"
+        assert str(bench.abort()) == "aborted the request of the previous notebook"
         assert len(bench.step(2).losses) == 2
         with pytest.raises(UsageError, match="nothing to abort"):
             bench.abort()

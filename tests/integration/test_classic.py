@@ -196,9 +196,9 @@ def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(w
         wb.abort()
     wb.break_clear()
     wb.run_cell(CELL)
-    assert "classic: one flat parameter for each unit" in str(say(wb, "shard model --api classic --wrap Block"))
+    assert "classic: one flat parameter per unit" in str(say(wb, "shard model --api classic --wrap Block"))
     policies = {model.name: model.policy for model in wb.status().models}
-    assert "classic: one flat parameter for each unit" in policies["model"]
+    assert "classic: one flat parameter per unit" in policies["model"]
     say(wb, "step 2")
     last = steps(wb.trace)[-1]
     assert not [c for c in collectives.compare(wb.trace, last) if c.differs]

@@ -131,7 +131,7 @@ def test_a_rank_killed_while_all_are_stopped_is_named_whatever_is_asked_next(ben
     with pytest.raises(UsageError, match="only rank 0 of 2 can call it here: stop where all ranks stop"):
         bench.run_cell("import torch.distributed as dist\ndist.barrier()")
     for refused in (lambda: bench.step(1), lambda: bench.unshard("model")):
-        with pytest.raises(UsageError, match="rank 1 died meanwhile: end it with %fsdp abort"):
+        with pytest.raises(UsageError, match="was running when rank 1 died: end it with %fsdp abort"):
             refused()
     with pytest.raises(RankDied, match="rank 1 died") as caught:
         getattr(bench, word)()

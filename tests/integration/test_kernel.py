@@ -124,7 +124,7 @@ def test_a_person_presses_stop(kernel):
     run(client, "%%fsdp\ntrain_step = here")
     assert "1 step, loss" in run(client, "%fsdp step")
     assert "stopped before optimizer" in run(client, "%fsdp step --until optimizer")
-    assert "Ranks stopped. The record is kept" in run(client, "%fsdp stop")
+    assert "Ranks stopped. The trace is kept" in run(client, "%fsdp stop")
     left = psutil.Process(manager.provisioner.pid).children(recursive=True)
     assert len(left) == 2  # those that stay for the next start
     assert all(str(process.pid) in run(client, "%fsdp status") for process in left)

@@ -110,9 +110,9 @@ def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(slurm
             assert len(queues.jobs(slurm)) == 1
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="The start was given up: nothing of it is left"):
+    with pytest.raises(Interrupted, match="The start was cancelled: no ranks are running"):
         bench.start(give_up)
-    said = re.escape("0 of 2 engines are here, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), \d+ s"
+    said = re.escape("0 of 2 engines are connected, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), \d+ s"
     assert re.match(said, told[-1])
     wait_until(lambda: queues.jobs(slurm) == [])
 
@@ -125,7 +125,7 @@ def test_a_job_that_is_taken_from_the_queue_ends_the_start(slurm, of_profile):
         for job in queues.jobs(slurm) if "PENDING" in sentence else ():
             queues.cancel(slurm, job)
 
-    with pytest.raises(ClusterError, match=r"the queue has ended job \d+: CANCELLED .*; 0 of 2 engines are here"):
+    with pytest.raises(ClusterError, match=r"the queue has ended job \d+: CANCELLED .*; 0 of 2 engines are connected"):
         bench.start(take_away)
 
 

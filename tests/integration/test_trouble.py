@@ -90,7 +90,7 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, netwo
         assert [test_hosts.told_by(bench, "rank", rank) for rank in sorted(others)] == list(map(str, sorted(others)))
         assert engines[lost].is_running()
         left = bench.stop()
-        assert left.startswith(f"{network.addresses[lost]} was not reached: what runs there ends by itself once")
+        assert left.startswith(f"{network.addresses[lost]} was not reached: engines there exit after")
         wait_until(lambda: not any(engines[rank].is_running() for rank in others))
         wait_until(lambda: not engines[lost].is_running())  # though it waits for the others in a collective
     wait_until(lambda: files_in_memory() <= in_memory)  # others make theirs meanwhile
@@ -189,7 +189,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_left(profile, hos
     try:
         with pytest.raises(ClusterError, match=said) as raised:
             Workbench(3, device="cpu", profile="hosts", engines="ssh").start()
-        assert f"look whether ssh {host} works from here without a password" in str(raised.value)
+        assert f"check that ssh {host} works from here without a password" in str(raised.value)
     finally:
         config.write_text(before)
     assert set(psutil.Process().children(recursive=True)) <= children

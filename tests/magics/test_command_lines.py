@@ -108,12 +108,12 @@ def test_lines_become_commands(line, command):
         ("shard", "required: MODEL\nusage: %fsdp shard"),
         ("shard a b", "unknown argument 'b'"),
         ("start 2", "unknown argument '2', did you mean -n 2?"),
-        ("shard a-b", "a model is named by its variable"),
+        ("shard a-b", "model is a variable on the ranks"),
         ("shard m --reshard-after-forward maybe", "one of auto, true, false, or a number of ranks"),
         ("shard m --reshard-after-forward 1", "at least 2, not 1\nusage: %fsdp shard"),
         ("shard m --mesh 2y2", "such as 4 or 2x2, not '2y2'"),
         ("shard m --mesh 2x2x2", "such as 4 or 2x2, not '2x2x2'"),
-        ("shard m --mp half", "Dtypes are bf16, fp16, fp32, fp64"),
+        ("shard m --mp half", "the dtypes are bf16, fp16, fp32, fp64"),
         ("shard m --prefetch few", "0 or more, got 'few'"),
         ("shard m --ofload", "unknown flag '--ofload', did you mean '--offload'?"),
         ("reshard m --ignore x", "unknown flag '--ignore'"),
@@ -236,7 +236,7 @@ def test_the_help_of_a_view_says_its_defaults_and_no_none(view):
 def test_the_widget_of_the_timeline_takes_no_other_flag():
     assert parse_line("timeline --canvas").call() == ("canvas", {})
     assert parse_line("timeline --no-canvas --step 3").call() == ("timeline", {"step": 3})
-    with pytest.raises(UsageError, match="no other flag goes with it"):
+    with pytest.raises(UsageError, match="it takes no other flag"):
         parse_line("timeline --canvas --step 3").call()
 
 

@@ -67,7 +67,7 @@ def test_an_error_is_an_error_with_one_clean_text(cells):
     assert "rank 1 raised ValueError" in bar.data["text/html"]
     (usage,) = cells["usage"]
     assert (usage.output_type, usage.ename) == ("error", "UsageError")
-    assert usage.traceback[0].startswith("UsageError: %fsdp has no word 'shrad', did you mean 'shard'?")
+    assert usage.traceback[0].startswith("UsageError: %fsdp has no command 'shrad', did you mean 'shard'?")
 
 
 def test_what_ranks_print_is_saved_as_tabs_and_as_text(cells):

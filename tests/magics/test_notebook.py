@@ -60,7 +60,7 @@ def test_ranks_are_started_by_one_at_a_time(one, monkeypatch):
     thread = threading.Thread(target=one.do, args=(Start(), "panel", run, lambda said: None))
     thread.start()
     assert begun.wait(60)
-    with pytest.raises(UsageError, match="being started or stopped at this moment"):
+    with pytest.raises(UsageError, match="being started or stopped"):
         one.do(Stop(), "cell", run, lambda said: None)
     go_on.set()
     thread.join()
@@ -89,7 +89,7 @@ def test_a_start_or_attach_is_given_up_by_abort_and_says_meanwhile_what_it_waits
         one.do(command, "cell", run, said.append, shown.append)
     thread.join()
     assert shown == ["4 ranks, 3 s: importing torch"]
-    assert said == ["Giving up: the ranks are not started or attached"]
+    assert said == ["Cancelled: no ranks are started or attached"]
     assert one.exchange == ""
     monkeypatch.setattr(Workbench, method, lambda self, *, on_wait, **settings: on_wait("again"))
     one.do(command, "cell", run, said.append)  # the next one is not given up
@@ -101,7 +101,7 @@ def test_more_ranks_than_cores_can_serve_are_warned_of_before_they_start(one):
     one.do(Stop(), "cell", run, lambda _: None)
     assert said == []
     one.do(Start(num_ranks=9), "cell", run, said.append)
-    assert said == ["9 ranks share 2 cores here: the start takes minutes, or fails"]
+    assert said == ["9 ranks share 2 cores here: the start may take minutes or fail"]
 
 
 def test_before_there_are_ranks_it_says_what_to_do_first(one):

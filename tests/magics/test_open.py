@@ -40,7 +40,7 @@ def test_a_record_has_every_view_the_dashboard_compare_back_and_export_without_a
 def test_what_needs_ranks_says_so_and_that_a_record_is_open(bare, run):
     bare.ok("%fsdp open run.trace")
     for line in ("%fsdp step", "%fsdp where", "%%fsdp\n1", "%fsdp continue"):
-        assert "No ranks are running, only what run.trace holds. Start them with %fsdp start -n 4" in bare.run(line).out
+        assert "No ranks are running; views show run.trace. Start them with %fsdp start -n 4" in bare.run(line).out
     status = bare.ok("%fsdp status").shown[0]["text/plain"]
     assert status.startswith("no ranks are running, run.trace is open: %fsdp start -n 4")
     assert "blocks.0" in status
@@ -49,8 +49,9 @@ def test_what_needs_ranks_says_so_and_that_a_record_is_open(bare, run):
 def test_ranks_that_run_are_not_given_up_for_a_file(notebook, run):
     error = notebook.run("%fsdp open run.trace").error
     assert isinstance(error, UsageError)
-    assert "4 ranks are already running: %fsdp stop first, then %fsdp open. To look at the file beside them:" in str(
-        error
+    assert (
+        "4 ranks are already running: %fsdp stop first, then %fsdp open. To view the file without stopping them:"
+        in str(error)
     )
     notebook.ok("%fsdp stop\n%fsdp open run.trace")
     notebook.ok("%fsdp start -n 2")

@@ -27,7 +27,7 @@ def sharded(notebook):
 
 
 def test_help(bare):
-    assert "usage: %fsdp WORD ..." in bare.ok("%fsdp").out
+    assert "usage: %fsdp COMMAND ..." in bare.ok("%fsdp").out
     assert bare.ok("%fsdp help").out == bare.ok("%fsdp -h").out
     assert bare.ok("%fsdp help shard").out == bare.ok("%fsdp shard --help").out
     assert "%fsdp shard model --wrap Block" in bare.ok("%fsdp help shard").out
@@ -89,7 +89,7 @@ def test_a_stop_says_which_host_it_did_not_reach(bare, monkeypatch):
     bare.ok("%fsdp start -n 2")
     monkeypatch.setattr(bare.fake, "stop", lambda: "node3 was not reached")
     assert bare.ok("%fsdp stop").out.splitlines()[-2:] == [
-        "Ranks stopped. The record is kept: views still work",
+        "Ranks stopped. The trace is kept: views still work",
         "node3 was not reached",
     ]
 
@@ -122,7 +122,7 @@ def test_names_in_braces_are_variables_of_the_notebook(bare):
     assert "3 steps" in bare.ok("%fsdp step {n}").shown[-1]["text/plain"]
     unknown = bare.run("%fsdp step {m}")
     assert isinstance(unknown.error, UsageError)
-    assert "{m} is replaced by a variable of this notebook, and there is no 'm'" in unknown.out
+    assert "there is no notebook variable 'm' to replace {m}" in unknown.out
     assert "for the text itself write {{m}}" in unknown.out
     assert "there is no file '{m}'" in bare.run("%fsdp stop\n%fsdp open {{m}}").out
 

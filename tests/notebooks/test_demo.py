@@ -52,7 +52,7 @@ def test_a_cell_that_raises_is_named(tmp_path):
 
 
 def test_a_kernel_that_dies_is_named(tmp_path):
-    said = r"in cell 1 of 1: import os; os._exit\(1\)\nthe notebook's kernel cannot go on: Kernel died"
+    said = r"in cell 1 of 1: import os; os._exit\(1\)\nthe notebook's kernel failed: Kernel died"
     with pytest.raises(DemoError, match=said):
         demo.execute(notebook("import os; os._exit(1)"), tmp_path)
 
@@ -77,7 +77,7 @@ with socket.create_server((ports.LOOPBACK, 0)) as taken:
 def test_a_kernel_that_does_not_start_is_told_and_leaves_nothing_to_say_at_the_exit(tmp_path):
     """What the kernel itself says goes to the same place; it never comes to the words that must not be there."""
     done = subprocess.run([sys.executable, "-c", UNSTARTED], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "before the first cell\nthe notebook's kernel cannot go on: Kernel died" in done.stdout
+    assert "before the first cell\nthe notebook's kernel failed: Kernel died" in done.stdout
     assert "atexit" not in done.stderr
     assert "nbclient" not in done.stderr
 

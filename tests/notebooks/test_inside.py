@@ -84,7 +84,5 @@ def test_a_change_of_policy_is_told_apart(ran):
 
 
 def test_the_live_model_goes_over_to_flat_parameters(ran):
-    assert re.search(
-        "policy +classic: one flat parameter for each unit", said(ran, "%fsdp reshard model --api classic")
-    )
+    assert re.search("policy +classic: one flat parameter per unit", said(ran, "%fsdp reshard model --api classic"))
     assert "12 parameters in 1 unit, packed into 1 flat parameter" in said(ran, "%fsdp layout --unit blocks.2")

@@ -81,7 +81,7 @@ def test_hello_comes_first(browser):
         ({"word": "do", "number": 7, "command": {"word": "shard", "model": 4}}, "model is 4, expected str"),
         (
             {"word": "do", "number": 7, "command": {"word": "shard", "model": BAD_NAME}},
-            "a model is named by its variable",
+            "model is a variable on the ranks",
         ),
         ({"word": "do", "number": 7, "command": {"word": "step", "count": 0}}, "at least 1, not 0"),
         ({"word": "do", "number": 7, "command": {"word": "help", "topic": "a\nb"}}, "a command is one line"),
@@ -93,7 +93,7 @@ def test_hello_comes_first(browser):
         ({"word": "do", "number": 7, "command": {"word": "start", "num_ranks": 0}}, "at least 1, got '0'"),
         ({"word": "do", "number": 7, "command": {"word": "dashboard"}}, "the panel opens its own dashboard"),
         ({"word": "do", "number": 7, "command": {"word": "timeline", "canvas": True}}, "its own dashboard"),
-        ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next goes to the next one of"),
+        ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next takes one of"),
     ],
 )
 def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(started, data, says):
@@ -152,11 +152,11 @@ def test_the_loss_is_told_with_the_step_that_it_is_of():
 
 def test_a_start_that_was_given_up_has_not_failed(browser, monkeypatch):
     def start(_cluster, *_given):
-        raise Interrupted("The start was given up: nothing of it is left")
+        raise Interrupted("The start was cancelled: no ranks are running")
 
     monkeypatch.setattr(FakeCluster, "start", start)
     said = browser.do("start")
-    assert (said["text"], said["is_error"]) == ("The start was given up: nothing of it is left", False)
+    assert (said["text"], said["is_error"]) == ("The start was cancelled: no ranks are running", False)
 
 
 def test_what_is_recorded_or_opened_is_told(started, tmp_path):
@@ -269,7 +269,7 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
         told = state["cluster"]
         assert (told["is_running"], told["exchange"]) == (False, "stop")
         assert state["said"] == "The ranks are stopping; their recording is kept."
-        assert "being started or stopped at this moment" in started.do("start")["text"]
+        assert "being started or stopped" in started.do("start")["text"]
         assert exchange() == "stop"  # what was refused is not what is under way
         go_on.set()
         wait_until(lambda: exchange() == "")
@@ -359,7 +359,10 @@ def test_a_reshard_is_tried_as_well(started):
             "the model has no module of class Blcok; its classes are: Block (2)",
         ),
         ({"word": "shard", "model": "net"}, "no rank has a model named 'net'"),
-        ({"word": "shard", "model": "model", "mesh": "3"}, "mesh 3 is not the number of ranks, 4; what fits: 4, 2x2"),
+        (
+            {"word": "shard", "model": "model", "mesh": "3"},
+            "mesh 3 does not match the number of ranks, 4; these fit: 4, 2x2",
+        ),
         ({"word": "step"}, "only shard and reshard can be previewed, not step"),
     ],
 )
@@ -401,7 +404,7 @@ def test_a_step_goes_on_in_the_background_until_a_breakpoint_that_can_be_turned_
     assert started.look()["breakpoints"] == [{"id": 1, "text": "backward", "is_on": False}]
     busy = started.do("shard", model="model")
     assert busy["is_error"]
-    assert "%fsdp step 3 --background is under way" in busy["text"]
+    assert "%fsdp step 3 --background is stopped" in busy["text"]
     assert "runs in the background" in started.do("continue")["text"]
     wait_until(lambda: started.look()["ended"] is not None)
     state = started.look()

@@ -154,10 +154,16 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: Reshard(model="m", api="fully_shard", strategy="full"), "strategy is for --api classic"),
         (lambda: Shard(model="m", api="classic", reshard_after_forward=2), "with classic give --strategy full"),
         (lambda: Reshard(model="m", api="classic", reshard_after_forward="true"), "is for --api fully_shard"),
-        (lambda: Shard(model="m", api="classic", mp="bf16,output=fp32"), "leave output= out, or cast in the model"),
-        (lambda: Shard(model="m", api="classic", prefetch=2), "one unit is gathered ahead at most; give 1"),
-        (lambda: Shard(model="m", api="classic", strategy="hybrid"), "hybrid needs copies x ranks that share one: --m"),
-        (lambda: Shard(model="m", api="classic", mesh="2x2"), "full takes no mesh of copies, such as 2x2: give --str"),
+        (lambda: Shard(model="m", api="classic", mp="bf16,output=fp32"), "leave out output=, or cast in the model"),
+        (lambda: Shard(model="m", api="classic", prefetch=2), "gathers at most one unit ahead; give 1"),
+        (
+            lambda: Shard(model="m", api="classic", strategy="hybrid"),
+            "hybrid needs a mesh of replicas x shard ranks: --m",
+        ),
+        (
+            lambda: Shard(model="m", api="classic", mesh="2x2"),
+            "full takes no mesh of replicas, such as 2x2: give --str",
+        ),
         (lambda: Unshard(model="4"), "'4'"),
         (lambda: Step(count=0), "at least 1"),
         (lambda: Step(count=True), "True"),
@@ -173,7 +179,7 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: Shard(model="m", mesh=(2, 2, 2)), "such as 4 or 2x2, not '2x2x2'"),
         (lambda: Shard(model="m", mesh=(0,)), "not '0'"),
         (lambda: Shard(model="m", mesh=(2, True)), "not '2xTrue'"),
-        (lambda: Shard(model="m", mp="bf8"), "Dtypes are bf16, fp16, fp32, fp64. Not 'bf8'"),
+        (lambda: Shard(model="m", mp="bf8"), "the dtypes are bf16, fp16, fp32, fp64; got 'bf8'"),
         (lambda: Shard(model="m", mp=""), "Not ''"),
         (lambda: Shard(model="m", mp=16), "Not 16"),
         (lambda: Shard(model="m", mp="bf16,speed=fp32"), "reduce= and output="),
@@ -234,12 +240,12 @@ def test_a_mesh_of_hosts_has_a_copy_on_each(ranks_per_host, mesh):
 
 
 def test_hosts_with_different_numbers_of_ranks_make_no_mesh():
-    with pytest.raises(ValueError, match="equally many ranks on every host, and there are 2, 1"):
+    with pytest.raises(ValueError, match="the same number of ranks on every host, not 2, 1"):
         Shard("m", mesh="hosts").on_hosts([2, 1])
 
 
 def test_a_strategy_is_checked_once_it_is_known_what_hosts_there_are():
     hybrid = Shard("m", api="classic", strategy="hybrid", mesh="hosts")
     assert hybrid.on_hosts([2, 2]).mesh == (2, 2)
-    with pytest.raises(ValueError, match="needs copies x ranks"):
+    with pytest.raises(ValueError, match="needs a mesh of replicas x shard ranks"):
         hybrid.on_hosts([4])

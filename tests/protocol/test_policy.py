@@ -70,15 +70,19 @@ def test_exactly_the_meshes_said_to_fit_do(world_size):
         assert math.prod(as_mesh(text)) == world_size
         check_mesh_fits(as_mesh(text), world_size)
     check_mesh_fits((), world_size)
-    with pytest.raises(ValueError, match="what fits: ") as caught:
+    with pytest.raises(ValueError, match="these fit: ") as caught:
         check_mesh_fits((2, world_size), world_size)
     assert str(caught.value).endswith(", ".join(fitting))
 
 
 def test_a_mesh_that_does_not_fit_is_told_what_would():
-    with pytest.raises(ValueError, match=r"^mesh 2x3 = 6 is not the number of ranks, 4; what fits: 4, 2x2, 4x1$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^mesh 2x3 = 6 does not match the number of ranks, 4; these fit: 4, 2x2, "
+        "4x1$",
+    ):
         check_mesh_fits((2, 3), 4)
-    with pytest.raises(ValueError, match=r"^mesh 3 is not the number of ranks, 4; "):
+    with pytest.raises(ValueError, match=r"^mesh 3 does not match the number of ranks, 4; "):
         check_mesh_fits((3,), 4)
 
 
@@ -89,12 +93,12 @@ def test_what_splits_a_copy_of_eight_ranks(value):
 
 @pytest.mark.parametrize(("value", "size"), [(3, 8), (8, 8), (16, 8)])
 def test_what_does_not_is_told_what_would(value, size):
-    with pytest.raises(ValueError, match=r"what fits: 2, 4; or auto, true, false$"):
+    with pytest.raises(ValueError, match=r"these fit: 2, 4; or auto, true, false$"):
         check_reshard_fits(value, size)
 
 
 def test_few_ranks_have_no_number_that_fits():
-    with pytest.raises(ValueError, match=r"what fits: no number; auto, true, false$"):
+    with pytest.raises(ValueError, match=r"these fit: no number; auto, true, false$"):
         check_reshard_fits(2, 2)
 
 

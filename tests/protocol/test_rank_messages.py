@@ -78,7 +78,7 @@ def test_what_a_person_asks_goes_to_the_rank_as_it_is():
     assert read_request({"word": "next", "what": "unit"}) == Next(what="unit")
     sent = {"word": "continue", "foreground": True, "background": False}
     assert read_request(sent) == Continue(foreground=True)
-    with pytest.raises(ValueError, match="next goes to the next one of event, collective, unit, phase, not 'month'"):
+    with pytest.raises(ValueError, match="next takes one of event, collective, unit, phase, not 'month'"):
         read_request({"word": "next", "what": "month"})
 
 

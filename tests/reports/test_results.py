@@ -360,7 +360,9 @@ STEP = StepReport(
 )
 DIFFERENT = replace(VERIFY, ok=False)
 GONE = StatusReport(running=True, ranks=(RankStatus(rank=0, alive=False, host="h", device="cpu", pid=1),))
-BROKEN = StatusReport(running=True, obstacle="ranks 0-1 still run, and nobody waits:\n%fsdp stop, then %fsdp start")
+BROKEN = StatusReport(
+    running=True, obstacle="ranks 0-1 still run, and the notebook no longer waits:\n%fsdp stop, then %fsdp start"
+)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
             assert known.class_name == "Net"
             assert known.classes == before.classes
         assert out["shard"]["units"] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
-        assert out["shard"]["policy"][0] == "classic: one flat parameter for each unit"
+        assert out["shard"]["policy"][0] == "classic: one flat parameter per unit"
         if "ignore" not in policy:
             assert out["live"][Category.OPTIMIZER_STATE] == out["at rest"].adam
     if "mp" not in policy and "ignore" not in policy:
@@ -314,8 +314,8 @@ def there_and_back(orig_params):
     assert execute(Verify())["ok"]
     out = execute(Reshard(model="model", api="classic", strategy="grad", orig_params=orig_params))
     assert ns["model"].module is plain
-    pieces = ["optimizers have a piece of each parameter"] if orig_params else []
-    assert out["policy"] == ["classic: one flat parameter for each unit", *pieces, "unsharded from forward to backward"]
+    pieces = ["optimizers have a shard of each parameter"] if orig_params else []
+    assert out["policy"] == ["classic: one flat parameter per unit", *pieces, "unsharded from forward to backward"]
     train()
     execute(Reshard(model="model", strategy="full", wrap=("Linear",)))
     train()
@@ -497,11 +497,11 @@ def refused():
     assert_refused(Reshard(model="model", api="classic"), ValueError, "use_orig_params=True")
     execute(Step(count=1))
     execute(Reshard(model="model", prefetch=2))
-    assert_refused(Reshard(model="model", api="classic"), UsageError, "one unit is gathered ahead at most; give 1")
+    assert_refused(Reshard(model="model", api="classic"), UsageError, "gathers at most one unit ahead; give 1")
     execute(Reshard(model="model", api="classic", orig_params=True, prefetch=1))
     assert_refused(Reshard(model="model", orig_params=False), ValueError, "use_orig_params=True")
     assert_refused(
-        Reshard(model="model", strategy="hybrid"), UsageError, "needs copies x ranks that share one: --mesh 2x2"
+        Reshard(model="model", strategy="hybrid"), UsageError, "needs a mesh of replicas x shard ranks: --mesh 2x2"
     )
     execute(Step(count=1))
     assert_refused(
@@ -510,7 +510,9 @@ def refused():
         "is for --api fully_shard; with classic give --strategy",
     )
     plain.head.weight.requires_grad_(False)
-    assert_refused(Reshard(model="model", api="fully_shard", mesh=(3,)), UsageError, "mesh 3 is not the number of")
+    assert_refused(
+        Reshard(model="model", api="fully_shard", mesh=(3,)), UsageError, "mesh 3 does not match the number of"
+    )
     execute(Reshard(model="model", api="fully_shard"))
     assert_refused(Reshard(model="model", api="classic"), ValueError, "is trained and 'head.weight' is frozen")
 

@@ -271,7 +271,10 @@ def reshards_that_cannot_be():
 def test_a_reshard_that_cannot_be_says_so_before():
     for said in run(1, reshards_that_cannot_be):
         parts = ["'model' is not sharded; shard it first", "the model has no module of class Blok; its classes are: "]
-        parts += ["mesh 3 is not the number of ranks, 1", "mlp.0.weight' of 'blocks.0' is tied to one of another unit"]
+        parts += [
+            "mesh 3 does not match the number of ranks, 1",
+            "mlp.0.weight' of 'blocks.0' is tied to one of another unit",
+        ]
         assert_refused(said, parts)
 
 
@@ -407,7 +410,7 @@ def test_what_one_unit_cannot_have_is_said_and_nothing_changes():
             "there is no unit 'blocks'; the units, nearest first: blocks.",
             "for --mesh, --prefetch reshard the model: %fsdp reshard model",
             "for --wrap reshard the model: %fsdp reshard model",
-            "what fits: no number; auto, true, false",
+            "these fit: no number; auto, true, false",
             "'model.blocks.1' is part of a classic model",
         ]
         assert_refused(said, parts)
@@ -487,11 +490,11 @@ def test_a_policy_that_does_not_fit_says_what_does_and_changes_nothing():
     for said, plain, same in run(2, wrong_policies):
         parts = [
             "'model' is not sharded; shard it first: %fsdp shard model",
-            "mesh 3 is not the number of ranks, 2; what fits: 2, 2x1",
-            "what fits: no number; auto, true, false",
-            "mesh 3x1 = 3 is not the number of ranks, 2",
+            "mesh 3 does not match the number of ranks, 2; these fit: 2, 2x1",
+            "these fit: no number; auto, true, false",
+            "mesh 3x1 = 3 does not match the number of ranks, 2",
             "the model has no module of class Blok; its classes are: ",
-            "what fits: no number; auto, true, false",
+            "these fit: no number; auto, true, false",
         ]
         assert_refused(said, parts)
         assert plain

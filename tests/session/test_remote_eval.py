@@ -47,10 +47,10 @@ def test_it_asks_until_the_answer_is_there_and_forgets_it():
 
 def test_a_rank_that_does_not_stand_in_the_gate():
     door = Door(accepted=False)
-    with pytest.raises(UsageError, match="ranks 0-1 do not stand in the gate"):
+    with pytest.raises(UsageError, match="ranks 0-1 are not held in the gate"):
         jobs(door, [0, 1]).run(RunCell(code="x"))
     assert door.asked[-1] == "forget"
-    with pytest.raises(UsageError, match="rank 2 does not stand in the gate; there is ranks 0-1"):
+    with pytest.raises(UsageError, match="rank 2 is not held in the gate, only ranks 0-1"):
         check_held([1, 2], [0, 1])
 
 
@@ -75,7 +75,7 @@ def test_ctrl_c_reaches_the_ranks_and_a_second_one_ends_the_wait():
             return super().position(answer)
 
     door = Pressed(*["not yet"] * 9)
-    with pytest.raises(Interrupted, match="nobody waits for rank 0"):
+    with pytest.raises(Interrupted, match="no longer waits for rank 0"):
         jobs(door, [0]).run(RunCell(code="x"))
     assert door.interrupted == [(0,)]
     assert door.asked[-1] == "forget"
@@ -84,7 +84,7 @@ def test_ctrl_c_reaches_the_ranks_and_a_second_one_ends_the_wait():
 def test_what_runs_on_some_ranks_only_says_so_to_them():
     door = Door("done")
     jobs(door, [0, 2]).run(Evaluate(expr="x"))
-    part = "or look at the part of this rank with to_local()"
+    part = "or read this rank's shard with to_local()"
     assert door.job.alone == f"ranks 0, 2 would call it: leave -t out, {part}"
     assert door.job.ranks == (0, 2)
     one = JobRanks(ranks=[1], held=[1], num_ranks=4)
@@ -120,7 +120,11 @@ def bad(ename, evalue):
 def test_errors_are_one_line_each():
     error = to_error({0: bad("KeyError", "'x'"), 1: JobReply(), 2: bad("KeyError", "'x'"), 3: bad("E", "a\nb")}, "here")
     assert isinstance(error, RankError)
-    assert str(error).splitlines() == ["ranks 0, 2 raised KeyError: 'x'", "rank 3 raised E: a", "the stop stays: here"]
+    assert str(error).splitlines() == [
+        "ranks 0, 2 raised KeyError: 'x'",
+        "rank 3 raised E: a",
+        "the step is still stopped: here",
+    ]
     assert (error.rank, error.also, error.traceback) == (0, (2,), "")
     assert to_error({0: JobReply()}, "here") is None
     assert isinstance(to_error({0: bad("UsageError", "no such parameter")}, "here"), UsageError)

@@ -64,14 +64,17 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nowhere.trace", "there is no file 'nowhere.trace'; a side is a trace file, 'last', or steps such as 3..5"),
+        (
+            "nowhere.trace",
+            "there is no file 'nowhere.trace'; compare takes a trace file, 'last', or steps such as 3..5",
+        ),
         ("lost", "there is no file 'lost'"),
         ("last:7", "the trace has no step 7; its steps are: 0-5"),
         ("2..9", "the trace has no step 9; its steps are: 0-5"),
         ("last:-7", "the trace has no step -7; its steps are: 0-5"),
         ("last:-2..-4", "steps 4..2 run backwards; write 2..4"),
         ("5..3", "steps 5..3 run backwards; write 3..5"),
-        ("", "a side of a comparison is a trace file, 'last', or steps such as 3..5; got nothing"),
+        ("", "compare takes a trace file, 'last', or steps such as 3..5; got an empty text"),
     ],
 )
 def test_what_is_not_there_is_said(text, message):

@@ -123,7 +123,7 @@ def changed(path: str, value: object) -> dict:
     ("path", "value", "sentence"),
     [
         ("units/1/params/0/shape", ..., r"header.units\[1\].params\[0\] lacks \['shape'\]"),
-        ("ranks/0/color", "red", r"header.ranks\[0\] lacks nothing and has unknown \['color'\]"),
+        ("ranks/0/color", "red", r"header.ranks\[0\] has unknown \['color'\]"),
         ("world_size", "4", "header.world_size is '4', expected int"),
         ("world_size", True, "header.world_size is True, expected int"),
         ("units/0/retired", 1, r"header.units\[0\].retired is 1, expected bool"),
@@ -147,7 +147,7 @@ def test_what_is_no_object_is_no_header():
     ("field", "value", "sentence"),
     [
         ("unit_states", {"x": 1}, "key_frame.unit_states has the key 'x', expected an integer"),
-        ("unit_states", {"0": 9}, r"key_frame.unit_states\[0\] is 9, which is no UnitState"),
+        ("unit_states", {"0": 9}, r"key_frame.unit_states\[0\] is 9, not a valid UnitState"),
         ("unit_states", {"0": "1"}, r"key_frame.unit_states\[0\] is '1', expected int"),
         ("reducing", [], r"key_frame.reducing is \[\], expected dict"),
         ("bytes_by_category", [0, 0], "key_frame.bytes_by_category has 2 entries, expected 10"),

@@ -64,7 +64,8 @@ def check_version() -> None:
     known = send is not None and inspect.signature(send).parameters.keys() >= _SEND_PARAMETERS
     if ipyparallel.version_info[0] != 9 or not known:
         raise ClusterError(
-            f"ipyparallel {ipyparallel.__version__} is installed, 9.2 is needed: pip install 'ipyparallel>=9.2,<10'"
+            f"ipyparallel {ipyparallel.__version__} is installed, but 9.2 is required: "
+            "pip install 'ipyparallel>=9.2,<10'"
         )
 
 

@@ -83,7 +83,7 @@ class AttachTarget:
             raise UsageError(f"{found} cannot be read: {error.strerror}") from error
         except ValueError as error:
             is_empty = "is empty: if the controller is starting, try again in a moment"
-            raise UsageError(f"{found} {'is no connection file of ipyparallel' if content else is_empty}") from error
+            raise UsageError(f"{found} {'is not a connection file of ipyparallel' if content else is_empty}") from error
         if not isinstance(known, dict) or not known.keys() >= _NEEDED:
             raise UsageError(f"{found} is not ipyparallel's connection file for clients, {_CLIENT.format('')}")
         return found
@@ -99,12 +99,16 @@ class AttachTarget:
             return there[0]
         ids = [path.name.removeprefix("ipcontroller-").removesuffix("-client.json") for path in there]
         known = (
-            f"there are: {', '.join(ids)}; --cluster-id ID" if ids else "start one with ipcluster start, or --file F"
+            f"there are: {', '.join(ids)}; choose one with --cluster-id ID"
+            if ids
+            else "start one with ipcluster start, or --file F"
         )
         asked = f" with the id {self.cluster_id!r}" if self.cluster_id else ""
         if ids and not asked:
-            raise UsageError(f"several clusters of profile {name!r} run, and it is not clear which is meant; {known}")
-        raise UsageError(f"no cluster{asked} of profile {name!r} runs; {known}")
+            raise UsageError(
+                f"several clusters of profile {name!r} are running: {', '.join(ids)}; choose one with --cluster-id ID"
+            )
+        raise UsageError(f"no cluster{asked} of profile {name!r} is running; {known}")
 
 
 class AttachedEngines(EngineProvider):
@@ -137,7 +141,7 @@ class AttachedEngines(EngineProvider):
         engines = registered()
         if len(engines) < (self._num_ranks or 1):
             what = f"{len(engines)} engines, not {self._num_ranks}" if engines else "no engines"
-            raise UsageError(f"the cluster of {self._file} has {what}: ipcluster engines -n N starts more")
+            raise UsageError(f"the cluster of {self._file} has {what}: start more with ipcluster engines -n N")
         return tuple(sorted(engines, key=engines.__getitem__))
 
     def is_running(self, _rank: int) -> bool:
@@ -159,8 +163,8 @@ class AttachedEngines(EngineProvider):
     def advice(self, _rank: int | None, *_others: int | None) -> str:
         """Return what to check and to do when the cluster does not answer."""
         return (
-            f"; is it running, and can it be reached from here? {self._file} says where it listens; what engines do "
-            "besides, as for another notebook, has to end first"
+            f"; check that it is running and can be reached from here, at the address in {self._file}, and that no "
+            f"other notebook keeps its engines busy"
         )
 
     def end(self) -> str:

@@ -112,7 +112,7 @@ class Channels:
             sent = {r: self._wire.ask(self.engines[r], r, kind, data, future) for r, future in admitted.items()}
         concurrent.futures.wait(futures.values(), timeout_s)
         for rank, future in futures.items():
-            settle(future, ClusterError(f"rank {rank} has not answered at its side door within {timeout_s} s"))
+            settle(future, ClusterError(f"the control thread of rank {rank} has not answered within {timeout_s} s"))
         for message_id in sent.values():
             self._wire.forget(message_id)
         return futures
@@ -167,7 +167,7 @@ def _world(rank: int, future: Future[Any]) -> World | Exception | None:
     error = future.exception()
     if isinstance(error, Exception):
         return error
-    found: World | None = decode(World | None, future.result()[0], f"what rank {rank} is part of")
+    found: World | None = decode(World | None, future.result()[0], f"world of rank {rank}")
     return found
 
 
@@ -179,5 +179,5 @@ def _outcome(request: RankRequest[R], rank: int, future: Future[Any]) -> R | Exc
     try:
         reply: R = decode(request.reply, data, "reply", buffers)
     except ValueError as wrong:
-        return ClusterError(f"rank {rank} answers {request.word!r} with something else: {wrong}")
+        return ClusterError(f"rank {rank} sent an invalid reply to {request.word!r}: {wrong}")
     return reply

@@ -41,8 +41,8 @@ MAX_RANKS = 64
 
 _QUICK_S = 2.0  # a start on this machine shows no notices before that
 _STOPPED = "the other ranks were stopped"
-_GIVEN_UP = "The start was given up: nothing of it is left"
-_ATTACH_GIVEN_UP = "The attach was given up: the cluster goes on running, and can be attached again"
+_START_CANCELLED = "The start was cancelled: no ranks are running"
+_ATTACH_CANCELLED = "The attach was cancelled: the cluster keeps running and can be attached again"
 _SHUTDOWN_S = 2.0
 _PATIENCE_S = 1.0
 _HOLD_S = 2.0
@@ -164,7 +164,7 @@ class Cluster:
             Interrupted: Ctrl-C; all are stopped again.
         """
         if self._place is not None:
-            raise UsageError("the ranks are started already: stop them first (%fsdp stop)")
+            raise UsageError("the ranks are already started: first %fsdp stop")
         atexit.register(self._stop_at_exit, os.getpid())
         self._notices = WaitNotices(on_wait, 0.0 if self._launcher else _QUICK_S)
         try:
@@ -174,7 +174,7 @@ class Cluster:
             for rank in lookouts(self._rank_info):
                 self._watch_hosts(self._reach(), rank, frozenset())
         except KeyboardInterrupt as interrupt:
-            raise Interrupted(_GIVEN_UP if self._target is None else _ATTACH_GIVEN_UP) from interrupt
+            raise Interrupted(_START_CANCELLED if self._target is None else _ATTACH_CANCELLED) from interrupt
         finally:
             if not self._rank_info:
                 self.stop()
@@ -263,8 +263,8 @@ class Cluster:
             return ()
         if self._num_wanted not in {None, len(world.engines)}:
             raise UsageError(
-                f"{len(world.engines)} of its engines are ranks already, and keep their variables: attach without -n; "
-                "or attach, %fsdp stop, which ends no engine, and attach again"
+                f"{len(world.engines)} of its engines are already ranks and keep their variables: attach without -n; "
+                f"or attach, %fsdp stop (the engines keep running), and attach again with -n"
             )
         self.num_ranks = len(world.engines)
         self._open_doors(place, wire, world.engines)
@@ -323,7 +323,7 @@ class Cluster:
         """Survey the engines, assign a rank to each, and return the boot request of each rank."""
         doors = self._reach()
         answers = self._survey(doors, counts_devices=self.device != HOST)
-        self._wait(place, answers, "say who it is")
+        self._wait(place, answers, "report its host and versions")
         found = dict(zip(doors.engines, self._said(answers, answers.ranks), strict=True))
         seated = seats(found, self.num_ranks if self._target is None else self._num_wanted)
         self.num_ranks = len(seated)
@@ -341,7 +341,7 @@ class Cluster:
         booted = self._begin(place, asked)
         address = booted[0]
         if address is None:
-            raise ClusterError("rank 0 did not say where the ranks meet")
+            raise ClusterError("rank 0 did not send the address of the process group")
         connected = self._begin(place, dict.fromkeys(asked, Connect(address=address)))
         info = tuple(connected.values())
         world = encode(World(engines=self._reach().engines, ranks=info, holder=holder_here()))
@@ -356,9 +356,9 @@ class Cluster:
         args = {rank: (encode(request),) for rank, request in requests.items()}
         answers = self._on_all(place, f"{self._runtime}:{word}", args)
         try:
-            return {rank: decode(reply, answer, f"what rank {rank} says") for rank, answer in answers.items()}
+            return {rank: decode(reply, answer, f"reply of rank {rank}") for rank, answer in answers.items()}
         except ValueError as wrong:
-            raise ClusterError(f"a rank answers {word!r} with something else: {wrong}") from wrong
+            raise ClusterError(f"a rank sent an invalid reply to {word!r}: {wrong}") from wrong
 
     def _on_all(self, place: EngineProvider, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``name`` on every rank during the start; the first failure ends the start."""
@@ -371,7 +371,7 @@ class Cluster:
         while not (is_done := pending.wait(NOTICE_S, or_error=True)):
             if time.monotonic() > place.deadline or any(map(pending.error, pending.ranks)):
                 break
-            self._notice(len(pending.ranks), "the ranks find each other")
+            self._notice(len(pending.ranks), "connecting the ranks")
         try:
             pending.raise_error()
         except RankError as error:
@@ -410,7 +410,7 @@ class Cluster:
                     last.callback(self._doors.shut_down_engines)
                 last.callback(self._shut_down, self._doors)
         if interrupts.count:
-            raise Interrupted("\n".join(filter(None, ["Interrupted. The ranks are stopped all the same", left[-1]])))
+            raise Interrupted("\n".join(filter(None, ["Interrupted, but the ranks are stopped", left[-1]])))
         return left[-1]
 
     def _end(self, place: EngineProvider, left: list[str]) -> None:
@@ -425,8 +425,8 @@ class Cluster:
         self._reach()
         if self._target is None:
             raise UsageError(
-                "these ranks were started here, and end with this notebook: %fsdp stop. Those that outlive it are "
-                "started by ipcluster start, and joined with %fsdp attach"
+                "these ranks were started here and end with this notebook: %fsdp stop. For ranks that outlive it: "
+                "ipcluster start, then %fsdp attach"
             )
         with ExitStack() as last:
             last.callback(self._forget)
@@ -643,7 +643,7 @@ class Cluster:
 
     def _reach(self) -> Channels:
         if self._doors is None:
-            raise UsageError("the ranks are not started: start them first (%fsdp start)")
+            raise UsageError("the ranks are not started: first %fsdp start")
         return self._doors
 
 

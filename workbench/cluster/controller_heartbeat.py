@@ -104,7 +104,7 @@ def end_when_alone(
     while is_heard or monitor.poll(round(750 * alone_s)) or not may_end():
         if is_heard or monitor.poll(0):
             is_heard = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-    os.write(_STDERR, f"nothing was heard of the controller for {alone_s:g} s: this process ends\n".encode())
+    os.write(_STDERR, f"no heartbeat from the controller for {alone_s:g} s: this process exits\n".encode())
     end_process(GRACE_S)
 
 

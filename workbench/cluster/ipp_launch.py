@@ -86,9 +86,7 @@ def check_launcher(name: str) -> None:
     if name.lower() not in launchers():
         near = difflib.get_close_matches(name.lower(), launchers(), n=1)
         meant = f", did you mean {near[0]!r}?" if near else ";"
-        raise UsageError(
-            f"ipyparallel has no launcher of engines called {name!r}{meant} there are {', '.join(launchers())}"
-        )
+        raise UsageError(f"ipyparallel has no engine launcher {name!r}{meant} there are {', '.join(launchers())}")
 
 
 def configures_launcher(profile: str) -> bool:
@@ -244,10 +242,10 @@ class IppLaunch(EngineProvider):
             count = sum(each.get("n", 1) if isinstance(each, dict) else each for each in configured.engines.values())
             if count < self._num_ranks:
                 there = f"{count} engine{'s' * (count != 1)}"
-                fewer = f", or start as many as there are: -n {count}" if count else ""
+                fewer = f", or start fewer ranks: -n {count}" if count else ""
                 raise UsageError(
-                    f"c.{name}.engines in {file} has {there}, and {self._num_ranks} ranks need one each: add hosts, or "
-                    f"engines of a host, as in {{'HOST': {self._num_ranks}}}{fewer}"
+                    f"c.{name}.engines in {file} has {there}, but {self._num_ranks} ranks need one each: add hosts, "
+                    f"or engines to a host, as in {{'HOST': {self._num_ranks}}}{fewer}"
                 )
         trait, command = next(
             ((trait, getattr(configured, trait)) for trait in _PROGRAMS if getattr(configured, trait, None)), ("", [])
@@ -257,10 +255,12 @@ class IppLaunch(EngineProvider):
         missing = f"{command[0]} is not installed here, or not on PATH"
         if issubclass(self._launcher_class, BatchSystemLauncher):
             raise UsageError(
-                f"{missing}: start the notebook on a machine that submits jobs, or name it in {file}, "
+                f"{missing}: start the notebook on a machine that submits jobs, or set its path in {file}, "
                 f"c.{name}.{trait} = ['/path/to/{command[0]}']"
             )
-        raise UsageError(f"{missing}: install it, or name it in {file}, c.{name}.{trait} = ['/path/to/{command[0]}']")
+        raise UsageError(
+            f"{missing}: install it, or set its path in {file}, c.{name}.{trait} = ['/path/to/{command[0]}']"
+        )
 
     # ---- where the controller listens
 
@@ -404,13 +404,13 @@ class IppLaunch(EngineProvider):
         self._queue = queue = JobQueue(engine_set)
         job = getattr(engine_set, "job_id", "")
         while (num_here := len(registered())) < self._num_ranks:
-            what = f"{num_here} of {self._num_ranks} engines are here"
+            what = f"{num_here} of {self._num_ranks} engines are connected"
             if queue.has_ended:
                 raise ClusterError(f"the queue has ended job {job}: {queue.state}; {what}{self.log_tail(None)}")
             what += f", in the queue as job {job}" if job else ""
             what += f": {queue.state}" if queue.state else ""
             if engine_set.state == "after":
-                raise ClusterError(f"engines ended while they started: {what}{self.log_tail(None)}")
+                raise ClusterError(f"engines ended during the start: {what}{self.log_tail(None)}")
             self._wait_a_moment(what)
             queue.look()
 
@@ -419,7 +419,7 @@ class IppLaunch(EngineProvider):
         if what != self._waits_for:
             self._waits_for, self.deadline = what, max(self.deadline, time.monotonic() + self._timeout_s)
         if time.monotonic() > self.deadline:
-            raise ClusterError(f"{what}, and no more for {self._timeout_s:.0f} s{self.advice(None)}")
+            raise ClusterError(f"{what}, without progress for {self._timeout_s:.0f} s{self.advice(None)}")
         self._notices.notice(what, self._said.lines[-1] if self._said.lines else "")
         time.sleep(_POLL_S)
 
@@ -431,7 +431,7 @@ class IppLaunch(EngineProvider):
         for launcher in getattr(self._cluster.engine_set, "launchers", {}).values():
             if self._is_ssh and launcher.state == "before":  # the host at which the start failed
                 where = f" on {launcher.location}"
-                advice = f"\nlook whether ssh {launcher.location} works from here without a password"
+                advice = f"\ncheck that ssh {launcher.location} works from here without a password"
         file = self._complaints
         lines = file.read_text(errors="replace").splitlines()[-_COMPLAINTS:] if file.exists() else []
         said = " ".join([str(error), *lines])
@@ -467,12 +467,12 @@ class IppLaunch(EngineProvider):
 
     def log_tail(self, _rank: int | None) -> str:
         """Return the last lines that the launcher logged, as the end of a message."""
-        return f"; the launcher said:\n{chr(10).join(self._said.lines)}" if self._said.lines else ""
+        return f"; the end of the launcher's log:\n{chr(10).join(self._said.lines)}" if self._said.lines else ""
 
     def advice(self, rank: int | None, *_others: int | None) -> str:
         """Return what to check and to do when engines do not register."""
         ip = self._cluster.controller_ip
-        heard = f"the controller listens on {ip}" if ip else "the controller listens on this machine alone"
+        heard = f"the controller listens on {ip}" if ip else "the controller listens on this machine only"
         return (
             f"{self.log_tail(rank)}\n{heard}: other hosts must reach it there (firewall, VPN; --interface NAME for "
             f"another address), and find Python with the workbench (c.{self._launcher_class.__name__} in "
@@ -497,8 +497,8 @@ class IppLaunch(EngineProvider):
             return ""
         were = "was" if len(self._out_of_reach) == 1 else "were"
         return (
-            f"{', '.join(self._out_of_reach)} {were} not reached: what runs there ends by itself once it has heard "
-            f"nothing for {ALONE_S:.0f} s, or for as long as c.IPEngine.max_heartbeat_misses says"
+            f"{', '.join(self._out_of_reach)} {were} not reached: engines there exit after {ALONE_S:.0f} s without "
+            f"heartbeats, or as c.IPEngine.max_heartbeat_misses sets it"
         )
 
     def _stop(self) -> None:

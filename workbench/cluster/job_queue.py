@@ -75,7 +75,7 @@ class JobQueue:
             try:
                 self.state = _said(_STATE, self._job, left_s)
             except subprocess.CalledProcessError:  # an old job is only in the accounting database
-                return f"the queue no longer knows job {self._job}{self._in_the_accounts(left_s)}"
+                return f"job {self._job} is no longer in the queue{self._in_the_accounts(left_s)}"
             except (OSError, SubprocessError):
                 break
             if self.has_ended:
@@ -87,7 +87,7 @@ class JobQueue:
     def _in_the_accounts(self, timeout_s: float) -> str:
         with suppress(OSError, SubprocessError):
             if said := _said(_ACCOUNT, self._job, timeout_s):
-                return f"; its accounts say: {said}"
+                return f"; its accounting record: {said}"
         return ""
 
 

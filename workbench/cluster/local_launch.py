@@ -249,7 +249,7 @@ class LocalLaunch(EngineProvider):
         """Sleep for a moment; raise if a process has ended, or if the ``late`` ones exceed the deadline."""
         ended = [rank for rank in dict.fromkeys([*late, None]) if self.exit_code(rank) is not None]
         if ended:
-            raise ClusterError(f"{_name(ended[0])} ended while it started{self.log_tail(ended[0])}")
+            raise ClusterError(f"{_name(ended[0])} ended during the start{self.log_tail(ended[0])}")
         if time.monotonic() > self.deadline:
             raise ClusterError(f"{complaint} in time{self.advice(*late)}")
         self._notices.notice(f"starting {len(self.engines)} rank{'' if len(self.engines) == 1 else 's'}", detail)
@@ -303,16 +303,16 @@ class LocalLaunch(EngineProvider):
         memory = psutil.virtual_memory()
         free, total = (f"{num_bytes / 2**30:.1f}" for num_bytes in (memory.available, memory.total))
         facts = (
-            f"memory, of which {free} of {total} GiB are free; load, {os.getloadavg()[0]:.1f} on "
-            f"{processes.usable_cores()} cores; ports on {LOOPBACK}, of which the controller listens on "
+            f"memory: {free} of {total} GiB free; load: {os.getloadavg()[0]:.1f} on "
+            f"{processes.usable_cores()} cores; ports on {LOOPBACK}: the controller listens on "
             f"{self._num_listening()} of {_PORTS}"
         )
         todo = (
-            f"%fsdp start again with fewer ranks (-n), after ending what takes memory or cores, or letting traffic on "
-            f"{LOOPBACK} through (firewall, VPN); in a terminal, workbench doctor tries two ranks by itself"
+            f"start fewer ranks (%fsdp start -n 2), free memory or cores, or allow traffic on {LOOPBACK} (firewall, "
+            f"VPN); to test two ranks, run workbench doctor in a terminal"
         )
         tail = [f"the end of the log of {_name(which)}:", *log] if log else []
-        return "\n".join(["" if log else f" ({empty} empty)", todo, f"look at {facts}", *tail])
+        return "\n".join(["" if log else f" ({empty} empty)", todo, facts, *tail])
 
     def _num_listening(self) -> int:
         """Return on how many ports the controller and its heartbeat process listen."""

@@ -69,7 +69,7 @@ def select(ranks: Iterable[int] | None, num_ranks: int, *, may_be_none: bool = F
     chosen = tuple(sorted(set(range(num_ranks) if ranks is None else ranks)))
     unknown = [rank for rank in chosen if rank not in range(num_ranks)]
     if unknown or not (chosen or may_be_none):
-        what = f"there is no rank {', '.join(map(str, unknown))}" if unknown else "no rank was named"
+        what = f"there is no rank {', '.join(map(str, unknown))}" if unknown else "no rank was selected"
         raise UsageError(f"{what}: the ranks are 0 to {num_ranks - 1}")
     return chosen
 
@@ -171,7 +171,7 @@ class PendingReplies:
         try:
             return self._answers[rank]
         except KeyError:
-            raise UsageError(f"rank {rank} was not asked; asked: {', '.join(map(str, self.ranks))}") from None
+            raise UsageError(f"rank {rank} has no request; ranks with one: {', '.join(map(str, self.ranks))}") from None
 
 
 def _equals(error: RankError, raised: dict[int, RankError], rank: int) -> Iterator[int]:

@@ -125,15 +125,15 @@ def misfits(seated: Sequence[RankAssignment], workbench: str) -> list[str]:
 def _misfit(said: EngineInfo, workbench: str, python: str, torch: str) -> str:
     """Return what is wrong with an engine, and what to install; empty: nothing."""
     if said.python != python:
-        return f"Python {said.python}, and most have {python}: give its engines that version"
+        return f"Python {said.python}, but most have {python}: use that version for its engines"
     if not said.workbench:
         return f"no workbench: install version {workbench}"
     if said.workbench != workbench:
-        return f"workbench {said.workbench}, and this notebook {workbench}: install that version"
+        return f"workbench {said.workbench}, but this notebook has {workbench}: install that version"
     if not said.torch:
         return f"no torch: install {f'version {torch}' if torch else 'it'}"
     if _public(said.torch) != torch:
-        return f"torch {said.torch}, and most have {torch}: install that version"
+        return f"torch {said.torch}, but most have {torch}: install that version"
     return ""
 
 
@@ -201,8 +201,8 @@ def _lacking(seated: Sequence[RankAssignment], kind: str) -> list[RankAssignment
 def few_devices(host: str, needed: int, there: int, kind: str) -> str:
     """Return the message that a host has only ``there`` devices for ``needed`` ranks, and what to do."""
     need = f"{needed} ranks need {needed} {kind} devices" if needed > 1 else f"1 rank needs 1 {kind} device"
-    fewer = f", or no more than {there} there" if there else ""
-    return f"{need} and {host} has {there}: use --device {HOST}{fewer}"
+    fewer = f", or at most {there} there" if there else ""
+    return f"{need}, but {host} has {there}: use --device {HOST}{fewer}"
 
 
 def _check_addresses(seated: Sequence[RankAssignment], interface: str) -> None:
@@ -210,8 +210,7 @@ def _check_addresses(seated: Sequence[RankAssignment], interface: str) -> None:
     wrong = [
         f"{label} has no address on {interface!r}; it has {', '.join(said.interfaces)}: --interface NAME"
         if interface
-        else f"{label} cannot be reached from other hosts on the way to the controller: --interface NAME, one of "
-        f"{', '.join(said.interfaces)}"
+        else f"{label} has no address that other hosts can reach: --interface NAME, one of {', '.join(said.interfaces)}"
         for label, said in without.items()
     ]
     if wrong:

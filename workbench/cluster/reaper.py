@@ -89,7 +89,7 @@ class Reaper:
             if pipe is not None:
                 pipe.write(json.dumps(what).encode() + b"\n")
         except OSError as error:
-            raise ClusterError("the process that cleans up after a cluster has ended early; start again") from error
+            raise ClusterError("the cleanup process of the cluster ended early: start again") from error
 
     def close(self, timeout_s: float) -> None:
         """Let the reaper finish its cleanup; kill it after ``timeout_s`` seconds."""

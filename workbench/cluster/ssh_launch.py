@@ -48,7 +48,7 @@ def patient(launcher_class: type[SSHLauncher], gives_up: threading.Event) -> typ
             return int(one.wait_one(self, timeout))
         except (SubprocessError, RuntimeError) as error:
             gives_up.wait(AGAIN_S)
-            raise TimeoutError(f"{self.location} could not be asked") from error
+            raise TimeoutError(f"{self.location} could not be queried") from error
 
     is_patient = _derived(one, wait_one=wait_one)
     return is_patient if one is launcher_class else _derived(launcher_class, launcher_class=is_patient)

@@ -43,18 +43,18 @@ class TimelineCommand(DrawCommand):
         if not options.pop("canvas", False):
             return name, options
         if options:
-            raise UsageError("%fsdp timeline --canvas shows all of the run: no other flag goes with it")
+            raise UsageError("%fsdp timeline --canvas shows the whole run: it takes no other flag")
         return "canvas", {}
 
 
-_CANVAS = argument("all of the run instead, live, to pan and zoom", needs_no_ranks=True)
+_CANVAS = argument("show the whole run, live, to pan and zoom", needs_no_ranks=True)
 _COMPLETES: dict[str, Names] = {"unit": "units"}
 _MORE = {
-    "layout": "`--unit blocks.2`: of this unit alone",
-    "states": "`--unit blocks.2`: of this unit alone",
-    "comms": "`--unit blocks.2`: of this unit alone",
-    "timeline": "`--canvas`: of the whole run, live, to pan and zoom",
-    "memory": "`--process`: the whole process as well",
+    "layout": "`--unit blocks.2`: only this unit",
+    "states": "`--unit blocks.2`: only this unit",
+    "comms": "`--unit blocks.2`: only this unit",
+    "timeline": "`--canvas`: the whole run, live, to pan and zoom",
+    "memory": "`--process`: also of the whole process",
 }
 
 
@@ -243,7 +243,7 @@ def parse_line(line: str, variable: Variable = _as_it_is) -> Command:
 
 def no_such_word(name: str) -> UsageError:
     """Return the error for an unknown command of ``%fsdp``; it names the nearest one."""
-    return UsageError(f"%fsdp has no word {name!r}{did_you_mean(name, list(WORDS))}\n%fsdp help lists them")
+    return UsageError(f"%fsdp has no command {name!r}{did_you_mean(name, list(WORDS))}\n%fsdp help lists them")
 
 
 def _parse_raw(name: str, rest: str, variable: Variable) -> Command:
@@ -272,12 +272,12 @@ def _parse_raw(name: str, rest: str, variable: Variable) -> Command:
 
 _BEGINS = {
     "start": "Ranks",
-    "dashboard": "All of it, live",
+    "dashboard": "Live view",
     "shard": "The model",
     "step": "Training, and stopping inside a step",
-    "verify": "Whether it trains right",
-    "layout": "Views of what was recorded",
-    "export": "Records and help",
+    "verify": "Correctness",
+    "layout": "Views of the trace",
+    "export": "Traces and help",
 }
 """Headings of the help, by the first command below each."""
 
@@ -291,7 +291,7 @@ def overview() -> str:
         lines.append(f"  {name:<{width}}  {summary(word)}")
     cell = f"  {CELL:<{width}}  first line of a cell: {summary(Cell)}"
     texts = (
-        "  {name} stands for a variable of this notebook, {{name}} for the text {name}; the code of eval,",
-        "  --when and cells stays as it is. After -- a text may begin with -: %fsdp open -- -odd.trace",
+        "  {name} is replaced by a variable of this notebook, {{name}} by the text {name}; the code of eval,",
+        "  --when and cells is not changed. After -- a text may begin with -: %fsdp open -- -odd.trace",
     )
-    return "\n".join(["usage: %fsdp WORD ...  (-h after a word explains it)", *lines, "", cell, *texts])
+    return "\n".join(["usage: %fsdp COMMAND ...  (-h after a command explains it)", *lines, "", cell, *texts])

@@ -68,7 +68,7 @@ class Notebook:
             return None
         if isinstance(command, Abort) and self.exchange == "start":
             self._gives_up = True
-            tell("Giving up: the ranks are not started or attached")
+            tell("Cancelled: no ranks are started or attached")
             return None
         exchange = self._exchange_of(command, tell, on_wait)
         if exchange is not None:
@@ -123,7 +123,7 @@ class Notebook:
 
     def _alone(self, word: Exchange, do: Callable[[], Any]) -> Any:  # noqa: ANN401
         if not self._exchanging.acquire(blocking=False):
-            raise UsageError("ranks are being started or stopped at this moment: wait for it")
+            raise UsageError("ranks are being started or stopped: wait until that is done")
         self.exchange, self._gives_up = word, False
         try:
             return do()
@@ -141,7 +141,7 @@ class Notebook:
         if command.num_ranks > CROWDED * self.cores and not command.engines and command.profile is None:
             tell(
                 f"{command.num_ranks} ranks share {self.cores} core{'' if self.cores == 1 else 's'} here: the start "
-                "takes minutes, or fails"
+                f"may take minutes or fail"
             )
 
         report = workbench.start(on_wait=self._noticing(on_wait), **wanted)
@@ -166,7 +166,7 @@ class Notebook:
 
     def _detach(self, tell: Tell) -> None:
         self.running().detach()
-        tell("detached; the ranks keep their variables: %fsdp attach finds them again")
+        tell("Detached. The ranks keep their variables: attach again with %fsdp attach")
 
     def _open(self, command: Open) -> Report:
         workbench = self.shown()
@@ -177,7 +177,7 @@ class Notebook:
     def _stop(self, tell: Tell) -> None:
         was_running = self.workbench is not None and self.workbench.running
         left = self._stop_ranks()
-        tell("Ranks stopped. The record is kept: views still work" if was_running else "No ranks are running")
+        tell("Ranks stopped. The trace is kept: views still work" if was_running else "No ranks are running")
         if left:
             tell(left)
 

@@ -139,8 +139,8 @@ class FsdpMagics(Magics):
         """Return a notebook variable as text; an iterable, such as ranks, is joined with commas."""
         if name not in self._shell.user_ns:
             raise UsageError(
-                f"{{{name}}} is replaced by a variable of this notebook, and there is no {name!r}; for the text itself "
-                f"write {{{{{name}}}}}"
+                f"there is no notebook variable {name!r} to replace {{{name}}}; for the text itself write "
+                f"{{{{{name}}}}}"
             )
         value = self._shell.user_ns[name]
         is_several = isinstance(value, Iterable) and not isinstance(value, str)

@@ -165,7 +165,7 @@ class Condition:
         except ArithmeticError:  # from the sample values; others may work
             pass
         except TypeError as error:
-            raise UsageError(f"--when cannot be computed as in {text!r}: {error}") from None
+            raise UsageError(f"--when cannot evaluate {text!r}: {error}") from None
         return read
 
     def holds(self, values: Mapping[str, object]) -> bool:
@@ -184,9 +184,9 @@ def _check_node(node: ast.AST, text: str, rank: int | None) -> None:
         raise UsageError(f"--when takes names, numbers and operators only, no {type(node).__name__} as in {text!r}")
     if isinstance(node, ast.Name) and node.id not in FIELDS:
         known = ", ".join(nearest(node.id, FIELDS))
-        raise UsageError(f"--when knows no {node.id!r}; it knows, nearest first: {known}")
+        raise UsageError(f"--when has no name {node.id!r}; the names, nearest first: {known}")
     if isinstance(node, ast.BinOp) and (_is_no_number(node.left) or _is_no_number(node.right)):
-        raise UsageError(f"--when computes with numbers only, not with texts or lists as in {text!r}")
+        raise UsageError(f"--when computes with numbers only, not with strings or lists as in {text!r}")
     if isinstance(node, ast.Name) and node.id == "rank" and rank is None:
         raise UsageError("a condition on the rank would stop ranks at different events: write --rank R instead")
 

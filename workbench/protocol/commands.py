@@ -1,13 +1,13 @@
-"""The words of ``%fsdp``: what a person may ask, each declared once as a small frozen command.
+"""The commands of ``%fsdp``, each declared once as a frozen dataclass.
 
-A magic, a button and the Python API build the same command, and :meth:`workbench.workbench.Workbench.do` does it. The
-declaration of a word is all there is of it on the way: its docstring is its help, its fields are its arguments, on the
-line (:mod:`workbench.magics.command_lines` makes the parser) as in Python (:func:`workbench.workbench.Workbench` takes
-its methods' signatures from here), and as plain data it goes to the ranks if it is for them.
+A magic, a button and the Python API build the same command, and :meth:`workbench.workbench.Workbench.do` runs it. The
+docstring of a command is its help, and its fields are its arguments, on the line
+(:mod:`workbench.magics.command_lines` makes the parser) and in Python (:func:`workbench.workbench.Workbench` takes its
+methods' signatures from here). A command for ranks is sent to them as plain data.
 
-To add one that ranks do: declare it here, with what a rank answers; write what a rank does in ``runtime/``, under
-:func:`workbench.runtime.command_handlers.does`; and what is said in ``reports/results.py``, under ``@says``. It then
-has its parser, its help, its completion and its method.
+To add a command that runs on ranks: declare it here, with the type of its reply; write its handler in ``runtime/``,
+under :func:`workbench.runtime.command_handlers.does`; and its report in ``reports/results.py``, under ``@says``. It
+then has a parser, a help text, completion and a method.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ BREAK = ("add", "list", "clear", "on", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Base of all words.
+    """Base of all commands.
 
     Attributes:
-        word: as it stands after ``%fsdp``.
-        example: a line that works, without ``%fsdp``.
-        more: what else its row of the README says, in Markdown.
-        method: of :class:`~workbench.workbench.Workbench` that does it; empty: that of the same name.
-        on_ranks: whether every rank does it, in its main thread.
-        needs_ranks: whether there is nothing to do before ranks were started, unless an argument says otherwise.
-        reply: type of what a rank answers, if ranks do it.
+        word: its name after ``%fsdp``.
+        example: a valid line, without ``%fsdp``.
+        more: further text of its row in the README, in Markdown.
+        method: the method of :class:`~workbench.workbench.Workbench` that runs it; empty: that of the same name.
+        on_ranks: whether every rank runs it, in its main thread.
+        needs_ranks: whether it needs started ranks, unless an argument waives that.
+        reply: type of a rank's reply, if ranks run it.
     """
 
     word: ClassVar[str] = ""
@@ -87,29 +87,29 @@ class Command:
     reply: ClassVar[Any] = NoneType
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return the method of the workbench that does it, and its arguments."""
+        """Return the method of the workbench that runs it, and its arguments."""
         return self.method or self.word, {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
     def waits_for_start(self) -> bool:
-        """Whether ranks have to be started first: the word says so, and no argument that was given says otherwise."""
+        """Whether ranks must be started first: the command needs them, and no given argument waives that."""
         given = (argument_of(f) for f in dataclasses.fields(self) if getattr(self, f.name))
         return self.needs_ranks and not any(known.needs_no_ranks for known in given)
 
 
 def summary(command: type[Command]) -> str:
-    """Return what a word does, in one line: the first one of its docstring."""
+    """Return the first line of a command's docstring."""
     first = (command.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     return first[:1].lower() + first[1:]
 
 
 class RankRequest(Generic[R_co]):
-    """Base of what a rank is asked, and answers, that is no word of a person's: mostly at its side door.
+    """Base of the internal requests to a rank, most of them to its control thread.
 
     Attributes:
-        word: names it on its way.
-        reply: type of the answer; None: it is answered when it is done.
-        looks: whether it changes nothing, so that everybody may ask it.
+        word: its name in the message.
+        reply: type of the reply; None: the reply only reports completion.
+        looks: whether it is read-only, so that a notebook that does not control the ranks may send it.
     """
 
     word: ClassVar[str]
@@ -120,9 +120,7 @@ class RankRequest(Generic[R_co]):
 # ---- the ranks
 
 
-_INTERFACE = argument(
-    "network interface on which hosts reach each other (default: that of the route between them)", metavar="NAME"
-)
+_INTERFACE = argument("network interface between the hosts (default: that of the route between them)", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,20 +130,23 @@ class Start(Command):
     word: ClassVar[str] = "start"
     example: ClassVar[str] = "start -n 4"
     more: ClassVar[str] = (
-        "on other machines with `--engines ssh`, `slurm`, `mpi` or another launcher of ipyparallel, as `--profile P` "
-        "configures it"
+        "`--engines ssh`, `slurm`, `mpi` or another ipyparallel launcher: on other machines, configured by "
+        "`--profile P`"
     )
     needs_ranks: ClassVar[bool] = False
     num_ranks: int = field(
-        default=4, metadata=argument("ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number)
+        default=4,
+        metadata=argument("number of ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number),
     )
-    device: str = field(default=AUTO, metadata=argument(f"where they compute (default {AUTO})", choices=CHOICES))
-    profile: str | None = field(default=None, metadata=argument("ipyparallel profile (default: none is needed)"))
+    device: str = field(default=AUTO, metadata=argument(f"device kind of the ranks (default {AUTO})", choices=CHOICES))
+    profile: str | None = field(
+        default=None, metadata=argument("IPython profile with the cluster's configuration (default: none)")
+    )
     engines: str = field(
         default="",
         metadata=argument(
-            "ipyparallel launcher that starts them: ssh, slurm, mpi, ... (default: the profile's; if it has none, this "
-            "machine's fast start)",
+            "ipyparallel launcher of the engines: ssh, slurm, mpi, ... (default: the profile's, else the fast start "
+            "on this machine)",
             metavar="LAUNCHER",
             completes="launchers",
         ),
@@ -160,28 +161,29 @@ class Attach(Command):
     word: ClassVar[str] = "attach"
     example: ClassVar[str] = "attach --profile mine"
     more: ClassVar[str] = (
-        "of the cluster with `--cluster-id ID` or `--file ipcontroller-client.json`; ranks that another notebook "
-        "controls can only be viewed"
+        "`--cluster-id ID` or `--file ipcontroller-client.json`: of this cluster; ranks that another notebook "
+        "controls are view-only"
     )
     method: ClassVar[str] = "join"
     needs_ranks: ClassVar[bool] = False
     num_ranks: int | None = field(
-        default=None, metadata=argument("ranks (default: all)", flags=("-n", "--num-ranks"), metavar="N", read=number)
+        default=None,
+        metadata=argument("number of ranks (default: all)", flags=("-n", "--num-ranks"), metavar="N", read=number),
     )
     profile: str | None = field(default=None, metadata=argument("IPython profile that the cluster was started with"))
-    cluster_id: str = field(default="", metadata=argument("which cluster of that profile", metavar="ID"))
+    cluster_id: str = field(default="", metadata=argument("cluster of that profile", metavar="ID"))
     file: str = field(
         default="",
         metadata=argument("connection file for clients, instead of a profile", metavar="FILE", flags=("--file",)),
     )
-    device: str = field(default=AUTO, metadata=argument(f"where ranks compute (default {AUTO})", choices=CHOICES))
+    device: str = field(default=AUTO, metadata=argument(f"device kind of the ranks (default {AUTO})", choices=CHOICES))
     interface: str = field(default="", metadata=_INTERFACE)
-    take: bool = field(default=False, metadata=argument("take ranks from a notebook that is gone"))
+    take: bool = field(default=False, metadata=argument("take control of ranks whose notebook is gone"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Command):
-    """Say where the ranks are, what is sharded, and what is recorded."""
+    """Show the ranks, the sharded models, and the size of the trace."""
 
     word: ClassVar[str] = "status"
     example: ClassVar[str] = "status"
@@ -189,7 +191,7 @@ class Status(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Stop(Command):
-    """Stop the ranks; what was recorded stays."""
+    """Stop the ranks; the trace is kept."""
 
     word: ClassVar[str] = "stop"
     example: ClassVar[str] = "stop"
@@ -198,7 +200,7 @@ class Stop(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Detach(Command):
-    """Leave attached ranks as they are, with their variables, for whoever attaches next."""
+    """Detach from attached ranks; they keep running, with their variables, and can be attached again."""
 
     word: ClassVar[str] = "detach"
     example: ClassVar[str] = "detach"
@@ -206,7 +208,7 @@ class Detach(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Dashboard(Command):
-    """Watch the ranks while they train, and at any event before; its buttons stop inside a step."""
+    """Show the ranks live and at any past event, with buttons to stop inside a step."""
 
     word: ClassVar[str] = "dashboard"
     example: ClassVar[str] = "dashboard"
@@ -215,50 +217,52 @@ class Dashboard(Command):
 
 # ---- how a model is sharded
 
-_MODEL = argument("its variable on the ranks, such as model", metavar="MODEL", completes="modules")
+_MODEL = argument("variable of the model on the ranks, such as model", metavar="MODEL", completes="modules")
 _POLICY = {
-    "api": Argument(
-        about="which FSDP; classic: FullyShardedDataParallel, one flat parameter for each unit", choices=APIS
-    ),
+    "api": Argument(about="FSDP API; classic: FullyShardedDataParallel, one flat parameter per unit", choices=APIS),
     "strategy": Argument(
-        about="with classic: what is split; grad keeps full parameters until backward, as hybrid2 does within a copy",
+        about="classic only: what is sharded; grad keeps full parameters until backward, hybrid2 does so within a "
+        "replica",
         choices=tuple(STRATEGIES),
     ),
-    "orig_params": Argument(about="with classic: the optimizer has a piece of each parameter, not one flat parameter"),
+    "orig_params": Argument(
+        about="classic only: the optimizer has the rank's shard of each parameter, not the flat parameter"
+    ),
     "wrap": Argument(
-        about="module classes of which each instance becomes a unit",
+        about="module classes; each instance becomes a unit",
         metavar="CLASS,...",
         read=several,
         completes="classes",
     ),
     "mesh": Argument(
-        about="ranks that share a copy, or copies x ranks that share one; hosts: a copy on each host",
+        about="number of shard ranks, or replicas x shard ranks; hosts: one replica per host",
         metavar="4|2x2|hosts",
         read=read_mesh,
         completes=(HOSTS,),
         joint="x",
     ),
     "reshard_after_forward": Argument(
-        about="free full parameters after forward; auto: all but the root's; K: K ranks share them",
+        about="free full parameters after forward; auto: except the root's; K: reshard them over K ranks",
         metavar="auto|true|false|K",
         read=as_reshard_after_forward,
         completes=RESHARD_AFTER_FORWARD,
     ),
     "mp": Argument(
-        about=f"compute and reduce in {', '.join(DTYPES)}; or {OFF}, also of one: reduce={OFF}",
+        about=f"dtypes of compute, reduction and output: {', '.join(DTYPES)}; {OFF}: none, reduce={OFF}: none for "
+        f"reduction",
         metavar="DTYPE[,reduce=DTYPE][,output=DTYPE]",
         completes=(*DTYPES, OFF),
     ),
-    "offload": Argument(about="keep what is sharded in host memory"),
+    "offload": Argument(about="keep shards in host memory"),
     "prefetch": Argument(
-        about="gather N units ahead, in the order of the modules; 0: the engine's own order",
+        about="gather N units ahead, in module order; 0: the engine's own order",
         metavar="N",
         read=count("0 or more"),
     ),
 }
 
 
-def _policy(name: str, default: str = "as it is") -> dict[str, Argument]:
+def _policy(name: str, default: str = "unchanged") -> dict[str, Argument]:
     """Return the metadata of a field that ``shard`` and ``reshard`` have; ``default`` in words."""
     known = _POLICY[name]
     return {"argument": replace(known, about=f"{known.about} (default: {default})")}
@@ -266,7 +270,7 @@ def _policy(name: str, default: str = "as it is") -> dict[str, Argument]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharding(Command):
-    """What ``shard`` and ``reshard`` have in common: a mesh, and names, as people write them."""
+    """Common fields of ``shard`` and ``reshard``, in user notation."""
 
     wrap: Sequence[str] = ()
     mesh: int | str | Sequence[int] = ()
@@ -278,7 +282,7 @@ class _Sharding(Command):
     def mesh_shape(self) -> tuple[int, ...]:
         """``(F,)``: all F ranks share one copy; ``(R, F)``: R copies, each shared by F ranks. Empty: none is given.
 
-        There is none of ``hosts`` until :meth:`on_hosts` has said what it is.
+        For ``hosts``, :meth:`on_hosts` resolves it first.
         """
         return as_mesh(self.mesh)
 
@@ -289,13 +293,13 @@ class _Sharding(Command):
             ranks_per_host: number of ranks on each host; ranks of a host are neighbours.
 
         Raises:
-            ValueError: hosts have different numbers of ranks, or something else that is given needs another mesh.
+            ValueError: hosts have different numbers of ranks, or another given option needs another mesh.
         """
         if self.mesh != HOSTS:
             return self
         if len(set(ranks_per_host)) > 1:
             there = ", ".join(map(str, ranks_per_host))
-            raise ValueError(f"mesh {HOSTS} needs equally many ranks on every host, and there are {there}")
+            raise ValueError(f"mesh {HOSTS} needs the same number of ranks on every host, not {there}")
         mesh = (len(ranks_per_host), ranks_per_host[0]) if len(ranks_per_host) > 1 else tuple(ranks_per_host)
         return replace(self, mesh=mesh)
 
@@ -307,7 +311,7 @@ class _Sharding(Command):
             shard_size: ranks that share a copy where no mesh is given; 0: not known.
 
         Raises:
-            ValueError: it does not; the message says what would.
+            ValueError: it does not; the message lists the values that fit.
         """
         check_mesh_fits(self.mesh_shape, world_size)
         shared_by = [shard_size, *self.mesh_shape][-1]
@@ -315,7 +319,7 @@ class _Sharding(Command):
             check_reshard_fits(self.reshard_after_forward, shared_by)
 
     def _check(self, model: str) -> None:
-        """Raise unless the fields hold what they may, or their default."""
+        """Raise unless each field has a valid value or its default."""
         _check_model(model)
         _set(self, wrap=_tuple(self.wrap), mesh=read_mesh(self.mesh))
         for cls in self.wrap:
@@ -346,10 +350,10 @@ class _Sharding(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class UnmanagedState:
-    """What of a sharded model the engine does not manage, on one rank.
+    """State of a sharded model that the engine does not manage, on one rank.
 
     Attributes:
-        params: names of trainable parameters that belong to no unit: nothing averages their gradients.
+        params: names of trainable parameters that belong to no unit; their gradients are not averaged.
         hooks: names of sharded parameters with a ``register_hook`` that is never called.
         buffers: checksum of each buffer by name.
     """
@@ -361,7 +365,7 @@ class UnmanagedState:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReply:
-    """What a model has become on one rank.
+    """A model after sharding, on one rank.
 
     Attributes:
         model: its name on the ranks.
@@ -370,9 +374,9 @@ class ShardReply:
         num_elements: elements of all parameters.
         bytes_unsharded: bytes of the whole model.
         bytes_at_rest: bytes of parameters that the rank keeps between steps, padding included.
-        policy: how units are kept and computed, a phrase each; nothing for what is the plain way.
-        optimizers: optimizers that go on with its parameters.
-        unmanaged: what the engine does not manage.
+        policy: a phrase for each non-default property of how units are sharded and computed.
+        optimizers: number of optimizers that use its parameters.
+        unmanaged: state that the engine does not manage.
         chosen: classes that were wrapped because the command named none; None if it named some.
     """
 
@@ -393,7 +397,7 @@ class Shard(_Sharding):
     """Shard a model with fully_shard or the classic wrapper, one unit per module of a class.
 
     Raises:
-        ValueError: a field holds something else than it may.
+        ValueError: a field has an invalid value.
     """
 
     word: ClassVar[str] = "shard"
@@ -405,13 +409,13 @@ class Shard(_Sharding):
     strategy: str = field(default="", metadata=_policy("strategy", "full"))
     orig_params: bool = field(default=False, metadata=_policy("orig_params", "no"))
     wrap: Sequence[str] = field(default=(), metadata=_policy("wrap", "chosen from the model"))
-    mesh: int | str | Sequence[int] = field(default=(), metadata=_policy("mesh", "all ranks share one"))
+    mesh: int | str | Sequence[int] = field(default=(), metadata=_policy("mesh", "one replica"))
     reshard_after_forward: str | int = field(default="auto", metadata=_policy("reshard_after_forward", "auto"))
     mp: str = field(default=OFF, metadata=_policy("mp", OFF))
     offload: bool = field(default=False, metadata=_policy("offload", "no"))
     prefetch: int = field(default=0, metadata=_policy("prefetch", "0"))
     ignore: Sequence[str] = field(
-        default=(), metadata=argument("parameters that stay whole, such as *.bias", metavar="GLOB,...", read=several)
+        default=(), metadata=argument("parameters to leave unsharded, such as *.bias", metavar="GLOB,...", read=several)
     )
 
     def __post_init__(self) -> None:
@@ -427,25 +431,25 @@ class Shard(_Sharding):
 
 @dataclass(frozen=True, kw_only=True)
 class Reshard(_Sharding):
-    """Change how a sharded model is sharded, in place; optimizers go on with their state.
+    """Change the sharding of a model in place; optimizers keep their state.
 
-    What is not given stays as it is, of ``mp`` as well, and so do the parameters that ``shard`` left out. A name such
-    as ``model.blocks.2`` is that of one unit alone: it has ``reshard_after_forward``, ``mp`` and ``offload`` by
-    itself, and no other unit changes.
+    Options that are not given stay unchanged, also those within ``mp``, and so do the parameters that ``shard``
+    ignored. A name such as ``model.blocks.2`` selects one unit: its ``reshard_after_forward``, ``mp`` and ``offload``
+    change, and no other unit does.
 
     Raises:
-        ValueError: a field holds something else than it may.
+        ValueError: a field has an invalid value.
     """
 
     word: ClassVar[str] = "reshard"
     example: ClassVar[str] = "reshard model --reshard-after-forward false"
-    more: ClassVar[str] = "`reshard model.blocks.2`: of this unit alone"
+    more: ClassVar[str] = "`reshard model.blocks.2`: only this unit"
     on_ranks: ClassVar[bool] = True
     reply: ClassVar[Any] = ShardReply
     model: str = field(
         kw_only=False,
         metadata=argument(
-            "its variable on the ranks, such as model; with a unit, such as model.blocks.2: that one alone",
+            "variable of the model on the ranks, such as model, or one unit of it, such as model.blocks.2",
             metavar="MODEL",
             completes="parts",
         ),
@@ -507,12 +511,12 @@ class StepReply:
     """The steps of one rank.
 
     Attributes:
-        steps_done: how many.
-        losses: of each step, None where it has none; None: no step has one.
-        seconds: of each step, without the time it was held.
-        optimizer_steps: since the rank was started.
+        steps_done: number of steps done.
+        losses: loss of each step, None for a step without a loss; None: no step has one.
+        seconds: duration of each step in seconds, without the time it was held.
+        optimizer_steps: number of optimizer steps since the rank was started.
         first_step: number of the first of the steps.
-        unreduced: names of units, root ``""`` included, that held gradients after a step which no reduction took.
+        unreduced: names of units, root ``""`` included, with gradients that were not reduced after a step.
     """
 
     steps_done: int
@@ -525,7 +529,7 @@ class StepReply:
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Command):
-    """Train: call train_step() on every rank, N times; a number that it returns is the loss.
+    """Train: call train_step() N times on every rank; a number that it returns is the loss.
 
     Raises:
         ValueError: ``count`` < 1, ``fn`` is not a name, or ``until`` not an event.
@@ -536,13 +540,15 @@ class Step(Command):
     on_ranks: ClassVar[bool] = True
     reply: ClassVar[Any] = StepReply
     count: int = field(
-        default=1, kw_only=False, metadata=argument("training steps (default 1)", metavar="N", read=number)
+        default=1, kw_only=False, metadata=argument("number of training steps (default 1)", metavar="N", read=number)
     )
     fn: str = field(default="train_step", kw_only=False, metadata=_FN)
     until: str = field(
         default="", metadata=argument("stop once, before this event: EVENT[:UNIT]", metavar="EVENT", completes="events")
     )
-    background: bool = field(default=False, metadata=argument("go on with the notebook at once (default: no)"))
+    background: bool = field(
+        default=False, metadata=argument("run in the background: the notebook stays free (default: no)")
+    )
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 1:
@@ -555,7 +561,7 @@ class Step(Command):
 
     @property
     def stop(self) -> Breakpoint | None:
-        """Where all ranks stop once, if ``until`` says so."""
+        """The one-time breakpoint of ``until``; None if it is not given."""
         if not self.until:
             return None
         event, unit = read_event(self.until)
@@ -564,16 +570,16 @@ class Step(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Pause(Command, RankRequest[None]):
-    """Stop all ranks at the same event of the step under way."""
+    """Stop all ranks at the same event of the running step."""
 
     word: ClassVar[str] = "pause"
     example: ClassVar[str] = "pause"
-    more: ClassVar[str] = "Ctrl-C in a step does the same, a second one aborts"
+    more: ClassVar[str] = "Ctrl-C during a step does the same, a second one aborts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Next(Command, RankRequest[None]):
-    """Let stopped ranks go on to the next event, collective, unit or phase.
+    """Continue a stopped step to the next event, collective, unit or phase.
 
     Raises:
         ValueError: ``what`` is none of :data:`NEXT`.
@@ -584,37 +590,35 @@ class Next(Command, RankRequest[None]):
     what: str = field(
         default="event",
         kw_only=False,
-        metadata=argument("default: event", metavar="|".join(NEXT), choices=NEXT),
+        metadata=argument("where to stop next (default: event)", metavar="|".join(NEXT), choices=NEXT),
     )
 
     def __post_init__(self) -> None:
         if self.what not in NEXT:
-            raise ValueError(f"next goes to the next one of {', '.join(NEXT)}, not {self.what!r}")
+            raise ValueError(f"next takes one of {', '.join(NEXT)}, not {self.what!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continue(Command, RankRequest[None]):
-    """Let stopped ranks go on, in the background if it began there."""
+    """Continue a stopped step, in the background if it was started there."""
 
     word: ClassVar[str] = "continue"
     example: ClassVar[str] = "continue --background"
-    more: ClassVar[str] = "`--background` and `--foreground` choose where"
+    more: ClassVar[str] = "`--background` and `--foreground` override this"
     method: ClassVar[str] = "resume"
     foreground: bool = field(
-        default=False, metadata=argument("wait also for a step that began with --background (default: no)")
+        default=False, metadata=argument("wait for the step, even if it was started with --background (default: no)")
     )
-    background: bool = field(
-        default=False, metadata=argument("leave the notebook free from now on, wherever it began (default: no)")
-    )
+    background: bool = field(default=False, metadata=argument("run the rest in the background (default: no)"))
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return the method of the workbench that does it, and its arguments; of both, the background is chosen."""
+        """Return the method of the workbench that runs it, and its arguments; with both flags, background wins."""
         return self.method, {"background": self.background if self.foreground or self.background else None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abort(Command):
-    """Give up what the ranks do; they are ready again afterwards."""
+    """Abort the running or stopped step or cell; the ranks are ready again afterwards."""
 
     word: ClassVar[str] = "abort"
     example: ClassVar[str] = "abort"
@@ -622,17 +626,19 @@ class Abort(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Where(Command):
-    """Say where every rank is, and since when."""
+    """Show where every rank is, and since when."""
 
     word: ClassVar[str] = "where"
     example: ClassVar[str] = "where"
-    more: ClassVar[str] = "`--stacks`: what its Python threads run as well, your functions first"
-    stacks: bool = field(default=False, metadata=argument("also each rank's Python threads (default: no)"))
+    more: ClassVar[str] = "`--stacks`: also the stacks of its Python threads, your functions first"
+    stacks: bool = field(
+        default=False, metadata=argument("also the stacks of each rank's Python threads (default: no)")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Break(Command):
-    """Stop before every such event: add, list, clear breakpoints, or turn them on and off.
+    """Add, list or clear breakpoints, or turn them on and off; ranks stop before each matching event.
 
     Raises:
         ValueError: arguments that do not go together.
@@ -641,16 +647,18 @@ class Break(Command):
     word: ClassVar[str] = "break"
     example: ClassVar[str] = "break add all_gather:blocks.2"
     more: ClassVar[str] = (
-        "`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, likewise `off` and `on`"
+        "`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, `break off 1`, `break on 1`"
     )
     action: str = field(kw_only=False, metadata=argument("what to do", metavar="|".join(BREAK), choices=BREAK))
     event: str = field(
         default="",
         kw_only=False,
-        metadata=argument("such as backward:blocks.2", metavar="EVENT[:UNIT]|ID", completes="events"),
+        metadata=argument(
+            "an event such as backward:blocks.2, or a breakpoint number", metavar="EVENT[:UNIT]|ID", completes="events"
+        ),
     )
     rank: int | None = field(
-        default=None, metadata=argument("the only rank that stops (default: all)", metavar="R", read=rank)
+        default=None, metadata=argument("stop only this rank (default: all)", metavar="R", read=rank)
     )
     when: str | None = field(
         default=None,
@@ -659,7 +667,7 @@ class Break(Command):
 
     def __post_init__(self) -> None:
         if self.action not in BREAK:
-            raise ValueError(f"after break comes {', '.join(BREAK[:-1])} or {BREAK[-1]}, not {self.action!r}")
+            raise ValueError(f"break takes {', '.join(BREAK[:-1])} or {BREAK[-1]}, not {self.action!r}")
         if self.action == "add" and not self.event:
             raise ValueError("add needs an event, such as all_gather:blocks.2 or backward")
         if self.action != "add" and (self.rank is not None or self.when is not None):
@@ -670,7 +678,7 @@ class Break(Command):
             raise ValueError(f"{self.action} takes a number that %fsdp break list shows, not {self.event!r}")
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return the method of the workbench that does it, and its arguments."""
+        """Return the method of the workbench that runs it, and its arguments."""
         if self.action == "add":
             return "break_add", {"event": self.event, "rank": self.rank, "when": self.when}
         if self.action == "list":
@@ -680,7 +688,7 @@ class Break(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(Command):
-    """Say what every stopped rank has of a parameter, in a table."""
+    """Show each stopped rank's shard of a parameter, in a table."""
 
     word: ClassVar[str] = "inspect"
     example: ClassVar[str] = "inspect blocks.2.mlp.0.weight"
@@ -692,7 +700,7 @@ class Inspect(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Command):
-    """Evaluate an expression on stopped ranks, inside the step, with the variables of the functions under way.
+    """Evaluate an expression inside the stopped step, with the variables of its active functions.
 
     Raises:
         ValueError: ``expr`` is empty, or ``frame`` is no number of one.
@@ -700,12 +708,12 @@ class Evaluate(Command):
 
     word: ClassVar[str] = "eval"
     example: ClassVar[str] = "eval x.shape -t 0"
-    more: ClassVar[str] = "`--frame 1`: those of the caller first"
+    more: ClassVar[str] = "`--frame 1`: from the caller's frame"
     method: ClassVar[str] = "evaluate"
     expr: str = field(
         kw_only=False,
         metadata=argument(
-            "a Python expression: the rest of the line as typed; after -- nothing of it is a flag",
+            "a Python expression: the rest of the line as typed; after --, no part of it is read as a flag",
             metavar="EXPR",
             completes="variables",
             is_code=True,
@@ -735,43 +743,47 @@ class Evaluate(Command):
         if not self.expr:
             raise ValueError("eval needs an expression, such as x.shape")
         if type(self.frame) is not int or self.frame < 0:
-            raise ValueError(f"a frame is a number, 0 for the innermost, not {self.frame!r}")
+            raise ValueError(f"frame is a number, 0 for the innermost, not {self.frame!r}")
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Return the method of the workbench that does it, and its arguments."""
+        """Return the method of the workbench that runs it, and its arguments."""
         return self.method, {"expr": self.expr, "ranks": self.ranks or None, "frame": self.frame}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Back(Command):
-    """Show what was recorded up to some events ago, 0: everything; undoes nothing."""
+    """Show the trace as of N events ago, 0: the newest event; the ranks' work is not undone."""
 
     word: ClassVar[str] = "back"
     example: ClassVar[str] = "back 3"
     n: int = field(
         default=1,
         kw_only=False,
-        metadata=argument("events; 0: the newest (default 1)", metavar="N", read=count("0 for the newest event")),
+        metadata=argument(
+            "number of events to go back; 0: to the newest (default 1)",
+            metavar="N",
+            read=count("0 for the newest event"),
+        ),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReply:
-    """One sharded step beside the same step of an unsharded copy, on one rank.
+    """A sharded step compared with the same step of an unsharded copy, on one rank.
 
     Attributes:
-        params: parameters compared.
+        params: number of parameters compared.
         max_abs_diff: largest absolute difference of any element.
         max_rel_diff: largest relative difference.
-        worst_param: the parameter that has the former.
-        equal_bits: parameters that are equal bit by bit.
+        worst_param: the parameter with the largest absolute difference.
+        equal_bits: number of bitwise equal parameters.
         ok: whether all differences are within the tolerance.
-        tolerance: what is allowed, in words.
-        loss_sharded, loss_reference: of both steps; None: they have none.
-        not_finite: parameters that hold NaN or infinity in both, at the same places.
-        buffers_not_finite: buffers of this rank that do before the step.
-        since: first of the last steps in a row in which this rank's loss was not finite; None: the last one's was.
-        unmanaged: what the engine does not manage, before the step.
+        tolerance: the tolerance, in words.
+        loss_sharded, loss_reference: the losses of both steps; None: they have none.
+        not_finite: parameters with NaN or infinity in both, at the same positions.
+        buffers_not_finite: buffers of this rank with NaN or infinity before the step.
+        since: first step of the current run of steps whose loss was not finite on this rank; None: the last was finite.
+        unmanaged: state that the engine does not manage, before the step.
     """
 
     params: int
@@ -791,7 +803,7 @@ class VerifyReply:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(Command):
-    """Compare a step with the same step of an unsharded copy; training state is left as it was.
+    """Compare a step with the same step of an unsharded copy; the training state is not changed.
 
     Raises:
         ValueError: ``model`` or ``fn`` is not a name.
@@ -804,7 +816,7 @@ class Verify(Command):
     model: str = field(
         default="",
         kw_only=False,
-        metadata=argument("default: the only sharded model there is", metavar="MODEL", completes="modules"),
+        metadata=argument("sharded model (default: the only one)", metavar="MODEL", completes="modules"),
     )
     fn: str = field(default="train_step", kw_only=False, metadata=_FN)
 
@@ -817,15 +829,15 @@ class Verify(Command):
 # ---- what was recorded
 
 _SIDE = (
-    "a trace file; last: what is recorded so far; of either some steps, such as last:3..5, or last:-3.. for the newest "
-    "three; 3..5 is of last"
+    "a trace file, or last: the trace so far; with steps: last:3..5, or last:-3.. (the newest three); 3..5 means "
+    "last:3..5"
 )
-TALK = argument("in sizes and colours for a projector")
+TALK = argument("use sizes and colours for a projector")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Command):
-    """Say and draw what changed from one record, or some steps of it, to another."""
+    """Show what changed from one trace, or some of its steps, to another."""
 
     word: ClassVar[str] = "compare"
     example: ClassVar[str] = "compare before.trace last"
@@ -833,7 +845,8 @@ class Compare(Command):
     needs_ranks: ClassVar[bool] = False
     a: str = field(kw_only=False, metadata=argument(_SIDE, metavar="A", completes="traces"))
     b: str = field(
-        kw_only=False, metadata=argument("likewise: what to compare it with", metavar="B", completes="traces")
+        kw_only=False,
+        metadata=argument("the trace to compare A with, in the same form", metavar="B", completes="traces"),
     )
     rank: int | None = field(
         default=None, metadata=argument("compare this rank (default: the one whose peak differs most)", read=rank)
@@ -843,38 +856,40 @@ class Compare(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Command):
-    """Write what was recorded to a file: .trace to open again, .json for Perfetto, .html as a page that replays it."""
+    """Write the trace to a file: .trace to open again, .json for Perfetto, .html for a page that replays it."""
 
     word: ClassVar[str] = "export"
     example: ClassVar[str] = "export run.trace"
-    more: ClassVar[str] = "`--steps 3..5`: only these"
+    more: ClassVar[str] = "`--steps 3..5`: only these steps"
     path: str = field(
         kw_only=False,
-        metadata=argument("where to; its suffix says what to write", metavar="FILE", completes="files"),
+        metadata=argument("output file; its suffix selects the format", metavar="FILE", completes="files"),
     )
     steps: str = field(
         default="",
-        metadata=argument("only these, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)", metavar="STEPS"),
+        metadata=argument(
+            "only these steps, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)", metavar="STEPS"
+        ),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Open(Command):
-    """Show a trace file again: every view, the dashboard, compare and export, without ranks."""
+    """Show a trace file without ranks: every view, the dashboard, compare and export."""
 
     word: ClassVar[str] = "open"
     example: ClassVar[str] = "open run.trace"
-    more: ClassVar[str] = "takes the place of what was recorded before; ranks are to be stopped first"
+    more: ClassVar[str] = "replaces the current trace; stop the ranks first"
     method: ClassVar[str] = "load"
     needs_ranks: ClassVar[bool] = False
     path: str = field(
-        kw_only=False, metadata=argument("a file that export has written", metavar="FILE", completes="records")
+        kw_only=False, metadata=argument("a trace file written by export", metavar="FILE", completes="records")
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class History(Command):
-    """List the commands of this notebook, those of the panel included, as lines to copy."""
+    """List the commands of this notebook and its panel, as lines to copy."""
 
     word: ClassVar[str] = "history"
     example: ClassVar[str] = "history 20"
@@ -882,26 +897,26 @@ class History(Command):
     n: int = field(
         default=0,
         kw_only=False,
-        metadata=argument("the newest of them; 0: all (default 0)", metavar="N", read=count("0 for all")),
+        metadata=argument("only the newest N; 0: all (default 0)", metavar="N", read=count("0 for all")),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Help(Command):
-    """List the words, or explain one of them."""
+    """List the commands, or explain one of them."""
 
     word: ClassVar[str] = "help"
     example: ClassVar[str] = "help shard"
-    more: ClassVar[str] = "`-h` after a word explains it"
+    more: ClassVar[str] = "`-h` after a command explains it"
     needs_ranks: ClassVar[bool] = False
     topic: str = field(
-        default="", kw_only=False, metadata=argument("default: all words", metavar="WORD", completes="words")
+        default="", kw_only=False, metadata=argument("default: all commands", metavar="COMMAND", completes="words")
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(Command):
-    """Run the cell on the ranks, all or -t RANKS."""
+    """Run the cell on all ranks, or on -t RANKS."""
 
     word: ClassVar[str] = "%%fsdp"
     example: ClassVar[str] = "-t 0,2\nprint(rank)"
@@ -938,7 +953,7 @@ _ALL: tuple[type[Command], ...] = (
     *(Inspect, Evaluate, Back, Verify, Compare, Export, Open, History, Help),
 )
 COMMANDS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL}
-"""All words but those that draw, which their views declare."""
+"""All commands except the drawing ones, which their views declare."""
 
 ON_RANKS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL if cls.on_ranks}
 
@@ -950,28 +965,28 @@ def to_dict(command: Command) -> dict[str, Any]:
 
 
 def from_dict(data: dict[str, Any]) -> Command:
-    """Inverse of :func:`to_dict`, of what ranks do.
+    """Inverse of :func:`to_dict`, for commands that run on ranks.
 
     Raises:
-        ValueError: unknown word or field, one that is missing, or of another type.
+        ValueError: an unknown command or field, a missing field, or a wrong type.
     """
     command: Command = decode_named(ON_RANKS, data, "command")
     return command
 
 
 def is_by_place(declared: dataclasses.Field[Any]) -> bool:
-    """Return whether an argument is given by its place on the line."""
+    """Return whether an argument is positional."""
     return not declared.kw_only and not argument_of(declared).flags
 
 
 _LIKE_A_FLAG = re.compile(r"(?<!\S)(--|-[^\W\d])")
-"""Where a word of code reads as a flag, or as the ``--`` that ends them."""
+"""Matches a word of code that argparse would read as a flag, or as the ``--`` that ends flags."""
 
 
 def to_text(command: Command) -> str:
-    """Return the line for ``command``; fields at their default are left out.
+    """Return the line for ``command``, without fields at their default.
 
-    Where what is given by place could be taken for a flag, it stands after ``--``, behind all flags.
+    Positional arguments that could be read as flags are placed after ``--``, behind all flags.
 
     Example: ``Shard(model="m", wrap=("Block",))`` -> ``shard m --wrap Block``; ``Open("-x")`` -> ``open -- -x``.
     """
@@ -990,7 +1005,7 @@ def to_text(command: Command) -> str:
 
 
 def _flag(name: str, value: object, known: Argument) -> list[str]:
-    """Return the words for one field: ``--mesh, (2, 4)`` -> ``--mesh 2x4``; ``--a, False`` -> ``--no-a``."""
+    """Return the arguments for one field: ``--mesh, (2, 4)`` -> ``--mesh 2x4``; ``--a, False`` -> ``--no-a``."""
     if isinstance(value, bool) and not known.flags:
         return [name if value else name.replace("--", "--no-", 1)]
     flag = known.flags[0] if known.flags else name
@@ -1005,13 +1020,13 @@ def _flag(name: str, value: object, known: Argument) -> list[str]:
 
 
 def _set(command: Command, **fields: object) -> None:
-    """Give fields of a command that is being made the form that all have."""
+    """Set normalised fields on a frozen command in ``__post_init__``."""
     for name, value in fields.items():
         object.__setattr__(command, name, value)
 
 
 def _tuple(names: Sequence[str]) -> tuple[str, ...]:
-    """One name is no sequence of letters."""
+    """Return the names as a tuple; a single string is one name."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -1019,7 +1034,7 @@ def _check_model(model: object) -> None:
     """Raise unless ``model`` is a Python name, or a dotted path of names and list places after one."""
     first, *rest = model.split(".") if isinstance(model, str) else [""]
     if not _is_name(first) or not all(_is_name(part) or part.isdecimal() for part in rest):
-        raise ValueError(f"a model is named by its variable on the ranks, such as model or model.blocks, not {model!r}")
+        raise ValueError(f"model is a variable on the ranks, such as model or model.blocks, not {model!r}")
 
 
 def _check_function(fn: object) -> None:

@@ -88,9 +88,9 @@ class PrecisionNames:
             name = name.strip() if has_name else ("param" if place == 0 else "")
             if name not in ("param", "reduce", "output") or name in found or dtype.strip() not in {*DTYPES, OFF}:
                 raise ValueError(
-                    f"mp is a dtype, with reduce= and output= where those differ, such as bf16 or "
-                    f"bf16,reduce=fp32,output=fp32; or {OFF}, also for one of them: reduce={OFF}. Dtypes are "
-                    f"{', '.join(DTYPES)}. Not {text!r}"
+                    f"mp is a dtype, with reduce= and output= if they differ, such as bf16 or "
+                    f"bf16,reduce=fp32,output=fp32; {OFF} means none, also for one of them: reduce={OFF}; the dtypes "
+                    f"are {', '.join(DTYPES)}; got {text!r}"
                 )
             found[name] = dtype.strip().replace(OFF, "")
         return found
@@ -156,7 +156,7 @@ def check_mesh_fits(mesh: Sequence[int], world_size: int) -> None:
     if mesh and math.prod(mesh) != world_size:
         product = f" = {math.prod(mesh)}" if len(mesh) > 1 else ""
         raise ValueError(
-            f"mesh {'x'.join(map(str, mesh))}{product} is not the number of ranks, {world_size}; what fits: "
+            f"mesh {'x'.join(map(str, mesh))}{product} does not match the number of ranks, {world_size}; these fit: "
             f"{', '.join(meshes_that_fit(world_size))}"
         )
 
@@ -192,8 +192,8 @@ def check_reshard_fits(value: object, shard_size: int) -> None:
     fitting = [str(n) for n in range(2, shard_size) if shard_size % n == 0]
     numbers = f"{', '.join(fitting)}; or " if fitting else "no number; "
     raise ValueError(
-        f"reshard_after_forward {value} does not split the {shard_size} ranks that share one copy into equal, smaller "
-        f"groups; what fits: {numbers}{', '.join(RESHARD_AFTER_FORWARD)}"
+        f"reshard_after_forward {value} does not split the {shard_size} shard ranks into equal, smaller groups; "
+        f"these fit: {numbers}{', '.join(RESHARD_AFTER_FORWARD)}"
     )
 
 
@@ -205,7 +205,7 @@ def check_prefetch(value: object) -> None:
     """
     if type(value) is not int or value < 0:
         raise ValueError(
-            f"prefetch is how many units are gathered ahead: 1, 2, ..., or 0 for the engine's own order, not {value!r}"
+            f"prefetch is the number of units gathered ahead: 1, 2, ..., or 0 for the engine's own order, not {value!r}"
         )
 
 
@@ -233,7 +233,9 @@ def check_not_classic(strategy: str, *, orig_params: bool | None) -> None:
             "grad, --mesh 4x1 for none, --mesh 2x2 for hybrid"
         )
     if orig_params:
-        raise ValueError("orig_params is for --api classic; with fully_shard optimizers always have the parameters")
+        raise ValueError(
+            "orig_params is for --api classic; with fully_shard, optimizers always have the model's own parameters"
+        )
 
 
 def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) -> None:
@@ -254,13 +256,13 @@ def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) 
         )
     if mp and PrecisionNames.parse(mp).output:
         raise ValueError(
-            f"mp {mp!r}: with --api classic outputs stay as they come; leave output= out, or cast in the model; "
-            f"output={OFF} takes away one that is set"
+            f"mp {mp!r}: --api classic does not cast outputs: leave out output=, or cast in the model; output={OFF} "
+            f"removes an earlier setting"
         )
     if prefetch is not None and prefetch > 1:
         raise ValueError(
-            f"prefetch {prefetch}: with --api classic one unit is gathered ahead at most; give 1, for forward as well "
-            "as backward, or 0, for backward alone"
+            f"prefetch {prefetch}: --api classic gathers at most one unit ahead; give 1, for forward and backward, "
+            f"or 0, for backward only"
         )
 
 
@@ -275,17 +277,17 @@ def check_strategy_fits(strategy: str, mesh: Sequence[int]) -> None:
         ValueError: it does not.
     """
     if strategy in HYBRID and len(mesh) < 2:
-        raise ValueError(f"strategy {strategy} needs copies x ranks that share one: --mesh 2x2")
+        raise ValueError(f"strategy {strategy} needs a mesh of replicas x shard ranks: --mesh 2x2")
     if strategy not in HYBRID and len(mesh) > 1:
         raise ValueError(
-            f"strategy {strategy} takes no mesh of copies, such as {'x'.join(map(str, mesh))}: give --strategy hybrid, "
-            "or hybrid2, which keeps full parameters from forward to backward"
+            f"strategy {strategy} takes no mesh of replicas, such as {'x'.join(map(str, mesh))}: give --strategy "
+            "hybrid, or hybrid2, which keeps full parameters from forward to backward"
         )
 
 
 def _wrong_mesh(value: object) -> str:
     return (
-        f"mesh is {HOSTS} (a copy on each host), a number of ranks, or copies x ranks that share one, such as 4 or "
+        f"mesh is {HOSTS} (one replica per host), a number of shard ranks, or replicas x shard ranks, such as 4 or "
         f"2x2, not {str(value)!r:.60}"
     )
 
@@ -301,8 +303,8 @@ def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
     compute, reduce = ({getattr(info, f"{what}_dtype") for info in infos} for what in ("compute", "reduce"))
     flat = [param for info in infos for param in info.params if param.parts]
     said = [
-        "classic: one flat parameter for each unit" if flat else "",
-        "optimizers have a piece of each parameter" if any(param.use_orig_params for param in flat) else "",
+        "classic: one flat parameter per unit" if flat else "",
+        "optimizers have a shard of each parameter" if any(param.use_orig_params for param in flat) else "",
         _replicas(copies, size) if copies > 1 else "",
         _after_forward(infos),
         f"compute in {_listed(compute)}" if compute != own else "",

@@ -70,7 +70,7 @@ class JobRanks:
         """End of the message that the job cannot wait for other ranks: who runs it, what to do; empty: all run it."""
         if len(self.ranks) == self.num_ranks:
             return ""
-        part = "or look at the part of this rank with to_local()"
+        part = "or read this rank's shard with to_local()"
         if len(self.held) == self.num_ranks:
             return f"{label(self.ranks)} would call it: leave -t out, {part}"
         return f"{label(self.held)} of {self.num_ranks} can call it here: stop where all ranks stop, {part}"
@@ -97,9 +97,9 @@ def check_held(ranks: Sequence[int], held: Sequence[int]) -> None:
     """
     missing = [rank for rank in ranks if rank not in held]
     if missing:
-        there = f"; there is {label(held)}" if held else ""
-        verb = "does" if len(missing) == 1 else "do"
-        raise UsageError(f"{label(missing)} {verb} not stand in the gate{there}: see %fsdp where")
+        there = f", only {label(held)}" if held else ""
+        verb = "is" if len(missing) == 1 else "are"
+        raise UsageError(f"{label(missing)} {verb} not held in the gate{there}: see %fsdp where")
 
 
 class RemoteEval:
@@ -145,7 +145,9 @@ class RemoteEval:
 
     def _interrupt(self, count: int, ranks: Sequence[int]) -> None:
         if count > 1:
-            raise Interrupted(f"Interrupted; nobody waits for {label(ranks)} any more: %fsdp where, %fsdp abort")
+            raise Interrupted(
+                f"Interrupted; the notebook no longer waits for {label(ranks)}: see %fsdp where, or %fsdp abort"
+            )
         self._cluster.interrupt(ranks)
 
     def _look(self, ticket: str, ranks: Sequence[int]) -> dict[int, JobReply]:
@@ -157,7 +159,7 @@ class RemoteEval:
             if ticket in position.tickets:
                 found[rank] = position.tickets[ticket]
             elif position.held is None:
-                raise ClusterError(f"rank {rank} left the gate before it was done: see %fsdp where")
+                raise ClusterError(f"rank {rank} left the gate before its reply: see %fsdp where")
         return found
 
 
@@ -179,7 +181,7 @@ def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
         return UsageError(error.evalue)
     lines = [f"{label(ranks)} raised {what}" for what, ranks in groups.items()]
     return RankError(
-        "\n".join([*lines, f"the stop stays: {where}"]),
+        "\n".join([*lines, f"the step is still stopped: {where}"]),
         rank=first,
         ename=error.ename,
         evalue=error.evalue,

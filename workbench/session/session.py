@@ -133,7 +133,7 @@ class ClusterLike(Interruptible, Protocol):
         """Run a cell in the main thread of ranks."""
 
 
-NEXT_THING = "the ranks are idle again and keep their variables: correct the code, run its cell, and go on"
+NEXT_THING = "the ranks are idle again and keep their variables: correct the code and run its cell again"
 
 IDLE_AGAIN = "The ranks are idle again; their variables are kept."
 
@@ -424,8 +424,8 @@ class Session:
         if report is not None:
             self._drop_news_of(request)
             return report
-        ended = "is over" if request.state == "over" else self._awaited(request) or "stops at its next event"
-        how = "" if request.state == "over" else ": see %fsdp where --stacks; %fsdp abort gives it up"
+        ended = "has ended" if request.state == "over" else self._awaited(request) or "stops at its next event"
+        how = "" if request.state == "over" else ": see %fsdp where --stacks; %fsdp abort aborts it"
         return EndReport(sentence=f"{request.work.words} {ended}{how}")
 
     def go_on(self, what: str | None, listener: RequestListener, *, background: bool | None) -> Report:
@@ -507,7 +507,7 @@ class Session:
         here = self.positions(timeout_s=PATIENT_S)
         held = tuple(sorted(rank for rank, position in here.items() if position.held is not None))
         if not held:
-            raise UsageError(f"no rank stands in the gate, so there is nothing to {word}: see %fsdp where")
+            raise UsageError(f"no rank is held in the gate, so there is nothing to {word}: see %fsdp where")
         if isinstance(work, Inspect):
             check_parameter(work.fqn, self.parameters())
         num_ranks = self.cluster.num_ranks
@@ -598,7 +598,7 @@ class Session:
         dead = tuple(rank for rank in ranks if rank not in living)
         if dead:
             losses = {rank: how for rank, how in self.cluster.losses().items() if rank in dead}
-            how = losses_in_words(losses) or f"{label(dead)} died: no process is left"
+            how = losses_in_words(losses) or f"{label(dead)} died: the process is gone"
             raise RankDied(f"{how}\n{death_sentence(dead, living)}", ranks=dead)
         if self._needs_recovery is None:
             self._needs_recovery = self._find_left()
@@ -636,7 +636,7 @@ class Session:
             return ""
         here = self._collector.positions
         doing = {here[rank].doing for rank in self.living() if rank in here} - {""}
-        return f"%fsdp {min(doing)} of the notebook before" if doing else ""
+        return f"%fsdp {min(doing)} of the previous notebook" if doing else ""
 
     def _find_left(self) -> bool:
         """Return whether an earlier notebook aborted these ranks, so that they need recovery.
@@ -647,7 +647,7 @@ class Session:
         self.drain()
         left = self._left()
         if left or not self._is_idle().wait(PATIENT_S):
-            raise UsageError(_left_sentence(left or "what the notebook before asked of them"))
+            raise UsageError(_left_sentence(left or "a request of the previous notebook"))
         return any(position.given_up for position in self._collector.positions.values())
 
     def _is_idle(self) -> PendingReplies:
@@ -723,7 +723,7 @@ class Session:
         if not request.watch.asked or not running:
             return ""
         if request.watch.asked == "abort":
-            return f"given up; {label(running)} still {_run(running)}"
+            return f"aborting; {label(running)} still {_run(running)}"
         late = [rank for rank in running if rank not in here or state_of(here[rank]) == "running"]
         return f"stops at the next event of {label(late or running)}"
 
@@ -848,10 +848,10 @@ class Session:
         self._free(idle, "aborted")
         if not idle.wait(RECOVER_S):
             raise ClusterError(
-                f"{label(late(idle, self.living()))} did not give up what the notebook before asked of it: {RESTART}"
+                f"{label(late(idle, self.living()))} did not abort the previous notebook's request: {RESTART}"
             )
         self._needs_recovery = True
-        return EndReport(sentence="what the ranks did for the notebook before was given up")
+        return EndReport(sentence="aborted the request of the previous notebook")
 
     def recover(self) -> None:
         """Have all ranks build new process groups and discard the step they were in.
@@ -873,9 +873,10 @@ class Session:
         else:
             culprits = tuple(self._not_there(pending))
             why = who_works(RECOVER_S, culprits, self.ask(LocateLine()), ())
-        self._free(pending, "the ranks could not be joined again", store=True)  # the others wait for the culprits
+        # the others wait for the culprits
+        self._free(pending, "the ranks could not rebuild their process groups", store=True)
         pending.wait(CLOSE_S)
-        why = f"the ranks could not be joined again ({why})"
+        why = f"the ranks could not rebuild their process groups ({why})"
         self._obstacle = Obstacle(why=why, pending=pending, culprits=culprits, is_for_good=True)
         raise ClusterError(self.obstacle)
 
@@ -898,7 +899,7 @@ class Session:
             return self.obstacle  # all ranks raised on their own, before any work with the others
         self._needs_recovery = True
         if outcome.abandoned and not self.obstacle:
-            still = f"{label(outcome.abandoned)} still {_run(outcome.abandoned)}, and nobody waits"
+            still = f"{label(outcome.abandoned)} still {_run(outcome.abandoned)}, and the notebook no longer waits"
             self._obstacle = Obstacle(why=still, pending=request.pending, culprits=outcome.abandoned, is_for_good=False)
         if self.obstacle:
             return self.obstacle
@@ -951,13 +952,11 @@ def busy_sentence(request: Request) -> str:
     """Return the message that ``request`` is under way and blocks others, and what to do."""
     dead = request.dead
     if dead:
-        return f"{request.work.words} is under way, and {label(dead)} died meanwhile: end it with %fsdp abort"
+        return f"{request.work.words} was running when {label(dead)} died: end it with %fsdp abort"
     if request.state == "stopped":
-        return (
-            f"{request.work.words} is under way ({request.stop}): first %fsdp continue, or give it up with %fsdp abort"
-        )
+        return f"{request.work.words} is stopped ({request.stop}): first %fsdp continue or %fsdp abort"
     where = " in the background" if request.thread is not None else ""
-    return f"{request.work.words} runs{where}: %fsdp pause stops inside it, %fsdp abort gives it up"
+    return f"{request.work.words} runs{where}: %fsdp pause stops inside it, %fsdp abort aborts it"
 
 
 def _nothing(word: str) -> str:
@@ -969,7 +968,7 @@ def _nothing(word: str) -> str:
 
 def _left_sentence(left: str) -> str:
     """Return the message that the ranks still run the request of an earlier notebook, and what to do."""
-    return f"the ranks still do {left}: wait, or give it up with %fsdp abort"
+    return f"the ranks still run {left}: wait, or abort it: %fsdp abort"
 
 
 def _run(ranks: Sequence[int]) -> str:

@@ -41,7 +41,7 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
     if isinstance(text, Trace):
         return "a trace", text
     source, part = _split(os.fspath(text))
-    trace = last() if source == LAST else opened(source, "a side is a trace file, 'last', or steps such as 3..5")
+    trace = last() if source == LAST else opened(source, "compare takes a trace file, 'last', or steps such as 3..5")
     if source == LAST and not trace.num_rows:
         raise UsageError("nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3")
     name = "this run" if source == LAST else Path(source).name
@@ -62,7 +62,7 @@ def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:
         UsageError: ``text`` names no steps, or the trace lacks them.
     """
     if not re.fullmatch(_STEPS, text):
-        raise UsageError(f"steps are such as 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}")
+        raise UsageError(f"steps are written 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}")
     known = steps(trace)
     first, dots, end = text.partition("..")
     bounds = _number(first, known), _number(end if dots else first, known)
@@ -76,7 +76,7 @@ def _split(text: str) -> tuple[str, str]:
         return LAST, text
     found = _SIDE.fullmatch(text)
     if found is None:
-        raise UsageError("a side of a comparison is a trace file, 'last', or steps such as 3..5; got nothing")
+        raise UsageError("compare takes a trace file, 'last', or steps such as 3..5; got an empty text")
     return found["source"], found["part"] or ""
 
 

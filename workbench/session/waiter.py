@@ -78,18 +78,18 @@ Asked = Literal["", "pause", "abort"]
 """What the user may request while ranks run."""
 
 
-_MEANS = ("stops inside the step", "gives up", "sends SIGINT", "stops waiting")
+_MEANS = ("stops inside the step", "aborts", "sends SIGINT", "stops waiting")
 """What each further Ctrl-C does."""
 
 
 class Tick(Enum):
     """Why the ranks are drained."""
 
-    IN_TIME = "they work"
-    LEFT = "they are not waited for any more, and some still work"
-    STOPPED = "they stand"
-    FAILED = "all is over, and not every rank ended well"
-    ENDED = "all is over, and every rank ended well"
+    IN_TIME = "the ranks run"
+    LEFT = "the wait has ended, and some ranks still run"
+    STOPPED = "the ranks are stopped"
+    FAILED = "all ranks have ended, some with a failure"
+    ENDED = "all ranks have ended without failure"
 
 
 class RequestWaiter:
