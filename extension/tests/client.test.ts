@@ -130,7 +130,7 @@ describe("a client", () => {
     const lost = client.ask({ word: "recall" });
     client.away("restarting");
     await expect(lost).rejects.toThrow(Refusal);
-    await expect(client.ask({ word: "recall" })).rejects.toThrow("no kernel");
+    await expect(client.ask({ word: "recall" })).rejects.toThrow("No kernel");
   });
 
   it("begins again after a restart, and forgets what it waited for", async () => {

@@ -178,7 +178,7 @@ describe("starting and stopping", () => {
   it.each([
     ["", /^$/],
     ["start", /^Starting or attaching ranks\.$/],
-    ["stop", /being stopped/],
+    ["stop", /ranks are stopping/],
     ["open", /file is being opened/],
   ] as const)("says why they cannot: %j", (exchange, wanted) => {
     expect(exchanging(state({ cluster: cluster({ exchange }) }))).toMatch(wanted);

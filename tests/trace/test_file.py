@@ -327,7 +327,7 @@ def npy_with_header(text: bytes) -> bytes:
         (edited_meta(lambda meta: [meta]), NOT_A_TRACE),
         (edited_meta(lambda meta: meta.pop("header") and None), NOT_A_TRACE),
         (edited_meta(lambda meta: meta["ranks"][1].pop("start") and None), NOT_A_TRACE),
-        (edited_meta(lambda meta: meta["ranks"].append(meta["ranks"][0])), r"each rank once, got ranks \[0, 1, 0\]"),
+        (edited_meta(lambda meta: meta["ranks"].append(meta["ranks"][0])), r"ranks must be distinct, got \[0, 1, 0\]"),
         (edited_meta(lambda meta: meta["header"].pop("strings") and None), r"header lacks \['strings'\]"),
         (
             edited_meta(lambda meta: meta["header"].update(schema_version=SCHEMA_VERSION + 1)),

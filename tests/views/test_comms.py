@@ -126,7 +126,7 @@ def test_a_step_still_running_is_not_the_one_shown():
     trace = example_trace()
     cut = Trace(trace.header, tuple(r.cut(0, r.end_seq - 10) for r in trace.ranks))
     assert title(comms(cut)).startswith("Step 1: ")
-    assert "recorded in part" in title(comms(cut, step=2))
+    assert "only partly recorded" in title(comms(cut, step=2))
     assert set(column(comms(cut, step=2), "expected")) == {"-"}
 
 
@@ -253,7 +253,7 @@ def test_parameters_of_no_unit_are_said_with_what_to_do():
     said = html.unescape(subtitle(comms(Trace(header, trace.ranks))))
     assert "in no unit, so their gradients are not averaged: scale, adapter.weight. After backward, for each: " in said
     assert "p = m.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in said
-    assert "their gradients: bias. After backward, for each: p = other.get_parameter('bias')" in said
+    assert "their gradients are not averaged: bias. After backward, for each: p = other.get_parameter('bias')" in said
     assert "register_hook is never called on a sharded parameter: weight. Use register_post_accumulate" in said
     assert "buffers differ between ranks: mean. If they should not, for each: " in said
     assert "torch.distributed.broadcast(m.get_buffer('mean'), 0)" in said

@@ -251,7 +251,7 @@ def test_a_time_of_a_gpu_is_not_claimed_where_only_the_hosts_is_known():
 @pytest.mark.parametrize("name", ["timeline", "states", "comms"])
 def test_a_time_of_a_gpu_is_claimed_where_it_is_told(name):
     told = unescape(words(draw(name, on_devices(example_trace()))).replace("<br>", " "))
-    assert "imes are the GPU's, within 6.00 µs" in told
+    assert "imes are measured on the GPU, within 6.00 µs" in told
     assert "enqueued" not in told
 
 

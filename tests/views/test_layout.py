@@ -97,7 +97,7 @@ def headings(fig):
 
 def test_a_unit_says_what_is_special_about_its_policy():
     special = {"compute_dtype": "bfloat16", "offload": True, "reshard_after_forward": 2}
-    policy = "computes in bfloat16, reduces in float32, shards kept in host memory, resharded to 2 ranks after forward"
+    policy = "computes in bfloat16, reduces in float32, shards kept in host memory, on 2 ranks after forward"
     units = [make_unit(make_param((8,), 4), index=0), make_unit(make_param((8,), 4), index=1, name="a", **special)]
     fig = layout(trace_of(*units, world_size=4))
     assert f"on a rank, {policy}" in headings(fig)
@@ -123,7 +123,7 @@ def test_a_flat_parameter_is_its_parameters_end_to_end_cut_where_a_column_ends_a
     assert [round(width / 0.992, 2) for _, _, width, _, _ in held] == [0.6, 0.4, 0.8]
     assert [round(width / 0.992, 2) for _, _, width, _, _ in padding] == [0.2]
     assert "p1 [6]: elements 2-5 of 6, 16 B" in held[-1][-1]
-    assert "p0 [3]: all of it, 12 B" in held[0][-1]
+    assert "p0 [3]: all elements, 12 B" in held[0][-1]
     assert fig.layout.yaxis.ticktext == ("2 parameters [9]",)
     assert "2 parameters in 1 unit, packed into 1 flat parameter" in subtitle(fig)
     assert "padding wastes 4 B" in subtitle(fig)
@@ -135,7 +135,7 @@ def test_what_tensor_parallelism_has_split_in_a_flat_parameter_is_said_to_be_a_p
     fig = layout(trace_of(make_unit(replace(flat, parts=parts, global_shape=(15,))), world_size=4))
     said = words(fig).replace("&#x27;", "'")
     assert "p1 [6], this rank's part of [12]: elements 0-1 of 6" in said
-    assert "p0 [3]: all of it" in said
+    assert "p0 [3]: all elements" in said
 
 
 def test_parameters_of_a_flat_one_that_lie_on_several_ranks_are_named_however_small_their_pieces():
@@ -159,7 +159,7 @@ def test_narrow_parameters_side_by_side_are_one_segment_that_says_which():
     fig = layout(trace_of(flat_unit((10**6, *[1] * 20, 10**6), 1), world_size=1))
     held = bars(fig, "held")
     assert [text for *_, text, _ in held] == ["p0", "", "p21"]
-    assert "p1 [1]: all of it" in held[1][-1]
+    assert "p1 [1]: all elements" in held[1][-1]
     assert "and 12 more" in held[1][-1]
 
 

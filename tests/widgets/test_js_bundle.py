@@ -41,7 +41,10 @@ def test_what_is_exported_by_name_is_exported_by_the_whole(tmp_path):
     ("texts", "said"),
     [
         ({"a": 'import { x } from "./b.js";\n', "b": "const x = 1;\n"}, "a.js imports x from b.js"),
-        ({"a": 'import { b } from "./b.js";\n', "b": 'import { a } from "./a.js";\n'}, "circle: a.js -> b.js -> a.js"),
+        (
+            {"a": 'import { b } from "./b.js";\n', "b": 'import { a } from "./a.js";\n'},
+            "circular import: a.js -> b.js -> a.js",
+        ),
         ({"a": 'import * as b from "./b.js";\n', "b": ""}, "unsupported import or export"),
         ({"a": 'import b from "https://elsewhere/b.js";\n'}, "unsupported import or export"),
         ({"a": "const x = 1;\nexport { x };\n"}, "unsupported import or export"),

@@ -73,7 +73,7 @@ def test_without_ranks_it_is_over_or_was_never():
 
 
 def test_whose_ranks_they_are():
-    assert ", cuda, of" in whose(on_devices(TRACE).header, 12)
+    assert ", cuda, kernel" in whose(on_devices(TRACE).header, 12)
     assert whose(TRACE.header, 12).startswith("4 ranks on ")
     assert whose(TRACE.header, 12).endswith(", kernel pid 12")
     assert whose(Trace.empty().header, 12) == ""

@@ -254,7 +254,7 @@ def _policy(unit: Unit) -> str:
         f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
         f"reduces in {unit.reduce_dtype}" if unit.reduce_dtype != unit.compute_dtype else "",
         "shards kept in host memory" if unit.offload else "",
-        f"resharded to {resharded} ranks after forward" if type(resharded) is int else "",
+        f"on {resharded} ranks after forward" if type(resharded) is int else "",
     ]
     return "".join(f", {theme.shorten(part)}" for part in said if part)
 

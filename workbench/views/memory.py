@@ -196,7 +196,7 @@ def _subtitle(
         _who(header, panels[0], panels) if len(panels) == 1 else "",
         f"the peak: {describe_peak(header, top.peak)}",
         _kept(header, top.shown),
-        "exact bytes owned by the engine, in the order of the program's requests",
+        "exact bytes owned by the engine, in program order",
         "" if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),
         f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",
