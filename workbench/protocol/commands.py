@@ -71,7 +71,7 @@ class Command:
     Attributes:
         word: as it stands after ``%fsdp``.
         example: a line that works, without ``%fsdp``.
-        more: what else its row of the README says, in Markdown.
+        more: what else its row in ``docs/commands.md`` says, in Markdown.
         method: of :class:`~workbench.workbench.Workbench` that does it; empty: that of the same name.
         on_ranks: whether every rank does it, in its main thread.
         needs_ranks: whether there is nothing to do before ranks were started, unless an argument says otherwise.
