@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -10,6 +11,16 @@ from tests.source import Source, imports, sources
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = Function | ast.ClassDef
+
+SAME_THING = {
+    "errors.py": {".", "engine"},
+    "memory.py": {"replay", "views"},
+    "paused_time.py": {"replay", "views"},
+    "process.py": {"replay", "views"},
+    "states.py": {"replay", "views"},
+    "training.py": {"replay", "views"},
+}
+"""Files with the same name in several folders, by the folders: they are about the same thing there."""
 
 
 def without_docstring(source: Source) -> list[str]:
@@ -46,6 +57,18 @@ def test_public_names_are_documented():
 def test_a_docstring_says_what_it_is_of_and_does_not_send_elsewhere():
     elsewhere = re.compile(r"see (the )?module docstring", re.IGNORECASE)
     assert [str(source.path) for source in sources() if elsewhere.search(source.text)] == []
+
+
+def test_no_file_and_no_class_has_the_name_of_another():
+    folders: dict[str, set[str]] = {}
+    for source in sources():
+        folders.setdefault(source.path.name, set()).add(str(source.path.parent))
+    del folders["__init__.py"]
+    assert {name: found for name, found in folders.items() if len(found) > 1} == SAME_THING
+    classes = Counter(
+        node.name for source in sources() for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, number in classes.items() if number > 1] == []
 
 
 def test_nothing_is_printed():

@@ -18,7 +18,7 @@ MISSING = {"WORKBENCH_FIREFOX": "/nowhere"}
 def run(*flags, **variables):
     """Run the one file of tests that needs Firefox, and return its exit code and what it wrote."""
     environment = {name: value for name, value in os.environ.items() if name not in {"CI", NO_BROWSER}}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *flags, FILE]
+    command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--color=no", *flags, FILE]
     done = subprocess.run(
         command, cwd=REPO, env=environment | variables, capture_output=True, text=True, check=False, timeout=200
     )

@@ -179,7 +179,7 @@ sys.path.insert(0, {str(REPO)!r})
 from tests.widgets.long_trace import long_trace
 from workbench.session.snapshot import pulse
 from workbench.trace.columns import RankTrace, Trace
-from workbench.widgets.dashboard import Dashboard
+from workbench.widgets.dashboard import DashboardWidget
 
 class Growing:
     rate = 2_000  # rows a second and rank
@@ -196,7 +196,7 @@ class Growing:
 
 growing = Growing()
 """,
-    "dash = Dashboard(growing)\ndash",
+    "dash = DashboardWidget(growing)\ndash",
     "dash.close()",
 ]
 
@@ -257,12 +257,12 @@ import sys
 sys.path.insert(0, {str(REPO)!r})
 from tests.bench.traces import SCALES
 from tests.trace.scale import trace_of
-from workbench.session.snapshot import Pulse
-from workbench.widgets.dashboard import Dashboard
+from workbench.session.snapshot import ClusterSnapshot
+from workbench.widgets.dashboard import DashboardWidget
 
 class Still:
     def __init__(self, trace):
-        self.found = Pulse(trace=trace, record="scale.trace")
+        self.found = ClusterSnapshot(trace=trace, record="scale.trace")
     def pulse(self):
         return self.found
     def asked(self):
@@ -270,7 +270,7 @@ class Still:
 
 still = Still(trace_of(SCALES["SIZE"]))
 """,
-    "dash = Dashboard(still)\ndash",
+    "dash = DashboardWidget(still)\ndash",
     "dash.close()",
 ]
 

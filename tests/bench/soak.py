@@ -52,11 +52,11 @@ CELLS = [
 import json, os, sys
 sys.path.insert(0, {str(REPO)!r})
 from tests.bench.soak import LongRun, faster
-from workbench.widgets.dashboard import Dashboard
+from workbench.widgets.dashboard import DashboardWidget
 run = LongRun(hours=HOURS)
 print(os.getpid())
 """,
-    "dash = Dashboard(run, clock=faster)\ndash",
+    "dash = DashboardWidget(run, clock=faster)\ndash",
     "run.is_over.wait()",
     "dash.close()\nprint(json.dumps(run.facts()))",
 ]

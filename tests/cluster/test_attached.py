@@ -192,8 +192,8 @@ def test_ranks_that_were_left_are_taken_as_they_are_or_not_at_all(profile):
 OTHER = f"""
 import json, sys
 from workbench.cluster import Cluster
-from workbench.cluster.attached import Target
-cluster = Cluster.attached(Target(profile="running"), device="cpu", runtime="{RUNTIME}")
+from workbench.cluster.attached import AttachTarget
+cluster = Cluster.attached(AttachTarget(profile="running"), device="cpu", runtime="{RUNTIME}")
 cluster.start()
 pending = cluster.apply("{RUNTIME}:hold")
 print(json.dumps([info.pid for info in cluster.rank_info]), flush=True)
@@ -232,8 +232,8 @@ def test_a_second_notebook_looks_and_takes_over_what_is_nobody_s_any_more(profil
 TAKER = f"""
 import sys
 from workbench.cluster import Cluster
-from workbench.cluster.attached import Target
-cluster = Cluster.attached(Target(profile="running"), device="cpu", runtime="{RUNTIME}", take=True)
+from workbench.cluster.attached import AttachTarget
+cluster = Cluster.attached(AttachTarget(profile="running"), device="cpu", runtime="{RUNTIME}", take=True)
 cluster.start()
 print("taken", flush=True)
 sys.stdin.readline()

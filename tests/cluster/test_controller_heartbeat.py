@@ -24,13 +24,13 @@ sys.stdin.read()
 
 ENGINE = """
 import signal, sys, threading, zmq
-from workbench.cluster import silence
-silence.GRACE_S = 0.1
+from workbench.cluster import controller_heartbeat
+controller_heartbeat.GRACE_S = 0.1
 may_end = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 connect = lambda socket: socket.connect("tcp://127.0.0.1:" + sys.argv[1])
 args = (zmq.Context().socket(zmq.DEALER), connect, 0.8, lambda: print("asked", flush=True) or may_end.is_set())
-threading.Thread(target=silence.end_when_alone, args=args, daemon=True).start()
+threading.Thread(target=controller_heartbeat.end_when_alone, args=args, daemon=True).start()
 sys.stdin.read()
 may_end.set()
 while True:  # it does not listen to signals, as in a collective
