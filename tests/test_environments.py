@@ -12,9 +12,11 @@ from packaging.specifiers import SpecifierSet
 
 from tests import readme
 from tests.source import REPO, imports, sources
+from workbench import __version__
 from workbench.engine._torch import NEWEST, OLDEST
 
-PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 NEEDED = {r.name: r for r in map(Requirement, PROJECT["dependencies"])}
 MAKEFILE = (REPO / "Makefile").read_text()
 DISTRIBUTED_AS = {"zmq": "pyzmq"}
@@ -52,17 +54,30 @@ def test_ci_runs_them():
     assert (REPO / ".ci" / "run").read_text().endswith("exec make test test-torch\n")
 
 
-def test_the_readme_names_the_versions_that_tests_run_with():
+def test_the_documents_name_the_versions_that_tests_run_with():
     lines = " ".join(readme.text().split())
     assert f"with torch {TORCH}, those that depend on torch's version with {' and '.join(OTHER_TORCH)} as well" in lines
     oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
-    assert f"takes the torch that is there, from {oldest} to {newest}" in lines
+    assert f"if its version is in the supported range, from {oldest} to {newest}" in lines
 
 
 def test_the_pythons_are_those_that_the_readme_names():
     named = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if c.startswith("Programming Language :: Python ::")]
     assert f"with Python {named[0]} to {named[-1]} and make" in readme.text()
     assert PROJECT["requires-python"] == f">={named[0]}"
+
+
+def test_every_place_names_the_same_version():
+    panel, locked = (json.loads((REPO / "extension" / f"package{of}.json").read_text()) for of in ("", "-lock"))
+    released = re.findall(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = [PROJECT["version"], panel["version"], locked["version"], locked["packages"][""]["version"], released[0]]
+    assert set(named) == {__version__}
+
+
+def test_a_source_distribution_has_what_the_readme_links_to():
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    linked = {file.partition("/")[0] for file, _ in readme.links(readme.documents()[readme.README]) if file}
+    assert {f"/{name}" for name in linked} <= set(included)
 
 
 def test_binder_installs_the_same_torch():

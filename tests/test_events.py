@@ -100,7 +100,7 @@ def test_the_engine_tells_the_classes_that_are_the_engines():
     assert told == {category.name for category in Category if category.info.is_engines}
 
 
-def test_the_readme_names_every_event_that_can_be_stopped_at():
+def test_the_documents_name_every_event_that_can_be_stopped_at():
     line = next(line for line in readme.text().split("\n\n") if "An event is `" in line)
     named = readme.code(line[line.index("An event is `") : line.index("with `.end`")])
     assert sorted(named) == sorted(STOPS)

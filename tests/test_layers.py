@@ -1,4 +1,4 @@
-"""Who may import whom: README's table, checked both ways."""
+"""Which part may import which: the table in docs/architecture.md, checked both ways."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ NEVER_LOADED = {
 
 
 def allowed() -> list[tuple[set[str], set[str]]]:
-    """Rows of README's table: parts, and what these may import; a folder ends in a slash."""
+    """Rows of that table: parts, and what these may import; a folder ends in a slash."""
     return [
         (set(readme.code(parts)), set(packages.replace(",", " ").split()) | set(readme.code(others)))
         for parts, _, packages, others in readme.table("part of `workbench/`")
@@ -33,7 +33,7 @@ def allowed() -> list[tuple[set[str], set[str]]]:
 
 
 def part_of(module: str) -> str:
-    """The part that a module of the package belongs to, as README writes it."""
+    """The part that a module of the package belongs to, as the table writes it."""
     name = module.split(".")[1] if "." in module else "__init__"
     return f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py"
 

@@ -1,4 +1,4 @@
-"""What may be imported: ``__all__`` of each package, README's list, and docstrings."""
+"""What may be imported: ``__all__`` of each package, the list in docs/python.md, and docstrings."""
 
 import importlib
 import inspect
@@ -17,12 +17,12 @@ def public_names(package):
     return set(importlib.import_module(package).__all__) - NOT_FOR_PEOPLE
 
 
-def test_readme_lists_every_package():
+def test_the_documents_list_every_package():
     assert [readme.code(row[0])[0] for row in readme.table("module")] == PACKAGES
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_readme_lists_every_name(package):
+def test_the_documents_list_every_name(package):
     listed = {readme.code(row[0])[0]: set(readme.code(row[1])) for row in readme.table("module")}
     assert listed[package] == public_names(package)
 

@@ -1,17 +1,21 @@
-"""What the README promises: commands, code, words, links."""
+"""What README.md and docs/ promise: commands, code, lines, links, names of files."""
 
+import ast
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests import readme
-from tests.source import REPO
+from tests.source import PACKAGE, REPO, sources
 from workbench.cli import main
 from workbench.magics import command_lines
 from workbench.protocol import commands
-from workbench.protocol.commands import summary
+
+OF_IPYPARALLEL = {"ipcontroller_config.py", "ipengine_config.py"}
 
 
 def make_targets():
@@ -22,7 +26,7 @@ def make_targets():
 
 
 def test_the_make_commands_are_those_of_the_makefile():
-    assert {readme.code(row[0])[0] for row in readme.table("command")} == {f"make {t}" for t in make_targets()}
+    assert {readme.code(row[0])[0] for row in readme.table("target")} == {f"make {t}" for t in make_targets()}
 
 
 def test_every_command_mentioned_exists():
@@ -39,11 +43,9 @@ def test_the_doctor_is_there(capsys):
     assert "usage: workbench doctor" in capsys.readouterr().out
 
 
-def test_the_table_of_words_is_what_they_declare():
-    declared = [
-        [f"`%fsdp {w.example}`", "; ".join(filter(None, [summary(w), w.more]))] for w in command_lines.WORDS.values()
-    ]
-    assert [list(row) for row in readme.table("line")] == declared
+@pytest.mark.parametrize("first_column", readme.COMMAND_TABLES)
+def test_the_tables_of_commands_are_what_they_declare(first_column):
+    assert readme.table(first_column) == readme.command_rows(first_column), "python -m tests.readme writes them"
 
 
 def test_each_line_that_commands_ranks_is_written_as_the_commands_write_it():
@@ -51,15 +53,35 @@ def test_each_line_that_commands_ranks_is_written_as_the_commands_write_it():
         assert commands.to_text(command_lines.parse_line(word.example)) == word.example
 
 
-def test_the_cells_of_the_notebook_snippet_parse():
-    (snippet,) = readme.blocks("ipython")
-    lines = [line for line in snippet.splitlines() if line.startswith("%fsdp ")]
-    assert [command_lines.parse_line(line.removeprefix("%fsdp ")).word for line in lines] == ["start"]
+def test_lines_of_fsdp_parse():
+    """Every line between backticks or in a snippet, except the table, whose lines have tests of their own."""
+    written = readme.inline_code() + [line for cell in notebook_cells() for line in cell.splitlines()]
+    lines = {" ".join(line.removeprefix("%fsdp ").split()) for line in written if line.startswith("%fsdp ")}
+    assert len(lines) > len(command_lines.WORDS)
+    for line in lines:
+        assert command_lines.parse_line(line, variable=lambda _name: "3"), line
+
+
+def notebook_cells():
+    """Every cell of the notebook snippets; a `%%fsdp` cell is one by itself."""
+    return [cell for snippet in readme.blocks("ipython") for cell in snippet.strip().split("\n\n")]
+
+
+def test_the_cells_of_the_notebook_snippets_parse():
+    cells = notebook_cells()
+    assert cells
+    for cell in cells:
+        body = cell.partition("\n")[2] if cell.startswith("%%") else cell
+        ast.parse("\n".join(line for line in body.splitlines() if not line.startswith("%")))
+
+
+def test_the_programs_parse():
+    assert [ast.parse(program) for program in readme.blocks("python")]
 
 
 @pytest.mark.cluster
 def test_the_five_lines_run(tmp_path):
-    (program,) = readme.blocks("python")
+    (program,) = readme.blocks("python", readme.documents()[readme.README])
     assert len([line for line in program.splitlines() if line]) == 5
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
@@ -68,17 +90,64 @@ def test_the_five_lines_run(tmp_path):
     assert "plotly" in (tmp_path / "layout.html").read_text(encoding="utf-8")
 
 
-def test_what_is_linked_is_there():
-    links = re.findall(r"\]\(([^)#]+)\)", readme.text())
-    files = [link for link in links if "://" not in link] + ["LICENSE", "notebooks/01_tour.ipynb"]
-    assert [file for file in files if not (REPO / file).exists()] == []
+@pytest.mark.parametrize("path", readme.documents(), ids=lambda path: path.name)
+def test_what_is_linked_is_there(path):
+    for file, heading in readme.links(readme.documents()[path]):
+        target = Path(os.path.normpath(path.parent / file)) if file else path
+        assert target.is_relative_to(REPO), file
+        assert target.exists(), file
+        assert not heading or heading in readme.headings(readme.documents()[target]), f"{file}#{heading}"
 
 
-def test_files_named_for_reading_are_there():
-    section = readme.text().partition("## Where to read")[2].partition("\n|")[0]
-    named = [name for name in readme.code(section) if "/" in name or name.endswith(".py")]
-    assert named
-    assert [name for name in named if not (REPO / "workbench" / name).exists()] == []
+def test_every_document_can_be_reached_from_the_readme():
+    documents = readme.documents()
+    linked = {REPO / file for file, _ in readme.links(documents[readme.README]) if file}
+    assert documents.keys() - linked == {readme.README}
+
+
+def test_the_readme_is_short():
+    assert len(readme.documents()[readme.README].splitlines()) <= 110
+
+
+def is_there(name):
+    return any((folder / name).exists() for folder in (REPO, PACKAGE))
+
+
+@pytest.mark.parametrize("path", readme.documents(), ids=lambda path: path.name)
+def test_files_that_are_named_are_there(path):
+    """Sources and folders by their path from the repository or from the package."""
+    named = {
+        name
+        for name in readme.inline_code(readme.documents()[path])
+        if re.fullmatch(r"[\w./-]+(\.(py|ts|js|ipynb|md)|/)", name)
+    }
+    assert sorted(name for name in named - OF_IPYPARALLEL if not is_there(name)) == []
+
+
+def walks():
+    """The diagrams of the architecture."""
+    return readme.blocks("text", readme.documents()[REPO / "docs" / "architecture.md"])
+
+
+def test_the_walks_name_files_that_are_there():
+    assert len(walks()) == 3
+    files = {name for walk in walks() for name in re.findall(r"[\w/]+\.py\b|\b[a-z_]+/(?=[\s,])", walk)}
+    assert sorted(name for name in files if not is_there(name)) == []
+
+
+def test_the_walks_name_functions_of_the_file_before_them():
+    file, found = "", []
+    for line in (line for walk in walks() for line in walk.splitlines()):
+        file = next(iter(re.findall(r"[\w/]+\.py\b", line)), file)
+        found += [(file, name) for name in re.findall(r"\b(\w+)\(\)", line)]
+    defined = {
+        (source.path.as_posix(), node.name)
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    assert len(found) > 20
+    assert [pair for pair in found if pair not in defined] == []
 
 
 def test_the_hooks_are_valid():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.workbench import Workbench
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Workbench", "__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 

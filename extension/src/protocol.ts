@@ -22,7 +22,7 @@ export interface Hello {
   readonly number: number;
   /** the browser's VERSION. */
   readonly version: number;
-  /** version of the JupyterLab extension, such as `0.1.0`. */
+  /** version of the JupyterLab extension, such as `0.2.0`. */
   readonly extension: string;
 }
 

@@ -8,7 +8,7 @@ export const ANSWERS = {
     "word": "welcome",
     "number": 1,
     "version": 2,
-    "workbench": "0.1.0",
+    "workbench": "0.2.0",
     "problem": ""
   },
   "state": {

@@ -12,7 +12,7 @@ beforeEach(() => {
 /** A kernel that answers when it is told to. */
 class Kernel {
   readonly asked: Question[] = [];
-  readonly client = new Client("0.1.0");
+  readonly client = new Client("0.2.0");
   readonly states: State[] = [];
 
   constructor() {
@@ -53,7 +53,7 @@ describe("a client", () => {
   it("says hello first, with its versions, and looks once it is welcome", async () => {
     const kernel = new Kernel();
     kernel.begin();
-    expect(kernel.asked).toEqual([{ word: "hello", number: 1, version: VERSION, extension: "0.1.0" }]);
+    expect(kernel.asked).toEqual([{ word: "hello", number: 1, version: VERSION, extension: "0.2.0" }]);
     expect(kernel.client.standing.kind).toBe("opening");
     await kernel.welcome();
     expect(kernel.last).toMatchObject({ word: "look", wait: false });

@@ -20,7 +20,7 @@ async function beginning(replies: Partial<Record<Question["word"], Reply>> = {})
   asked: Question[];
   settle: () => Promise<unknown>;
 }> {
-  const client = new Client("0.1.0");
+  const client = new Client("0.2.0");
   const model = new PanelModel(client);
   const asked: Question[] = [];
   const all: Partial<Record<Question["word"], Reply>> = {

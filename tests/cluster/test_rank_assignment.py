@@ -21,7 +21,7 @@ HERE = EngineInfo(
     executable="/usr/bin/python3",
     python="3.11",
     torch="2.13.0",
-    workbench="0.1.0",
+    workbench="0.2.0",
     devices={},
     address="10.0.0.1",
     interface="eth0",
@@ -123,8 +123,8 @@ def test_a_host_that_the_others_cannot_reach_is_named(address):
     ("other", "said"),
     [
         ({"python": "3.12"}, "Python 3.12, but most have 3.11: use that version for its engines"),
-        ({"workbench": ""}, "no workbench: install version 0.1.0"),
-        ({"workbench": "0.0.9"}, "workbench 0.0.9, but this notebook has 0.1.0: install that version"),
+        ({"workbench": ""}, "no workbench: install version 0.2.0"),
+        ({"workbench": "0.0.9"}, "workbench 0.0.9, but this notebook has 0.2.0: install that version"),
         ({"torch": ""}, "no torch: install version 2.13.0"),
         ({"torch": "2.11.0+cpu"}, "torch 2.11.0+cpu, but most have 2.13.0: install that version"),
     ],
@@ -132,16 +132,16 @@ def test_a_host_that_the_others_cannot_reach_is_named(address):
 def test_a_host_that_does_not_fit_is_named_once_with_what_to_do(other, said):
     found = {"0": on("a"), "1": on("a", torch="2.13.0+cu130"), "2": on("b", **other), "3": on("b", **other)}
     found["4"] = found["5"] = on("c")
-    assert misfits(seats(found), "0.1.0") == [f"b has {said} (its engines run /usr/bin/python3)"]
+    assert misfits(seats(found), "0.2.0") == [f"b has {said} (its engines run /usr/bin/python3)"]
 
 
 def test_hosts_that_fit_are_not_spoken_of():
-    assert misfits(seats({"0": on("a"), "1": on("b", torch="2.13.0+cpu")}), "0.1.0") == []
+    assert misfits(seats({"0": on("a"), "1": on("b", torch="2.13.0+cpu")}), "0.2.0") == []
 
 
 def test_no_torch_anywhere_is_said_of_each_host():
     found = {"0": on("a", torch=""), "1": on("b", torch="")}
-    assert [sentence.partition(" (")[0] for sentence in misfits(seats(found), "0.1.0")] == [
+    assert [sentence.partition(" (")[0] for sentence in misfits(seats(found), "0.2.0")] == [
         "a has no torch: install it",
         "b has no torch: install it",
     ]
@@ -198,7 +198,7 @@ def test_an_engine_without_the_workbench_and_torch_says_so(registered_at, monkey
 
     monkeypatch.setattr(engine_probe.metadata, "version", no_version)
     monkeypatch.setattr(engine_probe.util, "find_spec", lambda name: None)
-    found = json.loads(engine_probe.survey("", count_for="0.1.0"))
+    found = json.loads(engine_probe.survey("", count_for="0.2.0"))
     assert (found["torch"], found["workbench"], found["devices"]) == ("", "", {})
 
 

@@ -87,7 +87,7 @@ def _unit(index: int, name: str) -> UnitInfo:
 
 
 EXAMPLES: tuple[Answer, ...] = (
-    Welcome(number=1, version=VERSION, workbench="0.1.0"),
+    Welcome(number=1, version=VERSION, workbench="0.2.0"),
     State(
         number=2,
         cluster=ClusterState(

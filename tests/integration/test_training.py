@@ -32,7 +32,7 @@ def test_every_rank_has_its_names(trained):
 
 
 def test_all_that_listens_does_so_on_this_machine_alone(trained):
-    """The store and gloo ask nobody who connects for a key: README says so."""
+    """The store and gloo ask nobody who connects for a key: docs/security.md says so."""
     processes = trained._session.cluster._place._zygote.process, *psutil.Process().children(recursive=True)
     addresses = {
         (process.pid, connection.laddr.ip)

@@ -63,7 +63,7 @@ class Browser:
         return answers()[-1]
 
     def hello(self):
-        return self.ask("hello", version=VERSION, extension="0.1.0")
+        return self.ask("hello", version=VERSION, extension="0.2.0")
 
     def look(self, **fields):
         return self.ask("look", **fields)
@@ -83,7 +83,7 @@ def browser():
 
     notebook = Notebook(lambda **more: Workbench(cluster_factory=factory, **more), lambda name: False)
     comm = FakeComm()
-    panel = PanelComm(notebook, Observer(), comm, version="0.1.0")
+    panel = PanelComm(notebook, Observer(), comm, version="0.2.0")
     made = Browser(notebook, panel, comm, fakes)
     made.hello()
     yield made

@@ -59,7 +59,7 @@ class Kernel:
 
     def panel(self, target=TARGET):
         comm_id = self.open(target)
-        welcome = self.ask(comm_id, {"word": "hello", "number": 0, "version": VERSION, "extension": "0.1.0"})
+        welcome = self.ask(comm_id, {"word": "hello", "number": 0, "version": VERSION, "extension": "0.2.0"})
         assert welcome["problem"] == ""
         return comm_id
 

@@ -35,7 +35,7 @@ BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
     ("version", "says"),
     [
         (VERSION, ""),
-        (VERSION - 1, "install workbench 0.1.0 where JupyterLab runs, and reload this page"),
+        (VERSION - 1, "install workbench 0.2.0 where JupyterLab runs, and reload this page"),
         (VERSION + 1, "install the same workbench where the kernel runs, and restart the kernel"),
     ],
 )
@@ -44,7 +44,7 @@ def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, say
     assert (welcome["version"], says in welcome["problem"]) == (VERSION, True)
     if says:
         assert f"(extension 7.8.9) uses protocol version {version}" in welcome["problem"]
-        assert f"(workbench 0.1.0) version {VERSION}" in welcome["problem"]
+        assert f"(workbench 0.2.0) version {VERSION}" in welcome["problem"]
         assert browser.look()["text"] == "the first message must be hello, with a matching protocol version"
     else:
         assert browser.look()["word"] == "state"
@@ -52,7 +52,7 @@ def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, say
 
 def test_hello_comes_first(browser):
     comm = FakeComm()
-    panel = PanelComm(browser.notebook, Observer(), comm, version="0.1.0")
+    panel = PanelComm(browser.notebook, Observer(), comm, version="0.2.0")
     comm.receive({"word": "look", "number": 3})
     assert comm.sent[0][0] == {
         "word": "refused",

@@ -61,7 +61,7 @@ class Hello:
     Attributes:
         number: comes back with the answer.
         version: the browser's :data:`VERSION`.
-        extension: version of the JupyterLab extension, such as ``0.1.0``.
+        extension: version of the JupyterLab extension, such as ``0.2.0``.
     """
 
     word: ClassVar[str] = "hello"

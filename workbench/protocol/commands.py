@@ -71,7 +71,7 @@ class Command:
     Attributes:
         word: its name after ``%fsdp``.
         example: a valid line, without ``%fsdp``.
-        more: further text of its row in the README, in Markdown.
+        more: further text of its row in ``docs/commands.md``, in Markdown.
         method: the method of :class:`~workbench.workbench.Workbench` that runs it; empty: that of the same name.
         on_ranks: whether every rank runs it, in its main thread.
         needs_ranks: whether it needs started ranks, unless an argument waives that.
