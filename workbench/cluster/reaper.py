@@ -129,7 +129,7 @@ def _lines(descriptor: int, parent_pid: int) -> Iterator[bytes]:
 
 
 def main(cluster_id: str, parent_pid: int, *patterns: str) -> None:
-    """Wait for the end of the process ``parent_pid``, then clean up (see the module docstring)."""
+    """Wait for the end of the process ``parent_pid``, then clean up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     adopted: list[psutil.Process] = []

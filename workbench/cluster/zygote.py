@@ -245,7 +245,7 @@ def inherited(environment: Mapping[str, str], preload: Sequence[str]) -> tuple[o
 
 
 def main() -> None:
-    """Run the zygote; in each child, run an engine (see the module docstring)."""
+    """Run the zygote; in each child, run an engine."""
     zygote = os.getpid()
     tell = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # keep output of imports out of the kernel's pipe

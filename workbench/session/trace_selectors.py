@@ -32,7 +32,7 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
     """Return the name of a side, for people, and its trace.
 
     Args:
-        text: a SIDE (see the module docstring), or a Trace.
+        text: a SIDE, or a Trace.
         last: returns the trace so far.
 
     Raises:
@@ -56,7 +56,7 @@ def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:
 
     Args:
         trace: the trace.
-        text: STEPS (see the module docstring).
+        text: STEPS.
 
     Raises:
         UsageError: ``text`` names no steps, or the trace lacks them.
