@@ -99,9 +99,9 @@ def test_lines_become_commands(line, command):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("shrad model", "no word 'shrad', did you mean 'shard'?\n%fsdp help lists them"),
+        ("shrad model", "no command 'shrad', did you mean 'shard'?\n%fsdp help lists them"),
         ("memroy", "did you mean 'memory'"),
-        ("xyzzy", "no word 'xyzzy'\n"),
+        ("xyzzy", "no command 'xyzzy'\n"),
         ("shard model --rwap Block", "unknown flag '--rwap', did you mean '--wrap'?\nusage: %fsdp shard"),
         ("shard model --wrap=A --ingore=b", "'--ingore=b', did you mean '--ignore'?"),
         ("step --count 3", "unknown flag '--count'"),

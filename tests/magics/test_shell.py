@@ -52,7 +52,7 @@ def test_a_word_of_any_length_is_answered_in_few(bare, line):
         ("%%fsdp\n1", "No ranks are running yet"),
         ("%%fsdp -t x\n1", "such as 1,3 or 0-2"),
         ("%%fsdp shard model\n1", "on a line of its own write: %fsdp shard model"),
-        ("%fsdp start -n {ranks}", "there is no 'ranks'"),
+        ("%fsdp start -n {ranks}", "there is no notebook variable 'ranks'"),
     ],
 )
 def test_a_wrong_line_raises_and_shows_one_clean_message(bare, line, says):
