@@ -461,6 +461,6 @@ def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
     assert "differ between ranks: drawn. If they should not, for each: torch.distributed.broadcast(model.get" in told[2]
     assert unmanaged_notes(join(*after_cell)) == told[:2]
     params, hooks, buffers = verify.notes
-    assert "their gradients: scale, adapter.weight, adapter.bias. " in params
+    assert "their gradients are not averaged: scale, adapter.weight, adapter.bias. " in params
     assert "register_hook is never called on a sharded parameter: layer.weight. " in hooks
     assert "differ between ranks: drawn. " in buffers

@@ -63,7 +63,7 @@ def test_ranks_are_kept_in_order_and_found_by_number():
 
 def test_a_rank_may_be_there_once_only():
     rank = example_trace(steps=1).rank(1)
-    with pytest.raises(TraceError, match=r"each rank once, got ranks \[1, 1\]"):
+    with pytest.raises(TraceError, match=r"ranks must be distinct, got \[1, 1\]"):
         Trace(Header(), (rank, rank))
 
 

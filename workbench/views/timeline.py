@@ -208,7 +208,7 @@ def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *
     end = "the host's wait for it" if is_enqueued else "its last byte; its arrow points to the wait for it"
     sentences = [
         theme.clock_words(header, drawn.clock),
-        "host track: when it enqueued work" if drawn.clock is ClockSource.DEVICE else "",
+        "host track: when it issued work" if drawn.clock is ClockSource.DEVICE else "",
         folded,
         f"a collective's bar runs from its launch to {end}" if has_collectives else "",
         "a unit's compute excludes the units inside it",
