@@ -178,7 +178,7 @@ def one_cannot() -> str:
 def test_what_one_rank_cannot_do_no_rank_does():
     first, second = run_ranks(2, one_cannot)
     assert first == second
-    assert "unshard_module is not possible on rank 1, so that no rank does it: RuntimeError" in first
+    assert "unshard_module is not possible on rank 1, so no rank did it: RuntimeError" in first
 
 
 # ---- interrupted

@@ -178,7 +178,7 @@ def warns_as_torchs():
                 "auto_wrap_policy": api.ModuleWrapPolicy({nn.Linear}),
                 "mixed_precision": api.MixedPrecision(torch.bfloat16),
             },
-            "every BatchNorm1d becomes a unit of its own",
+            "every BatchNorm1d becomes a separate unit",
         ),
         (HasNorm, lambda api: {"auto_wrap_policy": api.ModuleWrapPolicy({nn.Linear})}, ""),
         (HasNorm, lambda api: {"mixed_precision": api.MixedPrecision(torch.bfloat16)}, ""),

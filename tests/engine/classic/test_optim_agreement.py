@@ -36,7 +36,7 @@ def differ(kind: str, use_orig_params: bool, said: str) -> None:
         ("one steps", True, r"in the optimizer state of '.*: rank 0 has .*; rank 1 has none"),
         ("one steps twice", False, r"rank 0 has .* step float32 number 1\.0; rank 1 has .* step float32 number 2\.0"),
         ("one steps twice", True, r"rank 0 has .* step float32 number 1\.0; rank 1 has .* step float32 number 2\.0"),
-        ("one holds fewer", False, r"in the optimizer of '.*_flat_param': rank 0 has AdamW; rank 1 has none; make it"),
+        ("one holds fewer", False, r"in the optimizer of '.*_flat_param': rank 0 has AdamW; rank 1 has none; create"),
     ],
 )
 def test_ranks_whose_optimizers_differ_are_named_on_every_rank(kind, use_orig_params, said):

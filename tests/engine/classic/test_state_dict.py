@@ -240,7 +240,7 @@ def sets_types():
     assert fsdp.get_state_dict_type(model) == first
     assert fsdp.set_state_dict_type(model, OURS.StateDictType.LOCAL_STATE_DICT) == first
     assert "0._flat_param" in model.state_dict()
-    with pytest.raises(ValueError, match="with FULL_STATE_DICT give FullStateDictConfig"):
+    with pytest.raises(ValueError, match="with FULL_STATE_DICT pass FullStateDictConfig"):
         fsdp.set_state_dict_type(model, OURS.StateDictType.FULL_STATE_DICT, config)
     with pytest.raises(ValueError, match="contains no FullyShardedDataParallel"):
         fsdp.set_state_dict_type(nn.Linear(1, 1), OURS.StateDictType.FULL_STATE_DICT)

@@ -862,9 +862,9 @@ def cannot_be_flat() -> None:
 
     refusals: dict[str, tuple[str, Callable[[nn.Module], None], dict[str, Any]]] = {
         "placement": ("'1.weight' is a DTensor with the placement Partial", as_partial, {"device_mesh": dp}),
-        "own axis": ("'1.weight' is a DTensor on mesh .* cannot be joined", _as_it_is, {"device_mesh": tp}),
-        "all ranks": ("'1.weight' is a DTensor on mesh .* cannot be joined", _as_it_is, {}),
-        "groups": ("cannot be joined .* one DeviceMesh", _as_it_is, {"process_group": pair[dist.get_rank() % 2]}),
+        "own axis": ("'1.weight' is a DTensor on mesh .* cannot be combined", _as_it_is, {"device_mesh": tp}),
+        "all ranks": ("'1.weight' is a DTensor on mesh .* cannot be combined", _as_it_is, {}),
+        "groups": ("cannot be combined .* one DeviceMesh", _as_it_is, {"process_group": pair[dist.get_rank() % 2]}),
     }
     for case, policy in itertools.product(refusals, (None, OURS.ModuleWrapPolicy({nn.Linear}))):
         match, change, options = refusals[case]

@@ -315,7 +315,7 @@ def test_with_a_mixed_precision_leaves_stay_leaves():
 def test_batch_norms_are_units_without_precision_and_cast_what_comes_and_goes():
     model, twin = convolutions(), convolutions()
     twin.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="every BatchNorm2d becomes a unit of its own"):
+    with pytest.warns(UserWarning, match="every BatchNorm2d becomes a separate unit"):
         log = wrapped(model, ModuleWrapPolicy({nn.Conv2d}), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     wrapped_by_torch(
         twin, theirs.ModuleWrapPolicy({nn.Conv2d}), mixed_precision=TheirMixedPrecision(param_dtype=torch.bfloat16)
@@ -335,7 +335,7 @@ def test_batch_norms_are_units_without_precision_and_cast_what_comes_and_goes():
 
 def test_a_module_of_its_own_precision_computes_in_the_dtype_of_its_parameters():
     model = nn.Sequential(nn.BatchNorm1d(3)).double()
-    with pytest.warns(UserWarning, match="every BatchNorm1d becomes a unit of its own"):
+    with pytest.warns(UserWarning, match="every BatchNorm1d becomes a separate unit"):
         wrapped(model, ModuleWrapPolicy({nn.Linear}), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     ran = []
     model[0].module.register_forward_pre_hook(lambda _, args: ran.append(args[0].dtype))
