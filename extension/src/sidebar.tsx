@@ -126,7 +126,7 @@ async function stopRanks(model: PanelModel): Promise<void> {
   if (line !== undefined) {
     const { button } = await showDialog({
       title: "Stop the ranks?",
-      body: `They are running ${line}. The recording is kept.`,
+      body: `They are running ${line}. The trace is kept.`,
       buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: "Stop" })],
     });
     if (!button.accept) return;

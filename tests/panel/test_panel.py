@@ -268,7 +268,7 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
         state = started.look()
         told = state["cluster"]
         assert (told["is_running"], told["exchange"]) == (False, "stop")
-        assert state["said"] == "The ranks are stopping; their recording is kept."
+        assert state["said"] == "The ranks are stopping; the trace is kept."
         assert "being started or stopped" in started.do("start")["text"]
         assert exchange() == "stop"  # what was refused is not what is under way
         go_on.set()

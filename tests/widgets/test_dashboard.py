@@ -453,7 +453,7 @@ def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
     [
         ("start", "", "Starting or attaching ranks."),
         ("start", "starting 4 ranks, 12 s: importing torch", "Starting 4 ranks, 12 s: importing torch."),
-        ("stop", "", "The ranks are stopping; their recording is kept."),
+        ("stop", "", "The ranks are stopping; the trace is kept."),
         ("open", "", "No ranks are running. Showing their last recording."),
     ],
 )

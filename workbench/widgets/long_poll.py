@@ -159,7 +159,7 @@ def said(pulse: ClusterSnapshot) -> str:
         words = pulse.waits_for or "starting or attaching ranks"
         return f"{words[:1].upper()}{words[1:]}."
     if pulse.exchange == "stop":
-        return "The ranks are stopping; their recording is kept."
+        return "The ranks are stopping; the trace is kept."
     if pulse.is_free:
         return FREE
     if pulse.holder:

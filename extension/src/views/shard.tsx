@@ -187,11 +187,11 @@ function Split({ found, policy, before, unset, set }: SplitProps): React.JSX.Ele
       {hasMesh(policy) ? (
         <Field
           label="Mesh"
-          hint={isClassic ? "copies x ranks per copy" : "ranks per copy, or copies x ranks per copy; empty: one copy over all ranks"}
+          hint={isClassic ? "replicas x shard ranks" : "shard ranks, or replicas x shard ranks; empty: one replica over all ranks"}
         >
           <Text
             value={policy.mesh}
-            placeholder={isClassic ? "copies x ranks" : found.is_sharded ? unset : "all ranks"}
+            placeholder={isClassic ? "replicas x shard ranks" : found.is_sharded ? unset : "all ranks"}
             change={(mesh) => { set({ mesh }); }}
           />
         </Field>
