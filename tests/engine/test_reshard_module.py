@@ -765,7 +765,7 @@ def test_what_is_no_unit_or_not_to_be_changed_now():
         reshard_unit(model.blocks[0], reshard_after_forward=False)
 
     handle = model.head.register_forward_hook(change)
-    with pytest.raises(RuntimeError, match=r"reshard_unit: the forward or backward of FSDPNet is under way"):
+    with pytest.raises(RuntimeError, match=r"reshard_unit: the forward or backward of FSDPNet is running"):
         backward(model, 0)
     handle.remove()
     model.reset_iter_state()

@@ -295,7 +295,7 @@ def test_within_an_iteration_there_is_none():
 def within_forward():
     model = wrap_net(OURS, make_net())
     model.head.register_forward_hook(lambda *_: model.state_dict())
-    with pytest.raises(RuntimeError, match="state_dict: the forward or backward of Net is under way"):
+    with pytest.raises(RuntimeError, match="state_dict: the forward or backward of Net is running"):
         model(batch(0, 0))
 
 

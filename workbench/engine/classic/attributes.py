@@ -99,7 +99,7 @@ class WrapperAttributes:
         """Whether shards are on the CPU between uses."""
         return self._state.cpu_offload
 
-    @fixed("the wrapper sets it")
+    @fixed("the wrapper sets it during each step")
     def training_state(self) -> WrapperTrainingState:
         """The wrapper's current activity."""
         return self._state.doing
