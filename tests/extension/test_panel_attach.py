@@ -85,7 +85,7 @@ def test_an_attach_that_waits_for_engines_can_be_given_up(lab, profile):
     try:
         attach(lab, Profile="running")
         expect(tool(lab, "Attaching\u2026")).to_be_disabled()
-        expect(panel(lab)).to_contain_text(re.compile("have not answered yet|find each other"))
+        expect(panel(lab)).to_contain_text(re.compile("have not answered yet|connecting the ranks"))
         shot(lab, "attach_waits")
         tool(lab, "Cancel").click()
         expect(reply(lab)).to_contain_text("The attach was cancelled: the cluster keeps running")
