@@ -168,7 +168,7 @@ def test_ssh_without_hosts_says_where_to_name_them(ipython_directory):
 )
 def test_ssh_with_too_few_engines_is_refused_before_anything_is_started(ipython_directory, hosts, count, helps):
     write_profile(ipython_directory, "few", f"c.SSHEngineSetLauncher.engines = {hosts}\n")
-    said = rf"c\.SSHEngineSetLauncher\.engines in .*profile_few/ipcluster_config\.py has {count} engines?, and 2 ranks "
+    said = rf"c\.SSHEngineSetLauncher\.engines in .*profile_few/ipcluster_config\.py has {count} engines?, but 2 ranks "
     with pytest.raises(UsageError, match=rf"{said}need one each: add hosts, or engines to a host, {helps}"):
         Cluster(2, "cpu", "few", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
 

@@ -273,7 +273,7 @@ def test_a_reshard_that_cannot_be_says_so_before():
         parts = ["'model' is not sharded; shard it first", "the model has no module of class Blok; its classes are: "]
         parts += [
             "mesh 3 does not match the number of ranks, 1",
-            "mlp.0.weight' of 'blocks.0' is tied to one of another unit",
+            "mlp.0.weight' of 'blocks.0' is tied to a parameter of another unit",
         ]
         assert_refused(said, parts)
 

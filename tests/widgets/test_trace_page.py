@@ -54,7 +54,7 @@ def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_pa
     assert "step ends" in drawn["event"]
     assert drawn["ranks"].startswith("ranks 0-3")
     assert min(sizes) > 300
-    assert "A record of 4 ranks, 3 steps (0 to 2), " in about
+    assert "A recording of 4 ranks, 3 steps (0 to 2), " in about
     assert (opened.outside, opened.complaints) == ([], [])
 
 

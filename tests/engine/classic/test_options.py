@@ -114,7 +114,7 @@ def test_settings_take_configs_that_are_given():
 
 
 def test_a_config_of_another_type_is_refused():
-    message = "with FULL_STATE_DICT give FullStateDictConfig and FullOptimStateDictConfig, got "
+    message = "with FULL_STATE_DICT pass FullStateDictConfig and FullOptimStateDictConfig, got "
     with pytest.raises(ValueError, match=message + "FullStateDictConfig and ShardedOptimStateDictConfig$"):
         StateDictSettings.of(StateDictType.FULL_STATE_DICT, None, ShardedOptimStateDictConfig())
     for config in (StateDictConfig(), LocalStateDictConfig(), ShardedStateDictConfig()):
