@@ -129,7 +129,7 @@ def test_another_notebook_looks_at_them_and_says_who_has_them(lab, profile):
     copies(lab, tool(lab, "Stop watching"), "%fsdp detach")
     tool(lab, "Stop watching").click()
     expect(ranks(lab)).to_have_count(0)
-    expect(section(lab, "Commands")).to_contain_text("detached")
+    expect(section(lab, "Commands")).to_contain_text("Detached")
 
 
 def test_ranks_that_become_free_are_taken_by_one_click(lab):
