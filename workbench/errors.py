@@ -1,4 +1,4 @@
-"""Exceptions of the workbench, with one common base.
+"""Exceptions of the workbench, with one common base, and a hint that several messages give.
 
 ::
 
@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 _LONG = re.compile(r"(\S{300})\S+")
 
@@ -98,3 +100,15 @@ class Interrupted(WorkbenchError, KeyboardInterrupt):
 
 class TraceError(WorkbenchError):
     """A trace could not be read or breaks a rule of the schema."""
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return ``", did you mean 'shard'?"`` for the nearest of ``known``, or an empty text.
+
+    Args:
+        word: the word that was given.
+        known: the valid words.
+        cutoff: similarity from which a word is near, as in :func:`difflib.get_close_matches`.
+    """
+    near = difflib.get_close_matches(word, tuple(known), n=1, cutoff=cutoff)
+    return f", did you mean {near[0]!r}?" if near else ""

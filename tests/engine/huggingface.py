@@ -30,7 +30,7 @@ PLUGIN = {
     "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
     "cpu_ram_efficient_loading": False,
 }
-"""What Accelerate's plugin is told of the Llama, with either API."""
+"""Arguments of Accelerate's plugin for the Llama, with either API."""
 
 
 def transformers() -> ModuleType:

@@ -11,7 +11,6 @@ authenticated (CURVE), unless configured otherwise.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import glob
 import logging
 import secrets
@@ -44,7 +43,7 @@ from workbench.cluster.engine_provider import EngineProvider, Registered, WaitNo
 from workbench.cluster.job_queue import JobQueue
 from workbench.cluster.local_launch import profile_directory
 from workbench.cluster.reaper import Reaper, remove
-from workbench.errors import ClusterError, UsageError
+from workbench.errors import ClusterError, UsageError, did_you_mean
 
 LAUNCHERS = "ipyparallel.engine_launchers"
 """Entry point group of engine launchers."""
@@ -84,8 +83,7 @@ def check_launcher(name: str) -> None:
         UsageError: there is none; the message lists the installed ones.
     """
     if name.lower() not in launchers():
-        near = difflib.get_close_matches(name.lower(), launchers(), n=1)
-        meant = f", did you mean {near[0]!r}?" if near else ";"
+        meant = did_you_mean(name.lower(), launchers(), cutoff=0.6) or ";"
         raise UsageError(f"ipyparallel has no engine launcher {name!r}{meant} there are {', '.join(launchers())}")
 
 

@@ -39,7 +39,7 @@ Rows = dict[str, str | None]
 
 _NONE = "none"
 _SHOWN = 3
-_NOBODYS, _LOWEST = -1, -(2**62)  # what ranks without elements give as highest and as lowest number
+_NOBODYS, _LOWEST = -1, -(2**62)  # highest and lowest code of ranks without elements
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ def describe(value: object) -> str:
 
 
 def names_from(module: nn.Module) -> Callable[[ParamModuleInfo, str], str]:
-    """Return what gives the name from ``module`` of what is registered somewhere, or the other name if it is not there.
+    """Return a function that names a parameter by its path from ``module``; outside ``module`` it returns the fallback.
 
-    Each of several roots in ``module`` has names of its own, which may be the same in all of them.
+    Names from the roots are not enough: several roots in ``module`` may have parameters of the same name.
     """
     names = names_below((module,))
     return lambda info, otherwise: full_name(names, info.module, info.name) if info.module in names else otherwise
@@ -164,18 +164,18 @@ class Agreement:
             raise error
 
     def is_same(self, codes: Callable[[], Sequence[int | None]], count: int) -> bool:
-        """Return whether all ranks have the same numbers; collective: one small all-reduce, no look into the store.
+        """Return whether all ranks have the same codes; collective, one small all-reduce without the store.
 
         Args:
-            codes: returns ``count`` numbers from 0 on; None agrees with any; raises if this rank cannot take part.
-            count: equal on all ranks.
+            codes: returns ``count`` integers >= 0; None matches any code; raises if this rank cannot take part.
+            count: number of codes, equal on all ranks.
 
         Returns:
-            False, on every rank, where ranks differ or one cannot take part; :meth:`check` says in what.
+            False on every rank if ranks differ or one cannot take part; :meth:`check` then finds the difference.
 
         Raises:
-            Exception: what ``codes`` raised, where there is one rank.
-            StepAborted, CollectiveFailed, RanksDisagreeError: another rank does something else, or was interrupted.
+            Exception: the error of ``codes``, if there is only one rank.
+            StepAborted, CollectiveFailed, RanksDisagreeError: another rank runs another collective or was interrupted.
         """
         if self._group is None:
             codes()
@@ -192,9 +192,9 @@ class Agreement:
         pending.block()
         pending.finish()
         self._group.finished(pending)
-        if self._group.purpose:  # nobody else ends its iterations
+        if self._group.purpose:  # the engine does not end iterations of such a group
             self._group.end_iteration()
-        spread = highest[:count] + highest[count:-1]  # the highest and the lowest number that a rank has
+        spread = highest[:count] + highest[count:-1]  # highest minus lowest code of all ranks
         return not (bool(highest[-1]) or bool((spread > 0).any()))
 
     @property

@@ -547,9 +547,9 @@ def state_of(module: nn.Module) -> FSDPState | None:
 
 
 def roots_below(module: nn.Module) -> list[tuple[str, FSDPState]]:
-    """Return the ``fully_shard`` calls in ``module``'s tree that no other one in it is around, with their paths.
+    """Return the outermost ``fully_shard`` calls in ``module``'s tree, with their paths.
 
-    That is the one on ``module`` itself, at ``""``, or what the models in it were sharded by, each for itself.
+    If ``module`` itself is sharded, that is only its own call, at ``""``.
     """
     found: dict[FSDPState, str] = {}
     inner: set[nn.Module] = set()

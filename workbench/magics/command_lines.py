@@ -15,8 +15,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, cast, get_type_hints
 
-from workbench.errors import UsageError
-from workbench.magics.parser import AskHelp, HelpAsked, Parser, PositionalText, as_written, did_you_mean
+from workbench.errors import UsageError, did_you_mean
+from workbench.magics.parser import AskHelp, HelpAsked, Parser, PositionalText, as_written
 from workbench.magics.view_options import Option, options_of
 from workbench.protocol.arguments import Argument, Names, Variable, argument, argument_of, truth, with_variables
 from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, is_by_place, summary

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
-from workbench.errors import UsageError
+from workbench.errors import UsageError, did_you_mean
 
 
 class PositionalText(str):
@@ -123,12 +122,6 @@ class Parser(argparse.ArgumentParser):
     def usage_line(self) -> str:
         """Return the usage on one line."""
         return " ".join(self.format_usage().split())
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return ``", did you mean 'shard'?"`` for the nearest of ``known``, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def _is_number(word: str) -> bool:

@@ -99,10 +99,15 @@ def last_ns(rows: Rows) -> int:
     return int(rows["t_ns"].max(initial=0))
 
 
+def first_ns(trace: Trace) -> int:
+    """Return the time of the first row of any rank; 0 without rows."""
+    return min((int(rank_trace.rows["t_ns"][0]) for rank_trace in trace.ranks if len(rank_trace.rows)), default=0)
+
+
 def extent_ns(trace: Trace) -> tuple[int, int]:
     """Return the times of the first and the last row of any rank; zeros without rows."""
-    there = [rank_trace.rows["t_ns"] for rank_trace in trace.ranks if len(rank_trace.rows)]
-    return min((int(t_ns[0]) for t_ns in there), default=0), max((int(t_ns.max()) for t_ns in there), default=0)
+    last = max((int(rank_trace.rows["t_ns"].max()) for rank_trace in trace.ranks if len(rank_trace.rows)), default=0)
+    return first_ns(trace), last
 
 
 def has_steps(trace: Trace) -> bool:
@@ -111,14 +116,14 @@ def has_steps(trace: Trace) -> bool:
 
 
 def zero_ns(trace: Trace) -> int:
-    """Return the time that an axis of the whole trace calls 0: where its first step begins.
+    """Return time 0 of an axis over the whole trace: the begin of the first step.
 
-    The first row's where no rank has begun a step; 0 without rows. What came before, as when a model was sharded, lies
-    at negative times.
+    Without a step it is the time of the first row, and 0 without rows. Earlier events, such as sharding, have negative
+    times.
     """
     places = [(rank_trace.rows, rank_trace.place_after(-1)) for rank_trace in trace.ranks]
     begun = [int(rows["t_ns"][place]) for rows, place in places if place < len(rows)]
-    return min(begun) if begun else extent_ns(trace)[0]
+    return min(begun) if begun else first_ns(trace)
 
 
 def end_aborted(found: Spans, rows: Rows) -> Spans:

@@ -54,7 +54,7 @@ class Report(ABC):
 
     @property
     def problem(self) -> str:
-        """The part of the headline that says what went wrong, which is shown as an error; empty: nothing did."""
+        """The part of the headline that describes a failure, shown as an error; empty if there is none."""
         return ""
 
     def facts(self) -> list[tuple[str, str]]:
@@ -79,7 +79,7 @@ class Report(ABC):
         return f"<div><strong>{first}</strong>{''.join(f'<br>{line}' for line in others)}{table}</div>"
 
     def _headline_lines(self) -> list[str]:
-        """Return the lines of the headline as HTML, what went wrong in the colour of errors."""
+        """Return the lines of the headline as HTML, with the problem in the colour of errors."""
         said = html.escape(self.headline)
         for line in filter(None, html.escape(self.problem).split("\n")):
             said = said.replace(line, f'<span style="color:{ERROR_TEXT}">{line}</span>', 1)
@@ -217,7 +217,7 @@ class StatusReport(Report):
 
     @property
     def problem(self) -> str:
-        """Which ranks are gone, or why no step is possible any more, and what to do; empty: neither."""
+        """Which ranks are gone, or why no step is possible, and what to do; empty if there is no problem."""
         dead = [r.rank for r in self.ranks if not r.alive]
         if self.running and dead:
             return f"{label(dead)} of {len(self.ranks)} gone: %fsdp stop, then %fsdp start"
@@ -382,7 +382,7 @@ class StepReport(Report):
 
     @property
     def problem(self) -> str:
-        """Where the loss is not finite, and which gradients were not reduced; empty: neither."""
+        """Where the loss is not finite, and which gradients were not reduced; empty if there is no problem."""
         return "; ".join(filter(None, [self.not_finite, self.unreduced]))
 
     def facts(self) -> list[tuple[str, str]]:
@@ -439,7 +439,7 @@ class VerifyReport(Report):
 
     @property
     def problem(self) -> str:
-        """The headline, unless all is the same and finite."""
+        """The headline, unless all values are equal and finite."""
         return "" if self.ok and not self.not_finite else self.headline
 
     def facts(self) -> list[tuple[str, str]]:

@@ -68,20 +68,20 @@ def unmanaged(*, buffers: bool = True) -> UnmanagedState:
 
 
 def sharded_models() -> dict[str, nn.Module]:
-    """Return the models among the variables in which something is sharded, but for those that are part of another."""
+    """Return the models among the variables that have sharded modules, without those that are part of another model."""
     models = {name: find_module(name) for name in module_names()}
     return outermost({name: model for name, model in models.items() if states_below(model)})
 
 
 def name_from_models() -> None:
-    """Let units and parameters be called as from the models among the variables, whatever their roots are.
+    """Name units and parameters by their paths in the models among the variables, wherever their roots are.
 
-    Example: of a plain ``model`` whose ``encoder`` and ``decoder`` are sharded each for itself, the units are
-    ``encoder`` and ``decoder``, rather than two roots.
+    Example: if the ``encoder`` and ``decoder`` of a plain ``model`` are sharded separately, their units are called
+    ``encoder`` and ``decoder`` instead of being two roots.
     """
     for model in sharded_models().values():
         for path, root in roots_below(model):
-            is_one = len(root.modules) == 1  # a call on a list names its modules by their numbers
+            is_one = len(root.modules) == 1  # the units of a call on a list are named by its modules
             for unit in units_of({state: None for module in root.modules for state in states_below(module)}):
                 unit.set_above(path if is_one else "")
 
@@ -120,9 +120,10 @@ def _in_no_unit(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _never_called(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the sharded parameters that have a ``register_hook``: autograd never sees them.
+    """Return the names of the sharded parameters with a ``register_hook`` hook, which autograd never calls.
 
-    Modules of a unit that is unsharded, as a root is after an evaluation, have others instead, with the engine's hooks.
+    The parameters are those that the units own: the modules of an unsharded unit, such as a root after an evaluation,
+    hold full parameters instead, which have the engine's hooks.
     """
     hooked = {
         param: info.places[0]

@@ -11,13 +11,12 @@ written ``./5``.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from workbench.errors import TraceError, UsageError
+from workbench.errors import TraceError, UsageError, did_you_mean
 from workbench.replay.grouping import ranges
 from workbench.trace import load, steps
 from workbench.trace.columns import Trace
@@ -110,9 +109,8 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
         return load(file)
     except FileNotFoundError:
         there = sorted(other.name for other in file.parent.glob("*.trace"))
-        near = difflib.get_close_matches(file.name, there, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        more = f"{' ' if near else '; '}{if_missing}" if if_missing else ""
+        hint = did_you_mean(file.name, there, cutoff=0.6)
+        more = f"{' ' if hint else '; '}{if_missing}" if if_missing else ""
         raise UsageError(f"there is no file {os.fspath(path)!r}{hint}{more}") from None
     except TraceError as error:
         raise UsageError(str(error)) from error

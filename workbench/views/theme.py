@@ -45,7 +45,7 @@ ERROR_TEXT = (
     "color-mix(in srgb, var(--jp-error-color1, var(--vscode-errorForeground, #d32f2f)) 75%, "
     "var(--jp-ui-font-color1, currentcolor))"
 )
-"""CSS: the colour of what went wrong in text. JupyterLab's own red is legible on its light pages alone."""
+"""CSS colour of error text. JupyterLab's own red is legible on light pages only."""
 
 NARROWEST = 600
 """Minimum page width, in pixels, that figures are designed for; for narrower pages see :mod:`.responsive`."""
@@ -192,7 +192,7 @@ def format_loss(loss: float, spec: str = ".4g") -> str:
 
 
 def format_share(part: float, digits: int = 0) -> str:
-    """Return a part of a whole in per cent: ``0.41`` -> ``"41%"``; ``digits``: after the point."""
+    """Return a fraction in per cent, with ``digits`` decimals: ``0.41`` -> ``"41%"``."""
     return f"{part:.{digits}%}"
 
 

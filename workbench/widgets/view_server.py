@@ -14,7 +14,7 @@ from workbench.codec import encode
 from workbench.replay.clock_error import error_ns
 from workbench.replay.device import ClockSource, clock_of
 from workbench.replay.paused_time import Cuts
-from workbench.replay.spans import has_steps, zero_ns
+from workbench.replay.spans import first_ns, has_steps, zero_ns
 from workbench.replay.units import model_order, unit_name
 from workbench.reports.cursor import Cursor
 from workbench.session.snapshot import ClusterSnapshot
@@ -156,7 +156,7 @@ class ViewServer:
             tracks=new.ranks,
             open=told_open(new.open, self._origin_ns),
             counts=counts,
-            begin_us=self._us(_first_ns(trace)),
+            begin_us=self._us(first_ns(trace)),
             health=health(pulse),
             breakpoints=breakpoints(pulse),
             status=status(pulse, begin - self._newest_at),
@@ -216,7 +216,3 @@ def _clock(trace: Trace) -> tuple[str, str]:
     clock = clock_of(trace.header)
     timeline = filter(None, (theme.clock_words(trace.header, clock), theme.error_words(error_ns(trace))))
     return " · ".join(timeline), "" if clock is ClockSource.HOST else "in host order and host time"
-
-
-def _first_ns(trace: Trace) -> int:
-    return min((int(r.rows["t_ns"][0]) for r in trace.ranks if len(r.rows)), default=0)
