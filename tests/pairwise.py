@@ -14,12 +14,12 @@ pairs_and_rest = pytest.mark.parametrize("part", ["pairs", pytest.param("rest", 
 
 def quick(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
     """Return ``values`` for ``parametrize``; those that are not ``chosen`` are marked `thorough`: CI runs them."""
-    return [value if value in chosen else pytest.param(value, marks=pytest.mark.thorough) for value in values]
+    return [value if value in chosen else _thorough(value) for value in values]
 
 
 def quick_rows(rows: Iterable[Row], chosen: Container[Row]) -> list[Any]:
     """Return ``rows`` for a ``parametrize`` of several names, as :func:`quick` does values of one."""
-    return [row if row in chosen else pytest.param(*row, marks=pytest.mark.thorough) for row in rows]
+    return [row if row in chosen else _thorough(*row) for row in rows]
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Row]:
@@ -59,6 +59,15 @@ def rows_of(part: str, *axes: Sequence[Any]) -> list[Row]:
         for row in numbers
         if (row in chosen) == (part == "pairs")
     ]
+
+
+def _thorough(*values: Any) -> Any:
+    """Return a marked ``pytest.param``; a single value may be one already, whose marks stay."""
+    param = pytest.param(*values, marks=pytest.mark.thorough)
+    [first, *others] = values
+    if isinstance(first, type(param)) and not others:
+        return first._replace(marks=[*first.marks, *param.marks])
+    return param
 
 
 def _pair(a: int, x: int, b: int, y: int) -> tuple[int, int, int, int]:

@@ -2,10 +2,11 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pairwise import pairwise, rows_of
+from tests.pairwise import pairwise, quick, rows_of
 
 axes_of_any_size = st.lists(st.integers(1, 6), min_size=2, max_size=6)
 
@@ -36,3 +37,11 @@ def test_both_parts_are_the_whole_product(sizes):
 def test_there_are_not_many_more_rows_than_there_must_be():
     assert len(pairwise(range(3), range(5), range(6), range(2), range(2))) <= 33  # at least 5 x 6
     assert len(pairwise(*[range(2)] * 4)) <= 6
+
+
+def test_values_that_are_not_chosen_are_left_to_ci_with_the_marks_they_had():
+    skipped = pytest.param("c", marks=pytest.mark.skip)
+    chosen, left, marked = quick(["a", "b", skipped], ["a"])
+    assert chosen == "a"
+    assert (left.values, [mark.name for mark in left.marks]) == (("b",), ["thorough"])
+    assert (marked.values, [mark.name for mark in marked.marks]) == (("c",), ["skip", "thorough"])

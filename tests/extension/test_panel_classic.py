@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from tests.browser import PATIENCE_MS
 from tests.extension.built import built_panel
-from tests.extension.page import SHOW, headline, panel, section, shot, tool
+from tests.extension.page import SHOW, headline, panel, reply, section, shot, tool
 from tests.integration.model import CELL
 from tests.notebooks.lab import jupyterlab, opened
 
@@ -125,7 +125,8 @@ def test_it_goes_over_to_fully_shard_and_trains_on(lab, form):
     expect(amount(form, "each rank sends per step")).not_to_have_text(kept)
     shot(lab, "classic_to_fully_shard")
     form.locator("button[type=submit]").click()
-    expect(section(lab, "Commands")).to_contain_text(RESHARD)
+    expect(section(lab, "Commands")).to_contain_text(RESHARD)  # from its begin on
+    expect(reply(lab)).to_contain_text("resharded in place")
     expect(section(lab, "Units")).to_contain_text("blocks")
     expect(form.get_by_label("API")).to_have_value("fully_shard")
     expect(after_forward).to_have_value("auto")
