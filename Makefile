@@ -68,10 +68,10 @@ lab: $(VENV)/panel
 	@$(BIN)/workbench lab
 
 bench: $(VENV)/installed-dev
-	@$(BIN)/python -m tests.bench $(BENCH_FLAGS)
+	@$(BIN)/python -m bench $(BENCH_FLAGS)
 
 bench-check: $(VENV)/installed
-	@$(BIN)/python -m tests.bench --check $(BENCH_FLAGS)
+	@$(BIN)/python -m bench --check $(BENCH_FLAGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import browser, hosts, leaks, tools
-from tests.cpu_time import CpuTime
+from tests.helpers import browser, leaks, network_hosts, tools
+from tests.helpers.cpu_time import CpuTime
 from workbench.cluster.zygote_cache import KEEPER
 
 # time is no law here: machines are shared; CI looks at many examples, and what it says does not depend on chance
@@ -82,7 +82,7 @@ def seconds_per_file(reports):
 
 def pytest_sessionfinish(session):
     if not hasattr(session.config, "workerinput"):
-        hosts.take_away()  # what all workers had in turn
+        network_hosts.take_away()  # what all workers had in turn
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.added_device import LINE
-from tests.source import PACKAGE, REPO
+from tests.helpers.added_device import LINE
+from tests.helpers.package_source import PACKAGE, REPO
 from workbench.devices import Device
 
 
@@ -22,7 +22,7 @@ def test_a_kind_of_device_is_a_class_and_a_line(tmp_path):
     before, after = (PACKAGE / "devices.py").read_text(encoding="utf-8").split('    "cuda": ')
     (package / "devices.py").write_text(f'{before}{LINE}    "cuda": {after}', encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.added_device"],
+        [sys.executable, "-m", "tests.helpers.added_device"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"},
         capture_output=True,

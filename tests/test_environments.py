@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tests import readme
-from tests.source import REPO, imports, sources
+from tests.helpers import documents
+from tests.helpers.package_source import REPO, imports, sources
 from workbench import __version__
 from workbench.engine._torch import NEWEST, OLDEST
 
@@ -55,7 +55,7 @@ def test_ci_runs_them():
 
 
 def test_the_documents_name_the_versions_that_tests_run_with():
-    lines = " ".join(readme.text().split())
+    lines = " ".join(documents.text().split())
     assert f"with torch {TORCH}, those that depend on torch's version with {' and '.join(OTHER_TORCH)} as well" in lines
     oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
     assert f"if its version is in the supported range, from {oldest} to {newest}" in lines
@@ -63,7 +63,7 @@ def test_the_documents_name_the_versions_that_tests_run_with():
 
 def test_the_pythons_are_those_that_the_readme_names():
     named = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if c.startswith("Programming Language :: Python ::")]
-    assert f"with Python {named[0]} to {named[-1]} and make" in readme.text()
+    assert f"with Python {named[0]} to {named[-1]} and make" in documents.text()
     assert PROJECT["requires-python"] == f">={named[0]}"
 
 
@@ -76,7 +76,7 @@ def test_every_place_names_the_same_version():
 
 def test_a_source_distribution_has_what_the_readme_links_to():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    linked = {file.partition("/")[0] for file, _ in readme.links(readme.documents()[readme.README]) if file}
+    linked = {file.partition("/")[0] for file, _ in documents.links(documents.documents()[documents.README]) if file}
     assert {f"/{name}" for name in linked} <= set(included)
 
 

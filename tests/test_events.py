@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests import readme
-from tests.source import REPO, sources
+from tests.helpers import documents
+from tests.helpers.package_source import REPO, sources
 from workbench.events import (
     BESIDE,
     COLLECTIVES,
@@ -101,8 +101,8 @@ def test_the_engine_tells_the_classes_that_are_the_engines():
 
 
 def test_the_documents_name_every_event_that_can_be_stopped_at():
-    line = next(line for line in readme.text().split("\n\n") if "An event is `" in line)
-    named = readme.code(line[line.index("An event is `") : line.index("with `.end`")])
+    line = next(line for line in documents.text().split("\n\n") if "An event is `" in line)
+    named = documents.code(line[line.index("An event is `") : line.index("with `.end`")])
     assert sorted(named) == sorted(STOPS)
 
 
@@ -120,6 +120,6 @@ def test_a_root_unit_is_named_in_one_place():
 def test_a_kind_is_one_row():
     """With two rows in the text of ``events.py``, and nothing else, two kinds more are found wherever kinds are."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.added_kinds"], cwd=REPO, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tests.helpers.added_kinds"], cwd=REPO, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 import dataclasses
 import json
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from tests.views.test_contract import EVIL, same_with_names
 from workbench.export import export
 from workbench.trace.columns import Trace

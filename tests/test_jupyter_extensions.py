@@ -3,7 +3,7 @@
 import pytest
 
 import workbench
-from tests.shells import ipython_shell
+from tests.helpers.ipython_shell import ipython_shell
 from workbench import jupyter_extensions
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests import readme
-from tests.source import PACKAGE, imports, sources
+from tests.helpers import documents
+from tests.helpers.package_source import PACKAGE, imports, sources
 
 # what a process that only imports the part must not hold
 NEVER_LOADED = {
@@ -27,8 +27,8 @@ NEVER_LOADED = {
 def allowed() -> list[tuple[set[str], set[str]]]:
     """Rows of that table: parts, and what these may import; a folder ends in a slash."""
     return [
-        (set(readme.code(parts)), set(packages.replace(",", " ").split()) | set(readme.code(others)))
-        for parts, _, packages, others in readme.table("part of `workbench/`")
+        (set(documents.code(parts)), set(packages.replace(",", " ").split()) | set(documents.code(others)))
+        for parts, _, packages, others in documents.table("part of `workbench/`")
     ]
 
 

@@ -5,8 +5,8 @@ import nbformat.v4
 import plotly.graph_objects as go
 import pytest
 
-from tests.browser import figures, open_offline, titles_follow_the_width
-from tests.trace.simulation import example_trace
+from tests.helpers.browser import figures, open_offline, titles_follow_the_width
+from tests.helpers.simulated_job import example_trace
 from workbench.cluster.pending_replies import Output
 from workbench.notebook_page import to_page
 from workbench.session.outputs import written_at_once

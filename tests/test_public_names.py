@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests import readme
-from tests.source import sources
+from tests.helpers import documents
+from tests.helpers.package_source import sources
 
 PACKAGES = [s.module for s in sources() if s.path.name == "__init__.py" and re.search(r"^__all__ = ", s.text, re.M)]
 NOT_FOR_PEOPLE = {"__version__", "load_ipython_extension", "unload_ipython_extension"}  # called by IPython and pip
@@ -18,12 +18,12 @@ def public_names(package):
 
 
 def test_the_documents_list_every_package():
-    assert [readme.code(row[0])[0] for row in readme.table("module")] == PACKAGES
+    assert [documents.code(row[0])[0] for row in documents.table("module")] == PACKAGES
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_documents_list_every_name(package):
-    listed = {readme.code(row[0])[0]: set(readme.code(row[1])) for row in readme.table("module")}
+    listed = {documents.code(row[0])[0]: set(documents.code(row[1])) for row in documents.table("module")}
     assert listed[package] == public_names(package)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import readme
-from tests.source import PACKAGE, REPO, sources
+from tests.helpers import documents
+from tests.helpers.package_source import PACKAGE, REPO, sources
 from workbench.cli import main
 from workbench.magics import command_lines
 from workbench.protocol import commands
@@ -26,26 +26,30 @@ def make_targets():
 
 
 def test_the_make_commands_are_those_of_the_makefile():
-    assert {readme.code(row[0])[0] for row in readme.table("target")} == {f"make {t}" for t in make_targets()}
+    assert {documents.code(row[0])[0] for row in documents.table("target")} == {f"make {t}" for t in make_targets()}
 
 
 def test_every_command_mentioned_exists():
-    mentioned = set(re.findall(r"\bmake ([a-z]+)\b(?= |`|$)", "\n".join(readme.blocks("sh") + readme.inline_code())))
+    mentioned = set(
+        re.findall(r"\bmake ([a-z]+)\b(?= |`|$)", "\n".join(documents.blocks("sh") + documents.inline_code()))
+    )
     assert mentioned
     assert mentioned <= make_targets()
 
 
 def test_the_doctor_is_there(capsys):
-    assert "`workbench doctor`" in readme.text()
+    assert "`workbench doctor`" in documents.text()
     with pytest.raises(SystemExit) as left:
         main(["doctor", "--help"])
     assert left.value.code == 0
     assert "usage: workbench doctor" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("first_column", readme.COMMAND_TABLES)
+@pytest.mark.parametrize("first_column", documents.COMMAND_TABLES)
 def test_the_tables_of_commands_are_what_they_declare(first_column):
-    assert readme.table(first_column) == readme.command_rows(first_column), "python -m tests.readme writes them"
+    assert documents.table(first_column) == documents.command_rows(first_column), (
+        "python -m tests.helpers.documents writes them"
+    )
 
 
 def test_each_line_that_commands_ranks_is_written_as_the_commands_write_it():
@@ -55,7 +59,7 @@ def test_each_line_that_commands_ranks_is_written_as_the_commands_write_it():
 
 def test_lines_of_fsdp_parse():
     """Every line between backticks or in a snippet, except the table, whose lines have tests of their own."""
-    written = readme.inline_code() + [line for cell in notebook_cells() for line in cell.splitlines()]
+    written = documents.inline_code() + [line for cell in notebook_cells() for line in cell.splitlines()]
     lines = {" ".join(line.removeprefix("%fsdp ").split()) for line in written if line.startswith("%fsdp ")}
     assert len(lines) > len(command_lines.WORDS)
     for line in lines:
@@ -64,7 +68,7 @@ def test_lines_of_fsdp_parse():
 
 def notebook_cells():
     """Every cell of the notebook snippets; a `%%fsdp` cell is one by itself."""
-    return [cell for snippet in readme.blocks("ipython") for cell in snippet.strip().split("\n\n")]
+    return [cell for snippet in documents.blocks("ipython") for cell in snippet.strip().split("\n\n")]
 
 
 def test_the_cells_of_the_notebook_snippets_parse():
@@ -76,12 +80,12 @@ def test_the_cells_of_the_notebook_snippets_parse():
 
 
 def test_the_programs_parse():
-    assert [ast.parse(program) for program in readme.blocks("python")]
+    assert [ast.parse(program) for program in documents.blocks("python")]
 
 
 @pytest.mark.cluster
 def test_the_five_lines_run(tmp_path):
-    (program,) = readme.blocks("python", readme.documents()[readme.README])
+    (program,) = documents.blocks("python", documents.documents()[documents.README])
     assert len([line for line in program.splitlines() if line]) == 5
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
@@ -90,35 +94,35 @@ def test_the_five_lines_run(tmp_path):
     assert "plotly" in (tmp_path / "layout.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", readme.documents(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.name)
 def test_what_is_linked_is_there(path):
-    for file, heading in readme.links(readme.documents()[path]):
+    for file, heading in documents.links(documents.documents()[path]):
         target = Path(os.path.normpath(path.parent / file)) if file else path
         assert target.is_relative_to(REPO), file
         assert target.exists(), file
-        assert not heading or heading in readme.headings(readme.documents()[target]), f"{file}#{heading}"
+        assert not heading or heading in documents.headings(documents.documents()[target]), f"{file}#{heading}"
 
 
 def test_every_document_can_be_reached_from_the_readme():
-    documents = readme.documents()
-    linked = {REPO / file for file, _ in readme.links(documents[readme.README]) if file}
-    assert documents.keys() - linked == {readme.README}
+    texts = documents.documents()
+    linked = {REPO / file for file, _ in documents.links(texts[documents.README]) if file}
+    assert texts.keys() - linked == {documents.README}
 
 
 def test_the_readme_is_short():
-    assert len(readme.documents()[readme.README].splitlines()) <= 110
+    assert len(documents.documents()[documents.README].splitlines()) <= 110
 
 
 def is_there(name):
     return any((folder / name).exists() for folder in (REPO, PACKAGE))
 
 
-@pytest.mark.parametrize("path", readme.documents(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.name)
 def test_files_that_are_named_are_there(path):
     """Sources and folders by their path from the repository or from the package."""
     named = {
         name
-        for name in readme.inline_code(readme.documents()[path])
+        for name in documents.inline_code(documents.documents()[path])
         if re.fullmatch(r"[\w./-]+(\.(py|ts|js|ipynb|md)|/)", name)
     }
     assert sorted(name for name in named - OF_IPYPARALLEL if not is_there(name)) == []
@@ -126,7 +130,7 @@ def test_files_that_are_named_are_there(path):
 
 def walks():
     """The diagrams of the architecture."""
-    return readme.blocks("text", readme.documents()[REPO / "docs" / "architecture.md"])
+    return documents.blocks("text", documents.documents()[REPO / "docs" / "architecture.md"])
 
 
 def test_the_walks_name_files_that_are_there():

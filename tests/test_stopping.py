@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fake_cluster import (
+from tests.helpers.fake_cluster import (
     PROGRAM,
     FakeCluster,
     blocks,
@@ -19,8 +19,8 @@ from tests.fake_cluster import (
     said,
     step_result,
 )
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from tests.reports.test_inspect_table import FOUND, FULL, GATHERED
-from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster.pending_replies import Output
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.breakpoints import EVENTS

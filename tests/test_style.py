@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.source import Source, imports, sources
+from tests.helpers.package_source import Source, imports, sources
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = Function | ast.ClassDef

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fake_cluster import (
+from tests.helpers.fake_cluster import (
     SHARD_RESULT,
     FakeCluster,
     blocks,

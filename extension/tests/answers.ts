@@ -1,4 +1,4 @@
-// Made of workbench/panel/panel_messages.py by: python -m tests.extension.answers
+// Made of workbench/panel/panel_messages.py by: python -m tests.helpers.example_answers
 // One example of each answer, as the kernel sends it.
 import type { AnswerOf } from "../src/client";
 import type { Answer } from "../src/protocol";

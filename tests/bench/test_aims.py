@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.bench import compare
-from tests.bench.aims import AIMS, ENGINE, LIVE, Aim, Verdict, verdicts
-from tests.bench.cases import CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, TORCH, num_params
-from tests.bench.memory import Bytes
+from bench import compare
+from bench.aims import AIMS, ENGINE, LIVE, Aim, Verdict, verdicts
+from bench.cases import CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, TORCH, num_params
+from bench.memory import Bytes
 
 STEP, TO_DDP, PEAK = "step / torch's", "step / DDP's", "peak of the process / torch's"
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from tests.bench import apart
-from tests.bench.apart import ApartFailure, call_apart
+from bench import apart
+from bench.apart import ApartFailure, call_apart
 
 HERE = __name__
 
@@ -27,7 +27,7 @@ def test_arguments_and_values_are_data():
 
 
 def test_a_failure_is_told_and_the_others_go_on():
-    from tests.bench.live import measured  # loads torch, which the process that answers does without
+    from bench.live import measured  # loads torch, which the process that answers does without
 
     with pytest.raises(ApartFailure, match=r"(?s)^Traceback.*ValueError: no such luck$"):
         call_apart(f"{HERE}:refuse")

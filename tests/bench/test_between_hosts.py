@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench import between_hosts
-from tests.bench.between_hosts import compare_hosts
-from tests.bench.cases import HOSTS_CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, TORCH, num_params
-from tests.bench.compare import Effort
+from bench import between_hosts
+from bench.between_hosts import compare_hosts
+from bench.cases import HOSTS_CASES, OF_OURS, OURS, OURS_GLOO, RECORDED, TORCH, num_params
+from bench.compare import Effort
 
 pytestmark = pytest.mark.exhaustive
 
@@ -22,7 +22,7 @@ def test_the_cases_are_the_issues():
 
 
 def test_where_there_are_no_hosts_it_is_said_why(monkeypatch):
-    monkeypatch.setattr(between_hosts.namespaces, "why_not", lambda: "only root can")
+    monkeypatch.setattr(between_hosts.ranks_on_hosts, "why_not", lambda: "only root can")
     assert compare_hosts(HOSTS_CASES["3hosts"], LITTLE) == {"left out": "only root can", "failed": {}}
 
 

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from tests.bench import __main__ as bench
-from tests.bench import processes, report
-from tests.bench.cases import ALONE, IMPLEMENTATIONS, OURS, TORCH
-from tests.bench.compare import Effort, Runs, _ratio, against_second_run, compare, joined, row, with_ratios
-from tests.bench.processes import RankFailure, on_ranks
-from tests.bench.stats import rotated
+from bench import __main__ as bench
+from bench import processes, report
+from bench.cases import ALONE, IMPLEMENTATIONS, OURS, TORCH
+from bench.compare import Effort, Runs, _ratio, against_second_run, compare, joined, row, with_ratios
+from bench.processes import RankFailure, on_ranks
+from bench.stats import rotated
+from bench.training import Sample
 from tests.bench.test_parts import TINY
-from tests.bench.training import Sample
 
 LITTLE = Effort(rounds=1, steps=1, pairs=1)
 
@@ -86,8 +86,8 @@ def test_what_failed_is_not_started_again():
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 def test_a_comparison_measures_everything_of_everyone(monkeypatch):
-    monkeypatch.setattr("tests.bench.training.WARM_UP", 1)
-    monkeypatch.setattr("tests.bench.memory.WARM_UP", 1)
+    monkeypatch.setattr("bench.training.WARM_UP", 1)
+    monkeypatch.setattr("bench.memory.WARM_UP", 1)
     found = compare(TINY, LITTLE, with_parts=True)
     assert found["failed"] == {}
     assert set(found["steps"]) == set(IMPLEMENTATIONS)
@@ -125,7 +125,7 @@ def test_the_exit_status(is_check, all_met, failed, status):
 
 @pytest.mark.thorough
 def test_the_process_that_forks_ranks_has_nothing_of_the_engine():
-    program = "import sys, tests.bench.__main__; sys.exit('workbench.engine' in sys.modules)"
+    program = "import sys, bench.__main__; sys.exit('workbench.engine' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

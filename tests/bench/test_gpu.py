@@ -1,12 +1,12 @@
 """What samples of steps on GPUs come to."""
 
-from tests.bench import compare
-from tests.bench.__main__ import _cases
-from tests.bench.cases import ALONE, GPU_CASES, OURS, TORCH
-from tests.bench.compare import Effort
-from tests.bench.gpu import compare_gpu
-from tests.bench.processes import RankFailure
-from tests.bench.training import Sample
+from bench import compare
+from bench.__main__ import _cases
+from bench.cases import ALONE, GPU_CASES, OURS, TORCH
+from bench.compare import Effort
+from bench.gpu import compare_gpu
+from bench.processes import RankFailure
+from bench.training import Sample
 from workbench.devices import DEVICES
 
 CASE = GPU_CASES["gpu-2ranks"]

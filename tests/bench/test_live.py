@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench import __main__ as bench
-from tests.bench import live, report
-from tests.bench.aims import HOSTS, LAB, LIVE, MANY, SCALE, verdicts
-from tests.bench.cases import HOSTS_CASES
-from tests.bench.watched import (
+from bench import __main__ as bench
+from bench import live, report
+from bench.aims import HOSTS, LAB, LIVE, MANY, SCALE, verdicts
+from bench.cases import HOSTS_CASES
+from bench.watched import (
     PLAIN,
     UNWATCHED,
     VIEWERS,
@@ -20,8 +20,8 @@ from tests.bench.watched import (
     measure_watched,
     size_of,
 )
-from tests.fake_cluster import FakeCluster
-from tests.waiting import wait_until
+from tests.helpers.fake_cluster import FakeCluster
+from tests.helpers.waiting import wait_until
 from tests.widgets.test_dashboard import Pretender
 from workbench.protocol.rank_messages import DrainReply, Position
 from workbench.workbench import Workbench
@@ -49,7 +49,7 @@ RECORDING = {"rows_percent": 0.4, "cpu_ratio": 1.0, "failed": {}}
 
 def call(function, timeout_s=0, **arguments):
     json.dumps(arguments)
-    return FOUND[function.removeprefix("tests.bench.")]
+    return FOUND[function.removeprefix("bench.")]
 
 
 def whole():
@@ -123,7 +123,7 @@ def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
 
 
 def test_a_dashboard_that_does_not_answer_is_told(monkeypatch):
-    monkeypatch.setattr("tests.bench.watched.ANSWER_S", 0.0)
+    monkeypatch.setattr("bench.watched.ANSWER_S", 0.0)
     viewer = DashboardViewer(Pretender())
     viewer._is_answered.clear()
     with pytest.raises(RuntimeError, match="did not answer"), viewer.asking():
@@ -131,7 +131,7 @@ def test_a_dashboard_that_does_not_answer_is_told(monkeypatch):
 
 
 def test_a_viewer_asks_again_when_it_was_answered(monkeypatch):
-    monkeypatch.setattr("tests.bench.watched.ASK_EVERY_S", 0.0)
+    monkeypatch.setattr("bench.watched.ASK_EVERY_S", 0.0)
     viewer = DashboardViewer(Pretender())
     with viewer.asking():
         wait_until(lambda: len(viewer.sizes) >= 2)

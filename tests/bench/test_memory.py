@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from tests.bench.memory import Classes, added, count_in_all_threads, noted_pages, noted_stages, shared_bytes, totals
-from tests.bench.processes import on_ranks
+from bench.memory import Classes, added, count_in_all_threads, noted_pages, noted_stages, shared_bytes, totals
+from bench.processes import on_ranks
 from tests.engine.test_shared_memory import connected
 from workbench.engine.backends import page_pool
 from workbench.engine.backends.page_pool import PageRange, SparePages

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.bench.panel import delays, step_ends_ms
-from tests.extension.built import bundle_bytes
-from tests.trace.simulation import example_trace
+from bench.panel import delays, step_ends_ms
+from tests.helpers.built_panel import bundle_bytes
+from tests.helpers.simulated_job import example_trace
 
 
 def test_a_step_was_shown_when_so_many_or_more_were():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.bench.cases import OURS_GLOO, Case
-from tests.bench.parts import Meter, MeteredStep, Part, budget, measure_parts
-from tests.bench.processes import on_ranks
+from bench.cases import OURS_GLOO, Case
+from bench.parts import Meter, MeteredStep, Part, budget, measure_parts
+from bench.processes import on_ranks
 from workbench.engine import probe
 from workbench.events import Edge, Kind
 from workbench.zoo import GPTConfig
@@ -142,7 +142,7 @@ def test_the_budget_adds_up_to_the_metered_step():
 
 @pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 def test_a_step_of_the_engine_has_all_parts(monkeypatch):
-    monkeypatch.setattr("tests.bench.training.WARM_UP", 1)
+    monkeypatch.setattr("bench.training.WARM_UP", 1)
     for (step,) in on_ranks(2, measure_parts, TINY, OURS_GLOO, 1):
         assert set(step.parts_ns) == {part.value for part in Part}
         assert all(ns > 0 for ns in step.parts_ns.values())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.soak import NUM_RANKS, STEP_S, LongRun, growth_mb
+from bench.soak import NUM_RANKS, STEP_S, LongRun, growth_mb
 from workbench.replay import training
 from workbench.trace import check, steps
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.bench.stats import median_interval, spread
+from bench.stats import median_interval, spread
 
 VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=50)
 

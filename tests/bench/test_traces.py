@@ -1,7 +1,7 @@
 """The measurement of a trace, on one that is short."""
 
-from tests.bench.traces import measure_scale_of, measure_trace
-from tests.trace.scale import Scale
+from bench.traces import measure_scale_of, measure_trace
+from tests.helpers.many_ranks import Scale
 from workbench.views import VIEWS
 
 

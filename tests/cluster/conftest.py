@@ -1,15 +1,15 @@
-"""Clusters whose rank side is tests/cluster/fake_rank.py: nothing here needs torch."""
+"""Clusters whose rank side is tests/helpers/fake_rank.py: nothing here needs torch."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.fake_rank import Look
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.fake_rank import Look
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 
-RUNTIME = "tests.cluster.fake_rank"
+RUNTIME = "tests.helpers.fake_rank"
 ROOT = Path(__file__).parents[2]
 FOREVER_S = 1e6
 """A time limit that no test lives to see: what returns has not waited for it."""

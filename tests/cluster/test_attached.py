@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
-from tests.cluster.fake_rank import Look, Release
-from tests.engines import wait_for_engines
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.fake_rank import Look, Release
+from tests.helpers.ipp_engines import wait_for_engines
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.cluster import cluster as cluster_module
 from workbench.cluster import engine_provider as place_module

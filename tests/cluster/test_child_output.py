@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.cluster.conftest import texts
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -86,7 +86,7 @@ def test_so_is_what_processes_with_a_program_of_their_own_write(make_cluster):
 
 
 def test_what_a_child_writes_in_a_command_is_shown_too(cluster):
-    pending = cluster.apply("tests.cluster.fake_rank:fork_and_print", "hello", ranks=[0])
+    pending = cluster.apply("tests.helpers.fake_rank:fork_and_print", "hello", ranks=[0])
     pending.result(0, PATIENCE_S)
     assert texts(pending, 0) == "hello\n"
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts
-from tests.fake_cluster import FakeCluster, inside, prints
-from tests.integration.model import CELL
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.fake_cluster import FakeCluster, inside, prints
+from tests.helpers.notebook_model import CELL
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.codec import decode, encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster.controller_heartbeat import HeartbeatMonitor
 
 PLAIN = SimpleNamespace(curve_serverkey=b"", curve_publickey=b"", curve_secretkey=b"")

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import FOREVER_S, ROOT, RUNTIME, texts, wait_until_held
-from tests.cluster.fake_rank import Die, Look, Release
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.fake_rank import Die, Look, Release
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster.processes import is_running
 from workbench.cluster.reaper import Reaper, process_of
 from workbench.errors import ClusterError, RankDied

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
-from tests.cluster.fake_rank import Release, Variable
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.fake_rank import Release, Variable
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster.processes import THREAD_VARIABLES, usable_cores
 from workbench.errors import RankError, UsageError
 

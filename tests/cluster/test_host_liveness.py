@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.waiting import wait_until
+from tests.helpers.waiting import wait_until
 from workbench.cluster import host_liveness
 from workbench.cluster.host_liveness import SILENCE_S, HostLiveness, HostMonitor
 from workbench.cluster.rank_assignment import lookouts

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
-from tests.cluster.fake_rank import Look, Release
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.fake_rank import Look, Release
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster, ssh_launch
 from workbench.cluster import ipp_launch as launched_module
 from workbench.cluster.ipp_launch import IppLaunch, launchers

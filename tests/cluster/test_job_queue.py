@@ -3,7 +3,7 @@
 import pytest
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher, SlurmEngineSetLauncher
 
-from tests.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S
 from workbench.cluster import job_queue
 from workbench.cluster.job_queue import JobQueue
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import processes
 from workbench.cluster.processes import MARKER, THREAD_VARIABLES, ChildProcess
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from tests.cluster.conftest import FOREVER_S, RUNTIME, wait_until_held
-from tests.cluster.fake_rank import Answer, ComeLate, Look, Looked, Raise, Release
-from tests.waiting import PATIENCE_S
+from tests.helpers.fake_rank import Answer, ComeLate, Look, Looked, Raise, Release
+from tests.helpers.waiting import PATIENCE_S
 from workbench.errors import ClusterError, RankError
 from workbench.protocol.rank_messages import Stacks
 

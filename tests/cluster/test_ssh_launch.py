@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import ssh_launch
 from workbench.cluster.processes import is_running
 

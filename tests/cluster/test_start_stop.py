@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.cluster.conftest import FOREVER_S, RUNTIME, texts
-from tests.pairwise import quick
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.pairwise import quick
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench import ports
 from workbench.cluster import Cluster, local_launch
 from workbench.cluster.channels import Channels

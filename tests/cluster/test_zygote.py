@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster, local_launch
 from workbench.cluster.processes import is_running
 from workbench.cluster.zygote import can_fork
@@ -46,7 +46,7 @@ def test_each_rank_is_a_process_with_a_session_and_a_log_of_its_own(cluster):
 
 
 def test_the_runtime_was_imported_once_and_random_numbers_differ(cluster):
-    cells = cluster.run_cell("import random, os, sys\nprint(random.random(), 'tests.cluster.fake_rank' in sys.modules)")
+    cells = cluster.run_cell("import random, os, sys\nprint(random.random(), 'tests.helpers.fake_rank' in sys.modules)")
     assert cells.wait(PATIENCE_S)
     told = [texts(cells, rank).split() for rank in range(3)]
     assert len({number for number, _ in told}) == 3

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import ROOT, RUNTIME, texts
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster, zygote_cache
 from workbench.cluster.processes import MARKER, is_running, usable_cores
 from workbench.cluster.zygote_cache import KEEPER

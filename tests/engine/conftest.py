@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from tests.engine.ranks import ON_GPUS, POOL
+from tests.helpers.forked_ranks import ON_GPUS, POOL
 from workbench.engine import cancellable_waits, probe, process_groups
 
 

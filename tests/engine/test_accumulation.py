@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.models import adamw, batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads, shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import ROOT, Recording, recording
-from tests.engine.sizes import BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, numel
+from tests.helpers.expected_sizes import BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, numel
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads, shard_net
+from tests.helpers.recording_probe import ROOT, Recording, recording
+from tests.helpers.small_models import adamw, batch, loss_of, make_net
 from workbench.engine import MixedPrecisionPolicy, UnshardHandle, fully_shard
 from workbench.events import Category, Kind
 

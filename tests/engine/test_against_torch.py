@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.engine.models import adamw, batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.small_models import adamw, batch, loss_of, make_net
 from workbench.engine import fully_shard
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}

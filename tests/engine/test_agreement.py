@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.classic.wrapped import OURS, wrap_net
-from tests.engine.models import adamw, batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import adamw, batch, loss_of, make_net
+from tests.helpers.wrapped_models import OURS, wrap_net
 from workbench.engine import agreement, reshard_module, unshard_module, unsharding
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.classic import param_states, unwrap

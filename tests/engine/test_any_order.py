@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine.both import APIS, CLOSE, tell
-from tests.engine.comparison import DIM, data
-from tests.engine.models import Block, adamw
-from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
+from tests.helpers.both_engines import APIS, CLOSE, tell
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.small_models import Block, adamw
+from tests.helpers.unsharded_copy import DIM, data
 from workbench.engine.fsdp_state import states_below, units_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's checkpoint warns of inputs without gradients

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.device import ByRows, FakeDevice, computing_on
-from tests.engine.models import make_net
-from tests.engine.parity import check_parity, shard_net
-from tests.engine.ranks import run_on_gpus, run_ranks
+from tests.helpers.forked_ranks import run_on_gpus, run_ranks
+from tests.helpers.parity import check_parity, shard_net
+from tests.helpers.simulated_device import ByRows, FakeDevice, computing_on
+from tests.helpers.small_models import make_net
 from workbench.engine import CollectiveFailed, StepAborted, backends
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend, ResizedMemory, Streams

@@ -13,11 +13,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tests.engine.both import APIS, SAME, double_net, newer_torch, one_batch, train_all
-from tests.engine.comparison import DIM, data
-from tests.engine.models import Block, Net, batch, loss_of
-from tests.engine.parity import average_grads
-from tests.engine.ranks import run_ranks
+from tests.helpers.both_engines import APIS, SAME, double_net, newer_torch, one_batch, train_all
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import average_grads
+from tests.helpers.small_models import Block, Net, batch, loss_of
+from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
 from workbench.engine.fsdp_state import state_of, states_below
 from workbench.engine.unsharding import plain_copy

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.comparison import train_both
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import outcomes, run_ranks
-from tests.engine.recording import recording
-from tests.waiting import eventually
+from tests.helpers.forked_ranks import outcomes, run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.unsharded_copy import train_both
+from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, cancellable_waits, process_groups
 from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.streams import StreamWork

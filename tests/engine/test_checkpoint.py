@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards
-from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.parity import assert_same_shards
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import fully_shard
 
 BEFORE, AFTER = range(2), range(2, 4)  # steps before and after the checkpoint

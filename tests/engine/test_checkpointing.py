@@ -18,10 +18,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from tests.engine.comparison import DIM, compare, data, squares
-from tests.engine.models import Block
-from tests.engine.ranks import run_cases, run_ranks
-from tests.engine.recording import ROOT, Recording, recording
+from tests.helpers.forked_ranks import run_cases, run_ranks
+from tests.helpers.recording_probe import ROOT, Recording, recording
+from tests.helpers.small_models import Block
+from tests.helpers.unsharded_copy import DIM, compare, data, squares
 from workbench import engine
 from workbench.events import Category, Kind
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.engine.comparison import train_both
-from tests.engine.models import Block, batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks, simulated_rank, simulating
-from tests.waiting import eventually
+from tests.helpers.forked_ranks import run_ranks, simulated_rank, simulating
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import Block, batch, loss_of, make_net
+from tests.helpers.unsharded_copy import train_both
+from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, collective_order, process_groups
 from workbench.engine._torch import default_store
 from workbench.engine.cancellable_waits import cancellation

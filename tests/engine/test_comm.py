@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.bench.memory import count_in_all_threads, totals
-from tests.engine.comparison import train_both
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import check_parity, shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
+from bench.memory import count_in_all_threads, totals
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import check_parity, shard_net
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.unsharded_copy import train_both
 from workbench.engine import process_groups
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter

@@ -15,10 +15,10 @@ from torch.distributed import fsdp
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers.modeling_outputs import BaseModelOutput
 
-from tests.engine.classic.wrapped import CPU, OURS, THEIRS
-from tests.engine.parity import average_grads
-from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.parity import average_grads
+from tests.helpers.wrapped_models import CPU, OURS, THEIRS
 from workbench import engine
 from workbench.engine.tensor_trees import cast_floats, differentiable_in, map_tensors, tensors_in
 

@@ -19,9 +19,9 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from tests.device import ByRows
-from tests.engine.models import Block, Net
-from tests.engine.ranks import ON_GPUS, run_on_gpus
+from tests.helpers.forked_ranks import ON_GPUS, run_on_gpus
+from tests.helpers.simulated_device import ByRows
+from tests.helpers.small_models import Block, Net
 from workbench import engine
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, probe
 from workbench.engine.backends import backend_of

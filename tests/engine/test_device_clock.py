@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.device import LATENCY_NS, FakeDevice, HostClock
+from tests.helpers.simulated_device import LATENCY_NS, FakeDevice, HostClock
 from workbench.engine.backends.cuda import Cuda
 from workbench.engine.backends.device_clock import NOBODYS, REBASE_NS, DeviceClock
 from workbench.events import COMPUTE_STREAM

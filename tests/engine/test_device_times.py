@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.device import COLLECTIVE_NS, FakeDevice, computing_on
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.simulated_device import COLLECTIVE_NS, FakeDevice, computing_on
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import probe
 from workbench.engine.backends.device_clock import COMMUNICATION
 from workbench.events import BESIDE, COLLECTIVES, COMPUTE_STREAM, Edge, Kind

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.engine.ranks import on_one_rank, run_ranks, simulated_rank
 from tests.engine.test_errors import Pair, fingerprint
+from tests.helpers.forked_ranks import on_one_rank, run_ranks, simulated_rank
 from workbench.engine import (
     CPUOffloadPolicy,
     FSDPModule,

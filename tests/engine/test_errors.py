@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import on_one_rank, run_ranks, simulated_rank, simulating
+from tests.helpers.forked_ranks import on_one_rank, run_ranks, simulated_rank, simulating
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import FSDPModule, fully_shard, unshard_module
 
 

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import (
+from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, DIM, FP32, NET, ROOT_SHAPES, UNITS, VOCAB, slots
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import (
     ROOT,
     Recording,
     begin_reduce,
@@ -17,7 +17,7 @@ from tests.engine.recording import (
     recording,
     span,
 )
-from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, DIM, FP32, NET, ROOT_SHAPES, UNITS, VOCAB, slots
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.events import Edge, Kind, Phase
 
 POLICIES = (None, True, False)

@@ -6,7 +6,7 @@ from IPython.core.ultratb import AutoFormattedTB
 from torch import nn
 from torch.nn import functional
 
-from tests.engine.ranks import run_cases
+from tests.helpers.forked_ranks import run_cases
 from workbench import engine
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.explain import explain

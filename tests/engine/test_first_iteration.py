@@ -11,10 +11,10 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.engine.both import shard_net_with
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
+from tests.helpers.both_engines import shard_net_with
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench import engine
 
 NUM_ITERATIONS = 2

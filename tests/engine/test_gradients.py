@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.both import (
+from tests.helpers.both_engines import (
     APIS,
     CLOSE,
     NEWER_APIS,
@@ -21,12 +21,12 @@ from tests.engine.both import (
     train_all,
     units_below,
 )
-from tests.engine.comparison import DIM, data
-from tests.engine.models import Block, make_net
-from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import ROOT, Recording, recording
-from tests.engine.sizes import BLOCK_SHAPES, FP32, NET, ROOT_SHAPES, UNITS, slots
+from tests.helpers.expected_sizes import BLOCK_SHAPES, FP32, NET, ROOT_SHAPES, UNITS, slots
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.recording_probe import ROOT, Recording, recording
+from tests.helpers.small_models import Block, make_net
+from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
 from workbench.events import Edge, Kind
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.engine.ranks import in_turn, run_ranks
-from tests.pairwise import quick
+from tests.helpers.forked_ranks import in_turn, run_ranks
+from tests.helpers.pairwise import quick
 from workbench.engine import (
     MixedPrecisionPolicy,
     fully_shard,

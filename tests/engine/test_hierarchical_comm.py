@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import namespaces
-from tests.engine.models import Net, adamw, batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads, check_parity, shard_net
-from tests.engine.ranks import RankFailure, run_on
-from tests.engine.recording import Recording, recording
-from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
 from tests.engine.test_cancellable_waits import FakeWork
 from tests.engine.test_shared_comm import begin, drop_some
-from tests.pairwise import quick, quick_rows
-from tests.waiting import eventually
+from tests.helpers import ranks_on_hosts
+from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
+from tests.helpers.forked_ranks import RankFailure, run_on
+from tests.helpers.pairwise import quick, quick_rows
+from tests.helpers.parity import assert_same_shards, average_grads, check_parity, shard_net
+from tests.helpers.recording_probe import Recording, recording
+from tests.helpers.small_models import Net, adamw, batch, loss_of, make_net
+from tests.helpers.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, StepAborted, process_groups
 from workbench.engine.backends import hierarchical_comm, shared_memory
 from workbench.engine.backends.hierarchical_comm import Hosts, HostsAllGather, HostsReduceScatter, Relay, ranks_per_host
@@ -42,8 +42,8 @@ on_hosts = pytest.mark.needs("namespaces")
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[namespaces.Network]:
-    with namespaces.network_of(3) as made:
+def network() -> Iterator[ranks_on_hosts.Network]:
+    with ranks_on_hosts.network_of(3) as made:
         yield made
 
 
@@ -52,7 +52,7 @@ def chosen_by_itself(monkeypatch: pytest.MonkeyPatch, over_gloo: None) -> None:
     monkeypatch.delenv("WORKBENCH_COMM")
 
 
-def seats(network: namespaces.Network, *num_ranks: int) -> list[namespaces.Seat]:
+def seats(network: ranks_on_hosts.Network, *num_ranks: int) -> list[ranks_on_hosts.Seat]:
     return network.seats(*num_ranks, *[0] * (3 - len(num_ranks)))
 
 
@@ -295,7 +295,7 @@ def test_models_that_take_turns_train_as_over_gloo(network, monkeypatch):
 @pytest.mark.parametrize("counts", [(2, 2), (1, 1)])
 def test_links_that_are_slow_and_lose_frames_change_no_number(network, counts):
     expected, lost = run_on(seats(network, *counts), trained_in_bf16), network.cables.num_lost()
-    with network.cables.over(namespaces.LOSSY):
+    with network.cables.over(ranks_on_hosts.LOSSY):
         ranks = run_on(seats(network, *counts), trained_in_bf16)
     assert network.cables.num_lost() > lost
     for rank, params in zip(ranks, expected, strict=True):

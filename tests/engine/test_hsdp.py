@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.engine.both import (
+from tests.helpers.both_engines import (
     APIS,
     CLOSE,
     double_net,
@@ -21,12 +21,12 @@ from tests.engine.both import (
     train_all,
     units_below,
 )
-from tests.engine.models import adamw, batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import ROOT, Recording, recording
-from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, slots
-from tests.pairwise import quick
+from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, slots
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.recording_probe import ROOT, Recording, recording
+from tests.helpers.small_models import adamw, batch, loss_of, make_net
 from workbench import engine
 from workbench.engine import collective_order
 from workbench.events import Edge, Kind

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.engine.both import newer_torch
-from tests.engine.huggingface import batch, blocks, loss_of, make, shard, transformers
-from tests.engine.models import adamw
-from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_cases, run_ranks
+from tests.helpers.both_engines import newer_torch
+from tests.helpers.forked_ranks import run_cases, run_ranks
+from tests.helpers.huggingface_models import batch, blocks, loss_of, make, shard, transformers
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.small_models import adamw
 from workbench.engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 pytestmark = pytest.mark.exhaustive

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.engine.classic.wrapped import OURS, adam, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import OURS, adam, wrap_net
 from workbench.engine import process_groups
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from tests.engine.both import CLOSE
-from tests.engine.parity import average_grads
-from tests.engine.ranks import run_cases, run_ranks
-from tests.pairwise import quick
+from tests.helpers.both_engines import CLOSE
+from tests.helpers.forked_ranks import run_cases, run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.parity import average_grads
 from workbench import engine
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.explain import explain

@@ -7,12 +7,12 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads, shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import Recording, recording
-from tests.engine.sizes import NET
-from tests.waiting import eventually
+from tests.helpers.expected_sizes import NET
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads, shard_net
+from tests.helpers.recording_probe import Recording, recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.waiting import eventually
 from workbench.engine import process_groups
 from workbench.events import Category
 

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
-from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, numel, slots
-from tests.waiting import eventually
+from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, numel, slots
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.waiting import eventually
 from workbench.engine import fully_shard, probe, unshard_module
 from workbench.events import Category
 

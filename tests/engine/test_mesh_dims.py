@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.engine.both import APIS, newer_torch
-from tests.engine.models import adamw
-from tests.engine.ranks import on_one_rank, run_ranks
-from tests.pairwise import quick
+from tests.helpers.both_engines import APIS, newer_torch
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.small_models import adamw
 from workbench.engine import DataParallelMeshDims, fully_shard
 
 DIM, HIDDEN, ROWS = 6, 20, 4  # 20 rows: halves, and halves of halves, are even; of 6 rows four ranks have 2, 2, 2, 0

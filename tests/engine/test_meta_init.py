@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.engine.comparison import train_both
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
-from tests.waiting import eventually
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.unsharded_copy import train_both
+from tests.helpers.waiting import eventually
 from workbench.engine import fully_shard
 
 # torch says so at the first random initialisation of a DTensor on CPU

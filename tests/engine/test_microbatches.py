@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.both import double_net, one_batch, shard_net_with, sharded, tell, train_all
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
-from tests.engine.sizes import NET, UNITS
+from tests.helpers.both_engines import double_net, one_batch, shard_net_with, sharded, tell, train_all
+from tests.helpers.expected_sizes import NET, UNITS
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench import engine
 from workbench.events import Category, Edge, Kind
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from tests.engine.both import APIS, NEWER_APIS, SAME, shard_net_with
-from tests.engine.comparison import DIM, data
-from tests.engine.models import Block, batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
-from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
+from tests.helpers.both_engines import APIS, NEWER_APIS, SAME, shard_net_with
+from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import Block, batch, loss_of, make_net
+from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
 from workbench.events import Category, Kind
 

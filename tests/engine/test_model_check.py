@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.models import Block, batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import Block, batch, loss_of, make_net
 from workbench.engine import RanksDisagreeError, fully_shard, process_groups
 from workbench.engine.model_check import _first_difference
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.comparison import DIM, Outer, blocks, compare, data, squares
-from tests.engine.models import Block, batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads, shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import ROOT, Recording, recording
-from tests.engine.sizes import FP32, slots
+from tests.helpers.expected_sizes import FP32, slots
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads, shard_net
+from tests.helpers.recording_probe import ROOT, Recording, recording
+from tests.helpers.small_models import Block, batch, loss_of, make_net
+from tests.helpers.unsharded_copy import DIM, Outer, blocks, compare, data, squares
 from workbench.engine import fully_shard
 from workbench.events import Category, Edge, Kind
 

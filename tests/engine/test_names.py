@@ -13,8 +13,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import workbench.engine
-from tests.engine.both import IS_OLDER_TORCH, newer_torch
-from tests.engine.ranks import on_one_rank, run_ranks
+from tests.helpers.both_engines import IS_OLDER_TORCH, newer_torch
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
 from workbench import engine
 
 # ---- what `from workbench.engine import ...` gives, and torch has as well

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.models import adamw, batch, loss_of, make_net
-from tests.engine.parity import check_parity, shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
-from tests.engine.recording import Recording, recording
-from tests.pairwise import quick
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.parity import check_parity, shard_net
+from tests.helpers.recording_probe import Recording, recording
+from tests.helpers.small_models import adamw, batch, loss_of, make_net
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.policies import UnitPolicy

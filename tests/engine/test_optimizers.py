@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads, shard_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads, shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine.unsharding import remap_optimizer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)

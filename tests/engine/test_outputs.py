@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.comparison import DIM, Outer, blocks, compare, data, shard_each, squares
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import ROOT
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.recording_probe import ROOT
+from tests.helpers.unsharded_copy import DIM, Outer, blocks, compare, data, shard_each, squares
 from workbench.engine import fully_shard
 from workbench.engine.tensor_trees import tensors_in
 from workbench.events import Edge, Kind

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.ranks import on_one_rank
-from tests.engine.recording import recording
+from tests.helpers.forked_ranks import on_one_rank
+from tests.helpers.recording_probe import recording
 from workbench.engine.backends import page_pool
 from workbench.engine.backends.page_pool import Buffers, PageRange, SparePages
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.engine.comparison import train_both
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads, check_parity, shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import ROOT, recording
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads, check_parity, shard_net
+from tests.helpers.recording_probe import ROOT, recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.unsharded_copy import train_both
 from workbench.engine import fully_shard
 from workbench.events import Kind
 

@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch.distributed as dist
 
-from tests.engine.models import make_net
-from tests.engine.parity import assert_same_shards, check_parity, shard_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, check_parity, shard_net
+from tests.helpers.small_models import make_net
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

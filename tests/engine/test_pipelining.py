@@ -22,11 +22,11 @@ from torch.distributed.pipelining import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.engine.both import APIS, IS_OLDER_TORCH, SAME
-from tests.engine.comparison import DIM
-from tests.engine.models import Block
-from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
+from tests.helpers.both_engines import APIS, IS_OLDER_TORCH, SAME
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.small_models import Block
+from tests.helpers.unsharded_copy import DIM
 
 BATCH, MICRO_BATCHES, STEPS = 8, 4, 3
 SINGLE = (ScheduleGPipe, Schedule1F1B)  # one stage a rank; the others have two

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.engine.comparison import train_both
-from tests.engine.models import Net, adamw, make_net
-from tests.engine.ranks import on_one_rank, run_ranks, simulated_rank, simulating
 from tests.engine.test_errors import fingerprint
-from tests.pairwise import quick
+from tests.helpers.forked_ranks import on_one_rank, run_ranks, simulated_rank, simulating
+from tests.helpers.pairwise import quick
+from tests.helpers.small_models import Net, adamw, make_net
+from tests.helpers.unsharded_copy import train_both
 from workbench.engine import ShardPlacementResult, fully_shard
 from workbench.engine.mesh import FSDPMeshInfo, HSDPMeshInfo
 

@@ -4,7 +4,7 @@ import functools
 
 from torch import nn
 
-from tests.engine.ranks import run_cases
+from tests.helpers.forked_ranks import run_cases
 from workbench import engine
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic import unwrapping as classic_undo

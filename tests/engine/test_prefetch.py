@@ -12,11 +12,11 @@ from torch.distributed import fsdp
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.engine.both import double_net, one_batch, shard_net_with, sharded, tell, train_all
-from tests.engine.models import Net, batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import ROOT, Recording, recording
-from tests.pairwise import quick
+from tests.helpers.both_engines import double_net, one_batch, shard_net_with, sharded, tell, train_all
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.recording_probe import ROOT, Recording, recording
+from tests.helpers.small_models import Net, batch, loss_of, make_net
 from workbench import engine
 from workbench.events import Category, Kind
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import on_one_rank, outcomes, run_ranks
 from tests.engine.test_collective_order import gather
-from tests.waiting import eventually
+from tests.helpers.forked_ranks import on_one_rank, outcomes, run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, process_groups
 from workbench.engine.backends.async_work import AllOf, Transport
 from workbench.engine.backends.streams import StreamTransport, StreamWork

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.engine.models import make_net
-from tests.engine.ranks import POOL, RankFailure, on_one_rank, outcomes, run_ranks
+from tests.helpers.forked_ranks import POOL, RankFailure, on_one_rank, outcomes, run_ranks
+from tests.helpers.small_models import make_net
 from workbench.engine import cancellable_waits, fully_shard, process_groups
 
 here = "as it was"

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import CollectiveFailed, StepAborted, unit_collectives
 from workbench.engine.backends import shared_memory
 from workbench.engine.backends.shared_memory import PARAMETERS, Readers

@@ -11,17 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.engine.models import Block, Net, adamw, batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
-from tests.engine.recording import recording
-from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
 from tests.engine.test_errors import fingerprint
 from tests.engine.test_placements import even_net, second
 from tests.engine.test_tensor_parallel import FSDP_TP, meshes, split
 from tests.engine.test_tensor_parallel import loss_of as loss_of_split
 from tests.engine.test_tensor_parallel import make as make_decoder
 from tests.engine.test_tensor_parallel import shard as shard_decoder
+from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.parity import assert_same_shards, shard_net
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import Block, Net, adamw, batch, loss_of, make_net
 from workbench.engine import (
     CPUOffloadPolicy,
     DefaultAllGather,

@@ -9,12 +9,22 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.both import APIS, CLOSE, NEWER_APIS, double_net, one_batch, shard_net_with, sharded, tell, train_all
-from tests.engine.comparison import DIM, data
-from tests.engine.models import Block, Net
-from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
+from tests.helpers.both_engines import (
+    APIS,
+    CLOSE,
+    NEWER_APIS,
+    double_net,
+    one_batch,
+    shard_net_with,
+    sharded,
+    tell,
+    train_all,
+)
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import Block, Net
+from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
 from workbench.events import Category
 

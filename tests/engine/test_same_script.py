@@ -13,9 +13,9 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.engine.both import APIS, NEWER_APIS, train_all
-from tests.engine.comparison import DIM, blocks, compare, data, shard_each, squares
-from tests.engine.ranks import on_one_rank, run_ranks, simulating
+from tests.helpers.both_engines import APIS, NEWER_APIS, train_all
+from tests.helpers.forked_ranks import on_one_rank, run_ranks, simulating
+from tests.helpers.unsharded_copy import DIM, blocks, compare, data, shard_each, squares
 from workbench import engine
 from workbench.engine import fully_shard
 from workbench.engine._torch import all_gather_single

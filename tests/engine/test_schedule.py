@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.both import (
+from tests.helpers.both_engines import (
     double_net,
     in_order,
     one_batch,
@@ -17,12 +17,12 @@ from tests.engine.both import (
     train_all,
     units_below,
 )
-from tests.engine.comparison import DIM
-from tests.engine.models import Net, batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import ROOT, Recording, recording
-from tests.engine.sizes import BLOCK_SHAPES, FP32, NET, ROOT_SHAPES, UNITS, slots
+from tests.helpers.expected_sizes import BLOCK_SHAPES, FP32, NET, ROOT_SHAPES, UNITS, slots
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.recording_probe import ROOT, Recording, recording
+from tests.helpers.small_models import Net, batch, loss_of, make_net
+from tests.helpers.unsharded_copy import DIM
 from workbench import engine
 from workbench.engine._torch import reduce_scatter_single
 from workbench.events import Category, Edge, Kind

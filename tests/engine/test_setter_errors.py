@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.ranks import on_one_rank
 from tests.engine.test_error_messages import Words, refused
 from tests.engine.test_errors import Pair
+from tests.helpers.forked_ranks import on_one_rank
 from workbench.engine import fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.engine.ranks import run_ranks, simulated_rank, simulating
+from tests.helpers.forked_ranks import run_ranks, simulated_rank, simulating
 from workbench.engine import fully_shard, reduction, unit_collectives
 from workbench.engine.backends.cpu import Cpu
 from workbench.engine.flat_shard import in_flat_order

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
 from tests.engine.test_shared_memory import DTYPES, connected, mapped
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import MixedPrecisionPolicy
 from workbench.engine.backends import shared_memory
 from workbench.engine.backends.page_pool import Region

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.ranks import outcomes, run_ranks
-from tests.waiting import eventually
+from tests.helpers.forked_ranks import outcomes, run_ranks
+from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, process_groups
 from workbench.engine.backends import shared_memory
 from workbench.engine.backends.async_work import PendingWork

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
 from tests.engine.test_shared_memory import connected
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine.backends import shared_comm, shared_memory
 from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter

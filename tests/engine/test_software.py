@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.engine import huggingface
-from tests.engine.both import newer_torch
-from tests.engine.ranks import run_ranks
+from tests.helpers import huggingface_models
+from tests.helpers.both_engines import newer_torch
+from tests.helpers.forked_ranks import run_ranks
 from workbench import engine
 from workbench.ports import LOOPBACK
 
@@ -32,7 +32,7 @@ TORCHS = {name: getattr(fsdp, name) for name in NAMES}
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_once():
-    huggingface.transformers()
+    huggingface_models.transformers()
     for name in ("accelerate", "peft"):
         importlib.import_module(name)
 
@@ -49,7 +49,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, backward) -> lis
     for step in range(3):
         optimizer.zero_grad()
         with CommDebugMode() as mode:
-            loss = huggingface.loss_of(model, huggingface.batch(dist.get_rank(), step))
+            loss = huggingface_models.loss_of(model, huggingface_models.batch(dist.get_rank(), step))
             backward(loss)
         losses.append(loss.item())
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
@@ -80,13 +80,13 @@ def accelerated(checkpointing: bool) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            **huggingface.PLUGIN,
+            **huggingface_models.PLUGIN,
             activation_checkpointing=checkpointing,
         )
         accelerator = Accelerator(cpu=True)
         accelerator.state.distributed_type = DistributedType.FSDP  # it chooses this path on GPUs only
         accelerator.state.fsdp_plugin = plugin
-        model = huggingface.make("Llama")
+        model = huggingface_models.make("Llama")
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         assert isinstance(model, api.FSDPModule)
         found.append(trained(model, optimizer, accelerator.backward))
@@ -107,8 +107,8 @@ def adapted() -> None:
     for api in (engine, fsdp):
         torch.manual_seed(0)
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        model = get_peft_model(huggingface.make("Llama"), config)
-        for layer in huggingface.blocks(model.get_base_model()):
+        model = get_peft_model(huggingface_models.make("Llama"), config)
+        for layer in huggingface_models.blocks(model.get_base_model()):
             api.fully_shard(layer)
         api.fully_shard(model)
         trained_only = [p for p in model.parameters() if p.requires_grad]

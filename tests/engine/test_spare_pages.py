@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.comparison import DIM, Outer, UsesInner, data, shard_each
-from tests.engine.models import adamw, batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
-from tests.engine.recording import Recording, recording
-from tests.engine.sizes import BLOCK_SHAPES, FP32, slots
-from tests.waiting import eventually
+from tests.helpers.expected_sizes import BLOCK_SHAPES, FP32, slots
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import Recording, recording
+from tests.helpers.small_models import adamw, batch, loss_of, make_net
+from tests.helpers.unsharded_copy import DIM, Outer, UsesInner, data, shard_each
+from tests.helpers.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, fully_shard, unshard_module
 from workbench.engine.backends import backend_of, page_pool
 from workbench.engine.fsdp_state import states_below, units_of

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
-from tests.engine.recording import recording
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import unit_collectives
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Streams

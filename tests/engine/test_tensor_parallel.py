@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from tests.engine.models import adamw
-from tests.engine.parity import assert_all_close, average_grads
-from tests.engine.ranks import run_cases, run_ranks, simulated_rank, simulating
+from tests.helpers.forked_ranks import run_cases, run_ranks, simulated_rank, simulating
+from tests.helpers.parity import assert_all_close, average_grads
+from tests.helpers.small_models import adamw
 from workbench.engine import fully_shard
 
 FSDP_TP = (("dp", "tp"), (2, 2))

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common
 from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.engine.ranks import on_one_rank, run_ranks
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
 from workbench.engine import _torch
 from workbench.engine._torch import (
     BatchNorm,

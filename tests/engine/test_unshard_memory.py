@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.engine.comparison import DIM, data
-from tests.engine.models import Block
-from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.small_models import Block
+from tests.helpers.unsharded_copy import DIM, data
 from workbench.engine import fully_shard
 
 ALIASES: dict[str, Callable[[nn.Parameter], object]] = {

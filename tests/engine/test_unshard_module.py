@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.engine.models import adamw, batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, average_grads, check_parity, shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
-from tests.engine.recording import Recording, recording
 from tests.engine.test_errors import fingerprint
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads, check_parity, shard_net
+from tests.helpers.recording_probe import Recording, recording
+from tests.helpers.small_models import adamw, batch, loss_of, make_net
 from workbench.engine import fully_shard, unshard_module, unsharding
 from workbench.engine.fsdp_state import roots
 from workbench.engine.unsharding import plain_copy, remap_optimizer

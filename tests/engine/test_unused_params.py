@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.both import NEWER_APIS
-from tests.engine.parity import assert_same_shards, average_grads
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
+from tests.helpers.both_engines import NEWER_APIS
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.recording_probe import recording
 from workbench.engine import RanksDisagreeError, collective_order, fully_shard
 from workbench.events import Kind
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from tests.browser import PATIENCE_MS
-from tests.extension.built import built_panel
-from tests.extension.page import run, shot
-from tests.notebooks.lab import jupyterlab, notebook7, opened
-from tests.trace.simulation import example_trace
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import jupyterlab, notebook7, opened
+from tests.helpers.panel_page import run, shot
+from tests.helpers.simulated_job import example_trace
 from workbench.trace import save
 from workbench.views import draw
 from workbench.views.theme import NARROWEST, PLOTLY_MIME

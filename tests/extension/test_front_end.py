@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from tests.extension.built import run_script
-from tests.pairwise import quick
-from tests.source import REPO
+from tests.helpers.built_panel import run_script
+from tests.helpers.package_source import REPO
+from tests.helpers.pairwise import quick
 
 pytestmark = pytest.mark.timeout(600)  # the first time of a checkout fetches the compilers
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import PATIENCE_MS
-from tests.extension.built import built_panel
-from tests.extension.page import dashboard, headline, panel, run, section, shot, tool
-from tests.integration.model import UNHURRIED
-from tests.notebooks.lab import jupyterlab, opened
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import jupyterlab, opened
+from tests.helpers.notebook_model import UNHURRIED
+from tests.helpers.panel_page import dashboard, headline, panel, run, section, shot, tool
 
 pytestmark = [
     pytest.mark.thorough,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.extension.built import run_script
+from tests.helpers.built_panel import run_script
 
 
 @pytest.mark.timeout(900)  # the first run of a checkout fetches the packages

@@ -5,11 +5,11 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import PATIENCE_MS
-from tests.extension.built import built_panel
-from tests.extension.page import dashboard, headline, panel, section, shot, tool
-from tests.integration.model import CELL, UNHURRIED
-from tests.notebooks.lab import notebook7, opened
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import notebook7, opened
+from tests.helpers.notebook_model import CELL, UNHURRIED
+from tests.helpers.panel_page import dashboard, headline, panel, section, shot, tool
 
 pytestmark = [
     pytest.mark.exhaustive,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import hatch_build
-from tests.extension.built import built_panel, bundle_bytes, with_node
-from tests.source import REPO
+from tests.helpers.built_panel import built_panel, bundle_bytes, with_node
+from tests.helpers.package_source import REPO
 
 NOT_SOURCES = {".git", ".venv", "build", "dist", "labextension", "node_modules", "lib", "__pycache__", ".hypothesis"}
 NO_NODE = "/nowhere"

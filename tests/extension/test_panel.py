@@ -7,11 +7,11 @@ import psutil
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import PATIENCE_MS
-from tests.extension.built import built_panel
-from tests.extension.page import SHOW, headline, panel, process_of, reply, run, section, shot, status_bar, tool
-from tests.integration.model import CELL, UNHURRIED
-from tests.notebooks.lab import jupyterlab, opened, write_notebook
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import jupyterlab, opened, write_notebook
+from tests.helpers.notebook_model import CELL, UNHURRIED
+from tests.helpers.panel_page import SHOW, headline, panel, process_of, reply, run, section, shot, status_bar, tool
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -5,10 +5,10 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import PATIENCE_MS
-from tests.extension.built import built_panel
-from tests.extension.page import dashboard, headline, panel, reply, run, section, shot, to, tool
-from tests.notebooks.lab import jupyterlab, opened, write_notebook
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import jupyterlab, opened, write_notebook
+from tests.helpers.panel_page import dashboard, headline, panel, reply, run, section, shot, to, tool
 from workbench.views import VIEWS
 
 pytestmark = [

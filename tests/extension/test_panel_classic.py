@@ -5,11 +5,11 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import PATIENCE_MS
-from tests.extension.built import built_panel
-from tests.extension.page import SHOW, headline, panel, reply, section, shot, tool
-from tests.integration.model import CELL
-from tests.notebooks.lab import jupyterlab, opened
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import jupyterlab, opened
+from tests.helpers.notebook_model import CELL
+from tests.helpers.panel_page import SHOW, headline, panel, reply, section, shot, tool
 
 pytestmark = [
     pytest.mark.exhaustive,

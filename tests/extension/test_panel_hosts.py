@@ -5,12 +5,12 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import PATIENCE_MS
-from tests.extension.built import built_panel
-from tests.extension.page import SHOW, dashboard, headline, panel, run, section, shot, status_bar, tool
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import jupyterlab, opened
+from tests.helpers.notebook_model import CELL
+from tests.helpers.panel_page import SHOW, dashboard, headline, panel, run, section, shot, status_bar, tool
 from tests.integration import test_hosts_attached
-from tests.integration.model import CELL
-from tests.notebooks.lab import jupyterlab, opened
 
 pytestmark = [
     pytest.mark.exhaustive,

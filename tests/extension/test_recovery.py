@@ -5,9 +5,11 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import PATIENCE_MS
-from tests.extension.built import built_panel
-from tests.extension.page import (
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import begin, jupyterlab, opened
+from tests.helpers.notebook_model import CELL, UNHURRIED
+from tests.helpers.panel_page import (
     SHOW,
     dashboard,
     headline,
@@ -20,8 +22,6 @@ from tests.extension.page import (
     status_bar,
     tool,
 )
-from tests.integration.model import CELL, UNHURRIED
-from tests.notebooks.lab import begin, jupyterlab, opened
 
 pytestmark = [
     pytest.mark.exhaustive,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import hatch_build
-from tests.browser import PATIENCE_MS
-from tests.extension.built import with_node
-from tests.source import REPO
+from tests.helpers.browser import PATIENCE_MS
+from tests.helpers.built_panel import with_node
+from tests.helpers.package_source import REPO
 
 HERE = Path(__file__).parent
 VIEWPORT = {"width": 1280, "height": 900}

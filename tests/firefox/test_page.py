@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.browser import open_offline
 from tests.firefox.driver import VIEWPORT, Click, look
-from tests.notebooks.lab import SHOTS
-from tests.trace.simulation import example_trace
+from tests.helpers.browser import open_offline
+from tests.helpers.jupyterlab import SHOTS
+from tests.helpers.simulated_job import example_trace
 from tests.widgets.test_trace_page import LOOKS, READY
 from workbench.export import export
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S
 from workbench.session import pause_protocol
 
 

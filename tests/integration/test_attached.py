@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from tests.cluster.test_attached import profile as running_profile
-from tests.integration.model import CELL
-from tests.waiting import wait_until
+from tests.helpers.notebook_model import CELL
+from tests.helpers.waiting import wait_until
 from workbench.errors import UsageError
 from workbench.events import Kind
 from workbench.workbench import Workbench
@@ -27,7 +27,7 @@ def train_step():
 """
 
 AT_WORK = """
-from tests.integration.model import CELL
+from tests.helpers.notebook_model import CELL
 from workbench.workbench import Workbench
 
 bench = Workbench.attach(2, profile="running", device="cpu")

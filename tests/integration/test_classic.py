@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
-from tests.integration.keys import Pressing
-from tests.integration.model import CELL, fresh_cell
-from tests.pairwise import quick
-from tests.views.figures import subtitle
-from tests.waiting import wait_until
+from tests.helpers.ctrl_c import Pressing
+from tests.helpers.figure_checks import subtitle
+from tests.helpers.notebook_model import CELL, fresh_cell
+from tests.helpers.pairwise import quick
+from tests.helpers.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import RankDied, RankError
 from workbench.magics.command_lines import parse_line

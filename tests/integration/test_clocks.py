@@ -7,10 +7,10 @@ from contextlib import ExitStack
 import pytest
 
 from tests.cluster.test_attached import ipyparallel_ids
-from tests.hosts import ahead_by
-from tests.integration.collected import late_ends
-from tests.integration.model import CELL
-from tests.waiting import wait_until
+from tests.helpers.clock_checks import late_ends
+from tests.helpers.network_hosts import ahead_by
+from tests.helpers.notebook_model import CELL
+from tests.helpers.waiting import wait_until
 from workbench.cluster.local_launch import is_complete
 from workbench.events import REDUCTIONS, Kind
 from workbench.replay.clock_error import error_ns

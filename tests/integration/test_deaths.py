@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from tests.integration.model import CELL
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.notebook_model import CELL
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import RankDied, UsageError
 from workbench.reports.failures import RESTART

@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from tests.integration.model import CELL, fresh_cell
-from tests.waiting import wait_until
+from tests.helpers.notebook_model import CELL, fresh_cell
+from tests.helpers.waiting import wait_until
 from workbench import Workbench
 from workbench.replay import memory, states, training
 from workbench.reports.pause_results import StopReport

@@ -6,12 +6,12 @@ import sys
 import psutil
 import pytest
 
-from tests import hosts
-from tests.integration.collected import late_ends
-from tests.integration.model import CELL
-from tests.namespaces import LOSSY
-from tests.views.figures import subtitle
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers import network_hosts
+from tests.helpers.clock_checks import late_ends
+from tests.helpers.figure_checks import subtitle
+from tests.helpers.notebook_model import CELL
+from tests.helpers.ranks_on_hosts import LOSSY
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.errors import ClusterError, UsageError
 from workbench.events import REDUCTIONS, Kind
 from workbench.replay.clock_error import error_ns
@@ -42,7 +42,7 @@ TRIES = 3
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    with hosts.network_of(3, tmp_path_factory.mktemp("network")) as made:
+    with network_hosts.network_of(3, tmp_path_factory.mktemp("network")) as made:
         yield made
 
 
@@ -152,8 +152,8 @@ def test_collectives_of_hosts_whose_clocks_are_hours_apart_are_at_the_same_time(
     assert 0 < error_ns(trace) < 3600 * 10**9
     told = dict(bench.status().facts())
     assert told[network.names[0]] == "ranks 0-1"
-    for name, hours in zip(network.names[1:], hosts.HOURS[1:], strict=True):
-        apart_s = 3600 * (hours - hosts.HOURS[0])
+    for name, hours in zip(network.names[1:], network_hosts.HOURS[1:], strict=True):
+        apart_s = 3600 * (hours - network_hosts.HOURS[0])
         assert f"its clock is {abs(apart_s)} s {'ahead of' if apart_s > 0 else 'behind'} rank 0's" in told[name]
 
 

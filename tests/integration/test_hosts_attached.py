@@ -3,10 +3,10 @@
 import psutil
 import pytest
 
-from tests.engines import engines_on
+from tests.helpers.ipp_engines import engines_on
+from tests.helpers.notebook_model import CELL
+from tests.helpers.waiting import wait_until
 from tests.integration import test_hosts
-from tests.integration.model import CELL
-from tests.waiting import wait_until
 from workbench.cluster import Cluster
 from workbench.cluster.host_liveness import SILENCE_S
 from workbench.workbench import Workbench

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.keys import TOGETHER, Pressing
-from tests.integration.model import CELL
-from tests.pairwise import quick
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers.ctrl_c import TOGETHER, Pressing
+from tests.helpers.notebook_model import CELL
+from tests.helpers.pairwise import quick
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.events import BESIDE

@@ -8,10 +8,10 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from tests.integration.keys import TOGETHER
-from tests.integration.model import CELL
-from tests.pairwise import quick
-from tests.waiting import wait_until
+from tests.helpers.ctrl_c import TOGETHER
+from tests.helpers.notebook_model import CELL
+from tests.helpers.pairwise import quick
+from tests.helpers.waiting import wait_until
 from workbench import ports
 
 pytestmark = pytest.mark.cluster

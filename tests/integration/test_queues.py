@@ -8,9 +8,9 @@ import sys
 import psutil
 import pytest
 
-from tests import queues
-from tests.integration.model import CELL
-from tests.waiting import PATIENCE_S, wait_until
+from tests.helpers import slurm
+from tests.helpers.notebook_model import CELL
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import job_queue as cluster_queues
 from workbench.cluster.processes import is_running
 from workbench.errors import ClusterError, Interrupted
@@ -31,8 +31,8 @@ def ipython(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory, ipython):
-    with queues.slurm(tmp_path_factory.mktemp("slurm")) as config, pytest.MonkeyPatch.context() as monkeypatch:
+def queue(tmp_path_factory, ipython):
+    with slurm.slurm(tmp_path_factory.mktemp("slurm")) as config, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("SLURM_CONF", str(config))
         yield config
 
@@ -76,24 +76,24 @@ def engines_of(bench):
 
 
 @pytest.mark.needs("slurm")
-def test_ranks_of_a_job_train_and_a_stop_leaves_neither_job_nor_process(slurm, of_profile, on_one_machine):
+def test_ranks_of_a_job_train_and_a_stop_leaves_neither_job_nor_process(queue, of_profile, on_one_machine):
     bench = of_profile("slurm", HERE)
     bench.start()
-    assert len(queues.jobs(slurm)) == 1
+    assert len(slurm.jobs(queue)) == 1
     assert train(bench) == pytest.approx(on_one_machine, rel=1e-5)
     engines = engines_of(bench)
     assert bench.stop() is None
-    wait_until(lambda: queues.jobs(slurm) == [])
+    wait_until(lambda: slurm.jobs(queue) == [])
     wait_until(lambda: not any(engine.is_running() for engine in engines))
 
 
 @pytest.mark.needs("slurm")
-def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile, monkeypatch):
+def test_ranks_whose_job_the_queue_ends_are_named(queue, of_profile, monkeypatch):
     monkeypatch.setattr(cluster_queues, "WORD_S", PATIENCE_S)
     bench = of_profile("slurm", HERE)
     bench.start()
-    engines, (job,) = engines_of(bench), queues.jobs(slurm)
-    queues.cancel(slurm, job)
+    engines, (job,) = engines_of(bench), slurm.jobs(queue)
+    slurm.cancel(queue, job)
     wait_until(lambda: set(bench.losses) == {0, 1})
     said = rf"died: the process on \S+ has ended: the queue has ended job {job}: CANCELLED.*"
     assert re.fullmatch(said, bench.losses[1])
@@ -101,29 +101,29 @@ def test_ranks_whose_job_the_queue_ends_are_named(slurm, of_profile, monkeypatch
 
 
 @pytest.mark.needs("slurm")
-def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(slurm, of_profile):
+def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(queue, of_profile):
     bench, told = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'"), []
 
     def give_up(sentence):
         told.append(sentence)
         if "PENDING" in sentence:
-            assert len(queues.jobs(slurm)) == 1
+            assert len(slurm.jobs(queue)) == 1
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="The start was cancelled: no ranks are running"):
         bench.start(give_up)
     said = re.escape("0 of 2 engines are connected, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), \d+ s"
     assert re.match(said, told[-1])
-    wait_until(lambda: queues.jobs(slurm) == [])
+    wait_until(lambda: slurm.jobs(queue) == [])
 
 
 @pytest.mark.needs("slurm")
-def test_a_job_that_is_taken_from_the_queue_ends_the_start(slurm, of_profile):
+def test_a_job_that_is_taken_from_the_queue_ends_the_start(queue, of_profile):
     bench = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'")
 
     def take_away(sentence):
-        for job in queues.jobs(slurm) if "PENDING" in sentence else ():
-            queues.cancel(slurm, job)
+        for job in slurm.jobs(queue) if "PENDING" in sentence else ():
+            slurm.cancel(queue, job)
 
     with pytest.raises(ClusterError, match=r"the queue has ended job \d+: CANCELLED .*; 0 of 2 engines are connected"):
         bench.start(take_away)
@@ -140,19 +140,19 @@ bench.run_cell("import time\\nwhile True: time.sleep(0.01)", on_output=lambda _:
 
 @pytest.mark.needs("slurm")
 @pytest.mark.parametrize("partition", ["open", "closed"])
-def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(slurm, of_profile, ipython, partition):
+def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(queue, of_profile, ipython, partition):
     of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = {partition!r}")
     with subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True) as kernel:
         try:
             if partition == "closed":
                 assert "waits\n" in kernel.stdout
-                assert len(queues.jobs(slurm)) == 1
+                assert len(slurm.jobs(queue)) == 1
             else:
                 wait_until(lambda: len(engines_of_jobs()) == 2)
             started = {*psutil.Process(kernel.pid).children(recursive=True), *engines_of_jobs()}
         finally:
             kernel.kill()
-    wait_until(lambda: queues.jobs(slurm) == [])
+    wait_until(lambda: slurm.jobs(queue) == [])
     wait_until(lambda: not any(map(is_running, started)))
     left = [path for name in ("log", "pid", "security") for path in (ipython / "profile_queue" / name).glob("*")]
     wait_until(lambda: not any(path.exists() for path in left))
@@ -170,11 +170,11 @@ def engines_of_jobs():
 
 
 @pytest.mark.needs("slurm")
-def test_a_queue_that_refuses_is_quoted(slurm, of_profile):
+def test_a_queue_that_refuses_is_quoted(queue, of_profile):
     bench = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'nowhere'")
     with pytest.raises(ClusterError, match=r"could not start 2 engines: .*sbatch: error: .*[Ii]nvalid partition"):
         bench.start()
-    assert queues.jobs(slurm) == []
+    assert slurm.jobs(queue) == []
 
 
 @pytest.mark.needs("mpi")

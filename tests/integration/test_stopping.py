@@ -6,9 +6,9 @@ import signal
 import psutil
 import pytest
 
-from tests.integration.keys import TOGETHER, Pressing
-from tests.integration.model import CELL
-from tests.waiting import wait_until
+from tests.helpers.ctrl_c import TOGETHER, Pressing
+from tests.helpers.notebook_model import CELL
+from tests.helpers.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.reports.pause_results import StopReport

@@ -4,8 +4,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.integration.model import CELL
-from tests.views.figures import subtitle
+from tests.helpers.figure_checks import subtitle
+from tests.helpers.notebook_model import CELL
 from workbench import Workbench
 from workbench.errors import RankError, UsageError
 from workbench.events import Category, Edge, Kind

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import hosts
 from tests.engine.test_shared_memory import holders
+from tests.helpers import network_hosts
+from tests.helpers.notebook_model import CELL
+from tests.helpers.waiting import PATIENCE_S, wait_until
 from tests.integration import test_hosts
-from tests.integration.model import CELL
-from tests.waiting import PATIENCE_S, wait_until
 from workbench.cluster import ssh_launch
 from workbench.cluster.processes import MARKER, is_running
 from workbench.errors import ClusterError
@@ -135,7 +135,7 @@ def test_a_stop_ends_all_hosts_at_once_in_one_connection_each(bench, network, mo
 KERNEL = """
 import sys
 from tests.integration import test_hosts
-from tests.integration.model import CELL
+from tests.helpers.notebook_model import CELL
 from workbench.workbench import Workbench
 bench = Workbench(3, device="cpu", profile="hosts", engines="ssh")
 test_hosts.start(bench)
@@ -167,7 +167,7 @@ def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(network, profile, 
 
 
 def pids_on_hosts(network):
-    return {pid for name in network.names for pid in hosts.pids_on(name)}
+    return {pid for name in network.names for pid in network_hosts.pids_on(name)}
 
 
 def files_in(profile):

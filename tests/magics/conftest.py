@@ -6,8 +6,8 @@ import pytest
 from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.interactiveshell import InteractiveShell
 
-from tests.fake_cluster import FakeCluster
-from tests.shells import ipython_shell
+from tests.helpers.fake_cluster import FakeCluster
+from tests.helpers.ipython_shell import ipython_shell
 from workbench.magics import register, unregister
 from workbench.workbench import Workbench
 

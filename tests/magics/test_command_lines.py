@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_cluster import gives
+from tests.helpers.fake_cluster import gives
 from workbench.errors import UsageError
 from workbench.magics.command_lines import (
     CELL,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trace.strategies import Setup, example_trace, simulate
+from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from workbench.errors import UsageError
 from workbench.trace import save
 from workbench.views.theme import PLOTLY_MIME

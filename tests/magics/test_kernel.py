@@ -4,12 +4,12 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
-from tests.source import REPO
+from tests.helpers.package_source import REPO
 from workbench.demo import execute
 from workbench.views.theme import PLOTLY_MIME
 
 SETUP = """
-from tests.fake_cluster import FakeCluster, blocks, prints, raises
+from tests.helpers.fake_cluster import FakeCluster, blocks, prints, raises
 from workbench.magics import register
 from workbench.workbench import Workbench
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tests.fake_cluster import FakeCluster
+from tests.helpers.fake_cluster import FakeCluster
 from workbench.errors import UsageError
 from workbench.magics.notebook import Notebook
 from workbench.protocol.commands import Abort, Attach, Help, History, Shard, Start, Status, Stop

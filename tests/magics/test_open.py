@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.magics.display_output import WIDGET_MIME
 from workbench.trace import load, save

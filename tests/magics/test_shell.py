@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import pytest
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
-from tests.fake_cluster import SHARD_RESULT, blocks, gives, prints, raises, writes
+from tests.helpers.fake_cluster import SHARD_RESULT, blocks, gives, prints, raises, writes
 from tests.magics.test_completion import SHARD_FLAGS
 from workbench import load_ipython_extension, unload_ipython_extension
 from workbench.cluster.pending_replies import Output

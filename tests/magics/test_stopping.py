@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.fake_cluster import failed, inside, prints
-from tests.waiting import wait_until
+from tests.helpers.fake_cluster import failed, inside, prints
+from tests.helpers.waiting import wait_until
 from workbench.errors import RankError, UsageError
 from workbench.magics.command_lines import parse_line
 from workbench.magics.completion import candidates

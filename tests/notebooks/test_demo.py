@@ -7,7 +7,7 @@ import sys
 import nbformat.v4
 import pytest
 
-from tests.trace.simulation import Setup, simulate
+from tests.helpers.simulated_job import Setup, simulate
 from workbench import demo
 from workbench.demo import DemoError, communication, heldout_losses, summary
 from workbench.events import Edge, Kind

@@ -5,8 +5,8 @@ import re
 import nbformat
 import pytest
 
+from tests.helpers.package_source import REPO
 from tests.notebooks.test_tour import TOUR
-from tests.source import REPO
 from workbench.demo import execute
 from workbench.magics import command_lines
 

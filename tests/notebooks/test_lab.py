@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.extension.built import built_panel
-from tests.integration.model import CELL
-from tests.notebooks.lab import SHOTS, jupyterlab, opened
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import SHOTS, jupyterlab, opened
+from tests.helpers.notebook_model import CELL
 from tests.views.test_theme import contrast
 
 pytestmark = [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.integration.model import CELL, UNHURRIED
-from tests.notebooks.lab import SHOTS, jupyterlab, opened
+from tests.helpers.jupyterlab import SHOTS, jupyterlab, opened
+from tests.helpers.notebook_model import CELL, UNHURRIED
 
 pytestmark = [
     pytest.mark.thorough,

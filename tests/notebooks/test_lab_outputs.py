@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.notebooks.lab import SHOTS, jupyterlab, opened
+from tests.helpers.jupyterlab import SHOTS, jupyterlab, opened
 
 pytestmark = [
     pytest.mark.thorough,

@@ -5,8 +5,8 @@ import re
 import nbformat
 import pytest
 
-from tests.browser import figures, open_offline
-from tests.source import REPO
+from tests.helpers.browser import figures, open_offline
+from tests.helpers.package_source import REPO
 from workbench.demo import communication
 from workbench.events import Kind
 from workbench.magics import command_lines

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.fake_cluster import FakeCluster
-from tests.waiting import wait_until
+from tests.helpers.fake_cluster import FakeCluster
+from tests.helpers.waiting import wait_until
 from workbench.magics.notebook import Notebook
 from workbench.panel.panel import PanelComm
 from workbench.panel.panel_messages import VERSION

@@ -6,13 +6,13 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from tests.source import REPO
+from tests.helpers.package_source import REPO
 from workbench import ports
 from workbench.panel.comm_targets import MAX_COMMS
 from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET, VERSION
 
 FAKE = """
-from tests.fake_cluster import FakeCluster
+from tests.helpers.fake_cluster import FakeCluster
 from workbench.workbench import Workbench
 fakes = []
 def factory(*args, **settings):

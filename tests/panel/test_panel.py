@@ -8,12 +8,12 @@ from typing import get_args
 
 import pytest
 
-from tests.fake_cluster import SHARD_RESULT, FakeCluster, example_model, gives, inside, raises, step_result
+from tests.helpers.fake_cluster import SHARD_RESULT, FakeCluster, example_model, gives, inside, raises, step_result
+from tests.helpers.simulated_job import with_loss
+from tests.helpers.trace_strategies import example_trace
+from tests.helpers.waiting import wait_until
 from tests.panel.conftest import FakeComm
 from tests.replay.test_shards import make_flat, make_unit
-from tests.trace.simulation import with_loss
-from tests.trace.strategies import example_trace
-from tests.waiting import wait_until
 from workbench.codec import decode, encode
 from workbench.errors import Interrupted
 from workbench.events import Category

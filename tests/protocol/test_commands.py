@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.protocol import words
+from tests.helpers import command_strategies
 from workbench.magics.command_lines import WORDS, parse_line
 from workbench.protocol import commands as all_commands
 from workbench.protocol.commands import (
@@ -50,25 +50,25 @@ def no_variable(name):
 @pytest.mark.parametrize("word", WORDS)
 @given(data=st.data())
 def test_the_line_of_a_command_makes_it_again(word: str, data: st.DataObject):
-    command = data.draw(words.commands(WORDS[word]))
+    command = data.draw(command_strategies.commands(WORDS[word]))
     assert parse_line(to_text(command), no_variable) == command
 
 
 @pytest.mark.parametrize("word", ON_RANKS)
 @given(data=st.data())
 def test_what_ranks_do_arrives_there(word: str, data: st.DataObject):
-    command = data.draw(words.commands(ON_RANKS[word]))
+    command = data.draw(command_strategies.commands(ON_RANKS[word]))
     assert from_dict(json.loads(json.dumps(to_dict(command)))) == command
 
 
-@pytest.mark.parametrize("text", words.ODD)
+@pytest.mark.parametrize("text", command_strategies.ODD)
 @pytest.mark.parametrize("make", [Inspect, Open, partial(Break, "add"), lambda text: Compare("--", text)])
 def test_an_odd_text_by_place_makes_it_again(make, text):
     if text or make in (Inspect, Open):
         assert parse_line(to_text(make(text)), no_variable) == make(text)
 
 
-@pytest.mark.parametrize("code", words.CODE)
+@pytest.mark.parametrize("code", command_strategies.CODE)
 @pytest.mark.parametrize("ranks", [(), (0, 2)])
 def test_code_makes_it_again(code, ranks):
     assert parse_line(to_text(Evaluate(code, ranks)), no_variable) == Evaluate(code, ranks)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.protocol.words import commands
+from tests.helpers.command_strategies import commands
 from workbench.codec import CodecError, decode, encode
 from workbench.events import Edge, Kind, Phase, UnitState
 from workbench.protocol.commands import ON_RANKS, Continue, Evaluate, Next, Reshard, Shard

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import Setup, example_trace, simulate, traces
+from tests.helpers.trace_strategies import Setup, example_trace, simulate, traces
 from workbench.events import BESIDE, Category, Edge, Kind
 from workbench.replay import memory
 from workbench.replay.alignment import _longest_rising, align

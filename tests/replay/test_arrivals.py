@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import Setup, example_trace, simulate
+from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from workbench.replay.arrivals import TOO_CLOSE, UNTOLD, last_to_come
 from workbench.replay.collectives import Collectives, table
 from workbench.trace.columns import Trace

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from workbench.replay.clock_error import DRIFT, error_ns, error_of, errors_of_ranks
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, ClockReading, Header, HostClock

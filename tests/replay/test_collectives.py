@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.simulated_job import ITEMSIZE, padded_bytes, padded_elements
+from tests.helpers.trace_strategies import Setup, cuttings, example_trace, setups, simulate, traces
 from tests.replay.test_shards import make_flat
-from tests.trace.simulation import ITEMSIZE, padded_bytes, padded_elements
-from tests.trace.strategies import Setup, cuttings, example_trace, setups, simulate, traces
 from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
 from workbench.replay import collectives
 from workbench.replay.collectives import (

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.trace.on_device import ERROR_NS, hung, on_devices
-from tests.trace.strategies import example_trace
+from tests.helpers.device_trace import ERROR_NS, hung, on_devices
+from tests.helpers.trace_strategies import example_trace
 from workbench.events import BESIDE, COLLECTIVES, COMPUTE_STREAM, COPIES, Edge, Kind
 from workbench.replay.collectives import compare, table
 from workbench.replay.device import ClockSource, on_device

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import Setup, example_trace, simulate, traces
+from tests.helpers.trace_strategies import Setup, example_trace, simulate, traces
 from workbench.events import Category, Edge, Kind, Phase
 from workbench.replay.differences import differences
 from workbench.trace.columns import RankTrace, Trace

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import example_trace, setups, simulate, traces
+from tests.helpers.trace_strategies import example_trace, setups, simulate, traces
 from workbench.replay import grouping
 from workbench.trace.columns import RankTrace, Trace
 

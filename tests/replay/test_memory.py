@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import Setup, cuttings, example_trace, simulate, traces
+from tests.helpers.trace_strategies import Setup, cuttings, example_trace, simulate, traces
 from workbench.events import Category, Edge, Kind, Phase
 from workbench.replay import memory
 from workbench.trace.columns import RankTrace, Trace

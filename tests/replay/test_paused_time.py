@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trace.holding import stopped_before
-from tests.trace.strategies import example_trace, traces
+from tests.helpers.held_ranks import stopped_before
+from tests.helpers.trace_strategies import example_trace, traces
 from workbench.events import Edge, Kind, Phase
 from workbench.replay.paused_time import GrowingCuts, cuts, without_holds
 from workbench.trace.columns import RankTrace, Trace

@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.trace_strategies import Setup, simulate
 from tests.replay.test_memory import pooled
-from tests.trace.strategies import Setup, simulate
 from workbench.events import Kind
 from workbench.replay import process
 from workbench.trace.columns import RankTrace

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import Setup, example_trace, setups, simulate
+from tests.helpers.trace_strategies import Setup, example_trace, setups, simulate
 from workbench.events import Category, FlatPart, Param, Unit
 from workbench.replay import shards as replay_shards
 from workbench.replay.shards import AtRest, alike, at_rest, pieces, shards, totals, unit_shards

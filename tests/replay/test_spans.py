@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.holding import aborted
-from tests.trace.simulation import Setup, simulate
-from tests.trace.strategies import traces
+from tests.helpers.held_ranks import aborted
+from tests.helpers.simulated_job import Setup, simulate
+from tests.helpers.trace_strategies import traces
 from workbench.events import Edge, Kind
 from workbench.replay.spans import (
     closed,

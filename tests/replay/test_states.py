@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import cuttings, example_trace, traces
+from tests.helpers.trace_strategies import cuttings, example_trace, traces
 from workbench.events import Edge, Kind, UnitState
 from workbench.replay import states
 from workbench.replay.spans import last_ns

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.trace_strategies import any_packed_rows, cuttings, example_trace, rows_from, traces
 from tests.replay.test_models import make_unit
-from tests.trace.strategies import any_packed_rows, cuttings, example_trace, rows_from, traces
 from workbench.events import Edge, Kind
 from workbench.replay import training
 from workbench.trace.columns import RankTrace, Trace

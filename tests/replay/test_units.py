@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from workbench.replay.units import differing, listed, model_order, unit_name, unmanaged_words
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import Setup, example_trace, setups, simulate, traces
+from tests.helpers.trace_strategies import Setup, example_trace, setups, simulate, traces
 from workbench.events import BESIDE, Edge, Kind
 from workbench.replay.alignment import same_events
 from workbench.reports.cursor import Cursor, back, cut

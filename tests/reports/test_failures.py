@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.shells import ipython_shell
+from tests.helpers.ipython_shell import ipython_shell
 from workbench.errors import RankDied, RankError
 from workbench.reports.failures import (
     Aftermath,

@@ -7,8 +7,8 @@ from types import NoneType
 
 import pytest
 
-from tests.browser import open_offline
-from tests.trace.strategies import example_trace
+from tests.helpers.browser import open_offline
+from tests.helpers.trace_strategies import example_trace
 from tests.views.test_theme import contrast
 from workbench.protocol.commands import ON_RANKS, Step, StepReply, Verify, VerifyReply
 from workbench.protocol.rank_messages import ModelInfo

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import example_trace, traces
+from tests.helpers.trace_strategies import example_trace, traces
 from workbench.events import Edge, Kind
 from workbench.replay import training
 from workbench.reports.step_progress import TOKENS, Follower, Progress

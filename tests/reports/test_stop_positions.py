@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.rank_messages import EventInfo, Hold, Position, StepPosition
 from workbench.reports.pause_results import row_of

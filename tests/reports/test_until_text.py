@@ -1,6 +1,6 @@
 import pytest
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from workbench.protocol.breakpoints import EVENTS, parse_event
 from workbench.reports.until_text import MAX_CAME, came
 from workbench.trace.columns import Trace

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.engine.models import Block, adamw, loss_of
-from tests.pairwise import quick
-from tests.runtime.job import execute, namespace, prepare, run
-from tests.runtime.stopping import Door, beside
+from tests.helpers.booted_ranks import execute, namespace, prepare, run
+from tests.helpers.pairwise import quick
+from tests.helpers.small_models import Block, adamw, loss_of
+from tests.helpers.stopped_step import Door, beside
 from tests.runtime.test_policies import planned, trace_here
 from workbench.engine import StepAborted
 from workbench.engine.cancellable_waits import cancellation

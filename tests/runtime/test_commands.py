@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.runtime.job import assert_refused, drain, execute, namespace, prepare, run
-from tests.runtime.stopping import Door
+from tests.helpers.booted_ranks import assert_refused, drain, execute, namespace, prepare, run
+from tests.helpers.stopped_step import Door
 from workbench.codec import decode
 from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.events import Category, Edge, Kind
@@ -73,7 +73,10 @@ def loaded_by_a_first_shard():
 @pytest.mark.thorough
 def test_what_sharding_needs_is_loaded_before_ranks_are_forked():
     """In a process of its own: other tests load more than the ranks' module does."""
-    code = "from tests.runtime import job, test_commands as t; print(*job.run(2, t.loaded_by_a_first_shard))"
+    code = (
+        "from tests.helpers import booted_ranks; from tests.runtime import test_commands as t;"
+        "print(*booted_ranks.run(2, t.loaded_by_a_first_shard))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[] []\n"
 
 

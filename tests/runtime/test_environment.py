@@ -4,7 +4,7 @@ import os
 
 import torch.distributed as dist
 
-from tests.runtime.job import run
+from tests.helpers.booted_ranks import run
 from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.runtime import rank as rank_module
 

@@ -5,8 +5,8 @@ import threading
 
 import torch
 
-from tests.runtime.job import run
-from tests.runtime.stopping import Door, beside
+from tests.helpers.booted_ranks import run
+from tests.helpers.stopped_step import Door, beside
 from tests.runtime.test_gate import sharded
 from workbench.engine.backends.base import Backend
 from workbench.engine.backends.cpu import Cpu

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
-from tests.engine.models import loss_of
-from tests.runtime.job import drain, execute, prepare, run
-from tests.runtime.stopping import Door, Meeting, beside
+from tests.helpers.booted_ranks import drain, execute, prepare, run
+from tests.helpers.small_models import loss_of
+from tests.helpers.stopped_step import Door, Meeting, beside
+from tests.helpers.waiting import PATIENCE_S
 from tests.runtime.test_commands import trace_of
-from tests.waiting import PATIENCE_S
 from workbench.engine import StepAborted, cancellable_waits
 from workbench.engine.classic.comm_hooks import all_reduce
 from workbench.events import Edge, Kind, Phase

@@ -11,10 +11,10 @@ import threading
 import pytest
 import torch
 
-from tests.engine.models import Block
-from tests.runtime.job import boot_of, execute, namespace
-from tests.runtime.stopping import Door, beside
-from tests.source import REPO
+from tests.helpers.booted_ranks import boot_of, execute, namespace
+from tests.helpers.package_source import REPO
+from tests.helpers.small_models import Block
+from tests.helpers.stopped_step import Door, beside
 from workbench.codec import encode
 from workbench.protocol.commands import Shard, Step
 from workbench.protocol.starting import Address, Connect

@@ -10,9 +10,9 @@ import torch
 from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from tests.engine.models import loss_of
-from tests.runtime.job import drain, execute, run
-from tests.runtime.stopping import Door, beside
+from tests.helpers.booted_ranks import drain, execute, run
+from tests.helpers.small_models import loss_of
+from tests.helpers.stopped_step import Door, beside
 from tests.runtime.test_commands import trace_of
 from tests.runtime.test_gate import sharded, undisturbed, weights
 from workbench.events import UnitState

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.runtime.job import namespace, run
+from tests.helpers.booted_ranks import namespace, run
 from workbench.engine._torch import name_groups_from, named_groups
 from workbench.engine.process_groups import OWN
 from workbench.runtime import rank as rank_module

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from tests.runtime.job import execute, prepare, run
+from tests.helpers.booted_ranks import execute, prepare, run
 from tests.runtime.test_verify import joined, recorded
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard
 from workbench.replay import training

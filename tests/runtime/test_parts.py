@@ -8,7 +8,7 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.nn import functional
 
-from tests.runtime.job import assert_refused, execute, namespace, run
+from tests.helpers.booted_ranks import assert_refused, execute, namespace, run
 from tests.runtime.test_policies import trace_here
 from workbench import engine
 from workbench.engine import classic

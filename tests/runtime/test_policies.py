@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from torch.distributed.tensor import DTensor
 
-from tests.pairwise import quick, quick_rows
-from tests.runtime.job import assert_refused, drain, execute, namespace, prepare, run
+from tests.helpers.booted_ranks import assert_refused, drain, execute, namespace, prepare, run
+from tests.helpers.pairwise import quick, quick_rows
 from workbench.engine import FSDPModule
 from workbench.events import Category, Kind
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify

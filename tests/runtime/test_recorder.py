@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.device import FakeDevice
-from tests.trace.strategies import example_trace
+from tests.helpers.simulated_device import FakeDevice
+from tests.helpers.trace_strategies import example_trace
 from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Unit, UnitState
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import RankTrace, Trace, advance, check

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.job import execute, prepare, run
-from tests.runtime.stopping import Meeting, beside
+from tests.helpers.booted_ranks import execute, prepare, run
+from tests.helpers.stopped_step import Meeting, beside
 from workbench.engine import StepAborted
 from workbench.protocol.commands import Shard, Step
 from workbench.protocol.rank_messages import GiveUp, Shut

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from tests.runtime.plain_loop import ITEMSIZE, NAME, OnRank, PlainLoop
-from tests.source import REPO
-from tests.views.figures import title
-from tests.waiting import wait_until
+from tests.helpers.figure_checks import title
+from tests.helpers.package_source import REPO
+from tests.helpers.plain_loop import ITEMSIZE, NAME, OnRank, PlainLoop
+from tests.helpers.waiting import wait_until
 from workbench.engine.event_source import SOURCE
 from workbench.events import Category, Edge, Kind, Phase, UnitState
 from workbench.protocol.breakpoints import Breakpoint
@@ -186,7 +186,7 @@ def test_why_a_parameter_of_it_is_there_is_read_from_what_it_told():
 
 
 def test_it_needs_nothing_but_the_words():
-    program = "import sys, tests.runtime.plain_loop; print(*{m for m in sys.modules if m.startswith('workbench')})"
+    program = "import sys, tests.helpers.plain_loop; print(*{m for m in sys.modules if m.startswith('workbench')})"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {"workbench", "workbench.events"}
 

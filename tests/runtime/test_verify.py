@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.engine.models import adamw, loss_of
-from tests.pairwise import quick
-from tests.runtime.job import drain, execute, namespace, prepare, run
+from tests.helpers.booted_ranks import drain, execute, namespace, prepare, run
+from tests.helpers.pairwise import quick
+from tests.helpers.small_models import adamw, loss_of
 from workbench.engine import MixedPrecisionPolicy, fully_shard
 from workbench.events import Category, Kind, UnitState
 from workbench.protocol.commands import Shard, Step, Verify

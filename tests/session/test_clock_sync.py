@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_cluster import FakeCluster
+from tests.helpers.fake_cluster import FakeCluster
 from workbench.errors import ClusterError
 from workbench.protocol.rank_messages import Position
 from workbench.replay.clock_error import DRIFT, error_of

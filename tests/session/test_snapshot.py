@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.fake_cluster import FakeCluster, inside
+from tests.helpers.fake_cluster import FakeCluster, inside
 from workbench.protocol.rank_messages import Drain
 from workbench.session import trace_collector
 from workbench.session.session import PULSE_S, REST_S

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.fake_cluster import FakeCluster
+from tests.helpers.fake_cluster import FakeCluster
 from workbench.session import trace_collector
 from workbench.session.trace_collector import TraceCollector
 

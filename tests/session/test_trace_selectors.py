@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.export import export
 from workbench.session.trace_selectors import opened, side

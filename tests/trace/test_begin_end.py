@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import traces
+from tests.helpers.trace_strategies import traces
 from workbench.events import COLLECTIVES, Edge, Kind
 from workbench.trace import partners
 from workbench.trace.schema import ROW_DTYPE, Rows

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import any_key_frames, cuttings, example_trace, traces
+from tests.helpers.trace_strategies import any_key_frames, cuttings, example_trace, traces
 from workbench.errors import TraceError
 from workbench.trace import RankTrace, Trace, TraceBuilder, advance
 from workbench.trace.schema import ROW_DTYPE, GroupInfo, Header, KeyFrame

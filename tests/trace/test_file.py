@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import any_traces, example_trace, traces
+from tests.helpers.trace_strategies import any_traces, example_trace, traces
 from workbench.errors import TraceError
 from workbench.events import Category
 from workbench.replay.collectives import compare

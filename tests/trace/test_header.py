@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from tests.helpers.trace_strategies import any_headers, any_key_frames, example_trace
 from tests.replay.test_shards import make_flat, make_unit
-from tests.trace.strategies import any_headers, any_key_frames, example_trace
 from workbench.errors import TraceError
 from workbench.events import UnitState
 from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from tests.helpers.trace_strategies import any_traces, example_trace
 from tests.replay.test_shards import make_flat, make_unit
-from tests.trace.strategies import any_traces, example_trace
 from workbench.events import Category, Edge, Kind
 from workbench.trace import RankTrace, Trace, check
 from workbench.trace.schema import ClockReading, Header, HostClock, KeyFrame, Rows

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import any_key_frames, any_packed_rows, cuttings, rows_from, traces
+from tests.helpers.trace_strategies import any_key_frames, any_packed_rows, cuttings, rows_from, traces
 from workbench.events import Category, Edge, Kind, UnitState
 from workbench.trace import advance
 from workbench.trace.schema import ROW_DTYPE, KeyFrame, Rows

@@ -4,8 +4,8 @@ import math
 import numpy as np
 from hypothesis import given
 
-from tests.trace.on_device import hung, on_devices
-from tests.trace.strategies import example_trace, traces
+from tests.helpers.device_trace import hung, on_devices
+from tests.helpers.trace_strategies import example_trace, traces
 from workbench.events import COLLECTIVES, Category, Edge, Kind, Phase
 from workbench.trace import RankTrace, Trace, advance, to_perfetto
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, Header

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from tests.trace.strategies import any_packed_rows, example_trace
+from tests.helpers.trace_strategies import any_packed_rows, example_trace
 from workbench.errors import TraceError
 from workbench.trace.row_compression import from_wire, to_wire
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.trace.scale import LONG, WIDE, Scale, trace_of
+from tests.helpers.many_ranks import LONG, WIDE, Scale, trace_of
 from workbench.events import Category, Kind
 from workbench.replay.spans import total_ns
 from workbench.trace import check, steps

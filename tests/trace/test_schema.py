@@ -3,7 +3,7 @@ import struct
 import numpy as np
 from hypothesis import given
 
-from tests.trace.strategies import any_packed_rows, rows_from
+from tests.helpers.trace_strategies import any_packed_rows, rows_from
 from workbench.events import Category
 from workbench.trace.schema import ROW, ROW_DTYPE, Header, KeyFrame
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.trace.simulation import full_bytes, padded_bytes
-from tests.trace.strategies import example_trace, setups, simulate, traces
+from tests.helpers.simulated_job import full_bytes, padded_bytes
+from tests.helpers.trace_strategies import example_trace, setups, simulate, traces
 from workbench.events import Category, Edge, Kind
 from workbench.trace import advance, check, steps
 

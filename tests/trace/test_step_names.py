@@ -1,7 +1,7 @@
 import pytest
 
-from tests.trace.simulation import example_trace
-from tests.views.figures import title
+from tests.helpers.figure_checks import title
+from tests.helpers.simulated_job import example_trace
 from workbench.reports.step_progress import Progress
 from workbench.trace.columns import steps
 from workbench.trace.step_names import step_name

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.helpers.figure_checks import subtitle, title, words
+from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_collectives import on_hosts
-from tests.trace.strategies import Setup, example_trace, simulate
-from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
 from workbench.events import GLOO, PER_HOST, Edge, Kind
 from workbench.trace.columns import RankTrace, Trace

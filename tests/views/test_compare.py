@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
+from tests.helpers import trace_strategies
+from tests.helpers.figure_checks import num_marks, subtitle, title, words
+from tests.helpers.trace_strategies import Setup, traces
 from tests.replay.test_differences import holding_on, slower
 from tests.replay.test_shards import make_flat
-from tests.trace import strategies
-from tests.trace.strategies import Setup, traces
-from tests.views.figures import num_marks, subtitle, title, words
 from tests.views.test_contract import EVIL, same_with_names
 from workbench.errors import UsageError
 from workbench.events import Category, Kind
@@ -18,8 +18,8 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views.compare import MAX_POINTS, draw
 
-simulate = cache(strategies.simulate)
-example_trace = cache(strategies.example_trace)
+simulate = cache(trace_strategies.simulate)
+example_trace = cache(trace_strategies.example_trace)
 
 
 def test_the_same_is_said_to_be_the_same():

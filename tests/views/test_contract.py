@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from IPython.core.formatters import DisplayFormatter
 
-from tests.trace import strategies
-from tests.trace.on_device import on_devices
-from tests.trace.strategies import Setup, traces
-from tests.views.figures import as_json, axes, num_marks, strings, subtitle, words
+from tests.helpers import trace_strategies
+from tests.helpers.device_trace import on_devices
+from tests.helpers.figure_checks import as_json, axes, num_marks, strings, subtitle, words
+from tests.helpers.trace_strategies import Setup, traces
 from workbench.errors import UsageError
 from workbench.trace import TraceBuilder, advance
 from workbench.trace.columns import RankTrace, Trace
@@ -30,8 +30,8 @@ MAX_JSON_BYTES = 1_500_000
 
 EVIL = '<script>alert("x")</script><a href="javascript:y">%{evil}$z$'
 
-simulate = cache(strategies.simulate)  # traces do not change
-example_trace = cache(strategies.example_trace)
+simulate = cache(trace_strategies.simulate)  # traces do not change
+example_trace = cache(trace_strategies.example_trace)
 
 every_view = pytest.mark.parametrize("name", VIEWS)
 

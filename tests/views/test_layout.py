@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.figure_checks import num_marks, subtitle, title, words
+from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_shards import make_flat, make_param, make_unit
-from tests.trace.strategies import Setup, example_trace, simulate
-from tests.views.figures import num_marks, subtitle, title, words
 from workbench.errors import UsageError
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header

@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.helpers.figure_checks import subtitle, title, words
+from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_memory import with_pool
-from tests.trace.strategies import Setup, example_trace, simulate
-from tests.views.figures import subtitle, title, words
 from workbench.errors import UsageError
 from workbench.events import Category, Kind, UnitState
 from workbench.replay import memory as live

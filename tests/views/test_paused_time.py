@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.trace.holding import HOLD_NS, stopped_before
-from tests.trace.strategies import example_trace
-from tests.views.figures import subtitle, title
+from tests.helpers.figure_checks import subtitle, title
+from tests.helpers.held_ranks import HOLD_NS, stopped_before
+from tests.helpers.trace_strategies import example_trace
 from workbench.events import Kind
 from workbench.views import draw
 from workbench.views.paused_time import MAX_MARKS, NAME

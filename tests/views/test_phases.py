@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import plotly.graph_objects as go
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from workbench.events import Kind
 from workbench.replay.spans import extent_ns
 from workbench.views import theme

@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.trace.simulation import BASELINE_BYTES
-from tests.trace.strategies import Setup, example_trace, simulate
-from tests.views.figures import subtitle, title
+from tests.helpers.figure_checks import subtitle, title
+from tests.helpers.simulated_job import BASELINE_BYTES
+from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from workbench.replay import process
 from workbench.trace import load, save
 from workbench.trace.columns import Trace

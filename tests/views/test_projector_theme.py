@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.trace.strategies import example_trace
-from tests.views.figures import strings
+from tests.helpers.figure_checks import strings
+from tests.helpers.trace_strategies import example_trace
 from workbench.views import VIEWS, compare, draw, theme
 from workbench.views.projector_theme import SCALE
 

@@ -8,7 +8,7 @@ import numpy as np
 import plotly.io as pio
 import pytest
 
-from tests.source import REPO
+from tests.helpers.package_source import REPO
 from workbench.events import Category, Kind, UnitState
 from workbench.views import theme
 

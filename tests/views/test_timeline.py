@@ -4,8 +4,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.trace.strategies import Setup, example_trace, simulate
-from tests.views.figures import subtitle, title, words
+from tests.helpers.figure_checks import subtitle, title, words
+from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from workbench.errors import UsageError
 from workbench.events import Edge, Kind
 from workbench.replay.collectives import table

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 
+from tests.helpers.figure_checks import subtitle, title, words
+from tests.helpers.trace_strategies import example_trace
 from tests.replay.test_models import make_unit
 from tests.replay.test_training import logged, make_trace, of_models, row, step_rows
-from tests.trace.strategies import example_trace
-from tests.views.figures import subtitle, title, words
 from workbench.events import Kind
 from workbench.trace.schema import Header
 from workbench.views.training import MAX_PANELS, MAX_POINTS, training

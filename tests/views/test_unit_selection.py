@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.trace.strategies import example_trace
-from tests.views.figures import title, words
+from tests.helpers.figure_checks import title, words
+from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.events import unit_words
 from workbench.views import draw

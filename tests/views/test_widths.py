@@ -12,12 +12,12 @@ from functools import cache
 import pytest
 from plotly.offline import get_plotlyjs
 
-from tests.browser import open_offline
-from tests.pairwise import pairs_and_rest, quick, rows_of
+from tests.helpers.browser import open_offline
+from tests.helpers.held_ranks import stopped_before
+from tests.helpers.many_ranks import Scale, trace_of
+from tests.helpers.pairwise import pairs_and_rest, quick, rows_of
+from tests.helpers.simulated_job import Setup, simulate
 from tests.replay.test_shards import make_flat, make_param, make_unit
-from tests.trace.holding import stopped_before
-from tests.trace.scale import Scale, trace_of
-from tests.trace.simulation import Setup, simulate
 from workbench.events import Kind
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import example_trace, setups, simulate
-from tests.views.figures import subtitle, title
+from tests.helpers.figure_checks import subtitle, title
+from tests.helpers.trace_strategies import example_trace, setups, simulate
 from workbench.errors import UsageError
 from workbench.events import Kind
 from workbench.trace.columns import RankTrace, Trace

@@ -14,9 +14,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests.pairwise import quick
-from tests.source import PACKAGE
-from tests.trace.simulation import Setup, simulate
+from tests.helpers.package_source import PACKAGE
+from tests.helpers.pairwise import quick
+from tests.helpers.simulated_job import Setup, simulate
 from workbench.export import export
 from workbench.trace.columns import RankTrace, Trace
 from workbench.views import VIEWS, compare, draw

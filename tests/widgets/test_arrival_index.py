@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.strategies import example_trace
+from tests.helpers.trace_strategies import example_trace
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import ROW_DTYPE, KeyFrame
 from workbench.widgets import arrival_index

@@ -12,13 +12,13 @@ from anywidget import AnyWidget
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fake_cluster import FakeCluster
+from tests.helpers.device_trace import on_devices
+from tests.helpers.fake_cluster import FakeCluster
+from tests.helpers.held_ranks import HOLD_NS, stopped_before
+from tests.helpers.ipython_shell import ipython_shell
+from tests.helpers.simulated_job import Setup, example_trace, simulate
+from tests.helpers.waiting import wait_until
 from tests.panel.conftest import FakeComm
-from tests.shells import ipython_shell
-from tests.trace.holding import HOLD_NS, stopped_before
-from tests.trace.on_device import on_devices
-from tests.trace.simulation import Setup, example_trace, simulate
-from tests.waiting import wait_until
 from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind

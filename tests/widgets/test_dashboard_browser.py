@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.browser import open_offline
-from tests.pairwise import quick
-from tests.source import REPO
-from tests.trace.on_device import on_devices
-from tests.trace.simulation import Setup, example_trace, simulate, with_loss
-from tests.waiting import wait_until
+from tests.helpers.browser import open_offline
+from tests.helpers.device_trace import on_devices
+from tests.helpers.package_source import REPO
+from tests.helpers.pairwise import quick
+from tests.helpers.simulated_job import Setup, example_trace, simulate, with_loss
+from tests.helpers.timeline_page import as_sent
+from tests.helpers.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
-from tests.widgets.timeline_page import as_sent
 from workbench.errors import UsageError
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trace.holding import stopped_before
-from tests.trace.simulation import Setup, example_trace, simulate
-from tests.trace.strategies import traces
+from tests.helpers.held_ranks import stopped_before
+from tests.helpers.simulated_job import Setup, example_trace, simulate
+from tests.helpers.trace_strategies import traces
 from workbench.events import Edge, Kind, UnitState
 from workbench.replay import memory, states, training
 from workbench.replay.paused_time import without_holds

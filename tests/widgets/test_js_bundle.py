@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.source import REPO
+from tests.helpers.package_source import REPO
 from workbench.widgets.dashboard import DashboardWidget
 from workbench.widgets.js_bundle import STATIC, joined
 

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.aborting import aborted
-from tests.trace.on_device import hung, on_devices
-from tests.trace.strategies import cuttings, example_trace, traces
-from tests.widgets.long_trace import long_trace
+from tests.helpers.aborted_steps import aborted
+from tests.helpers.device_trace import hung, on_devices
+from tests.helpers.long_trace import long_trace
+from tests.helpers.trace_strategies import cuttings, example_trace, traces
 from workbench.events import COLLECTIVES, COPIES, Edge, Kind
 from workbench.trace import check
 from workbench.trace.columns import RankTrace

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.device_trace import on_devices
+from tests.helpers.simulated_job import Setup, example_trace, simulate
+from tests.helpers.trace_strategies import traces
 from tests.replay.test_shards import make_flat
-from tests.trace.on_device import on_devices
-from tests.trace.simulation import Setup, example_trace, simulate
-from tests.trace.strategies import traces
 from tests.widgets.test_dashboard import HELD, RUNNING, prefix
 from workbench.events import Edge, Kind
 from workbench.protocol.rank_messages import Position

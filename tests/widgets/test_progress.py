@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.shells import ipython_shell
+from tests.helpers.ipython_shell import ipython_shell
 from workbench.reports.step_progress import Progress
 from workbench.widgets import progress as module
 from workbench.widgets.progress import ProgressDisplay, facts, to_html, to_text

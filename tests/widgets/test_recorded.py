@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from tests.browser import open_offline
-from tests.trace.holding import stopped_before
-from tests.trace.on_device import on_devices
-from tests.trace.simulation import Setup, example_trace, simulate
+from tests.helpers.browser import open_offline
+from tests.helpers.device_trace import on_devices
+from tests.helpers.held_ranks import stopped_before
+from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.widgets.test_dashboard import prefix
 from workbench.events import Category, Kind
 from workbench.session.snapshot import ClusterSnapshot

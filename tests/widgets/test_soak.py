@@ -4,7 +4,7 @@ import gc
 import itertools
 import tracemalloc
 
-from tests.widgets.long_trace import long_trace
+from tests.helpers.long_trace import long_trace
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trace.simulation import Setup, example_trace, simulate
-from tests.trace.strategies import traces
+from tests.helpers.simulated_job import Setup, example_trace, simulate
+from tests.helpers.trace_strategies import traces
 from workbench.events import BESIDE, Kind
 from workbench.replay import states
 from workbench.trace import advance

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.widgets.timeline_page import open_page
+from tests.helpers.timeline_page import open_page
 from workbench.events import Kind
 from workbench.replay.grouping import label
 from workbench.views import theme

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from tests.browser import open_offline, titles_follow_the_width
-from tests.trace.aborting import aborted
-from tests.trace.simulation import Setup, example_trace, simulate
+from tests.helpers.aborted_steps import aborted
+from tests.helpers.browser import open_offline, titles_follow_the_width
+from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.views.test_contract import same_with_names
 from tests.views.test_theme import contrast
 from workbench.session.snapshot import ClusterSnapshot

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trace.simulation import Setup, simulate
-from tests.trace.strategies import traces
-from tests.widgets.long_trace import long_trace
+from tests.helpers.long_trace import long_trace
+from tests.helpers.simulated_job import Setup, simulate
+from tests.helpers.trace_strategies import traces
 from workbench.events import BESIDE
 from workbench.replay import memory
 from workbench.trace import advance

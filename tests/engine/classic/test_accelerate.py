@@ -13,11 +13,11 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_sharded_data_parallel as their_module
 from torch.distributed.fsdp import wrap as their_policies
 
-from tests.engine import huggingface
-from tests.engine.both import newer_torch
-from tests.engine.classic.wrapped import CPU, assert_same_tree, kept
-from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
+from tests.helpers import huggingface_models
+from tests.helpers.both_engines import newer_torch
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.wrapped_models import CPU, assert_same_tree, kept
 from workbench.engine import classic
 from workbench.engine.classic import wrap as policies
 from workbench.ports import LOOPBACK
@@ -35,7 +35,7 @@ pytestmark = newer_torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_once():
-    huggingface.transformers()
+    huggingface_models.transformers()
     importlib.import_module("accelerate")
 
 
@@ -55,7 +55,7 @@ def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[o
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
-        **huggingface.PLUGIN,
+        **huggingface_models.PLUGIN,
         use_orig_params=use_orig_params,
         state_dict_type=kind,
         backward_prefetch="BACKWARD_PRE",
@@ -69,7 +69,7 @@ def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[o
         accelerator.state._mixed_precision = "bf16"
         plugin.set_mixed_precision("bf16")
     torch.manual_seed(0)
-    plain = huggingface.make("Llama")
+    plain = huggingface_models.make("Llama")
     model = accelerator.prepare(plain.to(torch.bfloat16) if is_low else plain)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
     found: list[object] = []
@@ -77,7 +77,7 @@ def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[o
     def train() -> None:
         for step in range(4):
             with accelerator.accumulate(model):
-                loss = huggingface.loss_of(model, huggingface.batch(dist.get_rank(), step))
+                loss = huggingface_models.loss_of(model, huggingface_models.batch(dist.get_rank(), step))
                 accelerator.backward(loss)
                 found.append(kept(loss))
                 if accelerator.sync_gradients:  # of other norms the last bits of torch's are chance

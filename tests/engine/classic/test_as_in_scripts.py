@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.classic.wrapped import CPU, OURS, THEIRS, adam, assert_same_tree, kept, whole, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import CPU, OURS, THEIRS, adam, assert_same_tree, kept, whole, wrap_net
 
 FSDP = OURS.FullyShardedDataParallel
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_sharded_data_parallel as their_module
 
-from tests.engine.classic.wrapped import CPU, OURS, THEIRS, steps_of, whole, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import CPU, OURS, THEIRS, steps_of, whole, wrap_net
 from workbench.events import Kind
 
 OF_SCRIPTS = (

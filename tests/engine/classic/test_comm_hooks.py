@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks as theirs
 
-from tests.engine.ranks import outcomes, run_ranks
+from tests.helpers.forked_ranks import outcomes, run_ranks
 from workbench.engine import cancellable_waits
 from workbench.engine import classic as ours
 from workbench.engine._torch import default_store

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.classic.wrapped import CPU, OURS, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import on_one_rank
+from tests.helpers.forked_ranks import on_one_rank
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import CPU, OURS, wrap_net
 from workbench.engine import fully_shard
 from workbench.engine.classic import wrapper
 

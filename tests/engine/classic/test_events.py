@@ -4,12 +4,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.engine.classic.wrapped import OURS, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import Recording, recording
-from tests.engine.sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, numel
+from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, UNITS, numel
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import Recording, recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import OURS, wrap_net
 from workbench.events import Category, Edge, Kind
 
 RESHARDS = {"FULL_SHARD": None, "SHARD_GRAD_OP": False}

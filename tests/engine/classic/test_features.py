@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TheirScaler
 
-from tests.engine.classic.wrapped import (
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import pairs_and_rest, quick, rows_of
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import adamw, batch, loss_of, make_net
+from tests.helpers.wrapped_models import (
     CPU,
     OURS,
     SAME,
@@ -23,10 +27,6 @@ from tests.engine.classic.wrapped import (
     whole,
     wrap_net,
 )
-from tests.engine.models import adamw, batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
-from tests.pairwise import pairs_and_rest, quick, rows_of
 from workbench.engine import MixedPrecisionPolicy, collective_order
 
 

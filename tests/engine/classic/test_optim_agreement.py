@@ -4,9 +4,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.engine.classic.wrapped import OURS, adam, kept, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import OURS, adam, kept, wrap_net
 from workbench.engine.errors import RanksDisagreeError
 
 FSDP = OURS.FullyShardedDataParallel

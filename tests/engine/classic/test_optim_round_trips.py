@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.engine.classic.test_optim_state import FSDP, tell
 from tests.engine.classic.test_unwrapping import STRATEGIES, train, wrapped
-from tests.engine.classic.wrapped import OURS, SAME, adam, whole
-from tests.engine.models import make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
-from tests.pairwise import pairs_and_rest, rows_of
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import pairs_and_rest, rows_of
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import make_net
+from tests.helpers.wrapped_models import OURS, SAME, adam, whole
 
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
 LOW = OURS.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.engine.classic.test_unwrapping import train, two_groups, wrapped
-from tests.engine.classic.wrapped import OURS, THEIRS, adam, assert_same_values, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import on_one_rank, run_ranks
-from tests.pairwise import quick
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import OURS, THEIRS, adam, assert_same_values, wrap_net
 from workbench.engine.classic.state_dict_settings import settings_of
 
 FSDP, Keys = OURS.FullyShardedDataParallel, OURS.OptimStateKeyType

@@ -13,11 +13,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from tests.engine import huggingface as hf
-from tests.engine.classic.wrapped import CPU, OURS, THEIRS, compare_with_torchs, whole, wrap_net
-from tests.engine.models import Block, adamw, batch, loss_of, make_net
-from tests.engine.ranks import in_turn, run_ranks
-from tests.pairwise import quick
+from tests.helpers import huggingface_models as hf
+from tests.helpers.forked_ranks import in_turn, run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.small_models import Block, adamw, batch, loss_of, make_net
+from tests.helpers.wrapped_models import CPU, OURS, THEIRS, compare_with_torchs, whole, wrap_net
 
 BF16 = torch.bfloat16
 SMALL = functools.partial(make_net, dim=8, num_blocks=2)

@@ -16,9 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from tests.engine import huggingface
-from tests.engine.classic.wrapped import CPU, assert_same_tree, kept
-from tests.engine.ranks import run_ranks
+from tests.helpers import huggingface_models
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.wrapped_models import CPU, assert_same_tree, kept
 
 PACKAGES = ("workbench.engine.classic", "torch.distributed.fsdp")
 
@@ -201,7 +201,7 @@ def trains_summaries(package):
 
     def made(seed):
         torch.manual_seed(seed)
-        plain = huggingface.make("GPT-2")
+        plain = huggingface_models.make("GPT-2")
         model = api(
             plain,
             auto_wrap_policy=functools.partial(
@@ -220,14 +220,14 @@ def trains_summaries(package):
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.85)
         for step in steps:
             model.train()
-            loss = huggingface.loss_of(model, huggingface.batch(model.rank, step))
+            loss = huggingface_models.loss_of(model, huggingface_models.batch(model.rank, step))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
             model.eval()
             with torch.no_grad():
-                total = huggingface.loss_of(model, huggingface.batch(model.rank, 9)).detach()
+                total = huggingface_models.loss_of(model, huggingface_models.batch(model.rank, 9)).detach()
             dist.all_reduce(total, group=model.process_group)
             seen.append([kept(loss), total / model.world_size])
 
@@ -341,7 +341,7 @@ def gpts_are():
 
 
 def test_a_gpt_2_with_the_deprecated_arguments_trains_and_goes_on_from_a_whole_checkpoint_as_with_torchs():
-    huggingface.transformers()
+    huggingface_models.transformers()
     run_ranks(2, summaries_are)
 
 

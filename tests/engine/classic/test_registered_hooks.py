@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks as theirs
 
-from tests.engine.classic.wrapped import CPU, OURS, SAME, adam, check_parity, compare_with_torchs, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import CPU, OURS, SAME, adam, check_parity, compare_with_torchs, wrap_net
 from workbench.engine import classic
 from workbench.events import Edge, Kind
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Theirs
 
-from tests.engine.ranks import on_one_rank, run_ranks
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
 from workbench.engine.classic import ShardedGradScaler
 
 OPTIONS = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}

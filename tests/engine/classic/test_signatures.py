@@ -10,8 +10,8 @@ import torch.distributed.fsdp.wrap as their_policies
 from torch import nn
 from torch.distributed.fsdp import fully_sharded_data_parallel as their_module
 
-from tests.engine.classic.wrapped import CPU, OURS
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.wrapped_models import CPU, OURS
 from workbench import engine
 from workbench.engine import classic
 from workbench.engine.classic import wrap as policies

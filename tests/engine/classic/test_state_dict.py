@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.engine.classic.wrapped import CPU, OURS, THEIRS, assert_same_values, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import assert_same_shards, shard_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.parity import assert_same_shards, shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import CPU, OURS, THEIRS, assert_same_values, wrap_net
 
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
 

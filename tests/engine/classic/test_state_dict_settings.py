@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 
-from tests.engine.classic.wrapped import OURS, wrap_net
-from tests.engine.models import make_net
-from tests.engine.ranks import on_one_rank
+from tests.helpers.forked_ranks import on_one_rank
+from tests.helpers.small_models import make_net
+from tests.helpers.wrapped_models import OURS, wrap_net
 from workbench.engine.classic import StateDictSettings, StateDictType
 from workbench.engine.classic.state_dict_settings import settings_of
 from workbench.engine.classic.wrapper_state import wrapper_states_below

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.classic.wrapped import OURS, THEIRS, Way, adam, copies_of_shards, steps_of, whole, wrap_net
-from tests.engine.models import make_net
-from tests.engine.parity import average_grads
-from tests.engine.ranks import run_ranks
-from tests.pairwise import pairs_and_rest, rows_of
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import pairs_and_rest, rows_of
+from tests.helpers.parity import average_grads
+from tests.helpers.small_models import make_net
+from tests.helpers.wrapped_models import OURS, THEIRS, Way, adam, copies_of_shards, steps_of, whole, wrap_net
 
 BF16 = torch.bfloat16
 NUM_STEPS = 10

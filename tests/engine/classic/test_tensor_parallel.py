@@ -27,10 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.engine.classic.wrapped import CPU, OURS, SAME, THEIRS, adam
-from tests.engine.models import adamw
-from tests.engine.parity import average_grads
-from tests.engine.ranks import run_cases, run_ranks
 from tests.engine.test_tensor_parallel import (
     DIM,
     FSDP_TP,
@@ -43,6 +39,10 @@ from tests.engine.test_tensor_parallel import (
     meshes,
     split,
 )
+from tests.helpers.forked_ranks import run_cases, run_ranks
+from tests.helpers.parity import average_grads
+from tests.helpers.small_models import adamw
+from tests.helpers.wrapped_models import CPU, OURS, SAME, THEIRS, adam
 from workbench.engine import RanksDisagreeError, fully_shard, unshard_module
 from workbench.engine.classic import rewrap_optimizers, unwrap
 from workbench.engine.classic.unwrapping import plain_copy

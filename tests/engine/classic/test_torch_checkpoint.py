@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.engine.classic.test_optim_state import whole_of
 from tests.engine.classic.test_unwrapping import train
-from tests.engine.classic.wrapped import OURS, SAME, THEIRS, adam, copies_of_shards, whole, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.parity import shard_net
-from tests.engine.ranks import run_ranks
-from tests.pairwise import quick
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.pairwise import quick
+from tests.helpers.parity import shard_net
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import OURS, SAME, THEIRS, adam, copies_of_shards, whole, wrap_net
 
 ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 EVERYWHERE = StateDictOptions(full_state_dict=True)

@@ -3,9 +3,9 @@
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.classic.wrapped import CPU, OURS, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import CPU, OURS, wrap_net
 from workbench.engine.fsdp_state import states_below, units_of
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.classic.wrapped import OURS, adam, copies_of_shards, whole, wrap_net
-from tests.engine.models import Block, adamw, batch, loss_of, make_net
-from tests.engine.parity import average_grads, shard_net
-from tests.engine.ranks import on_one_rank, run_ranks
+from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.parity import average_grads, shard_net
+from tests.helpers.small_models import Block, adamw, batch, loss_of, make_net
+from tests.helpers.wrapped_models import OURS, adam, copies_of_shards, whole, wrap_net
 from workbench.engine import fully_shard, unshard_module
 from workbench.engine.classic import rewrap_optimizers, unwrap
 from workbench.engine.classic.unwrapping import plain_copy

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.classic.wrapped import OURS, THEIRS, compare_with_torchs, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import OURS, THEIRS, compare_with_torchs, wrap_net
 from workbench.engine.classic import unwrap
 
 Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]]

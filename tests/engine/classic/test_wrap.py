@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision as TheirMixedPrecision
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
-from tests.engine import huggingface
+from tests.helpers import huggingface_models
 from workbench.engine.classic import (
     CustomPolicy,
     MixedPrecision,
@@ -115,8 +115,8 @@ def convolutions():
 MODELS = {
     "GPT": gpt,
     "GPT, tied": gpt_tied,
-    "Llama": functools.partial(huggingface.make, "Llama"),
-    "T5": functools.partial(huggingface.make, "T5"),
+    "Llama": functools.partial(huggingface_models.make, "Llama"),
+    "T5": functools.partial(huggingface_models.make, "T5"),
     "encoder": encoder,
     "convolutions": convolutions,
 }
@@ -125,7 +125,7 @@ MODELS = {
 def layers(model):
     """The classes that one would wrap."""
     if hasattr(model, "_no_split_modules"):
-        return {type(block) for block in huggingface.blocks(model)}
+        return {type(block) for block in huggingface_models.blocks(model)}
     return {Block, nn.TransformerEncoderLayer, nn.Conv2d}
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine.classic.wrapped import CPU, OURS, THEIRS, adam, check_parity, steps_of, whole, wrap_net
-from tests.engine.models import batch, loss_of, make_net
-from tests.engine.ranks import run_ranks
-from tests.engine.recording import recording
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.recording_probe import recording
+from tests.helpers.small_models import batch, loss_of, make_net
+from tests.helpers.wrapped_models import CPU, OURS, THEIRS, adam, check_parity, steps_of, whole, wrap_net
 from workbench.engine.fsdp_state import units_of
 from workbench.events import Kind
 

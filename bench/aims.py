@@ -1,0 +1,260 @@
+"""What the issues from "Engine" to "Hosts" ask, in figures, and whether a bench's result has it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.cases import CASES, CLASSIC_CASES, HOSTS_CASES, OF_OURS, OURS, OURS_GLOO
+
+Path = tuple[str, ...]
+"""Where something is in the result: the names on the way to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aim:
+    """One figure that is asked for.
+
+    Attributes:
+        what: what is measured, in half a line.
+        part: where the measurement is in the result; without it nobody asked for it, and it is not judged.
+        values: where its numbers are in that; of several the worst one counts, and those that are missing do not.
+        limit: the highest number that will do, or the lowest one if ``is_at_least``.
+        unit: of the numbers; empty for a ratio.
+        is_at_least: more is better.
+        digits: decimals to which numbers are rounded before they are judged; None: they are not.
+        is_must: the issue says so; else it is an aim.
+    """
+
+    what: str
+    part: Path
+    values: tuple[Path, ...]
+    limit: float
+    unit: str = ""
+    is_at_least: bool = False
+    digits: int | None = None
+    is_must: bool = True
+
+    @property
+    def asked(self) -> str:
+        """What is asked, as a sign and a number."""
+        sign = ">=" if self.is_at_least else "<="
+        return f"{'must' if self.is_must else 'aim'} {sign} {self.limit:g} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An aim, the number that was measured (None: it was not), and whether that will do."""
+
+    aim: Aim
+    measured: float | None
+
+    @property
+    def is_met(self) -> bool:
+        """Measured, and on the right side of the limit."""
+        if self.measured is None:
+            return False
+        judged = self.measured if self.aim.digits is None else round(self.measured, self.aim.digits)
+        return judged >= self.aim.limit if self.aim.is_at_least else judged <= self.aim.limit
+
+    @property
+    def word(self) -> str:
+        """The verdict in a word or two."""
+        return "met" if self.is_met else "not measured" if self.measured is None else "MISSED"
+
+    @property
+    def number(self) -> str:
+        """What was measured, with its unit."""
+        if self.measured is None:
+            return "-"
+        return f"{self.measured:.2f} {self.aim.unit}" if self.aim.unit else f"{self.measured:.3f}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {**asdict(self.aim), "measured": self.measured, "verdict": self.word}
+
+
+def _step(case: str, implementation: str, limit: float, *, is_must: bool = True) -> Aim:
+    """A step's time to torch's, of both runs: into the second one nothing of ours is loaded."""
+    return Aim(
+        what=f"{implementation}, {case}: step / torch's",
+        part=("cases", case),
+        values=tuple(("steps", implementation, key) for key in ("to_torch", "to_torch_only")),
+        limit=limit,
+        is_must=is_must,
+    )
+
+
+def _to_ddp(case: str, implementation: str, limit: float) -> Aim:
+    """A step's time to that of torch's DistributedDataParallel, which communicates least."""
+    return Aim(
+        what=f"{implementation}, {case}: step / DDP's",
+        part=("cases", case),
+        values=(("steps", implementation, "to_ddp"),),
+        limit=limit,
+        is_must=False,
+    )
+
+
+def _peak(case: str, implementation: str) -> Aim:
+    """The most bytes that a process of ours needs at once in its steps, to the most that one of torch's does."""
+    return Aim(
+        what=f"{implementation}, {case}: peak of the process / torch's",
+        part=("cases", case),
+        values=(("bytes", implementation, "to_torch"),),
+        limit=1.0,
+    )
+
+
+ENGINE = (
+    _step("19.2M", OURS_GLOO, 0.87),
+    _step("3.3M", OURS_GLOO, 0.84),
+    _step("19.2M-4ranks", OURS_GLOO, 0.88),
+    _step("19.2M-bf16", OURS_GLOO, 0.92),
+    _step("19.2M", OURS, 0.78, is_must=False),
+    _step("3.3M", OURS, 0.74, is_must=False),
+    _step("19.2M-4ranks", OURS, 0.82, is_must=False),
+    _step("19.2M-bf16", OURS, 0.85, is_must=False),
+    _to_ddp("19.2M", OURS_GLOO, 1.08),
+    _to_ddp("3.3M", OURS_GLOO, 1.15),
+    _to_ddp("19.2M", OURS, 1.00),
+    _to_ddp("3.3M", OURS, 1.03),
+    *(_peak(case, implementation) for case in CASES for implementation in OF_OURS),
+    Aim(
+        what=f"{OURS}, 0.8 B parameters: sharding time / torch's",
+        part=("sharding",),
+        values=(("to_torch",),),
+        limit=1.0,
+    ),
+)
+"""What ``--check`` judges."""
+
+
+WATCHED = (("cpu_to_plain",), ("cpu_to_unwatched",))
+
+
+def _recording(case: str, share: float, watched: float) -> Iterator[Aim]:
+    part = ("recording", case)
+    yield Aim(what=f"{case}: events x ns / step CPU", part=part, values=(("rows_percent",),), limit=share, unit="%")
+    yield Aim(what=f"{case}: step CPU, recorded / plain", part=part, values=(("cpu_ratio",),), limit=1.03)
+    live = ("live", f"watched {case}")
+    yield Aim(what=f"{case}: step CPU, dashboard live / not", part=live, values=WATCHED, limit=watched)
+    yield Aim(what=f"{case}: drained, a step and rank", part=live, values=(("drained_kb",),), limit=10, unit="kB")
+
+
+def _live(what: str, part: Path, value: str, limit: float, unit: str = "") -> Aim:
+    return Aim(what=what, part=part, values=((value,),), limit=limit, unit=unit)
+
+
+def _frames(move: str) -> Aim:
+    # a frame clock of 60 Hz gives 59.9 as often as 60.1
+    return Aim(
+        what=f"timeline: {move}, 500,000 rectangles",
+        part=("browser", "timeline"),
+        values=((f"fps_{move}",),),
+        limit=60,
+        unit="fps",
+        is_at_least=True,
+        digits=0,
+    )
+
+
+RECORDING = (("3.7M", 1, 1.05), ("0.23M", 5, 1.10))  # case, % of a step's CPU time, with the dashboard live
+LIVE = (
+    *(aim for figures in RECORDING for aim in _recording(*figures)),
+    _live("to the browser, 8 ranks", ("live", "to browser"), "kib_per_s", 64, "KiB/s"),
+    Aim(
+        what="side door while ranks compute, median",
+        part=("live", "side door"),
+        values=(("python_ms",), ("torch_ms",)),
+        limit=30,
+        unit="ms",
+    ),
+    _live("%%fsdp pass / %%px pass", ("live", "cells"), "to_px", 1.3),
+    _live("start to first ready cell, 4 ranks", ("live", "start"), "median_s", 5, "s"),
+    _live("trace of 1 M events: load", ("trace",), "load_ms", 2000, "ms"),
+    _live("trace of 1 M events: state at any event", ("trace",), "state_ms", 50, "ms"),
+    _live("trace of 1 M events: slowest figure", ("trace",), "figure_ms", 100, "ms"),
+    _frames("pan"),
+    _frames("zoom"),
+    _live("timeline: first paint, 1 M rectangles", ("browser", "timeline"), "first_paint_ms", 1000, "ms"),
+    _live("pixels after an event, median", ("browser", "pixels"), "median_ms", 150, "ms"),
+)
+LAB = (
+    Aim(what="3.7M, 8 ranks: step CPU, panel open / not", part=("live", "panel 3.7M"), values=WATCHED, limit=1.05),
+    _live("panel: shown after a change, median", ("browser", "panel"), "median_ms", 200, "ms"),
+    _live("panel: first paint after its click", ("browser", "panel"), "first_paint_ms", 500, "ms"),
+    _live("panel: names a rank that was killed after", ("browser", "panel"), "recovers_ms", 2000, "ms"),
+    _live("panel: its bundle", ("browser", "panel"), "bundle_kb", 300, "kB"),
+    _live("8 hours: growth of the kernel", ("browser", "soak"), "kernel_mb", 200, "MB"),
+    _live("8 hours: growth of the page", ("browser", "soak"), "page_mb", 200, "MB"),
+)
+
+_SIZES = {"wide": "512 ranks x 128 units", "long": "512 ranks x 200 steps"}
+SCALE = (
+    *(
+        _live(f"{size}: {what}", ("scale", name), value, limit, "ms")
+        for name, size in _SIZES.items()
+        for what, value, limit in (("load", "load_ms", 5000), ("slowest figure", "figure_ms", 300))
+    ),
+    Aim(
+        what="512 ranks x 200 steps: dashboard scrub",
+        part=("browser", "scrub"),
+        values=(("fps",), ("moments",)),
+        limit=30,
+        unit="fps",
+        is_at_least=True,
+    ),
+)
+"""The part of "Hosts" that needs no host."""
+
+HOSTS = (
+    *(
+        Aim(
+            what=f"{name}: step / torch's",
+            part=("hosts", name),
+            values=(("to_torch",),),
+            limit=0.9,
+        )
+        for name in HOSTS_CASES
+    ),
+    _live("side door of 3 hosts, above 2 latencies", ("live", "side door of hosts"), "above_links_ms", 30, "ms"),
+    _live("attach to 8 engines that have loaded torch, to the first cell", ("live", "attach"), "median_s", 2, "s"),
+)
+"""6 ranks on 3 hosts, at 1 Gbit/s and 2 ms; and a cluster that runs already."""
+
+CLASSIC = tuple(
+    Aim(what=f"classic, {case}: {what}", part=("classic", case), values=((value,),), limit=limit)
+    for case in CLASSIC_CASES
+    for what, value, limit in (
+        ("step / torch's wrapper", "to_torch", 0.80),
+        ("step / fully_shard", "to_fully_shard", 1.03),
+        ("peak of the process / torch's wrapper", "peak_to_torch", 1.0),
+        ("bytes at rest / torch's wrapper", "rest_to_torch", 1.0),
+    )
+)
+
+MANY = (
+    _live("next collective, a rank: of most / of fewest ranks", ("many", "next collective"), "growth", 1.5),
+    _live("shard and step, a unit: of most / of fewest units", ("many", "shard"), "growth", 1.5),
+)
+"""Costs per rank and per unit, which are linear."""
+
+AIMS = (*ENGINE, *LIVE, *MANY, *LAB, *SCALE, *HOSTS, *CLASSIC)
+
+
+def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[Verdict]:
+    """Judge what ``build/bench.json`` holds; aims whose part was not measured are left out."""
+    for aim in aims:
+        part = _found(result, aim.part)
+        if isinstance(part, Mapping):
+            numbers = [n for n in (_found(part, path) for path in aim.values) if n is not None]
+            worst = min if aim.is_at_least else max
+            yield Verdict(aim, worst(numbers, default=None))
+
+
+def _found(tree: Mapping[str, Any], path: Path) -> Any:
+    """Return what is at ``path``; None where a measurement failed or was not made."""
+    value: Any = tree
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

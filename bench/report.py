@@ -1,0 +1,128 @@
+"""The bench's result as text: pure functions from what ``build/bench.json`` holds to lines.
+
+A case holds ``steps`` and ``steps_torch_only`` (per implementation spreads of ``wall_ms``, ``cpu_ms`` and
+``optimizer_ms``, and ratios), ``parts`` (see :mod:`bench.parts`), ``bytes`` (see :mod:`bench.memory`; of
+the rank with the highest peak) and ``failed``.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.aims import Verdict
+from bench.cases import OURS, TORCH
+from bench.parts import Part
+
+Tree = Mapping[str, Any]
+PARTS = (*(part.value for part in Part), "optimizer", "not_covered", "above_alone_metered", "above_alone")
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    lines = [titles, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+        yield ("  " + "   ".join(cells)).rstrip()
+
+
+def number(value: float | None, digits: int) -> str:
+    """Write a number; a dash for one that was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def steps(case: Tree) -> Iterator[str]:
+    """Lines on how long a step takes under each implementation."""
+    titles = ("", "step ms", "quartiles", "/ alone", "/ DDP", "/ torch", "/ torch only", "CPU ms")
+    second_run = {f"{name}, second run": row for name, row in case["steps_torch_only"].items()}
+    yield from table(titles, (_step(name, row) for name, row in {**case["steps"], **second_run}.items()))
+
+
+def _step(name: str, row: Tree) -> tuple[str, ...]:
+    wall = row["wall_ms"]
+    ratios = [number(row.get(key), 3) for key in ("to_alone", "to_ddp", "to_torch", "to_torch_only")]
+    quartiles = f"{wall['lower']:.1f} - {wall['upper']:.1f}"
+    return (name, number(wall["median"], 1), quartiles, *ratios, number(row["cpu_ms"]["median"], 1))
+
+
+def parts(case: Tree) -> Iterator[str]:
+    """Lines on where ours spends what it needs above compute alone."""
+    names = list(case["parts"])
+    if names:
+        yield "  above compute alone, ms (what each part is: bench/parts.py):"
+        rows = [(key.replace("_", " "), *(number(case["parts"][n][f"{key}_ms"], 1) for n in names)) for key in PARTS]
+        yield from table(("", *names), rows)
+
+
+def memory(case: Tree) -> Iterator[str]:
+    """Lines on the bytes of a step."""
+    titles = ("", "peak MB", "/ torch", "shared", "full params", "engine's classes", "kept unused", "communication")
+    if case["bytes"]:
+        yield "  most bytes at once within steps, of the rank that needs most (what they are: bench/memory.py):"
+        yield from table(titles, (_bytes(name, row) for name, row in case["bytes"].items()))
+
+
+def _bytes(name: str, row: Tree) -> tuple[str, ...]:
+    ours = (number(row["classes_peak"] / 1e6, 1), number(row["classes"].get("RESERVED", 0) / 1e6, 1))
+    is_theirs = name == TORCH
+    return (
+        name,
+        number(row["peak"] / 1e6, 1),
+        number(row.get("to_torch"), 3),
+        number(row["shared"] / 1e6, 1),
+        number(row["pages"] / 1e6, 1),
+        *(("-", "-") if is_theirs else ours),
+        "-" if is_theirs else ", ".join(row["comm"]) or "not told",
+    )
+
+
+def sharding(found: Tree) -> Iterator[str]:
+    """Lines on how long ``fully_shard`` takes."""
+    rows = [
+        (n, number(found[n]["first_ms"]["median"], 1), number(found[n]["later_ms"]["median"], 1))
+        for n in (TORCH, OURS)
+        if n in found
+    ]
+    yield from table(("", "first ms", "later ms"), rows)
+    yield f"  ours / torch: first {number(found.get('first_to_torch'), 3)}, later {number(found.get('to_torch'), 3)}"
+
+
+def recording(case: str, found: Tree) -> Iterator[str]:
+    """Say what recording costs."""
+    yield case
+    if not found["failed"]:
+        yield (
+            f"  step CPU recorded / plain {found['cpu_ratio']:.3f} "
+            f"(95% interval {found['cpu_ratio_low']:.3f} to {found['cpu_ratio_high']:.3f}); "
+            f"{found['num_rows']} events x {found['row_ns']:.0f} ns = {found['rows_percent']:.2f}% "
+            f"of {found['plain_ms']:.1f} ms"
+        )
+
+
+def numbers(found: Tree) -> Iterator[str]:
+    """Lines of everything that was found, by its name; of a spread its median and quartiles."""
+    for name, value in found.items():
+        if name == "failed":
+            continue
+        if isinstance(value, Mapping) and "median" in value:
+            yield f"  {name}: {value['median']:.4g} ({value['lower']:.4g} to {value['upper']:.4g}, {value['count']})"
+        elif isinstance(value, Mapping):
+            yield f"  {name}: " + ", ".join(f"{key} {_short(one)}" for key, one in value.items())
+        else:
+            yield f"  {name}: {_short(value)}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return ", ".join(map(_short, value)) if isinstance(value, list) else str(value)
+
+
+def failures(found: Tree) -> Iterator[str]:
+    """Lines on what could not be measured: the last line of each traceback."""
+    for what, text in found["failed"].items():
+        yield f"  FAILED {what}: {text.strip().splitlines()[-1]}"
+
+
+def verdicts(found: Iterable[Verdict]) -> Iterator[str]:
+    """Lines that set what is asked beside what was measured."""
+    yield from table(("", "aim", "measured", "verdict"), ((v.aim.what, v.aim.asked, v.number, v.word) for v in found))

@@ -1,0 +1,210 @@
+"""What a notebook keeps of 8 hours of training: memory of its kernel, and of a page that shows the dashboard.
+
+Nobody trains for 8 hours here: the ranks' side doors answer with rows that a simulated job would have written, some
+seconds of it at a time, and the clock of the dashboard goes faster. All else is as in a notebook: the session's
+collector drains the doors into its trace, a dashboard's view in a headless Chromium inside JupyterLab asks for what is
+new until the 8 hours are over. So what grows with rows, steps and hours grows as it would; answers are fewer than a
+page would get in 8 hours.
+
+Memory is what would be free if the process ended (unique set size), sampled meanwhile: growth is from before anything
+was recorded or shown to the most there was.
+"""
+
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.pixels import READY, chromium
+from tests.helpers.jupyterlab import Opened, jupyterlab, opened
+from tests.helpers.long_trace import Repeated
+from tests.helpers.package_source import REPO
+from tests.helpers.simulated_job import Setup, simulate
+from workbench.protocol.commands import RankRequest
+from workbench.protocol.rank_messages import Drain, DrainReply, Position, RecordSummary
+from workbench.session.snapshot import ClusterSnapshot, pulse
+from workbench.session.trace_collector import TraceCollector
+from workbench.trace import advance, header_to_dict, key_frame_to_dict
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.row_compression import to_wire
+
+Tree = dict[str, Any]
+HOURS = 8.0
+NUM_RANKS, NUM_UNITS = 4, 8
+STEP_S = 0.5
+SECONDS_A_LOOK = 30.0
+FASTER = 300
+"""How much faster the dashboard's clock goes: about as much as the hours do."""
+SAMPLE_MS = 500
+
+_RUNNING = Position(doing="step", commands=1)
+
+CELLS = [
+    f"""
+import json, os, sys
+sys.path.insert(0, {str(REPO)!r})
+from bench.soak import LongRun, faster
+from workbench.widgets.dashboard import DashboardWidget
+run = LongRun(hours=HOURS)
+print(os.getpid())
+""",
+    "dash = DashboardWidget(run, clock=faster)\ndash",
+    "run.is_over.wait()",
+    "dash.close()\nprint(json.dumps(run.facts()))",
+]
+PREPARE, SHOW, WAIT, FACTS = range(4)
+
+
+def faster() -> float:
+    """Return a clock in seconds that goes :data:`FASTER` than others."""
+    return FASTER * time.monotonic()
+
+
+class LongRun:
+    """A workbench whose ranks have trained for another while whenever somebody looks, until so many hours are over.
+
+    Args:
+        hours: how long they train.
+        seconds_a_look: for how long between two looks.
+
+    Attributes:
+        is_over: set when the hours are.
+    """
+
+    def __init__(self, hours: float = HOURS, seconds_a_look: float = SECONDS_A_LOOK) -> None:
+        short = _slowed(simulate(Setup(num_ranks=NUM_RANKS, num_units=NUM_UNITS, steps=3)))
+        self._doors = Doors(short)
+        self._collector = TraceCollector()
+        self._steps_a_look = max(1, round(seconds_a_look / STEP_S))
+        self._num_steps = round(hours * 3600 / STEP_S)
+        self._lock = threading.Lock()
+        self._looks = 0
+        self.is_over = threading.Event()
+
+    def pulse(self) -> ClusterSnapshot:
+        """Let time pass, and return how it goes."""
+        with self._lock:
+            self._looks += 1
+            self._doors.num_steps = min(self._doors.num_steps + self._steps_a_look, self._num_steps)
+            self._collector.drain(self._doors, range(NUM_RANKS), timeout_s=1.0)
+            if self._doors.num_steps == self._num_steps:
+                self.is_over.set()
+            return pulse(self._collector.trace, [True] * NUM_RANKS, self._collector.positions)
+
+    def asked(self) -> tuple[object, ...]:
+        """Return that nobody is asked anything."""
+        return ()
+
+    def facts(self) -> Tree:
+        """Return how much there was, and how much of it is kept."""
+        trace = self._collector.trace
+        return {
+            "hours": self._doors.num_steps * STEP_S / 3600,
+            "steps": self._doors.num_steps,
+            "rows": sum(rank_trace.end_seq for rank_trace in trace.ranks),
+            "rows_kept": trace.num_rows,
+            "looks": self._looks,
+        }
+
+
+class Doors:
+    """Side doors of ranks that have trained ``num_steps`` steps by now."""
+
+    def __init__(self, short: Trace) -> None:
+        self.num_steps = 0
+        self._header = header_to_dict(short.header)
+        self._ranks = {rank_trace.rank: Repeated(rank_trace) for rank_trace in short.ranks}
+        self._frames = {r.rank: advance(r.start, self._ranks[r.rank].before) for r in short.ranks}
+
+    def ask(
+        self, request: RankRequest[Any], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
+    ) -> dict[int, Any]:
+        """Answer a drain."""
+        assert isinstance(request, Drain)
+        return {rank: self._recorded(rank, request.known[rank]) for rank in ranks or ()}
+
+    def _recorded(self, rank: int, known: RecordSummary) -> DrainReply:
+        run = self._ranks[rank]
+        is_first = known.next_seq == 0
+        begin = 0 if is_first else (known.next_seq - len(run.before)) // run.num_rows
+        packed = (run.before.tobytes() if is_first else b"") + run.copies(begin, self.num_steps).tobytes()
+        end_seq = len(run.before) + self.num_steps * run.num_rows
+        return DrainReply(
+            rows=memoryview(to_wire(packed)),
+            lost=0,
+            key_frame=key_frame_to_dict(replace(self._frames[rank], seq=end_seq)),  # a step leaves all as it was
+            header=None if known.header_version else self._header,
+            header_version=1,
+            position=replace(_RUNNING, rank=rank),
+        )
+
+
+def _slowed(trace: Trace) -> Trace:
+    """The same with steps that take :data:`STEP_S`."""
+    longest_ns = max(Repeated(rank_trace).step_ns for rank_trace in trace.ranks)
+    ranks = []
+    for rank_trace in trace.ranks:
+        rows = rank_trace.rows.copy()
+        rows["t_ns"] = (rows["t_ns"] * (STEP_S * 1e9 / longest_ns)).astype(rows["t_ns"].dtype)
+        ranks.append(RankTrace(rank_trace.rank, rows, rank_trace.start))
+    return Trace(trace.header, tuple(ranks))
+
+
+def measure_soak(hours: float = HOURS) -> Tree:
+    """Return by how many MB the kernel and the page have grown at most, ``kernel_mb`` and ``page_mb``, and of what."""
+    cells = [cell.replace("HOURS", str(hours)) for cell in CELLS]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        jupyterlab(Path(folder), cells) as url,
+        opened(url, chromium()) as lab,
+    ):
+        lab.do(PREPARE)
+        kernel = psutil.Process(int(_written(lab, PREPARE)))
+        begin = time.monotonic()
+        samples = [_memory(kernel)]
+        lab.page.evaluate(READY, SHOW)
+        lab.run(WAIT)
+        while lab.page.evaluate("(number) => window.runs[number] === 'runs'", WAIT):
+            lab.page.wait_for_timeout(SAMPLE_MS)
+            samples.append(_memory(kernel))
+        lab.do(FACTS)
+        facts = json.loads(_written(lab, FACTS))
+    of_kernel, of_page = zip(*samples, strict=True)
+    return {
+        "kernel_mb": growth_mb(of_kernel),
+        "page_mb": growth_mb(of_page),
+        "kernel_last_mb": (of_kernel[-1] - of_kernel[0]) / 1e6,
+        "page_last_mb": (of_page[-1] - of_page[0]) / 1e6,
+        "seconds": time.monotonic() - begin,
+        **facts,
+    }
+
+
+def growth_mb(samples: Sequence[int]) -> float:
+    """Return how much more than at first there was at most, of bytes, in MB."""
+    return (max(samples) - samples[0]) / 1e6
+
+
+def _written(lab: Opened, number: int) -> str:
+    return lab.cell(number).locator(".jp-OutputArea-output").first.inner_text()
+
+
+def _memory(kernel: psutil.Process) -> tuple[int, int]:
+    """Bytes of the kernel, and of what shows pages."""
+    of_pages = 0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            of_pages += child.memory_full_info().uss if "--type=renderer" in child.cmdline() else 0
+    return kernel.memory_full_info().uss, of_pages
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure_soak()) + "\n")

@@ -1,0 +1,142 @@
+"""Runs a function on N forked ranks that are booted as the cluster boots them, with a small model to train."""
+
+import multiprocessing
+import sys
+import time
+import traceback
+from multiprocessing.connection import wait
+
+import torch
+
+from tests.helpers.small_models import Block, adamw, batch, loss_of, make_net
+from workbench.codec import decode, encode
+from workbench.errors import UsageError
+from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
+from workbench.protocol import commands
+from workbench.protocol.rank_messages import Drain, DrainReply, RecordSummary
+from workbench.protocol.starting import Address, Boot, Connect, HostInfo
+from workbench.runtime import rank as rank_module
+from workbench.trace.row_compression import from_wire
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def namespace():
+    return sys.modules["__main__"].__dict__
+
+
+def prepare(dim=16, clip=None, **options):
+    """Put a model, an optimizer made from it, and ``train_step`` among the cells' variables.
+
+    ``clip`` is the norm that gradients are cut to. How that is done to DTensors every rank of every test learns anew.
+    """
+    ns = namespace()
+    ns["model"] = make_net(dim=dim, **options)
+    ns["generator"] = torch.Generator().manual_seed(ns["rank"])
+    ns["opt"] = adamw(ns["model"].parameters())
+
+    def train_step():
+        tokens = torch.randint(7, (4, 6), generator=ns["generator"])
+        loss = loss_of(ns["model"], tokens)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(ns["model"].parameters(), clip)
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+        return loss.item()
+
+    ns["train_step"] = train_step
+    return ns
+
+
+def execute(command):
+    return rank_module.execute(commands.to_dict(command))
+
+
+def drain(next_seq=0, version=0):
+    """What the rank recorded since: as it came, and the rows unpacked."""
+    known = {namespace()["rank"]: RecordSummary(next_seq=next_seq, header_version=version)}
+    recorded = _reply(*rank_module.side_door(encode(Drain(known=known))))
+    return recorded, [from_wire(recorded.rows)]
+
+
+def _reply(data, buffers):
+    return decode(DrainReply, data, "reply", buffers)
+
+
+def boot_of(rank, world_size, device="cpu"):
+    """What makes this process one of ``world_size`` ranks on this host."""
+    here = HostInfo(name="here", identity="this host", address=LOOPBACK, interface=LOOPBACK_INTERFACE)
+    return Boot(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        device=device,
+        host=here,
+    )
+
+
+def _main(rank, world_size, port, ask, job):
+    fn, args = job
+    try:
+        address = rank_module.boot(encode(boot_of(rank, world_size)))
+        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork: a parallel loop would wait for them
+        if rank == 0:
+            port.send(address)
+        rank_module.connect(encode(Connect(address=Address(**ask.recv()))))
+        result = ("ok", fn(*args))
+    except BaseException as error:  # noqa: BLE001 - everything goes to the parent
+        result = (f"{type(error).__name__}: {error}", traceback.format_exc())
+    port.send(result)
+    if result[0] == "ok":
+        ask.recv()  # until all have answered: others may still be making a group with this rank
+    rank_module.shutdown()
+
+
+def run(world_size, fn, *args, timeout_s=120):
+    """Return ``fn(*args)`` of every rank in order; raise with the traceback if one raised."""
+    answers = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    asks = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    processes = [
+        _FORK.Process(target=_main, args=(r, world_size, answers[r][1], asks[r][0], (fn, args)))
+        for r in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        address = answers[0][0].recv()
+        for _, ask in asks:
+            ask.send(address)
+        return [_result(answers[r][0], processes[r], r, deadline) for r in range(world_size)]
+    finally:
+        for _, ask in asks:
+            ask.send("end")
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for reader, writer in (*answers, *asks):
+            reader.close()
+            writer.close()
+
+
+def _result(answer, process, rank, deadline):
+    wait([answer, process.sentinel], max(0.0, deadline - time.monotonic()))
+    assert answer.poll(), f"rank {rank} gave no answer; exit code {process.exitcode}"
+    what, value = answer.recv()
+    assert what == "ok", f"rank {rank}: {what}\n{value}"
+    return value
+
+
+def assert_refused(said, parts):
+    """Each message is that of a UsageError, and has the part that stands at its place."""
+    for message, part in zip(said, parts, strict=True):
+        assert message.startswith(f"{UsageError.__name__}: "), message
+        assert part in message
+
+
+__all__ = ["Block", "assert_refused", "batch", "drain", "execute", "namespace", "prepare", "run"]

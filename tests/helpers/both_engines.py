@@ -1,0 +1,102 @@
+"""One script for both engines, ours and torch's, beside a plain copy of the model.
+
+A script takes ``api``, the module whose names it uses: that it runs on both is what "change one import" means.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.expected_sizes import NET
+from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.recording_probe import Recording, recording
+from tests.helpers.small_models import Net, adamw, batch, loss_of, make_net
+from workbench import engine
+
+APIS = (engine, fsdp)
+IS_OLDER_TORCH = torch.__version__ < "2.13"
+"""Torch's own engine lacks some of what ours has, and its users have now."""
+NEWER_APIS = APIS[:1] if IS_OLDER_TORCH else APIS
+newer_torch = pytest.mark.skipif(IS_OLDER_TORCH, reason="torch's own engine has nothing to compare with before 2.13")
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: what is left is the order of a sum
+SAME = {"rtol": 0.0, "atol": 0.0}
+
+Shard = Callable[[ModuleType, nn.Module], object]
+Run = Callable[[nn.Module, int], None]
+
+
+def double_net(**options: Any) -> Net:
+    """A net in float64, where a wrong gradient cannot hide behind rounding."""
+    return make_net(**(NET | options)).double()
+
+
+def shard_net_with(api: ModuleType, model: nn.Module, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        api.fully_shard(block, **options)
+    return api.fully_shard(model, **options)
+
+
+def tell(model: nn.Module, setter: str, *args: object, **kwargs: object) -> None:
+    """Call a setter, unless the model is the plain one."""
+    if hasattr(model, "_get_fsdp_state"):
+        getattr(model, setter)(*args, **kwargs)
+
+
+def one_batch(model: nn.Module, step: int) -> None:
+    loss_of(model, batch(dist.get_rank(), step)).backward()
+
+
+def train_all(
+    make: Callable[[], nn.Module],
+    shard: Shard,
+    run: Run = one_batch,
+    steps: int = 3,
+    apis: tuple[ModuleType, ...] = APIS,
+) -> Recording:
+    """Train a plain copy, ours and torch's alike, compare after each backward; returns our last step's record.
+
+    ``run(model, step)`` does a step's forwards and backwards; the plain copy's gradients are averaged after it.
+    """
+    plain = make()
+    with recording() as record:
+        models = [copy.deepcopy(plain) for _ in apis]
+        for api, model in zip(apis, models, strict=True):
+            shard(api, model)
+        optimizers = [adamw(m.parameters()) for m in (plain, *models)]
+        for step in range(steps):
+            record.clear()
+            for model in (plain, *models):
+                run(model, step)
+            average_grads(plain)
+            for model in models:
+                assert_same_shards(model, plain, **CLOSE)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for model in models:
+        assert_same_shards(model, plain, **CLOSE)
+    return record
+
+
+def units_below(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that were given to fully_shard, parents first; none of a plain model."""
+    return (m for m in model.modules() if hasattr(m, "_get_fsdp_state"))
+
+
+def in_order(events: list[str], *wanted: str) -> bool:
+    """Tell whether the first of each wanted event come one after another."""
+    return all(first < second for first, second in pairwise(events.index(event) for event in wanted))
+
+
+def sharded(model: nn.Module) -> bool:
+    """Tell whether every registered parameter is a DTensor."""
+    return all(isinstance(p, DTensor) for p in model.parameters())

@@ -1,0 +1,110 @@
+"""The documents as data: README.md and the files beside it and in docs/, their tables, blocks of code and links.
+
+``python -m tests.helpers.documents`` writes the tables of commands that :data:`COMMAND_TABLES` lists.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from tests.helpers.package_source import REPO
+from workbench.magics import command_lines
+from workbench.protocol.commands import Command, summary
+
+README = REPO / "README.md"
+
+
+@cache
+def documents() -> dict[Path, str]:
+    """Text of each document, by its path."""
+    paths = [README, REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md"))]
+    return {path: path.read_text(encoding="utf-8") for path in paths}
+
+
+def text() -> str:
+    """Text of all documents."""
+    return "\n\n".join(documents().values())
+
+
+def table(first_column: str) -> list[list[str]]:
+    """Rows of the only table whose first column has this title, each a list of its cells' text."""
+    found = [rows for each in documents().values() for rows in _tables(each, first_column)]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} tables in README.md and docs/ have the first column {first_column!r}, not 1")
+    return found[0]
+
+
+def _tables(document: str, first_column: str) -> list[list[list[str]]]:
+    """Return every table of a document with this first column."""
+    lines = document.splitlines()
+    starts = [i for i, line in enumerate(lines) if _cells(line)[:1] == [first_column]]
+    found = []
+    for start in starts:
+        end = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
+        found.append([_cells(line) for line in lines[start + 2 : end]])  # without titles and the rule below them
+    return found
+
+
+def code(text_of_cell: str) -> list[str]:
+    """Everything between backticks."""
+    return re.findall(r"`([^`]+)`", text_of_cell)
+
+
+def inline_code(document: str | None = None) -> list[str]:
+    """Everything between backticks outside of fenced blocks, of all documents or of one."""
+    return code(re.sub(r"^```.*?^```$", "", text() if document is None else document, flags=re.MULTILINE | re.DOTALL))
+
+
+def blocks(language: str, document: str | None = None) -> list[str]:
+    """Fenced blocks of code in a language, of all documents or of one."""
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, text() if document is None else document, re.MULTILINE | re.DOTALL)
+
+
+def links(document: str) -> list[tuple[str, str]]:
+    """Links of a document to other documents and files, each as (path, heading); both may be empty."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", document)
+    return [(path, heading) for path, _, heading in (t.partition("#") for t in targets if "://" not in t)]
+
+
+def headings(document: str) -> set[str]:
+    """Names by which links find the headings of a document: ``## A kind of event`` -> ``a-kind-of-event``."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", document, flags=re.MULTILINE | re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+# ---- the tables of commands
+
+
+def _in_full(command: type[Command]) -> str:
+    return "; ".join(filter(None, [summary(command), command.more]))
+
+
+COMMAND_TABLES: dict[str, tuple[Path, Callable[[type[Command]], str]]] = {
+    "line": (README, summary),
+    "command": (REPO / "docs" / "commands.md", _in_full),
+}
+"""First column of each table of commands, its document, and what it says of a command."""
+
+
+def command_rows(first_column: str) -> list[list[str]]:
+    """Rows that a table of commands has to have."""
+    _, says = COMMAND_TABLES[first_column]
+    return [[f"`%fsdp {word.example}`", says(word)] for word in command_lines.WORDS.values()]
+
+
+def _write_tables() -> None:
+    for first_column, (path, _) in COMMAND_TABLES.items():
+        rows = "".join(f"| {' | '.join(row)} |\n" for row in command_rows(first_column))
+        before, title, rest = re.split(rf"(^\| {first_column} \|.*\n\|---.*\n)", path.read_text("utf-8"), flags=re.M)
+        after = re.sub(r"\A(\|.*\n)*", "", rest)
+        path.write_text(before + title + rows + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _write_tables()

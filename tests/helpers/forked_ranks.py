@@ -1,0 +1,326 @@
+"""Run a function on N forked ranks with a process group: torch is imported once, and ranks stay for the next.
+
+Ranks on GPUs are forked from a process that never uses CUDA, which cannot be used in a child of one that does.
+"""
+
+import atexit
+import functools
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import psutil
+import torch
+import torch._dynamo  # the first DTensor loads it: once here, not 0.6 s in every rank
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.helpers import gpu_ranks, leaks
+from tests.helpers.rank_state import RankState, packed, unpacked
+from tests.helpers.ranks_on_hosts import Seat
+from workbench.engine import process_groups
+from workbench.engine.backends import tell_host
+from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
+
+TIMEOUT_S = 120.0
+_FORK = multiprocessing.get_context("fork")
+_CONTEXTS = {"cpu": _FORK, "cuda": gpu_ranks.CONTEXT}
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class RankFailure(AssertionError):
+    """A rank raised or died."""
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    pipes: Sequence[tuple[Connection, Connection]],
+    job: Job | None,
+    seats: Sequence[Seat],
+    device: str,
+) -> None:
+    for parent, _ in pipes:
+        parent.close()  # or the end of the test run would not be seen
+    ports = [child for _, child in pipes]
+    torch.set_num_threads(1)
+    if seats:
+        sit_down(seats[rank])
+    address = seats[0].address if seats else LOOPBACK
+    if job is not None:
+        _run(job, rank, ports, address)
+        return
+    begin = RankState()
+    with suppress(EOFError):
+        while (message := ports[rank].recv_bytes()) and _run(unpacked(message), rank, ports, address, device):
+            ports[rank].send(begin.put_back())
+
+
+def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device: str = "cpu") -> bool:
+    """Call the function in a process group that is made for it; return whether it came to its end."""
+    # gloo would otherwise ask the network for the address of this host, and listen there
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    fn, args = job
+    try:
+        if device == "cuda":
+            gpu_ranks.take(rank, len(ports))
+        store = _store(rank, ports[rank], address)
+        dist.init_process_group(gpu_ranks.BACKENDS[device], store=store, rank=rank, world_size=len(ports))
+        dist.barrier()  # a rank that fails at once would leave those that are still connecting to it
+        result = ("ok", fn(*args))
+    except BaseException as error:  # noqa: BLE001 - everything goes to the parent
+        result = (f"{type(error).__name__}: {error}", traceback.format_exc())
+    ports[rank].send_bytes(pickle.dumps(result))  # plain pickle: tensors by value, not by a file of this process
+    if result[0] == "ok":
+        ports[rank].recv()  # until all have answered: others may still be making a group with this rank
+    process_groups.forget_all()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result[0] == "ok"
+
+
+def sit_down(seat: Seat) -> None:
+    """Be on a host of its own, as far as network and shared memory go."""
+    seat.take()
+    tell_host(seat.namespace)
+
+
+def _store(rank: int, port: Connection, address: str) -> dist.Store:
+    """Rank 0 listens on a free port of ``address``, its host's, and tells the parent, which tells the others."""
+    if rank == 0:
+        # a listener of torch's own takes IPv6 too: it then asks the network for the name of every rank that connects
+        listener = socket.create_server((address, 0))
+        number = listener.getsockname()[1]
+        port.send(number)
+        fd = listener.detach()
+        return dist.TCPStore(address, number, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    return dist.TCPStore(address, port.recv(), is_master=False)
+
+
+class World:
+    """Forked ranks on devices of one type, for one job that they inherit, or for one after another that they are sent.
+
+    Attributes:
+        processes: of the ranks.
+    """
+
+    def __init__(
+        self, world_size: int, job: Job | None = None, seats: Sequence[Seat] = (), device: str = "cpu"
+    ) -> None:
+        context = _CONTEXTS[device]
+        pipes = [context.Pipe() for _ in range(world_size)]
+        self._ports = [parent for parent, _ in pipes]
+        arguments = [(rank, world_size, pipes, job, seats, device) for rank in range(world_size)]
+        self._ranks = [context.Process(target=_rank_main, args=each) for each in arguments]
+        for process in self._ranks:
+            process.start()
+        self.processes = frozenset(psutil.Process(process.pid) for process in self._ranks)
+        for _, child in pipes:
+            child.close()
+
+    def send(self, message: bytes) -> None:
+        """Send the next job."""
+        for port in self._ports:
+            port.send_bytes(message)
+
+    def outcomes(self, timeout_s: float) -> list[tuple[str, Any]]:
+        """Return what became of the job; see :func:`outcomes`."""
+        deadline = time.monotonic() + timeout_s
+        with suppress(EOFError, OSError):  # of a rank that died
+            number = self._ports[0].recv()
+            for port in self._ports[1:]:
+                port.send(number)
+        results = [self._result(rank, deadline) for rank in range(len(self._ranks))]
+        for port in self._ports:
+            with suppress(OSError):
+                port.send("end")
+        return results
+
+    def _result(self, rank: int, deadline: float) -> tuple[str, Any]:
+        port, process = self._ports[rank], self._ranks[rank]
+        ready = wait([port, process.sentinel], max(0.0, deadline - time.monotonic()))
+        with suppress(EOFError, OSError):
+            if port in ready or port.poll():
+                return pickle.loads(port.recv_bytes())
+        if ready:
+            process.join()
+        return ("died" if ready else "timed out", f"exit code {process.exitcode}")
+
+    def left(self) -> list[tuple[list[str], list[str]]]:
+        """Return what each rank was left with after a job; see :meth:`RankState.put_back`."""
+        return [port.recv() for port in self._ports]
+
+    def end(self) -> None:
+        """End the ranks, by force if it takes them long."""
+        for port in self._ports:
+            with suppress(OSError):
+                port.send_bytes(b"")  # processes that were forked later hold the pipe, too: closing it ends nothing
+            port.close()
+        for process in self._ranks:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+
+class Pool:
+    """Worlds that stay, one of each size, as most of what a short test costs is a rank's first time.
+
+    Attributes:
+        is_open: whether they may be used now: what a test has patched in this process they would not see.
+    """
+
+    SIZES = (1, 2, 4)
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.is_open = False
+        self._device = device
+        self._worlds: dict[int, World] = {}
+
+    @property
+    def processes(self) -> frozenset[psutil.Process]:
+        """Those of all ranks."""
+        return frozenset().union(*(world.processes for world in self._worlds.values()))
+
+    def outcomes(self, world_size: int, message: bytes) -> list[tuple[str, Any]]:
+        """Run a job on the world of a size; one that is not as it was before is not kept."""
+        if world_size not in self._worlds:
+            self._worlds[world_size] = World(world_size, device=self._device)
+        world, is_kept = self._worlds[world_size], False
+        try:
+            world.send(message)
+            results = world.outcomes(TIMEOUT_S)
+            if all(what == "ok" for what, _ in results):
+                left = world.left()
+                is_kept = not any(unfit for _, unfit in left)
+                results = [
+                    ("left behind", ", ".join(wrong)) if wrong else result
+                    for result, (wrong, _) in zip(results, left, strict=True)
+                ]
+            return results
+        finally:
+            if not is_kept:
+                self._worlds.pop(world_size).end()
+
+    def end(self) -> None:
+        """End all ranks."""
+        while self._worlds:
+            self._worlds.popitem()[1].end()
+
+
+POOL = Pool()
+ON_GPUS = Pool("cuda")
+leaks.KEPT += [POOL, ON_GPUS, gpu_ranks.STARTERS]
+for each in (POOL, ON_GPUS):
+    atexit.register(each.end)  # before multiprocessing waits for their processes
+
+
+def run_on_gpus(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """As :func:`run_ranks`, on GPUs, which ranks share where there are fewer; the ranks are kept for the module."""
+    message = packed((fn, args))
+    assert message is not None
+    return _all_ok(ON_GPUS.outcomes(world_size, message))
+
+
+def outcomes(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, seats: Sequence[Seat] = ()
+) -> list[tuple[str, Any]]:
+    """Return per rank ("ok", result) or ("Name: message", traceback), of ranks that are forked for this.
+
+    ``seats``: where each is, if not here.
+    """
+    world = World(world_size, (fn, args), seats)
+    try:
+        return world.outcomes(timeout_s)
+    finally:
+        world.end()
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
+    """Call ``fn(*args)`` on every rank and return its results in rank order; raise if any rank did.
+
+    The ranks are those of :data:`POOL`; ``fresh``: they are forked for this, as something will be left of it.
+    """
+    if POOL.is_open and not fresh and world_size in POOL.SIZES and (message := packed((fn, args))) is not None:
+        return _all_ok(POOL.outcomes(world_size, message))
+    return _all_ok(outcomes(world_size, fn, *args))
+
+
+def run_on(seats: Sequence[Seat], fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """As :func:`run_ranks`, with a rank on each seat."""
+    return _all_ok(outcomes(len(seats), fn, *args, seats=seats))
+
+
+def _all_ok(results: Sequence[tuple[str, Any]]) -> list[Any]:
+    bad = [f"rank {rank}: {what}\n{detail}" for rank, (what, detail) in enumerate(results) if what != "ok"]
+    if bad:
+        raise RankFailure("\n".join(bad))
+    return [result for _, result in results]
+
+
+def run_cases(world_size: int, cases: Mapping[Any, Callable[[], Any]]) -> list[dict[Any, Any]]:
+    """Call every case on every rank, one after another in the same processes; returns results per rank, by name.
+
+    What a rank works out once, such as how DTensor acts on an operation, it does for all of them. An error says in
+    which case it was.
+    """
+    return run_ranks(world_size, in_turn, cases)
+
+
+def in_turn(cases: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """Call every case on this rank; see :func:`run_cases`."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = case()
+        except Exception as error:
+            error.add_note(f"case: {name}")
+            raise
+    return found
+
+
+def on_one_rank(test: Callable[..., None]) -> Callable[..., None]:
+    """Make a test run on a rank of its own: whatever autograd, hooks or counters it leaves behind go with it."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_ranks(1, functools.partial(test, *args, **kwargs))
+
+    return run
+
+
+def simulating(test: Callable[[], None]) -> Callable[[], None]:
+    """Make a test run in a process of its own, where it may be :func:`simulated_rank` of one world after another.
+
+    DTensor caches what it found out for a mesh without regard to the rank: no other test may inherit that.
+    """
+
+    def run() -> None:
+        run_ranks(1, _without_group, test, fresh=True)
+
+    run.__name__, run.__module__ = test.__name__, test.__module__
+    return run
+
+
+def _without_group(test: Callable[[], None]) -> None:
+    dist.destroy_process_group()
+    test()
+
+
+@contextmanager
+def simulated_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Be ``rank`` of a world whose collectives do nothing; only within a :func:`simulating` test."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        process_groups.forget_all()
+        dist.destroy_process_group()

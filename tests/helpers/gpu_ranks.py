@@ -1,0 +1,41 @@
+"""Ranks on GPUs; where there are fewer GPUs than ranks, they share them."""
+
+import multiprocessing
+import os
+from multiprocessing import forkserver, resource_tracker
+
+import psutil
+import torch
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""What c10d communicates with, by the type of the ranks' devices."""
+
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Starts processes that may use CUDA, whatever this one has done, by a fork of one that has imported torch."""
+CONTEXT.set_forkserver_preload(["tests.helpers.forked_ranks", "tests.helpers.small_models"])
+
+
+def take(rank: int, num_ranks: int) -> None:
+    """Let this process, a rank that has not used CUDA yet, compute on its GPU."""
+    num_devices = torch.cuda.device_count()
+    if num_ranks > num_devices:  # NCCL takes no device twice, but on hosts of different names it does
+        os.environ.update(NCCL_HOSTID=f"host of rank {rank}", NCCL_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank % num_devices)
+
+
+class _Starters:
+    """What multiprocessing keeps to start such processes."""
+
+    @property
+    def processes(self) -> frozenset[psutil.Process]:
+        """The one that is forked, and the one that looks after what these share."""
+        pids = forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid
+        return frozenset(psutil.Process(pid) for pid in pids if pid is not None and psutil.pid_exists(pid))
+
+    def end(self) -> None:
+        """End them."""
+        forkserver._forkserver._stop()
+        resource_tracker._resource_tracker._stop()
+
+
+STARTERS = _Starters()

@@ -1,0 +1,181 @@
+"""A JupyterLab or a Notebook 7 of its own on a notebook, and a page of it in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from playwright.sync_api import ConsoleMessage, Page
+
+from tests.helpers.browser import PATIENCE_MS, SHARED
+from tests.helpers.waiting import end, wait_until
+from workbench import ports
+from workbench.cli import lab_command
+from workbench.jupyter_extensions import PANEL
+
+SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+TOKEN = "test"
+SERVER = ("--no-browser", "--allow-root", "--ServerApp.port=0", f"--IdentityProvider.token={TOKEN}")
+KERNEL = "window.jupyterapp?.shell.currentWidget?.context?.sessionContext?.session?.kernel?.status"
+HERE = ("http://127.0.0.1", "http://localhost", "data:", "blob:")
+
+
+@contextmanager
+def jupyterlab(
+    folder: Path, cells: Sequence[str], *, panel: Path | None = None, has_one_kernel: bool = True
+) -> Iterator[str]:
+    """Address of a JupyterLab on a notebook with ``cells``; it has the panel that is built in the folder ``panel``."""
+    notebook = write_notebook(folder / "run.ipynb", cells)
+    fixed = ports.of_a_kernel() if has_one_kernel else {}
+    extra = ["--LabApp.expose_app_in_browser=True", *(f"--KernelManager.{name}={port}" for name, port in fixed.items())]
+    with _server(folder, lab_command(notebook, [*SERVER, *extra]), panel) as address:
+        yield f"{address}lab/tree/run.ipynb?token={TOKEN}&reset"
+
+
+@contextmanager
+def notebook7(folder: Path, cells: Sequence[str], *, panel: Path) -> Iterator[str]:
+    """Address of a Notebook 7 on a notebook with ``cells``, with the panel that is built in the folder ``panel``."""
+    write_notebook(folder / "run.ipynb", cells)
+    extra = [
+        "--ServerApp.ip=127.0.0.1",
+        f"--ServerApp.root_dir={folder}",
+        "--JupyterNotebookApp.expose_app_in_browser=True",
+    ]
+    with _server(folder, [sys.executable, "-m", "notebook", *SERVER, *extra], panel) as url:
+        yield f"{url}notebooks/run.ipynb?token={TOKEN}"
+
+
+@contextmanager
+def _server(folder: Path, command: Sequence[str], panel: Path | None) -> Iterator[str]:
+    """Address of what ``command`` serves, its configuration and what it writes down below ``folder``."""
+    runtime = folder / "runtime"
+    pages = folder / "config" / "labconfig" / "page_config.json"
+    pages.parent.mkdir(parents=True)
+    pages.write_text(json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}))
+    env = os.environ | {"JUPYTER_RUNTIME_DIR": str(runtime), "JUPYTER_CONFIG_DIR": str(folder / "config")}
+    if panel is not None:
+        extensions = folder / "share" / "labextensions"
+        extensions.mkdir(parents=True)
+        (extensions / PANEL).symlink_to(panel)
+        env["JUPYTER_PATH"] = str(extensions.parent)
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        address = wait_until(lambda: process.poll() is not None or _address(runtime), timeout_s=90)
+        assert isinstance(address, str), (folder / "log").read_text()[-2000:]  # it has ended
+        yield address
+    finally:
+        end(process, 60)  # it stops its kernels, and now and then waits for ever for a thread of AnyIO's after that
+
+
+def write_notebook(path: Path, cells: Sequence[str]) -> Path:
+    """Write a notebook with ``cells``."""
+    import nbformat
+
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else JupyterLab asks for one
+    made = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=kernel), path)
+    return path
+
+
+def _address(runtime: Path) -> str | None:
+    """Address that the server has written down, once it answers there; else None."""
+    try:
+        url = json.loads(next(runtime.glob("jpserver-*.json")).read_text())["url"]
+        with urllib.request.urlopen(f"{url}api?token={TOKEN}"):
+            return url
+    except (StopIteration, ValueError, OSError):  # not written yet, half written, or not listening yet
+        return None
+
+
+@dataclass
+class Opened:
+    """A page, every address it asked for, and every error of its console."""
+
+    page: Page
+    requests: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def outside(self) -> list[str]:
+        """Requests that left this machine."""
+        return [url for url in self.requests if not url.startswith(HERE)]
+
+    def cell(self, number: int):
+        """A cell of the notebook."""
+        return self.page.locator(".jp-CodeCell").nth(number)
+
+    def run(self, number: int) -> None:
+        """Start a cell and go on at once."""
+        self.page.evaluate(
+            """(number) => {
+                const panel = window.jupyterapp.shell.currentWidget, runs = (window.runs ??= {});
+                panel.content.activeCellIndex = number;
+                panel.content.deselectAll();
+                runs[number] = "runs";
+                window.jupyterapp.commands.execute("notebook:run-cell").then(() => (runs[number] = "has ended"));
+            }""",
+            number,
+        )
+
+    def ends(self, number: int) -> None:
+        """Wait until a cell that was run has ended: this time, not an earlier one."""
+        self.page.wait_for_function("(number) => window.runs[number] === 'has ended'", arg=number)
+
+    def do(self, number: int) -> None:
+        """Run a cell, and wait until it has ended."""
+        self.run(number)
+        self.ends(number)
+
+    def change_theme(self, name: str) -> None:
+        """Change to the theme ``"Light"`` or ``"Dark"``, and wait until the page is through with it.
+
+        JupyterLab takes its splash screen away 200 ms after each change: after two of them at once, one too often.
+        """
+        theme, is_over = f"JupyterLab {name}", "() => document.getElementById('jupyterlab-splash') === null"
+        self.page.wait_for_function(is_over)
+        change = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+        self.page.evaluate(change, theme)
+        self.page.wait_for_function("(theme) => document.body.dataset.jpThemeName === theme", arg=theme)
+        self.page.wait_for_function(is_over)
+
+    def reads(self, number: int, words: str) -> None:
+        """Wait until a cell's output, brought into view, says ``words``; a page draws them after the cell has ended."""
+        output = self.cell(number).locator(".jp-OutputArea-output")
+        output.filter(has_text=words).first.scroll_into_view_if_needed()
+
+
+def _is_ours(said: ConsoleMessage) -> bool:
+    """Whether it is an error, other than that of JupyterLab's debugger when a kernel ends while it asks it."""
+    return said.type == "error" and not said.text.startswith("Could not restore the debugger state: Canceled future")
+
+
+@contextmanager
+def opened(url: str, chromium: str) -> Iterator[Opened]:
+    """The notebook in the browser, its kernel ready."""
+    with SHARED.browser(chromium) as browser:
+        found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
+        try:
+            found.page.set_default_timeout(PATIENCE_MS)
+            found.page.on("request", lambda request: found.requests.append(request.url))
+            found.page.on("console", lambda said: found.errors.append(said.text) if _is_ours(said) else None)
+            found.page.on("pageerror", lambda error: found.errors.append(error.stack or str(error)))
+            begin(found.page, url)
+            yield found
+        finally:
+            found.page.close()  # and all else of its profile
+
+
+def begin(page: Page, url: str) -> None:
+    """Load the notebook anew, and wait until its kernel is ready."""
+    page.goto(url)
+    page.wait_for_selector(".jp-CodeCell")
+    page.click(".jp-CodeCell .cm-content")
+    page.wait_for_function(f"() => {KERNEL} === 'idle'")

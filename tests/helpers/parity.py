@@ -1,0 +1,132 @@
+"""The one parity helper: a sharded model against an unsharded copy that sees every rank's data."""
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.helpers.small_models import adamw, batch, loss_of
+from workbench.engine import fully_shard
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def shard_net(model: nn.Module, **options: object) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def average_grads(model: nn.Module) -> None:
+    """What the reduction should give: the mean over ranks of every gradient, in one collective for each dtype."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        mean = torch.cat([grad.flatten() for grad in alike])
+        dist.all_reduce(mean)
+        mean.div_(dist.get_world_size())
+        for grad, part in zip(alike, mean.split([grad.numel() for grad in alike]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def part_of(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
+    """This rank's part of ``whole``, cut as ``sharded`` says that it is, in DTensor's way: that of torch.chunk."""
+    mesh = sharded.device_mesh
+    for size, index, placement in zip(mesh.shape, mesh.get_coordinate(), sharded.placements, strict=True):
+        if isinstance(placement, Shard):
+            chunks = whole.chunk(size, placement.dim)
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    return whole
+
+
+def beside(sharded: DTensor, plain: torch.Tensor) -> Pair:
+    """What shows that all of a sharded tensor is ``plain``, when every rank asks: each compares what it holds.
+
+    Where the parts are not simply one after another, DTensor puts the whole together, which takes much longer.
+    """
+    if all(type(placement) in (Shard, Replicate) for placement in sharded.placements):
+        return sharded.to_local(), part_of(plain, sharded)
+    return sharded.full_tensor(), plain
+
+
+def assert_equals(sharded: DTensor, plain: torch.Tensor, **tolerance: float) -> None:
+    """All of a sharded tensor is ``plain``; see :func:`beside`."""
+    torch.testing.assert_close(*beside(sharded, plain), **tolerance)
+
+
+def assert_all_close(pairs: Mapping[str, Pair], **tolerance: float) -> None:
+    """Both of every pair have the same shape and dtype, and are close.
+
+    All are compared at once, as one comparison takes as long as what small tensors are computed with. Of different
+    dtypes the finest one's tolerance holds then; where that is not met each pair is compared for itself.
+    """
+    for name, (ours, theirs) in pairs.items():
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+    if not pairs:
+        return
+    try:
+        torch.testing.assert_close(
+            *(torch.cat([tensor.detach().flatten() for tensor in side]) for side in zip(*pairs.values(), strict=True)),
+            **tolerance,
+        )
+    except AssertionError:
+        for name, (ours, theirs) in pairs.items():
+            torch.testing.assert_close(ours, theirs, **tolerance, msg=functools.partial("{}: {}".format, name))
+
+
+def assert_same_shards(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    """Names, order, values and gradients of every parameter equal the plain copy's."""
+    pairs = {}
+    for (name, s), (plain_name, p) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == plain_name
+        assert isinstance(s, DTensor), name
+        assert s.shape == p.shape
+        assert s.stride() == p.stride()
+        pairs[name] = beside(s, p)
+        assert (s.grad is None) == (p.grad is None), name
+        if p.grad is not None:
+            assert s.grad.shape == p.grad.shape, name
+            pairs[f"gradient of {name}"] = beside(s.grad, p.grad)
+    assert_all_close(pairs, **tolerance)
+
+
+def clip_dtensors(model: nn.Module, clip: float) -> torch.Tensor:
+    """Clip as a script does whose parameters are DTensors, and return the norm."""
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()
+
+
+def check_parity(
+    make: Callable[[], nn.Module],
+    shard: Callable[[nn.Module], nn.Module],
+    steps: int = 10,
+    clip: float | None = None,
+    *,
+    clip_sharded: Callable[[nn.Module, float], torch.Tensor] = clip_dtensors,
+    assert_same: Callable[[nn.Module, nn.Module], None] = assert_same_shards,
+) -> list[float]:
+    """Train both with AdamW for ``steps`` and compare after each; returns this rank's losses."""
+    plain = make()
+    sharded = shard(copy.deepcopy(plain))
+    optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
+    losses = []
+    for step in range(steps):
+        tokens = batch(dist.get_rank(), step)
+        reference, loss = loss_of(plain, tokens), loss_of(sharded, tokens)
+        reference.backward()
+        average_grads(plain)
+        loss.backward()
+        torch.testing.assert_close(loss, reference)
+        if clip is not None:
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+            torch.testing.assert_close(clip_sharded(sharded, clip), expected)
+        assert_same(sharded, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_same(sharded, plain)
+    return losses

@@ -1,0 +1,179 @@
+"""Wrapped models for the tests: ours and torch's by the same call, and what is compared of them."""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+import torch.distributed.fsdp.wrap as their_policies
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tests.helpers import parity
+from tests.helpers.small_models import Block, adamw, batch, loss_of
+from workbench.engine import classic
+from workbench.engine._torch import gather_old_shards, is_of_old_shards
+
+OURS = SimpleNamespace(**{name: getattr(classic, name) for name in classic.__all__})
+THEIRS = SimpleNamespace(**{**vars(their_policies), **vars(theirs)})
+"""Where a script takes names from: a test that is given both compares them."""
+
+Way = tuple[int, bool]
+"""How a step is made: of so many micro-batches, and whether all but the last of them are in ``no_sync``."""
+
+CPU = torch.device("cpu")
+SAME = {"rtol": 0.0, "atol": 0.0}
+"""As a tolerance: the same bits."""
+
+
+def kept(value: Any) -> Any:
+    """A copy that no later step changes, with what is split whole; collective where something is."""
+    if isinstance(value, Mapping):
+        return {key: kept(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [kept(each) for each in value]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    elif is_of_old_shards(value):
+        value = gather_old_shards(value, CPU)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def assert_same_tree(ours: Any, theirs: Any) -> None:
+    """Dicts and lists hold the same keys and lengths, and at their ends the same values, tensors bit by bit."""
+    differ = list(differences(ours, theirs, ""))
+    assert not differ, "\n".join(differ[:20])
+
+
+def differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
+    """Say where two trees differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        if ours.keys() != theirs.keys():
+            yield f"{path}: keys {list(ours)}, torch's {list(theirs)}"
+        for key in (key for key in ours if key in theirs):
+            yield from differences(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from differences(mine, other, f"{path}[{i}]")
+    elif isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        try:
+            torch.testing.assert_close(ours, theirs, **SAME)
+        except AssertionError as error:
+            yield f"{path}: {error}"
+    elif type(ours) is not type(theirs) or ours != theirs:
+        yield f"{path}: {ours!r:.200}, torch's {theirs!r:.200}"
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    """One whose numbers do not depend on how elements are spread over tensors, as a fused one's do."""
+    return torch.optim.AdamW(params, lr=1e-2, foreach=True)
+
+
+@functools.cache
+def copies_of_shards() -> DeviceMesh:
+    """Made once on a rank; with one rank to shard over torch's leaves copies unreduced: there it is no oracle."""
+    size = dist.get_world_size()
+    return dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)))
+
+
+def wrap_net(api: SimpleNamespace, model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
+    """One wrapper around each block and one around the whole."""
+    return api.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=api.ModuleWrapPolicy({Block}),
+        sharding_strategy=api.ShardingStrategy[strategy],
+        **{"device_id": CPU, **options},
+    )
+
+
+def whole(wrapped: nn.Module, *, with_grads: bool = False) -> dict[str, torch.Tensor]:
+    """Every whole parameter, or its gradient, by its name without wrappers; collective."""
+    with type(wrapped).summon_full_params(wrapped, with_grads=with_grads):
+        found = wrapped.named_parameters()
+        return {name: (p.grad if with_grads else p).detach().clone() for name, p in found}
+
+
+def check_parity(
+    make: Callable[[], nn.Module],
+    wrap: Callable[[nn.Module], nn.Module],
+    steps: int = 10,
+    clip: float | None = None,
+) -> None:
+    """Train a wrapped model and a plain copy that sees every rank's data; their whole parameters stay equal."""
+    parity.check_parity(
+        make, wrap, steps, clip, clip_sharded=lambda m, norm: m.clip_grad_norm_(norm), assert_same=assert_same_values
+    )
+
+
+def assert_same_values(wrapped: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    """Names and whole values equal the plain model's."""
+    values, wanted = whole(wrapped), dict(plain.named_parameters())
+    assert values.keys() == wanted.keys()
+    parity.assert_all_close({name: (value, wanted[name]) for name, value in values.items()}, **tolerance)
+
+
+def steps_of(
+    model: nn.Module,
+    *,
+    ways: Sequence[Way] = ((1, False),),
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    before_update: Callable[[nn.Module], object] = lambda model: None,
+) -> Iterator[torch.Tensor]:
+    """Train a model for ever; yields this rank's losses of each step, one for each of its micro-batches.
+
+    Args:
+        model: wrapped by ours or by torch's, or plain.
+        ways: of one step after another, over and over.
+        loss: of a model and the tokens of a rank.
+        make_optimizer: of parameters.
+        before_update: called when the gradients of a step are there.
+    """
+    optimizer = make_optimizer(model.parameters())
+    number = itertools.count()
+    for accumulate, defers in itertools.cycle(ways):
+        losses = []
+        for micro in range(accumulate):
+            with model.no_sync() if defers and micro + 1 < accumulate else nullcontext():
+                losses.append(loss(model, batch(dist.get_rank(), next(number))))
+                losses[-1].backward()
+        before_update(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield torch.stack(losses).detach()
+
+
+def compare_with_torchs(
+    make: Callable[[], nn.Module],
+    wrap: Callable[[SimpleNamespace, nn.Module], nn.Module],
+    *,
+    steps: int = 10,
+    ready: Callable[[SimpleNamespace, nn.Module], object] = lambda api, model: None,
+    tolerance: Mapping[str, float] = MappingProxyType({}),
+    **how: Any,
+) -> None:
+    """Train the same with our wrapper and with torch's: losses and whole parameters stay equal.
+
+    Args:
+        make: the same model each time.
+        wrap: called with :data:`OURS` or :data:`THEIRS`, and a model.
+        steps: of Adam.
+        ready: called with the API and the wrapped model before it is trained.
+        tolerance: as of ``assert_close``; none: as for the dtype.
+        how: as of :func:`steps_of`.
+    """
+    runs = []
+    for api in (OURS, THEIRS):
+        with warnings.catch_warnings():  # torch's own, of NO_SHARD and of what it takes for that
+            warnings.simplefilter("ignore")
+            model = wrap(api, make())
+        ready(api, model)
+        runs.append((list(itertools.islice(steps_of(model, **how), steps)), whole(model)))
+    torch.testing.assert_close(*runs, **tolerance)
