@@ -22,8 +22,6 @@ from workbench import engine
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.explain import explain
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
-
 DIM = 8
 Grads = list[torch.Tensor | None]
 STALE = "modified by an inplace operation"  # what backward needs lay in a unit that is sharded again

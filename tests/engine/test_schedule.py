@@ -27,8 +27,6 @@ from workbench import engine
 from workbench.engine._torch import reduce_scatter_single
 from workbench.events import Category, Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
-
 # ---- a smaller mesh after forward
 
 

@@ -10,6 +10,7 @@ that need a browser or a cluster, and with :data:`ALSO`.
 
 import argparse
 import itertools
+import random
 import shutil
 import subprocess
 import sys
@@ -67,8 +68,13 @@ def copy() -> None:
             shutil.copy2(REPO / name, COPY / name)
 
 
-def mutate(files: Sequence[str], jobs: int) -> dict[str, str]:
-    """Try all changes of ``files``, which have the same tests, in the copy; return the outcome of each by its name.
+def mutate(files: Sequence[str], jobs: int, sample: int | None = None) -> dict[str, str]:
+    """Try changes of ``files``, which have the same tests, in the copy; return the outcome of each by its name.
+
+    Args:
+        files: paths in the repository.
+        jobs: number of changes that are tried at the same time.
+        sample: number of changes to try, chosen at random, the same at every call; None: all.
 
     Raises:
         subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
@@ -76,8 +82,23 @@ def mutate(files: Sequence[str], jobs: int) -> dict[str, str]:
     settings = SETTINGS.format(files=_lines(files), markers=MARKERS, tests=_lines(mirrored(files[0])))
     (COPY / "setup.cfg").write_text(settings)
     shutil.rmtree(COPY / "mutants", ignore_errors=True)
+    _run(jobs, "none", check=False)  # makes the changes; none has this name
+    names = list(_outcomes())
+    chosen = names if sample is None or sample >= len(names) else random.Random(0).sample(names, sample)
+    if chosen:
+        _run(jobs, *(chosen if len(chosen) < len(names) else ()))
+    found = _outcomes()
+    return {name: found[name] for name in chosen}
+
+
+def _run(jobs: int, *names: str, check: bool = True) -> None:
     with (COPY / "log").open("w") as log:
-        subprocess.run([*MUTMUT, "run", "--max-children", str(jobs)], cwd=COPY, check=True, stdout=log, stderr=log)
+        subprocess.run(
+            [*MUTMUT, "run", "--max-children", str(jobs), *names], cwd=COPY, check=check, stdout=log, stderr=log
+        )
+
+
+def _outcomes() -> dict[str, str]:
     return dict(line.strip().split(": ") for line in _told("results", "--all", "true"))
 
 
@@ -101,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", help="files, or patterns of files, of workbench/")
     parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at the same time (default: 2)")
     parser.add_argument("--least", type=int, default=90, help="per cent that must be noticed (default: 90)")
+    parser.add_argument("--sample", type=int, help="number of changes of each folder that are tried (default: all)")
     args = parser.parse_args(argv)
     files = sorted({path.relative_to(REPO).as_posix() for given in args.files for path in REPO.glob(given)})
     files = [file for file in files if mirrored(file)]
@@ -109,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     copy()
     found: dict[str, str] = {}
     for _, alike in itertools.groupby(sorted(files, key=mirrored), key=mirrored):
-        outcomes = mutate(list(alike), args.jobs)
+        outcomes = mutate(list(alike), args.jobs, args.sample)
         found |= outcomes
         for name, outcome in outcomes.items():
             if outcome in MISSED:
