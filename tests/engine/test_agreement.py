@@ -274,7 +274,7 @@ def test_no_rank_exchanges_anything_if_one_is_interrupted_before(way):
 
 
 def interrupted_too_late() -> bool:
-    """Interrupt the odd rank while it waits, after the other rank has decided: the operation still finishes."""
+    """Interrupt the odd rank after its vote, when the other rank has decided: the operation still finishes."""
     model, optimizer = made("fully_shard")
     step(model, optimizer)
     settle, sleep, interrupted = agreement._Vote.settle, cancellation.sleep, []

@@ -1,4 +1,4 @@
-"""One backend class per kind of device: the existing ones, and a new one that needs nothing else."""
+"""One backend class per kind of device: the existing ones, and a new kind that needs only its class."""
 
 from collections import Counter
 

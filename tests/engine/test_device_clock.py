@@ -86,7 +86,7 @@ class OnCuda:
             marks=[
                 pytest.mark.gpu,
                 pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-                pytest.mark.filterwarnings("ignore"),  # whatever torch's own warn of
+                pytest.mark.filterwarnings("ignore"),  # warnings of torch's engine
             ],
         ),
     ],

@@ -43,7 +43,7 @@ def interrupted_at(number: int, record: Recording, model: nn.Module, micro_batch
 
 
 def interrupted_everywhere(reshard: bool | None, micro_batches: int) -> int:
-    gc.freeze()  # spares the repeated collections existing objects
+    gc.freeze()  # the repeated collections below skip existing objects
     plain = make_net(**NET)
     number = 0
     with recording() as record:

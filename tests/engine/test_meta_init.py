@@ -267,7 +267,7 @@ def test_a_parameter_exchanged_before_the_first_forward(world_size, replace):
 
 
 def in_the_sharded_places() -> None:
-    """Loading swaps a tied parameter in one of its places; it must stay tied."""
+    """Loading swaps a tied parameter; it must stay tied."""
     plain = make_net(num_blocks=1, tied=True)
     model = shard_net(copy.deepcopy(plain))
     full = make_net(9, num_blocks=1, tied=True).state_dict()

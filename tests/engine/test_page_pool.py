@@ -136,7 +136,7 @@ def test_spare_pages_are_as_many_as_were_used_at_once_and_count_while_nobody_use
         assert record.reserved == 40
         small.fill(spare)  # takes the smallest spare pages that suffice
         assert record.reserved == 32
-        larger.fill(spare)  # none suffice: the largest spare pages are extended
+        larger.fill(spare)  # none suffice: the largest spare pages make room
         assert record.reserved == 0
         larger.empty(spare)
         small.empty(spare)

@@ -139,7 +139,7 @@ def with_one_peer_dead_and_one_that_never_comes(begun, is_free) -> list[object] 
         pending.finish()  # does not wait for rank 1
     group.finished(pending)
     found = [pending.has_ended, group.num_unfinished]
-    group.let_go()  # does not wait either, even for the thread that does
+    group.let_go()  # does not wait for rank 1 either; only a gloo thread does
     is_free.set()
     return found
 
