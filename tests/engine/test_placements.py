@@ -286,7 +286,7 @@ FEW_RANKS, MANY_RANKS = st.integers(1, 8), st.sampled_from([13, 32, 64, 100, 128
 
 @st.composite
 def placed(draw: st.DrawFn, sizes: st.SearchStrategy[int]) -> tuple[tuple[int, ...], int, int]:
-    """Return a shape, the number of ranks and the dim to split; every dim but dim 0 divides evenly."""
+    """Return a shape, the number of ranks and the dim to split; a dim other than 0 divides evenly."""
     shape, num_ranks = draw(SHAPES), draw(sizes)
     dim = draw(st.integers(-len(shape), len(shape) - 1))
     if dim % len(shape):
