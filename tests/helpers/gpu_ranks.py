@@ -11,7 +11,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Backends of c10d, by the type of the ranks' devices."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
-"""Starts processes that may use CUDA, whatever this process has done: it forks a server that has imported torch."""
+"""Starts processes that may use CUDA, whatever this process has done, from a server that has imported torch."""
 CONTEXT.set_forkserver_preload(["tests.helpers.forked_ranks", "tests.helpers.small_models"])
 
 

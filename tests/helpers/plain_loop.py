@@ -103,7 +103,7 @@ class PlainLoop:
         )
         return {_fqn(_name(unit)): held}
 
-    # ---- told to every rank's probe
+    # ---- the probes of all ranks
 
     def _tell(self, what: str, *args: object) -> None:
         for probe in self._probes:

@@ -75,7 +75,7 @@ with socket.create_server((ports.LOOPBACK, 0)) as taken:
 
 @pytest.mark.thorough
 def test_a_kernel_that_does_not_start_is_told_and_leaves_nothing_to_say_at_the_exit(tmp_path):
-    """The kernel writes to the same streams, but it never reaches the forbidden words."""
+    """The kernel writes to the same streams, but never the texts that must not appear."""
     done = subprocess.run([sys.executable, "-c", UNSTARTED], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "before the first cell\nthe notebook's kernel failed: Kernel died" in done.stdout
     assert "atexit" not in done.stderr

@@ -141,7 +141,7 @@ def look(page, widget):
 
 @pytest.mark.parametrize("where", ["view.root", "view.timeline.canvas"])
 def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
-    """Lumino leaves alone a key pressed in an element with the attribute; its listener is on the document."""
+    """Lumino ignores a key pressed in an element with the attribute; its listener is on the document."""
     page, _ = shown
     kept = page.evaluate(
         f"""() => ["l", "ArrowLeft", "Control", "Alt", "Meta"].map((name) => {{
