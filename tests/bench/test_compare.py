@@ -1,4 +1,4 @@
-"""Who is started when, what samples come to, and one whole comparison of a model that takes no time."""
+"""The schedule of runs, the evaluation of samples, and one whole comparison of a tiny model."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The engine beside torch's own fully_shard: same model, same data, same numbers."""
+"""The engine next to torch's fully_shard: same model, same data, same numbers."""
 
 import copy
 

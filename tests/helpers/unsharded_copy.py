@@ -17,7 +17,7 @@ DIM = 5
 
 
 def data(step: int) -> torch.Tensor:
-    """Input [4, DIM], different for every rank and step."""
+    """Return an input [4, DIM], different for every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(4, DIM, generator=generator)
 
