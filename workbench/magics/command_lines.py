@@ -19,7 +19,7 @@ from workbench.errors import UsageError, did_you_mean
 from workbench.magics.parser import AskHelp, HelpAsked, Parser, PositionalText, as_written
 from workbench.magics.view_options import Option, options_of
 from workbench.protocol.arguments import Argument, Names, Variable, argument, argument_of, truth, with_variables
-from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, is_by_place, summary
+from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, Help, is_by_place, summary
 from workbench.views import VIEWS
 
 CELL = Cell.word
@@ -295,3 +295,15 @@ def overview() -> str:
         "  --when and cells is not changed. After -- a text may begin with -: %fsdp open -- -odd.trace",
     )
     return "\n".join(["usage: %fsdp COMMAND ...  (-h after a command explains it)", *lines, "", cell, *texts])
+
+
+def help_text(command: Help) -> str:
+    """Return the help of one command, or the overview.
+
+    Raises:
+        UsageError: there is no such command.
+    """
+    topic = command.topic.strip()
+    if topic and topic not in WORDS:
+        raise no_such_word(topic)
+    return parser_for(topic).format_help() if topic else overview()

@@ -622,6 +622,7 @@ class Abort(Command):
 
     word: ClassVar[str] = "abort"
     example: ClassVar[str] = "abort"
+    needs_ranks: ClassVar[bool] = False  # it also cancels a start
 
 
 @dataclass(frozen=True, kw_only=True)
