@@ -59,7 +59,7 @@ class CountedCluster(Cluster):
 
 
 def size_of(recorded: DrainReply) -> int:
-    """Bytes of an answer of a side door: its words as JSON, and its buffers."""
+    """Bytes of an answer of a control channel: its words as JSON, and its buffers."""
     buffers: list[memoryview] = []
     return len(json.dumps(encode(recorded, buffers))) + sum(buffer.nbytes for buffer in buffers)
 

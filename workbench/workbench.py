@@ -94,8 +94,8 @@ MAX_PAST = 1000
 CROWDED = 4
 """Number of ranks per core above which a start warns."""
 
-Tell = Callable[[str], None]
-"""Shows a text in addition to a result."""
+OnNotice = Callable[[str], None]
+"""Receives a sentence for the user, in addition to a result."""
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Report)
@@ -112,8 +112,8 @@ class RankSettings(TypedDict, total=False):
     interface: str
 
 
-def untold(text: str) -> None:
-    """Ignore a text."""
+def no_notice(sentence: str) -> None:
+    """Ignore a sentence."""
 
 
 def made(command: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
@@ -246,12 +246,14 @@ class Workbench:
         """Settings with which ranks start."""
         return self._settings.copy()
 
-    def start(self, on_wait: OnWait = no_wait, tell: Tell = untold, **settings: Unpack[RankSettings]) -> StartReport:
+    def start(
+        self, on_wait: OnWait = no_wait, on_notice: OnNotice = no_notice, **settings: Unpack[RankSettings]
+    ) -> StartReport:
         """Start the ranks and drop the earlier trace; ranks that are all lost are stopped first.
 
         Args:
             on_wait: called with a sentence that says what a long start waits for, such as a queue.
-            tell: called with a warning if the ranks are many for this machine.
+            on_notice: called with a warning if the ranks are many for this machine.
             settings: constructor arguments that replace the earlier ones.
 
         Raises:
@@ -263,7 +265,7 @@ class Workbench:
             self._check_replaceable("%fsdp start")
             wanted: RankSettings = {**self.settings, **settings}
             if wanted["num_ranks"] > CROWDED * self.cores and not wanted["engines"] and wanted["profile"] is None:
-                tell(
+                on_notice(
                     f"{wanted['num_ranks']} ranks share {plural(self.cores, 'core')} here: the start may take minutes "
                     f"or fail"
                 )
@@ -355,13 +357,13 @@ class Workbench:
         session = self._session
         return session is not None and session.cluster.is_free
 
-    def stop(self, tell: Tell = untold) -> str | None:
+    def stop(self, on_notice: OnNotice = no_notice) -> str | None:
         """Stop the ranks, if any run. The trace is kept.
 
         Attached ranks become plain engines again: their processes do not end.
 
         Args:
-            tell: called with a sentence that says so.
+            on_notice: called with a sentence that says so.
 
         Returns:
             a sentence on the hosts that were not reached and on their processes; None if all ranks have ended.
@@ -375,14 +377,14 @@ class Workbench:
             session = self._session
             if session is not None:
                 self._leave(lambda: left.append(session.cluster.stop()))
-        tell("No ranks are running" if session is None else "Ranks stopped. The trace is kept: views still work")
+        on_notice("No ranks are running" if session is None else "Ranks stopped. The trace is kept: views still work")
         return "".join(left) or None
 
-    def detach(self, tell: Tell = untold) -> None:
+    def detach(self, on_notice: OnNotice = no_notice) -> None:
         """Release attached ranks, which keep their variables; the trace is kept.
 
         Args:
-            tell: called with a sentence that says so.
+            on_notice: called with a sentence that says so.
 
         Raises:
             UsageError: there are no ranks, they were started here, or they are busy.
@@ -394,7 +396,7 @@ class Workbench:
             if not session.cluster.outlives:
                 session.cluster.detach()  # raises, and says what to do instead
             self._leave(session.cluster.detach)
-        tell("Detached. The ranks keep their variables: attach again with %fsdp attach")
+        on_notice("Detached. The ranks keep their variables: attach again with %fsdp attach")
 
     def close(self) -> None:
         """Detach from attached ranks, which aborts their work; stop ranks started here. May be called again."""
@@ -593,7 +595,7 @@ class Workbench:
         on_output: OnOutput = no_output,
         on_standing: OnStanding = no_standing,
         on_wait: OnWait = no_wait,
-        tell: Tell = untold,
+        on_notice: OnNotice = no_notice,
     ) -> Any:  # noqa: ANN401 - what the command's method returns
         """Run ``command`` and return the result of its method: a report (also of a stop inside it), a figure, a widget.
 
@@ -605,7 +607,7 @@ class Workbench:
             on_output: as for :meth:`run_cell`, for the output of the user's functions.
             on_standing: as for :meth:`run_cell`.
             on_wait: called with what a start or an attach waits for.
-            tell: called with further sentences for the user.
+            on_notice: called with further sentences for the user.
 
         Raises:
             UsageError: it is not possible as given; the message says what to run first or write instead.
@@ -620,10 +622,12 @@ class Workbench:
             self._started()  # raises, and says what to do first
         name, arguments = command.call()
         if isinstance(command, Start) and self._runs_with(arguments):
-            tell("The ranks are already running; nothing was changed. For fresh ones: %fsdp stop, then %fsdp start")
+            on_notice(
+                "The ranks are already running; nothing was changed. For fresh ones: %fsdp stop, then %fsdp start"
+            )
             return self.status()
         method = getattr(self, name)
-        callbacks = {**vars(listener), "on_wait": on_wait, "tell": tell}
+        callbacks = {**vars(listener), "on_wait": on_wait, "on_notice": on_notice}
         wanted = callbacks.keys() & inspect.signature(method).parameters
         return method(**arguments, **{name: callbacks[name] for name in wanted})
 
@@ -882,7 +886,7 @@ class Workbench:
 
     def asked(self) -> tuple[object, ...]:
         """Return a value that changes when ranks start, get a request, stop, continue or end; contacts no rank."""
-        return self.exchange, self._waits_for, *(() if self._session is None else self._session.asked())
+        return self.exchange, self._waits_for, *(() if self._session is None else self._session.request_state())
 
     @property
     def shown_trace(self) -> Trace:

@@ -1,4 +1,4 @@
-"""The synthetic hours: what the ranks' doors answer is a trace as ranks would record it."""
+"""The synthetic hours: what the ranks' channels answer is a trace as ranks would record it."""
 
 import pytest
 

@@ -80,7 +80,7 @@ def test_engines_are_not_taken_for_busy_while_they_count_their_devices(profile, 
 
 @pytest.fixture
 def slow_engines(monkeypatch):
-    """Engines that say late who they are, and have no side door: they were no ranks before."""
+    """Engines that say late who they are, and have no control channel: they were no ranks before."""
     hold = Channels.hold
     refuse = dict.fromkeys(range(3), ClusterError("has not answered"))
     monkeypatch.setattr(Channels, "hold", lambda self, asked, *more: hold(self, asked, *more) if asked else refuse)

@@ -126,7 +126,7 @@ def test_a_rank_that_there_is_not_is_refused_at_both_doors(shared, ranks):
             ask()
 
 
-def test_nobody_may_be_asked_at_the_side_door_and_answers(shared):
+def test_nobody_may_be_asked_at_the_control_channel_and_answers(shared):
     assert shared.ask(WHERE, []) == {}
     shared.interrupt([])
 

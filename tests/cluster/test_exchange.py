@@ -1,4 +1,4 @@
-"""A front-door request whose reply and last output arrive in any order, or not at all; no rank needed."""
+"""A shell-channel request whose reply and last output arrive in any order, or not at all; no rank needed."""
 
 import json
 from concurrent.futures import Future

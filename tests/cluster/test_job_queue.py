@@ -54,7 +54,7 @@ def test_a_job_that_is_being_ended_is_asked_for_again(queue, tmp_path):
     ],
 )
 def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, says, word):
-    monkeypatch.setattr(job_queue, "_said", lambda *_: says)
+    monkeypatch.setattr(job_queue, "_output", lambda *_: says)
     monkeypatch.setattr(job_queue, "WORD_S", 0.3)
     assert queue().word_on_the_end() == word
 

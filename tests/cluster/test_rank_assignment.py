@@ -42,8 +42,8 @@ def test_ranks_of_a_host_are_neighbours_numbered_from_0(found, num_ranks):
     seated = seats(engines, num_ranks)
     assert len(seated) == min(num_ranks, len(found))
     assert len({seat.engine for seat in seated}) == len(seated)
-    runs = [list(run) for _, run in groupby(seated, key=lambda seat: seat.said.identity)]
-    assert len(runs) == len({seat.said.identity for seat in seated})
+    runs = [list(run) for _, run in groupby(seated, key=lambda seat: seat.info.identity)]
+    assert len(runs) == len({seat.info.identity for seat in seated})
     for run in runs:
         assert [seat.local_rank for seat in run] == list(range(len(run)))
         assert {seat.local_world_size for seat in run} == {len(run)}

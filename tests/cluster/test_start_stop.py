@@ -109,7 +109,7 @@ def test_ctrl_c_in_a_stop_is_answered_when_all_has_ended(make_cluster, monkeypat
     cluster = make_cluster()
     cluster.start()
     started = processes_now()
-    monkeypatch.setattr(cluster, "_shut_down", lambda doors: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(cluster, "_shut_down", lambda channels: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Interrupted, match=r"^Interrupted, but the ranks are stopped$"):
         cluster.stop()
     assert not cluster.is_started

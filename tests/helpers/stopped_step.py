@@ -1,4 +1,4 @@
-"""What the notebook's side does while a rank's step is stopped: requests at the side door from a thread beside it."""
+"""Requests on the control channel, sent from a thread beside the rank while its step is stopped."""
 
 import itertools
 import json
@@ -16,14 +16,14 @@ from workbench.runtime import rank as rank_module
 _FORK = multiprocessing.get_context("fork")
 
 
-class Door:
-    """This rank's side door."""
+class Channel:
+    """This rank's control channel."""
 
     def __init__(self):
         self._tickets = itertools.count()
 
     def __call__(self, request):
-        data, _ = rank_module.side_door(json.loads(json.dumps(encode(request))))
+        data, _ = rank_module.handle_request(json.loads(json.dumps(encode(request))))
         return decode(request.reply, json.loads(json.dumps(data)), "reply")
 
     def where(self):
@@ -75,17 +75,17 @@ class Door:
 
 
 def beside(script, command):
-    """Run ``command`` here and ``script(door)`` in a thread; returns what both gave, or what the command raised."""
-    door, said = Door(), []
+    """Run ``command`` here and ``script(channel)`` in a thread; returns what both gave, or what the command raised."""
+    channel, said = Channel(), []
 
     def run():
         try:
-            said.append(script(door))
+            said.append(script(channel))
         except BaseException as error:  # noqa: BLE001 - raised again below
             said.append(error)
         finally:
-            door(SetBreakpoints(breakpoints=()))
-            door(Continue())
+            channel(SetBreakpoints(breakpoints=()))
+            channel(Continue())
 
     thread = threading.Thread(target=run)
     thread.start()

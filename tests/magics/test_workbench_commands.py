@@ -106,10 +106,10 @@ def test_an_abort_cancels_an_attach_that_waits(one, monkeypatch):
 
 def test_a_start_warns_of_more_ranks_than_the_cores_can_serve(one):
     one.cores, said = 2, []
-    one.do(Start(num_ranks=8), tell=said.append)
+    one.do(Start(num_ranks=8), on_notice=said.append)
     one.do(Stop())
     assert said == []
-    one.do(Start(num_ranks=9), tell=said.append)
+    one.do(Start(num_ranks=9), on_notice=said.append)
     assert said == ["9 ranks share 2 cores here: the start may take minutes or fail"]
 
 

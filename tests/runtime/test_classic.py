@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.helpers.booted_ranks import execute, namespace, prepare, run
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import Block, adamw, loss_of
-from tests.helpers.stopped_step import Door, beside
+from tests.helpers.stopped_step import Channel, beside
 from tests.runtime.test_policies import planned, trace_here
 from workbench.engine import StepAborted
 from workbench.engine.cancellable_waits import cancellation
@@ -226,11 +226,11 @@ def test_a_parameter_is_inspected_by_its_own_name_and_a_flat_one_as_well(orig_pa
 def inspected_in_forward(orig_params, strategy):
     prepare()
     execute(shard(orig_params=orig_params, strategy=strategy))
-    Door().break_at({"event": "forward", "unit": "blocks.1"})
+    Channel().break_at({"event": "forward", "unit": "blocks.1"})
 
-    def held(door):
-        door.until_held()
-        return door.inspect("blocks.1._flat_param"), door.inspect("blocks.1.mlp.0.weight")
+    def held(channel):
+        channel.until_held()
+        return channel.inspect("blocks.1._flat_param"), channel.inspect("blocks.1.mlp.0.weight")
 
     return beside(held, Step())[1]
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.booted_ranks import assert_refused, drain, execute, namespace, prepare, run
-from tests.helpers.stopped_step import Door
+from tests.helpers.stopped_step import Channel
 from workbench.codec import decode
 from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.events import Category, Edge, Kind
@@ -297,17 +297,17 @@ def test_a_model_that_was_made_again_takes_the_place_of_the_one_before():
 
 def position_and_names():
     prepare()
-    where, names = Door()(Locate()), Door()(ListNames())
+    where, names = Channel()(Locate()), Channel()(ListNames())
     refusals = []
     for data in ({"word": "dance"}, {"word": "locate", "loud": True}, {"word": "give up"}, {}, ["where"]):
         try:
-            rank_module.side_door(data)
+            rank_module.handle_request(data)
         except ValueError as error:
             refusals.append(str(error))
     return where, names, refusals
 
 
-def test_the_side_door_tells_where_a_rank_is_and_what_it_has():
+def test_the_control_channel_tells_where_a_rank_is_and_what_it_has():
     where, names, refusals = run(1, position_and_names)[0]
     assert (where.rank, where.unfinished, where.optimizer_steps) == (0, 0, 0)
     assert "model" in names.modules

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.helpers.booted_ranks import drain, execute, prepare, run
 from tests.helpers.small_models import loss_of
-from tests.helpers.stopped_step import Door, Meeting, beside
+from tests.helpers.stopped_step import Channel, Meeting, beside
 from tests.helpers.waiting import PATIENCE_S
 from tests.runtime.test_commands import trace_of
 from workbench.engine import StepAborted, cancellable_waits
@@ -65,10 +65,10 @@ def stopped_everywhere():
     losses, stops = [], []
     for breakpoint_, _ in STOPS:
 
-        def script(door, breakpoint_=breakpoint_):
-            return door.until_held(), door.expression("rank").text
+        def script(channel, breakpoint_=breakpoint_):
+            return channel.until_held(), channel.expression("rank").text
 
-        Door().break_at(breakpoint_)
+        Channel().break_at(breakpoint_)
         done, held = beside(script, Step())
         losses += done["losses"]
         stops.append(held)
@@ -114,26 +114,26 @@ def paused_again_and_again(meeting, times):
 
     ns["train_step"] = train_step
 
-    def align(door, is_asked):
-        door(Pause())
+    def align(channel, is_asked):
+        channel(Pause())
         is_asked.set()
-        target = meeting.furthest(rank, door.until_held())
-        door(RunTo(place=StepPosition(*target)))
-        held = door.until(lambda where: where.held and where.held.place == StepPosition(*target))
+        target = meeting.furthest(rank, channel.until_held())
+        channel(RunTo(place=StepPosition(*target)))
+        held = channel.until(lambda where: where.held and where.held.place == StepPosition(*target))
         meeting.wait()
         return held.held
 
-    def script(door):
+    def script(channel):
         for is_asked in asked:
-            door.until(lambda where: where.place.step >= 0)
-            align(door, is_asked)
+            channel.until(lambda where: where.place.step >= 0)
+            align(channel, is_asked)
             for what in ("event", "collective", "unit", "phase", "phase", "event"):
-                before = door.where().held
-                door(Next(what=what))
-                held = door.until_held()
+                before = channel.where().held
+                channel(Next(what=what))
+                held = channel.until_held()
                 seen.append((what, before.phase, held.place.step, held.place.ordinal, *place(held)))
                 meeting.wait()
-            door(Continue())
+            channel(Continue())
         return seen
 
     done, seen = beside(script, Step(count=40))
@@ -161,30 +161,30 @@ def one_rank_only(meeting):
     ns = sharded()
     execute(Step())
     awaited = next(u.index for u in trace_of(*drain()).header.units if u.name == "blocks.2")
-    Door().break_at({"event": "all_gather", "unit": "blocks.2", "rank": 1})
+    Channel().break_at({"event": "all_gather", "unit": "blocks.2", "rank": 1})
 
     def is_awaited(newest):
         return (newest.kind, newest.edge, newest.unit) == (Kind.WAIT, Edge.BEGIN, awaited)
 
-    def script(door):
+    def script(channel):
         if ns["rank"] != 1:
             # in step 1 and for that unit: other waits end by themselves
-            where = door.until(lambda where: where.waiting and where.place.step == 1 and is_awaited(where.newest))
+            where = channel.until(lambda where: where.waiting and where.place.step == 1 and is_awaited(where.newest))
             meeting.wait()
             meeting.wait()
-            door(Pause())  # a wait is a stop point as well
-            held = door.until_held()
+            channel(Pause())  # a wait is a stop point as well
+            held = channel.until_held()
             meeting.wait()
-            answer = door.evaluate("rank")
-            door(Continue())
+            answer = channel.evaluate("rank")
+            channel(Continue())
             return where.held, held.kind.key, answer
-        held = door.until_held()
+        held = channel.until_held()
         meeting.wait()
-        text = door.evaluate("rank * 10")
+        text = channel.evaluate("rank * 10")
         meeting.wait()
         meeting.wait()
-        door.break_at()
-        door(Continue())
+        channel.break_at()
+        channel(Continue())
         return held.kind.key, held.breakpoint, text
 
     done, said = beside(script, Step())
@@ -212,24 +212,24 @@ def paused_before_a_collective_of_the_users_own(meeting):
     execute(Shard(model="model", wrap=("Block",)))
     execute(Step())
     last_wait = {"event": "wait", "unit": "(root)", "when": "phase == 'post_backward'"}
-    Door().break_at({**last_wait, "rank": 1})
+    Channel().break_at({**last_wait, "rank": 1})
 
     def is_through(where):
         return where.waiting and where.newest.phase is Phase.POST_BACKWARD and where.newest.kind is Kind.COPY_OUT
 
-    def script(door):
-        where = door.until(lambda where: where.held if ns["rank"] else is_through(where))
+    def script(channel):
+        where = channel.until(lambda where: where.held if ns["rank"] else is_through(where))
         furthest = StepPosition(*meeting.furthest(ns["rank"], where))
-        door.break_at()
-        door(Pause())
+        channel.break_at()
+        channel(Pause())
         looks = looks_from_now()
         if not ns["rank"]:
-            door.until(lambda where: where.held or len(looks) > 1)  # it has looked up from its wait, and come back
+            channel.until(lambda where: where.held or len(looks) > 1)  # it has looked up from its wait, and come back
         meeting.wait()
-        door(RunTo(place=furthest))
-        held = door.until_held()
+        channel(RunTo(place=furthest))
+        held = channel.until_held()
         meeting.wait()
-        door(Continue())
+        channel(Continue())
         return held.place > where.place, place(held)
 
     done, said = beside(script, Step())
@@ -257,17 +257,17 @@ def test_a_rank_is_not_held_in_a_wait_without_an_event_as_others_may_be_past_it(
 def give_up(how, event, meeting):
     ns = sharded()
     first = execute(Step())["losses"]
-    Door().break_at({"event": event, "unit": "blocks.1"})
+    Channel().break_at({"event": event, "unit": "blocks.1"})
 
-    def script(door):
-        door.until_held()
+    def script(channel):
+        channel.until_held()
         meeting.wait()
         if how == "abort":
-            door(GiveUp(reason="the user gave up"))
+            channel(GiveUp(reason="the user gave up"))
         else:
             os.kill(os.getpid(), signal.SIGINT)
-        door.until(lambda where: where.doing == "")
-        return door(Job(ticket="late", work=Evaluate(expr="1")))
+        channel.until(lambda where: where.doing == "")
+        return channel(Job(ticket="late", work=Evaluate(expr="1")))
 
     handler = signal.getsignal(signal.SIGINT)
     error, accepted = beside(script, Step())
@@ -306,11 +306,11 @@ def change_a_parameter(when):
     if when == "before":
         exec(change, ns)
         return execute(Step(count=2))["losses"]
-    Door().break_at({"event": "forward", "unit": "blocks.0", "once": True})  # blocks.1 is sharded, not gathered yet
+    Channel().break_at({"event": "forward", "unit": "blocks.0", "once": True})  # blocks.1 is sharded, not gathered yet
 
-    def script(door):
-        door.until_held()
-        return door.cell(change)
+    def script(channel):
+        channel.until_held()
+        return channel.cell(change)
 
     done, answer = beside(script, Step(count=2))
     assert answer.error is None, answer
@@ -342,16 +342,16 @@ def stopped_under_accumulation(stops):
     accumulating(ns)
     execute(Step())
     if stops:
-        Door().break_at({"event": "backward.end", "unit": "blocks.1"}, {"event": "forward", "unit": "blocks.0"})
+        Channel().break_at({"event": "backward.end", "unit": "blocks.1"}, {"event": "forward", "unit": "blocks.0"})
 
-    def script(door):
+    def script(channel):
         said = []
         for _ in range(4 * stops):
-            held = door.until_held()
-            gathered = door.inspect("blocks.2.mlp.0.weight")
-            grad = door.inspect("blocks.1.mlp.0.weight")
+            held = channel.until_held()
+            gathered = channel.inspect("blocks.2.mlp.0.weight")
+            grad = channel.inspect("blocks.1.mlp.0.weight")
             said.append((held.kind.key, gathered.full.state.words, grad.full_grad is not None))
-            door(Continue())
+            channel(Continue())
         return said
 
     done, said = beside(script, Step())
@@ -369,15 +369,15 @@ def test_stops_with_prefetch_in_flight_and_under_accumulation_change_nothing():
 
 def nothing_holds_outside_of_steps():
     ns = prepare()
-    door = Door()
-    door(Pause())
-    door.break_at({"event": "all_gather"}, {"event": "forward"}, {"event": "wait"})
+    channel = Channel()
+    channel(Pause())
+    channel.break_at({"event": "all_gather"}, {"event": "forward"}, {"event": "wait"})
     execute(Shard(model="model"))
     ok = execute(Verify())["ok"]
     with torch.no_grad():
         ns["model"](torch.zeros(1, 2, dtype=torch.long))
-    door.break_at()
-    door(Continue())
+    channel.break_at()
+    channel(Continue())
     return ok, execute(Step())["steps_done"], bool((trace_of(*drain()).ranks[0].rows["kind"] == Kind.GATE).any())
 
 
@@ -389,11 +389,11 @@ def until():
     """Two steps that stop once, though breakpoints are exchanged meanwhile; then one that comes to the event again."""
     sharded()
 
-    def script(door):
-        first = door.until_held()
-        door.break_at({"event": "optimizer"})
-        door(Continue())
-        door.until(lambda where: where.held is not None and where.held.kind is Kind.OPTIMIZER)
+    def script(channel):
+        first = channel.until_held()
+        channel.break_at({"event": "optimizer"})
+        channel(Continue())
+        channel.until(lambda where: where.held is not None and where.held.kind is Kind.OPTIMIZER)
         return first
 
     done, held = beside(script, Step(count=2, until="backward:blocks.1"))
@@ -407,15 +407,15 @@ def test_until_comes_with_its_steps_stops_once_and_goes_with_them():
 def own_loop():
     """A training loop in a cell: it is no command, yet it stops."""
     ns = sharded()
-    door = Door()
-    door.break_at({"event": "optimizer"})
+    channel = Channel()
+    channel.break_at({"event": "optimizer"})
     said = []
 
     def script():
-        said.append(door.until_held().place.step)
-        said.append(door.cell("opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7").text)
-        door.break_at()
-        door(Continue())
+        said.append(channel.until_held().place.step)
+        said.append(channel.cell("opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7").text)
+        channel.break_at()
+        channel(Continue())
 
     ns["torch"] = torch
     thread = threading.Thread(target=script)

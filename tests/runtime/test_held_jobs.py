@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests.helpers.booted_ranks import drain, execute, run
 from tests.helpers.small_models import loss_of
-from tests.helpers.stopped_step import Door, beside
+from tests.helpers.stopped_step import Channel, beside
 from tests.runtime.test_commands import trace_of
 from tests.runtime.test_gate import sharded, undisturbed, weights
 from workbench.events import UnitState
@@ -22,16 +22,16 @@ from workbench.trace.invariants import check
 
 
 def stopped_at(event, unit, script, *, steps=1, **options):
-    """Run ``script(door, ns)`` while a step is stopped there for the first time in the last of ``steps`` steps."""
+    """Run ``script(channel, ns)`` while a step is stopped there for the first time in the last of ``steps`` steps."""
     ns = sharded(**options)
     ns["torch"] = torch
     if steps > 1:
         execute(Step(count=steps - 1))
-    Door().break_at({"event": event, "unit": unit})
+    Channel().break_at({"event": event, "unit": unit})
 
-    def held(door):
-        door.until_held()
-        return script(door, ns)
+    def held(channel):
+        channel.until_held()
+        return script(channel, ns)
 
     done, said = beside(held, Step())
     assert done["steps_done"] == 1
@@ -39,7 +39,7 @@ def stopped_at(event, unit, script, *, steps=1, **options):
 
 
 def expressions():
-    def script(door, ns):
+    def script(channel, ns):
         ns["main"] = threading.main_thread().ident
         asked = (
             "rank + 1",
@@ -51,7 +51,7 @@ def expressions():
             "10 ** 400",
             "torch.tensor(2.5)",
         )
-        return {text: door.evaluate(text) for text in asked}
+        return {text: channel.evaluate(text) for text in asked}
 
     return stopped_at("forward", "blocks.1", script)
 
@@ -96,15 +96,15 @@ def callers_locals():
     ns["train_step"] = step_with_locals(ns, lambda forward: forward())
     said = {}
 
-    def script(door):
+    def script(channel):
         for event in EVENTS_OF_A_STEP:
             kind, _, unit = event.partition(":")
-            door.break_at({"event": kind, "unit": unit or None})
-            door(Continue())
-            door.until(lambda where, kind=kind: where.held and kind.startswith(where.held.kind.key))
-            said[event] = [door.expression(text).text for text in SEEN], door.cell("accumulated").text
+            channel.break_at({"event": kind, "unit": unit or None})
+            channel(Continue())
+            channel.until(lambda where, kind=kind: where.held and kind.startswith(where.held.kind.key))
+            said[event] = [channel.expression(text).text for text in SEEN], channel.cell("accumulated").text
 
-    Door().break_at({"event": "step"})
+    Channel().break_at({"event": "step"})
     beside(script, Step())
     return said
 
@@ -118,12 +118,12 @@ def test_the_variables_of_callers_are_found_in_forward_in_backward_and_in_the_op
 def frames():
     ns = sharded()
     ns["train_step"] = step_with_locals(ns, lambda forward: forward())
-    Door().break_at({"event": "forward", "unit": "blocks.1"})
+    Channel().break_at({"event": "forward", "unit": "blocks.1"})
 
-    def script(door):
-        door.until_held()
-        shapes = [door.expression("list(x.shape)", frame=number).text for number in range(7)]
-        return shapes, door.expression("batsh"), door.expression("x", frame=70), door(Stacks())[0]
+    def script(channel):
+        channel.until_held()
+        shapes = [channel.expression("list(x.shape)", frame=number).text for number in range(7)]
+        return shapes, channel.expression("batsh"), channel.expression("x", frame=70), channel(Stacks())[0]
 
     return beside(script, Step())[1]
 
@@ -157,11 +157,11 @@ def in_another_thread():
         return found[0]
 
     ns["train_step"] = step_with_locals(ns, elsewhere)
-    Door().break_at({"event": "forward", "unit": "blocks.1"})
+    Channel().break_at({"event": "forward", "unit": "blocks.1"})
 
-    def script(door):
-        door.until_held()
-        return [door.expression(text).text for text in ("accumulated", "list(x.shape)")]
+    def script(channel):
+        channel.until_held()
+        return [channel.expression(text).text for text in ("accumulated", "list(x.shape)")]
 
     return beside(script, Step())[1]
 
@@ -171,9 +171,9 @@ def test_a_hook_in_another_thread_sees_the_variables_of_the_main_one():
 
 
 def assigned_in_an_expression():
-    def script(door, ns):
-        door.evaluate("[kept := 5, (lambda: (inner := 1))()]")
-        return ns["kept"], "inner" in ns, door.evaluate("kept")
+    def script(channel, ns):
+        channel.evaluate("[kept := 5, (lambda: (inner := 1))()]")
+        return ns["kept"], "inner" in ns, channel.evaluate("kept")
 
     return stopped_at("forward", "blocks.1", script)
 
@@ -183,7 +183,7 @@ def test_what_an_expression_assigns_becomes_a_variable_of_the_cells():
 
 
 def no_grad_there():
-    return stopped_at("all_gather", "blocks.1", lambda door, ns: door.evaluate("torch.is_grad_enabled()"))
+    return stopped_at("all_gather", "blocks.1", lambda channel, ns: channel.evaluate("torch.is_grad_enabled()"))
 
 
 def test_the_grad_mode_is_that_of_the_event():
@@ -191,14 +191,14 @@ def test_the_grad_mode_is_that_of_the_event():
 
 
 def dtensors():
-    def script(door, ns):
+    def script(channel, ns):
         weight = ns["model"].blocks[2].mlp[0].weight
         assert isinstance(weight, DTensor)
         ns["partial"] = DTensor.from_local(torch.tensor(1.0), weight.device_mesh, [Partial()])
         return (
-            door.evaluate("model.blocks[2].mlp[0].weight"),
-            door.expression("partial.item()"),
-            door.evaluate("partial.full_tensor()"),
+            channel.evaluate("model.blocks[2].mlp[0].weight"),
+            channel.expression("partial.item()"),
+            channel.evaluate("partial.full_tensor()"),
         )
 
     return stopped_at("forward", "blocks.0", script)
@@ -236,15 +236,15 @@ def alone(comm):
     dist = torch.distributed
     ns |= {"torch": torch, "dist": dist, "functional": _functional_collectives, "Replicate": Replicate}
     ns |= {"both": dist.new_group([0, 1]), "own": [dist.new_group([rank]) for rank in range(2)]}
-    Door().break_at({"event": "optimizer"})
+    Channel().break_at({"event": "optimizer"})
 
-    def script(door):
-        door.until_held()
-        refused = {text: door.expression(text, **ALONE) for text in WAITING}
-        local = door.expression("model.blocks[2].mlp[0].weight.to_local().sum()", **ALONE)
-        mine = door.expression("dist.all_reduce(torch.ones(1), group=own[rank])", alone="x", ranks=[ns["rank"]])
-        everybody = door.expression("dist.all_reduce(x := torch.ones(1)) or x.item()")
-        door.break_at()
+    def script(channel):
+        channel.until_held()
+        refused = {text: channel.expression(text, **ALONE) for text in WAITING}
+        local = channel.expression("model.blocks[2].mlp[0].weight.to_local().sum()", **ALONE)
+        mine = channel.expression("dist.all_reduce(torch.ones(1), group=own[rank])", alone="x", ranks=[ns["rank"]])
+        everybody = channel.expression("dist.all_reduce(x := torch.ones(1)) or x.item()")
+        channel.break_at()
         return refused, local, mine, everybody
 
     done, said = beside(script, Step(count=2))
@@ -266,15 +266,15 @@ def test_what_runs_on_some_ranks_only_may_not_wait_for_others_and_the_step_goes_
 
 
 def failures():
-    def script(door, ns):
+    def script(channel, ns):
         answers = [
-            door.expression("1 / 0"),
-            door.expression("for"),
-            door.expression("exit()"),
-            door.cell("a = 1\nb = unknown\n"),
-            door.job(Inspect(fqn="blocks.1.mlp.0.weigth")),
+            channel.expression("1 / 0"),
+            channel.expression("for"),
+            channel.expression("exit()"),
+            channel.cell("a = 1\nb = unknown\n"),
+            channel.job(Inspect(fqn="blocks.1.mlp.0.weigth")),
         ]
-        return answers, door.where().held.kind.key, ns["a"]
+        return answers, channel.where().held.kind.key, ns["a"]
 
     return stopped_at("backward", "blocks.1", script)
 
@@ -300,11 +300,11 @@ def test_what_raises_is_told_in_a_line_and_the_stop_stays():
 
 
 def cells():
-    def script(door, ns):
-        said = door.cell(
+    def script(channel, ns):
+        said = channel.cell(
             "import sys\nprint('out', rank)\nprint('err', file=sys.stderr)\ndef f():\n    return y\ny = 5\nf()"
         )
-        shadowed = door.cell("tokens = 'mine'\ntokens")
+        shadowed = channel.cell("tokens = 'mine'\ntokens")
         return said.text, shadowed.text, ns["tokens"], ns["y"]
 
     return stopped_at("optimizer", None, script)
@@ -317,14 +317,14 @@ def test_a_cell_prints_defines_and_shows_its_last_value():
 
 
 def interrupted_job():
-    def script(door, ns):
-        door.send("loop", RunCell(code="began = True\nwhile True:\n    pass"))
-        door.until(lambda where: "began" in ns)
-        door.send("later", Evaluate(expr="1 + 1"))
+    def script(channel, ns):
+        channel.send("loop", RunCell(code="began = True\nwhile True:\n    pass"))
+        channel.until(lambda where: "began" in ns)
+        channel.send("later", Evaluate(expr="1 + 1"))
         os.kill(os.getpid(), signal.SIGINT)
-        where = door.until(lambda where: "later" in where.tickets)
-        door(Forget(tickets=("loop",)))
-        return where, list(door.where().tickets)
+        where = channel.until(lambda where: "later" in where.tickets)
+        channel(Forget(tickets=("loop",)))
+        return where, list(channel.where().tickets)
 
     return stopped_at("forward", "blocks.1", script)
 
@@ -338,13 +338,13 @@ def test_an_interrupt_ends_the_cell_that_runs_and_not_the_stop():
 
 
 def inspections():
-    def script(door, ns):
+    def script(channel, ns):
         names = {
             "running": "blocks.1.mlp.0.weight",
             "sharded": "model.blocks.0.mlp.0.weight",
             "prefetched": "blocks.2.mlp.0.weight",
         }
-        return {what: door.inspect(name) for what, name in names.items()}
+        return {what: channel.inspect(name) for what, name in names.items()}
 
     return stopped_at("forward", "blocks.1", script, steps=2, prefetch=1)
 
@@ -382,8 +382,8 @@ def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
 
 
 def gradients():
-    def script(door, ns):
-        return door.inspect("blocks.1.mlp.0.weight")
+    def script(channel, ns):
+        return channel.inspect("blocks.1.mlp.0.weight")
 
     return stopped_at("backward.end", "blocks.1", script), stopped_at("optimizer", None, script)
 
@@ -399,9 +399,9 @@ def test_inspect_finds_full_and_sharded_gradients():
 
 
 def stacks_while_held():
-    def script(door, ns):
-        door.evaluate("rank")  # it counts as held a moment before it stands in the gate's loop
-        return door(Stacks())
+    def script(channel, ns):
+        channel.evaluate("rank")  # it counts as held a moment before it stands in the gate's loop
+        return channel(Stacks())
 
     return stopped_at("backward", "blocks.1", script)
 

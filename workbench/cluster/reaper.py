@@ -134,10 +134,10 @@ def main(cluster_id: str, parent_pid: int, *patterns: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     adopted: list[psutil.Process] = []
     left: dict[str, Any] = {"commands": [], "paths": []}
-    for told in map(json.loads, _lines(sys.stdin.fileno(), parent_pid)):
-        if "pid" not in told:
-            left = told
-        elif (process := process_of(told)) is not None:
+    for record in map(json.loads, _lines(sys.stdin.fileno(), parent_pid)):
+        if "pid" not in record:
+            left = record
+        elif (process := process_of(record)) is not None:
             adopted.append(process)
     processes.end(cluster_id, adopted, grace_s=GRACE_S)
     _run_all(left["commands"])

@@ -20,14 +20,14 @@ SIGNAL_AFTER_S = 0.5
 """Time in seconds after an abort before a rank still running in a step is sent SIGINT."""
 
 
-_ASK_S = 1.0  # timeout of a side-door request
+_ASK_S = 1.0  # timeout of a control-channel request
 
 
 class Releasable(Protocol):
     """The part of a cluster or its channels used here."""
 
     def ask(self, request: RankRequest[Any], ranks: Iterable[int], timeout_s: float) -> Mapping[int, object]:
-        """Send a request to the side doors of ``ranks``."""
+        """Send a request to the control channels of ``ranks``."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Send SIGINT to ``ranks``."""
@@ -39,7 +39,7 @@ def late(pending: PendingReplies, ranks: Iterable[int]) -> list[int]:
 
 
 def free(
-    door: Releasable,
+    channel: Releasable,
     ranks: Sequence[int],
     pending: PendingReplies,
     reason: str,
@@ -50,15 +50,15 @@ def free(
     """Abort the current work of ``ranks``, escalating until ``pending`` completes; do not wait after the last step.
 
     Args:
-        door: channels to the ranks.
+        channel: channels to the ranks.
         ranks: the ranks to abort, idle ones included.
         pending: their current request, or one queued after it.
         reason: reason of the abort, which the ranks report.
         store: also end their waits for the store, for good.
         interrupts: whether to send SIGINT as the last step; it could also end a request queued after ``pending``.
     """
-    door.ask(GiveUp(reason=reason), ranks, _ASK_S)
+    channel.ask(GiveUp(reason=reason), ranks, _ASK_S)
     if not pending.wait(SHUT_AFTER_S):
-        door.ask(Shut(store=store), late(pending, ranks), _ASK_S)
+        channel.ask(Shut(store=store), late(pending, ranks), _ASK_S)
     if interrupts and not pending.wait(SIGNAL_AFTER_S - SHUT_AFTER_S):
-        door.interrupt(late(pending, ranks))
+        channel.interrupt(late(pending, ranks))

@@ -76,8 +76,8 @@ class FsdpMagics(Magics):
         """Shard, train and inspect models on several ranks; ``%fsdp help`` lists the commands."""
         try:
             value = self._run_line(line) if cell is None else self._run_cell(line, cell)
-        except HelpAsked as asked:
-            value = str(asked)
+        except HelpAsked as help_:
+            value = str(help_)
         if isinstance(value, str):
             say(value)
             return None
@@ -99,7 +99,7 @@ class FsdpMagics(Magics):
         self.workbench.note(command, "cell")
         if isinstance(command, Help):
             return help_text(command)
-        do = partial(self.workbench.do, command, tell=say)
+        do = partial(self.workbench.do, command, on_notice=say)
         if self._is_behind(command):
             return do(on_output=emit)
         if not isinstance(command, (Step, Continue, Next)):

@@ -41,5 +41,5 @@ def _for_a_flag(about: str) -> str:
 
     Example: ``"which step; None: the newest."`` -> ``"which step (default: the newest)"``.
     """
-    said, _, default = about.removesuffix(".").partition("; None: ")
-    return f"{said} (default: {default})" if default else said
+    text, _, default = about.removesuffix(".").partition("; None: ")
+    return f"{text} (default: {default})" if default else text

@@ -204,7 +204,7 @@ class PanelComm:
             data, text, is_error = {}, f"{type(error).__name__}: {error}", True
         self._tell(CommandOutput(number=number, line=line, text=text, is_error=is_error, data=data))
 
-    def _run(self, command: Command, tell: Callable[[str], None]) -> Any:  # noqa: ANN401 - depends on the command
+    def _run(self, command: Command, on_notice: Callable[[str], None]) -> Any:  # noqa: ANN401 - depends on the command
         """Run a command, ``continue`` and ``next`` in the background: the notebook stays free."""
         self._workbench.note(command, "panel")
         match command:
@@ -214,7 +214,7 @@ class PanelComm:
                 return self._workbench.resume(background=True)
             case Next(what=what):
                 return self._workbench.next(what, background=True)
-        return self._workbench.do(command, on_output=emit, tell=tell)
+        return self._workbench.do(command, on_output=emit, on_notice=on_notice)
 
 
 def _spell(question: FormatCommand) -> Answer:

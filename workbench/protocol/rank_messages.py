@@ -1,7 +1,7 @@
-"""Requests of a notebook to the side door of a rank, and the replies: small frozen dataclasses.
+"""Requests of a notebook on the control channel of a rank, and the replies: small frozen dataclasses.
 
-The side door runs in its own thread, also while the rank is busy: a request reads state, sets a flag or queues a job.
-The user commands ``Pause``, ``Next`` and ``Continue`` are also requests.
+The rank serves this channel in its own thread, also while it is busy: a request reads state, sets a flag or queues a
+job. The user commands ``Pause``, ``Next`` and ``Continue`` are also requests.
 """
 
 from __future__ import annotations

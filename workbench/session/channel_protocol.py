@@ -1,4 +1,4 @@
-"""The interface for requests to the ranks' side doors."""
+"""The interface for requests to the ranks' control channels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ class ControlChannel(Protocol):
     def ask(
         self, request: RankRequest[R], ranks: Iterable[int] | None = None, timeout_s: float = ...
     ) -> Mapping[int, R | Exception]:
-        """Send a request to the side doors of ``ranks`` in parallel."""
+        """Send a request to the control channels of ``ranks`` in parallel."""
 
 
-def answers(door: ControlChannel, request: RankRequest[R], ranks: Iterable[int], *, timeout_s: float) -> dict[int, R]:
-    """Return the side-door replies of ``ranks``, without those of ranks that failed or timed out."""
-    replies = door.ask(request, ranks, timeout_s=timeout_s)
+def answers(
+    channel: ControlChannel, request: RankRequest[R], ranks: Iterable[int], *, timeout_s: float
+) -> dict[int, R]:
+    """Return the control-channel replies of ``ranks``, without those of ranks that failed or timed out."""
+    replies = channel.ask(request, ranks, timeout_s=timeout_s)
     return {rank: reply for rank, reply in replies.items() if not isinstance(reply, Exception)}

@@ -1,4 +1,4 @@
-"""Running code on ranks held in the gate: jobs for the held threads, sent and polled through the side doors."""
+"""Running code on ranks held in the gate: jobs for the held threads, sent and polled on the control channels."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _value(reply: R | Exception) -> R | None:
 
     Raises:
         RankDied: its process is gone.
-        RankError: its side door refused the request.
+        RankError: it refused the request.
     """
     if isinstance(reply, (RankDied, RankError)):
         raise reply

@@ -41,7 +41,7 @@ QUIET_S, HEAR_OUT_S = 0.05, 0.3
 """Time in seconds without new output after which the output of stopped ranks counts as complete, and its limit."""
 
 ASK_S = 0.5
-"""Timeout of a side-door request while others wait for the reply, in seconds."""
+"""Timeout of a control-channel request while others wait for the reply, in seconds."""
 
 PATIENT_S = 5.0
 """The same when the reply matters and nothing else waits, in seconds: an idle rank answers, though late if the machine
@@ -74,7 +74,7 @@ class Outcome:
     abandoned: tuple[int, ...] = ()
 
 
-Asked = Literal["", "pause", "abort"]
+Requested = Literal["", "pause", "abort"]
 """What the user may request while ranks run."""
 
 
@@ -127,23 +127,23 @@ class RequestWaiter:
         self._outcome = Outcome()
         self._can_pause = can_pause
         self._level = 0
-        self._pause_asked = self._abort_asked = False
+        self._pause_requested = self._abort_requested = False
         self._abort_at: float | None = None
         self._shut_at: float | None = None
         self._signal_at: float | None = None
         self._abandon_at: float | None = None
         self._next_tick = clock() + TICK_S
 
-    def ask_pause(self) -> None:
+    def request_pause(self) -> None:
         """Request a stop of the ranks. Thread-safe."""
-        self._pause_asked = True
+        self._pause_requested = True
 
-    def ask_abort(self) -> None:
+    def request_abort(self) -> None:
         """Request an abort of the ranks. Thread-safe."""
-        self._abort_asked = True
+        self._abort_requested = True
 
     @property
-    def asked(self) -> Asked:
+    def requested(self) -> Requested:
         """The user's request that is not complete yet."""
         if self._outcome.given_up:
             return "abort"
@@ -222,11 +222,11 @@ class RequestWaiter:
 
     def _obey(self) -> None:
         """Carry out the requests of other threads."""
-        if self._pause_asked:
-            self._pause_asked = False
+        if self._pause_requested:
+            self._pause_requested = False
             self._pause()
-        if self._abort_asked:
-            self._abort_asked = False
+        if self._abort_requested:
+            self._abort_requested = False
             self._give_up("aborted")
             self._abandon_at = self._clock() + ABANDON_AFTER_S
 

@@ -1,4 +1,4 @@
-"""An engine that ends while the doors to all of them are opened; no process needed."""
+"""An engine that ends while the channels to all of them are opened; no process needed."""
 
 import pytest
 
@@ -38,7 +38,7 @@ class FakePlace:
 
 @pytest.fixture(params=[True, False], ids=["its process ended", "the controller found it gone"])
 def losses(request, monkeypatch):
-    """What is known of lost ranks if engine b, rank 1, ends just before its door is open."""
+    """What is known of lost ranks if engine b, rank 1, ends just before its channel is open."""
     place = FakePlace(knows_ends=request.param)
     cluster = Cluster(2, "cpu")
 

@@ -1,4 +1,4 @@
-"""What a notebook waits for on a real cluster: the first cell, an empty cell, and the side door of busy ranks."""
+"""What a notebook waits for on a real cluster: the first cell, an empty cell, and the control channel of busy ranks."""
 
 import contextlib
 import os
@@ -69,8 +69,8 @@ def _attached_s(target: AttachTarget) -> float:
         cluster.stop()
 
 
-def measure_side_door_of_hosts(num_hosts: int, num_local: int, num_times: int) -> Tree:
-    """Return what :func:`measure_side_door` does, of ranks on several hosts, and the round trip of a packet to them.
+def measure_control_channel_of_hosts(num_hosts: int, num_local: int, num_times: int) -> Tree:
+    """Return what :func:`measure_control_channel` does, of ranks on several hosts, and a packet's round trip to them.
 
     This process, in which the notebook's side is, and the controller are on a host of their own. ``above_links_ms`` is
     what the worse of the medians has above two latencies of a link; without network namespaces nothing is measured.
@@ -130,7 +130,7 @@ def running_engines(num_engines: int) -> Iterator[AttachTarget]:
                 started.communicate()
 
 
-def measure_side_door(num_ranks: int, num_times: int) -> Tree:
+def measure_control_channel(num_ranks: int, num_times: int) -> Tree:
     """Return how long all ranks, each of which computes in its main thread, take to say where they are."""
     with Cluster(num_ranks, "cpu") as cluster:
         return _medians(cluster, num_times)
