@@ -1,6 +1,5 @@
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,7 @@ from workbench.magics.parser import HelpAsked
 from workbench.protocol import commands
 from workbench.protocol.arguments import argument
 from workbench.protocol.arguments import ranks as parse_ranks
-from workbench.protocol.commands import COMMANDS, Break, Cell, Command, Reshard, Shard, Step, Verify, summary
+from workbench.protocol.commands import COMMANDS, Break, Cell, Command, Reshard, Shard, Step, Verify, command, summary
 from workbench.reports.pause_results import EndReport
 from workbench.reports.results import SAYS
 from workbench.views import VIEWS
@@ -277,14 +276,10 @@ class Tallied:
     count: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("tally model --of params", reply=Tallied)
 class Tally(Command):
     """Count what a model has."""
 
-    word: ClassVar[str] = "tally"
-    example: ClassVar[str] = "tally model --of params"
-    on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Tallied
     model: str = field(kw_only=False, metadata=argument("which", metavar="MODEL", completes="modules"))
     of: str = field(default="units", metadata=argument("of what", completes=("units", "params")))
 

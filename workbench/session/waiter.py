@@ -78,8 +78,13 @@ Requested = Literal["", "pause", "abort"]
 """What the user may request while ranks run."""
 
 
-_MEANS = ("stops inside the step", "aborts", "sends SIGINT", "stops waiting")
-"""What each further Ctrl-C does."""
+class Means(Enum):
+    """The means that a Ctrl-C uses, gentlest first; each is used once."""
+
+    PAUSE = "stops inside the step"
+    ABORT = "aborts"
+    SIGNAL = "sends SIGINT"
+    ABANDON = "stops waiting"
 
 
 class Tick(Enum):
@@ -126,7 +131,7 @@ class RequestWaiter:
         self.running = set(pending.ranks)
         self._outcome = Outcome()
         self._can_pause = can_pause
-        self._level = 0
+        self._used: Means | None = None  # by the last Ctrl-C
         self._pause_requested = self._abort_requested = False
         self._abort_at: float | None = None
         self._shut_at: float | None = None
@@ -154,7 +159,7 @@ class RequestWaiter:
 
         ``interrupts`` counts each Ctrl-C from the sending of the request until this returns.
         """
-        self._level = 0
+        self._used = None
         with interrupts or CountInterrupts() as counted:
             try:
                 stop = self._loop(counted)
@@ -239,28 +244,32 @@ class RequestWaiter:
     @property
     def next_means(self) -> str:
         """What the next Ctrl-C does: ``"Ctrl-C again gives up"``."""
-        return f"Ctrl-C {'again ' if self._level else ''}{_MEANS[self._next_level()]}"
+        return f"Ctrl-C {'again ' if self._used else ''}{self._next().value}"
 
     def _escalate(self) -> None:
-        """Escalate at a Ctrl-C: pause, abort, signal at once, abandon."""
-        level = self._next_level()
-        self._level = min(level + 1, 3)
-        (self._pause, self._interrupt, self._signal, self._abandon)[level]()
+        """Use the next means at a Ctrl-C."""
+        self._used = self._next()
+        match self._used:
+            case Means.PAUSE:
+                self._pause()
+            case Means.ABORT:
+                self._give_up("interrupted")
+            case Means.SIGNAL:
+                self._signal()
+            case Means.ABANDON:
+                self._abandon()
 
-    def _next_level(self) -> int:
-        if self.is_exhausted:
-            return 3
-        if self._outcome.given_up:
-            floor = 2
-        else:
-            floor = 0 if self._can_pause and not self.stopper.is_pausing and not self._outcome.failures else 1
-        return max(self._level, floor)
+    def _next(self) -> Means:
+        """Return the gentlest means that can help and was not used yet."""
+        if self.is_exhausted or self._used in {Means.SIGNAL, Means.ABANDON}:
+            return Means.ABANDON
+        if self._outcome.given_up or self._used is Means.ABORT:
+            return Means.SIGNAL
+        can_pause = self._can_pause and not self.stopper.is_pausing and not self._outcome.failures
+        return Means.PAUSE if can_pause and self._used is None else Means.ABORT
 
     def _pause(self) -> None:
         self.stopper.pause(self.running)
-
-    def _interrupt(self) -> None:
-        self._give_up("interrupted")
 
     def _give_up(self, why: str) -> None:
         self._outcome.given_up = why
