@@ -56,9 +56,8 @@ from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.namespace import exchange, module_names, user_namespace, variables
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
-from workbench.runtime.stacks import stacks
+from workbench.runtime.stacks import stacks, user_line
 from workbench.runtime.trainer import Trainer
-from workbench.runtime.user_frame import user_line
 from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
