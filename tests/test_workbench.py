@@ -22,6 +22,7 @@ from tests.helpers.fake_cluster import (
     step_result,
     writes,
 )
+from tests.helpers.waiting import wait_until
 from workbench.cluster.pending_replies import Output, settle
 from workbench.codec import encode
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
@@ -188,6 +189,18 @@ def test_status_says_what_the_engine_does_not_manage(trained, tmp_path):
     assert all(note in str(status) for note in status.notes)
 
 
+def test_status_says_busy_for_a_rank_that_runs_a_step_and_gives_an_idle_rank_more_time(trained):
+    trained.fake.script["step"] = [returns, returns, computes, computes]
+    trained.step(background=True)
+    wait_until(lambda: trained._session.request.watch.running == {2, 3})
+    trained.fake.silent = {1, 3}
+    trained.fake.patience.clear()
+    assert [rank.doing for rank in trained.status().ranks] == ["idle", "", "idle", "busy"]
+    assert [asked for asked in trained.fake.patience if asked[0] == "locate"] == [("locate", waiter.PATIENT_S)]
+    trained.fake.silent = set()
+    trained.abort()
+
+
 def test_status_names_what_is_there(wb):
     wb.fake.silent = {3}
     text = str(wb.status())
@@ -219,6 +232,13 @@ def test_every_policy_is_sent(wb, mesh):
     report = wb.shard("model", wrap="Block", mesh=mesh, **policy)
     assert wb.sent("execute")[0][1] == Shard(model="model", wrap=("Block",), mesh=(2, 2), **policy)
     assert "policy           2 copies; computes in bfloat16" in str(report)
+
+
+def test_reshard_reports_that_nothing_is_to_change(trained):
+    trained.fake.script["reshard"] = gives({**SHARD_RESULT, "optimizers": 1, "is_changed": False})
+    report = trained.reshard("model")
+    sentence = "nothing to change, model: 3 units on 4 ranks, 1,000 elements in 10 parameters"
+    assert (report.is_changed, report.headline) == (False, sentence)
 
 
 def test_reshard_sends_only_what_changes(trained):

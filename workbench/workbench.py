@@ -492,13 +492,12 @@ class Workbench:
     def status(self) -> StatusReport:
         """Return the state of the ranks, the sharded models and the size of the trace."""
         session = self._session
-        if session is not None:
-            session.drain(timeout_s=session.patience_s)
+        ranks = () if session is None else tuple(self._rank_status(session))
         trace = self._last.trace if session is None else session.trace
         request = None if session is None else session.request
         return StatusReport(
             running=self.running,
-            ranks=() if session is None else tuple(self._rank_status(session)),
+            ranks=ranks,
             models=sharded_models(trace.header, next(iter(self.models().values()), ())),
             num_rows=trace.num_rows,
             num_lost=sum(rank.lost for rank in trace.ranks),
@@ -516,17 +515,15 @@ class Workbench:
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
-        positions, losses = session.heard, session.cluster.losses()
+        doing, losses = session.doing(), session.cluster.losses()
         for info, alive in zip(session.cluster.rank_info, session.cluster.alive(), strict=True):
-            position = positions.get(info.rank)
-            doing = "" if position is None else position.doing or "idle"
             yield RankStatus(
                 rank=info.rank,
                 host=info.host,
                 device=info.device,
                 pid=info.pid,
                 alive=alive,
-                doing=doing,
+                doing=doing.get(info.rank, ""),
                 loss=losses.get(info.rank, ""),
             )
 

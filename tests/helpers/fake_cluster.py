@@ -531,4 +531,5 @@ SHARD_RESULT = {
     "optimizers": 0,
     "policy": [],
     "chosen": None,
+    "is_changed": True,
 }

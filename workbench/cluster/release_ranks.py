@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
 
+from workbench.cluster.channel_protocol import Interruptible
 from workbench.cluster.pending_replies import PendingReplies
-from workbench.protocol.commands import RankRequest
 from workbench.protocol.rank_messages import GiveUp, Shut
 
 SHUT_AFTER_S = 0.35
@@ -23,23 +22,13 @@ SIGNAL_AFTER_S = 0.5
 _ASK_S = 1.0  # timeout of a control-channel request
 
 
-class Releasable(Protocol):
-    """The part of a cluster or its channels used here."""
-
-    def ask(self, request: RankRequest[Any], ranks: Iterable[int], timeout_s: float) -> Mapping[int, object]:
-        """Send a request to the control channels of ``ranks``."""
-
-    def interrupt(self, ranks: Iterable[int]) -> None:
-        """Send SIGINT to ``ranks``."""
-
-
 def late(pending: PendingReplies, ranks: Iterable[int]) -> list[int]:
     """Return those of ``ranks`` that were asked in ``pending`` and have not answered."""
     return [rank for rank in ranks if rank in pending.ranks and not pending.done(rank)]
 
 
 def free(
-    channel: Releasable,
+    channel: Interruptible,
     ranks: Sequence[int],
     pending: PendingReplies,
     reason: str,

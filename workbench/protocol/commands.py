@@ -398,6 +398,7 @@ class ShardReply:
         optimizers: number of optimizers that use its parameters.
         unmanaged: state that the engine does not manage.
         chosen: classes that were wrapped because the command named none; None if it named some.
+        is_changed: whether the command changed anything.
     """
 
     model: str
@@ -410,6 +411,7 @@ class ShardReply:
     optimizers: int
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
     chosen: tuple[str, ...] | None = None
+    is_changed: bool = True
 
 
 @command("shard model --wrap Block", reply=ShardReply)

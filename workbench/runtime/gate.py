@@ -122,7 +122,7 @@ class Gate:
 
     # ---- checks before an event, in the step's thread
 
-    def _asked(
+    def _requested(
         self,
         kind: Kind,
         edge: Edge,
@@ -296,17 +296,17 @@ class Gate:
         """Replace the stop targets, and check events from now on if there are any; call with the lock held."""
         self._wanted = wanted
         if self._is_wanted():
-            self.event = self._asked
+            self.event = self._requested
             return
         self.event = self._recorder.event
         if self._is_wanted():  # a signal arrived between the two lines above
-            self.event = self._asked
+            self.event = self._requested
 
     def _is_wanted(self) -> bool:
         return self._wanted.is_anything or self.interrupts.is_flagged or bool(self._alone)
 
     def _on_interrupt(self) -> None:
-        self.event = self._asked
+        self.event = self._requested
         self.wake()
 
     def wake(self) -> None:

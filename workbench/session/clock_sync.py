@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.clock import clock_here
+from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.protocol.rank_messages import Locate
 from workbench.replay.clock_error import DRIFT
 from workbench.replay.spans import Ints
-from workbench.session.channel_protocol import ControlChannel, answers
 from workbench.trace.schema import ROW_DTYPE, ClockReading, HostClock
 
 EVERY_S = 10.0

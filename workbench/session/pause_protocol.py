@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.protocol.commands import Continue, Next, Pause, RankRequest
 from workbench.protocol.rank_messages import Hold, Locate, Position, RunTo, StepPosition
 from workbench.reports.stop_positions import StopGroup, is_in_wait
-from workbench.session.channel_protocol import ControlChannel, answers
 
 R = TypeVar("R")
 

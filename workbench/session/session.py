@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from workbench.cluster.channel_protocol import Interruptible, answers
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.engine_provider import OnWait, no_wait
 from workbench.cluster.pending_replies import PendingReplies, select
@@ -53,7 +54,6 @@ from workbench.reports.results import Report, StepReport
 from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
-from workbench.session.channel_protocol import answers
 from workbench.session.clock_sync import ClockSync
 from workbench.session.pause_protocol import WHERE_S
 from workbench.session.remote_eval import Inner, JobRanks, RemoteEval, check_held
@@ -63,7 +63,7 @@ from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnaps
 from workbench.session.stall_notice import OnStanding, StallNotice, no_standing, who_works
 from workbench.session.trace_collector import TraceCollector
 from workbench.session.variable_check import check, check_parameter, on_hosts, with_path
-from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, RequestWaiter, Tick, failure_of
+from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Outcome, RequestWaiter, Tick, failure_of
 from workbench.trace.columns import Trace
 
 R = TypeVar("R")
@@ -226,14 +226,30 @@ class Session:
         """Return the ranks that can be reached."""
         return [rank for rank, alive in enumerate(self.cluster.alive()) if alive]
 
-    @property
-    def heard(self) -> Mapping[int, Position]:
-        """The positions of the ranks that answered the last drain."""
-        return self._collector.heard
+    def drain(self, *, timeout_s: float = PATIENT_S, max_age_s: float = 0.0) -> Mapping[int, Position]:
+        """Collect the rows recorded since the last drain, unless that is less than ``max_age_s`` seconds ago.
 
-    def drain(self, *, timeout_s: float = PATIENT_S, max_age_s: float = 0.0) -> None:
-        """Collect the rows recorded since the last drain, unless that is less than ``max_age_s`` seconds ago."""
-        self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
+        Returns:
+            The positions of the ranks that answered.
+        """
+        return self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
+
+    def doing(self) -> dict[int, str]:
+        """Drain the ranks; return what each one does that answers, and ``busy`` for one that runs a request instead.
+
+        A rank that runs no request is sure to answer, so it is given more time.
+        """
+        timeout_s, busy = self.patience_s, self._busy()
+        here = dict(self.drain(timeout_s=timeout_s))
+        idle = [rank for rank in self.living() if rank not in here and rank not in busy]
+        if timeout_s < PATIENT_S:
+            here |= answers(self.cluster, Locate(), idle, timeout_s=PATIENT_S)
+        return dict.fromkeys(busy, "busy") | {rank: position.doing or "idle" for rank, position in here.items()}
+
+    def _busy(self) -> set[int]:
+        """Return the ranks that have not ended the request under way, or one that the notebook no longer waits for."""
+        running = set() if self.request is None else set(self.request.watch.running)
+        return running | (set() if self._obstacle is None else set(late(self._obstacle.pending, self.living())))
 
     def pulse(self) -> ClusterSnapshot:
         """Return a snapshot of the trace and the ranks, about a tenth of a second old.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.events import Category, Edge, Kind
 from workbench.protocol.rank_messages import Drain, DrainReply, Position, RecordSummary
-from workbench.session.channel_protocol import ControlChannel, answers
 from workbench.session.clock_sync import ClockSync
 from workbench.session.snapshot import ActivePolicy
 from workbench.trace import header_from_dict, key_frame_from_dict
@@ -64,7 +64,9 @@ class TraceCollector:
         """The trace collected so far."""
         return self._builder.snapshot()
 
-    def drain(self, channel: ControlChannel, ranks: Iterable[int], *, timeout_s: float, max_age_s: float = 0.0) -> None:
+    def drain(
+        self, channel: ControlChannel, ranks: Iterable[int], *, timeout_s: float, max_age_s: float = 0.0
+    ) -> Mapping[int, Position]:
         """Collect the rows that ``ranks`` recorded since the last drain, except from ranks that do not answer in time.
 
         Ranks whose clock was not compared with rank 0's yet are skipped; they keep their rows until a later drain.
@@ -75,11 +77,14 @@ class TraceCollector:
             timeout_s: timeout of the replies, in seconds.
             max_age_s: no-op if the last drain, by any thread, is less than this many seconds ago, or within the
                 back-off (:data:`LEISURE`). 0: drain always.
+
+        Returns:
+            The positions of the ranks that answered.
         """
         with self._lock:
             begin = time.monotonic()
             if max_age_s and begin - self._drained_at < max(max_age_s, self._leisure_s):
-                return
+                return self.heard
             ranks = tuple(ranks)
             if self._clocks.compare(channel, ranks, timeout_s=timeout_s):
                 self._builder.set_clocks(self._clocks.readings)
@@ -99,6 +104,7 @@ class TraceCollector:
             self._drained_at = time.monotonic()
             took_s = self._drained_at - begin
             self._leisure_s = max(min(LEISURE * len(known) * took_s, MAX_LEISURE_S), took_s)
+            return self.heard
 
     def _note_policy(self, trace: Trace) -> None:
         """Record the units in use if they have changed.

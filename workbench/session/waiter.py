@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from workbench.cluster.channel_protocol import Interruptible
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.pending_replies import PendingReplies
 from workbench.cluster.release_ranks import SHUT_AFTER_S, SIGNAL_AFTER_S
@@ -15,7 +16,6 @@ from workbench.errors import RankDied, RankError
 from workbench.protocol.rank_messages import GiveUp, Position, Shut
 from workbench.reports.failures import Failure
 from workbench.reports.stop_positions import StopGroup
-from workbench.session.channel_protocol import ControlChannel
 from workbench.session.pause_protocol import PauseProtocol
 
 SLICE_S = 0.02
@@ -46,13 +46,6 @@ ASK_S = 0.5
 PATIENT_S = 5.0
 """The same when the reply matters and nothing else waits, in seconds: an idle rank answers, though late if the machine
 is busy."""
-
-
-class Interruptible(ControlChannel, Protocol):
-    """The part of a cluster used here."""
-
-    def interrupt(self, ranks: Iterable[int] | None = None) -> None:
-        """Send SIGINT to ranks."""
 
 
 @dataclass
