@@ -32,8 +32,8 @@ class FakePlace:
     def log_tail(self, rank):
         return ""
 
-    def ask_why_gone(self, tell):
-        tell("")
+    def ask_why_gone(self, report):
+        report("")
 
 
 @pytest.fixture(params=[True, False], ids=["its process ended", "the controller found it gone"])

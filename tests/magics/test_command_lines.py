@@ -49,9 +49,9 @@ def test_the_method_of_a_word_of_the_ranks_takes_what_the_word_declares(word):
 
 @pytest.mark.parametrize("name", WORDS)
 def test_help_of_a_word_shows_usage_and_a_line_that_works(name):
-    with pytest.raises(HelpAsked) as asked:
+    with pytest.raises(HelpAsked) as requested:
         parse_line(f"{name} -h")
-    text = str(asked.value)
+    text = str(requested.value)
     assert text.startswith(f"usage: %fsdp {name}")
     assert f"\n  %fsdp {WORDS[name].example}\n" in text
     assert summary(WORDS[name]) in " ".join(text.split())
@@ -227,9 +227,9 @@ def test_view_options_are_those_of_the_view():
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_help_of_a_view_says_its_defaults_and_no_none(view):
-    said = parser_for(view).format_help()
-    assert "None" not in said
-    assert ("(default: the newest)" in said) == ("the last step to show" in said)
+    reported = parser_for(view).format_help()
+    assert "None" not in reported
+    assert ("(default: the newest)" in reported) == ("the last step to show" in reported)
 
 
 def test_the_widget_of_the_timeline_takes_no_other_flag():

@@ -178,8 +178,8 @@ def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
 
 def test_words_when_nothing_is_stopped(stoppable):
     for word in ("next", "continue", "inspect x", "eval x"):
-        said = f"{word.partition(' ')[0]}: no step is stopped; stop one with %fsdp step --until"
-        assert said in stoppable.run(f"%fsdp {word}").out
+        reported = f"{word.partition(' ')[0]}: no step is stopped; stop one with %fsdp step --until"
+        assert reported in stoppable.run(f"%fsdp {word}").out
     for word in ("pause", "abort"):
         assert f"nothing to {word}: no step is running" in stoppable.run(f"%fsdp {word}").out
 

@@ -75,10 +75,10 @@ def test_an_abort_cancels_a_start_that_waits(monkeypatch):
 
     def abort():
         assert begun.wait(60)
-        said.append(one.do(Abort()).headline)
+        reported.append(one.do(Abort()).headline)
         go_on.set()
 
-    said, shown = [], []
+    reported, shown = [], []
     one = Workbench(cluster_factory=Waits)
     thread = threading.Thread(target=abort)
     thread.start()
@@ -86,7 +86,7 @@ def test_an_abort_cancels_a_start_that_waits(monkeypatch):
         one.do(Start(), on_wait=shown.append)
     thread.join()
     assert shown == ["4 ranks, 3 s: importing torch"]
-    assert said == ["Cancelled: no ranks are started or attached"]
+    assert reported == ["Cancelled: no ranks are started or attached"]
     assert (one.exchange, one.running) == ("", False)
     one.do(Start())  # the next one is not cancelled
     one.close()
@@ -105,12 +105,12 @@ def test_an_abort_cancels_an_attach_that_waits(one, monkeypatch):
 
 
 def test_a_start_warns_of_more_ranks_than_the_cores_can_serve(one):
-    one.cores, said = 2, []
-    one.do(Start(num_ranks=8), on_notice=said.append)
+    one.cores, reported = 2, []
+    one.do(Start(num_ranks=8), on_notice=reported.append)
     one.do(Stop())
-    assert said == []
-    one.do(Start(num_ranks=9), on_notice=said.append)
-    assert said == ["9 ranks share 2 cores here: the start may take minutes or fail"]
+    assert reported == []
+    one.do(Start(num_ranks=9), on_notice=reported.append)
+    assert reported == ["9 ranks share 2 cores here: the start may take minutes or fail"]
 
 
 def test_before_a_start_the_message_says_to_start(one):

@@ -128,11 +128,11 @@ def test_what_a_cell_wraps_is_known_by_its_names_before_the_first_step():
 
 def warned(command):
     """The lines that a rank prints of what it is warned of."""
-    said = io.StringIO()
-    with warnings.catch_warnings(), redirect_stderr(said):
+    texts = io.StringIO()
+    with warnings.catch_warnings(), redirect_stderr(texts):
         warnings.simplefilter("always")
         execute(command)
-    return said.getvalue().splitlines()
+    return texts.getvalue().splitlines()
 
 
 def alone():
@@ -380,9 +380,9 @@ def reshards_by_plan():
 @pytest.mark.thorough
 def test_what_a_reshard_from_and_to_classic_comes_to_is_told_before():
     for found in run(4, reshards_by_plan):
-        for (told, changes), (policy, before, after) in zip(RESHARDS, found, strict=True):
+        for (reported, changes), (policy, before, after) in zip(RESHARDS, found, strict=True):
             is_told = (policy.api, policy.strategy, policy.mesh, policy.reshard_after_forward, policy.orig_params)
-            assert is_told == told, changes
+            assert is_told == reported, changes
             if isinstance(after, str):
                 assert before == after, changes
             else:

@@ -74,7 +74,7 @@ def stopped_everywhere():
         stops.append(held)
     trace = trace_of(*drain())
     names = {u.index: u.name or "(root)" for u in trace.header.units}
-    stops = [(held, names.get(held.unit, ""), said) for held, said in stops]
+    stops = [(held, names.get(held.unit, ""), reported) for held, reported in stops]
     rows = trace.ranks[0].rows
     rows = rows[~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))]  # the garbage collector's may be anywhere
     gates = np.flatnonzero((rows["kind"] == Kind.GATE) & (rows["edge"] == Edge.END))
@@ -90,11 +90,11 @@ def test_all_ranks_stop_at_the_same_event_and_numbers_are_those_of_an_undisturbe
         assert (losses, after) == expected[rank]
         assert broken == []
         assert [held.place.step for held, _, _ in stops] == list(range(len(STOPS)))
-        for (held, held_unit, said), (_, (kind, edge, phase, unit)) in zip(stops, STOPS, strict=True):
+        for (held, held_unit, reported), (_, (kind, edge, phase, unit)) in zip(stops, STOPS, strict=True):
             assert place(held)[:3] == (kind, edge, phase)
             assert unit is None or held_unit == unit
             assert held.breakpoint == 0
-            assert said == str(rank)
+            assert reported == str(rank)
         assert rows_after == [(kind, edge) for _, (kind, edge, _, _) in STOPS]
     for held in zip(*(stops for _, _, stops, _, _ in results), strict=True):
         assert len({(h.place, *place(h), h.num_bytes) for h, _, _ in held}) == 1
@@ -104,12 +104,12 @@ def paused_again_and_again(meeting, times):
     """In each 13 steps a pause is asked for, in the last of them at the latest: so long the step waits for it."""
     ns = sharded()
     rank, step = ns["rank"], ns["train_step"]
-    numbers, asked = itertools.count(1), [threading.Event() for _ in range(times)]
+    numbers, requested = itertools.count(1), [threading.Event() for _ in range(times)]
     seen = []
 
     def train_step():
         pauses, rest = divmod(next(numbers), 13)
-        assert rest or asked[pauses - 1].wait(PATIENCE_S)
+        assert rest or requested[pauses - 1].wait(PATIENCE_S)
         return step()
 
     ns["train_step"] = train_step
@@ -124,7 +124,7 @@ def paused_again_and_again(meeting, times):
         return held.held
 
     def script(channel):
-        for is_asked in asked:
+        for is_asked in requested:
             channel.until(lambda where: where.place.step >= 0)
             align(channel, is_asked)
             for what in ("event", "collective", "unit", "phase", "phase", "event"):
@@ -187,16 +187,16 @@ def one_rank_only(meeting):
         channel(Continue())
         return held.kind.key, held.breakpoint, text
 
-    done, said = beside(script, Step())
-    return done["losses"], said
+    done, reported = beside(script, Step())
+    return done["losses"], reported
 
 
 def test_a_breakpoint_of_one_rank_leaves_the_others_waiting():
     results = run(3, one_rank_only, Meeting(3))
     expected = run(3, undisturbed, 2)
-    for rank, (losses, said) in enumerate(results):
+    for rank, (losses, reported) in enumerate(results):
         assert losses == expected[rank][0][1:]
-        assert said == (("all_gather", 0, "10") if rank == 1 else (None, "wait", str(rank)))
+        assert reported == (("all_gather", 0, "10") if rank == 1 else (None, "wait", str(rank)))
 
 
 def looks_from_now():
@@ -232,8 +232,8 @@ def paused_before_a_collective_of_the_users_own(meeting):
         channel(Continue())
         return held.place > where.place, place(held)
 
-    done, said = beside(script, Step())
-    return done["losses"], said
+    done, reported = beside(script, Step())
+    return done["losses"], reported
 
 
 def clipped_after_a_sum(params, max_norm):
@@ -292,8 +292,8 @@ def restarted():
 def test_giving_up_while_held_leaves_a_rank_that_can_go_on(how, event):
     expected = run(2, restarted)
     for rank, (first, name, text, accepted, after, broken) in enumerate(run(2, give_up, how, event, Meeting(2))):
-        said = {"abort": (StepAborted.__name__, "the user gave up"), "interrupt": ("KeyboardInterrupt", "")}
-        assert (name, text) == said[how]
+        reported = {"abort": (StepAborted.__name__, "the user gave up"), "interrupt": ("KeyboardInterrupt", "")}
+        assert (name, text) == reported[how]
         assert not accepted
         assert first + after == expected[rank]
         assert broken == []
@@ -345,26 +345,26 @@ def stopped_under_accumulation(stops):
         Channel().break_at({"event": "backward.end", "unit": "blocks.1"}, {"event": "forward", "unit": "blocks.0"})
 
     def script(channel):
-        said = []
+        reported = []
         for _ in range(4 * stops):
             held = channel.until_held()
             gathered = channel.inspect("blocks.2.mlp.0.weight")
             grad = channel.inspect("blocks.1.mlp.0.weight")
-            said.append((held.kind.key, gathered.full.state.words, grad.full_grad is not None))
+            reported.append((held.kind.key, gathered.full.state.words, grad.full_grad is not None))
             channel(Continue())
-        return said
+        return reported
 
-    done, said = beside(script, Step())
-    return done["losses"], weights(ns), said
+    done, reported = beside(script, Step())
+    return done["losses"], weights(ns), reported
 
 
 def test_stops_with_prefetch_in_flight_and_under_accumulation_change_nothing():
     plain, stopped = run(2, stopped_under_accumulation, 0), run(2, stopped_under_accumulation, 1)
     assert [r[:2] for r in plain] == [r[:2] for r in stopped]
-    for _, _, said in stopped:
-        assert [kind for kind, _, _ in said] == ["forward", "backward", "forward", "backward"]
-        assert [state for kind, state, _ in said if kind == "forward"] == ["all-gather in flight"] * 2
-        assert [grad for _, _, grad in said] == [False, True, True, True]
+    for _, _, reported in stopped:
+        assert [kind for kind, _, _ in reported] == ["forward", "backward", "forward", "backward"]
+        assert [state for kind, state, _ in reported if kind == "forward"] == ["all-gather in flight"] * 2
+        assert [grad for _, _, grad in reported] == [False, True, True, True]
 
 
 def nothing_holds_outside_of_steps():
@@ -409,11 +409,11 @@ def own_loop():
     ns = sharded()
     channel = Channel()
     channel.break_at({"event": "optimizer"})
-    said = []
+    reported = []
 
     def script():
-        said.append(channel.until_held().place.step)
-        said.append(channel.cell("opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7").text)
+        reported.append(channel.until_held().place.step)
+        reported.append(channel.cell("opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7").text)
         channel.break_at()
         channel(Continue())
 
@@ -424,12 +424,12 @@ def own_loop():
     ns["train_step"]()
     thread.join()
     rows = trace_of(*drain()).ranks[0].rows
-    return said, rows["step"][rows["kind"] == Kind.STEP].tolist()
+    return reported, rows["step"][rows["kind"] == Kind.STEP].tolist()
 
 
 def test_the_user_s_own_loop_stops_and_what_runs_meanwhile_ends_no_step():
-    for said, steps in run(2, own_loop):
-        assert said == [0, "7\n"]
+    for reported, steps in run(2, own_loop):
+        assert reported == [0, "7\n"]
         assert steps == [0, 0, 1, 1]
 
 

@@ -60,8 +60,8 @@ def main(device):
         prepare(device)
         execute(Shard(model="model", wrap=("Block",)))
         Channel().break_at({"event": "backward", "unit": "1", "once": True})
-        done, said = beside(script, Step(count=2))
-        sys.stdout.write(json.dumps([done["steps_done"], *said]))
+        done, reported = beside(script, Step(count=2))
+        sys.stdout.write(json.dumps([done["steps_done"], *reported]))
     finally:
         rank_module.shutdown()
 

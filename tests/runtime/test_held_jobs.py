@@ -33,15 +33,15 @@ def stopped_at(event, unit, script, *, steps=1, **options):
         channel.until_held()
         return script(channel, ns)
 
-    done, said = beside(held, Step())
+    done, reported = beside(held, Step())
     assert done["steps_done"] == 1
-    return said
+    return reported
 
 
 def expressions():
     def script(channel, ns):
         ns["main"] = threading.main_thread().ident
-        asked = (
+        requested = (
             "rank + 1",
             "x.shape",  # of Block.forward, whose child is about to run
             "[i for i in range(3) if i < rank + 2]",
@@ -51,21 +51,21 @@ def expressions():
             "10 ** 400",
             "torch.tensor(2.5)",
         )
-        return {text: channel.evaluate(text) for text in asked}
+        return {text: channel.evaluate(text) for text in requested}
 
     return stopped_at("forward", "blocks.1", script)
 
 
 def test_expressions_see_the_cells_and_the_stopped_function_in_its_own_thread_and_grad_mode():
-    for rank, said in enumerate(run(2, expressions)):
-        assert said["rank + 1"] == str(rank + 1)
-        assert said["x.shape"] == "torch.Size([4, 5, 16])"
-        assert said["[i for i in range(3) if i < rank + 2]"] == str(list(range(min(3, rank + 2))))
-        assert said["torch.is_grad_enabled()"] == "True"
-        assert said["__import__('threading').get_ident() == main"] == "True"
-        assert said["float('nan')"] == "nan"
-        assert said["10 ** 400"] == str(10**400)
-        assert said["torch.tensor(2.5)"] == "tensor(2.5000)"
+    for rank, reported in enumerate(run(2, expressions)):
+        assert reported["rank + 1"] == str(rank + 1)
+        assert reported["x.shape"] == "torch.Size([4, 5, 16])"
+        assert reported["[i for i in range(3) if i < rank + 2]"] == str(list(range(min(3, rank + 2))))
+        assert reported["torch.is_grad_enabled()"] == "True"
+        assert reported["__import__('threading').get_ident() == main"] == "True"
+        assert reported["float('nan')"] == "nan"
+        assert reported["10 ** 400"] == str(10**400)
+        assert reported["torch.tensor(2.5)"] == "tensor(2.5000)"
 
 
 def step_with_locals(ns, forward):
@@ -94,7 +94,7 @@ SEEN = ("list(batch.shape)", "accumulated", "[accumulated for _ in range(2)]", "
 def callers_locals():
     ns = sharded()
     ns["train_step"] = step_with_locals(ns, lambda forward: forward())
-    said = {}
+    reported = {}
 
     def script(channel):
         for event in EVENTS_OF_A_STEP:
@@ -102,17 +102,17 @@ def callers_locals():
             channel.break_at({"event": kind, "unit": unit or None})
             channel(Continue())
             channel.until(lambda where, kind=kind: where.held and kind.startswith(where.held.kind.key))
-            said[event] = [channel.expression(text).text for text in SEEN], channel.cell("accumulated").text
+            reported[event] = [channel.expression(text).text for text in SEEN], channel.cell("accumulated").text
 
     Channel().break_at({"event": "step"})
     beside(script, Step())
-    return said
+    return reported
 
 
 def test_the_variables_of_callers_are_found_in_forward_in_backward_and_in_the_optimizer():
-    for rank, said in enumerate(run(2, callers_locals)):
+    for rank, reported in enumerate(run(2, callers_locals)):
         own = ["[4, 6]", "0.25", "[0.25, 0.25]", str(rank), "'loss_of'"]
-        assert said == dict.fromkeys(EVENTS_OF_A_STEP, (own, "0.25\n"))
+        assert reported == dict.fromkeys(EVENTS_OF_A_STEP, (own, "0.25\n"))
 
 
 def frames():
@@ -136,12 +136,12 @@ def test_a_frame_is_chosen_and_a_wrong_name_brings_the_nearest_and_the_frames():
     assert shapes[number] == "[3, 2]"
     assert shapes[number + 1] == ""  # not looked for in what was called
     assert unknown.error.ename == "NameError"
-    said = unknown.error.evalue
-    assert said.startswith("name 'batsh' is not defined; nearest: batch")
-    assert "; frames: 0 forward at models.py:" in said
-    assert f", {number} one_step at test_held_jobs.py:" in said
-    assert "train_step at" in said
-    assert "runtime" not in said
+    reported = unknown.error.evalue
+    assert reported.startswith("name 'batsh' is not defined; nearest: batch")
+    assert "; frames: 0 forward at models.py:" in reported
+    assert f", {number} one_step at test_held_jobs.py:" in reported
+    assert "train_step at" in reported
+    assert "runtime" not in reported
     assert beyond.error.evalue.startswith("there is no frame 70 here; frames: 0 forward at")
 
 
@@ -247,8 +247,8 @@ def alone(comm):
         channel.break_at()
         return refused, local, mine, everybody
 
-    done, said = beside(script, Step(count=2))
-    return said, done["losses"], weights(ns), check(trace_of(*drain()))
+    done, reported = beside(script, Step(count=2))
+    return reported, done["losses"], weights(ns), check(trace_of(*drain()))
 
 
 @pytest.mark.parametrize("comm", ["gloo", ""])
@@ -256,8 +256,8 @@ def test_what_runs_on_some_ranks_only_may_not_wait_for_others_and_the_step_goes_
     expected = run(2, undisturbed, 2)
     for rank, ((refused, local, mine, everybody), *after, broken) in enumerate(run(2, alone, comm)):
         for text, answer in refused.items():
-            said = f"{WAITING[text]} waits for other ranks, and only rank R would call it: leave -t out"
-            assert (answer.error.ename, answer.error.evalue) == ("UsageError", said), text
+            reported = f"{WAITING[text]} waits for other ranks, and only rank R would call it: leave -t out"
+            assert (answer.error.ename, answer.error.evalue) == ("UsageError", reported), text
         assert local.error is None
         assert mine.error is None, mine
         assert everybody.text == "2.0"
@@ -301,11 +301,11 @@ def test_what_raises_is_told_in_a_line_and_the_stop_stays():
 
 def cells():
     def script(channel, ns):
-        said = channel.cell(
+        reported = channel.cell(
             "import sys\nprint('out', rank)\nprint('err', file=sys.stderr)\ndef f():\n    return y\ny = 5\nf()"
         )
         shadowed = channel.cell("tokens = 'mine'\ntokens")
-        return said.text, shadowed.text, ns["tokens"], ns["y"]
+        return reported.text, shadowed.text, ns["tokens"], ns["y"]
 
     return stopped_at("optimizer", None, script)
 
@@ -354,8 +354,8 @@ def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
     rows = [len(c) for c in torch.arange(49).chunk(world_size)]
     totals = {"running": 0.0, "sharded": 0.0}
     fulls = set()
-    for rank, said in enumerate(run(world_size, inspections)):
-        running, sharded_, prefetched = said["running"], said["sharded"], said["prefetched"]
+    for rank, reported in enumerate(run(world_size, inspections)):
+        running, sharded_, prefetched = reported["running"], reported["sharded"], reported["prefetched"]
         shard = running.shard
         assert shard.values.shape == (rows[rank], 16)
         assert (shard.first_row, shard.num_rows) == (sum(rows[:rank]), rows[rank])

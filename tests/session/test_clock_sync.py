@@ -174,16 +174,16 @@ def test_readings_of_many_hours_stay_few(monkeypatch):
 def test_whatever_clocks_do_times_are_within_the_error_and_in_their_order(seed, faster, ahead_ns, pauses):
     """Of two ranks of another host, which record at any time, and are collected after any pause."""
     hosts = Hosts({0: "here", 1: "a", 2: "a"}, {"a": ahead_ns}, {"a": faster}, random=Random(seed))
-    found, told = hosts.clocks(), {1: [], 2: []}
+    found, reported = hosts.clocks(), {1: [], 2: []}
     for pause_ns in pauses:
-        true_ns = {rank: sorted(hosts.now_ns + hosts.random.randrange(pause_ns) for _ in range(9)) for rank in told}
+        true_ns = {rank: sorted(hosts.now_ns + hosts.random.randrange(pause_ns) for _ in range(9)) for rank in reported}
         hosts.now_ns += pause_ns
         found.compare(hosts, range(3), timeout_s=1.0)
         for rank, times in true_ns.items():
             own = [hosts.shows(rank, t_ns) for t_ns in times]
-            told[rank] += zip(times, converted(found, rank, own), strict=True)
+            reported[rank] += zip(times, converted(found, rank, own), strict=True)
     (clock,) = found.readings
-    for pairs in told.values():
+    for pairs in reported.values():
         assert [shown for _, shown in pairs] == sorted(shown for _, shown in pairs)
         for true_ns, shown_ns in pairs:
             low, high = sorted((true_ns, shown_ns))

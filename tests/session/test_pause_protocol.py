@@ -158,8 +158,8 @@ def test_a_rank_that_was_seen_held_is_not_asked_again_until_it_is_let_go():
         if stop is None:
             assert stopper.ask_where(ranks) == dict.fromkeys(range(first + 16, 64))
     assert stop.held == tuple(range(64))
-    asked = [len(ranks) for request, ranks in channel.sent if request == Locate()]
-    assert asked == [48, 32, 16]
+    requested = [len(ranks) for request, ranks in channel.sent if request == Locate()]
+    assert requested == [48, 32, 16]
     stopper.release(ranks, stop.positions, "collective")
     assert stopper.look({0: at(5, since=3)}, ranks) is None
 
