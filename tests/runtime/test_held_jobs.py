@@ -138,7 +138,7 @@ def test_a_frame_is_chosen_and_a_wrong_name_brings_the_nearest_and_the_frames():
     assert unknown.error.ename == "NameError"
     reported = unknown.error.evalue
     assert reported.startswith("name 'batsh' is not defined; nearest: batch")
-    assert "; frames: 0 forward at models.py:" in reported
+    assert "; frames: 0 forward at small_models.py:" in reported
     assert f", {number} one_step at test_held_jobs.py:" in reported
     assert "train_step at" in reported
     assert "runtime" not in reported

@@ -66,6 +66,7 @@ from workbench.session.variable_check import check, check_parameter, on_hosts, w
 from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Outcome, RequestWaiter, Tick, failure_of
 from workbench.trace.columns import Trace
 
+C = TypeVar("C", bound=Command)
 R = TypeVar("R")
 
 RUNTIME = "workbench.runtime.rank"
@@ -318,8 +319,7 @@ class Session:
         Raises:
             UsageError: it cannot run; the message says what to write instead.
         """
-        command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
-        check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
+        command = self._checked(command)
         reply = self.cluster.ask(Plan(command=command), self.living()[:1], timeout_s=ASK_S)
         for found in reply.values():
             if isinstance(found, RankError):
@@ -327,6 +327,16 @@ class Session:
             if not isinstance(found, Exception):
                 return found
         raise UsageError("no rank has answered: see %fsdp where")
+
+    def _checked(self, command: C) -> C:
+        """Return ``command`` as ranks take it: with hosts in numbers, and a unit by its full path.
+
+        Raises:
+            UsageError: it cannot run; the message says what to run first or write instead.
+        """
+        command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
+        check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
+        return command
 
     def positions(self, *, timeout_s: float = ASK_S) -> dict[int, Position]:
         """Return the position of each rank that answers in time."""
@@ -395,13 +405,11 @@ class Session:
             RankDied: a rank is gone.
             Interrupted: it was cancelled.
         """
-        num_ranks = self.cluster.num_ranks
         interrupts = CountInterrupts()
         with ExitStack() as sending:
             with self._changed:
-                mark = self._ready(range(num_ranks))
-                command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
-                check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
+                mark = self._ready(range(self.cluster.num_ranks))
+                command = self._checked(command)
                 before = self.trace
                 sending.enter_context(interrupts)  # else some ranks might wait for others without the request
                 pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
