@@ -70,7 +70,7 @@ def test_the_newest_header_says_which_parameters_are_of_no_unit():
 
 
 def changed(path: str, value: object) -> dict:
-    """The example's header as JSON, with the entry at ``path`` set to ``value`` (removed: ...)."""
+    """Return the example's header as JSON, with the entry at ``path`` set to ``value`` (...: removed)."""
     data = at = json.loads(json.dumps(header_to_dict(example_trace(steps=0).header)))
     *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
     for key in way:
