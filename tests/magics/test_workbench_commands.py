@@ -1,10 +1,14 @@
 """Commands from cells and the panel: what the notebook's workbench remembers and refuses."""
 
+import sys
 import threading
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.fake_cluster import FakeCluster
+import workbench
+from tests.helpers.fake_cluster import FakeCluster, inside, said
 from workbench.errors import UsageError
 from workbench.protocol.commands import Abort, Attach, Help, Shard, Start, Status, Stop
 from workbench.workbench import MAX_PAST, Workbench
@@ -116,3 +120,36 @@ def test_a_start_warns_of_more_ranks_than_the_cores_can_serve(one):
 def test_before_a_start_the_message_says_to_start(one):
     with pytest.raises(UsageError, match=r"running yet\. Start them with %fsdp start"):
         one.do(Shard("model"))
+
+
+def rooms():
+    """Return the files of the package on the stack of this thread, outermost first, each run of a file once."""
+    package, frame, found = Path(workbench.__file__).parent, sys._getframe(), []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        found += [path.relative_to(package).as_posix()] if path.is_relative_to(package) else []
+        frame = frame.f_back
+    return [file for file, _ in groupby(reversed(found))]
+
+
+def test_a_command_goes_from_room_to_room_and_never_back(notebook):
+    seen = []
+
+    def step(cluster, rank, answer):
+        seen.append(rooms())
+        inside(cluster, rank, answer)
+
+    def evaluate(rank, job):
+        seen.append(rooms())
+        return said("1")
+
+    notebook.fake.sharded()
+    notebook.fake.script["step"] = step
+    notebook.ok("%fsdp step --until backward")
+    assert seen == [["magics/shell.py", "workbench.py", "session/session.py"]] * 4
+    seen.clear()
+    for gate in notebook.fake.gates:
+        gate.jobs = evaluate
+    notebook.ok("%fsdp eval 1")
+    assert seen == [["magics/shell.py", "workbench.py", "session/session.py", "session/remote_eval.py"]] * 4
+    notebook.ok("%fsdp abort")
