@@ -163,8 +163,8 @@ LIVE = (
     *(aim for figures in RECORDING for aim in _recording(*figures)),
     _live("to the browser, 8 ranks", ("live", "to browser"), "kib_per_s", 64, "KiB/s"),
     Aim(
-        what="side door while ranks compute, median",
-        part=("live", "side door"),
+        what="control channel while ranks compute, median",
+        part=("live", "control channel"),
         values=(("python_ms",), ("torch_ms",)),
         limit=30,
         unit="ms",
@@ -217,7 +217,13 @@ HOSTS = (
         )
         for name in HOSTS_CASES
     ),
-    _live("side door of 3 hosts, above 2 latencies", ("live", "side door of hosts"), "above_links_ms", 30, "ms"),
+    _live(
+        "control channel of 3 hosts, above 2 latencies",
+        ("live", "control channel of hosts"),
+        "above_links_ms",
+        30,
+        "ms",
+    ),
     _live("attach to 8 engines that have loaded torch, to the first cell", ("live", "attach"), "median_s", 2, "s"),
 )
 """6 ranks on 3 hosts, at 1 Gbit/s and 2 ms; and a cluster that is already running."""

@@ -40,13 +40,15 @@ def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree
         **{f"watched {name}": watched(case, case.num_ranks, "dashboard") for name, case in RECORDED.items()},
         "panel 3.7M": watched(RECORDED["3.7M"], 8, "panel"),
         "to browser": lambda: call("bench.watched:measure_to_browser", num_ranks=8, seconds=5 * effort.block_s),
-        "side door": lambda: call("bench.doors:measure_side_door", num_ranks=2, num_times=2 * effort.repeats),
-        "side door of hosts": lambda: call(
-            "bench.doors:measure_side_door_of_hosts", num_hosts=3, num_local=2, num_times=2 * effort.repeats
+        "control channel": lambda: call(
+            "bench.round_trips:measure_control_channel", num_ranks=2, num_times=2 * effort.repeats
+        ),
+        "control channel of hosts": lambda: call(
+            "bench.round_trips:measure_control_channel_of_hosts", num_hosts=3, num_local=2, num_times=2 * effort.repeats
         ),
         "cells": lambda: call("bench.cells:measure_cells", num_ranks=4, num_times=effort.repeats),
         "start": lambda: _starts(effort.starts, call),
-        "attach": lambda: call("bench.doors:measure_attach", num_engines=8, num_times=effort.starts),
+        "attach": lambda: call("bench.round_trips:measure_attach", num_engines=8, num_times=effort.starts),
     }
 
 
@@ -64,7 +66,7 @@ def many(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree
 
 
 def _starts(num_times: int, call: Call) -> Tree:
-    starts = [call("bench.doors:measure_start", num_ranks=4) for _ in range(num_times)]
+    starts = [call("bench.round_trips:measure_start", num_ranks=4) for _ in range(num_times)]
     return {
         "median_s": statistics.median(start["seconds"] for start in starts),
         "cpu_s": statistics.median(start["cpu_s"] for start in starts),

@@ -1,8 +1,8 @@
 """Growth over 8 hours of training: memory of a notebook's kernel, and of a page that shows the dashboard.
 
-The training is simulated: the ranks' side doors answer with rows of a simulated job, some seconds at a time, and the
-dashboard's clock runs faster. All else is as in a notebook: the session's collector drains the doors into its trace,
-and a dashboard's view in a headless Chromium inside JupyterLab requests updates until the 8 hours are over. So
+The training is simulated: the ranks' control channels answer with rows of a simulated job, some seconds at a time, and
+the dashboard's clock runs faster. All else is as in a notebook: the session's collector drains the ranks into its
+trace, and a dashboard's view in a headless Chromium inside JupyterLab requests updates until the 8 hours are over. So
 everything that grows with rows, steps and hours grows realistically; only the answers are fewer than a page would get
 in 8 hours.
 
@@ -81,7 +81,7 @@ class LongRun:
 
     def __init__(self, hours: float = HOURS, seconds_a_look: float = SECONDS_A_LOOK) -> None:
         short = _slowed(simulate(Setup(num_ranks=NUM_RANKS, num_units=NUM_UNITS, steps=3)))
-        self._doors = Doors(short)
+        self._channels = Doors(short)
         self._collector = TraceCollector()
         self._steps_a_look = max(1, round(seconds_a_look / STEP_S))
         self._num_steps = round(hours * 3600 / STEP_S)
@@ -93,9 +93,9 @@ class LongRun:
         """Let time pass, and return the snapshot."""
         with self._lock:
             self._looks += 1
-            self._doors.num_steps = min(self._doors.num_steps + self._steps_a_look, self._num_steps)
-            self._collector.drain(self._doors, range(NUM_RANKS), timeout_s=1.0)
-            if self._doors.num_steps == self._num_steps:
+            self._channels.num_steps = min(self._channels.num_steps + self._steps_a_look, self._num_steps)
+            self._collector.drain(self._channels, range(NUM_RANKS), timeout_s=1.0)
+            if self._channels.num_steps == self._num_steps:
                 self.is_over.set()
             return pulse(self._collector.trace, [True] * NUM_RANKS, self._collector.positions)
 
@@ -107,8 +107,8 @@ class LongRun:
         """Return how much was recorded, and how much of it is kept."""
         trace = self._collector.trace
         return {
-            "hours": self._doors.num_steps * STEP_S / 3600,
-            "steps": self._doors.num_steps,
+            "hours": self._channels.num_steps * STEP_S / 3600,
+            "steps": self._channels.num_steps,
             "rows": sum(rank_trace.end_seq for rank_trace in trace.ranks),
             "rows_kept": trace.num_rows,
             "looks": self._looks,
@@ -116,7 +116,7 @@ class LongRun:
 
 
 class Doors:
-    """Side doors of ranks that have trained ``num_steps`` steps so far."""
+    """Control channels of ranks that have trained ``num_steps`` steps so far."""
 
     def __init__(self, short: Trace) -> None:
         self.num_steps = 0

@@ -25,7 +25,6 @@ from jupyter_client.session import Session
 from bench.stats import median_interval, rotated
 from workbench.cluster import Cluster
 from workbench.codec import encode
-from workbench.magics.notebook import Notebook
 from workbench.panel.panel import PanelComm
 from workbench.panel.panel_messages import VERSION, GetState, Hello, State, Welcome
 from workbench.panel.state_observer import Observer
@@ -60,7 +59,7 @@ class CountedCluster(Cluster):
 
 
 def size_of(recorded: DrainReply) -> int:
-    """Return the bytes of a side door's answer: its JSON and its buffers."""
+    """Return the bytes of a control channel's answer: its JSON and its buffers."""
     buffers: list[memoryview] = []
     return len(json.dumps(encode(recorded, buffers))) + sum(buffer.nbytes for buffer in buffers)
 
@@ -153,8 +152,7 @@ class PanelViewer(Viewer):
 
     def __init__(self, workbench: Workbench) -> None:
         super().__init__()
-        notebook = Notebook(lambda **_: workbench, lambda _name: False)
-        self._panel = PanelComm(notebook, Observer(), self, version="bench")
+        self._panel = PanelComm(workbench, Observer(), self, version="bench")
         self._receive({"word": Hello.word, "number": 0, "version": VERSION, "extension": "bench"})
 
     def ask(self, *, wait: bool) -> None:

@@ -439,7 +439,7 @@ def test_an_abort_takes_back_its_own_news_alone(wb, monkeypatch):
 
     wb.step(500, background=True, on_progress=on_progress)
     watch = wb._session.request.watch
-    monkeypatch.setattr(watch, "ask_abort", is_asked.set)
+    monkeypatch.setattr(watch, "request_abort", is_asked.set)
     wb.abort()
     (told,) = wb.news()
     assert "1 step, loss 4.5" in told

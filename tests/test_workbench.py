@@ -22,6 +22,7 @@ from tests.helpers.fake_cluster import (
     step_result,
     writes,
 )
+from tests.helpers.waiting import wait_until
 from workbench.cluster.pending_replies import Output, settle
 from workbench.codec import encode
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
@@ -45,7 +46,7 @@ class Bench(Workbench):
         self.fake = FakeCluster(**settings)
         return self.fake
 
-    def asked(self, what):
+    def sent(self, what):
         return [entry for entry in self.fake.log if entry[0] == what]
 
 
@@ -188,6 +189,18 @@ def test_status_says_what_the_engine_does_not_manage(trained, tmp_path):
     assert all(note in str(status) for note in status.notes)
 
 
+def test_status_says_busy_for_a_rank_that_runs_a_step_and_gives_an_idle_rank_more_time(trained):
+    trained.fake.script["step"] = [returns, returns, computes, computes]
+    trained.step(background=True)
+    wait_until(lambda: trained._session.request.watch.running == {2, 3})
+    trained.fake.silent = {1, 3}
+    trained.fake.patience.clear()
+    assert [rank.doing for rank in trained.status().ranks] == ["idle", "", "idle", "busy"]
+    assert [asked for asked in trained.fake.patience if asked[0] == "locate"] == [("locate", waiter.PATIENT_S)]
+    trained.fake.silent = set()
+    trained.abort()
+
+
 def test_status_names_what_is_there(wb):
     wb.fake.silent = {3}
     text = str(wb.status())
@@ -207,7 +220,7 @@ def test_shard_sends_the_command_and_reports(wb):
     wb.fake.script["shard"] = [gives({**SHARD_RESULT, "bytes_at_rest": 1000 + 8 * (r == 0)}) for r in range(4)]
     report = wb.shard("model", wrap=["Block"], reshard_after_forward="false", ignore=["*.bias"])
     sent = Shard(model="model", wrap=("Block",), reshard_after_forward="false", ignore=("*.bias",))
-    assert wb.asked("execute") == [("execute", sent)]
+    assert wb.sent("execute") == [("execute", sent)]
     assert report.bytes_at_rest == (1008, 1000, 1000, 1000)
     assert "model: 3 units on 4 ranks, 1,000 elements in 10 parameters" in str(report)
 
@@ -217,14 +230,21 @@ def test_every_policy_is_sent(wb, mesh):
     policy = {"reshard_after_forward": "true", "mp": "bf16,reduce=fp32", "offload": True, "prefetch": 2}
     wb.fake.script["shard"] = gives({**SHARD_RESULT, "policy": ["2 copies", "computes in bfloat16"]})
     report = wb.shard("model", wrap="Block", mesh=mesh, **policy)
-    assert wb.asked("execute")[0][1] == Shard(model="model", wrap=("Block",), mesh=(2, 2), **policy)
+    assert wb.sent("execute")[0][1] == Shard(model="model", wrap=("Block",), mesh=(2, 2), **policy)
     assert "policy           2 copies; computes in bfloat16" in str(report)
+
+
+def test_reshard_reports_that_nothing_is_to_change(trained):
+    trained.fake.script["reshard"] = gives({**SHARD_RESULT, "optimizers": 1, "is_changed": False})
+    report = trained.reshard("model")
+    sentence = "nothing to change, model: 3 units on 4 ranks, 1,000 elements in 10 parameters"
+    assert (report.is_changed, report.headline) == (False, sentence)
 
 
 def test_reshard_sends_only_what_changes(trained):
     trained.fake.script["reshard"] = gives({**SHARD_RESULT, "optimizers": 2})
     report = trained.reshard("model", reshard_after_forward=2, mesh=4)
-    (sent,) = trained.asked("execute")
+    (sent,) = trained.sent("execute")
     assert sent[1] == Reshard(model="model", reshard_after_forward=2, mesh=(4,))
     assert "resharded in place, model: 3 units on 4 ranks" in str(report)
     assert "state of 2 optimizers carried over" in str(report)
@@ -312,7 +332,7 @@ def test_bad_requests_say_what_to_do_and_ask_no_rank(wb, call, says):
     with pytest.raises(UsageError) as caught:
         call(wb)
     assert says in str(caught.value)
-    assert wb.asked("execute") == wb.asked("cell") == []
+    assert wb.sent("execute") == wb.sent("cell") == []
 
 
 def test_a_name_on_some_ranks_is_found_before_any_rank_starts(trained):
@@ -322,7 +342,7 @@ def test_a_name_on_some_ranks_is_found_before_any_rank_starts(trained):
     trained.fake.modules[1] = trained.fake.variables[1] = []
     with pytest.raises(UsageError, match="'model' is on ranks 0, 3, not on ranks 1-2"):
         trained.shard("model.blocks")
-    assert trained.asked("execute") == []
+    assert trained.sent("execute") == []
 
 
 def test_a_name_that_only_the_notebook_has():
@@ -353,7 +373,7 @@ def test_the_first_target_streams_and_the_rest_is_compared(wb):
 def test_a_cell_on_some_ranks_asks_only_those(wb):
     wb.fake.script["cell"] = prints("x")
     assert set(wb.run_cell("1", ranks=[3, 1, 3]).texts) == {1, 3}
-    assert wb.asked("cell") == [("cell", "1", (1, 3))]
+    assert wb.sent("cell") == [("cell", "1", (1, 3))]
 
 
 def test_results_count_as_output_and_silence_is_silent(wb):
@@ -385,11 +405,11 @@ def test_a_rank_that_raises_frees_the_others_and_all_are_ready_again(trained):
     assert (caught.value.rank, caught.value.ename) == (2, "ZeroDivisionError")
     assert caught.value.traceback == "ZeroDivisionError!\n"
     reason = "rank 2: ZeroDivisionError: division by zero"
-    assert trained.asked("give up") == [("give up", GiveUp(reason=reason), (0, 1, 3))]
-    assert len(trained.asked("recover")) == 1
+    assert trained.sent("give up") == [("give up", GiveUp(reason=reason), (0, 1, 3))]
+    assert len(trained.sent("recover")) == 1
     trained.fake.script["step"] = gives(step_result(1))
     assert trained.step().steps_done == 1
-    assert len(trained.asked("recover")) == 1
+    assert len(trained.sent("recover")) == 1
 
 
 def test_the_place_in_the_step_is_read_off_the_trace(trained):
@@ -398,7 +418,7 @@ def test_the_place_in_the_step_is_read_off_the_trace(trained):
     rank = trained.fake.ranks[0]
     rows = rank.whole.rows
     place = next(i for i in range(len(rows)) if rows["kind"][i] == before_backward and rows["unit"][i] == 1)
-    trained.fake.on_drain = lambda: setattr(rank, "recorded", place + 1 if trained.asked("execute") else 0)
+    trained.fake.on_drain = lambda: setattr(rank, "recorded", place + 1 if trained.sent("execute") else 0)
     with pytest.raises(RankError) as caught:
         trained.step()
     assert "(step 0, forward, unit blocks.1)" in str(caught.value)
@@ -410,7 +430,7 @@ def test_a_cell_that_fails_everywhere_by_itself_needs_no_recovery(wb):
         wb.run_cell("x")
     assert "same error on ranks 1-3" in str(caught.value)
     assert caught.value.also == (1, 2, 3)
-    assert wb.asked("give up") == wb.asked("recover") == []
+    assert wb.sent("give up") == wb.sent("recover") == []
 
 
 def raises_with_work_left(cluster, rank, answer):
@@ -427,7 +447,7 @@ def test_it_recovers_when_some_rank_may_be_behind(wb, acts):
     wb.fake.script["cell"] = acts
     with pytest.raises(RankError):
         wb.run_cell("x")
-    assert len(wb.asked("recover")) == 1
+    assert len(wb.sent("recover")) == 1
 
 
 def test_it_recovers_after_a_failed_cell_that_trained(wb):
@@ -437,7 +457,7 @@ def test_it_recovers_after_a_failed_cell_that_trained(wb):
     wb.fake.on_drain = lambda: next(ready, None) is None and [setattr(r, "recorded", 10) for r in wb.fake.ranks]
     with pytest.raises(RankError):
         wb.run_cell("train()")
-    assert len(wb.asked("recover")) == 1
+    assert len(wb.sent("recover")) == 1
 
 
 def test_ranks_whose_optimizer_stepped_alone_are_named(trained):
@@ -468,8 +488,8 @@ def test_a_dead_rank_frees_the_others_which_still_run_cells(trained):
     assert "killed by SIGKILL" in str(caught.value)
     assert "%fsdp stop, then %fsdp start" in str(caught.value)
     assert "%%fsdp -t 0,2-3" in str(caught.value)
-    assert [entry[2] for entry in trained.asked("give up")] == [(0, 2, 3)]
-    assert trained.asked("recover") == []
+    assert [entry[2] for entry in trained.sent("give up")] == [(0, 2, 3)]
+    assert trained.sent("recover") == []
     trained.fake.script["cell"] = prints("still here")
     assert trained.run_cell("x", ranks=[0, 2, 3]).remarks == "--- 3 ranks agree\n"
     for call in (trained.step, lambda: trained.run_cell("x"), lambda: trained.run_cell("x", ranks=[1])):
@@ -512,12 +532,12 @@ def test_a_recovery_that_fails_names_the_culprit_and_every_line_says_at_once_wha
     assert str(caught.value).splitlines()[0] == "rank 1 raised ValueError: my mistake"
     assert str(caught.value).splitlines()[-1] == obstacle
     assert "idle again" not in str(caught.value)
-    assert trained.asked("give up")[-1][1] == GiveUp(reason="the ranks could not rebuild their process groups")
+    assert trained.sent("give up")[-1][1] == GiveUp(reason="the ranks could not rebuild their process groups")
     for refused in (trained.step, lambda: trained.run_cell("x")):
         with pytest.raises(ClusterError) as later:
             refused()
         assert str(later.value) == obstacle
-    assert len(trained.asked("recover")) == 1
+    assert len(trained.sent("recover")) == 1
     assert trained.status().headline == obstacle
     assert trained.where().headline == f"4 ranks idle; {obstacle}"
     trained.fake.script["cell"] = prints("still here")
@@ -526,7 +546,7 @@ def test_a_recovery_that_fails_names_the_culprit_and_every_line_says_at_once_wha
     with pytest.raises(RankError, match="another") as caught:
         trained.run_cell("x", ranks=[0])
     assert "idle again" not in str(caught.value)
-    assert len(trained.asked("recover")) == 1
+    assert len(trained.sent("recover")) == 1
 
 
 def test_a_recovery_to_which_a_rank_does_not_come_names_that_rank(trained, monkeypatch):
@@ -553,11 +573,11 @@ def test_a_step_that_was_abandoned_blocks_the_next_one_until_it_has_ended(traine
         trained.run_cell("x")
     with pytest.raises(ClusterError, match="rank 1 still runs"):
         trained.step()
-    assert trained.asked("recover") == []
+    assert trained.sent("recover") == []
     settle(hanging[0].future, None)
     trained.fake.script["step"] = trained.fake.trains(1)
     trained.step()
-    assert len(trained.asked("recover")) == 1
+    assert len(trained.sent("recover")) == 1
 
 
 def test_a_death_is_said_at_once_and_the_others_are_interrupted(trained, monkeypatch):
@@ -567,7 +587,7 @@ def test_a_death_is_said_at_once_and_the_others_are_interrupted(trained, monkeyp
     with pytest.raises(RankDied):
         trained.do(Step(), on_standing=told.append)
     assert told[0].startswith("rank 1 died (SIGKILL); ranks 0, 2-3 have run for 0 s")
-    assert trained.asked("interrupt") == [("interrupt", (0, 2, 3))]
+    assert trained.sent("interrupt") == [("interrupt", (0, 2, 3))]
 
 
 def test_a_rank_that_dies_at_this_moment_is_not_said_to_run(trained, monkeypatch):
@@ -599,7 +619,7 @@ def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(train
         Interrupted, match=r"^Interrupted; rank 0 still runs, and the notebook no longer waits: "
     ) as caught:
         trained.step(on_standing=on_standing)
-    assert trained.asked("interrupt") == [("interrupt", (0,))]
+    assert trained.sent("interrupt") == [("interrupt", (0,))]
     assert not told[0].endswith("stops waiting")
     assert re.search(r"\nbefore that: rank 1 died \(SIGKILL\); rank 0 has run for \d+ s.*$", str(caught.value))
     assert "stops waiting" not in str(caught.value)
@@ -631,10 +651,10 @@ def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
     trained.fake.script["step"] = blocks
     with pytest.raises(LookupError):
         trained.step(on_progress=broken)
-    assert trained.asked("give up")[0][2] == (0, 1, 2, 3)
+    assert trained.sent("give up")[0][2] == (0, 1, 2, 3)
     trained.fake.script["step"] = gives(step_result(1))
     trained.step()
-    assert len(trained.asked("recover")) == 1
+    assert len(trained.sent("recover")) == 1
 
 
 # ---- Ctrl-C
@@ -696,9 +716,9 @@ def test_ctrl_c_frees_ranks_that_wait(trained):
     with pytest.raises(Interrupted, match=r"^Interrupted. The ranks are idle again") as caught:
         trained.run_cell("x")
     assert isinstance(caught.value, KeyboardInterrupt)
-    assert trained.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
-    assert trained.asked("interrupt") == []
-    assert len(trained.asked("recover")) == 1
+    assert trained.sent("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
+    assert trained.sent("interrupt") == []
+    assert len(trained.sent("recover")) == 1
 
 
 def test_a_ctrl_c_while_a_cell_is_sent_frees_all_ranks(trained):
@@ -710,7 +730,7 @@ def test_a_ctrl_c_while_a_cell_is_sent_frees_all_ranks(trained):
     trained.fake.script["cell"] = act
     with pytest.raises(Interrupted, match=r"^Interrupted. The ranks are idle again"):
         trained.run_cell("x")
-    assert trained.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
+    assert trained.sent("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
 
 
 def test_ctrl_c_signals_ranks_that_compute_a_moment_later(trained):
@@ -720,7 +740,7 @@ def test_ctrl_c_signals_ranks_that_compute_a_moment_later(trained):
     with pytest.raises(Interrupted):
         trained.run_cell("x")
     assert time.monotonic() - begin >= waiter.SIGNAL_CELL_AFTER_S
-    assert trained.asked("interrupt") == [("interrupt", (1, 3))]
+    assert trained.sent("interrupt") == [("interrupt", (1, 3))]
 
 
 def test_ranks_that_have_just_ended_are_not_signalled(trained, monkeypatch):
@@ -729,7 +749,7 @@ def test_ranks_that_have_just_ended_are_not_signalled(trained, monkeypatch):
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(Interrupted):
         trained.run_cell("x")
-    assert trained.asked("interrupt") == [("interrupt", (1, 3))]
+    assert trained.sent("interrupt") == [("interrupt", (1, 3))]
 
 
 def test_a_second_ctrl_c_signals_at_once(trained, monkeypatch):
@@ -738,7 +758,7 @@ def test_a_second_ctrl_c_signals_at_once(trained, monkeypatch):
     press_ctrl_c_on_drain(trained.fake, 2)
     with pytest.raises(Interrupted):
         trained.run_cell("x")
-    assert trained.asked("interrupt") == [("interrupt", (0, 1, 2, 3))]
+    assert trained.sent("interrupt") == [("interrupt", (0, 1, 2, 3))]
 
 
 def test_a_third_ctrl_c_stops_waiting(trained):
@@ -746,7 +766,7 @@ def test_a_third_ctrl_c_stops_waiting(trained):
     press_ctrl_c_on_drain(trained.fake, 3)
     with pytest.raises(Interrupted, match="ranks 0-3 still run, and the notebook no longer waits: %fsdp stop"):
         trained.run_cell("x")
-    assert trained.asked("recover") == []
+    assert trained.sent("recover") == []
     assert trained.fake.patience[-2:] == [("drain", waiter.ASK_S), ("locate", waiter.ASK_S)]  # they need not answer
 
 

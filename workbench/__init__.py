@@ -29,7 +29,8 @@ def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes
     from workbench.magics import register  # noqa: PLC0415 - lazy by design
     from workbench.panel import register as register_panel  # noqa: PLC0415 - lazy by design
 
-    register_panel(register(shell).notebook, __version__)
+    magics = register(shell)
+    register_panel(magics.workbench, __version__, magics.on_close)
     if notice := panel_notice():
         sys.stdout.write(f"{notice}\n")
 

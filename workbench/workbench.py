@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from workbench.cluster.attached import AttachTarget
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.engine_provider import OnWait, no_wait
 from workbench.cluster.pending_replies import select
+from workbench.cluster.processes import usable_cores
 from workbench.cluster.zygote_cache import KEEPER
 from workbench.devices import AUTO
 from workbench.errors import Interrupted, UsageError
@@ -35,6 +37,7 @@ from workbench.protocol.commands import (
     Inspect,
     Reshard,
     Shard,
+    Start,
     Step,
     Unshard,
     Verify,
@@ -48,6 +51,7 @@ from workbench.reports.pause_results import (
     BackgroundReport,
     BackReport,
     BreakReport,
+    EndReport,
     EvalReport,
     InspectReport,
     StopReport,
@@ -87,6 +91,12 @@ from workbench.views.theme import plural
 MAX_PAST = 1000
 """Commands that the history keeps."""
 
+CROWDED = 4
+"""Number of ranks per core above which a start warns."""
+
+OnNotice = Callable[[str], None]
+"""Receives a sentence for the user, in addition to a result."""
+
 P = ParamSpec("P")
 R = TypeVar("R", bound=Report)
 C = TypeVar("C", bound=Command)
@@ -100,6 +110,10 @@ class RankSettings(TypedDict, total=False):
     profile: str | None
     engines: str
     interface: str
+
+
+def no_notice(sentence: str) -> None:
+    """Ignore a sentence."""
 
 
 def made(command: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
@@ -153,6 +167,8 @@ class Workbench:
     Attributes:
         cursor: event up to which views show the trace; None: all of it.
         record: name of the opened trace file that is shown; empty: the ranks' own trace is shown.
+        exchange: the start, stop or open under way, during which others are refused; empty: none.
+        cores: number of cores that ranks started here share.
     """
 
     def __init__(
@@ -178,7 +194,11 @@ class Workbench:
         self._in_notebook = in_notebook
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
-        self._exchange: Exchange = ""
+        self.exchange: Exchange = ""
+        self.cores = usable_cores()
+        self._exchange_lock = threading.RLock()  # held while ranks or the shown trace are replaced
+        self._is_cancelled = False  # the start under way
+        self._is_new = True  # no ranks were started and no file was opened yet
         self._waits_for = ""
         self._target = AttachTarget()  # of the last attach
         self._last = ClusterSnapshot(trace=Trace.empty())
@@ -226,23 +246,31 @@ class Workbench:
         """Settings with which ranks start."""
         return self._settings.copy()
 
-    def start(self, on_wait: OnWait = no_wait, **settings: Unpack[RankSettings]) -> StartReport:
+    def start(
+        self, on_wait: OnWait = no_wait, on_notice: OnNotice = no_notice, **settings: Unpack[RankSettings]
+    ) -> StartReport:
         """Start the ranks and drop the earlier trace; ranks that are all lost are stopped first.
 
         Args:
             on_wait: called with a sentence that says what a long start waits for, such as a queue.
+            on_notice: called with a warning if the ranks are many for this machine.
             settings: constructor arguments that replace the earlier ones.
 
         Raises:
-            UsageError: ranks already run, or these settings are not possible.
+            UsageError: ranks already run, are being started or stopped, or these settings are not possible.
             ClusterError: the ranks did not start.
             Interrupted: Ctrl-C; all started processes have ended, and nothing is queued.
         """
-        self._check_replaceable("%fsdp start")
-        self.stop()
-        begin = time.monotonic()
-        wanted: RankSettings = {**self.settings, **settings}
         with self._exchanging("start"):
+            self._check_replaceable("%fsdp start")
+            wanted: RankSettings = {**self.settings, **settings}
+            if wanted["num_ranks"] > CROWDED * self.cores and not wanted["engines"] and wanted["profile"] is None:
+                on_notice(
+                    f"{wanted['num_ranks']} ranks share {plural(self.cores, 'core')} here: the start may take minutes "
+                    f"or fail"
+                )
+            self.stop()
+            begin = time.monotonic()
             cluster = self._factory(**wanted)
             cluster.start(self._noting(on_wait))
             self._settings = wanted
@@ -282,14 +310,14 @@ class Workbench:
             Interrupted: Ctrl-C; no process of the cluster has ended.
         """
         target = AttachTarget(profile=profile, cluster_id=cluster_id, file=os.fspath(file))
-        if not self.held_by:
-            self._check_replaceable("%fsdp attach")
-        elif target == AttachTarget():
-            target = self._target
-        self.stop()
-        self._target = target
-        begin = time.monotonic()
         with self._exchanging("start"):
+            if not self.held_by:
+                self._check_replaceable("%fsdp attach")
+            elif target == AttachTarget():
+                target = self._target
+            self.stop()
+            self._target = target
+            begin = time.monotonic()
             cluster = Cluster.attached(target, num_ranks, take=take, device=device, interface=interface)
             cluster.start(self._noting(on_wait))
             return self._take(cluster, "attached", begin)
@@ -298,7 +326,7 @@ class Workbench:
         """Use a cluster that was just started or attached; return its report."""
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
-        self._last, self.record = ClusterSnapshot(trace=Trace.empty()), ""
+        self._last, self.record, self._is_new = ClusterSnapshot(trace=Trace.empty()), "", False
         self._show_newest()
         devices = tuple(info.device for info in cluster.rank_info)
         notice = cluster.rank_info[0].notice
@@ -329,50 +357,62 @@ class Workbench:
         session = self._session
         return session is not None and session.cluster.is_free
 
-    def stop(self) -> str | None:
+    def stop(self, on_notice: OnNotice = no_notice) -> str | None:
         """Stop the ranks, if any run. The trace is kept.
 
         Attached ranks become plain engines again: their processes do not end.
+
+        Args:
+            on_notice: called with a sentence that says so.
 
         Returns:
             a sentence on the hosts that were not reached and on their processes; None if all ranks have ended.
 
         Raises:
+            UsageError: ranks are being started or stopped.
             Interrupted: Ctrl-C during the stop; the ranks are stopped nevertheless.
         """
         left: list[str] = []
-        if self._session is not None:
-            cluster = self._session.cluster
-            self._leave(lambda: left.append(cluster.stop()))
+        with self._exchanging("stop"):
+            session = self._session
+            if session is not None:
+                self._leave(lambda: left.append(session.cluster.stop()))
+        on_notice("No ranks are running" if session is None else "Ranks stopped. The trace is kept: views still work")
         return "".join(left) or None
 
-    def detach(self) -> None:
+    def detach(self, on_notice: OnNotice = no_notice) -> None:
         """Release attached ranks, which keep their variables; the trace is kept.
+
+        Args:
+            on_notice: called with a sentence that says so.
 
         Raises:
             UsageError: there are no ranks, they were started here, or they are busy.
         """
-        session = self._started()
-        if session.request is not None and session.cluster.outlives:
-            raise UsageError(f"{busy_sentence(session.request)}; then %fsdp detach")
-        if not session.cluster.outlives:
-            session.cluster.detach()  # raises, and says what to do instead
-        self._leave(session.cluster.detach)
+        with self._exchanging("stop"):
+            session = self._started()
+            if session.request is not None and session.cluster.outlives:
+                raise UsageError(f"{busy_sentence(session.request)}; then %fsdp detach")
+            if not session.cluster.outlives:
+                session.cluster.detach()  # raises, and says what to do instead
+            self._leave(session.cluster.detach)
+        on_notice("Detached. The ranks keep their variables: attach again with %fsdp attach")
 
     def close(self) -> None:
         """Detach from attached ranks, which aborts their work; stop ranks started here. May be called again."""
         if self._session is not None:
             cluster = self._session.cluster
-            self._leave(cluster.detach if cluster.outlives else cluster.stop)
+            with self._exchanging("stop", waits=True):
+                self._leave(cluster.detach if cluster.outlives else cluster.stop)
 
     def _leave(self, end: Callable[[], object]) -> None:
         session = self._session
-        if session is None:
+        if session is None:  # another thread has stopped them meanwhile
             return
         self._keep_record(session)  # for views during the end; the last rows follow
         self._session = None
         # callbacks run in reverse order, each also if another one raises
-        with CountInterrupts() as interrupts, self._exchanging("stop"), ExitStack() as last:
+        with CountInterrupts() as interrupts, ExitStack() as last:
             last.callback(end)
             last.callback(self._keep_record, session)
             last.callback(session.drain, timeout_s=ASK_S)
@@ -381,17 +421,30 @@ class Workbench:
             raise Interrupted("Interrupted, but no ranks are left in this notebook; the trace is kept")
 
     @contextmanager
-    def _exchanging(self, exchange: Exchange) -> Iterator[None]:
-        self._exchange = exchange
+    def _exchanging(self, exchange: Exchange, *, waits: bool = False) -> Iterator[None]:
+        """Let only this thread replace the ranks or the shown trace; within another exchange of its own, do nothing.
+
+        Raises:
+            UsageError: another thread does so, and ``waits`` is False.
+        """
+        if not self._exchange_lock.acquire(blocking=waits):
+            raise UsageError("ranks are being started or stopped: wait until that is done")
+        before = self.exchange
         try:
+            if not before:
+                self.exchange, self._is_cancelled = exchange, False
             yield
         finally:
-            self._exchange = self._waits_for = ""
+            self.exchange = before
+            self._waits_for = self._waits_for if before else ""
+            self._exchange_lock.release()
 
     def _noting(self, on_wait: OnWait) -> OnWait:
-        """Return an ``on_wait`` that also shows in live views what a start waits for."""
+        """Return an ``on_wait`` that also shows in live views what a start waits for, and cancels it on request."""
 
         def note(sentence: str) -> None:
+            if self._is_cancelled:
+                raise KeyboardInterrupt
             self._waits_for = sentence
             on_wait(sentence)
 
@@ -405,11 +458,12 @@ class Workbench:
         Raises:
             UsageError: ranks run, there is no such file, or it is not a trace; nothing has changed then.
         """
-        self._check_replaceable("%fsdp open", " To view the file without stopping them: Workbench.open(path).")
-        trace = opened(path)
-        self.stop()
-        self._last, self.record = ClusterSnapshot(trace=trace), Path(path).name
-        self._show_newest()
+        with self._exchanging("open"):
+            self._check_replaceable("%fsdp open", " To view the file without stopping them: Workbench.open(path).")
+            trace = opened(path)
+            self.stop()
+            self._last, self.record, self._is_new = ClusterSnapshot(trace=trace), Path(path).name, False
+            self._show_newest()
         return OpenReport(
             name=self.record,
             num_ranks=len(trace.ranks),
@@ -438,13 +492,12 @@ class Workbench:
     def status(self) -> StatusReport:
         """Return the state of the ranks, the sharded models and the size of the trace."""
         session = self._session
-        if session is not None:
-            session.drain(timeout_s=session.patience_s)
+        ranks = () if session is None else tuple(self._rank_status(session))
         trace = self._last.trace if session is None else session.trace
         request = None if session is None else session.request
         return StatusReport(
             running=self.running,
-            ranks=() if session is None else tuple(self._rank_status(session)),
+            ranks=ranks,
             models=sharded_models(trace.header, next(iter(self.models().values()), ())),
             num_rows=trace.num_rows,
             num_lost=sum(rank.lost for rank in trace.ranks),
@@ -462,17 +515,15 @@ class Workbench:
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
-        positions, losses = session.heard, session.cluster.losses()
+        doing, losses = session.doing(), session.cluster.losses()
         for info, alive in zip(session.cluster.rank_info, session.cluster.alive(), strict=True):
-            position = positions.get(info.rank)
-            doing = "" if position is None else position.doing or "idle"
             yield RankStatus(
                 rank=info.rank,
                 host=info.host,
                 device=info.device,
                 pid=info.pid,
                 alive=alive,
-                doing=doing,
+                doing=doing.get(info.rank, ""),
                 loss=losses.get(info.rank, ""),
             )
 
@@ -540,14 +591,20 @@ class Workbench:
         on_progress: OnProgress = no_progress,
         on_output: OnOutput = no_output,
         on_standing: OnStanding = no_standing,
+        on_wait: OnWait = no_wait,
+        on_notice: OnNotice = no_notice,
     ) -> Any:  # noqa: ANN401 - what the command's method returns
         """Run ``command`` and return the result of its method: a report (also of a stop inside it), a figure, a widget.
+
+        ``start`` with the settings of running ranks, none of them lost, changes nothing and returns their status.
 
         Args:
             command: the command.
             on_progress: called while steps run, and once at their end.
             on_output: as for :meth:`run_cell`, for the output of the user's functions.
             on_standing: as for :meth:`run_cell`.
+            on_wait: called with what a start or an attach waits for.
+            on_notice: called with further sentences for the user.
 
         Raises:
             UsageError: it is not possible as given; the message says what to run first or write instead.
@@ -558,10 +615,22 @@ class Workbench:
         listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         if command.on_ranks:
             return self._started().run(command, listener)
+        if self._is_new and command.waits_for_start:
+            self._started()  # raises, and says what to do first
         name, arguments = command.call()
+        if isinstance(command, Start) and self._runs_with(arguments):
+            on_notice(
+                "The ranks are already running; nothing was changed. For fresh ones: %fsdp stop, then %fsdp start"
+            )
+            return self.status()
         method = getattr(self, name)
-        told = {key: value for key, value in vars(listener).items() if key in inspect.signature(method).parameters}
-        return method(**arguments, **told)
+        callbacks = {**vars(listener), "on_wait": on_wait, "on_notice": on_notice}
+        wanted = callbacks.keys() & inspect.signature(method).parameters
+        return method(**arguments, **{name: callbacks[name] for name in wanted})
+
+    def _runs_with(self, settings: dict[str, Any]) -> bool:
+        """Return whether ranks that were started here with these settings run, none of them lost."""
+        return self.running and self._settings == settings and not self.outlives and not self.losses
 
     shard = on_ranks(Shard, ShardReport)
     reshard = on_ranks(Reshard, ReshardReport)
@@ -650,6 +719,8 @@ class Workbench:
     def abort(self, *, on_standing: OnStanding = no_standing) -> Report:
         """Abort the running request; all ranks are ready again afterwards, or the report names those that are not.
 
+        While ranks are being started or attached, this cancels the start.
+
         Args:
             on_standing: as for :meth:`pause`.
 
@@ -657,6 +728,9 @@ class Workbench:
             UsageError: nothing is running.
             WorkbenchError: the ranks could not be made ready again.
         """
+        if self.exchange == "start":
+            self._is_cancelled = True
+            return EndReport(sentence="Cancelled: no ranks are started or attached")
         return self._started().abort(on_standing)
 
     def news(self) -> tuple[str, ...]:
@@ -804,12 +878,12 @@ class Workbench:
         session = self._session
         found = self._last if session is None else session.pulse()
         return dataclasses.replace(
-            found, cursor=self.cursor, record=self.record, exchange=self._exchange, waits_for=self._waits_for
+            found, cursor=self.cursor, record=self.record, exchange=self.exchange, waits_for=self._waits_for
         )
 
     def asked(self) -> tuple[object, ...]:
         """Return a value that changes when ranks start, get a request, stop, continue or end; contacts no rank."""
-        return self._exchange, self._waits_for, *(() if self._session is None else self._session.asked())
+        return self.exchange, self._waits_for, *(() if self._session is None else self._session.request_state())
 
     @property
     def shown_trace(self) -> Trace:
@@ -818,7 +892,7 @@ class Workbench:
 
     def _started(self) -> Session:
         if self._session is None:
-            only = f"; views show {self.record}" if self.record else ""
+            only = f"; views show {self.record}" if self.record else " yet" if self._is_new else ""
             raise UsageError(f"No ranks are running{only}. Start them with %fsdp start -n 4")
         return self._session
 

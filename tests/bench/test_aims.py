@@ -57,7 +57,7 @@ def test_the_live_figures_are_the_issues():
         ("0.23M: step CPU, dashboard live / not", "must <= 1.1"),
         ("0.23M: drained, a step and rank", "must <= 10 kB"),
         ("to the browser, 8 ranks", "must <= 64 KiB/s"),
-        ("side door while ranks compute, median", "must <= 30 ms"),
+        ("control channel while ranks compute, median", "must <= 30 ms"),
         ("%%fsdp pass / %%px pass", "must <= 1.3"),
         ("start to first ready cell, 4 ranks", "must <= 5 s"),
         ("trace of 1 M events: load", "must <= 2000 ms"),

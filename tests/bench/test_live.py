@@ -29,12 +29,12 @@ from workbench.workbench import Workbench
 FOUND = {
     "watched:measure_watched": {"cpu_to_plain": 1.02, "cpu_to_unwatched": 1.01, "drained_kb": 3.0},
     "watched:measure_to_browser": {"kib_per_s": 50.0},
-    "doors:measure_side_door": {"python_ms": 8.0, "torch_ms": 4.0},
-    "doors:measure_side_door_of_hosts": {"python_ms": 9.0, "latency_ms": 2.0, "above_links_ms": 5.0},
-    "doors:measure_start": {"seconds": 3.0, "cpu_s": 2.0},
+    "round_trips:measure_control_channel": {"python_ms": 8.0, "torch_ms": 4.0},
+    "round_trips:measure_control_channel_of_hosts": {"python_ms": 9.0, "latency_ms": 2.0, "above_links_ms": 5.0},
+    "round_trips:measure_start": {"seconds": 3.0, "cpu_s": 2.0},
     "many:measure_next": {"seconds": {"4 ranks": 0.4}, "ms_per_rank": {"4 ranks": 100.0}, "growth": 1.1},
     "many:measure_shard": {"shard ms_per_unit": {"100 units": 5.0}, "growth": 0.9},
-    "doors:measure_attach": {"median_s": 1.5, "all_s": [1.5], "first_s": 9.0},
+    "round_trips:measure_attach": {"median_s": 1.5, "all_s": [1.5], "first_s": 9.0},
     "cells:measure_cells": {"to_px": 1.2, "px_ms": {"median": 1, "lower": 1, "upper": 2, "count": 3}},
     "traces:measure_trace": {"load_ms": 400, "state_ms": 40, "figure_ms": 80, "figures_ms": {"memory": 80.0}},
     "pixels:measure_timeline": {"fps_pan": 59.9, "fps_zoom": 60.1, "first_paint_ms": 300},
@@ -69,7 +69,7 @@ def test_every_figure_finds_its_number():
     found = list(verdicts(whole()))
     assert [verdict.aim for verdict in found] == [*LIVE, *MANY, *LAB, *SCALE, *HOSTS]
     assert {verdict.word for verdict in found} == {"met"}
-    assert {v.aim.what: v.number for v in found}["side door while ranks compute, median"] == "8.00 ms"
+    assert {v.aim.what: v.number for v in found}["control channel while ranks compute, median"] == "8.00 ms"
 
 
 def test_the_lines_of_the_report_fit():

@@ -1,4 +1,4 @@
-"""The simulated hours: the ranks' doors answer with a trace as real ranks would record it."""
+"""The simulated hours: the ranks' channels answer with a trace as real ranks would record it."""
 
 import pytest
 

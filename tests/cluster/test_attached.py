@@ -80,10 +80,10 @@ def test_engines_are_not_taken_for_busy_while_they_count_their_devices(profile, 
 
 @pytest.fixture
 def slow_engines(monkeypatch):
-    """Engines that identify themselves late and have no side door, as they were not ranks before."""
+    """Engines that identify themselves late and have no control channel, as they were not ranks before."""
     hold = Channels.hold
     refuse = dict.fromkeys(range(3), ClusterError("has not answered"))
-    monkeypatch.setattr(Channels, "hold", lambda self, asked, *more: hold(self, asked, *more) if asked else refuse)
+    monkeypatch.setattr(Channels, "hold", lambda self, data, *more: hold(self, data, *more) if data else refuse)
     monkeypatch.setattr(cluster_module, "_PATIENCE_S", 0.02)
     begin = "    interfaces = interfaces_here()\n"
     slow = cluster_module.PROGRAM.replace(begin, f"    __import__('time').sleep(0.5)\n{begin}")
@@ -117,10 +117,10 @@ class GivesUp:
     """Records the notices of a start, and raises KeyboardInterrupt at the first that contains ``at``."""
 
     def __init__(self, at):
-        self.at, self.said = at, []
+        self.at, self.reported = at, []
 
     def __call__(self, sentence):
-        self.said.append(sentence)
+        self.reported.append(sentence)
         if self.at in sentence:
             raise KeyboardInterrupt
 
@@ -131,7 +131,7 @@ def test_an_attach_says_what_it_waits_for_and_is_given_up(profile, at):
     gives_up, cluster = GivesUp(at), attached()
     with pytest.raises(Interrupted, match="The attach was cancelled: the cluster keeps running"):
         cluster.start(gives_up)
-    assert at in gives_up.said[-1]
+    assert at in gives_up.reported[-1]
     assert not cluster.is_started
     with attached() as again:
         assert (again.num_ranks, again.held_by) == (3, "")
@@ -263,7 +263,7 @@ def test_who_had_the_ranks_is_told_when_another_notebook_takes_them(profile):
 
 def test_what_is_no_cluster_is_said(profile, tmp_path):
     security = profile / "security"
-    for target, said in (
+    for target, reported in (
         (
             AttachTarget(profile="running", cluster_id="two"),
             "no cluster with the id 'two' .*; there are: one; choose one with --cluster-id ID",
@@ -274,15 +274,15 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
             "not ipyparallel's connection file for clients",
         ),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=reported):
             Cluster.attached(target, device="cpu").start()
-    for content, said in (
+    for content, reported in (
         (b"{", "is not a connection file"),
         (b"\xff", "is not a connection file"),
         (b"", "is empty: .* again"),
     ):
         (tmp_path / "broken.json").write_bytes(content)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=reported):
             Cluster.attached(AttachTarget(file=str(tmp_path / "broken.json"))).start()
     with pytest.raises(UsageError, match="has 3 engines, not 4: start more with ipcluster engines -n N"):
         attached(4).start()

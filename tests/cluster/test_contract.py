@@ -126,7 +126,7 @@ def test_a_rank_that_there_is_not_is_refused_at_both_doors(shared, ranks):
             ask()
 
 
-def test_nobody_may_be_asked_at_the_side_door_and_answers(shared):
+def test_nobody_may_be_asked_at_the_control_channel_and_answers(shared):
     assert shared.ask(WHERE, []) == {}
     shared.interrupt([])
 
@@ -204,7 +204,7 @@ def test_it_can_be_started_again_but_not_twice(own):
 # ---- the replies of ranks
 
 
-def asked(cluster, request):
+def answers_of(cluster, request):
     """Return the replies of all ranks, in order."""
     replies = cluster.ask(request, timeout_s=PATIENCE_S)
     assert [rank for rank, reply in replies.items() if isinstance(reply, Exception)] == [], replies
@@ -213,7 +213,7 @@ def asked(cluster, request):
 
 def ended(cluster, pending):
     """Return the results of all ranks; fake ranks only advance when they are polled."""
-    wait_until(lambda: asked(cluster, WHERE) and all(map(pending.done, range(3))))
+    wait_until(lambda: answers_of(cluster, WHERE) and all(map(pending.done, range(3))))
     return pending.results(PATIENCE_S)
 
 
@@ -227,32 +227,32 @@ def ended(cluster, pending):
     ids=lambda request: request.word,
 )
 def test_every_request_is_answered_by_its_type(training, request_):
-    for answer in asked(training, request_):
+    for answer in answers_of(training, request_):
         buffers = []
         data = json.loads(json.dumps(encode(answer, buffers)))
         assert decode(request_.reply, data, "reply", buffers) == answer
 
 
 def test_ranks_say_who_they_are_and_what_they_have(training):
-    assert [position.rank for position in asked(training, WHERE)] == [0, 1, 2]
-    for names in asked(training, ListNames()):
+    assert [position.rank for position in answers_of(training, WHERE)] == [0, 1, 2]
+    for names in answers_of(training, ListNames()):
         assert "model" in names.modules
         assert {"model", "train_step", "mesh"} <= set(names.variables)
         assert "Block" in names.classes
-    for recorded in asked(training, Drain(known=dict.fromkeys(range(3), RecordSummary()))):
+    for recorded in answers_of(training, Drain(known=dict.fromkeys(range(3), RecordSummary()))):
         assert any(unit["name"] == "blocks.0" for unit in recorded.header["units"])
         again = RecordSummary(next_seq=recorded.key_frame["seq"], header_version=recorded.header_version)
-        (newer, *_) = asked(training, Drain(known=dict.fromkeys(range(3), again)))
+        (newer, *_) = answers_of(training, Drain(known=dict.fromkeys(range(3), again)))
         assert (newer.header, newer.header_version) == (None, recorded.header_version)
 
 
 def test_ranks_say_which_models_they_have_and_what_a_command_would_make_of_one(training):
-    for models in asked(training, ListModels()):
+    for models in answers_of(training, ListModels()):
         assert {"model", "plain"} <= {model.name for model in models}
         assert all("Block" in {offered.name for offered in model.classes} for model in models)
         assert all(model.num_bytes == 4 * model.num_elements for model in models)
     for command in (Shard("plain", wrap="Block"), Reshard("model", reshard_after_forward="true")):
-        for units in asked(training, Plan(command=command)):
+        for units in answers_of(training, Plan(command=command)):
             assert {"blocks.0", "blocks.1", ""} <= {unit.name for unit in units}
             assert {(unit.shard_size, unit.replicate_size) for unit in units} == {(3, 1)}
             assert all(sum(p.rows_per_rank) == p.shape[p.shard_dim] for unit in units for p in unit.params)
@@ -277,41 +277,41 @@ def test_a_step_is_stopped_looked_into_and_goes_on(training):
         seen = []
 
         def stand():
-            seen[:] = [position.held for position in asked(training, WHERE)]
+            seen[:] = [position.held for position in answers_of(training, WHERE)]
             return all(hold is not None and condition(hold) for hold in seen)
 
         wait_until(stand)
         assert len({(hold.place, hold.kind, hold.edge) for hold in seen}) == 1
         return seen[0]
 
-    asked(training, SetBreakpoints(breakpoints=(Breakpoint(id=7, event="forward"),)))
+    answers_of(training, SetBreakpoints(breakpoints=(Breakpoint(id=7, event="forward"),)))
     pending = training.apply(EXECUTE, to_dict(Step()))
     first = held(lambda hold: hold.kind is Kind.FORWARD)
     assert (first.breakpoint, first.edge, first.place.step >= 0) == (7, Edge.BEGIN, True)
-    assert asked(training, Job(ticket="t", work=Evaluate("1 + 1"))) == [True] * 3
-    wait_until(lambda: all("t" in position.tickets for position in asked(training, WHERE)))
-    assert all(position.tickets["t"].error is None for position in asked(training, WHERE))
-    asked(training, Forget(tickets=("t",)))
-    assert all(position.tickets == {} for position in asked(training, WHERE))
-    asked(training, SetBreakpoints(breakpoints=()))
-    asked(training, Next())
+    assert answers_of(training, Job(ticket="t", work=Evaluate("1 + 1"))) == [True] * 3
+    wait_until(lambda: all("t" in position.tickets for position in answers_of(training, WHERE)))
+    assert all(position.tickets["t"].error is None for position in answers_of(training, WHERE))
+    answers_of(training, Forget(tickets=("t",)))
+    assert all(position.tickets == {} for position in answers_of(training, WHERE))
+    answers_of(training, SetBreakpoints(breakpoints=()))
+    answers_of(training, Next())
     second = held(lambda hold: hold.place > first.place)
-    asked(training, RunTo(place=replace(second.place, ordinal=second.place.ordinal + 3)))
+    answers_of(training, RunTo(place=replace(second.place, ordinal=second.place.ordinal + 3)))
     third = held(lambda hold: hold.place > second.place)
     assert third.place.ordinal == second.place.ordinal + 3
     assert not any(map(pending.done, range(3)))
-    asked(training, Continue())
+    answers_of(training, Continue())
     for data in ended(training, pending).values():
         assert decode(StepReply, data, "answer").steps_done == 1
-    assert asked(training, Job(ticket="late", work=Evaluate("1"))) == [False] * 3
-    assert [position.held for position in asked(training, WHERE)] == [None] * 3
+    assert answers_of(training, Job(ticket="late", work=Evaluate("1"))) == [False] * 3
+    assert [position.held for position in answers_of(training, WHERE)] == [None] * 3
 
 
 def test_a_breakpoint_of_one_rank_holds_that_one(training):
-    asked(training, SetBreakpoints(breakpoints=(Breakpoint(id=1, event="optimizer", rank=1),)))
+    answers_of(training, SetBreakpoints(breakpoints=(Breakpoint(id=1, event="optimizer", rank=1),)))
     pending = training.apply(EXECUTE, to_dict(Step()))
-    wait_until(lambda: asked(training, WHERE)[1].held is not None)
-    assert asked(training, WHERE)[1].held.kind is Kind.OPTIMIZER
-    asked(training, SetBreakpoints(breakpoints=()))
-    asked(training, Continue())
+    wait_until(lambda: answers_of(training, WHERE)[1].held is not None)
+    assert answers_of(training, WHERE)[1].held.kind is Kind.OPTIMIZER
+    answers_of(training, SetBreakpoints(breakpoints=()))
+    answers_of(training, Continue())
     ended(training, pending)

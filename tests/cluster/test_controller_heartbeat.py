@@ -62,14 +62,14 @@ def controller(run, kind):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])  # gone, or its host does not answer
 def test_a_notebook_is_told_once(run, number):
     process, port = controller(run, "PUB")
-    told, is_told = [], threading.Event()
-    listener = HeartbeatMonitor(f"tcp://127.0.0.1:{port}", PLAIN, lambda: (told.append(1), is_told.set()))
+    reported, is_told = [], threading.Event()
+    listener = HeartbeatMonitor(f"tcp://127.0.0.1:{port}", PLAIN, lambda: (reported.append(1), is_told.set()))
     wait_until(lambda: is_connected(port))
-    assert not told
+    assert not reported
     os.kill(process.pid, number)
     assert is_told.wait(PATIENCE_S)
     listener.close()
-    assert told == [1]
+    assert reported == [1]
 
 
 def is_connected(port):
@@ -78,10 +78,10 @@ def is_connected(port):
 
 
 def test_nobody_is_told_of_a_connection_that_was_closed_here(run):
-    told = []
+    reported = []
     for _ in range(3):
-        HeartbeatMonitor(f"tcp://127.0.0.1:{controller(run, 'PUB')[1]}", PLAIN, lambda: told.append(1)).close()
-    assert told == []
+        HeartbeatMonitor(f"tcp://127.0.0.1:{controller(run, 'PUB')[1]}", PLAIN, lambda: reported.append(1)).close()
+    assert reported == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -93,6 +93,6 @@ def test_an_engine_that_is_alone_ends_though_it_hears_no_signal(run, number):
     assert engine.poll() is None  # it may not end yet
     engine.stdin.close()
     assert engine.wait(PATIENCE_S) == 1
-    said = engine.stderr.read().decode()
-    assert "no heartbeat from the controller for 0.8 s: this process exits" in said
-    assert "Timeout" in said
+    texts = engine.stderr.read().decode()
+    assert "no heartbeat from the controller for 0.8 s: this process exits" in texts
+    assert "Timeout" in texts

@@ -45,7 +45,7 @@ def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluste
         cluster.apply(f"{RUNTIME}:echo").results(PATIENCE_S)
 
 
-def test_a_rank_that_dies_while_it_is_asked_at_the_side_door_is_not_waited_for(make_cluster):
+def test_a_rank_that_dies_while_it_is_asked_at_the_control_channel_is_not_waited_for(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
     replies = cluster.ask(Die(), timeout_s=FOREVER_S)

@@ -1,4 +1,4 @@
-"""A front-door request whose reply and last output arrive in any order, or not at all; needs no ranks."""
+"""A shell-channel request whose reply and last output arrive in any order, or not at all; needs no ranks."""
 
 import json
 from concurrent.futures import Future

@@ -182,16 +182,16 @@ def test_a_start_that_is_given_up_leaves_nothing(ipython_directory):
     sleeper = "import signal; signal.pause()"
     config = f"c.LocalEngineLauncher.engine_cmd = [{sys.executable!r}, '-c', {sleeper!r}]"
     write_profile(ipython_directory, "waits", config)
-    children, told = set(psutil.Process().children(recursive=True)), []
+    children, reported = set(psutil.Process().children(recursive=True)), []
 
     def give_up(sentence):
-        told.append(sentence)
+        reported.append(sentence)
         if "0 of 2 engines are connected" in sentence:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="The start was cancelled: no ranks are running"):
         Cluster(2, "cpu", "waits", engines="local", runtime=RUNTIME).start(give_up)
-    assert any(re.match(r"waiting for the controller, \d+ s", sentence) for sentence in told)
+    assert any(re.match(r"waiting for the controller, \d+ s", sentence) for sentence in reported)
     assert set(psutil.Process().children(recursive=True)) <= children
 
 

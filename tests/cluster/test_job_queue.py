@@ -33,16 +33,16 @@ def queue(tmp_path, monkeypatch):
     ],
 )
 def test_how_a_job_has_ended_is_asked_once(queue, tmp_path, says, word):
-    asked = queue(squeue=f"echo asked >>{tmp_path}/asked; echo '{says}'")
-    assert [asked.word_on_the_end() for _ in range(3)] == [word] * 3
-    assert asked.has_ended
+    job = queue(squeue=f"echo asked >>{tmp_path}/asked; echo '{says}'")
+    assert [job.word_on_the_end() for _ in range(3)] == [word] * 3
+    assert job.has_ended
     assert (tmp_path / "asked").read_text() == "asked\n"
 
 
 def test_a_job_that_is_being_ended_is_asked_for_again(queue, tmp_path):
     turns = f"if [ -e {tmp_path}/second ]; then echo 'FAILED (NonZeroExitCode)'; else echo 'COMPLETING (None)'; fi"
-    asked = queue(squeue=f"{turns}; : >{tmp_path}/second")
-    assert asked.word_on_the_end() == "the queue has ended job 12: FAILED (NonZeroExitCode)"
+    job = queue(squeue=f"{turns}; : >{tmp_path}/second")
+    assert job.word_on_the_end() == "the queue has ended job 12: FAILED (NonZeroExitCode)"
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def test_a_job_that_is_being_ended_is_asked_for_again(queue, tmp_path):
     ],
 )
 def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, says, word):
-    monkeypatch.setattr(job_queue, "_said", lambda *_: says)
+    monkeypatch.setattr(job_queue, "_output", lambda *_: says)
     monkeypatch.setattr(job_queue, "WORD_S", 0.3)
     assert queue().word_on_the_end() == word
 
 
 def test_a_job_that_the_queue_has_forgotten_is_looked_for_in_its_accounts(queue):
     forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-    asked = queue(squeue=forgotten, sacct="echo 'CANCELLED by 1000'")
-    assert asked.word_on_the_end() == "job 12 is no longer in the queue; its accounting record: CANCELLED by 1000"
-    asked = queue(squeue=forgotten, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    assert asked.word_on_the_end() == "job 12 is no longer in the queue"
+    job = queue(squeue=forgotten, sacct="echo 'CANCELLED by 1000'")
+    assert job.word_on_the_end() == "job 12 is no longer in the queue; its accounting record: CANCELLED by 1000"
+    job = queue(squeue=forgotten, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert job.word_on_the_end() == "job 12 is no longer in the queue"
 
 
 def test_a_queue_that_does_not_answer_says_nothing(queue, monkeypatch):

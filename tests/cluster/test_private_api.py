@@ -100,7 +100,7 @@ def frames(session, kind):
     return [zmq.Frame(part) for part in sent]
 
 
-def test_requests_of_the_side_door_are_served_without_ado_and_others_as_ever():
+def test_requests_of_the_control_channel_are_served_without_ado_and_others_as_ever():
     kernel = FakeKernel()
     _ipyparallel._serve_without_ado(kernel)
     other = frames(kernel.session, "interrupt_request")

@@ -29,13 +29,13 @@ def test_ranks_together_use_no_more_threads_than_there_are_cores(ranks, cores):
 
 
 def test_a_lower_limit_of_the_user_is_kept_a_higher_or_strange_one_is_not():
-    asked = {
+    requested = {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "64",
         "OPENBLAS_NUM_THREADS": "many",
         "NUMEXPR_NUM_THREADS": "0",
     }
-    limits = processes.thread_limits(2, 8, asked)
+    limits = processes.thread_limits(2, 8, requested)
     assert limits["OMP_NUM_THREADS"] == "1"
     assert {limits[name] for name in THREAD_VARIABLES if name != "OMP_NUM_THREADS"} == {"4"}
 
@@ -104,10 +104,10 @@ def test_a_process_that_has_ended_does_not_run():
 
 
 def test_the_exit_code_of_a_watched_process_is_told_once():
-    codes, told = [], threading.Event()
+    codes, reported = [], threading.Event()
     with start("print('up', flush=True); raise SystemExit(3)") as process:
-        watched = ChildProcess(process, lambda code: (codes.append(code), told.set()))
-        assert told.wait(PATIENCE_S)
+        watched = ChildProcess(process, lambda code: (codes.append(code), reported.set()))
+        assert reported.wait(PATIENCE_S)
         watched.join(PATIENCE_S)
     assert codes == [3]
     assert watched.returncode == 3

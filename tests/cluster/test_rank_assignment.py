@@ -42,8 +42,8 @@ def test_ranks_of_a_host_are_neighbours_numbered_from_0(found, num_ranks):
     seated = seats(engines, num_ranks)
     assert len(seated) == min(num_ranks, len(found))
     assert len({seat.engine for seat in seated}) == len(seated)
-    runs = [list(run) for _, run in groupby(seated, key=lambda seat: seat.said.identity)]
-    assert len(runs) == len({seat.said.identity for seat in seated})
+    runs = [list(run) for _, run in groupby(seated, key=lambda seat: seat.info.identity)]
+    assert len(runs) == len({seat.info.identity for seat in seated})
     for run in runs:
         assert [seat.local_rank for seat in run] == list(range(len(run)))
         assert {seat.local_world_size for seat in run} == {len(run)}
@@ -62,22 +62,22 @@ def test_hosts_of_one_name_are_told_apart():
 
 
 def test_ranks_of_one_host_meet_on_its_loopback_interface():
-    asked = boots(seats({"0": on("a"), "1": on("a")}), "cpu")
-    assert {(boot.host.address, boot.host.interface) for boot in asked.values()} == {(LOOPBACK, LOOPBACK_INTERFACE)}
-    assert [(boot.rank, boot.world_size, boot.local_rank, boot.local_world_size) for boot in asked.values()] == [
+    requested = boots(seats({"0": on("a"), "1": on("a")}), "cpu")
+    assert {(boot.host.address, boot.host.interface) for boot in requested.values()} == {(LOOPBACK, LOOPBACK_INTERFACE)}
+    assert [(boot.rank, boot.world_size, boot.local_rank, boot.local_world_size) for boot in requested.values()] == [
         (0, 2, 0, 2),
         (1, 2, 1, 2),
     ]
 
 
 def test_ranks_of_several_hosts_meet_where_their_hosts_do():
-    asked = boots(seats({"0": on("a"), "1": on("b", address="10.0.0.2", interface="eth1"), "2": on("a")}), "cpu")
-    assert [(boot.host.name, boot.host.address, boot.host.interface) for boot in asked.values()] == [
+    requested = boots(seats({"0": on("a"), "1": on("b", address="10.0.0.2", interface="eth1"), "2": on("a")}), "cpu")
+    assert [(boot.host.name, boot.host.address, boot.host.interface) for boot in requested.values()] == [
         ("a", "10.0.0.1", "eth0"),
         ("a", "10.0.0.1", "eth0"),
         ("b", "10.0.0.2", "eth1"),
     ]
-    assert [(boot.rank, boot.local_rank, boot.local_world_size) for boot in asked.values()] == [
+    assert [(boot.rank, boot.local_rank, boot.local_world_size) for boot in requested.values()] == [
         (0, 0, 2),
         (1, 1, 2),
         (2, 0, 1),
@@ -120,7 +120,7 @@ def test_a_host_that_the_others_cannot_reach_is_named(address):
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "reported"),
     [
         ({"python": "3.12"}, "Python 3.12, but most have 3.11: use that version for its engines"),
         ({"workbench": ""}, "no workbench: install version 0.2.0"),
@@ -129,10 +129,10 @@ def test_a_host_that_the_others_cannot_reach_is_named(address):
         ({"torch": "2.11.0+cpu"}, "torch 2.11.0+cpu, but most have 2.13.0: install that version"),
     ],
 )
-def test_a_host_that_does_not_fit_is_named_once_with_what_to_do(other, said):
+def test_a_host_that_does_not_fit_is_named_once_with_what_to_do(other, reported):
     found = {"0": on("a"), "1": on("a", torch="2.13.0+cu130"), "2": on("b", **other), "3": on("b", **other)}
     found["4"] = found["5"] = on("c")
-    assert misfits(seats(found), "0.2.0") == [f"b has {said} (its engines run /usr/bin/python3)"]
+    assert misfits(seats(found), "0.2.0") == [f"b has {reported} (its engines run /usr/bin/python3)"]
 
 
 def test_hosts_that_fit_are_not_spoken_of():
@@ -162,13 +162,13 @@ def registered_at(monkeypatch):
     return register
 
 
-def said(**more):
+def reported(**more):
     return decode(EngineInfo, json.loads(engine_probe.survey(more.pop("interface", ""), count_for="")), "said")
 
 
 def test_what_a_process_says_of_itself(registered_at):
     registered_at("127.0.0.1")
-    found = said()
+    found = reported()
     assert found.identity == engine_probe.identity()
     assert (found.python.count("."), found.devices) == (1, {})
     assert LOOPBACK_INTERFACE in found.interfaces
@@ -183,11 +183,11 @@ def test_the_address_is_that_of_the_route_to_the_controller(registered_at, monke
         engine_probe, "interfaces_here", lambda: {"lo": "127.0.0.1", "eth0": "192.168.0.3", "eth1": "10.9.0.2"}
     )
     registered_at("10.9.8.7")
-    assert (said().address, said().interface) == ("10.9.0.2", "eth1")
+    assert (reported().address, reported().interface) == ("10.9.0.2", "eth1")
     registered_at("127.0.0.1")  # on this machine, or through a tunnel
-    assert (said().address, said().interface) == ("192.168.0.3", "eth0")
-    assert (said(interface="lo").address, said(interface="lo").interface) == ("127.0.0.1", "lo")
-    assert (said(interface="ib0").address, said(interface="ib0").interface) == ("", "")
+    assert (reported().address, reported().interface) == ("192.168.0.3", "eth0")
+    assert (reported(interface="lo").address, reported(interface="lo").interface) == ("127.0.0.1", "lo")
+    assert (reported(interface="ib0").address, reported(interface="ib0").interface) == ("", "")
 
 
 def test_an_engine_without_the_workbench_and_torch_says_so(registered_at, monkeypatch):

@@ -109,7 +109,7 @@ def test_ctrl_c_in_a_stop_is_answered_when_all_has_ended(make_cluster, monkeypat
     cluster = make_cluster()
     cluster.start()
     started = processes_now()
-    monkeypatch.setattr(cluster, "_shut_down", lambda doors: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(cluster, "_shut_down", lambda channels: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Interrupted, match=r"^Interrupted, but the ranks are stopped$"):
         cluster.stop()
     assert not cluster.is_started
@@ -281,16 +281,16 @@ def test_many_ranks_that_do_not_come_are_named_in_a_row_and_what_to_do_is_first(
 def test_a_start_on_this_machine_says_what_it_waits_for_and_is_given_up(make_cluster, monkeypatch, private):
     replace_rank_1(monkeypatch, "import signal; signal.pause()")
     monkeypatch.setattr("workbench.cluster.cluster._QUICK_S", 0.0)
-    told = []
+    reported = []
 
     def give_up(sentence):
-        told.append(sentence)
+        reported.append(sentence)
         if "1 of 2 processes have connected" in sentence:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="The start was cancelled: no ranks are running"):
         make_cluster().start(give_up)
-    assert re.fullmatch(r"starting 2 ranks, \d+ s: waiting for the controller", told[0])
+    assert re.fullmatch(r"starting 2 ranks, \d+ s: waiting for the controller", reported[0])
     assert list(private.iterdir()) == []
 
 
@@ -331,14 +331,14 @@ def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
     monkeypatch.setenv("FAKE_RANK_HANGS_AT_BOOT", "1")
     wait, boot = PendingReplies.wait, Cluster._boot
 
-    def without_patience(self, place, asked):
+    def without_patience(self, place, requested):
         def until_rank_0_has_booted(self, timeout_s, *, or_error):
             wait_until(lambda: self.done(0))
             place.deadline = 0.0
             return wait(self, 0, or_error=or_error)
 
         monkeypatch.setattr(PendingReplies, "wait", until_rank_0_has_booted)
-        return boot(self, place, asked)
+        return boot(self, place, requested)
 
     monkeypatch.setattr(Cluster, "_boot", without_patience)
     with pytest.raises(ClusterError, match=r"rank 1 did not finish .*:boot in time"):

@@ -48,9 +48,9 @@ def test_each_rank_is_a_process_with_a_session_and_a_log_of_its_own(cluster):
 def test_the_runtime_was_imported_once_and_random_numbers_differ(cluster):
     cells = cluster.run_cell("import random, os, sys\nprint(random.random(), 'tests.helpers.fake_rank' in sys.modules)")
     assert cells.wait(PATIENCE_S)
-    told = [texts(cells, rank).split() for rank in range(3)]
-    assert len({number for number, _ in told}) == 3
-    assert {imported for _, imported in told} == {"True"}
+    reported = [texts(cells, rank).split() for rank in range(3)]
+    assert len({number for number, _ in reported}) == 3
+    assert {imported for _, imported in reported} == {"True"}
 
 
 def test_a_rank_has_the_environment_it_would_have_had(cluster):

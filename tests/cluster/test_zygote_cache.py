@@ -29,7 +29,7 @@ def zygote_of(cluster):
     return cluster._place._zygote.process
 
 
-def said(cluster, code):
+def reported(cluster, code):
     """Return the output of each rank for a cell."""
     cell = cluster.run_cell(code)
     cell.results(PATIENCE_S)
@@ -80,8 +80,8 @@ def test_what_ranks_did_to_themselves_is_not_found_by_those_after_them(make_clus
         monkeypatch.setenv("PYTEST_CURRENT_TEST", test)
         cluster.start()
         zygotes.add(zygote_of(cluster))
-        found += map(json.loads, said(cluster, FINDS))
-        said(cluster, CHANGES)
+        found += map(json.loads, reported(cluster, FINDS))
+        reported(cluster, CHANGES)
         cluster.stop()
     assert len(zygotes) == 1
     umask = os.umask(0o022)
@@ -236,7 +236,7 @@ def test_what_a_rank_forked_and_left_behind_is_ended_with_its_cluster(make_clust
     for _ in range(2):  # with a new zygote, and with a kept one
         cluster = make_cluster(1)
         cluster.start()
-        said(cluster, LOST)
+        reported(cluster, LOST)
         rank = psutil.Process(cluster.rank_info[0].pid)
         (orphan,) = rank.children()
         rank.kill()

@@ -57,7 +57,7 @@ def execute(command):
 def drain(next_seq=0, version=0):
     """Return the rank's reply with what it recorded since ``next_seq``, and its rows unpacked."""
     known = {namespace()["rank"]: RecordSummary(next_seq=next_seq, header_version=version)}
-    recorded = _reply(*rank_module.side_door(encode(Drain(known=known))))
+    recorded = _reply(*rank_module.handle_request(encode(Drain(known=known))))
     return recorded, [from_wire(recorded.rows)]
 
 

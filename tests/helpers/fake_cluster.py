@@ -52,7 +52,7 @@ from workbench.trace.schema import Header, KeyFrame
 R = TypeVar("R")
 
 Act = Callable[["FakeCluster", int, Answer], None]
-"""What one rank does with a front-door request: settle the answer now, or leave it to a later side-door request."""
+"""What one rank does with a request on the shell channel: settle the answer now, or leave it to a later request."""
 
 
 def gives(value: Any) -> Act:
@@ -296,7 +296,7 @@ class FakeCluster:
         self.dead: set[int] = set()
         self.open: dict[int, list[Answer]] = {rank: [] for rank in range(num_ranks)}
         self.silent: set[int] = set()
-        self.patience: list[tuple[str, float]] = []  # (word, timeout in seconds) of each side-door request
+        self.patience: list[tuple[str, float]] = []  # (word, timeout in seconds) of each control-channel request
         self.unfinished: dict[int, int] = {}
         self.lines: dict[int, CellLine] = {}
         self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
@@ -355,7 +355,7 @@ class FakeCluster:
     def _loss(rank: int) -> RankDied:
         return RankDied(f"rank {rank} {KILLED}", ranks=(rank,))
 
-    # ---- front door
+    # ---- shell channel
 
     def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> PendingReplies:
         chosen = self._select(ranks)
@@ -394,7 +394,7 @@ class FakeCluster:
         self._check_started()
         return select(ranks, self.num_ranks, may_be_none=may_be_none)
 
-    # ---- side door
+    # ---- control channel
 
     def ask(
         self, request: RankRequest[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
@@ -531,4 +531,5 @@ SHARD_RESULT = {
     "optimizers": 0,
     "policy": [],
     "chosen": None,
+    "is_changed": True,
 }

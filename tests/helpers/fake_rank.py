@@ -1,4 +1,4 @@
-"""A rank side without torch, for tests of the two doors; it runs in the engines."""
+"""A rank side without torch, for tests of the two channels; it runs in the engines."""
 
 import os
 import socket
@@ -107,7 +107,7 @@ class Answer(RankRequest[None]):
 KNOWN = {cls.word: cls for cls in (Locate, Look, Raise, Release, ComeLate, Die, Variable, Answer)}
 
 
-def side_door(data):
+def handle_request(data):
     answer, buffers = None, []
     match decode_named(KNOWN, data, "request"):
         case Locate():
@@ -153,7 +153,7 @@ def call_user_function(name):
 
 
 def spin():
-    """Keep the main thread busy in Python until the side door gets a Release."""
+    """Keep the main thread busy in Python until the control channel gets a Release."""
     RELEASED.clear()
     HELD.set()
     turns = 0
@@ -164,7 +164,7 @@ def spin():
 
 
 def hold():
-    """Keep the main thread in a lock until the side door gets a Release."""
+    """Keep the main thread in a lock until the control channel gets a Release."""
     RELEASED.clear()
     HELD.set()
     try:

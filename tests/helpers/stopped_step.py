@@ -1,4 +1,4 @@
-"""The notebook's side while a rank's step is stopped: side-door requests from another thread."""
+"""The notebook's side while a rank's step is stopped: control-channel requests from another thread."""
 
 import itertools
 import json
@@ -16,14 +16,14 @@ from workbench.runtime import rank as rank_module
 _FORK = multiprocessing.get_context("fork")
 
 
-class Door:
-    """This rank's side door."""
+class Channel:
+    """This rank's control channel."""
 
     def __init__(self):
         self._tickets = itertools.count()
 
     def __call__(self, request):
-        data, _ = rank_module.side_door(json.loads(json.dumps(encode(request))))
+        data, _ = rank_module.handle_request(json.loads(json.dumps(encode(request))))
         return decode(request.reply, json.loads(json.dumps(data)), "reply")
 
     def where(self):
@@ -75,20 +75,20 @@ class Door:
 
 
 def beside(script, command):
-    """Run ``command`` here and ``script(door)`` in a thread; return the results of both.
+    """Run ``command`` here and ``script(channel)`` in a thread; return the results of both.
 
     If the command raises, its exception is its result.
     """
-    door, said = Door(), []
+    channel, said = Channel(), []
 
     def run():
         try:
-            said.append(script(door))
+            said.append(script(channel))
         except BaseException as error:  # noqa: BLE001 - raised again below
             said.append(error)
         finally:
-            door(SetBreakpoints(breakpoints=()))
-            door(Continue())
+            channel(SetBreakpoints(breakpoints=()))
+            channel(Continue())
 
     thread = threading.Thread(target=run)
     thread.start()

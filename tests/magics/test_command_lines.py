@@ -1,6 +1,5 @@
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,7 @@ from workbench.magics.parser import HelpAsked
 from workbench.protocol import commands
 from workbench.protocol.arguments import argument
 from workbench.protocol.arguments import ranks as parse_ranks
-from workbench.protocol.commands import COMMANDS, Break, Cell, Command, Reshard, Shard, Step, Verify, summary
+from workbench.protocol.commands import COMMANDS, Break, Cell, Command, Reshard, Shard, Step, Verify, command, summary
 from workbench.reports.pause_results import EndReport
 from workbench.reports.results import SAYS
 from workbench.views import VIEWS
@@ -50,9 +49,9 @@ def test_the_method_of_a_word_of_the_ranks_takes_what_the_word_declares(word):
 
 @pytest.mark.parametrize("name", WORDS)
 def test_help_of_a_word_shows_usage_and_a_line_that_works(name):
-    with pytest.raises(HelpAsked) as asked:
+    with pytest.raises(HelpAsked) as requested:
         parse_line(f"{name} -h")
-    text = str(asked.value)
+    text = str(requested.value)
     assert text.startswith(f"usage: %fsdp {name}")
     assert f"\n  %fsdp {WORDS[name].example}\n" in text
     assert summary(WORDS[name]) in " ".join(text.split())
@@ -228,9 +227,9 @@ def test_view_options_are_those_of_the_view():
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_help_of_a_view_says_its_defaults_and_no_none(view):
-    said = parser_for(view).format_help()
-    assert "None" not in said
-    assert ("(default: the newest)" in said) == ("the last step to show" in said)
+    reported = parser_for(view).format_help()
+    assert "None" not in reported
+    assert ("(default: the newest)" in reported) == ("the last step to show" in reported)
 
 
 def test_the_widget_of_the_timeline_takes_no_other_flag():
@@ -277,14 +276,10 @@ class Tallied:
     count: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("tally model --of params", reply=Tallied)
 class Tally(Command):
     """Count what a model has."""
 
-    word: ClassVar[str] = "tally"
-    example: ClassVar[str] = "tally model --of params"
-    on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Tallied
     model: str = field(kw_only=False, metadata=argument("which", metavar="MODEL", completes="modules"))
     of: str = field(default="units", metadata=argument("of what", completes=("units", "params")))
 

@@ -19,9 +19,9 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_record_has_every_view_the_dashboard_compare_back_and_export_without_a_rank(bare, run):
-    said = bare.ok("%fsdp open run.trace").shown[0]["text/plain"]
-    assert said.startswith("opened run.trace: 4 ranks, 3 steps, ")
-    assert "  steps    0-2\n" in said
+    reported = bare.ok("%fsdp open run.trace").shown[0]["text/plain"]
+    assert reported.startswith("opened run.trace: 4 ranks, 3 steps, ")
+    assert "  steps    0-2\n" in reported
     for name in VIEWS:
         assert PLOTLY_MIME in bare.ok(f"%fsdp {name}").shown[0]
     bare.ok("board = %fsdp dashboard")

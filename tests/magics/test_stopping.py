@@ -105,7 +105,7 @@ def test_candidates(before, symbol, expected):
 
 
 def test_tab_completes_events_units_and_parameters(stoppable):
-    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].notebook.workbench
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
     assert stoppable.complete("%fsdp break add all_g") == ["all_gather"]
     block = next(name for name in workbench.units() if name.startswith("bl"))
     assert block in stoppable.complete("%fsdp break add all_gather:bl")
@@ -170,7 +170,7 @@ def test_breakpoints(stoppable):
 
 def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
     assert "runs in the background" in stoppable.ok("%fsdp step --background").shown[0]["text/plain"]
-    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].notebook.workbench
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
     wait_until(lambda: workbench._session.request is None and workbench._session._news)
     assert stoppable.ok("%fsdp status").out.startswith("in the background, %fsdp step --background: 1 step")
     assert "in the background" not in stoppable.ok("%fsdp status").out
@@ -178,8 +178,8 @@ def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
 
 def test_words_when_nothing_is_stopped(stoppable):
     for word in ("next", "continue", "inspect x", "eval x"):
-        said = f"{word.partition(' ')[0]}: no step is stopped; stop one with %fsdp step --until"
-        assert said in stoppable.run(f"%fsdp {word}").out
+        reported = f"{word.partition(' ')[0]}: no step is stopped; stop one with %fsdp step --until"
+        assert reported in stoppable.run(f"%fsdp {word}").out
     for word in ("pause", "abort"):
         assert f"nothing to {word}: no step is running" in stoppable.run(f"%fsdp {word}").out
 
@@ -192,7 +192,7 @@ def test_back(stoppable):
 
 
 def test_what_was_begun_in_the_background_goes_on_there(stoppable):
-    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].notebook.workbench
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
     stoppable.ok("%fsdp step --until backward --background")
     wait_until(lambda: workbench._session._news)
     cell = stoppable.ok("%fsdp continue")
@@ -205,7 +205,7 @@ def test_what_was_begun_in_the_background_goes_on_there(stoppable):
 
 
 def test_a_step_of_the_foreground_goes_on_in_the_background(stoppable):
-    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].notebook.workbench
+    workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
     stoppable.ok("%fsdp step --until backward")
     assert "runs in the background" in stoppable.ok("%fsdp continue --background").shown[-1]["text/plain"]
     wait_until(lambda: workbench._session._news)

@@ -6,7 +6,6 @@ import pytest
 
 from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.waiting import wait_until
-from workbench.magics.notebook import Notebook
 from workbench.panel.panel import PanelComm
 from workbench.panel.panel_messages import VERSION
 from workbench.panel.state_observer import Observer
@@ -39,7 +38,7 @@ class FakeComm:
 class Browser:
     """Sends requests to a panel, and waits for its answers."""
 
-    notebook: Notebook
+    workbench: Workbench
     panel: PanelComm
     comm: FakeComm
     fakes: list
@@ -81,14 +80,14 @@ def browser():
         fakes.append(FakeCluster(*args, **settings))
         return fakes[-1]
 
-    notebook = Notebook(lambda **more: Workbench(cluster_factory=factory, **more), lambda name: False)
+    workbench = Workbench(cluster_factory=factory)
     comm = FakeComm()
-    panel = PanelComm(notebook, Observer(), comm, version="0.2.0")
-    made = Browser(notebook, panel, comm, fakes)
+    panel = PanelComm(workbench, Observer(), comm, version="0.2.0")
+    made = Browser(workbench, panel, comm, fakes)
     made.hello()
     yield made
     panel.close()
-    notebook.close()
+    workbench.close()
 
 
 @pytest.fixture

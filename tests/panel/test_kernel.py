@@ -13,13 +13,11 @@ from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET, VERSION
 
 FAKE = """
 from tests.helpers.fake_cluster import FakeCluster
-from workbench.workbench import Workbench
 fakes = []
 def factory(*args, **settings):
     fakes.append(FakeCluster(*args, **settings))
     return fakes[-1]
-notebook = get_ipython().magics_manager.registry["FsdpMagics"].notebook
-notebook._make = lambda *args, **settings: Workbench(*args, cluster_factory=factory, **settings)
+get_ipython().magics_manager.registry["FsdpMagics"].workbench._factory = factory
 """
 LEFT = """
 import comm, threading

@@ -52,7 +52,7 @@ def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, say
 
 def test_hello_comes_first(browser):
     comm = FakeComm()
-    panel = PanelComm(browser.notebook, Observer(), comm, version="0.2.0")
+    panel = PanelComm(browser.workbench, Observer(), comm, version="0.2.0")
     comm.receive({"word": "look", "number": 3})
     assert comm.sent[0][0] == {
         "word": "refused",
@@ -103,7 +103,7 @@ def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(star
     assert (answer["word"], says in answer["text"]) == ("refused", True), answer["text"]
     assert answer["number"] == (7 if isinstance(data, dict) and data.get("number") == 7 else -1)
     assert started.fake.log == before
-    assert len(started.notebook.shown().history().commands) == 1  # the start
+    assert len(started.workbench.history().commands) == 1  # the start
 
 
 def test_before_there_are_ranks(browser):
@@ -205,7 +205,7 @@ def test_ranks_units_and_memory_are_told(started):
     assert all(unit["bytes_at_rest"] > 0 for unit in state["units"])
     assert [group["ranks"] for group in state["unit_states"]] == [[0, 1, 2, 3]]
     assert len(state["unit_states"][0]["states"]) == len(state["units"])
-    trace = started.notebook.shown().trace
+    trace = started.workbench.trace
     for rank in state["ranks"]:
         rows = trace.rank(rank["rank"]).rows
         assert len(rank["num_bytes"]) == len(Category)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.helpers.booted_ranks import execute, namespace, prepare, run
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import Block, adamw, loss_of
-from tests.helpers.stopped_step import Door, beside
+from tests.helpers.stopped_step import Channel, beside
 from tests.runtime.test_policies import planned, trace_here
 from workbench.engine import StepAborted
 from workbench.engine.cancellable_waits import cancellation
@@ -128,11 +128,11 @@ def test_what_a_cell_wraps_is_known_by_its_names_before_the_first_step():
 
 def warned(command):
     """Return the lines that a rank prints as warnings."""
-    said = io.StringIO()
-    with warnings.catch_warnings(), redirect_stderr(said):
+    texts = io.StringIO()
+    with warnings.catch_warnings(), redirect_stderr(texts):
         warnings.simplefilter("always")
         execute(command)
-    return said.getvalue().splitlines()
+    return texts.getvalue().splitlines()
 
 
 def alone():
@@ -226,11 +226,11 @@ def test_a_parameter_is_inspected_by_its_own_name_and_a_flat_one_as_well(orig_pa
 def inspected_in_forward(orig_params, strategy):
     prepare()
     execute(shard(orig_params=orig_params, strategy=strategy))
-    Door().break_at({"event": "forward", "unit": "blocks.1"})
+    Channel().break_at({"event": "forward", "unit": "blocks.1"})
 
-    def held(door):
-        door.until_held()
-        return door.inspect("blocks.1._flat_param"), door.inspect("blocks.1.mlp.0.weight")
+    def held(channel):
+        channel.until_held()
+        return channel.inspect("blocks.1._flat_param"), channel.inspect("blocks.1.mlp.0.weight")
 
     return beside(held, Step())[1]
 
@@ -380,9 +380,9 @@ def reshards_by_plan():
 @pytest.mark.thorough
 def test_what_a_reshard_from_and_to_classic_comes_to_is_told_before():
     for found in run(4, reshards_by_plan):
-        for (told, changes), (policy, before, after) in zip(RESHARDS, found, strict=True):
+        for (reported, changes), (policy, before, after) in zip(RESHARDS, found, strict=True):
             is_told = (policy.api, policy.strategy, policy.mesh, policy.reshard_after_forward, policy.orig_params)
-            assert is_told == told, changes
+            assert is_told == reported, changes
             if isinstance(after, str):
                 assert before == after, changes
             else:

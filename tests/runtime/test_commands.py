@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.booted_ranks import assert_refused, drain, execute, namespace, prepare, run
-from tests.helpers.stopped_step import Door
+from tests.helpers.stopped_step import Channel
 from workbench.codec import decode
 from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.events import Category, Edge, Kind
@@ -144,7 +144,7 @@ def test_policies_do_not_change_numbers_and_training_goes_on_through_a_reshard()
 def wrong_requests():
     ns = prepare()
     ns["number"] = 3
-    said = [
+    texts = [
         refused(Shard(model="nothing")),
         refused(Shard(model="model.nothing")),
         refused(Shard(model="number")),
@@ -158,17 +158,17 @@ def wrong_requests():
     ]
     untouched = not any(isinstance(m, FSDPModule) for m in ns["model"].modules())
     execute(Shard(model="model"))
-    said.append(refused(Shard(model="model")))
+    texts.append(refused(Shard(model="model")))
     ns["twin"] = prepare()["model"]
     execute(Shard(model="twin"))
     ns["model"] = torch.nn.Linear(2, 2)
     execute(Shard(model="model"))
-    said.append(refused(Verify()))
-    return untouched, said
+    texts.append(refused(Verify()))
+    return untouched, texts
 
 
 def test_every_wrong_request_says_what_to_do():
-    untouched, said = run(1, wrong_requests)[0]
+    untouched, texts = run(1, wrong_requests)[0]
     assert untouched
     parts = [
         "no variable 'nothing'",
@@ -184,33 +184,33 @@ def test_every_wrong_request_says_what_to_do():
         "sharded already; change how: %fsdp reshard model, or undo it first: %fsdp unshard model",
         "several models are sharded: model, twin",
     ]
-    assert_refused(said, parts)
+    assert_refused(texts, parts)
 
 
 def refuse_half_way():
     ns = prepare()
     ns["model"].scale = torch.nn.Parameter(torch.tensor(1.0))  # the root's own: the blocks are sharded first
-    said = refused(Shard(model="model"))
-    return said, [type(m).__name__ for m in ns["model"].modules() if isinstance(m, FSDPModule)]
+    texts = refused(Shard(model="model"))
+    return texts, [type(m).__name__ for m in ns["model"].modules() if isinstance(m, FSDPModule)]
 
 
 def test_a_refused_shard_leaves_the_model_as_it_was():
-    for said, sharded in run(2, refuse_half_way):
-        assert said.startswith("ValueError: parameter 'scale' is a scalar")
+    for texts, sharded in run(2, refuse_half_way):
+        assert texts.startswith("ValueError: parameter 'scale' is a scalar")
         assert sharded == []
 
 
 def different_models():
     ns = prepare(dim=8 + 8 * namespace()["rank"])
-    said = refused(Shard(model="model"))
-    return said, isinstance(ns["model"], FSDPModule)
+    texts = refused(Shard(model="model"))
+    return texts, isinstance(ns["model"], FSDPModule)
 
 
 def test_ranks_with_different_models_are_told_before_anything_changes():
-    for said, sharded in run(2, different_models):
-        assert said.startswith(RanksDisagreeError.__name__)
-        assert "rank 0 has" in said
-        assert "rank 1 has" in said
+    for texts, sharded in run(2, different_models):
+        assert texts.startswith(RanksDisagreeError.__name__)
+        assert "rank 0 has" in texts
+        assert "rank 1 has" in texts
         assert not sharded
 
 
@@ -229,8 +229,8 @@ def closure_step():
 
 
 def test_verify_refuses_a_step_it_cannot_redirect():
-    (said,) = run(1, closure_step)
-    assert "the step did not train" in said
+    (texts,) = run(1, closure_step)
+    assert "the step did not train" in texts
 
 
 def own_loop():
@@ -297,17 +297,17 @@ def test_a_model_that_was_made_again_takes_the_place_of_the_one_before():
 
 def position_and_names():
     prepare()
-    where, names = Door()(Locate()), Door()(ListNames())
+    where, names = Channel()(Locate()), Channel()(ListNames())
     refusals = []
     for data in ({"word": "dance"}, {"word": "locate", "loud": True}, {"word": "give up"}, {}, ["where"]):
         try:
-            rank_module.side_door(data)
+            rank_module.handle_request(data)
         except ValueError as error:
             refusals.append(str(error))
     return where, names, refusals
 
 
-def test_the_side_door_tells_where_a_rank_is_and_what_it_has():
+def test_the_control_channel_tells_where_a_rank_is_and_what_it_has():
     where, names, refusals = run(1, position_and_names)[0]
     assert (where.rank, where.unfinished, where.optimizer_steps) == (0, 0, 0)
     assert "model" in names.modules
@@ -315,7 +315,7 @@ def test_the_side_door_tells_where_a_rank_is_and_what_it_has():
     assert refusals[0].startswith("unknown request 'dance'; known: locate, stacks, line")
     assert refusals[1] == "request 'locate' has unknown ['loud']"
     assert refusals[2] == "request 'give up' lacks ['reason']"
-    assert all(said.startswith("unknown request None; known: ") for said in refusals[3:])
+    assert all(texts.startswith("unknown request None; known: ") for texts in refusals[3:])
 
 
 class Trainee(torch.nn.Linear):
@@ -344,20 +344,20 @@ def missed_gradients():
 
     ns["train_step"] = train_step
     execute(Shard(model="model"))
-    said = {"usual": execute(Step())}
+    texts = {"usual": execute(Step())}
     model.set_requires_gradient_sync(False)
-    said["kept"] = execute(Step())
+    texts["kept"] = execute(Step())
     model.set_requires_gradient_sync(True)
-    said["kept before"] = execute(Step())
+    texts["kept before"] = execute(Step())
     model.is_inside = True
-    said["inside"] = execute(Step())
+    texts["inside"] = execute(Step())
     model.reset_iter_state()
-    return {name: stepped["unreduced"] for name, stepped in said.items()}
+    return {name: stepped["unreduced"] for name, stepped in texts.items()}
 
 
 def test_a_step_says_which_gradients_no_reduction_took():
-    for said in run(2, missed_gradients):
-        assert said == {"usual": [], "kept": [], "kept before": [], "inside": [""]}
+    for texts in run(2, missed_gradients):
+        assert texts == {"usual": [], "kept": [], "kept before": [], "inside": [""]}
 
 
 class Adapted(torch.nn.Module):
@@ -381,7 +381,7 @@ def evaluated(api, orig_params):
     with torch.no_grad():
         ns["model"](torch.ones(2, 4))
     names = [name for size in model_summary.sizes_of(ns["model"]) for name in size.names]
-    return model_summary.unmanaged().params, sorted(names)
+    return model_summary.unmanaged(model_summary.sharded_variables()).params, sorted(names)
 
 
 APIS = pytest.mark.parametrize(("api", "orig_params"), [("fully_shard", False), ("classic", False), ("classic", True)])
@@ -399,13 +399,13 @@ def hooked(api, orig_params):
     ns["model"] = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Sequential(torch.nn.Linear(4, 2)))
     execute(Shard(model="model", wrap=("Sequential",), api=api, orig_params=orig_params))
     handles = [param.register_hook(lambda grad: grad) for param in ns["model"].parameters()]
-    said = [model_summary.unmanaged().hooks]
+    texts = [model_summary.unmanaged(model_summary.sharded_variables()).hooks]
     with torch.no_grad():
         ns["model"](torch.ones(2, 4))
-    said.append(model_summary.unmanaged().hooks)
+    texts.append(model_summary.unmanaged(model_summary.sharded_variables()).hooks)
     for handle in handles:
         handle.remove()
-    return [*said, model_summary.unmanaged().hooks]
+    return [*texts, model_summary.unmanaged(model_summary.sharded_variables()).hooks]
 
 
 @APIS
@@ -459,10 +459,10 @@ def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
     added = ("model.scale", "model.adapter.weight", "model.adapter.bias")
     assert [header.unmanaged for header in after_step] == [added] * 2
     assert [header.hooks for header in (*after_shard, *after_step)] == [()] * 2 + [("model.layer.weight",)] * 2
-    told = unmanaged_notes(join(*after_step))
-    assert [note.partition(":")[0] for note in told] == [note.partition(":")[0] for note in verify.notes]
-    assert "differ between ranks: drawn. If they should not, for each: torch.distributed.broadcast(model.get" in told[2]
-    assert unmanaged_notes(join(*after_cell)) == told[:2]
+    reported = unmanaged_notes(join(*after_step))
+    assert [note.partition(":")[0] for note in reported] == [note.partition(":")[0] for note in verify.notes]
+    assert "differ between ranks: drawn. If they should not, for each: torch.distributed.broadcast(" in reported[2]
+    assert unmanaged_notes(join(*after_cell)) == reported[:2]
     params, hooks, buffers = verify.notes
     assert "their gradients are not averaged: scale, adapter.weight, adapter.bias. " in params
     assert "register_hook is never called on a sharded parameter: layer.weight. " in hooks

@@ -6,7 +6,7 @@ import threading
 import torch
 
 from tests.helpers.booted_ranks import run
-from tests.helpers.stopped_step import Door, beside
+from tests.helpers.stopped_step import Channel, beside
 from tests.runtime.test_gate import sharded
 from workbench.engine.backends.base import Backend
 from workbench.engine.backends.cpu import Cpu
@@ -51,7 +51,7 @@ def test_only_an_accelerator_is_waited_for_and_what_was_printed_is_written_out(m
 def on_a_device(script, synchronise):
     """Run a step with a breakpoint at a backward, on a rank whose device appears to be a GPU."""
     sharded()
-    Door().break_at({"event": "backward", "unit": "blocks.1"})
+    Channel().break_at({"event": "backward", "unit": "blocks.1"})
     rank_module._this_rank().gate._quiet = FlushBeforeHold(Accelerator(synchronise))
     return beside(script, Step())
 
@@ -60,9 +60,9 @@ def synchronised_before_it_is_said():
     seen = []
 
     def synchronise(device):
-        seen.append((str(device), threading.current_thread() is threading.main_thread(), Door().where().held))
+        seen.append((str(device), threading.current_thread() is threading.main_thread(), Channel().where().held))
 
-    done, held = on_a_device(lambda door: door.until_held(), synchronise)
+    done, held = on_a_device(lambda channel: channel.until_held(), synchronise)
     return done["steps_done"], seen, held.synchronised, held.kind.key
 
 
@@ -71,17 +71,17 @@ def test_the_device_is_synchronised_in_the_held_thread_before_the_rank_counts_as
 
 
 def let_go_meanwhile():
-    door, seen = Door(), []
+    channel, seen = Channel(), []
 
     def synchronise(device):
-        door.break_at()
-        door(Continue())
-        seen.append(door.where().commands)
+        channel.break_at()
+        channel(Continue())
+        seen.append(channel.where().commands)
 
     def ended(where):
         return where.commands == 2 and where.doing == ""  # the second is the step
 
-    done, _ = on_a_device(lambda door: door.until(ended), synchronise)
+    done, _ = on_a_device(lambda channel: channel.until(ended), synchronise)
     return done["steps_done"], seen
 
 
@@ -91,8 +91,8 @@ def test_a_rank_that_is_let_go_while_its_device_works_does_not_hold():
 
 def paused_on_the_cpu():
     sharded()
-    Door().break_at({"event": "backward"})
-    done, held = beside(lambda door: door.until_held(), Step())
+    Channel().break_at({"event": "backward"})
+    done, held = beside(lambda channel: channel.until_held(), Step())
     return done["steps_done"], held.synchronised
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.helpers.booted_ranks import drain, execute, prepare, run
 from tests.helpers.small_models import loss_of
-from tests.helpers.stopped_step import Door, Meeting, beside
+from tests.helpers.stopped_step import Channel, Meeting, beside
 from tests.helpers.waiting import PATIENCE_S
 from tests.runtime.test_commands import trace_of
 from workbench.engine import StepAborted, cancellable_waits
@@ -65,16 +65,16 @@ def stopped_everywhere():
     losses, stops = [], []
     for breakpoint_, _ in STOPS:
 
-        def script(door, breakpoint_=breakpoint_):
-            return door.until_held(), door.expression("rank").text
+        def script(channel, breakpoint_=breakpoint_):
+            return channel.until_held(), channel.expression("rank").text
 
-        Door().break_at(breakpoint_)
+        Channel().break_at(breakpoint_)
         done, held = beside(script, Step())
         losses += done["losses"]
         stops.append(held)
     trace = trace_of(*drain())
     names = {u.index: u.name or "(root)" for u in trace.header.units}
-    stops = [(held, names.get(held.unit, ""), said) for held, said in stops]
+    stops = [(held, names.get(held.unit, ""), reported) for held, reported in stops]
     rows = trace.ranks[0].rows
     rows = rows[~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))]  # frees by garbage collection may be anywhere
     gates = np.flatnonzero((rows["kind"] == Kind.GATE) & (rows["edge"] == Edge.END))
@@ -90,11 +90,11 @@ def test_all_ranks_stop_at_the_same_event_and_numbers_are_those_of_an_undisturbe
         assert (losses, after) == expected[rank]
         assert broken == []
         assert [held.place.step for held, _, _ in stops] == list(range(len(STOPS)))
-        for (held, held_unit, said), (_, (kind, edge, phase, unit)) in zip(stops, STOPS, strict=True):
+        for (held, held_unit, reported), (_, (kind, edge, phase, unit)) in zip(stops, STOPS, strict=True):
             assert place(held)[:3] == (kind, edge, phase)
             assert unit is None or held_unit == unit
             assert held.breakpoint == 0
-            assert said == str(rank)
+            assert reported == str(rank)
         assert rows_after == [(kind, edge) for _, (kind, edge, _, _) in STOPS]
     for held in zip(*(stops for _, _, stops, _, _ in results), strict=True):
         assert len({(h.place, *place(h), h.num_bytes) for h, _, _ in held}) == 1
@@ -104,36 +104,36 @@ def paused_again_and_again(meeting, times):
     """Request a pause in every 13 steps; the last of the 13 waits for the request."""
     ns = sharded()
     rank, step = ns["rank"], ns["train_step"]
-    numbers, asked = itertools.count(1), [threading.Event() for _ in range(times)]
+    numbers, requested = itertools.count(1), [threading.Event() for _ in range(times)]
     seen = []
 
     def train_step():
         pauses, rest = divmod(next(numbers), 13)
-        assert rest or asked[pauses - 1].wait(PATIENCE_S)
+        assert rest or requested[pauses - 1].wait(PATIENCE_S)
         return step()
 
     ns["train_step"] = train_step
 
-    def align(door, is_asked):
-        door(Pause())
+    def align(channel, is_asked):
+        channel(Pause())
         is_asked.set()
-        target = meeting.furthest(rank, door.until_held())
-        door(RunTo(place=StepPosition(*target)))
-        held = door.until(lambda where: where.held and where.held.place == StepPosition(*target))
+        target = meeting.furthest(rank, channel.until_held())
+        channel(RunTo(place=StepPosition(*target)))
+        held = channel.until(lambda where: where.held and where.held.place == StepPosition(*target))
         meeting.wait()
         return held.held
 
-    def script(door):
-        for is_asked in asked:
-            door.until(lambda where: where.place.step >= 0)
-            align(door, is_asked)
+    def script(channel):
+        for is_asked in requested:
+            channel.until(lambda where: where.place.step >= 0)
+            align(channel, is_asked)
             for what in ("event", "collective", "unit", "phase", "phase", "event"):
-                before = door.where().held
-                door(Next(what=what))
-                held = door.until_held()
+                before = channel.where().held
+                channel(Next(what=what))
+                held = channel.until_held()
                 seen.append((what, before.phase, held.place.step, held.place.ordinal, *place(held)))
                 meeting.wait()
-            door(Continue())
+            channel(Continue())
         return seen
 
     done, seen = beside(script, Step(count=40))
@@ -161,42 +161,42 @@ def one_rank_only(meeting):
     ns = sharded()
     execute(Step())
     awaited = next(u.index for u in trace_of(*drain()).header.units if u.name == "blocks.2")
-    Door().break_at({"event": "all_gather", "unit": "blocks.2", "rank": 1})
+    Channel().break_at({"event": "all_gather", "unit": "blocks.2", "rank": 1})
 
     def is_awaited(newest):
         return (newest.kind, newest.edge, newest.unit) == (Kind.WAIT, Edge.BEGIN, awaited)
 
-    def script(door):
+    def script(channel):
         if ns["rank"] != 1:
             # in step 1 and for that unit: other waits end without help
-            where = door.until(lambda where: where.waiting and where.place.step == 1 and is_awaited(where.newest))
+            where = channel.until(lambda where: where.waiting and where.place.step == 1 and is_awaited(where.newest))
             meeting.wait()
             meeting.wait()
-            door(Pause())  # a wait is a stop point as well
-            held = door.until_held()
+            channel(Pause())  # a wait is a stop point as well
+            held = channel.until_held()
             meeting.wait()
-            answer = door.evaluate("rank")
-            door(Continue())
+            answer = channel.evaluate("rank")
+            channel(Continue())
             return where.held, held.kind.key, answer
-        held = door.until_held()
+        held = channel.until_held()
         meeting.wait()
-        text = door.evaluate("rank * 10")
+        text = channel.evaluate("rank * 10")
         meeting.wait()
         meeting.wait()
-        door.break_at()
-        door(Continue())
+        channel.break_at()
+        channel(Continue())
         return held.kind.key, held.breakpoint, text
 
-    done, said = beside(script, Step())
-    return done["losses"], said
+    done, reported = beside(script, Step())
+    return done["losses"], reported
 
 
 def test_a_breakpoint_of_one_rank_leaves_the_others_waiting():
     results = run(3, one_rank_only, Meeting(3))
     expected = run(3, undisturbed, 2)
-    for rank, (losses, said) in enumerate(results):
+    for rank, (losses, reported) in enumerate(results):
         assert losses == expected[rank][0][1:]
-        assert said == (("all_gather", 0, "10") if rank == 1 else (None, "wait", str(rank)))
+        assert reported == (("all_gather", 0, "10") if rank == 1 else (None, "wait", str(rank)))
 
 
 def looks_from_now():
@@ -212,28 +212,28 @@ def paused_before_a_collective_of_the_users_own(meeting):
     execute(Shard(model="model", wrap=("Block",)))
     execute(Step())
     last_wait = {"event": "wait", "unit": "(root)", "when": "phase == 'post_backward'"}
-    Door().break_at({**last_wait, "rank": 1})
+    Channel().break_at({**last_wait, "rank": 1})
 
     def is_through(where):
         return where.waiting and where.newest.phase is Phase.POST_BACKWARD and where.newest.kind is Kind.COPY_OUT
 
-    def script(door):
-        where = door.until(lambda where: where.held if ns["rank"] else is_through(where))
+    def script(channel):
+        where = channel.until(lambda where: where.held if ns["rank"] else is_through(where))
         furthest = StepPosition(*meeting.furthest(ns["rank"], where))
-        door.break_at()
-        door(Pause())
+        channel.break_at()
+        channel(Pause())
         looks = looks_from_now()
         if not ns["rank"]:
-            door.until(lambda where: where.held or len(looks) > 1)  # it was at a stop point, and waits again
+            channel.until(lambda where: where.held or len(looks) > 1)  # it was at a stop point, and waits again
         meeting.wait()
-        door(RunTo(place=furthest))
-        held = door.until_held()
+        channel(RunTo(place=furthest))
+        held = channel.until_held()
         meeting.wait()
-        door(Continue())
+        channel(Continue())
         return held.place > where.place, place(held)
 
-    done, said = beside(script, Step())
-    return done["losses"], said
+    done, reported = beside(script, Step())
+    return done["losses"], reported
 
 
 def clipped_after_a_sum(params, max_norm):
@@ -257,17 +257,17 @@ def test_a_rank_is_not_held_in_a_wait_without_an_event_as_others_may_be_past_it(
 def give_up(how, event, meeting):
     ns = sharded()
     first = execute(Step())["losses"]
-    Door().break_at({"event": event, "unit": "blocks.1"})
+    Channel().break_at({"event": event, "unit": "blocks.1"})
 
-    def script(door):
-        door.until_held()
+    def script(channel):
+        channel.until_held()
         meeting.wait()
         if how == "abort":
-            door(GiveUp(reason="the user gave up"))
+            channel(GiveUp(reason="the user gave up"))
         else:
             os.kill(os.getpid(), signal.SIGINT)
-        door.until(lambda where: where.doing == "")
-        return door(Job(ticket="late", work=Evaluate(expr="1")))
+        channel.until(lambda where: where.doing == "")
+        return channel(Job(ticket="late", work=Evaluate(expr="1")))
 
     handler = signal.getsignal(signal.SIGINT)
     error, accepted = beside(script, Step())
@@ -292,8 +292,8 @@ def restarted():
 def test_giving_up_while_held_leaves_a_rank_that_can_go_on(how, event):
     expected = run(2, restarted)
     for rank, (first, name, text, accepted, after, broken) in enumerate(run(2, give_up, how, event, Meeting(2))):
-        said = {"abort": (StepAborted.__name__, "the user gave up"), "interrupt": ("KeyboardInterrupt", "")}
-        assert (name, text) == said[how]
+        reported = {"abort": (StepAborted.__name__, "the user gave up"), "interrupt": ("KeyboardInterrupt", "")}
+        assert (name, text) == reported[how]
         assert not accepted
         assert first + after == expected[rank]
         assert broken == []
@@ -306,11 +306,11 @@ def change_a_parameter(when):
     if when == "before":
         exec(change, ns)
         return execute(Step(count=2))["losses"]
-    Door().break_at({"event": "forward", "unit": "blocks.0", "once": True})  # blocks.1 is sharded, not gathered yet
+    Channel().break_at({"event": "forward", "unit": "blocks.0", "once": True})  # blocks.1 is sharded, not gathered yet
 
-    def script(door):
-        door.until_held()
-        return door.cell(change)
+    def script(channel):
+        channel.until_held()
+        return channel.cell(change)
 
     done, answer = beside(script, Step(count=2))
     assert answer.error is None, answer
@@ -342,42 +342,42 @@ def stopped_under_accumulation(stops):
     accumulating(ns)
     execute(Step())
     if stops:
-        Door().break_at({"event": "backward.end", "unit": "blocks.1"}, {"event": "forward", "unit": "blocks.0"})
+        Channel().break_at({"event": "backward.end", "unit": "blocks.1"}, {"event": "forward", "unit": "blocks.0"})
 
-    def script(door):
-        said = []
+    def script(channel):
+        reported = []
         for _ in range(4 * stops):
-            held = door.until_held()
-            gathered = door.inspect("blocks.2.mlp.0.weight")
-            grad = door.inspect("blocks.1.mlp.0.weight")
-            said.append((held.kind.key, gathered.full.state.words, grad.full_grad is not None))
-            door(Continue())
-        return said
+            held = channel.until_held()
+            gathered = channel.inspect("blocks.2.mlp.0.weight")
+            grad = channel.inspect("blocks.1.mlp.0.weight")
+            reported.append((held.kind.key, gathered.full.state.words, grad.full_grad is not None))
+            channel(Continue())
+        return reported
 
-    done, said = beside(script, Step())
-    return done["losses"], weights(ns), said
+    done, reported = beside(script, Step())
+    return done["losses"], weights(ns), reported
 
 
 def test_stops_with_prefetch_in_flight_and_under_accumulation_change_nothing():
     plain, stopped = run(2, stopped_under_accumulation, 0), run(2, stopped_under_accumulation, 1)
     assert [r[:2] for r in plain] == [r[:2] for r in stopped]
-    for _, _, said in stopped:
-        assert [kind for kind, _, _ in said] == ["forward", "backward", "forward", "backward"]
-        assert [state for kind, state, _ in said if kind == "forward"] == ["all-gather in flight"] * 2
-        assert [grad for _, _, grad in said] == [False, True, True, True]
+    for _, _, reported in stopped:
+        assert [kind for kind, _, _ in reported] == ["forward", "backward", "forward", "backward"]
+        assert [state for kind, state, _ in reported if kind == "forward"] == ["all-gather in flight"] * 2
+        assert [grad for _, _, grad in reported] == [False, True, True, True]
 
 
 def nothing_holds_outside_of_steps():
     ns = prepare()
-    door = Door()
-    door(Pause())
-    door.break_at({"event": "all_gather"}, {"event": "forward"}, {"event": "wait"})
+    channel = Channel()
+    channel(Pause())
+    channel.break_at({"event": "all_gather"}, {"event": "forward"}, {"event": "wait"})
     execute(Shard(model="model"))
     ok = execute(Verify())["ok"]
     with torch.no_grad():
         ns["model"](torch.zeros(1, 2, dtype=torch.long))
-    door.break_at()
-    door(Continue())
+    channel.break_at()
+    channel(Continue())
     return ok, execute(Step())["steps_done"], bool((trace_of(*drain()).ranks[0].rows["kind"] == Kind.GATE).any())
 
 
@@ -389,11 +389,11 @@ def until():
     """Two steps that stop once, although breakpoints are replaced meanwhile; then one that reaches the event again."""
     sharded()
 
-    def script(door):
-        first = door.until_held()
-        door.break_at({"event": "optimizer"})
-        door(Continue())
-        door.until(lambda where: where.held is not None and where.held.kind is Kind.OPTIMIZER)
+    def script(channel):
+        first = channel.until_held()
+        channel.break_at({"event": "optimizer"})
+        channel(Continue())
+        channel.until(lambda where: where.held is not None and where.held.kind is Kind.OPTIMIZER)
         return first
 
     done, held = beside(script, Step(count=2, until="backward:blocks.1"))
@@ -407,15 +407,15 @@ def test_until_comes_with_its_steps_stops_once_and_goes_with_them():
 def own_loop():
     """A training loop in a cell: it is not a command, yet it stops."""
     ns = sharded()
-    door = Door()
-    door.break_at({"event": "optimizer"})
-    said = []
+    channel = Channel()
+    channel.break_at({"event": "optimizer"})
+    reported = []
 
     def script():
-        said.append(door.until_held().place.step)
-        said.append(door.cell("opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7").text)
-        door.break_at()
-        door(Continue())
+        reported.append(channel.until_held().place.step)
+        reported.append(channel.cell("opt.zero_grad(); model(torch.zeros(1, 2, dtype=torch.long)); 7").text)
+        channel.break_at()
+        channel(Continue())
 
     ns["torch"] = torch
     thread = threading.Thread(target=script)
@@ -424,12 +424,12 @@ def own_loop():
     ns["train_step"]()
     thread.join()
     rows = trace_of(*drain()).ranks[0].rows
-    return said, rows["step"][rows["kind"] == Kind.STEP].tolist()
+    return reported, rows["step"][rows["kind"] == Kind.STEP].tolist()
 
 
 def test_the_user_s_own_loop_stops_and_what_runs_meanwhile_ends_no_step():
-    for said, steps in run(2, own_loop):
-        assert said == [0, "7\n"]
+    for reported, steps in run(2, own_loop):
+        assert reported == [0, "7\n"]
         assert steps == [0, 0, 1, 1]
 
 

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.booted_ranks import boot_of, execute, namespace
 from tests.helpers.package_source import REPO
 from tests.helpers.small_models import Block
-from tests.helpers.stopped_step import Door, beside
+from tests.helpers.stopped_step import Channel, beside
 from workbench.codec import encode
 from workbench.protocol.commands import Shard, Step
 from workbench.protocol.starting import Address, Connect
@@ -44,12 +44,12 @@ def prepare(device):
     ns["train_step"] = train_step
 
 
-def script(door):
-    held = door.until_held()
-    ident = door.evaluate("__import__('threading').get_ident()")
-    is_idle = door.evaluate("not torch.cuda.is_available() or torch.cuda.current_stream().query()")
-    event = door.inspect("1.mlp.0.weight").unit
-    return held.synchronised, ident == str(threading.main_thread().ident), is_idle, event, door.where().held.kind.key
+def script(channel):
+    held = channel.until_held()
+    ident = channel.evaluate("__import__('threading').get_ident()")
+    is_idle = channel.evaluate("not torch.cuda.is_available() or torch.cuda.current_stream().query()")
+    event = channel.inspect("1.mlp.0.weight").unit
+    return held.synchronised, ident == str(threading.main_thread().ident), is_idle, event, channel.where().held.kind.key
 
 
 def main(device):
@@ -59,9 +59,9 @@ def main(device):
     try:
         prepare(device)
         execute(Shard(model="model", wrap=("Block",)))
-        Door().break_at({"event": "backward", "unit": "1", "once": True})
-        done, said = beside(script, Step(count=2))
-        sys.stdout.write(json.dumps([done["steps_done"], *said]))
+        Channel().break_at({"event": "backward", "unit": "1", "once": True})
+        done, reported = beside(script, Step(count=2))
+        sys.stdout.write(json.dumps([done["steps_done"], *reported]))
     finally:
         rank_module.shutdown()
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests.helpers.booted_ranks import drain, execute, run
 from tests.helpers.small_models import loss_of
-from tests.helpers.stopped_step import Door, beside
+from tests.helpers.stopped_step import Channel, beside
 from tests.runtime.test_commands import trace_of
 from tests.runtime.test_gate import sharded, undisturbed, weights
 from workbench.events import UnitState
@@ -22,26 +22,26 @@ from workbench.trace.invariants import check
 
 
 def stopped_at(event, unit, script, *, steps=1, **options):
-    """Run ``script(door, ns)`` at the event's first stop in the last of ``steps`` steps."""
+    """Run ``script(channel, ns)`` at the event's first stop in the last of ``steps`` steps."""
     ns = sharded(**options)
     ns["torch"] = torch
     if steps > 1:
         execute(Step(count=steps - 1))
-    Door().break_at({"event": event, "unit": unit})
+    Channel().break_at({"event": event, "unit": unit})
 
-    def held(door):
-        door.until_held()
-        return script(door, ns)
+    def held(channel):
+        channel.until_held()
+        return script(channel, ns)
 
-    done, said = beside(held, Step())
+    done, reported = beside(held, Step())
     assert done["steps_done"] == 1
-    return said
+    return reported
 
 
 def expressions():
-    def script(door, ns):
+    def script(channel, ns):
         ns["main"] = threading.main_thread().ident
-        asked = (
+        requested = (
             "rank + 1",
             "x.shape",  # of Block.forward, whose child is about to run
             "[i for i in range(3) if i < rank + 2]",
@@ -51,21 +51,21 @@ def expressions():
             "10 ** 400",
             "torch.tensor(2.5)",
         )
-        return {text: door.evaluate(text) for text in asked}
+        return {text: channel.evaluate(text) for text in requested}
 
     return stopped_at("forward", "blocks.1", script)
 
 
 def test_expressions_see_the_cells_and_the_stopped_function_in_its_own_thread_and_grad_mode():
-    for rank, said in enumerate(run(2, expressions)):
-        assert said["rank + 1"] == str(rank + 1)
-        assert said["x.shape"] == "torch.Size([4, 5, 16])"
-        assert said["[i for i in range(3) if i < rank + 2]"] == str(list(range(min(3, rank + 2))))
-        assert said["torch.is_grad_enabled()"] == "True"
-        assert said["__import__('threading').get_ident() == main"] == "True"
-        assert said["float('nan')"] == "nan"
-        assert said["10 ** 400"] == str(10**400)
-        assert said["torch.tensor(2.5)"] == "tensor(2.5000)"
+    for rank, reported in enumerate(run(2, expressions)):
+        assert reported["rank + 1"] == str(rank + 1)
+        assert reported["x.shape"] == "torch.Size([4, 5, 16])"
+        assert reported["[i for i in range(3) if i < rank + 2]"] == str(list(range(min(3, rank + 2))))
+        assert reported["torch.is_grad_enabled()"] == "True"
+        assert reported["__import__('threading').get_ident() == main"] == "True"
+        assert reported["float('nan')"] == "nan"
+        assert reported["10 ** 400"] == str(10**400)
+        assert reported["torch.tensor(2.5)"] == "tensor(2.5000)"
 
 
 def step_with_locals(ns, forward):
@@ -94,36 +94,36 @@ SEEN = ("list(batch.shape)", "accumulated", "[accumulated for _ in range(2)]", "
 def callers_locals():
     ns = sharded()
     ns["train_step"] = step_with_locals(ns, lambda forward: forward())
-    said = {}
+    reported = {}
 
-    def script(door):
+    def script(channel):
         for event in EVENTS_OF_A_STEP:
             kind, _, unit = event.partition(":")
-            door.break_at({"event": kind, "unit": unit or None})
-            door(Continue())
-            door.until(lambda where, kind=kind: where.held and kind.startswith(where.held.kind.key))
-            said[event] = [door.expression(text).text for text in SEEN], door.cell("accumulated").text
+            channel.break_at({"event": kind, "unit": unit or None})
+            channel(Continue())
+            channel.until(lambda where, kind=kind: where.held and kind.startswith(where.held.kind.key))
+            reported[event] = [channel.expression(text).text for text in SEEN], channel.cell("accumulated").text
 
-    Door().break_at({"event": "step"})
+    Channel().break_at({"event": "step"})
     beside(script, Step())
-    return said
+    return reported
 
 
 def test_the_variables_of_callers_are_found_in_forward_in_backward_and_in_the_optimizer():
-    for rank, said in enumerate(run(2, callers_locals)):
+    for rank, reported in enumerate(run(2, callers_locals)):
         own = ["[4, 6]", "0.25", "[0.25, 0.25]", str(rank), "'loss_of'"]
-        assert said == dict.fromkeys(EVENTS_OF_A_STEP, (own, "0.25\n"))
+        assert reported == dict.fromkeys(EVENTS_OF_A_STEP, (own, "0.25\n"))
 
 
 def frames():
     ns = sharded()
     ns["train_step"] = step_with_locals(ns, lambda forward: forward())
-    Door().break_at({"event": "forward", "unit": "blocks.1"})
+    Channel().break_at({"event": "forward", "unit": "blocks.1"})
 
-    def script(door):
-        door.until_held()
-        shapes = [door.expression("list(x.shape)", frame=number).text for number in range(7)]
-        return shapes, door.expression("batsh"), door.expression("x", frame=70), door(Stacks())[0]
+    def script(channel):
+        channel.until_held()
+        shapes = [channel.expression("list(x.shape)", frame=number).text for number in range(7)]
+        return shapes, channel.expression("batsh"), channel.expression("x", frame=70), channel(Stacks())[0]
 
     return beside(script, Step())[1]
 
@@ -136,12 +136,12 @@ def test_a_frame_is_chosen_and_a_wrong_name_brings_the_nearest_and_the_frames():
     assert shapes[number] == "[3, 2]"
     assert shapes[number + 1] == ""  # not searched for in the functions that it called
     assert unknown.error.ename == "NameError"
-    said = unknown.error.evalue
-    assert said.startswith("name 'batsh' is not defined; nearest: batch")
-    assert "; frames: 0 forward at models.py:" in said
-    assert f", {number} one_step at test_held_jobs.py:" in said
-    assert "train_step at" in said
-    assert "runtime" not in said
+    reported = unknown.error.evalue
+    assert reported.startswith("name 'batsh' is not defined; nearest: batch")
+    assert "; frames: 0 forward at small_models.py:" in reported
+    assert f", {number} one_step at test_held_jobs.py:" in reported
+    assert "train_step at" in reported
+    assert "runtime" not in reported
     assert beyond.error.evalue.startswith("there is no frame 70 here; frames: 0 forward at")
 
 
@@ -157,11 +157,11 @@ def in_another_thread():
         return found[0]
 
     ns["train_step"] = step_with_locals(ns, elsewhere)
-    Door().break_at({"event": "forward", "unit": "blocks.1"})
+    Channel().break_at({"event": "forward", "unit": "blocks.1"})
 
-    def script(door):
-        door.until_held()
-        return [door.expression(text).text for text in ("accumulated", "list(x.shape)")]
+    def script(channel):
+        channel.until_held()
+        return [channel.expression(text).text for text in ("accumulated", "list(x.shape)")]
 
     return beside(script, Step())[1]
 
@@ -171,9 +171,9 @@ def test_a_hook_in_another_thread_sees_the_variables_of_the_main_one():
 
 
 def assigned_in_an_expression():
-    def script(door, ns):
-        door.evaluate("[kept := 5, (lambda: (inner := 1))()]")
-        return ns["kept"], "inner" in ns, door.evaluate("kept")
+    def script(channel, ns):
+        channel.evaluate("[kept := 5, (lambda: (inner := 1))()]")
+        return ns["kept"], "inner" in ns, channel.evaluate("kept")
 
     return stopped_at("forward", "blocks.1", script)
 
@@ -183,7 +183,7 @@ def test_what_an_expression_assigns_becomes_a_variable_of_the_cells():
 
 
 def no_grad_there():
-    return stopped_at("all_gather", "blocks.1", lambda door, ns: door.evaluate("torch.is_grad_enabled()"))
+    return stopped_at("all_gather", "blocks.1", lambda channel, ns: channel.evaluate("torch.is_grad_enabled()"))
 
 
 def test_the_grad_mode_is_that_of_the_event():
@@ -191,14 +191,14 @@ def test_the_grad_mode_is_that_of_the_event():
 
 
 def dtensors():
-    def script(door, ns):
+    def script(channel, ns):
         weight = ns["model"].blocks[2].mlp[0].weight
         assert isinstance(weight, DTensor)
         ns["partial"] = DTensor.from_local(torch.tensor(1.0), weight.device_mesh, [Partial()])
         return (
-            door.evaluate("model.blocks[2].mlp[0].weight"),
-            door.expression("partial.item()"),
-            door.evaluate("partial.full_tensor()"),
+            channel.evaluate("model.blocks[2].mlp[0].weight"),
+            channel.expression("partial.item()"),
+            channel.evaluate("partial.full_tensor()"),
         )
 
     return stopped_at("forward", "blocks.0", script)
@@ -236,19 +236,19 @@ def alone(comm):
     dist = torch.distributed
     ns |= {"torch": torch, "dist": dist, "functional": _functional_collectives, "Replicate": Replicate}
     ns |= {"both": dist.new_group([0, 1]), "own": [dist.new_group([rank]) for rank in range(2)]}
-    Door().break_at({"event": "optimizer"})
+    Channel().break_at({"event": "optimizer"})
 
-    def script(door):
-        door.until_held()
-        refused = {text: door.expression(text, **ALONE) for text in WAITING}
-        local = door.expression("model.blocks[2].mlp[0].weight.to_local().sum()", **ALONE)
-        mine = door.expression("dist.all_reduce(torch.ones(1), group=own[rank])", alone="x", ranks=[ns["rank"]])
-        everybody = door.expression("dist.all_reduce(x := torch.ones(1)) or x.item()")
-        door.break_at()
+    def script(channel):
+        channel.until_held()
+        refused = {text: channel.expression(text, **ALONE) for text in WAITING}
+        local = channel.expression("model.blocks[2].mlp[0].weight.to_local().sum()", **ALONE)
+        mine = channel.expression("dist.all_reduce(torch.ones(1), group=own[rank])", alone="x", ranks=[ns["rank"]])
+        everybody = channel.expression("dist.all_reduce(x := torch.ones(1)) or x.item()")
+        channel.break_at()
         return refused, local, mine, everybody
 
-    done, said = beside(script, Step(count=2))
-    return said, done["losses"], weights(ns), check(trace_of(*drain()))
+    done, reported = beside(script, Step(count=2))
+    return reported, done["losses"], weights(ns), check(trace_of(*drain()))
 
 
 @pytest.mark.parametrize("comm", ["gloo", ""])
@@ -256,8 +256,8 @@ def test_what_runs_on_some_ranks_only_may_not_wait_for_others_and_the_step_goes_
     expected = run(2, undisturbed, 2)
     for rank, ((refused, local, mine, everybody), *after, broken) in enumerate(run(2, alone, comm)):
         for text, answer in refused.items():
-            said = f"{WAITING[text]} waits for other ranks, and only rank R would call it: leave -t out"
-            assert (answer.error.ename, answer.error.evalue) == ("UsageError", said), text
+            reported = f"{WAITING[text]} waits for other ranks, and only rank R would call it: leave -t out"
+            assert (answer.error.ename, answer.error.evalue) == ("UsageError", reported), text
         assert local.error is None
         assert mine.error is None, mine
         assert everybody.text == "2.0"
@@ -266,15 +266,15 @@ def test_what_runs_on_some_ranks_only_may_not_wait_for_others_and_the_step_goes_
 
 
 def failures():
-    def script(door, ns):
+    def script(channel, ns):
         answers = [
-            door.expression("1 / 0"),
-            door.expression("for"),
-            door.expression("exit()"),
-            door.cell("a = 1\nb = unknown\n"),
-            door.job(Inspect(fqn="blocks.1.mlp.0.weigth")),
+            channel.expression("1 / 0"),
+            channel.expression("for"),
+            channel.expression("exit()"),
+            channel.cell("a = 1\nb = unknown\n"),
+            channel.job(Inspect(fqn="blocks.1.mlp.0.weigth")),
         ]
-        return answers, door.where().held.kind.key, ns["a"]
+        return answers, channel.where().held.kind.key, ns["a"]
 
     return stopped_at("backward", "blocks.1", script)
 
@@ -300,12 +300,12 @@ def test_what_raises_is_told_in_a_line_and_the_stop_stays():
 
 
 def cells():
-    def script(door, ns):
-        said = door.cell(
+    def script(channel, ns):
+        reported = channel.cell(
             "import sys\nprint('out', rank)\nprint('err', file=sys.stderr)\ndef f():\n    return y\ny = 5\nf()"
         )
-        shadowed = door.cell("tokens = 'mine'\ntokens")
-        return said.text, shadowed.text, ns["tokens"], ns["y"]
+        shadowed = channel.cell("tokens = 'mine'\ntokens")
+        return reported.text, shadowed.text, ns["tokens"], ns["y"]
 
     return stopped_at("optimizer", None, script)
 
@@ -317,14 +317,14 @@ def test_a_cell_prints_defines_and_shows_its_last_value():
 
 
 def interrupted_job():
-    def script(door, ns):
-        door.send("loop", RunCell(code="began = True\nwhile True:\n    pass"))
-        door.until(lambda where: "began" in ns)
-        door.send("later", Evaluate(expr="1 + 1"))
+    def script(channel, ns):
+        channel.send("loop", RunCell(code="began = True\nwhile True:\n    pass"))
+        channel.until(lambda where: "began" in ns)
+        channel.send("later", Evaluate(expr="1 + 1"))
         os.kill(os.getpid(), signal.SIGINT)
-        where = door.until(lambda where: "later" in where.tickets)
-        door(Forget(tickets=("loop",)))
-        return where, list(door.where().tickets)
+        where = channel.until(lambda where: "later" in where.tickets)
+        channel(Forget(tickets=("loop",)))
+        return where, list(channel.where().tickets)
 
     return stopped_at("forward", "blocks.1", script)
 
@@ -338,13 +338,13 @@ def test_an_interrupt_ends_the_cell_that_runs_and_not_the_stop():
 
 
 def inspections():
-    def script(door, ns):
+    def script(channel, ns):
         names = {
             "running": "blocks.1.mlp.0.weight",
             "sharded": "model.blocks.0.mlp.0.weight",
             "prefetched": "blocks.2.mlp.0.weight",
         }
-        return {what: door.inspect(name) for what, name in names.items()}
+        return {what: channel.inspect(name) for what, name in names.items()}
 
     return stopped_at("forward", "blocks.1", script, steps=2, prefetch=1)
 
@@ -354,8 +354,8 @@ def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
     rows = [len(c) for c in torch.arange(49).chunk(world_size)]
     totals = {"running": 0.0, "sharded": 0.0}
     fulls = set()
-    for rank, said in enumerate(run(world_size, inspections)):
-        running, sharded_, prefetched = said["running"], said["sharded"], said["prefetched"]
+    for rank, reported in enumerate(run(world_size, inspections)):
+        running, sharded_, prefetched = reported["running"], reported["sharded"], reported["prefetched"]
         shard = running.shard
         assert shard.values.shape == (rows[rank], 16)
         assert (shard.first_row, shard.num_rows) == (sum(rows[:rank]), rows[rank])
@@ -382,8 +382,8 @@ def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
 
 
 def gradients():
-    def script(door, ns):
-        return door.inspect("blocks.1.mlp.0.weight")
+    def script(channel, ns):
+        return channel.inspect("blocks.1.mlp.0.weight")
 
     return stopped_at("backward.end", "blocks.1", script), stopped_at("optimizer", None, script)
 
@@ -399,9 +399,9 @@ def test_inspect_finds_full_and_sharded_gradients():
 
 
 def stacks_while_held():
-    def script(door, ns):
-        door.evaluate("rank")  # a rank counts as held a moment before it is in the gate's loop
-        return door(Stacks())
+    def script(channel, ns):
+        channel.evaluate("rank")  # a rank counts as held a moment before it is in the gate's loop
+        return channel(Stacks())
 
     return stopped_at("backward", "blocks.1", script)
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from workbench.protocol.rank_messages import CellLine
-from workbench.runtime import namespace, rank, user_frame
+from workbench.runtime import namespace, rank, stacks
 
 
 class Making:
@@ -40,10 +40,10 @@ here, there = ask(), f()
 def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(monkeypatch):
     def ask():
         with ThreadPoolExecutor(1) as other:
-            return other.submit(user_frame.user_line).result()
+            return other.submit(stacks.user_line).result()
 
     cell = {"ask": ask}
-    monkeypatch.setattr(user_frame, "user_namespace", lambda: cell)
+    monkeypatch.setattr(stacks, "user_namespace", lambda: cell)
     file = "/tmp/ipykernel_1/1.py"
     monkeypatch.setitem(linecache.cache, file, (len(CELL), None, CELL.splitlines(keepends=True), file))
     exec(compile(CELL, file, "exec"), cell)

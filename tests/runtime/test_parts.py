@@ -181,8 +181,8 @@ def reads_another_part():
 
 
 def test_errors_name_a_unit_by_its_path():
-    said = r"parameter 'encoder\.0\.weight' is sharded; call the module of unit 'encoder\.0'"
-    with pytest.raises(AssertionError, match=said):
+    reported = r"parameter 'encoder\.0\.weight' is sharded; call the module of unit 'encoder\.0'"
+    with pytest.raises(AssertionError, match=reported):
         run(1, reads_another_part)
 
 

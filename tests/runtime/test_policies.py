@@ -126,6 +126,36 @@ def test_a_policy_is_put_in_words(name):
     assert trained(name)[0]["shard"]["policy"][: len(WORDS[name])] == WORDS[name]
 
 
+def repeat_policy():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",), reshard_after_forward="false"))
+    execute(Step(count=1))
+    params, before = list(ns["model"].parameters()), trace_here().header
+    again = {"api": "fully_shard", "wrap": ("Block",), "mesh": (ns["world_size"],), "reshard_after_forward": "false"}
+    again |= {"mp": "off", "offload": False, "prefetch": 0}
+    out = {"again": [execute(Reshard(model="model", **given)) for given in ({}, again)]}
+    out["again"] += [execute(Reshard(model="model.blocks.1", reshard_after_forward="false", mp="off", offload=False))]
+    out["same"] = list(map(id, params)) == list(map(id, ns["model"].parameters())) and trace_here().header == before
+    others = [{"reshard_after_forward": "auto"}, {"mp": "bf16"}, {"wrap": ("Linear",)}, {"prefetch": 1}]
+    out["others"] = [execute(Reshard(model="model", **given))["is_changed"] for given in others]
+    out["others"] += [execute(Reshard(model="model", api="classic"))["is_changed"]]
+    wrapper = ns["model"]
+    out["again"] += [execute(Reshard(model="model", **given)) for given in ({}, {"strategy": "full", "mp": "bf16"})]
+    out["same"] = out["same"] and ns["model"] is wrapper
+    out["others"] += [execute(Reshard(model="model", strategy="grad"))["is_changed"]]
+    out["loss"] = execute(Step(count=1))["losses"]
+    return out
+
+
+def test_a_policy_that_the_model_has_already_changes_nothing():
+    for out in run(2, repeat_policy):
+        assert [reply["is_changed"] for reply in out["again"]] == [False] * 5
+        assert out["again"][2]["units"] == ["blocks.1"]
+        assert out["same"]
+        assert out["others"] == [True] * 6
+        assert math.isfinite(out["loss"][0])
+
+
 def change(first, second, clip):
     """Return losses and state of two steps, a reshard, two steps, an unshard, a step."""
     ns = prepare(clip=clip)
@@ -217,8 +247,8 @@ def policies_told():
     for changes in [{}, *RESHARDS, {"prefetch": 0}]:
         execute(Reshard(model="model", **changes))
         (model,) = shard_planning.models()
-        told = vars(model.policy) | {"strategy": ""}  # a field of the other API
-        again, kept = Reshard(model="model", **told), Reshard(model="model")
+        reported = vars(model.policy) | {"strategy": ""}  # a field of the other API
+        again, kept = Reshard(model="model", **reported), Reshard(model="model")
         found.append((model.policy, [shard_planning.plan(command, ns["world_size"]) for command in (again, kept)]))
     return found
 
@@ -251,13 +281,13 @@ def test_what_a_reshard_comes_to_can_be_told_before():
 
 def reshards_that_cannot_be():
     ns = prepare()
-    said = []
+    texts = []
 
     def tried(**changes):
         try:
             shard_planning.plan(Reshard(model="model", **changes), ns["world_size"])
         except Exception as error:  # noqa: BLE001 - the test checks which one
-            said.append(f"{type(error).__name__}: {error}")
+            texts.append(f"{type(error).__name__}: {error}")
 
     tried()
     ns["model"].blocks[1].mlp[0].weight = ns["model"].blocks[0].mlp[0].weight
@@ -265,17 +295,17 @@ def reshards_that_cannot_be():
     tried(wrap=("Blok",))
     tried(mesh=(3,))
     tried(wrap=("Block",))
-    return said
+    return texts
 
 
 def test_a_reshard_that_cannot_be_says_so_before():
-    for said in run(1, reshards_that_cannot_be):
+    for texts in run(1, reshards_that_cannot_be):
         parts = ["'model' is not sharded; shard it first", "the model has no module of class Blok; its classes are: "]
         parts += [
             "mesh 3 does not match the number of ranks, 1",
             "mlp.0.weight' of 'blocks.0' is tied to a parameter of another unit",
         ]
-        assert_refused(said, parts)
+        assert_refused(texts, parts)
 
 
 UNITS = [
@@ -379,13 +409,13 @@ def test_of_a_precision_what_is_not_named_stays():
 
 def wrong_units():
     prepare()
-    said = []
+    texts = []
 
     def refuse(**given):
         try:
             execute(Reshard(**given))
         except Exception as error:  # noqa: BLE001 - the test checks which one
-            said.append(f"{type(error).__name__}: {error}")
+            texts.append(f"{type(error).__name__}: {error}")
 
     refuse(model="model.blocks.1", reshard_after_forward="false")
     execute(Shard(model="model", wrap=("Block",)))
@@ -399,11 +429,11 @@ def wrong_units():
     execute(Unshard(model="model"))
     execute(Shard(model="model", wrap=("Block",), api="classic"))
     refuse(model="model.blocks.1", strategy="grad")
-    return said, same
+    return texts, same
 
 
 def test_what_one_unit_cannot_have_is_said_and_nothing_changes():
-    for said, same in run(2, wrong_units):
+    for texts, same in run(2, wrong_units):
         parts = [
             "'model.blocks.1' is not sharded; shard it first",
             "there is no unit 'blocks.9'; the units, nearest first: blocks.",
@@ -413,7 +443,7 @@ def test_what_one_unit_cannot_have_is_said_and_nothing_changes():
             "these fit: no number; auto, true, false",
             "'model.blocks.1' is part of a classic model",
         ]
-        assert_refused(said, parts)
+        assert_refused(texts, parts)
         assert same
 
 
@@ -432,16 +462,16 @@ def test_precision_can_be_switched_off_and_on():
 def keeps_prefetch():
     ns = prepare()
     execute(Shard(model="model", wrap=("Block",), prefetch=2))
-    said = [execute(Reshard(model="model", **changes))["policy"] for changes in ({"wrap": ("Linear",)}, {})]
+    texts = [execute(Reshard(model="model", **changes))["policy"] for changes in ({"wrap": ("Linear",)}, {})]
     lists = [len(m._get_fsdp_state().forward_prefetch) for m in ns["model"].modules() if isinstance(m, FSDPModule)]
     execute(Reshard(model="model", prefetch=0))
     emptied = [m._get_fsdp_state().forward_prefetch for m in ns["model"].modules() if isinstance(m, FSDPModule)]
-    return said, lists, emptied
+    return texts, lists, emptied
 
 
 def test_prefetch_lists_follow_the_units_until_they_are_given_up():
-    said, lists, emptied = run(1, keeps_prefetch)[0]
-    assert said == [["gathers 2 units ahead"]] * 2
+    texts, lists, emptied = run(1, keeps_prefetch)[0]
+    assert texts == [["gathers 2 units ahead"]] * 2
     assert lists == [2, 2, 2, 2, 2, 2, 1, 0]
     assert emptied == [None] * 8  # the engine's own order again
 
@@ -465,13 +495,13 @@ def test_units_are_entered_outer_first_and_backward_the_other_way_round():
 
 def wrong_policies():
     ns = prepare()
-    said = []
+    texts = []
 
     def refuse(command):
         try:
             execute(command)
         except Exception as error:  # noqa: BLE001 - the test checks which one
-            said.append(f"{type(error).__name__}: {error}")
+            texts.append(f"{type(error).__name__}: {error}")
 
     refuse(Reshard(model="model"))
     refuse(Shard(model="model", mesh=(3,)))
@@ -483,11 +513,11 @@ def wrong_policies():
     refuse(Reshard(model="model", wrap=("Blok",)))
     refuse(Reshard(model="model", reshard_after_forward=4))
     after = [type(m).__name__ for m in ns["model"].modules()], [p.data_ptr() for p in ns["model"].parameters()]
-    return said, plain, before == after
+    return texts, plain, before == after
 
 
 def test_a_policy_that_does_not_fit_says_what_does_and_changes_nothing():
-    for said, plain, same in run(2, wrong_policies):
+    for texts, plain, same in run(2, wrong_policies):
         parts = [
             "'model' is not sharded; shard it first: %fsdp shard model",
             "mesh 3 does not match the number of ranks, 2; these fit: 2, 2x1",
@@ -496,7 +526,7 @@ def test_a_policy_that_does_not_fit_says_what_does_and_changes_nothing():
             "the model has no module of class Blok; its classes are: ",
             "these fit: no number; auto, true, false",
         ]
-        assert_refused(said, parts)
+        assert_refused(texts, parts)
         assert plain
         assert same
 

@@ -93,7 +93,7 @@ EVENTS = st.lists(
 )
 
 
-def tell(recorder, events):
+def report(recorder, events):
     for what, a, b in events:
         if what == "memory":
             recorder.memory(a, 0, b)
@@ -109,7 +109,7 @@ def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, cap
     drains = []
     for what, a, b in events:
         for r in (recorder, everything):
-            tell(r, [(what, a, b)])
+            report(r, [(what, a, b)])
         if what == "drain":
             drains.append(recorder.drain(drains[-1].key_frame.seq if drains else 0))
     drains.append(recorder.drain(drains[-1].key_frame.seq if drains else 0))
@@ -127,18 +127,18 @@ def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, cap
 @given(EVENTS, EVENTS, EVENTS)
 def test_what_is_off_the_record_leaves_only_what_it_changed(before, between, after):
     recorder, everything = Recorder(Header()), Recorder(Header())
-    tell(everything, before + between + after)
-    tell(recorder, before)
+    report(everything, before + between + after)
+    report(recorder, before)
     frame = recorder.drain().key_frame
     with recorder.unrecorded():
-        tell(recorder, between)
+        report(recorder, between)
         recorder.metric("never", 1.0)
         emit(recorder, Kind.ALL_GATHER, Edge.BEGIN, unit=-1, comm=COMM)
-    told = rows_of(recorder.drain(frame.seq))
-    tell(recorder, after)
+    reported = rows_of(recorder.drain(frame.seq))
+    report(recorder, after)
     emit(recorder, Kind.ALL_GATHER, Edge.END, unit=-1, comm=COMM)
-    assert set(told["kind"]) <= {Kind.ALLOC, Kind.FREE, Kind.RESHARD, Kind.UNSHARD}
-    assert len(told) <= len(Category) + 2 * 4
+    assert set(reported["kind"]) <= {Kind.ALLOC, Kind.FREE, Kind.RESHARD, Kind.UNSHARD}
+    assert len(reported) <= len(Category) + 2 * 4
     expected = everything.drain().key_frame
     assert recorder.drain().key_frame.bytes_by_category == expected.bytes_by_category
     assert recorder.drain().key_frame.unit_states == expected.unit_states
@@ -300,9 +300,9 @@ def told_after_a_reset(recorder):
     known = recorder.drain()
     for unit in range(3):
         emit(recorder, Kind.RESET, unit=unit)
-    told = rows_of(recorder.drain(known.first_seq + len(rows_of(known))))
+    reported = rows_of(recorder.drain(known.first_seq + len(rows_of(known))))
     assert recorder.drain().key_frame.unit_states == {}
-    return [(Kind(row["kind"]), int(row["unit"])) for row in told]
+    return [(Kind(row["kind"]), int(row["unit"])) for row in reported]
 
 
 def left_by_an_evaluation(recorder):
@@ -347,7 +347,7 @@ def tell_one(recorder, kind, edge=Edge.INSTANT, comm=None, num_bytes=0):
     emit(recorder, kind, edge, unit=-1, comm=comm, num_bytes=num_bytes)
 
 
-def told(rows):
+def reported(rows):
     """Return when the device reached each row, and in which stream, by the row's number."""
     found = rows[rows["kind"] == Kind.DEVICE]
     return {int(row["value"]): (int(row["t_ns"]), int(row["module"])) for row in found}
@@ -386,10 +386,10 @@ def test_the_device_tells_of_every_event_when_it_has_come_to_it_and_the_host_goe
     recorder.optimizer_edge(Edge.END)
     recorder.end_step()
     early = rows_of(recorder.drain())
-    assert sorted(told(early)) == [0, 1]  # the host has finished, the device begins its forward
+    assert sorted(reported(early)) == [0, 1]  # the host has finished, the device begins its forward
     recorder.wait_for_device(device.synchronize)
     rows = checked(recorder)
-    times = told(rows)
+    times = reported(rows)
     assert sorted(times) == list(range(6))
     assert [times[row][0] for row in range(6)] == sorted(t_ns for t_ns, _ in times.values())
     assert times[2][0] - times[1][0] == pytest.approx(80_000_000, abs=100_000)
@@ -402,7 +402,7 @@ def test_a_collective_ends_where_the_device_ends_it_and_compute_waits_until_then
     gather(recorder, device)
     recorder.wait_for_device(device.synchronize)
     rows = checked(recorder)
-    times, kinds = told(rows), rows["kind"].tolist()
+    times, kinds = reported(rows), rows["kind"].tolist()
     issued, waits, waited, ended = (times[row] for row in range(4))
     assert kinds[:4] == [Kind.ALL_GATHER, Kind.WAIT, Kind.WAIT, Kind.ALL_GATHER]
     assert ended[0] == pytest.approx(issued[0] + 50_000_000, abs=100_000)
@@ -418,11 +418,11 @@ def test_a_step_given_up_claims_no_end_that_was_not():
     recorder.give_up_step()
     recorder.wait_for_device(device.synchronize)
     rows = checked(recorder)
-    assert sorted(told(rows)) == [0, 1]
+    assert sorted(reported(rows)) == [0, 1]
     assert [Edge(edge) for edge in rows["edge"][:2]] == [Edge.BEGIN, Edge.BEGIN]
     tell_one(recorder, Kind.ALL_GATHER, Edge.END, comm=COMM)  # of an older one, announced later
     recorder.wait_for_device(device.synchronize)
-    assert len(told(checked(recorder))) == 3
+    assert len(reported(checked(recorder))) == 3
 
 
 @given(st.lists(st.sampled_from(["forward", "gather", "drain", "pass", "step"]), max_size=40))
@@ -451,7 +451,7 @@ def test_drains_in_the_middle_of_a_step_lose_nothing_of_the_device(doing):
     rows = np.concatenate([*drains, rows_of(recorder.drain(at))])
     assert rows["seq"].tolist() == list(range(len(rows)))
     of_host = rows["seq"][rows["kind"] != Kind.DEVICE]
-    assert sorted(told(rows)) == of_host.tolist()
+    assert sorted(reported(rows)) == of_host.tolist()
     assert len(rows) == 2 * len(of_host)
     checked(recorder)
 

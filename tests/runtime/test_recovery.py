@@ -16,7 +16,7 @@ REASON = "rank 1 raised KeyError"
 
 def in_the_engine(ns):
     """Wait in the step's first all-gather: an abort is enough."""
-    return lambda door: door.until(lambda where: where.waiting), False
+    return lambda channel: channel.until(lambda where: where.waiting), False
 
 
 def in_a_barrier(ns):
@@ -39,17 +39,17 @@ def blocked_in_torch(ns, call):
         call()
 
     ns["train_step"] = train_step
-    return lambda door: door.until(lambda where: ns["begun"]), True
+    return lambda channel: channel.until(lambda where: ns["begun"]), True
 
 
-def free(door, until_blocked, is_in_torch, others):
+def free(channel, until_blocked, is_in_torch, others):
     """Free a rank as the notebook's side does after rank 1 failed: abort the others, then shut those that still run."""
-    until_blocked(door)
-    door(GiveUp(reason=REASON))
+    until_blocked(channel)
+    channel(GiveUp(reason=REASON))
     others.wait()  # a rank that is not aborted yet would take the end of the others for a failure
     if is_in_torch:
-        door(Shut())
-    door.until(lambda where: where.doing == "")
+        channel(Shut())
+    channel.until(lambda where: where.doing == "")
 
 
 def fail_and_go_on(blocked, others, everyone):
@@ -59,7 +59,7 @@ def fail_and_go_on(blocked, others, everyone):
     step, error = ns["train_step"], None
     if ns["rank"] != 1:
         how = blocked(ns)
-        error, _ = beside(lambda door: free(door, *how, others), Step(count=1))
+        error, _ = beside(lambda channel: free(channel, *how, others), Step(count=1))
     everyone.wait()  # groups are rebuilt once no rank uses the old ones
     ns["train_step"] = step
     ns["opt"].zero_grad()

@@ -108,8 +108,8 @@ def test_it_is_saved_exported_and_drawn_live(recorded, tmp_path):
     assert exported["otherData"] == {"producer": NAME}
     names = {event["name"] for event in exported["traceEvents"]}
     assert {"forward (root)", "all-gather layers.2", "reshard layers.0", "live bytes", "loss"} <= names
-    told, _ = ViewServer().answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
-    assert all(told["counts"][table] > 0 for table in ("spans", "memory", "states", "steps"))
+    reported, _ = ViewServer().answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
+    assert all(reported["counts"][table] > 0 for table in ("spans", "memory", "states", "steps"))
 
 
 def stopped_before(event, unit, look=lambda gate: None):

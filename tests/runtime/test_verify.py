@@ -71,9 +71,9 @@ def test_nothing_that_is_shown_changes_by_verify(reshard, warm):
     plain = joined(results_without)
     assert check(end) == []
     for old, new in zip(before.ranks, after.ranks, strict=True):
-        told = new.rows[len(old.rows) :]
-        assert np.isin(told["kind"], LEAVES).all()
-        assert (told["step"] == -1).all()
+        reported = new.rows[len(old.rows) :]
+        assert np.isin(reported["kind"], LEAVES).all()
+        assert (reported["step"] == -1).all()
     if warm:
         assert [len(r.rows) for r in after.ranks] == [len(r.rows) for r in before.ranks], "a second step leaves nothing"
         for name in VIEWS:

@@ -34,7 +34,7 @@ class Hosts:
     random: Random = field(default_factory=lambda: Random(0))
     now_ns: int = 5 * HOUR
     silent: set[int] = field(default_factory=set)
-    asked: list[tuple[int, ...]] = field(default_factory=list)
+    sent: list[tuple[int, ...]] = field(default_factory=list)
 
     def shows(self, rank, t_ns=None):
         """Return the time of a rank's clock at a true time."""
@@ -42,7 +42,7 @@ class Hosts:
         return t_ns + self.ahead_ns.get(host, 0) + round(self.faster.get(host, 0.0) * t_ns)
 
     def ask(self, request, ranks=None, timeout_s=2.0):
-        self.asked.append(tuple(ranks))
+        self.sent.append(tuple(ranks))
         replies = {}
         for rank in ranks:
             self.now_ns += self.random.randrange(self.takes_ns)
@@ -66,7 +66,7 @@ def test_ranks_that_read_the_clock_of_rank_0_are_not_asked_and_keep_their_times(
     hosts = Hosts({0: "far", 1: "far"})
     found = hosts.clocks()
     assert not found.compare(hosts, range(2), timeout_s=1.0)
-    assert (hosts.asked, found.readings) == ([], ())
+    assert (hosts.sent, found.readings) == ([], ())
     assert found.knows(1)
     assert converted(found, 1, [5, 3]) == [5, 3]
 
@@ -93,12 +93,12 @@ def test_one_rank_of_each_host_is_asked_several_times_and_again_later():
     hosts.host_of[0] = hosts.host_of[1] = "here"
     found = hosts.clocks()
     found.compare(hosts, range(4), timeout_s=1.0)
-    assert hosts.asked == [(2,)] * clock_sync.TIMES
+    assert hosts.sent == [(2,)] * clock_sync.TIMES
     hosts.now_ns += S
     assert not found.compare(hosts, range(4), timeout_s=1.0)
     hosts.now_ns += round(EVERY_S * S)
     assert found.compare(hosts, range(4), timeout_s=1.0)
-    assert hosts.asked == [(2,)] * clock_sync.TIMES * 2
+    assert hosts.sent == [(2,)] * clock_sync.TIMES * 2
     assert len(found.readings[0].readings) == 2
 
 
@@ -108,7 +108,7 @@ def test_where_a_rank_does_not_answer_the_next_one_of_its_host_is_asked():
     assert not found.compare(hosts, range(3), timeout_s=1.0)
     assert not found.knows(1)
     assert found.compare(hosts, range(3), timeout_s=1.0)
-    assert hosts.asked == [(1,), *[(2,)] * clock_sync.TIMES]
+    assert hosts.sent == [(1,), *[(2,)] * clock_sync.TIMES]
     assert found.knows(1)
 
 
@@ -145,7 +145,7 @@ def test_nobody_waits_for_many_slow_answers():
     hosts = Hosts({0: "here", 1: "a", 2: "b"}, takes_ns=S)
     begin_ns, found = hosts.now_ns, hosts.clocks()
     assert found.compare(hosts, range(3), timeout_s=1.0)
-    assert hosts.asked == [(1, 2)]
+    assert hosts.sent == [(1, 2)]
     assert found.knows(1)
     assert found.knows(2)
     assert all(0 < clock.readings[0].error_ns <= hosts.now_ns - begin_ns for clock in found.readings)
@@ -174,16 +174,16 @@ def test_readings_of_many_hours_stay_few(monkeypatch):
 def test_whatever_clocks_do_times_are_within_the_error_and_in_their_order(seed, faster, ahead_ns, pauses):
     """Two ranks of another host record at any time, and are drained after any pause."""
     hosts = Hosts({0: "here", 1: "a", 2: "a"}, {"a": ahead_ns}, {"a": faster}, random=Random(seed))
-    found, told = hosts.clocks(), {1: [], 2: []}
+    found, reported = hosts.clocks(), {1: [], 2: []}
     for pause_ns in pauses:
-        true_ns = {rank: sorted(hosts.now_ns + hosts.random.randrange(pause_ns) for _ in range(9)) for rank in told}
+        true_ns = {rank: sorted(hosts.now_ns + hosts.random.randrange(pause_ns) for _ in range(9)) for rank in reported}
         hosts.now_ns += pause_ns
         found.compare(hosts, range(3), timeout_s=1.0)
         for rank, times in true_ns.items():
             own = [hosts.shows(rank, t_ns) for t_ns in times]
-            told[rank] += zip(times, converted(found, rank, own), strict=True)
+            reported[rank] += zip(times, converted(found, rank, own), strict=True)
     (clock,) = found.readings
-    for pairs in told.values():
+    for pairs in reported.values():
         assert [shown for _, shown in pairs] == sorted(shown for _, shown in pairs)
         for true_ns, shown_ns in pairs:
             low, high = sorted((true_ns, shown_ns))

@@ -28,9 +28,9 @@ class Job:
     def look(self, after_s=0.0):
         """Return the output forwarded now."""
         self.now += after_s
-        return self.said(self.stream.forward)
+        return self.reported(self.stream.forward)
 
-    def said(self, method, **more):
+    def reported(self, method, **more):
         heard = []
         method(heard.append, **more)
         self.heard += heard
@@ -42,7 +42,7 @@ class Job:
 
     def finish(self, **more):
         self.end()
-        return self.said(self.stream.finish, also_agreement=True, **more)
+        return self.reported(self.stream.finish, also_agreement=True, **more)
 
 
 def texts(outputs):
@@ -117,7 +117,7 @@ def test_a_failure_says_only_what_differs():
     job = Job()
     job.write("hello\n")
     job.end()
-    assert job.said(job.stream.finish, also_agreement=False) == []
+    assert job.reported(job.stream.finish, also_agreement=False) == []
 
 
 def test_figures_of_the_first_come_in_their_place():
@@ -218,9 +218,9 @@ def test_what_a_rank_clears_takes_the_tabs_along():
 def test_what_was_settled_at_a_stop_is_not_shown_again():
     job = Job(2)
     job.write("same\n")
-    assert texts(job.said(job.stream.pause)) == ["--- 2 ranks agree\n"]
+    assert texts(job.reported(job.stream.pause)) == ["--- 2 ranks agree\n"]
     job.write({0: "0\n", 1: "1\n"})
-    (last,) = job.said(job.stream.pause)
+    (last,) = job.reported(job.stream.pause)
     assert not last.is_draft
     assert texts(job.write("after\n")) == ["after\n"]
     assert texts(job.finish()) == ["--- 2 ranks agree\n"]
@@ -229,7 +229,7 @@ def test_what_was_settled_at_a_stop_is_not_shown_again():
 def test_a_rank_that_stands_earlier_is_compared_later():
     job = Job(2)
     job.write({0: "a\nb\n", 1: "a\n"})
-    assert texts(job.said(job.stream.pause)) == ["a\nb\n", "--- 2 ranks agree\n"]
+    assert texts(job.reported(job.stream.pause)) == ["a\nb\n", "--- 2 ranks agree\n"]
     job.write({1: "b\n"})
     assert texts(job.finish()) == ["--- 2 ranks agree\n"]
 
@@ -238,9 +238,9 @@ def test_what_is_written_at_once():
     heard = []
     assert written_at_once({1: "a", 2: "a"}, heard.append) == "--- 2 ranks agree\n"
     assert texts(heard) == ["a", "--- 2 ranks agree\n"]
-    said = "--- rank 1:\na\n--- rank 2:\nb\n"
-    assert written_at_once({1: "a", 2: "b"}, heard.append) == said
-    assert plain(heard[-1]) == said.rstrip("\n")
+    reported = "--- rank 1:\na\n--- rank 2:\nb\n"
+    assert written_at_once({1: "a", 2: "b"}, heard.append) == reported
+    assert plain(heard[-1]) == reported.rstrip("\n")
 
 
 # ---- laws
@@ -378,7 +378,7 @@ def test_a_bar_within_a_stopped_step_is_compared_from_its_line_on_later():
     job = Job(2)
     job.write(bar(0, 0))
     job.write({0: bar(40, 2), 1: bar(50, 3)})
-    assert "differ" not in "".join(texts(job.said(job.stream.pause)))
+    assert "differ" not in "".join(texts(job.reported(job.stream.pause)))
     job.write({0: bar(100, 2) + "\n", 1: bar(100, 3) + "\n"})
     assert texts(job.finish())[-1] == "--- 2 ranks agree\n"
 

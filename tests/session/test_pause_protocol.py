@@ -1,4 +1,4 @@
-"""When ranks count as stopped: with a door that answers from a table, and a clock that the test sets."""
+"""When ranks count as stopped: with a channel that answers from a table, and a clock that the test sets."""
 
 from workbench.events import Edge, Kind
 from workbench.protocol.commands import Next, Pause
@@ -6,12 +6,12 @@ from workbench.protocol.rank_messages import Hold, Locate, Position, RunTo, Step
 from workbench.session.pause_protocol import ALIGN_S, PAUSE_S, SETTLED_S, STARVED_S, PauseProtocol
 
 
-class Door:
+class Channel:
     def __init__(self):
-        self.asked = []
+        self.sent = []
 
     def ask(self, request, ranks=None, timeout_s=0.0):
-        self.asked.append((request, tuple(ranks)))
+        self.sent.append((request, tuple(ranks)))
         return dict.fromkeys(ranks)
 
 
@@ -23,8 +23,8 @@ class Clock:
 
 
 def setup():
-    door, clock = Door(), Clock()
-    return PauseProtocol(door, clock), door, clock
+    channel, clock = Channel(), Clock()
+    return PauseProtocol(channel, clock), channel, clock
 
 
 def at(ordinal, *, held=True, since=1, waiting=False):
@@ -41,28 +41,28 @@ def test_all_at_one_event_is_a_stop():
 
 
 def test_a_pause_lets_all_run_to_the_furthest():
-    stopper, door, _ = setup()
+    stopper, channel, _ = setup()
     stopper.pause({0, 1})
     stopper.pause({0, 1})
     assert stopper.eager
     assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None
-    assert door.asked == [(Pause(), (0, 1)), (RunTo(place=StepPosition(0, 5)), (0, 1))]
+    assert channel.sent == [(Pause(), (0, 1)), (RunTo(place=StepPosition(0, 5)), (0, 1))]
     assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None  # rank 0 has not reacted yet
     assert stopper.look({0: at(5, since=2), 1: at(5)}, {0, 1}).held == (0, 1)
-    assert len(door.asked) == 2
+    assert len(channel.sent) == 2
     assert not stopper.eager
 
 
 def test_a_rank_that_blocks_lets_the_others_come_after_a_moment():
-    stopper, door, clock = setup()
+    stopper, channel, clock = setup()
     stopper.pause({0, 1})
     assert stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1}) is None
-    assert len(door.asked) == 1
+    assert len(channel.sent) == 1
     clock.now = ALIGN_S
     stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1})
-    assert door.asked[-1] == (RunTo(place=StepPosition(0, 6)), (0, 1))
+    assert channel.sent[-1] == (RunTo(place=StepPosition(0, 6)), (0, 1))
     assert stopper.look({0: at(6, since=2), 1: at(7, since=2)}, {0, 1}) is None  # it passed the event in between
-    assert door.asked[-1] == (RunTo(place=StepPosition(0, 7)), (0, 1))
+    assert channel.sent[-1] == (RunTo(place=StepPosition(0, 7)), (0, 1))
     assert stopper.look({0: at(7, since=3), 1: at(7, since=2)}, {0, 1})
 
 
@@ -95,12 +95,12 @@ def test_a_rank_that_does_not_answer_is_named_as_well():
 
 
 def test_a_rank_that_answers_late_may_be_the_furthest():
-    stopper, door, clock = setup()
+    stopper, channel, clock = setup()
     stopper.pause({0, 1})
     clock.now = PAUSE_S
     assert stopper.look({0: at(3)}, {0, 1}) is None
     assert stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1}) is None
-    assert door.asked[-1] == (RunTo(place=StepPosition(0, 6)), (0, 1))
+    assert channel.sent[-1] == (RunTo(place=StepPosition(0, 6)), (0, 1))
     assert stopper.look({0: at(6, since=2), 1: at(6)}, {0, 1}).held == (0, 1)
 
 
@@ -129,16 +129,16 @@ def test_a_rank_behind_the_held_one_waits_for_the_machine_and_goes_on():
 
 
 def test_what_was_let_go_is_not_held_any_more():
-    stopper, door, _ = setup()
+    stopper, channel, _ = setup()
     stopper.release({0, 1}, {0: at(3), 1: at(3)}, "unit")
-    assert door.asked == [(Next(what="unit"), (0, 1))]
+    assert channel.sent == [(Next(what="unit"), (0, 1))]
     assert stopper.is_armed
     assert stopper.look({0: at(3), 1: at(3)}, {0, 1}) is None
     assert stopper.look({0: at(4, since=2), 1: at(3)}, {0, 1}) is None
     assert stopper.look({0: at(4, since=2), 1: at(4, since=2)}, {0, 1})
     stopper.disarm({0, 1})
     stopper.disarm({0, 1})
-    assert [request.word for request, _ in door.asked] == ["next", "continue"]
+    assert [request.word for request, _ in channel.sent] == ["next", "continue"]
 
 
 def test_a_rank_that_has_ended_does_not_count():
@@ -148,7 +148,7 @@ def test_a_rank_that_has_ended_does_not_count():
 
 def test_a_rank_that_was_seen_held_is_not_asked_again_until_it_is_let_go():
     """With many ranks on few cores, some answer each poll late: they need not all answer the same one."""
-    stopper, door, _ = setup()
+    stopper, channel, _ = setup()
     ranks = set(range(64))
     stopper.release(ranks, {rank: at(3) for rank in ranks}, "collective")
     for first in range(0, 64, 16):
@@ -158,32 +158,32 @@ def test_a_rank_that_was_seen_held_is_not_asked_again_until_it_is_let_go():
         if stop is None:
             assert stopper.ask_where(ranks) == dict.fromkeys(range(first + 16, 64))
     assert stop.held == tuple(range(64))
-    asked = [len(ranks) for request, ranks in door.asked if request == Locate()]
-    assert asked == [48, 32, 16]
+    requested = [len(ranks) for request, ranks in channel.sent if request == Locate()]
+    assert requested == [48, 32, 16]
     stopper.release(ranks, stop.positions, "collective")
     assert stopper.look({0: at(5, since=3)}, ranks) is None
 
 
 def test_a_rank_held_in_a_wait_is_asked_again():
-    stopper, door, _ = setup()
+    stopper, channel, _ = setup()
     in_wait = Hold(place=StepPosition(0, 3), kind=Kind.WAIT, edge=Edge.BEGIN, since_ns=1)
     assert stopper.look({0: Position(place=StepPosition(0, 3), held=in_wait, doing="step")}, {0, 1}) is None
     stopper.ask_where({0, 1})
-    assert door.asked == [(Locate(), (0, 1))]
+    assert channel.sent == [(Locate(), (0, 1))]
 
 
 def test_ranks_have_as_long_to_themselves_as_they_took_to_answer():
-    stopper, door, clock = setup()
-    ask = door.ask
+    stopper, channel, clock = setup()
+    ask = channel.ask
 
     def slowly(request, ranks=None, timeout_s=0.0):
         clock.now += 0.5
         return ask(request, ranks, timeout_s)
 
-    door.ask = slowly
+    channel.ask = slowly
     assert stopper.ask_where({0, 1}) is not None
     clock.now = 0.9
     assert stopper.ask_where({0, 1}) is None
     clock.now = 1.0
     assert stopper.ask_where({0, 1}) is not None
-    assert len(door.asked) == 2
+    assert len(channel.sent) == 2

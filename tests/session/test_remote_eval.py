@@ -9,14 +9,14 @@ from workbench.session.remote_eval import JobRanks, RemoteEval, check_held, grou
 HELD = Hold(place=StepPosition(0, 1), kind=Kind.FORWARD, edge=Edge.BEGIN)
 
 
-class Door:
+class Channel:
     """Answers from ``where``, one entry per request and rank."""
 
     def __init__(self, *where, accepted=True):
-        self.where, self.accepted, self.interrupted, self.asked = list(where), accepted, [], []
+        self.where, self.accepted, self.interrupted, self.sent = list(where), accepted, [], []
 
     def ask(self, request, ranks=None, timeout_s=0.0):
-        self.asked.append(request.word)
+        self.sent.append(request.word)
         match request:
             case Job():
                 self.job = request
@@ -35,58 +35,58 @@ class Door:
         self.interrupted.append(tuple(ranks))
 
 
-def jobs(door, ranks, num_ranks=4):
-    return RemoteEval(door, JobRanks(ranks=ranks, held=range(num_ranks), num_ranks=num_ranks))
+def jobs(channel, ranks, num_ranks=4):
+    return RemoteEval(channel, JobRanks(ranks=ranks, held=range(num_ranks), num_ranks=num_ranks))
 
 
 def test_it_asks_until_the_answer_is_there_and_forgets_it():
-    door = Door("", "not yet", "done")
-    assert jobs(door, [0, 2]).run(Evaluate(expr="3 + 4")) == {0: JobReply(text="7"), 2: JobReply(text="7")}
-    assert door.asked == ["job", "locate", "locate", "locate", "forget"]
+    channel = Channel("", "not yet", "done")
+    assert jobs(channel, [0, 2]).run(Evaluate(expr="3 + 4")) == {0: JobReply(text="7"), 2: JobReply(text="7")}
+    assert channel.sent == ["job", "locate", "locate", "locate", "forget"]
 
 
 def test_a_rank_that_does_not_stand_in_the_gate():
-    door = Door(accepted=False)
+    channel = Channel(accepted=False)
     with pytest.raises(UsageError, match="ranks 0-1 are not held in the gate"):
-        jobs(door, [0, 1]).run(RunCell(code="x"))
-    assert door.asked[-1] == "forget"
+        jobs(channel, [0, 1]).run(RunCell(code="x"))
+    assert channel.sent[-1] == "forget"
     with pytest.raises(UsageError, match="rank 2 is not held in the gate, only ranks 0-1"):
         check_held([1, 2], [0, 1])
 
 
 def test_a_rank_that_dies_meanwhile():
     with pytest.raises(RankDied):
-        jobs(Door(RankDied("gone", ranks=(0,))), [0]).run(RunCell(code="x"))
+        jobs(Channel(RankDied("gone", ranks=(0,))), [0]).run(RunCell(code="x"))
 
 
 def test_a_rank_that_goes_on_meanwhile():
-    door = Door("not yet")
-    door.position = lambda answer: Position()
+    channel = Channel("not yet")
+    channel.position = lambda answer: Position()
     with pytest.raises(ClusterError, match="left the gate"):
-        jobs(door, [0]).run(RunCell(code="x"))
+        jobs(channel, [0]).run(RunCell(code="x"))
 
 
 def test_ctrl_c_reaches_the_ranks_and_a_second_one_ends_the_wait():
     import signal
 
-    class Pressed(Door):
+    class Pressed(Channel):
         def position(self, answer):
             signal.raise_signal(signal.SIGINT)
             return super().position(answer)
 
-    door = Pressed(*["not yet"] * 9)
+    channel = Pressed(*["not yet"] * 9)
     with pytest.raises(Interrupted, match="no longer waits for rank 0"):
-        jobs(door, [0]).run(RunCell(code="x"))
-    assert door.interrupted == [(0,)]
-    assert door.asked[-1] == "forget"
+        jobs(channel, [0]).run(RunCell(code="x"))
+    assert channel.interrupted == [(0,)]
+    assert channel.sent[-1] == "forget"
 
 
 def test_what_runs_on_some_ranks_only_says_so_to_them():
-    door = Door("done")
-    jobs(door, [0, 2]).run(Evaluate(expr="x"))
+    channel = Channel("done")
+    jobs(channel, [0, 2]).run(Evaluate(expr="x"))
     part = "or read this rank's shard with to_local()"
-    assert door.job.alone == f"ranks 0, 2 would call it: leave -t out, {part}"
-    assert door.job.ranks == (0, 2)
+    assert channel.job.alone == f"ranks 0, 2 would call it: leave -t out, {part}"
+    assert channel.job.ranks == (0, 2)
     one = JobRanks(ranks=[1], held=[1], num_ranks=4)
     assert one.alone == f"rank 1 of 4 can call it here: stop where all ranks stop, {part}"
     everyone = JobRanks(ranks=range(4), held=range(4), num_ranks=4)

@@ -99,5 +99,5 @@ def test_a_rank_that_is_lost_is_told_at_once_and_each_look_asks_the_processes_on
 
 def test_a_rank_that_is_lost_while_ranks_are_asked_is_gone_wherever_it_is_told(watched):
     watched.fake.on_drain = lambda: watched.fake.lose(1)
-    told = watched.workbench.pulse()
-    assert (told.states[1], set(told.losses)) == ("gone", {1})
+    reported = watched.workbench.pulse()
+    assert (reported.states[1], set(reported.losses)) == ("gone", {1})

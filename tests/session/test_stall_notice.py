@@ -10,12 +10,12 @@ class Scene:
     """A request, a clock that the test sets, and the notices."""
 
     def __init__(self):
-        self.now, self.told = 100.0, []
+        self.now, self.reported = 100.0, []
         self.standing = StallNotice(lambda: self.now)
         self.look("begun")
 
     def look(self, heard):
-        self.standing.look(heard, lambda seconds: f"{seconds:.0f} s", self.told.append)
+        self.standing.look(heard, lambda seconds: f"{seconds:.0f} s", self.reported.append)
 
     def after(self, seconds, heard):
         self.now += seconds
@@ -26,29 +26,29 @@ def test_nothing_is_said_while_something_is_heard():
     scene = Scene()
     for number in range(10):
         scene.after(0.9 * QUIET_S, number)
-    assert scene.told == []
+    assert scene.reported == []
 
 
 def test_it_is_said_after_a_while_and_anew_and_taken_back():
     scene = Scene()
     scene.after(QUIET_S, "begun")
     scene.after(0.5 * AGAIN_S, "begun")
-    assert scene.told == ["3 s"]
+    assert scene.reported == ["3 s"]
     scene.after(0.5 * AGAIN_S, "begun")
-    assert scene.told == ["3 s", "4 s"]
+    assert scene.reported == ["3 s", "4 s"]
     scene.after(0.1, "an output")
     scene.after(0.1, "an output")
-    assert scene.told == ["3 s", "4 s", ""]
+    assert scene.reported == ["3 s", "4 s", ""]
     scene.after(QUIET_S, "an output")
-    assert scene.told[3:] == ["7 s"]
+    assert scene.reported[3:] == ["7 s"]
 
 
 def test_of_what_lasts_long_it_is_said_less_often():
     scene = Scene()
     for _ in range(3600 * 10):
         scene.after(0.1, "begun")
-    assert len(scene.told) < 200
-    assert scene.told[-1] != ""
+    assert len(scene.reported) < 200
+    assert scene.reported[-1] != ""
 
 
 BARRIER = CellLine(line=2, function="<module>", text="dist.barrier()")

@@ -31,12 +31,12 @@ def test_many_ranks_and_those_that_take_long_to_answer_are_asked_less_often(monk
     cluster.start()
     cluster.on_drain = pass_time
     collector.drain(cluster, range(num_ranks), timeout_s=1.0, max_age_s=0.02)
-    asked = len(cluster.patience)
+    requested = len(cluster.patience)
     now[0] += rests_s - 0.001
     collector.drain(cluster, range(num_ranks), timeout_s=1.0, max_age_s=0.02)
-    assert len(cluster.patience) == asked
+    assert len(cluster.patience) == requested
     collector.drain(cluster, range(num_ranks), timeout_s=1.0)  # without max_age_s, the drain is immediate
-    assert len(cluster.patience) == asked + 1
+    assert len(cluster.patience) == requested + 1
     now[0] += rests_s + 0.001
     collector.drain(cluster, range(num_ranks), timeout_s=1.0, max_age_s=0.02)
-    assert len(cluster.patience) == asked + 2
+    assert len(cluster.patience) == requested + 2

@@ -117,6 +117,6 @@ def test_a_folder_that_does_not_exist_is_named_before_a_file_is_written(tmp_path
 def test_a_file_that_is_nearly_named_is_named_before_what_a_side_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("seven.trace").touch()
-    said = r"^there is no file 'sevn\.trace', did you mean 'seven\.trace'\? compare takes a trace file, 'last'"
-    with pytest.raises(UsageError, match=said):
+    reported = r"^there is no file 'sevn\.trace', did you mean 'seven\.trace'\? compare takes a trace file, 'last'"
+    with pytest.raises(UsageError, match=reported):
         side("sevn.trace", Trace.empty)

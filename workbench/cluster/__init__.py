@@ -1,8 +1,8 @@
 """Starts, reaches and stops the processes of a cluster.
 
-A rank is one ipyparallel engine with two channels. The front door runs calls and cells in the rank's main thread. The
-side door is served by its control thread, even while the main thread is busy. Rank-side functions are named by
-strings, ``"module:function"``, so nothing here imports torch.
+A rank is one ipyparallel engine with two channels. Its main thread serves the shell channel: calls and cells. Its
+control thread serves the control channel, even while the main thread is busy. Rank-side functions are named by strings,
+``"module:function"``, so nothing here imports torch.
 
 Importing this package is cheap: its names are imported at first use.
 """

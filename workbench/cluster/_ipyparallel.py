@@ -1,11 +1,11 @@
 """All uses of private parts of ipyparallel and ipykernel, on the engine and on the kernel.
 
-On the engine, :func:`install` opens the side door: requests of type ``workbench_request`` on the control channel, which
-the engine serves in its "Control" thread, one at a time, even while the main thread is busy. It also reports the line
-at which a cell failed. :func:`call` runs a function by its name.
+On the engine, :func:`install` adds requests of type ``workbench_request`` to the control channel, which the engine
+serves in its "Control" thread, one at a time, even while the main thread is busy. It also reports the line at which a
+cell failed. :func:`call` runs a function by its name.
 
-On the kernel, :class:`Wire` sends front-door and side-door requests to single engines, and :class:`Exchange` waits for
-the reply *and* the last output of a front-door request, which arrive on different sockets.
+On the kernel, :class:`Wire` sends requests to single engines on both channels, and :class:`Exchange` waits for the
+reply *and* the last output of a request on the shell channel, which arrive on different sockets.
 
 The private parts are: ``Client._send``, its sockets, addresses, IO loop, futures and callbacks;
 ``MessageFuture.iopub_callbacks``; ``Kernel.control_handlers`` and ``Kernel.process_control``; how ``IPEngine``
@@ -117,7 +117,7 @@ host."""
 
 
 def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> None:
-    """Open the side door of this engine.
+    """Serve the workbench's requests on the control channel of this engine.
 
     Args:
         handler_name: ``"module:function"`` that takes the request (JSON data) and returns the reply (JSON data) and
@@ -192,17 +192,17 @@ def _interrupt(_: dict[str, Any]) -> tuple[None, list[memoryview]]:
     return None, []
 
 
-def _hold(asked: dict[str, Any]) -> tuple[Any, list[memoryview]]:
+def _hold(request: dict[str, Any]) -> tuple[Any, list[memoryview]]:
     """Apply a hold request and return the world of this engine afterwards.
 
     ``{}`` changes nothing. ``{"holder": H, "take": False}`` makes H the holder if there is none; with ``take`` even if
     there is one. ``{"holder": None, "take": True}`` releases the engine. ``{"leave": True}``: it is no rank any more.
     """
     world = standing["world"]
-    if asked.get("leave"):
+    if request.get("leave"):
         _leave()
-    elif world is not None and "holder" in asked and (world["holder"] is None or asked["take"]):
-        world["holder"] = asked["holder"]
+    elif world is not None and "holder" in request and (world["holder"] is None or request["take"]):
+        world["holder"] = request["holder"]
     return standing["world"], []
 
 
@@ -221,7 +221,7 @@ def _silent(_: dict[str, Any]) -> tuple[Sequence[str], list[memoryview]]:
 
 
 def _serve_without_ado(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
-    """Serve side-door requests without publishing the kernel's busy and idle status.
+    """Serve requests on the control channel without publishing the kernel's busy and idle status.
 
     ipykernel publishes it around every control message and flushes stdout and stderr, which takes four messages to
     another thread. Nothing reads them, and ranks get ten requests a second while they train: this halves the CPU time
@@ -367,12 +367,12 @@ class Wire:
         )
 
     def exchange(self, rank: int, answer: Answer) -> Exchange:
-        """Return the receiver of the reply and the outputs of one front-door request."""
+        """Return the receiver of the reply and the outputs of one request on the shell channel."""
         before = self._num_interrupts[rank]
         return Exchange(self._client._io_loop, rank, answer, lambda: self._num_interrupts[rank] > before)
 
     def ask(self, engine: str, rank: int, kind: str, request: dict[str, Any], future: Future[Any]) -> str:
-        """Send ``request`` to the engine's side door and return the message id.
+        """Send ``request`` on the engine's control channel and return the message id.
 
         Args:
             engine: its session id.
@@ -393,7 +393,7 @@ class Wire:
         loop.add_callback(loop.call_later, delay_s, do)
 
     def forget(self, message_id: str) -> None:
-        """Stop waiting for the reply to a side-door request."""
+        """Stop waiting for the reply to a request on the control channel."""
         self._client._futures.pop(message_id, None)
 
     def shut_down_engines(self) -> None:
@@ -408,7 +408,7 @@ class Wire:
 
 
 class Exchange:
-    """One front-door request to one rank; complete when its reply and its last output have arrived.
+    """One request to one rank on the shell channel; complete when its reply and its last output have arrived.
 
     Its methods run in the client's IO thread. If one of the two is lost, the other one completes it, a moment after the
     newest message. A SIGINT in the engine's own code can lose a reply, which then counts as a KeyboardInterrupt.

@@ -103,12 +103,12 @@ class AttachTarget:
             if ids
             else "start one with ipcluster start, or --file F"
         )
-        asked = f" with the id {self.cluster_id!r}" if self.cluster_id else ""
-        if ids and not asked:
+        chosen = f" with the id {self.cluster_id!r}" if self.cluster_id else ""
+        if ids and not chosen:
             raise UsageError(
                 f"several clusters of profile {name!r} are running: {', '.join(ids)}; choose one with --cluster-id ID"
             )
-        raise UsageError(f"no cluster{asked} of profile {name!r} is running; {known}")
+        raise UsageError(f"no cluster{chosen} of profile {name!r} is running; {known}")
 
 
 class AttachedEngines(EngineProvider):
@@ -152,9 +152,9 @@ class AttachedEngines(EngineProvider):
         """Return ``""``: the exit of a foreign process is unknown."""
         return ""
 
-    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
-        """Call ``tell`` with ``""``: the exit of a foreign process is unknown."""
-        tell("")
+    def ask_why_gone(self, report: Callable[[str], object]) -> None:
+        """Call ``report`` with ``""``: the exit of a foreign process is unknown."""
+        report("")
 
     def log_tail(self, _rank: int | None) -> str:
         """Return ``""``: the logs of foreign processes are unknown."""

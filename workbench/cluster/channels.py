@@ -1,4 +1,4 @@
-"""The two channels of every rank, front door and side door, with their open requests."""
+"""The shell and the control channel of every rank, with the table of their open requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from workbench.cluster._ipyparallel import HOLD, INTERRUPT, REQUEST, SILENT, Wire
+from workbench.cluster._ipyparallel import HOLD, INTERRUPT, REQUEST, SILENT, Exchange, Wire
 from workbench.cluster.pending_replies import Answer, PendingReplies, settle
 from workbench.codec import decode, encode
 from workbench.errors import ClusterError
@@ -41,30 +41,26 @@ class Channels:
 
     def call(self, name: str, args: Mapping[int, Sequence[Any]]) -> PendingReplies:
         """Call ``"module:function"`` in the main thread of each rank in ``args``, with that rank's arguments."""
-        answers = {rank: Answer() for rank in args}
-        for rank, answer in answers.items():
-            if self._admit(rank, answer.future):
-                with self._sending:
-                    self._wire.call(self.engines[rank], name, args[rank], self._wire.exchange(rank, answer))
-        return PendingReplies(answers)
+        return self._send(args, lambda rank, exchange: self._wire.call(self.engines[rank], name, args[rank], exchange))
 
     def evaluate(self, program: str, expression: str) -> PendingReplies:
         """Run a program on each rank, even without the workbench; the reply is the value of ``expression``."""
-        answers = {rank: Answer() for rank in range(len(self.engines))}
-        for rank, answer in answers.items():
-            if self._admit(rank, answer.future):
-                with self._sending:
-                    exchange = self._wire.exchange(rank, answer)
-                    self._wire.evaluate(self.engines[rank], program, expression, exchange)
-        return PendingReplies(answers)
+        return self._send(
+            range(len(self.engines)),
+            lambda rank, exchange: self._wire.evaluate(self.engines[rank], program, expression, exchange),
+        )
 
     def cell(self, code: str, ranks: Iterable[int]) -> PendingReplies:
         """Run ``code`` as a cell in the main thread of each of ``ranks``."""
+        return self._send(ranks, lambda rank, exchange: self._wire.cell(self.engines[rank], code, exchange))
+
+    def _send(self, ranks: Iterable[int], send: Callable[[int, Exchange], None]) -> PendingReplies:
+        """Call ``send`` with each of ``ranks`` that is not lost, and with the receiver of its reply."""
         answers = {rank: Answer() for rank in ranks}
         for rank, answer in answers.items():
             if self._admit(rank, answer.future):
                 with self._sending:
-                    self._wire.cell(self.engines[rank], code, self._wire.exchange(rank, answer))
+                    send(rank, self._wire.exchange(rank, answer))
         return PendingReplies(answers)
 
     def ask(self, request: RankRequest[R], ranks: Iterable[int], timeout_s: float) -> dict[int, R | Exception]:
@@ -80,22 +76,22 @@ class Channels:
         self._put(INTERRUPT, {}, ranks, timeout_s)
 
     def hold(
-        self, asked: dict[str, Any], ranks: Iterable[int], timeout_s: float
+        self, request: dict[str, Any], ranks: Iterable[int], timeout_s: float
     ) -> dict[int, World | Exception | None]:
         """Query, set or release the holder of engines (:func:`workbench.cluster._ipyparallel._hold`).
 
         Returns:
             For each rank its world afterwards, None if it has none, or the exception if it did not answer.
         """
-        return {rank: _world(rank, future) for rank, future in self._put(HOLD, asked, ranks, timeout_s).items()}
+        return {rank: _world(rank, future) for rank, future in self._put(HOLD, request, ranks, timeout_s).items()}
 
-    def ask_for_silent(self, rank: int, delay_s: float, tell: Callable[[Sequence[str]], object]) -> None:
+    def ask_for_silent(self, rank: int, delay_s: float, report: Callable[[Sequence[str]], object]) -> None:
         """Ask ``rank``, ``delay_s`` seconds from now, which hosts are silent.
 
-        ``tell`` is called with their names in the client's IO thread. The request does not make ``rank`` busy.
+        ``report`` is called with their names in the client's IO thread. The request does not make ``rank`` busy.
         """
         future: Future[Any] = Future()
-        future.add_done_callback(lambda done: tell(done.result()[0]))
+        future.add_done_callback(lambda done: report(done.result()[0]))
 
         def ask() -> None:
             if not self.is_lost(rank):

@@ -66,8 +66,8 @@ class Cluster:
             profile configures, else the fast start on this machine.
         interface: network interface between the hosts, or a list of which each host has one; empty: the interface of
             the route to the controller.
-        runtime: module of the rank side, with the functions ``boot, connect, side_door, shutdown``; imported on the
-            ranks only.
+        runtime: module of the rank side, with the functions ``boot, connect, handle_request, shutdown``; imported on
+            the ranks only.
         start_timeout_s: time in seconds :meth:`start` may take.
 
     A cluster that is still running when Python exits is stopped then; if Python is killed, the reaper ends it.
@@ -109,7 +109,7 @@ class Cluster:
         self._ask_who_at = 0.0
         self._notices = WaitNotices(no_wait)
         self._place: EngineProvider | None = None
-        self._doors: Channels | None = None
+        self._channels: Channels | None = None
         self._rank_info: tuple[ConnectReply, ...] = ()
         self._engine_ids: tuple[int, ...] = ()
 
@@ -230,16 +230,16 @@ class Cluster:
             ended = place.ending(None)
             late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
             raise ClusterError(f"{late}{place.advice(None)}") from error
-        self._doors = Channels(wire, ())  # so that the wire is closed if the next line fails
-        self._open_doors(place, wire, place.wait_for_engines(wire.engines))
+        self._channels = Channels(wire, ())  # so that the wire is closed if the next line fails
+        self._open_channels(place, wire, place.wait_for_engines(wire.engines))
         return wire
 
-    def _open_doors(self, place: EngineProvider, wire: Wire, engines: tuple[str, ...]) -> None:
+    def _open_channels(self, place: EngineProvider, wire: Wire, engines: tuple[str, ...]) -> None:
         """Open channels to ``engines``, by rank.
 
         One assignment: the threads that report deaths never see engines without their channels.
         """
-        self._doors = Channels(wire, engines)
+        self._channels = Channels(wire, engines)
         for rank in range(len(engines)):  # it may have ended before its channel was open
             if not place.is_running(rank):
                 self._on_exit(rank)
@@ -267,7 +267,7 @@ class Cluster:
                 f"or attach, %fsdp stop (the engines keep running), and attach again with -n"
             )
         self.num_ranks = len(world.engines)
-        self._open_doors(place, wire, world.engines)
+        self._open_channels(place, wire, world.engines)
         here = wire.engines()
         self._engine_ids = tuple(here.get(engine, -1) for engine in world.engines)
         takes = self._takes or (world.holder is not None and is_gone(world.holder))
@@ -276,78 +276,80 @@ class Cluster:
         return world.ranks
 
     def _find_world(self, place: EngineProvider) -> World | None:
-        """Return the world of the engines, None if they are no ranks; busy engines are asked at their side doors."""
-        doors = self._reach()
-        answers = self._survey(doors, counts_devices=False)  # counting imports torch, which may take long
-        told: dict[int, World | None] = {}
+        """Return the world of the engines, None if they are no ranks; busy engines reply on their control channel."""
+        channels = self._reach()
+        answers = self._survey(channels, counts_devices=False)  # counting imports torch, which may take long
+        reported: dict[int, World | None] = {}
         until = time.monotonic() + _ANSWER_S
-        while busy := self._busy(answers, told):
-            self._notice(len(doors.engines), f"{len(busy)} {'has' if len(busy) == 1 else 'have'} not answered yet")
-            replies = doors.hold({}, busy, _HOLD_S)
-            told |= {rank: world for rank, world in replies.items() if not isinstance(world, Exception)}
-            silent = [rank for rank in busy if rank not in told and not answers.done(rank)]
+        while busy := self._busy(answers, reported):
+            self._notice(len(channels.engines), f"{len(busy)} {'has' if len(busy) == 1 else 'have'} not answered yet")
+            replies = channels.hold({}, busy, _HOLD_S)
+            reported |= {rank: world for rank, world in replies.items() if not isinstance(world, Exception)}
+            silent = [rank for rank in busy if rank not in reported and not answers.done(rank)]
             if silent and time.monotonic() > until:
-                raise ClusterError(f"{len(silent)} of {len(doors.engines)} engines do not answer{place.advice(None)}")
-        others = sorted(set(answers.ranks) - set(told))
-        told |= {rank: one.world for rank, one in zip(others, self._said(answers, others), strict=True)}
-        worlds = {doors.engines[rank]: world for rank, world in told.items()}
+                raise ClusterError(
+                    f"{len(silent)} of {len(channels.engines)} engines do not answer{place.advice(None)}"
+                )
+        others = sorted(set(answers.ranks) - set(reported))
+        reported |= {rank: one.world for rank, one in zip(others, self._infos(answers, others), strict=True)}
+        worlds = {channels.engines[rank]: world for rank, world in reported.items()}
         # an engine that could not be reached when its world was stopped still reports that world
         found = [each for each in worlds.values() if each and None not in map(worlds.get, {*each.engines} & {*worlds})]
         if not found:
-            stranded = [rank for rank in told if told[rank] is not None]
-            free(doors, stranded, answers, _STOPPED, store=True, interrupts=False)
+            stranded = [rank for rank in reported if reported[rank] is not None]
+            free(channels, stranded, answers, _STOPPED, store=True, interrupts=False)
         return max(found, key=lambda world: len(world.engines), default=None)
 
     @staticmethod
-    def _busy(answers: PendingReplies, told: Mapping[int, object]) -> list[int]:
-        """Wait up to ``_PATIENCE_S`` for answers; return the ranks that neither answered nor are in ``told``."""
+    def _busy(answers: PendingReplies, reported: Mapping[int, object]) -> list[int]:
+        """Wait up to ``_PATIENCE_S`` for answers; return the ranks that neither answered nor are in ``reported``."""
         answers.wait(_PATIENCE_S)
-        return [rank for rank in answers.ranks if rank not in told and not answers.done(rank)]
+        return [rank for rank in answers.ranks if rank not in reported and not answers.done(rank)]
 
-    def _hold(self, asked: dict[str, Any]) -> list[ClusterOwner | None]:
+    def _hold(self, request: dict[str, Any]) -> list[ClusterOwner | None]:
         """Send a hold request to all living ranks and return the holder of each afterwards."""
-        doors = self._reach()
-        living = [rank for rank in range(len(doors.engines)) if not doors.is_lost(rank)]
-        replies = doors.hold(asked, living, _HOLD_S).values()
+        channels = self._reach()
+        living = [rank for rank in range(len(channels.engines)) if not channels.is_lost(rank)]
+        replies = channels.hold(request, living, _HOLD_S).values()
         return [world.holder for world in replies if isinstance(world, World)]
 
-    def _survey(self, doors: Channels, *, counts_devices: bool) -> PendingReplies:
+    def _survey(self, channels: Channels, *, counts_devices: bool) -> PendingReplies:
         count_for = engine_probe.workbench_version() if counts_devices else ""
-        return doors.evaluate(PROGRAM, f"survey({self._interface!r}, count_for={count_for!r})")
+        return channels.evaluate(PROGRAM, f"survey({self._interface!r}, count_for={count_for!r})")
 
     @staticmethod
-    def _said(answers: PendingReplies, ranks: Iterable[int]) -> list[EngineInfo]:
+    def _infos(answers: PendingReplies, ranks: Iterable[int]) -> list[EngineInfo]:
         return [decode(EngineInfo, json.loads(answers.result(rank)), f"engine {rank}") for rank in sorted(ranks)]
 
     def _seat(self, place: EngineProvider, wire: Wire) -> dict[int, Boot]:
         """Survey the engines, assign a rank to each, and return the boot request of each rank."""
-        doors = self._reach()
-        answers = self._survey(doors, counts_devices=self.device != HOST)
+        channels = self._reach()
+        answers = self._survey(channels, counts_devices=self.device != HOST)
         self._wait(place, answers, "report its host and versions")
-        found = dict(zip(doors.engines, self._said(answers, answers.ranks), strict=True))
+        found = dict(zip(channels.engines, self._infos(answers, answers.ranks), strict=True))
         seated = seats(found, self.num_ranks if self._target is None else self._num_wanted)
         self.num_ranks = len(seated)
         if wrong := misfits(seated, engine_probe.workbench_version()):
             raise ClusterError("\n".join(wrong))
         engines = tuple(seat.engine for seat in seated)
-        if engines != doors.engines:
-            self._open_doors(place, wire, engines)
+        if engines != channels.engines:
+            self._open_channels(place, wire, engines)
         ids = wire.engines()
         self._engine_ids = tuple(ids.get(engine, -1) for engine in engines)
         return boots(seated, self.device, self._interface)
 
-    def _boot(self, place: EngineProvider, asked: Mapping[int, Boot]) -> tuple[ConnectReply, ...]:
-        """Build the process group and open the side doors; return the reply of each rank when it connected."""
-        booted = self._begin(place, asked)
+    def _boot(self, place: EngineProvider, requests: Mapping[int, Boot]) -> tuple[ConnectReply, ...]:
+        """Build the process group and set up the control channels; return the reply of each rank when it connected."""
+        booted = self._begin(place, requests)
         address = booted[0]
         if address is None:
             raise ClusterError("rank 0 did not send the address of the process group")
-        connected = self._begin(place, dict.fromkeys(asked, Connect(address=address)))
+        connected = self._begin(place, dict.fromkeys(requests, Connect(address=address)))
         info = tuple(connected.values())
         world = encode(World(engines=self._reach().engines, ranks=info, holder=holder_here()))
         look_at = lookouts(info)
-        side_door = f"{self._runtime}:side_door"
-        self._on_all(place, INSTALL, {rank: (side_door, world, encode(look_at.get(rank, {}))) for rank in asked})
+        handler = f"{self._runtime}:handle_request"
+        self._on_all(place, INSTALL, {rank: (handler, world, encode(look_at.get(rank, {}))) for rank in requests})
         return info
 
     def _begin(self, place: EngineProvider, requests: Mapping[int, RankRequest[R]]) -> dict[int, R]:
@@ -404,11 +406,11 @@ class Cluster:
             last.callback(self._forget)
             if self._place is not None:
                 last.callback(self._end, self._place, left)
-            if self._doors is not None:
-                last.callback(self._doors.close)
+            if self._channels is not None:
+                last.callback(self._channels.close)
                 if self._place is not None and self._place.is_remote:
-                    last.callback(self._doors.shut_down_engines)
-                last.callback(self._shut_down, self._doors)
+                    last.callback(self._channels.shut_down_engines)
+                last.callback(self._shut_down, self._channels)
         if interrupts.count:
             raise Interrupted("\n".join(filter(None, ["Interrupted, but the ranks are stopped", left[-1]])))
         return left[-1]
@@ -437,15 +439,15 @@ class Cluster:
     def _forget(self) -> None:
         atexit.unregister(self._stop_at_exit)
         self._holder, self._is_free = None, False
-        self._place = self._doors = None
+        self._place = self._channels = None
         self._rank_info = self._engine_ids = ()
 
-    def _shut_down(self, doors: Channels) -> None:
+    def _shut_down(self, channels: Channels) -> None:
         if self._rank_info and self._holder is None:
-            idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not doors.is_busy(rank)]
-            left = doors.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ()))
+            idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not channels.is_busy(rank)]
+            left = channels.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ()))
             if not left.wait(_SHUTDOWN_S) and self._target is not None:  # busy for a notebook that is gone
-                free(doors, late(left, idle), left, _STOPPED, store=True)
+                free(channels, late(left, idle), left, _STOPPED, store=True)
                 left.wait(_SHUTDOWN_S)
             if self._target is not None:
                 self._hold({"leave": True})
@@ -460,56 +462,58 @@ class Cluster:
 
     def _on_exit(self, rank: int | None) -> None:
         """Mark ranks lost whose process has ended (None: the controller's, so all); called in a separate thread."""
-        place, doors = self._place, self._doors
-        if place is None or doors is None:
+        place, channels = self._place, self._channels
+        if place is None or channels is None:
             return
         how = f"{'cannot be reached' if rank is None else 'died'}: {place.ending(rank)}"
-        for lost in range(len(doors.engines)):
+        for lost in range(len(channels.engines)):
             if rank in {None, lost}:
-                self._lose(doors, lost, how, place.log_tail(rank))
+                self._lose(channels, lost, how, place.log_tail(rank))
 
     def _on_silence(self) -> None:
         """Mark all ranks lost, as the controller sends no heartbeat any more; called in a separate thread."""
-        place, doors = self._place, self._doors
-        if place is None or doors is None:
+        place, channels = self._place, self._channels
+        if place is None or channels is None:
             return
         how = place.ending(None) or "the cluster's controller has ended, or its host is gone"
-        for rank in range(len(doors.engines)):
-            self._lose(doors, rank, f"cannot be reached: {how}", place.log_tail(None))
+        for rank in range(len(channels.engines)):
+            self._lose(channels, rank, f"cannot be reached: {how}", place.log_tail(None))
 
     def _on_gone(self, engine: str) -> None:
         """Mark the rank of an engine lost that the controller reports gone; called in the client's IO thread."""
-        place, doors = self._place, self._doors
-        if place is None or doors is None or engine not in doors.engines:
+        place, channels = self._place, self._channels
+        if place is None or channels is None or engine not in channels.engines:
             return
-        rank = doors.engines.index(engine)
+        rank = channels.engines.index(engine)
         info = self._rank_info
         host = f" on {info[rank].host}" if info else ""
 
-        def tell(why: str) -> None:
-            if self._doors is doors:  # else the cluster was stopped meanwhile
+        def report(why: str) -> None:
+            if self._channels is channels:  # else the cluster was stopped meanwhile
                 how = f"died: the process{host} has ended" + (f": {why}" if why else ", or its host is gone")
-                self._lose(doors, rank, how, "")
+                self._lose(channels, rank, how, "")
 
-        place.ask_why_gone(tell)
+        place.ask_why_gone(report)
 
-    def _watch_hosts(self, doors: Channels, rank: int, known: frozenset[str], silent: Sequence[str] = ()) -> None:
+    def _watch_hosts(self, channels: Channels, rank: int, known: frozenset[str], silent: Sequence[str] = ()) -> None:
         """Mark the ranks on ``silent`` hosts lost, and poll ``rank`` for further silent hosts.
 
         The rank is polled, it pushes nothing: a message it sends after the controller is gone would keep the
         ipyparallel process between the two alive for ever.
         """
-        if self._doors is not doors or doors.is_lost(rank):  # stopped, or cut off: to a lost rank all hosts are silent
+        if self._channels is not channels or channels.is_lost(
+            rank
+        ):  # stopped, or cut off: to a lost rank all hosts are silent
             return
-        for info, engine in zip(self._rank_info, doors.engines, strict=True):
+        for info, engine in zip(self._rank_info, channels.engines, strict=True):
             if info.host in silent and info.host not in known:
                 self._on_gone(engine)
-        doors.ask_for_silent(rank, _SILENT_S, partial(self._watch_hosts, doors, rank, known.union(silent)))
+        channels.ask_for_silent(rank, _SILENT_S, partial(self._watch_hosts, channels, rank, known.union(silent)))
 
     @staticmethod
-    def _lose(doors: Channels, rank: int, how: str, log: str) -> None:
-        doors.losses.setdefault(rank, how)
-        doors.lose(rank, RankDied(f"rank {rank} {how}{log}", ranks=(rank,)))
+    def _lose(channels: Channels, rank: int, how: str, log: str) -> None:
+        channels.losses.setdefault(rank, how)
+        channels.lose(rank, RankDied(f"rank {rank} {how}{log}", ranks=(rank,)))
 
     # ------------------------------------------------------------------ state
 
@@ -533,14 +537,14 @@ class Cluster:
         """Whether the engines were started elsewhere and keep running after :meth:`stop`."""
         return self._target is not None
 
-    def _ask_who_holds(self, doors: Channels) -> None:
+    def _ask_who_holds(self, channels: Channels) -> None:
         """Check every ``_WHO_S`` seconds whether another notebook has taken or released attached ranks."""
         now = time.monotonic()
         if self._target is None or not self._rank_info or now < self._ask_who_at:
             return
         self._ask_who_at = now + _WHO_S
-        one = [rank for rank in range(len(doors.engines)) if not doors.is_lost(rank)][:1]
-        for world in doors.hold({}, one, _HOLD_S).values():
+        one = [rank for rank in range(len(channels.engines)) if not channels.is_lost(rank)][:1]
+        for world in channels.hold({}, one, _HOLD_S).values():
             if isinstance(world, World) and world.holder != holder_here():
                 has_let_go = world.holder is None or is_gone(world.holder)
                 self._is_free = has_let_go and self._holder is not None
@@ -568,14 +572,14 @@ class Cluster:
 
     def alive(self) -> tuple[bool, ...]:
         """Return for each rank whether its process runs and can be reached; all False when not started."""
-        place, doors = self._place, self._doors
-        if place is None or doors is None:
+        place, channels = self._place, self._channels
+        if place is None or channels is None:
             return (False,) * self.num_ranks
-        return tuple(place.is_running(rank) and not doors.is_lost(rank) for rank in range(self.num_ranks))
+        return tuple(place.is_running(rank) and not channels.is_lost(rank) for rank in range(self.num_ranks))
 
     def losses(self) -> dict[int, str]:
         """Return how each lost rank was lost, such as ``died: the process was killed by SIGKILL (...)``."""
-        return {} if self._doors is None else dict(sorted(self._doors.losses.copy().items()))
+        return {} if self._channels is None else dict(sorted(self._channels.losses.copy().items()))
 
     # ------------------------------------------------------------------ requests
 
@@ -590,9 +594,9 @@ class Cluster:
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        doors = self._reach()
+        channels = self._reach()
         self._check_held()
-        return doors.call(name, dict.fromkeys(self._select(ranks), args))
+        return channels.call(name, dict.fromkeys(self._select(ranks), args))
 
     def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> PendingReplies:
         """Run ``code`` as an IPython cell in the user's namespace of ``ranks`` (default: all).
@@ -600,9 +604,9 @@ class Cluster:
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        doors = self._reach()
+        channels = self._reach()
         self._check_held()
-        return doors.cell(code, self._select(ranks))
+        return channels.cell(code, self._select(ranks))
 
     def ask(
         self, request: RankRequest[R], ranks: Iterable[int] | None = None, timeout_s: float = 2.0
@@ -610,23 +614,23 @@ class Cluster:
         """Send ``request`` to the control thread of ``ranks`` (default: all), which answers while the rank is busy.
 
         Args:
-            request: for the ``side_door`` function of the rank side.
+            request: for the ``handle_request`` function of the rank side.
             ranks: the ranks to ask; may be empty, as when all have died.
             timeout_s: time in seconds to wait for the replies.
 
         Returns:
-            For each rank, in order, its reply or an exception: :class:`RankError` when ``side_door`` raised,
+            For each rank, in order, its reply or an exception: :class:`RankError` when ``handle_request`` raised,
             :class:`RankDied` when the rank is lost, :class:`ClusterError` when the reply timed out or is invalid.
 
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        doors = self._reach()
+        channels = self._reach()
         if request.looks:
-            self._ask_who_holds(doors)
+            self._ask_who_holds(channels)
         else:
             self._check_held()
-        return doors.ask(request, self._select(ranks, may_be_none=True), timeout_s)
+        return channels.ask(request, self._select(ranks, may_be_none=True), timeout_s)
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
         """Send SIGINT to ``ranks`` (default: all; may be empty); an idle rank ignores it.
@@ -634,17 +638,17 @@ class Cluster:
         Raises:
             UsageError: the ranks are not started, or there is no such rank.
         """
-        doors = self._reach()
+        channels = self._reach()
         self._check_held()
-        doors.interrupt(self._select(ranks, may_be_none=True))
+        channels.interrupt(self._select(ranks, may_be_none=True))
 
     def _select(self, ranks: Iterable[int] | None, *, may_be_none: bool = False) -> tuple[int, ...]:
         return select(ranks, self.num_ranks, may_be_none=may_be_none)
 
     def _reach(self) -> Channels:
-        if self._doors is None:
+        if self._channels is None:
             raise UsageError("the ranks are not started: first %fsdp start")
-        return self._doors
+        return self._channels
 
 
 def _close(connecting: Future[Wire]) -> None:

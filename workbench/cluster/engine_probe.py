@@ -29,7 +29,7 @@ def survey(interface: str, *, count_for: str) -> str:
     named = [interfaces[name] for name in interface.split(",") if name in interfaces]
     address = "".join(named[:1]) if interface else _route()
     torch, workbench = _torch(), workbench_version()
-    said: dict[str, Any] = {
+    info: dict[str, Any] = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "identity": identity(),
@@ -43,7 +43,7 @@ def survey(interface: str, *, count_for: str) -> str:
         "interfaces": sorted(interfaces),
         "world": _world(),
     }
-    return json.dumps(said)
+    return json.dumps(info)
 
 
 def _world() -> Any:  # noqa: ANN401 - JSON data

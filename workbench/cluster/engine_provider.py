@@ -86,8 +86,8 @@ class EngineProvider(Protocol):
     def advice(self, rank: int | None, *others: int | None) -> str:
         """Return what to check and to do when processes (None: the controller) are too slow."""
 
-    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
-        """Call ``tell`` with the reason why an engine is gone, in words; ``""`` if it is unknown.
+    def ask_why_gone(self, report: Callable[[str], object]) -> None:
+        """Call ``report`` with the reason why an engine is gone, in words; ``""`` if it is unknown.
 
         Immediately, or in another thread after querying the job queue, which takes a second at most.
         """

@@ -196,8 +196,8 @@ class IppLaunch(EngineProvider):
         self._num_ranks, self._timeout_s = num_ranks, timeout_s
         self._waits_for = ""
         self._on_exit, self._notices = on_exit, notices
-        self._said, log = LauncherLog(), logging.Logger("ipyparallel")
-        log.addHandler(self._said)
+        self._launcher_log, log = LauncherLog(), logging.Logger("ipyparallel")
+        log.addHandler(self._launcher_log)
         self._cluster = _cluster(profile, engines, n=num_ranks, log=log)
         self._check_installed()
         self._id = secrets.token_hex(8)
@@ -418,7 +418,7 @@ class IppLaunch(EngineProvider):
             self._waits_for, self.deadline = what, max(self.deadline, time.monotonic() + self._timeout_s)
         if time.monotonic() > self.deadline:
             raise ClusterError(f"{what}, without progress for {self._timeout_s:.0f} s{self.advice(None)}")
-        self._notices.notice(what, self._said.lines[-1] if self._said.lines else "")
+        self._notices.notice(what, self._launcher_log.lines[-1] if self._launcher_log.lines else "")
         time.sleep(_POLL_S)
 
     def _check(self, started: Future[Any], what: str) -> None:
@@ -432,8 +432,10 @@ class IppLaunch(EngineProvider):
                 advice = f"\ncheck that ssh {launcher.location} works from here without a password"
         file = self._complaints
         lines = file.read_text(errors="replace").splitlines()[-_COMPLAINTS:] if file.exists() else []
-        said = " ".join([str(error), *lines])
-        raise ClusterError(f"{self._words} could not {what}{where}: {said}{self.log_tail(None)}{advice}") from error
+        complaint = " ".join([str(error), *lines])
+        raise ClusterError(
+            f"{self._words} could not {what}{where}: {complaint}{self.log_tail(None)}{advice}"
+        ) from error
 
     @property
     def _complaints(self) -> Path:
@@ -455,17 +457,21 @@ class IppLaunch(EngineProvider):
         code = (controller.stop_data or {}).get("exit_code")
         return "the cluster's controller has ended" + ("" if code is None else f" with exit code {code}")
 
-    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
-        """Call ``tell`` with how the queue ended the job; immediately with ``""`` where no queue can be queried."""
+    def ask_why_gone(self, report: Callable[[str], object]) -> None:
+        """Call ``report`` with how the queue ended the job; immediately with ``""`` where no queue can be queried."""
         queue = self._queue
         if queue is None or not queue.can_be_asked:
-            tell("")
+            report("")
         else:  # in a thread, as the queue may take time to answer
-            threading.Thread(target=lambda: tell(queue.word_on_the_end()), name="asks the queue", daemon=True).start()
+            threading.Thread(target=lambda: report(queue.word_on_the_end()), name="asks the queue", daemon=True).start()
 
     def log_tail(self, _rank: int | None) -> str:
         """Return the last lines that the launcher logged, as the end of a message."""
-        return f"; the end of the launcher's log:\n{chr(10).join(self._said.lines)}" if self._said.lines else ""
+        return (
+            f"; the end of the launcher's log:\n{chr(10).join(self._launcher_log.lines)}"
+            if self._launcher_log.lines
+            else ""
+        )
 
     def advice(self, rank: int | None, *_others: int | None) -> str:
         """Return what to check and to do when engines do not register."""

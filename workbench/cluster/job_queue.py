@@ -57,7 +57,7 @@ class JobQueue:
             return
         self._next = time.monotonic() + EVERY_S
         with suppress(OSError, SubprocessError):
-            self.state = _said(_STATE, self._job, ANSWER_S)
+            self.state = _output(_STATE, self._job, ANSWER_S)
 
     def word_on_the_end(self) -> str:
         """Return how the job ended, in words; empty: it runs, or that is unknown. Takes :data:`WORD_S` at most.
@@ -73,7 +73,7 @@ class JobQueue:
         until = time.monotonic() + WORD_S
         while (left_s := until - time.monotonic()) > 0:
             try:
-                self.state = _said(_STATE, self._job, left_s)
+                self.state = _output(_STATE, self._job, left_s)
             except subprocess.CalledProcessError:  # an old job is only in the accounting database
                 return f"job {self._job} is no longer in the queue{self._in_the_accounts(left_s)}"
             except (OSError, SubprocessError):
@@ -86,16 +86,16 @@ class JobQueue:
 
     def _in_the_accounts(self, timeout_s: float) -> str:
         with suppress(OSError, SubprocessError):
-            if said := _said(_ACCOUNT, self._job, timeout_s):
-                return f"; its accounting record: {said}"
+            if record := _output(_ACCOUNT, self._job, timeout_s):
+                return f"; its accounting record: {record}"
         return ""
 
 
-def _said(command: tuple[str, ...], job: str, timeout_s: float) -> str:
+def _output(command: tuple[str, ...], job: str, timeout_s: float) -> str:
     """Return the first line of a command's output for a job.
 
     Raises:
         OSError, SubprocessError: it cannot be run, fails, or times out.
     """
-    asked = subprocess.run([*command, job], capture_output=True, text=True, timeout=timeout_s, check=True)
-    return asked.stdout.strip().partition("\n")[0]
+    ended = subprocess.run([*command, job], capture_output=True, text=True, timeout=timeout_s, check=True)
+    return ended.stdout.strip().partition("\n")[0]

@@ -277,9 +277,9 @@ class LocalLaunch(EngineProvider):
         process = self._watched[rank].process
         return self.exit_code(rank) is None and process is not None and not processes.has_ended(process)
 
-    def ask_why_gone(self, tell: Callable[[str], object]) -> None:
-        """Call ``tell`` with ``""``: the ends of local processes are reported by :meth:`ending`."""
-        tell("")
+    def ask_why_gone(self, report: Callable[[str], object]) -> None:
+        """Call ``report`` with ``""``: the ends of local processes are reported by :meth:`ending`."""
+        report("")
 
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines of a process's log, as the end of a message."""

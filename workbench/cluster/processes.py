@@ -88,8 +88,8 @@ def thread_limits(num_ranks: int, cores: int, environ: Mapping[str, str]) -> dic
     share = max(1, cores // num_ranks)
     limits = {}
     for name in THREAD_VARIABLES:
-        asked = environ.get(name, "")
-        limits[name] = str(min(share, int(asked)) if asked.isdecimal() and int(asked) > 0 else share)
+        wanted = environ.get(name, "")
+        limits[name] = str(min(share, int(wanted)) if wanted.isdecimal() and int(wanted) > 0 else share)
     return limits
 
 

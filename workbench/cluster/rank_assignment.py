@@ -53,14 +53,14 @@ class RankAssignment:
 
     Attributes:
         engine: its session id.
-        said: its report about itself.
+        info: its report about itself.
         local_rank: its number on its host, from 0.
         local_world_size: ranks on its host.
         label: unique name of its host.
     """
 
     engine: str
-    said: EngineInfo
+    info: EngineInfo
     local_rank: int
     local_world_size: int
     label: str
@@ -72,15 +72,15 @@ def seats(found: Mapping[str, EngineInfo], num_ranks: int | None = None) -> tupl
     Hosts are ordered by name, ``node2`` before ``node10``; engines of a host keep their order in ``found``.
     """
     chosen = sorted(found.items(), key=lambda item: _host_key(item[1]))[:num_ranks]
-    labels = _labels(said for _, said in chosen)
+    labels = _labels(info for _, info in chosen)
     result = []
     for identity, of_host in groupby(chosen, key=lambda item: item[1].identity):
         local = list(of_host)
-        for local_rank, (engine, said) in enumerate(local):
+        for local_rank, (engine, info) in enumerate(local):
             result.append(
                 RankAssignment(
                     engine=engine,
-                    said=said,
+                    info=info,
                     local_rank=local_rank,
                     local_world_size=len(local),
                     label=labels[identity],
@@ -89,15 +89,15 @@ def seats(found: Mapping[str, EngineInfo], num_ranks: int | None = None) -> tupl
     return tuple(result)
 
 
-def _host_key(said: EngineInfo) -> tuple[list[tuple[int, str]], str]:
+def _host_key(info: EngineInfo) -> tuple[list[tuple[int, str]], str]:
     """Return the sort key of a host; numbers in its name compare as numbers."""
-    parts = re.findall(r"\d+|\D+", said.host)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], said.identity
+    parts = re.findall(r"\d+|\D+", info.host)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], info.identity
 
 
-def _labels(said: Iterable[EngineInfo]) -> dict[str, str]:
+def _labels(info: Iterable[EngineInfo]) -> dict[str, str]:
     """Return a unique name for each host, by identity; hosts of the same name get their address appended."""
-    hosts = {one.identity: one for one in said}
+    hosts = {one.identity: one for one in info}
     count = Counter(one.host for one in hosts.values())
     return {
         identity: one.host if count[one.host] == 1 else f"{one.host} ({one.address or identity})"
@@ -112,28 +112,28 @@ def misfits(seated: Sequence[RankAssignment], workbench: str) -> list[str]:
         seated: the engines.
         workbench: the notebook's version, which all must have.
     """
-    python = _most(seat.said.python for seat in seated)
-    torch = _most(_public(seat.said.torch) for seat in seated if seat.said.torch)
+    python = _most(seat.info.python for seat in seated)
+    torch = _most(_public(seat.info.torch) for seat in seated if seat.info.torch)
     sentences = [
-        f"{seat.label} has {problem} (its engines run {seat.said.executable})"
+        f"{seat.label} has {problem} (its engines run {seat.info.executable})"
         for seat in seated
-        if (problem := _misfit(seat.said, workbench, python, torch))
+        if (problem := _misfit(seat.info, workbench, python, torch))
     ]
     return list(dict.fromkeys(sentences))
 
 
-def _misfit(said: EngineInfo, workbench: str, python: str, torch: str) -> str:
+def _misfit(info: EngineInfo, workbench: str, python: str, torch: str) -> str:
     """Return what is wrong with an engine, and what to install; empty: nothing."""
-    if said.python != python:
-        return f"Python {said.python}, but most have {python}: use that version for its engines"
-    if not said.workbench:
+    if info.python != python:
+        return f"Python {info.python}, but most have {python}: use that version for its engines"
+    if not info.workbench:
         return f"no workbench: install version {workbench}"
-    if said.workbench != workbench:
-        return f"workbench {said.workbench}, but this notebook has {workbench}: install that version"
-    if not said.torch:
+    if info.workbench != workbench:
+        return f"workbench {info.workbench}, but this notebook has {workbench}: install that version"
+    if not info.torch:
         return f"no torch: install {f'version {torch}' if torch else 'it'}"
-    if _public(said.torch) != torch:
-        return f"torch {said.torch}, but most have {torch}: install that version"
+    if _public(info.torch) != torch:
+        return f"torch {info.torch}, but most have {torch}: install that version"
     return ""
 
 
@@ -159,7 +159,7 @@ def boots(seated: Sequence[RankAssignment], device: str, interface: str = "") ->
         UsageError: a host has fewer devices than ranks, or other hosts cannot reach it; a sentence for each.
     """
     settled = _settle_device(seated, device)
-    is_alone = len({seat.said.identity for seat in seated}) == 1
+    is_alone = len({seat.info.identity for seat in seated}) == 1
     if not is_alone:
         _check_addresses(seated, interface)
     return {
@@ -171,9 +171,9 @@ def boots(seated: Sequence[RankAssignment], device: str, interface: str = "") ->
             device=settled,
             host=HostInfo(
                 name=seat.label,
-                identity=seat.said.identity,
-                address=LOOPBACK if is_alone else seat.said.address,
-                interface=LOOPBACK_INTERFACE if is_alone else seat.said.interface,
+                identity=seat.info.identity,
+                address=LOOPBACK if is_alone else seat.info.address,
+                interface=LOOPBACK_INTERFACE if is_alone else seat.info.interface,
             ),
         )
         for rank, seat in enumerate(seated)
@@ -183,19 +183,19 @@ def boots(seated: Sequence[RankAssignment], device: str, interface: str = "") ->
 def _settle_device(seated: Sequence[RankAssignment], device: str) -> str:
     """Return the device kind of all ranks: ``device``, or the kind that :data:`~workbench.devices.AUTO` resolves to."""
     if device == AUTO:
-        counted = [kind for kind in DEVICES if kind in seated[0].said.devices]
+        counted = [kind for kind in DEVICES if kind in seated[0].info.devices]
         return next((kind for kind in counted if not _lacking(seated, kind)), HOST)
     if lacking := _lacking(seated, device):
         raise UsageError(
-            "\n".join(few_devices(s.label, s.local_world_size, s.said.devices[device], device) for s in lacking)
+            "\n".join(few_devices(s.label, s.local_world_size, s.info.devices[device], device) for s in lacking)
         )
     return device
 
 
 def _lacking(seated: Sequence[RankAssignment], kind: str) -> list[RankAssignment]:
     """Return one seat of each host that has fewer devices of a kind than ranks."""
-    counted = [seat for seat in seated if kind in seat.said.devices]
-    return list({seat.label: seat for seat in counted if seat.said.devices[kind] < seat.local_world_size}.values())
+    counted = [seat for seat in seated if kind in seat.info.devices]
+    return list({seat.label: seat for seat in counted if seat.info.devices[kind] < seat.local_world_size}.values())
 
 
 def few_devices(host: str, needed: int, there: int, kind: str) -> str:
@@ -206,12 +206,12 @@ def few_devices(host: str, needed: int, there: int, kind: str) -> str:
 
 
 def _check_addresses(seated: Sequence[RankAssignment], interface: str) -> None:
-    without = {seat.label: seat.said for seat in seated if seat.said.address in {"", LOOPBACK}}
+    without = {seat.label: seat.info for seat in seated if seat.info.address in {"", LOOPBACK}}
     wrong = [
-        f"{label} has no address on {interface!r}; it has {', '.join(said.interfaces)}: --interface NAME"
+        f"{label} has no address on {interface!r}; it has {', '.join(info.interfaces)}: --interface NAME"
         if interface
-        else f"{label} has no address that other hosts can reach: --interface NAME, one of {', '.join(said.interfaces)}"
-        for label, said in without.items()
+        else f"{label} has no address that other hosts can reach: --interface NAME, one of {', '.join(info.interfaces)}"
+        for label, info in without.items()
     ]
     if wrong:
         raise UsageError("\n".join(wrong))

@@ -69,7 +69,7 @@ class Reaper:
         Raises:
             ClusterError: the reaper is gone.
         """
-        self._tell({"pid": process.pid, "created_s": process.create_time()})
+        self._report({"pid": process.pid, "created_s": process.create_time()})
 
     def leave(self, commands: Sequence[Sequence[str]], paths: Sequence[Path] = ()) -> None:
         """Set the further cleanup of the reaper, replacing that of an earlier call.
@@ -81,9 +81,9 @@ class Reaper:
         Raises:
             ClusterError: the reaper is gone.
         """
-        self._tell({"commands": [list(command) for command in commands], "paths": [str(path) for path in paths]})
+        self._report({"commands": [list(command) for command in commands], "paths": [str(path) for path in paths]})
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def _report(self, what: dict[str, Any]) -> None:
         pipe = self._popen.stdin
         try:
             if pipe is not None:
@@ -134,10 +134,10 @@ def main(cluster_id: str, parent_pid: int, *patterns: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     adopted: list[psutil.Process] = []
     left: dict[str, Any] = {"commands": [], "paths": []}
-    for told in map(json.loads, _lines(sys.stdin.fileno(), parent_pid)):
-        if "pid" not in told:
-            left = told
-        elif (process := process_of(told)) is not None:
+    for record in map(json.loads, _lines(sys.stdin.fileno(), parent_pid)):
+        if "pid" not in record:
+            left = record
+        elif (process := process_of(record)) is not None:
             adopted.append(process)
     processes.end(cluster_id, adopted, grace_s=GRACE_S)
     _run_all(left["commands"])

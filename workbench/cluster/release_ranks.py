@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
 
+from workbench.cluster.channel_protocol import Interruptible
 from workbench.cluster.pending_replies import PendingReplies
-from workbench.protocol.commands import RankRequest
 from workbench.protocol.rank_messages import GiveUp, Shut
 
 SHUT_AFTER_S = 0.35
@@ -20,17 +19,7 @@ SIGNAL_AFTER_S = 0.5
 """Time in seconds after an abort before a rank still running in a step is sent SIGINT."""
 
 
-_ASK_S = 1.0  # timeout of a side-door request
-
-
-class Releasable(Protocol):
-    """The part of a cluster or its channels used here."""
-
-    def ask(self, request: RankRequest[Any], ranks: Iterable[int], timeout_s: float) -> Mapping[int, object]:
-        """Send a request to the side doors of ``ranks``."""
-
-    def interrupt(self, ranks: Iterable[int]) -> None:
-        """Send SIGINT to ``ranks``."""
+_ASK_S = 1.0  # timeout of a control-channel request
 
 
 def late(pending: PendingReplies, ranks: Iterable[int]) -> list[int]:
@@ -39,7 +28,7 @@ def late(pending: PendingReplies, ranks: Iterable[int]) -> list[int]:
 
 
 def free(
-    door: Releasable,
+    channel: Interruptible,
     ranks: Sequence[int],
     pending: PendingReplies,
     reason: str,
@@ -50,15 +39,15 @@ def free(
     """Abort the current work of ``ranks``, escalating until ``pending`` completes; do not wait after the last step.
 
     Args:
-        door: channels to the ranks.
+        channel: channels to the ranks.
         ranks: the ranks to abort, idle ones included.
         pending: their current request, or one queued after it.
         reason: reason of the abort, which the ranks report.
         store: also end their waits for the store, for good.
         interrupts: whether to send SIGINT as the last step; it could also end a request queued after ``pending``.
     """
-    door.ask(GiveUp(reason=reason), ranks, _ASK_S)
+    channel.ask(GiveUp(reason=reason), ranks, _ASK_S)
     if not pending.wait(SHUT_AFTER_S):
-        door.ask(Shut(store=store), late(pending, ranks), _ASK_S)
+        channel.ask(Shut(store=store), late(pending, ranks), _ASK_S)
     if interrupts and not pending.wait(SIGNAL_AFTER_S - SHUT_AFTER_S):
-        door.interrupt(late(pending, ranks))
+        channel.interrupt(late(pending, ranks))

@@ -174,16 +174,16 @@ class Zygote:
     ) -> None:
         """Process the zygote's reports until all ranks have ended, or the zygote has."""
         while any(forked.returncode is None for forked in ranks) and (line := self._read()):
-            told = json.loads(line)
-            forked = ranks[told["rank"]]
-            if "pid" in told:
+            report = json.loads(line)
+            forked = ranks[report["rank"]]
+            if "pid" in report:
                 # the rank has ended already, which is reported next, or the reaper is gone, but the zygote remains
                 with contextlib.suppress(psutil.NoSuchProcess, ClusterError):
-                    forked.process = process = psutil.Process(told["pid"])
+                    forked.process = process = psutil.Process(report["pid"])
                     on_born(process)
             else:
-                forked.returncode = told["code"]
-                on_exit(told["rank"], told["code"])
+                forked.returncode = report["code"]
+                on_exit(report["rank"], report["code"])
         lost = {rank: forked for rank, forked in enumerate(ranks) if forked.returncode is None}
         if not lost:
             return
@@ -247,15 +247,15 @@ def inherited(environment: Mapping[str, str], preload: Sequence[str]) -> tuple[o
 def main() -> None:
     """Run the zygote; in each child, run an engine."""
     zygote = os.getpid()
-    tell = os.fdopen(os.dup(1), "wb", buffering=0)
+    pipe = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # keep output of imports out of the kernel's pipe
     for line in sys.stdin.buffer:
         request = json.loads(line)
         _write_to(request["engines"][0]["log"])
         _import(request["preload"])
-        engine = _fork(request["engines"], tell)
+        engine = _fork(request["engines"], pipe)
         if engine is not None:
-            tell.close()
+            pipe.close()
             _become(engine, zygote, request["environment"])
             return
         _write_to(os.devnull)
@@ -271,7 +271,7 @@ def _import(preload: Sequence[str]) -> None:
     gc.enable()
 
 
-def _fork(engines: Sequence[Mapping[str, Any]], tell: IO[bytes]) -> Mapping[str, Any] | None:
+def _fork(engines: Sequence[Mapping[str, Any]], pipe: IO[bytes]) -> Mapping[str, Any] | None:
     """Fork a child for each engine and wait for all; return None in the zygote, and in each child its engine."""
     ranks = {}
     for rank, engine in enumerate(engines):
@@ -279,20 +279,20 @@ def _fork(engines: Sequence[Mapping[str, Any]], tell: IO[bytes]) -> Mapping[str,
         if pid == 0:
             return engine
         ranks[pid] = rank
-        _say(tell, {"rank": rank, "pid": pid})
+        _report(pipe, {"rank": rank, "pid": pid})
     # the zygote must outlive its ranks, which may take time to end
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     while ranks:
         pid, status = os.wait()
         if pid in ranks:
-            _say(tell, {"rank": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+            _report(pipe, {"rank": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)})
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return None
 
 
-def _say(tell: IO[bytes], what: Mapping[str, int]) -> None:
-    tell.write(json.dumps(what).encode() + b"\n")
+def _report(pipe: IO[bytes], what: Mapping[str, int]) -> None:
+    pipe.write(json.dumps(what).encode() + b"\n")
 
 
 def _become(engine: Mapping[str, Any], zygote: int, environment: Mapping[str, str]) -> None:

@@ -10,19 +10,56 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from typing import Any, cast, get_type_hints
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_args, get_type_hints
 
 from workbench.errors import UsageError, did_you_mean
 from workbench.magics.parser import AskHelp, HelpAsked, Parser, PositionalText, as_written
-from workbench.magics.view_options import Option, options_of
 from workbench.protocol.arguments import Argument, Names, Variable, argument, argument_of, truth, with_variables
-from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, is_by_place, summary
+from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, Help, is_by_place, summary
 from workbench.views import VIEWS
 
 CELL = Cell.word
+
+
+@dataclass(frozen=True)
+class Option:
+    """One keyword of a view: its name, the type of its flag's value, and its text in the docstring.
+
+    A switch is off by default, and its flag takes no value.
+    """
+
+    name: str
+    type: type
+    about: str
+    is_switch: bool = False
+
+
+def options_of(view: Callable[..., Any]) -> Iterator[Option]:
+    """Yield the keyword-only arguments of ``view`` that fit one word of text: int, float, bool, str."""
+    hints = get_type_hints(view)
+    about = inspect.getdoc(view) or ""
+    for parameter in inspect.signature(view).parameters.values():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        hint = hints[parameter.name]
+        plain = [t for t in (get_args(hint) or (hint,)) if t in {int, float, bool, str}]
+        if plain:
+            found = re.search(rf"^\s+{parameter.name}: (.+)$", about, re.MULTILINE)
+            yield Option(parameter.name, plain[0], _for_a_flag(found[1]) if found else "", parameter.default is False)
+
+
+def _for_a_flag(about: str) -> str:
+    """Return the text of an argument in a docstring as help of a flag.
+
+    Example: ``"which step; None: the newest."`` -> ``"which step (default: the newest)"``.
+    """
+    text, _, default = about.removesuffix(".").partition("; None: ")
+    return f"{text} (default: {default})" if default else text
 
 
 class DrawCommand(Command):
@@ -295,3 +332,15 @@ def overview() -> str:
         "  --when and cells is not changed. After -- a text may begin with -: %fsdp open -- -odd.trace",
     )
     return "\n".join(["usage: %fsdp COMMAND ...  (-h after a command explains it)", *lines, "", cell, *texts])
+
+
+def help_text(command: Help) -> str:
+    """Return the help of one command, or the overview.
+
+    Raises:
+        UsageError: there is no such command.
+    """
+    topic = command.topic.strip()
+    if topic and topic not in WORDS:
+        raise no_such_word(topic)
+    return parser_for(topic).format_help() if topic else overview()

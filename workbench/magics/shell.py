@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,17 +19,17 @@ from workbench.events import unit_words
 from workbench.magics.command_lines import (
     CELL,
     WORDS,
+    help_text,
     parse,
     parse_line,
     split,
 )
 from workbench.magics.completion import matcher_for
 from workbench.magics.display_output import emit, result_is_dropped, say, show
-from workbench.magics.notebook import Notebook, is_behind
 from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
-from workbench.protocol.commands import Attach, Cell, Command, Continue, Next, Start, Step
+from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Step
 from workbench.reports.pause_results import StopReport
 from workbench.reports.results import CellReport
 from workbench.reports.stop_positions import live_units, param_names
@@ -51,13 +52,16 @@ class FsdpMagics(Magics):
         make: makes the workbench; takes the arguments of :class:`~workbench.workbench.Workbench`.
 
     Attributes:
-        notebook: owns the workbench, and runs the commands.
+        workbench: of the notebook; also before ranks exist, so that views opened then show ranks that start later.
+        on_close: registers a function to be called when the magics close, before the ranks stop.
     """
 
     def __init__(self, shell: InteractiveShell, make: Callable[..., Workbench] = Workbench) -> None:
         super().__init__(shell)
         self._shell = shell
-        self.notebook = Notebook(make, lambda name: name in shell.user_ns)
+        self.workbench = make(in_notebook=lambda name: name in shell.user_ns)
+        self._last = ExitStack()
+        self.on_close = self._last.callback
         self._matcher = matcher_for(self._lookup)
         self._completer.custom_matchers.append(self._matcher)
 
@@ -71,11 +75,11 @@ class FsdpMagics(Magics):
     def fsdp(self, line: str, cell: str | None = None) -> Any:  # noqa: ANN401 - a report, a figure, or nothing
         """Shard, train and inspect models on several ranks; ``%fsdp help`` lists the commands."""
         try:
-            if cell is not None:
-                return self._run_cell(line, cell)
-            value = self._run_line(line)
-        except HelpAsked as asked:
-            say(str(asked))
+            value = self._run_line(line) if cell is None else self._run_cell(line, cell)
+        except HelpAsked as help_:
+            value = str(help_)
+        if isinstance(value, str):
+            say(value)
             return None
         if value is None or not result_is_dropped(sys._getframe()):
             return value
@@ -83,41 +87,27 @@ class FsdpMagics(Magics):
         return None
 
     def close(self) -> None:
-        """Close the notebook, and remove the completion."""
+        """Detach from attached ranks or stop those started here, and remove the completion."""
         if self._matcher in self._completer.custom_matchers:
             self._completer.custom_matchers.remove(self._matcher)
-        self.notebook.close()
+        with closing(self.workbench):
+            self._last.close()
 
     def _run_line(self, line: str) -> Any:  # noqa: ANN401
         command = parse_line(line, self._variable)
         self._tell_news()
-        if not isinstance(command, (Start, Attach)):
-            return self.notebook.do(command, "cell", self._do, say)
-        with closing(StallLine()) as below:
-            return self.notebook.do(command, "cell", self._do, say, below.update)
-
-    def _run_cell(self, line: str, cell: str) -> None:
-        args = split(line)
-        if args and args[0] in WORDS:
-            raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
-        ranks = cast("Cell", parse(CELL, args, self._variable)).ranks
-        self._tell_news()
-        with closing(StallLine()) as below:
-            report = self.notebook.running().run_cell(
-                cell, ranks=ranks, on_output=below.before(emit), on_standing=below.update
-            )
-        if isinstance(report, StopReport):
-            show(report)
-
-    def _do(self, workbench: Workbench, command: Command) -> Any:  # noqa: ANN401
-        if is_behind(workbench, command):
-            return workbench.do(command, on_output=emit)
+        self.workbench.note(command, "cell")
+        if isinstance(command, Help):
+            return help_text(command)
+        do = partial(self.workbench.do, command, on_notice=say)
+        if self._is_behind(command):
+            return do(on_output=emit)
         if not isinstance(command, (Step, Continue, Next)):
             with closing(StallLine()) as below:
-                return workbench.do(command, on_output=below.before(emit), on_standing=below.update)
+                return do(on_output=below.before(emit), on_standing=below.update, on_wait=below.update)
         bar = ProgressDisplay(command.count if isinstance(command, Step) else 0)
         try:
-            report = workbench.do(command, on_progress=bar.update, on_output=emit, on_standing=bar.remark)
+            report = do(on_progress=bar.update, on_output=emit, on_standing=bar.remark)
         except WorkbenchError as error:
             bar.close(str(error))
             raise
@@ -127,11 +117,27 @@ class FsdpMagics(Magics):
             bar.close()
         return report
 
+    def _is_behind(self, command: Command) -> bool:
+        """Return whether ``command`` returns at once and runs in the background."""
+        if isinstance(command, Continue):
+            return command.background or (self.workbench.is_background and not command.foreground)
+        return isinstance(command, Step) and command.background
+
+    def _run_cell(self, line: str, cell: str) -> Any:  # noqa: ANN401
+        args = split(line)
+        if args and args[0] in WORDS:
+            raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
+        ranks = cast("Cell", parse(CELL, args, self._variable)).ranks
+        self._tell_news()
+        with closing(StallLine()) as below:
+            report = self.workbench.run_cell(cell, ranks=ranks, on_output=below.before(emit), on_standing=below.update)
+        if isinstance(report, StopReport):
+            show(report)
+
     def _tell_news(self) -> None:
         """Show what ended in the background since the last call."""
-        workbench = self.notebook.workbench
-        for said in workbench.news() if workbench is not None else ():
-            say(said)
+        for sentence in self.workbench.news():
+            say(sentence)
 
     # ---- names
 
@@ -154,8 +160,7 @@ class FsdpMagics(Magics):
             suffixes = {".trace", ".json", ".html"} if kind == "files" else {".trace"}
             files = sorted(path.name for path in Path.cwd().iterdir() if path.suffix in suffixes)
             return [LAST, *files] if kind == "traces" else files
-        workbench = self.notebook.workbench
-        return [] if workbench is None else _names_of(workbench, kind)
+        return _names_of(self.workbench, kind)
 
 
 def _names_of(workbench: Workbench, kind: Names) -> Sequence[str]:

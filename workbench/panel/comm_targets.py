@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import comm
 
-from workbench.magics.notebook import Notebook
 from workbench.panel.dashboard_comm import CommLike, DashboardComm
 from workbench.panel.panel import PanelComm
 from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET
 from workbench.panel.state_observer import Observer
+from workbench.workbench import Workbench
 
 MAX_COMMS = 8
 """Maximum number of comms kept per target: a page that is reloaded leaves one open. Beyond it, the oldest is closed; a
@@ -30,17 +30,17 @@ class CommTargets:
     """Serves the comms that browsers open.
 
     Args:
-        notebook: runs the commands.
+        workbench: runs the commands.
         version: version of the Python package.
     """
 
-    def __init__(self, notebook: Notebook, version: str) -> None:
+    def __init__(self, workbench: Workbench, version: str) -> None:
         observer = Observer()
         self._lock = threading.Lock()
         self._open: dict[str, dict[str, tuple[Any, CommServer]]] = {TARGET: {}, DASHBOARD_TARGET: {}}
         self._serve: dict[str, Callable[[CommLike], CommServer]] = {
-            TARGET: lambda opened: PanelComm(notebook, observer, opened, version=version),
-            DASHBOARD_TARGET: lambda opened: DashboardComm(notebook.shown(), opened),
+            TARGET: lambda opened: PanelComm(workbench, observer, opened, version=version),
+            DASHBOARD_TARGET: lambda opened: DashboardComm(workbench, opened),
         }
 
     def register(self) -> None:
@@ -78,10 +78,13 @@ class CommTargets:
             served.close()
 
 
-def register(notebook: Notebook, version: str) -> None:
-    """Let browsers open panels and dashboards of ``notebook`` until it is closed; no-op if they already can."""
+def register(workbench: Workbench, version: str, on_close: Callable[[Callable[[], None]], object]) -> None:
+    """Let browsers open panels and dashboards of ``workbench``; no-op if they already can.
+
+    ``on_close`` registers the function that ends this.
+    """
     if TARGET in comm.get_comm_manager().targets:
         return
-    targets = CommTargets(notebook, version)
+    targets = CommTargets(workbench, version)
     targets.register()
-    notebook.on_close(targets.unregister)
+    on_close(targets.unregister)

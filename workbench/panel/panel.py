@@ -15,8 +15,8 @@ from typing import Any
 
 from workbench.codec import encode
 from workbench.errors import Interrupted, UsageError, WorkbenchError
+from workbench.magics.command_lines import help_text
 from workbench.magics.display_output import emit
-from workbench.magics.notebook import Notebook
 from workbench.panel.dashboard_comm import CommLike
 from workbench.panel.message_parsing import line_of, read_command, read_question
 from workbench.panel.panel_messages import (
@@ -43,7 +43,7 @@ from workbench.panel.panel_messages import (
 )
 from workbench.panel.shard_preview import models_of, preview
 from workbench.panel.state_observer import Observer, Settings, params_of
-from workbench.protocol.commands import Command, Continue, Dashboard, Next, Reshard, Shard, Step
+from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Shard, Step
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.widgets.long_poll import LongPoll, Send
 from workbench.widgets.subshell import answer_while_busy
@@ -56,14 +56,14 @@ class PanelComm:
     """Answers the questions on one comm.
 
     Args:
-        notebook: runs the commands.
-        observer: follows the notebook's workbench, for all panels.
+        workbench: runs the commands.
+        observer: follows the workbench, for all panels.
         comm: just opened by the browser.
         version: version of the Python package.
     """
 
-    def __init__(self, notebook: Notebook, observer: Observer, comm: CommLike, *, version: str) -> None:
-        self._notebook, self._observer, self._comm, self._version = notebook, observer, comm, version
+    def __init__(self, workbench: Workbench, observer: Observer, comm: CommLike, *, version: str) -> None:
+        self._workbench, self._observer, self._comm, self._version = workbench, observer, comm, version
         self._waiting = LongPoll(self._pulse, self._news, time.monotonic, self._asks, whose="panel")
         self._is_welcome = self._is_closed = False
         self._asked = 0  # number of the waiting question
@@ -107,7 +107,7 @@ class PanelComm:
         return self._state(question.number, self._pulse())
 
     def _find_models(self, question: FindModels) -> Answer:
-        workbench = self._notebook.shown()
+        workbench = self._workbench
         by_rank = workbench.models()
         if workbench.running and not by_rank:  # they may have models all the same
             raise UsageError("No rank has answered yet. Models are shown once a rank answers.")
@@ -123,7 +123,7 @@ class PanelComm:
         if not isinstance(command, (Shard, Reshard)):
             problem = f"only shard and reshard can be previewed, not {command.word}"
             return Preview(number=question.number, line=line, problem=problem)
-        workbench = self._notebook.shown()
+        workbench = self._workbench
         try:
             units = workbench.plan(command)
         except WorkbenchError as error:
@@ -136,7 +136,7 @@ class PanelComm:
         return Params(number=question.number, unit=question.unit, params=found)
 
     def _recall(self, question: GetHistory) -> Answer:
-        return CommandHistory(number=question.number, commands=self._notebook.shown().history().commands)
+        return CommandHistory(number=question.number, commands=self._workbench.history().commands)
 
     def _welcome(self, hello: Hello) -> Welcome:
         problem = _misfit(hello, self._version)
@@ -150,26 +150,26 @@ class PanelComm:
     # ---- state
 
     def _pulse(self) -> ClusterSnapshot:
-        return self._notebook.shown().pulse()
+        return self._workbench.pulse()
 
     def _asks(self) -> tuple[object, ...]:
-        return self._notebook.exchange, self._notebook.shown().asked()
+        return self._workbench.asked()
 
     def _news(self, _view: str, pulse: ClusterSnapshot) -> Send:
         answer = self._state(self._asked, pulse)
         return partial(self._tell, answer)
 
     def _state(self, number: int, pulse: ClusterSnapshot) -> Answer:
-        workbench = self._notebook.shown()
+        workbench = self._workbench
         given = workbench.settings
         settings = Settings(
             num_ranks=given["num_ranks"],
             device=given["device"],
             profile=given["profile"] or "",
-            exchange=self._notebook.exchange,  # read after the pulse: missing ranks are stopped or stopping
+            exchange=workbench.exchange,  # read after the pulse: missing ranks are stopped or stopping
             outlives=workbench.outlives,
             held_by=workbench.held_by,
-            cores=self._notebook.cores,
+            cores=workbench.cores,
         )
         state = self._observer.state(number, pulse, settings, self._units)
         self._units = state.units if state.units is not None else self._units
@@ -190,7 +190,10 @@ class PanelComm:
     def _do(self, number: int, command: Command) -> None:
         line, remarks = line_of(command), list[str]()
         try:
-            result = self._notebook.do(command, "panel", _run, remarks.append)
+            result = self._run(command, remarks.append)
+            if isinstance(result, str):
+                remarks.append(result)
+                result = None
             data = {} if result is None else dict(result._repr_mimebundle_())
             text, is_error = "\n".join([*remarks, *([data["text/plain"]] if data else [])]), False
         except Interrupted as given_up:  # as requested
@@ -201,19 +204,21 @@ class PanelComm:
             data, text, is_error = {}, f"{type(error).__name__}: {error}", True
         self._tell(CommandOutput(number=number, line=line, text=text, is_error=is_error, data=data))
 
+    def _run(self, command: Command, on_notice: Callable[[str], None]) -> Any:  # noqa: ANN401 - depends on the command
+        """Run a command, ``continue`` and ``next`` in the background: the notebook stays free."""
+        self._workbench.note(command, "panel")
+        match command:
+            case Help():
+                return help_text(command)
+            case Continue():
+                return self._workbench.resume(background=True)
+            case Next(what=what):
+                return self._workbench.next(what, background=True)
+        return self._workbench.do(command, on_output=emit, on_notice=on_notice)
+
 
 def _spell(question: FormatCommand) -> Answer:
     return CommandLine(number=question.number, line=line_of(read_command(question.command)))
-
-
-def _run(workbench: Workbench, command: Command) -> Any:  # noqa: ANN401 - depends on the command
-    """Run a command, ``continue`` and ``next`` in the background: the notebook stays free."""
-    match command:
-        case Continue():
-            return workbench.resume(background=True)
-        case Next(what=what):
-            return workbench.next(what, background=True)
-    return workbench.do(command, on_output=emit)
 
 
 def _misfit(hello: Hello, version: str) -> str:

@@ -5,9 +5,9 @@ docstring of a command is its help, and its fields are its arguments, on the lin
 (:mod:`workbench.magics.command_lines` makes the parser) and in Python (:func:`workbench.workbench.Workbench` takes its
 methods' signatures from here). A command for ranks is sent to them as plain data.
 
-To add a command that runs on ranks: declare it here, with the type of its reply; write its handler in ``runtime/``,
-under :func:`workbench.runtime.command_handlers.does`; and its report in ``reports/results.py``, under ``@says``. It
-then has a parser, a help text, completion and a method.
+To add a command that runs on ranks: declare it here under :func:`command`, with the type of its reply; write its
+handler in ``runtime/``, under :func:`workbench.runtime.command_handlers.does`; and its report in
+``reports/results.py``, under ``@says``. It then has a parser, a help text, completion and a method.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform, get_args
 
 from workbench.codec import decode_named, encode
 from workbench.devices import AUTO, CHOICES
@@ -59,6 +59,8 @@ from workbench.protocol.policy import (
 )
 
 R_co = TypeVar("R_co", covariant=True)
+C = TypeVar("C", bound="Command")
+Q = TypeVar("Q", bound="RankRequest[Any]")
 
 NEXT = ("event", "collective", "unit", "phase")
 BREAK = ("add", "list", "clear", "on", "off")
@@ -66,16 +68,10 @@ BREAK = ("add", "list", "clear", "on", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Base of all commands.
+    """Base of all commands; their attributes are the arguments of :func:`command`.
 
     Attributes:
-        word: its name after ``%fsdp``.
-        example: a valid line, without ``%fsdp``.
-        more: further text of its row in ``docs/commands.md``, in Markdown.
-        method: the method of :class:`~workbench.workbench.Workbench` that runs it; empty: that of the same name.
         on_ranks: whether every rank runs it, in its main thread.
-        needs_ranks: whether it needs started ranks, unless an argument waives that.
-        reply: type of a rank's reply, if ranks run it.
     """
 
     word: ClassVar[str] = ""
@@ -104,17 +100,59 @@ def summary(command: type[Command]) -> str:
 
 
 class RankRequest(Generic[R_co]):
-    """Base of the internal requests to a rank, most of them to its control thread.
+    """Base of the internal requests to a rank, most of them to its control thread, declared under :func:`request`.
 
-    Attributes:
-        word: its name in the message.
-        reply: type of the reply; None: the reply only reports completion.
-        looks: whether it is read-only, so that a notebook that does not control the ranks may send it.
+    ``R_co`` is the type of the reply; None: it only reports completion.
     """
 
     word: ClassVar[str]
     reply: ClassVar[Any] = NoneType
     looks: ClassVar[bool] = False
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def command(
+    example: str,
+    *,
+    word: str = "",
+    more: str = "",
+    method: str = "",
+    reply: Any = None,  # noqa: ANN401 - a type
+    needs_ranks: bool = True,
+) -> Callable[[type[C]], type[C]]:
+    """Make a class a frozen dataclass that declares a command; its fields are keyword-only by default.
+
+    Args:
+        example: a valid line, without ``%fsdp``.
+        word: its name after ``%fsdp``; empty: the first word of ``example``.
+        more: further text of its row in ``docs/commands.md``, in Markdown.
+        method: the method of :class:`~workbench.workbench.Workbench` that runs it; empty: that of the same name.
+        reply: type of a rank's reply; every rank then runs the command, in its main thread. None: the notebook runs it.
+        needs_ranks: whether it needs started ranks, unless an argument waives that.
+    """
+
+    def declare(cls: type[C]) -> type[C]:
+        cls.word, cls.example, cls.more, cls.method = word or example.split(maxsplit=1)[0], example, more, method
+        cls.on_ranks, cls.needs_ranks, cls.reply = reply is not None, needs_ranks, NoneType if reply is None else reply
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return declare
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def request(word: str, *, looks: bool = False) -> Callable[[type[Q]], type[Q]]:
+    """Make a class a frozen dataclass that declares a :class:`RankRequest`; its base names the type of the reply.
+
+    Args:
+        word: its name in the message.
+        looks: whether it is read-only, so that a notebook that does not control the ranks may send it.
+    """
+
+    def declare(cls: type[Q]) -> type[Q]:
+        cls.word, cls.looks, (cls.reply,) = word, looks, get_args(vars(cls)["__orig_bases__"][0])
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return declare
 
 
 # ---- the ranks
@@ -123,17 +161,15 @@ class RankRequest(Generic[R_co]):
 _INTERFACE = argument("network interface between the hosts (default: that of the route between them)", metavar="NAME")
 
 
-@dataclass(frozen=True, kw_only=True)
+@command(
+    "start -n 4",
+    more="`--engines ssh`, `slurm`, `mpi` or another ipyparallel launcher: on other machines, configured by "
+    "`--profile P`",
+    needs_ranks=False,
+)
 class Start(Command):
     """Start ranks."""
 
-    word: ClassVar[str] = "start"
-    example: ClassVar[str] = "start -n 4"
-    more: ClassVar[str] = (
-        "`--engines ssh`, `slurm`, `mpi` or another ipyparallel launcher: on other machines, configured by "
-        "`--profile P`"
-    )
-    needs_ranks: ClassVar[bool] = False
     num_ranks: int = field(
         default=4,
         metadata=argument("number of ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number),
@@ -154,18 +190,16 @@ class Start(Command):
     interface: str = field(default="", metadata=_INTERFACE)
 
 
-@dataclass(frozen=True, kw_only=True)
+@command(
+    "attach --profile mine",
+    more="`--cluster-id ID` or `--file ipcontroller-client.json`: of this cluster; ranks that another notebook "
+    "controls are view-only",
+    method="join",
+    needs_ranks=False,
+)
 class Attach(Command):
     """Use engines that are already running as ranks; engines that are ranks already keep their variables."""
 
-    word: ClassVar[str] = "attach"
-    example: ClassVar[str] = "attach --profile mine"
-    more: ClassVar[str] = (
-        "`--cluster-id ID` or `--file ipcontroller-client.json`: of this cluster; ranks that another notebook "
-        "controls are view-only"
-    )
-    method: ClassVar[str] = "join"
-    needs_ranks: ClassVar[bool] = False
     num_ranks: int | None = field(
         default=None,
         metadata=argument("number of ranks (default: all)", flags=("-n", "--num-ranks"), metavar="N", read=number),
@@ -181,38 +215,24 @@ class Attach(Command):
     take: bool = field(default=False, metadata=argument("take control of ranks whose notebook is gone"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("status")
 class Status(Command):
     """Show the ranks, the sharded models, and the size of the trace."""
 
-    word: ClassVar[str] = "status"
-    example: ClassVar[str] = "status"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Stop(Command):
-    """Stop the ranks; the trace is kept."""
-
-    word: ClassVar[str] = "stop"
-    example: ClassVar[str] = "stop"
-    needs_ranks: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, kw_only=True)
+@command("detach")
 class Detach(Command):
     """Detach from attached ranks; they keep running, with their variables, and can be attached again."""
 
-    word: ClassVar[str] = "detach"
-    example: ClassVar[str] = "detach"
+
+@command("stop", needs_ranks=False)
+class Stop(Command):
+    """Stop the ranks; the trace is kept."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("dashboard", needs_ranks=False)
 class Dashboard(Command):
     """Show the ranks live and at any past event, with buttons to stop inside a step."""
-
-    word: ClassVar[str] = "dashboard"
-    example: ClassVar[str] = "dashboard"
-    needs_ranks: ClassVar[bool] = False
 
 
 # ---- how a model is sharded
@@ -378,6 +398,7 @@ class ShardReply:
         optimizers: number of optimizers that use its parameters.
         unmanaged: state that the engine does not manage.
         chosen: classes that were wrapped because the command named none; None if it named some.
+        is_changed: whether the command changed anything.
     """
 
     model: str
@@ -390,9 +411,10 @@ class ShardReply:
     optimizers: int
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
     chosen: tuple[str, ...] | None = None
+    is_changed: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("shard model --wrap Block", reply=ShardReply)
 class Shard(_Sharding):
     """Shard a model with fully_shard or the classic wrapper, one unit per module of a class.
 
@@ -400,10 +422,6 @@ class Shard(_Sharding):
         ValueError: a field has an invalid value.
     """
 
-    word: ClassVar[str] = "shard"
-    example: ClassVar[str] = "shard model --wrap Block"
-    on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = ShardReply
     model: str = field(kw_only=False, metadata=_MODEL)
     api: str = field(default="fully_shard", metadata=_policy("api", "fully_shard"))
     strategy: str = field(default="", metadata=_policy("strategy", "full"))
@@ -429,7 +447,9 @@ class Shard(_Sharding):
             check_strategy_fits(self.strategy or "full", self.mesh_shape)
 
 
-@dataclass(frozen=True, kw_only=True)
+@command(
+    "reshard model --reshard-after-forward false", more="`reshard model.blocks.2`: only this unit", reply=ShardReply
+)
 class Reshard(_Sharding):
     """Change the sharding of a model in place; optimizers keep their state.
 
@@ -441,11 +461,6 @@ class Reshard(_Sharding):
         ValueError: a field has an invalid value.
     """
 
-    word: ClassVar[str] = "reshard"
-    example: ClassVar[str] = "reshard model --reshard-after-forward false"
-    more: ClassVar[str] = "`reshard model.blocks.2`: only this unit"
-    on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = ShardReply
     model: str = field(
         kw_only=False,
         metadata=argument(
@@ -483,7 +498,7 @@ class UnshardReply:
     optimizers: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("unshard model", reply=UnshardReply)
 class Unshard(Command):
     """Make a sharded model a plain module again, with the same values.
 
@@ -491,10 +506,6 @@ class Unshard(Command):
         ValueError: ``model`` is not the name of one.
     """
 
-    word: ClassVar[str] = "unshard"
-    example: ClassVar[str] = "unshard model"
-    on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = UnshardReply
     model: str = field(kw_only=False, metadata=_MODEL)
 
     def __post_init__(self) -> None:
@@ -527,7 +538,7 @@ class StepReply:
     unreduced: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("step 40", reply=StepReply)
 class Step(Command):
     """Train: call train_step() N times on every rank; a number that it returns is the loss.
 
@@ -535,10 +546,6 @@ class Step(Command):
         ValueError: ``count`` < 1, ``fn`` is not a name, or ``until`` not an event.
     """
 
-    word: ClassVar[str] = "step"
-    example: ClassVar[str] = "step 40"
-    on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = StepReply
     count: int = field(
         default=1, kw_only=False, metadata=argument("number of training steps (default 1)", metavar="N", read=number)
     )
@@ -568,16 +575,12 @@ class Step(Command):
         return Breakpoint(id=UNTIL, event=event, unit=unit, once=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("pause", more="Ctrl-C during a step does the same, a second one aborts")
 class Pause(Command, RankRequest[None]):
     """Stop all ranks at the same event of the running step."""
 
-    word: ClassVar[str] = "pause"
-    example: ClassVar[str] = "pause"
-    more: ClassVar[str] = "Ctrl-C during a step does the same, a second one aborts"
 
-
-@dataclass(frozen=True, kw_only=True)
+@command("next collective")
 class Next(Command, RankRequest[None]):
     """Continue a stopped step to the next event, collective, unit or phase.
 
@@ -585,8 +588,6 @@ class Next(Command, RankRequest[None]):
         ValueError: ``what`` is none of :data:`NEXT`.
     """
 
-    word: ClassVar[str] = "next"
-    example: ClassVar[str] = "next collective"
     what: str = field(
         default="event",
         kw_only=False,
@@ -598,14 +599,10 @@ class Next(Command, RankRequest[None]):
             raise ValueError(f"next takes one of {', '.join(NEXT)}, not {self.what!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("continue --background", more="`--background` and `--foreground` override this", method="resume")
 class Continue(Command, RankRequest[None]):
     """Continue a stopped step, in the background if it was started there."""
 
-    word: ClassVar[str] = "continue"
-    example: ClassVar[str] = "continue --background"
-    more: ClassVar[str] = "`--background` and `--foreground` override this"
-    method: ClassVar[str] = "resume"
     foreground: bool = field(
         default=False, metadata=argument("wait for the step, even if it was started with --background (default: no)")
     )
@@ -616,27 +613,24 @@ class Continue(Command, RankRequest[None]):
         return self.method, {"background": self.background if self.foreground or self.background else None}
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("abort", needs_ranks=False)
 class Abort(Command):
     """Abort the running or stopped step or cell; the ranks are ready again afterwards."""
 
-    word: ClassVar[str] = "abort"
-    example: ClassVar[str] = "abort"
 
-
-@dataclass(frozen=True, kw_only=True)
+@command("where", more="`--stacks`: also the stacks of its Python threads, your functions first")
 class Where(Command):
     """Show where every rank is, and since when."""
 
-    word: ClassVar[str] = "where"
-    example: ClassVar[str] = "where"
-    more: ClassVar[str] = "`--stacks`: also the stacks of its Python threads, your functions first"
     stacks: bool = field(
         default=False, metadata=argument("also the stacks of each rank's Python threads (default: no)")
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@command(
+    "break add all_gather:blocks.2",
+    more="`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, `break off 1`, `break on 1`",
+)
 class Break(Command):
     """Add, list or clear breakpoints, or turn them on and off; ranks stop before each matching event.
 
@@ -644,11 +638,6 @@ class Break(Command):
         ValueError: arguments that do not go together.
     """
 
-    word: ClassVar[str] = "break"
-    example: ClassVar[str] = "break add all_gather:blocks.2"
-    more: ClassVar[str] = (
-        "`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, `break off 1`, `break on 1`"
-    )
     action: str = field(kw_only=False, metadata=argument("what to do", metavar="|".join(BREAK), choices=BREAK))
     event: str = field(
         default="",
@@ -686,19 +675,17 @@ class Break(Command):
         return f"break_{self.action}", {"id": int(self.event) if self.event else None}
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("inspect blocks.2.mlp.0.weight")
 class Inspect(Command):
     """Show each stopped rank's shard of a parameter, in a table."""
 
-    word: ClassVar[str] = "inspect"
-    example: ClassVar[str] = "inspect blocks.2.mlp.0.weight"
     fqn: str = field(
         kw_only=False,
         metadata=argument("a parameter, such as blocks.2.mlp.0.weight", metavar="FQN", completes="fqns"),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("eval x.shape -t 0", more="`--frame 1`: from the caller's frame", method="evaluate")
 class Evaluate(Command):
     """Evaluate an expression inside the stopped step, with the variables of its active functions.
 
@@ -706,10 +693,6 @@ class Evaluate(Command):
         ValueError: ``expr`` is empty, or ``frame`` is no number of one.
     """
 
-    word: ClassVar[str] = "eval"
-    example: ClassVar[str] = "eval x.shape -t 0"
-    more: ClassVar[str] = "`--frame 1`: from the caller's frame"
-    method: ClassVar[str] = "evaluate"
     expr: str = field(
         kw_only=False,
         metadata=argument(
@@ -750,12 +733,10 @@ class Evaluate(Command):
         return self.method, {"expr": self.expr, "ranks": self.ranks or None, "frame": self.frame}
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("back 3")
 class Back(Command):
     """Show the trace as of N events ago, 0: the newest event; the ranks' work is not undone."""
 
-    word: ClassVar[str] = "back"
-    example: ClassVar[str] = "back 3"
     n: int = field(
         default=1,
         kw_only=False,
@@ -801,7 +782,7 @@ class VerifyReply:
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("verify", reply=VerifyReply)
 class Verify(Command):
     """Compare a step with the same step of an unsharded copy; the training state is not changed.
 
@@ -809,10 +790,6 @@ class Verify(Command):
         ValueError: ``model`` or ``fn`` is not a name.
     """
 
-    word: ClassVar[str] = "verify"
-    example: ClassVar[str] = "verify"
-    on_ranks: ClassVar[bool] = True
-    reply: ClassVar[Any] = VerifyReply
     model: str = field(
         default="",
         kw_only=False,
@@ -835,14 +812,10 @@ _SIDE = (
 TALK = argument("use sizes and colours for a projector")
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("compare before.trace last", more="steps: `last:3..5`, `last:-3..`", needs_ranks=False)
 class Compare(Command):
     """Show what changed from one trace, or some of its steps, to another."""
 
-    word: ClassVar[str] = "compare"
-    example: ClassVar[str] = "compare before.trace last"
-    more: ClassVar[str] = "steps: `last:3..5`, `last:-3..`"
-    needs_ranks: ClassVar[bool] = False
     a: str = field(kw_only=False, metadata=argument(_SIDE, metavar="A", completes="traces"))
     b: str = field(
         kw_only=False,
@@ -854,13 +827,10 @@ class Compare(Command):
     talk: bool = field(default=False, metadata=TALK)
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("export run.trace", more="`--steps 3..5`: only these steps")
 class Export(Command):
     """Write the trace to a file: .trace to open again, .json for Perfetto, .html for a page that replays it."""
 
-    word: ClassVar[str] = "export"
-    example: ClassVar[str] = "export run.trace"
-    more: ClassVar[str] = "`--steps 3..5`: only these steps"
     path: str = field(
         kw_only=False,
         metadata=argument("output file; its suffix selects the format", metavar="FILE", completes="files"),
@@ -873,27 +843,19 @@ class Export(Command):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("open run.trace", more="replaces the current trace; stop the ranks first", method="load", needs_ranks=False)
 class Open(Command):
     """Show a trace file without ranks: every view, the dashboard, compare and export."""
 
-    word: ClassVar[str] = "open"
-    example: ClassVar[str] = "open run.trace"
-    more: ClassVar[str] = "replaces the current trace; stop the ranks first"
-    method: ClassVar[str] = "load"
-    needs_ranks: ClassVar[bool] = False
     path: str = field(
         kw_only=False, metadata=argument("a trace file written by export", metavar="FILE", completes="records")
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("history 20", needs_ranks=False)
 class History(Command):
     """List the commands of this notebook and its panel, as lines to copy."""
 
-    word: ClassVar[str] = "history"
-    example: ClassVar[str] = "history 20"
-    needs_ranks: ClassVar[bool] = False
     n: int = field(
         default=0,
         kw_only=False,
@@ -901,25 +863,19 @@ class History(Command):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("help shard", more="`-h` after a command explains it", needs_ranks=False)
 class Help(Command):
     """List the commands, or explain one of them."""
 
-    word: ClassVar[str] = "help"
-    example: ClassVar[str] = "help shard"
-    more: ClassVar[str] = "`-h` after a command explains it"
-    needs_ranks: ClassVar[bool] = False
     topic: str = field(
         default="", kw_only=False, metadata=argument("default: all commands", metavar="COMMAND", completes="words")
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@command("-t 0,2\nprint(rank)", word="%%fsdp")
 class Cell(Command):
     """Run the cell on all ranks, or on -t RANKS."""
 
-    word: ClassVar[str] = "%%fsdp"
-    example: ClassVar[str] = "-t 0,2\nprint(rank)"
     ranks: Sequence[int] | None = field(
         default=None,
         metadata=argument(
@@ -931,31 +887,14 @@ class Cell(Command):
     )
 
 
-_ALL: tuple[type[Command], ...] = (
-    *(
-        Start,
-        Attach,
-        Status,
-        Detach,
-        Stop,
-        Dashboard,
-        Shard,
-        Reshard,
-        Unshard,
-        Step,
-        Pause,
-        Next,
-        Continue,
-        Abort,
-        Where,
-        Break,
-    ),
-    *(Inspect, Evaluate, Back, Verify, Compare, Export, Open, History, Help),
-)
-COMMANDS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL}
-"""All commands except the drawing ones, which their views declare."""
+COMMANDS: Mapping[str, type[Command]] = {
+    cls.word: cls
+    for cls in tuple(vars().values())
+    if isinstance(cls, type) and issubclass(cls, Command) and cls.word.isalpha()
+}
+"""All commands except the drawing ones, which their views declare, in the order of the help."""
 
-ON_RANKS: Mapping[str, type[Command]] = {cls.word: cls for cls in _ALL if cls.on_ranks}
+ON_RANKS: Mapping[str, type[Command]] = {word: cls for word, cls in COMMANDS.items() if cls.on_ranks}
 
 
 def to_dict(command: Command) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Requests of a notebook to the side door of a rank, and the replies: small frozen dataclasses.
+"""Requests of a notebook on the control channel of a rank, and the replies: small frozen dataclasses.
 
-The side door runs in its own thread, also while the rank is busy: a request reads state, sets a flag or queues a job.
-The user commands ``Pause``, ``Next`` and ``Continue`` are also requests.
+The rank serves this channel in its own thread, also while it is busy: a request reads state, sets a flag or queues a
+job. The user commands ``Pause``, ``Next`` and ``Continue`` are also requests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from workbench.codec import decode_named
 from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, RankRequest, Reshard, Shard
+from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, RankRequest, Reshard, Shard, request
 from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.policy import Api, Strategy
 
@@ -134,13 +134,9 @@ class Position:
     tickets: dict[str, JobReply] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("locate", looks=True)
 class Locate(RankRequest[Position]):
     """Asks where a rank is."""
-
-    word: ClassVar[str] = "locate"
-    looks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +170,9 @@ class Thread:
     frames: tuple[Frame, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("stacks", looks=True)
 class Stacks(RankRequest[tuple[Thread, ...]]):
     """Asks for the stacks of a rank's Python threads, the main thread first."""
-
-    word: ClassVar[str] = "stacks"
-    looks: ClassVar[bool] = True
-    reply: ClassVar[Any] = tuple[Thread, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,13 +190,9 @@ class CellLine:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("line", looks=True)
 class LocateLine(RankRequest[CellLine | None]):
     """Asks for the line of a cell that the main thread runs; None: no cell runs."""
-
-    word: ClassVar[str] = "line"
-    looks: ClassVar[bool] = True
-    reply: ClassVar[Any] = CellLine | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,13 +210,9 @@ class Names:
     classes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("names", looks=True)
 class ListNames(RankRequest[Names]):
     """Asks for the names in a rank's namespace."""
-
-    word: ClassVar[str] = "names"
-    looks: ClassVar[bool] = True
-    reply: ClassVar[Any] = Names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,16 +286,12 @@ class ModelInfo:
     units: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("models", looks=True)
 class ListModels(RankRequest[tuple[ModelInfo, ...]]):
     """Asks for the models that a rank's cells have made."""
 
-    word: ClassVar[str] = "models"
-    looks: ClassVar[bool] = True
-    reply: ClassVar[Any] = tuple[ModelInfo, ...]
 
-
-@dataclass(frozen=True, kw_only=True)
+@request("plan", looks=True)
 class Plan(RankRequest[tuple[Unit, ...]]):
     """Asks which units a command would make, without any change.
 
@@ -319,9 +299,6 @@ class Plan(RankRequest[tuple[Unit, ...]]):
         command: the command.
     """
 
-    word: ClassVar[str] = "plan"
-    looks: ClassVar[bool] = True
-    reply: ClassVar[Any] = tuple[Unit, ...]
     command: Shard | Reshard
 
 
@@ -358,7 +335,7 @@ class DrainReply:
     position: Position
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("drain", looks=True)
 class Drain(RankRequest[DrainReply]):
     """Asks for everything recorded since the last drain.
 
@@ -366,13 +343,10 @@ class Drain(RankRequest[DrainReply]):
         known: what the notebook already has, by rank; one request serves all ranks, and each reads its own entry.
     """
 
-    word: ClassVar[str] = "drain"
-    looks: ClassVar[bool] = True
-    reply: ClassVar[Any] = DrainReply
     known: dict[int, RecordSummary]
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("give up")
 class GiveUp(RankRequest[None]):
     """Aborts what a rank is doing.
 
@@ -380,11 +354,10 @@ class GiveUp(RankRequest[None]):
         reason: the reason, as a sentence.
     """
 
-    word: ClassVar[str] = "give up"
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("shut")
 class Shut(RankRequest[None]):
     """Shuts the sockets of a rank's process groups, which ends collectives in the user's own code.
 
@@ -392,11 +365,10 @@ class Shut(RankRequest[None]):
         store: also shut the connection to the store: rank 0, which serves it, is gone, perhaps without closing it.
     """
 
-    word: ClassVar[str] = "shut"
     store: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("run to")
 class RunTo(RankRequest[None]):
     """Continues a rank up to a position, unless it is there or further.
 
@@ -404,11 +376,10 @@ class RunTo(RankRequest[None]):
         place: the position to stop at.
     """
 
-    word: ClassVar[str] = "run to"
     place: StepPosition
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("breakpoints")
 class SetBreakpoints(RankRequest[None]):
     """Replaces the breakpoints of a rank with all current ones, including those of other ranks.
 
@@ -416,7 +387,6 @@ class SetBreakpoints(RankRequest[None]):
         breakpoints: in the order in which they were added.
     """
 
-    word: ClassVar[str] = "breakpoints"
     breakpoints: tuple[Breakpoint, ...]
 
 
@@ -432,7 +402,7 @@ class RunCell:
     code: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("job")
 class Job(RankRequest[bool]):
     """Queues work for a held rank in its step's own thread; the reply says whether the rank is held and will run it.
 
@@ -444,15 +414,13 @@ class Job(RankRequest[bool]):
             instead; empty: all ranks run it, or it waits for no rank.
     """
 
-    word: ClassVar[str] = "job"
-    reply: ClassVar[Any] = bool
     ticket: str
     work: Inspect | Evaluate | RunCell
     ranks: tuple[int, ...] = ()
     alone: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("forget")
 class Forget(RankRequest[None]):
     """Makes a rank forget results of jobs.
 
@@ -460,7 +428,6 @@ class Forget(RankRequest[None]):
         tickets: the tickets to forget.
     """
 
-    word: ClassVar[str] = "forget"
     tickets: tuple[str, ...]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from workbench.protocol.commands import RankRequest
+from workbench.protocol.commands import RankRequest, request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class HostInfo:
     interface: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("boot")
 class Boot(RankRequest[Address | None]):
     """Makes a process a rank; rank 0 opens the store and replies with its address, at which all ranks meet.
 
@@ -51,8 +50,6 @@ class Boot(RankRequest[Address | None]):
         host: its machine.
     """
 
-    word: ClassVar[str] = "boot"
-    reply: ClassVar[Any] = Address | None
     rank: int
     world_size: int
     local_rank: int
@@ -123,7 +120,7 @@ class World:
     holder: ClusterOwner | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@request("connect")
 class Connect(RankRequest[ConnectReply]):
     """Makes a rank join the others; collective.
 
@@ -131,6 +128,4 @@ class Connect(RankRequest[ConnectReply]):
         address: address of the store.
     """
 
-    word: ClassVar[str] = "connect"
-    reply: ClassVar[Any] = ConnectReply
     address: Address

@@ -96,7 +96,7 @@ class RankStatus:
         host: its machine.
         device: e.g. ``cpu`` or ``cuda:0``.
         pid: of its process.
-        doing: what it is doing, as text; ``""`` if it did not answer.
+        doing: what it is doing, as text; ``busy`` if it runs a request and did not answer, ``""`` if it runs none.
         loss: how it was lost, as text; ``""`` if it was not, or the cause is unknown.
     """
 
@@ -317,13 +317,17 @@ class ReshardReport(ShardReport):
 
     Attributes:
         optimizers: number of optimizers whose state was carried over.
+        is_changed: whether its sharding was changed; else it was as wanted already.
     """
 
     optimizers: int = 0
+    is_changed: bool = True
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
+        if not self.is_changed:
+            return f"nothing to change, {super().headline}"
         return f"resharded in place, {super().headline}{_carried(self.optimizers)}"
 
 
@@ -657,7 +661,8 @@ def _shard(by_rank: Sequence[ShardReply]) -> ShardReport:
 
 @says(Reshard)
 def _reshard(by_rank: Sequence[ShardReply]) -> ReshardReport:
-    return ReshardReport(**_sharded(by_rank), optimizers=by_rank[0].optimizers)
+    first = by_rank[0]
+    return ReshardReport(**_sharded(by_rank), optimizers=first.optimizers, is_changed=first.is_changed)
 
 
 def _sharded(by_rank: Sequence[ShardReply]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where ranks are stopped inside a step, as text, from the positions that their side doors report. Pure."""
+"""Where ranks are stopped inside a step, as text, from the positions that their control channels report. Pure."""
 
 from __future__ import annotations
 

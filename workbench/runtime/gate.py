@@ -1,9 +1,9 @@
 """The gate: it checks each event before it is recorded, and may hold its rank there.
 
 A held thread runs a command loop, like a debugger's: expressions, cells and inspections that arrive meanwhile run in
-the stopped step's own thread and grad mode. The side door only sets what is wanted and puts jobs into the inbox::
+the stopped step's own thread and grad mode. The control thread only sets what is wanted and puts jobs into the inbox::
 
-    side door (control thread)            held thread
+    control thread                        held thread
     Pause     -> wanted                   event -> wanted? -> held: loop over the inbox
     Job       -> inbox                      job: run it, store its result under its ticket
     Continue  -> released, wake             wake: interrupted? aborted? released? then continue
@@ -122,7 +122,7 @@ class Gate:
 
     # ---- checks before an event, in the step's thread
 
-    def _asked(
+    def _requested(
         self,
         kind: Kind,
         edge: Edge,
@@ -168,7 +168,7 @@ class Gate:
         if self._stops(event, lambda wanted: (wanted.stops_waiting(event.place), None)):
             self._hold(event.unit)
 
-    def _stops(self, event: PendingEvent, asked: Callable[[StopTargets], tuple[bool, ArmedBreakpoint | None]]) -> bool:
+    def _stops(self, event: PendingEvent, check: Callable[[StopTargets], tuple[bool, ArmedBreakpoint | None]]) -> bool:
         """Decide whether to hold before ``event``; if so, this rank counts as held on return.
 
         Flushing and synchronising come first, without the lock, so the decision is made again afterwards.
@@ -176,7 +176,7 @@ class Gate:
         is_synchronised: bool | None = None
         while True:
             with self._lock:
-                stops, met = asked(self._wanted)
+                stops, met = check(self._wanted)
                 if not stops or is_synchronised is not None:
                     if met is not None:
                         self._want(self._wanted.without(met))
@@ -296,17 +296,17 @@ class Gate:
         """Replace the stop targets, and check events from now on if there are any; call with the lock held."""
         self._wanted = wanted
         if self._is_wanted():
-            self.event = self._asked
+            self.event = self._requested
             return
         self.event = self._recorder.event
         if self._is_wanted():  # a signal arrived between the two lines above
-            self.event = self._asked
+            self.event = self._requested
 
     def _is_wanted(self) -> bool:
         return self._wanted.is_anything or self.interrupts.is_flagged or bool(self._alone)
 
     def _on_interrupt(self) -> None:
-        self.event = self._asked
+        self.event = self._requested
         self.wake()
 
     def wake(self) -> None:
@@ -314,7 +314,7 @@ class Gate:
         self._inbox.put(None)
 
     def request(self, request: GateRequest) -> bool | None:
-        """Handle a request of the side door; for a job, return whether this rank is held and so will run it.
+        """Handle a request on the control channel; for a job, return whether this rank is held and so will run it.
 
         Raises:
             UsageError: an event or a condition is invalid; nothing has changed then.

@@ -277,8 +277,8 @@ def _error(error: BaseException, work: Inspect | Evaluate | RunCell) -> JobError
     if isinstance(work, RunCell):
         return JobError(ename=ename, evalue=evalue, traceback=_cut("".join(_traceback_of(error))))
     place = _place(error) if isinstance(work, Evaluate) else ""
-    said = _cut(f"{place}{ename}: {evalue.partition(chr(10))[0]}")
-    return JobError(ename=ename, evalue=evalue, traceback=said)
+    text = _cut(f"{place}{ename}: {evalue.partition(chr(10))[0]}")
+    return JobError(ename=ename, evalue=evalue, traceback=text)
 
 
 def _traceback_of(error: BaseException) -> list[str]:

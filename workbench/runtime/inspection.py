@@ -225,9 +225,9 @@ def _full(found: _Found, recorder: Recorder) -> FullFacts:
         values = _facts(full, found.unit.compute_dtype)
         return FullFacts(state=UnitState.UNSHARDED, why=past.why_full(found.unit), values=values)
     if past.is_gathering:
-        why = f"its all-gather was issued{past.asked}; compute has not waited for it yet"
+        why = f"its all-gather was issued{past.when_requested}; compute has not waited for it yet"
         return FullFacts(state=UnitState.ALL_GATHER_IN_FLIGHT, why=why, values=None)
-    why = f"about to be all-gathered{past.asked}" if past.is_asked_for else past.why_sharded(found.unit)
+    why = f"about to be all-gathered{past.when_requested}" if past.is_requested else past.why_sharded(found.unit)
     return FullFacts(state=UnitState.SHARDED, why=why, values=None)
 
 
@@ -253,13 +253,13 @@ class _Past:
         return row is not None and STATE_AFTER[Kind(row["kind"]), Edge(row["edge"])] is UnitState.ALL_GATHER_IN_FLIGHT
 
     @property
-    def is_asked_for(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the full parameter was requested, but no all-gather was issued yet."""
         row = self._last((Kind.UNSHARD, Edge.BEGIN), *STATE_AFTER)
         return row is not None and (Kind(row["kind"]), Edge(row["edge"])) == (Kind.UNSHARD, Edge.BEGIN)
 
     @property
-    def asked(self) -> str:
+    def when_requested(self) -> str:
         """When the full parameter was requested, as the end of a phrase; empty: too long ago."""
         row = self._last((Kind.UNSHARD, Edge.BEGIN))
         return "" if row is None else f" (requested in {Phase(row['phase']).words} of {step_name(int(row['step']))})"
@@ -291,7 +291,7 @@ class _Past:
                 why = "its gradients are being collected"
             case _:
                 why = "not resharded yet"
-        return f"{why}{self.asked}"
+        return f"{why}{self.when_requested}"
 
 
 def _is_flat(unit: Unit) -> bool:

@@ -54,12 +54,12 @@ def unmanaged_in(model: nn.Module, *, buffers: bool = True) -> UnmanagedState:
     )
 
 
-def unmanaged(*, buffers: bool = True) -> UnmanagedState:
-    """Return :func:`unmanaged_in` for all sharded models among the variables, names prefixed with the variable.
+def unmanaged(models: Mapping[str, nn.Module], *, buffers: bool = True) -> UnmanagedState:
+    """Return :func:`unmanaged_in` for all :func:`sharded_variables`, names prefixed with the variable.
 
     Example: ``"model.scale"``: what ``model.get_parameter("scale")`` returns.
     """
-    found = {name: unmanaged_in(model, buffers=buffers) for name, model in sharded_models().items()}
+    found = {name: unmanaged_in(model, buffers=buffers) for name, model in models.items()}
     return UnmanagedState(
         params=tuple(f"{name}.{param}" for name, own in found.items() for param in own.params),
         hooks=tuple(f"{name}.{param}" for name, own in found.items() for param in own.hooks),
@@ -67,19 +67,19 @@ def unmanaged(*, buffers: bool = True) -> UnmanagedState:
     )
 
 
-def sharded_models() -> dict[str, nn.Module]:
+def sharded_variables() -> dict[str, nn.Module]:
     """Return the models among the variables that have sharded modules, without those that are part of another model."""
     models = {name: find_module(name) for name in module_names()}
     return outermost({name: model for name, model in models.items() if states_below(model)})
 
 
-def name_from_models() -> None:
-    """Name units and parameters by their paths in the models among the variables, wherever their roots are.
+def name_from_models(models: Iterable[nn.Module]) -> None:
+    """Name units and parameters by their paths in ``models``, the sharded variables, wherever their roots are.
 
     Example: if the ``encoder`` and ``decoder`` of a plain ``model`` are sharded separately, their units are called
     ``encoder`` and ``decoder`` instead of being two roots.
     """
-    for model in sharded_models().values():
+    for model in models:
         for path, root in roots_below(model):
             is_one = len(root.modules) == 1  # the units of a call on a list are named by its modules
             for unit in units_of({state: None for module in root.modules for state in states_below(module)}):

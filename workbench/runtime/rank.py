@@ -1,7 +1,7 @@
 """Entry points of one rank. The cluster calls these functions by name, in the engine's process.
 
 :func:`boot`, :func:`connect`, :func:`execute`, :func:`recover` and :func:`shutdown` run in the main thread.
-:func:`side_door` runs in the control thread while the main thread may be busy, so it only reads state or sets flags.
+:func:`handle_request` runs in the control thread while the main thread may be busy: it only reads state or sets flags.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.namespace import exchange, module_names, user_namespace, variables
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
-from workbench.runtime.stacks import stacks
+from workbench.runtime.stacks import stacks, user_line
 from workbench.runtime.trainer import Trainer
-from workbench.runtime.user_frame import user_line
 from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
@@ -218,31 +217,31 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         ValueError: ``data`` is not such a request.
     """
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
-    asked: Boot = decode(Boot, data, "boot")
+    request: Boot = decode(Boot, data, "boot")
     shutdown()  # the last stop may have missed it: it was busy, or its host was unreachable
-    backend = backends.choose(asked.device, asked.local_rank)
+    backend = backends.choose(request.device, request.local_rank)
     process_groups = ProcessGroups(
-        rank=asked.rank,
-        world_size=asked.world_size,
-        local_rank=asked.local_rank,
-        local_world_size=asked.local_world_size,
+        rank=request.rank,
+        world_size=request.world_size,
+        local_rank=request.local_rank,
+        local_world_size=request.local_world_size,
         device=backend.device,
-        device_name=asked.device if backend.device.index is None else f"{asked.device}:{backend.device.index}",
-        host=asked.host,
+        device_name=request.device if backend.device.index is None else f"{request.device}:{backend.device.index}",
+        host=request.host,
     )
-    backends.tell_host(asked.host.identity)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // asked.local_world_size))
-    recorder = Recorder(Header(world_size=asked.world_size))
+    backends.tell_host(request.host.identity)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.local_world_size))
+    recorder = Recorder(Header(world_size=request.world_size))
     trainer = Trainer(recorder)
     hooks = trainer.install()
-    gate = Gate(recorder, asked.rank, FlushBeforeHold(backend))
+    gate = Gate(recorder, request.rank, FlushBeforeHold(backend))
     gate.install()
     tracebacks.install()
     text_bars.install()
     _look_after_cells()
     _runtime = RankRuntime(process_groups, recorder, gate, trainer, hooks)
     atexit.register(shutdown)
-    return encode(process_groups.listen() if asked.rank == 0 else None)
+    return encode(process_groups.listen() if request.rank == 0 else None)
 
 
 def _look_after_cells() -> None:
@@ -266,9 +265,9 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     Raises:
         ValueError: ``data`` is not such a request.
     """
-    asked: Connect = decode(Connect, data, "connect")
+    request: Connect = decode(Connect, data, "connect")
     runtime = _this_rank()
-    runtime.groups.join(asked.address)
+    runtime.groups.join(request.address)
     runtime.recorder.device_clock = clock = backend_of(runtime.groups.device).clock()
     mine = RankInfo(
         rank=runtime.groups.rank,
@@ -344,7 +343,7 @@ def shutdown() -> None:
         _runtime = None
 
 
-def side_door(data: dict[str, Any]) -> tuple[Any, list[memoryview]]:
+def handle_request(data: dict[str, Any]) -> tuple[Any, list[memoryview]]:
     """Handle a request of the control thread (:mod:`workbench.protocol.rank_messages`): return data and its buffers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Description of a rank's models, and of the result of a ``shard`` or ``reshard``, for the side door.
+"""Description of a rank's models, and of the result of a ``shard`` or ``reshard``, for the control channel.
 
 Nothing here changes a model.
 """

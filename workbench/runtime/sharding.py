@@ -161,6 +161,8 @@ def reshard(command: Reshard, rank: RankContext) -> ShardReply:
             of ranks does not fit, the other API has no equivalent, or a unit cannot have the option on its own.
     """
     model, inner, only = chosen_again(command)
+    if _changes_nothing(command, model, inner, only):
+        return replace(_described_again(command, model, only), is_changed=False)
     if only is not None:
         return _reshard_unit(command, only)
     if is_anew(command, model):
@@ -178,7 +180,34 @@ def reshard(command: Reshard, rank: RankContext) -> ShardReply:
     _name_units(model)
     ahead = _prefetch.get(model, 0) if command.prefetch is None else command.prefetch
     _plan(model, ahead)
-    return describe(command.model, model, prefetch=ahead, optimizers=len(optimizers))
+    return _described_again(command, model, None)
+
+
+def _described_again(command: Reshard, model: nn.Module, only: FSDPState | None) -> ShardReply:
+    """Return the description of the model, or of its unit ``only``."""
+    if only is not None:
+        return describe_units(command.model, units_of([only]))
+    num_optimizers = len(optimizers_of(model))
+    return describe(command.model, model, prefetch=_prefetch.get(model, 0), optimizers=num_optimizers)
+
+
+def _changes_nothing(command: Reshard, model: nn.Module, inner: Sequence[nn.Module], only: FSDPState | None) -> bool:
+    """Return whether all options of ``command`` have the given values already; arguments of :func:`chosen_again`."""
+    given = _given(command)
+    now = policy_of(model) if only is None else policy_of(only.modules[0], [only])
+    if now is None or (given.pop("wrap", ()) and set(inner) != set(units_now(model))):
+        return False
+    if command.mesh:
+        given["mesh"] = mesh_words(*(1, *command.mesh_shape)[-2:])
+    if command.mp:
+        given["mp"] = now.mp and str(PrecisionNames.parse(now.mp).changed(command.mp))
+    return all(value == getattr(now, name) != "" for name, value in given.items())
+
+
+def _given(command: Reshard) -> dict[str, Any]:
+    """Return the options of ``command`` that are not at their default."""
+    values = {f.name: (getattr(command, f.name), f.default) for f in fields(command) if f.name != "model"}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _reshard_unit(command: Reshard, only: FSDPState) -> ShardReply:
@@ -187,7 +216,7 @@ def _reshard_unit(command: Reshard, only: FSDPState) -> ShardReply:
     if command.mp:
         policy["mp_policy"] = changed_precision(only.mp_policy, command.mp)
     reshard_unit(only.modules[0], **policy)
-    return describe_units(command.model, units_of([only]))
+    return _described_again(command, only.modules[0], only)
 
 
 def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module], FSDPState | None]:
@@ -256,8 +285,7 @@ UNIT_FIELDS = ("reshard_after_forward", "mp", "offload")
 
 def _check_of_unit(command: Reshard, whole: str) -> None:
     """Raise UsageError unless a unit can have the options of ``command`` on its own."""
-    given = [f.name for f in fields(command) if f.name != "model" and getattr(command, f.name) != f.default]
-    shared = [f"--{name.replace('_', '-')}" for name in given if name not in UNIT_FIELDS]
+    shared = [f"--{name.replace('_', '-')}" for name in _given(command) if name not in UNIT_FIELDS]
     if shared:
         own = ", ".join(f"--{name.replace('_', '-')}" for name in UNIT_FIELDS)
         raise UsageError(
@@ -473,12 +501,15 @@ def _policy(command: Shard | Reshard) -> dict[str, Any]:
     return found
 
 
-def policy_of(model: nn.Module) -> ModelPolicy | None:
-    """Return the policy that ``model`` is sharded with, as a whole or in parts; None if it is not sharded."""
+def policy_of(model: nn.Module, only: Sequence[FSDPState] = ()) -> ModelPolicy | None:
+    """Return the policy that ``model`` is sharded with, as a whole or in parts; None if it is not sharded.
+
+    With ``only``, return that of these units of it.
+    """
     roots = [root for _, root in roots_below(model)]
     if not roots:
         return None
-    states = states_below(model)
+    states = only or states_below(model)
     units = [unit.describe() for unit in units_of(states)]
     after_forward = {
         _after_forward(state, unit.reshard_after_forward) for state in states for unit in units_of([state])

@@ -1,4 +1,4 @@
-"""Stacks of a rank's Python threads: the user's frames, and those of libraries around them."""
+"""Stacks of a rank's Python threads: the user's frames, those of libraries around them, and the line of a cell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from workbench.protocol.rank_messages import Frame, Thread
+from workbench.protocol.rank_messages import CellLine, Frame, Thread
 from workbench.runtime.namespace import user_namespace
 
 _LIBRARIES = frozenset(
@@ -127,3 +127,18 @@ def place_in_file(frame: FrameType, line: int) -> str:
 def _line(frame: FrameType) -> str:
     source = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
     return place_in_file(frame, frame.f_lineno) + (f": {source}" if source else "")
+
+
+def user_line() -> CellLine | None:
+    """Return the current line of the innermost function from a cell, or of the cell itself, in the main thread.
+
+    None: no code of a cell runs. Called from another thread.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    cells = user_namespace()
+    while frame is not None and not (frame.f_globals is cells and is_of_a_cell(frame)):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code, line = frame.f_code, frame.f_lineno
+    return CellLine(line=line, function=code.co_name, text=linecache.getline(code.co_filename, line).strip())

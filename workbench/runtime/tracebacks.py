@@ -90,10 +90,10 @@ def _left_out(frames: Sequence[TracebackType], kept: Sequence[TracebackType]) ->
     num_libraries = sum(is_of_a_library(each.tb_frame) for each in frames)
     num_users = len(frames) - num_libraries - len(kept)
     counts = [(num_users, "of your code"), (num_libraries, "of libraries")]
-    said = " and ".join(f"{count} frame{'s' if count > 1 else ''} {whose}" for count, whose in counts if count)
+    hidden = " and ".join(f"{count} frame{'s' if count > 1 else ''} {whose}" for count, whose in counts if count)
     last = frames[-1]
     where = f"; raised in {place_in_file(last.tb_frame, last.tb_lineno)}" if last is not kept[-1] else ""
-    return f"({said} not shown{where})" if said else ""
+    return f"({hidden} not shown{where})" if hidden else ""
 
 
 def _before(error: BaseException) -> list[BaseException]:

@@ -25,7 +25,7 @@ from workbench.engine.fsdp_state import missed_grads
 from workbench.errors import UsageError
 from workbench.events import Category, Edge
 from workbench.protocol.commands import Step, StepReply
-from workbench.runtime.model_summary import name_from_models, unmanaged
+from workbench.runtime.model_summary import name_from_models, sharded_variables, unmanaged
 from workbench.runtime.namespace import lookup
 from workbench.runtime.recorder import Recorder
 
@@ -151,17 +151,19 @@ class Trainer:
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of :meth:`run`; evaluation is not a step."""
         if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
+            models = sharded_variables()
             if self._recorder.header_version != self._named_at:  # a root became known just now, or a unit anew
-                name_from_models()
+                name_from_models(models.values())
                 self._named_at = self._recorder.header_version
-            found = unmanaged(buffers=False)
+            found = unmanaged(models, buffers=False)
             self._recorder.note_unmanaged(found.params, found.hooks)
             self._recorder.begin_step()
 
     def note_models(self) -> None:
         """Put the names of units, and the parts of models that the engine does not manage, into the trace's header."""
-        name_from_models()
-        found = unmanaged()
+        models = sharded_variables()
+        name_from_models(models.values())
+        found = unmanaged(models)
         self._recorder.note_unmanaged(found.params, found.hooks)
         self._recorder.note_buffers(found.buffers)
 

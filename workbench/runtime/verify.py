@@ -31,7 +31,7 @@ from workbench.errors import UsageError
 from workbench.protocol.commands import Verify, VerifyReply
 from workbench.protocol.policy import CLASSIC
 from workbench.runtime import sharding
-from workbench.runtime.model_summary import sharded_models, sizes_of, unit_infos, unmanaged_in
+from workbench.runtime.model_summary import sharded_variables, sizes_of, unit_infos, unmanaged_in
 from workbench.runtime.namespace import optimizers_of, user_namespace
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.trainer import find_step_function, loss_of
@@ -75,7 +75,7 @@ def verify(command: Verify) -> VerifyReply:
 
 
 def _find_sharded(name: str) -> nn.Module:
-    names = [name] if name else list(sharded_models())
+    names = [name] if name else list(sharded_variables())
     if len(names) != 1:
         raise UsageError(
             f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"

@@ -5,8 +5,8 @@ notebook sends one rank of each such host a request whose reply includes the rea
 between request and reply on the notebook's clock. This gives the offset of the two clocks, with an error of half the
 round-trip time (F. Cristian, Probabilistic clock synchronization, 1989); of several requests in a row the fastest
 counts. Rank 0's clock is compared with the notebook's in the same way, unless they are the same. The difference of the
-two offsets is that of a rank's clock to rank 0's, and their errors add up. The requests use the side doors, which are
-served during a step, so the ranks need no further connections or ports.
+two offsets is that of a rank's clock to rank 0's, and their errors add up. The requests use the control
+channels, which are served during a step, so the ranks need no further connections or ports.
 
 Clocks are compared just before rows are collected: the first time, and when the last comparison is :data:`EVERY_S` old.
 Times are converted once, when the rows arrive, and never change again, so a live view shows the same as the file later.
@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.clock import clock_here
+from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.protocol.rank_messages import Locate
 from workbench.replay.clock_error import DRIFT
 from workbench.replay.spans import Ints
-from workbench.session.channel_protocol import ControlChannel, answers
 from workbench.trace.schema import ROW_DTYPE, ClockReading, HostClock
 
 EVERY_S = 10.0
@@ -128,7 +128,7 @@ class ClockSync:
         self._lines = {clock: ClockFit() for clock in self._ranks if clock != self._own}
         self._readings: dict[str, list[ClockReading]] = {clock: [] for clock in self._lines}
         self._compared: dict[str, ClockComparison] = {}
-        self._asked_ns: dict[str, int] = {}
+        self._polled_ns: dict[str, int] = {}
         self._turns: Counter[str] = Counter()  # by clock, requests without an answer: the next one goes to another rank
 
     @property
@@ -151,18 +151,18 @@ class ClockSync:
         rows["t_ns"] = line.on_rank_0s(rows["t_ns"])
         return rows.tobytes()
 
-    def compare(self, door: ControlChannel, ranks: Iterable[int], *, timeout_s: float) -> bool:
+    def compare(self, channel: ControlChannel, ranks: Iterable[int], *, timeout_s: float) -> bool:
         """Compare all new clocks and the one whose comparison is oldest and due; return whether there is a new reading.
 
         Args:
-            door: side doors of the ranks.
-            ranks: ranks that may be asked.
+            channel: control channels of the ranks.
+            ranks: ranks that may be polled.
             timeout_s: timeout of the replies in seconds, at most :data:`ANSWER_S`.
         """
         due = self._due()
         if not due:
             return False
-        fresh = self._ask(door, [self._own, *due], set(ranks), min(timeout_s, ANSWER_S))
+        fresh = self._ask(channel, [self._own, *due], set(ranks), min(timeout_s, ANSWER_S))
         for clock, found in fresh.items():
             before = self._compared.get(clock)
             if before is None or found.error_ns <= before.error_at(found.at_ns):  # else the old one is more accurate
@@ -177,39 +177,41 @@ class ClockSync:
         """Return the clocks to compare now."""
         now_ns = self._now_ns()
         new = [clock for clock, readings in self._readings.items() if not readings]
-        asked = sorted((self._asked_ns[clock], clock) for clock in self._lines.keys() - set(new))
-        return new + [clock for asked_ns, clock in asked[:1] if now_ns - asked_ns >= EVERY_S * _NS]
+        polled = sorted((self._polled_ns[clock], clock) for clock in self._lines.keys() - set(new))
+        return new + [clock for polled_ns, clock in polled[:1] if now_ns - polled_ns >= EVERY_S * _NS]
 
     def _ask(
-        self, door: ControlChannel, clocks: Sequence[str], ranks: set[int], timeout_s: float
+        self, channel: ControlChannel, clocks: Sequence[str], ranks: set[int], timeout_s: float
     ) -> dict[str, ClockComparison]:
         """Return a comparison of each clock with a rank that answers: first all in parallel, then one at a time."""
-        asked, begin_ns = {}, self._now_ns()
+        polled, begin_ns = {}, self._now_ns()
         for clock in clocks:
-            self._asked_ns[clock] = begin_ns
+            self._polled_ns[clock] = begin_ns
             there = [rank for rank in self._ranks[clock] if rank in ranks]
             if there and clock != self._here:
-                asked[there[self._turns[clock] % len(there)]] = clock
-        found = self._locate(door, asked, timeout_s)
-        self._turns.update(clock for clock in asked.values() if clock not in found)
-        for rank, clock in asked.items():
+                polled[there[self._turns[clock] % len(there)]] = clock
+        found = self._locate(channel, polled, timeout_s)
+        self._turns.update(clock for clock in polled.values() if clock not in found)
+        for rank, clock in polled.items():
             for _ in range(TIMES - 1 if clock in found else 0):
                 if self._now_ns() - begin_ns > ANSWER_S * _NS:  # the caller waits for the rows
                     break
-                again = self._locate(door, {rank: clock}, timeout_s).get(clock, found[clock])
+                again = self._locate(channel, {rank: clock}, timeout_s).get(clock, found[clock])
                 found[clock] = min(found[clock], again, key=lambda compared: compared.error_ns)
         if self._here in clocks:
             found[self._here] = ClockComparison(at_ns=self._now_ns(), offset_ns=0, error_ns=0)
         return found
 
-    def _locate(self, door: ControlChannel, asked: Mapping[int, str], timeout_s: float) -> dict[str, ClockComparison]:
+    def _locate(
+        self, channel: ControlChannel, polled: Mapping[int, str], timeout_s: float
+    ) -> dict[str, ClockComparison]:
         """Send a locate request to one rank of each clock, in parallel; return the comparisons by clock."""
         begin_ns = self._now_ns()
-        replies = answers(door, Locate(), asked, timeout_s=timeout_s) if asked else {}
+        replies = answers(channel, Locate(), polled, timeout_s=timeout_s) if polled else {}
         end_ns = self._now_ns()
         at_ns, error_ns = (begin_ns + end_ns) // 2, (end_ns - begin_ns) // 2 + 1
         return {
-            asked[rank]: ClockComparison(at_ns=at_ns, offset_ns=position.now_ns - at_ns, error_ns=error_ns)
+            polled[rank]: ClockComparison(at_ns=at_ns, offset_ns=position.now_ns - at_ns, error_ns=error_ns)
             for rank, position in replies.items()
         }
 

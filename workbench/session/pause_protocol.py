@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.protocol.commands import Continue, Next, Pause, RankRequest
 from workbench.protocol.rank_messages import Hold, Locate, Position, RunTo, StepPosition
 from workbench.reports.stop_positions import StopGroup, is_in_wait
-from workbench.session.channel_protocol import ControlChannel, answers
 
 R = TypeVar("R")
 
@@ -45,7 +45,7 @@ class PauseProtocol:
     """Stops the ranks of one request, releases them, and detects when they are stopped.
 
     Args:
-        door: side doors of the cluster.
+        channel: control channels of the cluster.
         clock: monotonic clock, in seconds.
 
     Attributes:
@@ -53,8 +53,8 @@ class PauseProtocol:
         is_armed: whether ranks may still stop because of an earlier pause or next.
     """
 
-    def __init__(self, door: ControlChannel, clock: Callable[[], float] = time.monotonic) -> None:
-        self._door, self._clock = door, clock
+    def __init__(self, channel: ControlChannel, clock: Callable[[], float] = time.monotonic) -> None:
+        self._channel, self._clock = channel, clock
         self.eager = self.is_armed = False
         self._paused_at: float | None = None
         self._sent_to: StepPosition | None = None
@@ -158,4 +158,4 @@ class PauseProtocol:
 
     def _ask(self, request: RankRequest[R], ranks: Set[int]) -> dict[int, R]:
         timeout_s = max(WHERE_S, WHERE_PER_RANK_S * len(ranks))
-        return answers(self._door, request, sorted(ranks), timeout_s=timeout_s) if ranks else {}
+        return answers(self._channel, request, sorted(ranks), timeout_s=timeout_s) if ranks else {}

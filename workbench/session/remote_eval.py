@@ -1,4 +1,4 @@
-"""Running code on ranks held in the gate: jobs for the held threads, sent and polled through the side doors."""
+"""Running code on ranks held in the gate: jobs for the held threads, sent and polled on the control channels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from workbench.cluster.channel_protocol import Interruptible
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.rank_messages import Forget, Job, JobReply, Locate, RunCell
 from workbench.replay.grouping import label
-from workbench.session.waiter import ASK_S, PATIENT_S, SLICE_S, Interruptible
+from workbench.session.waiter import ASK_S, PATIENT_S, SLICE_S
 
 Inner = Inspect | Evaluate | RunCell
 """A request inside a stopped step."""
@@ -194,7 +195,7 @@ def _value(reply: R | Exception) -> R | None:
 
     Raises:
         RankDied: its process is gone.
-        RankError: its side door refused the request.
+        RankError: it refused the request.
     """
     if isinstance(reply, (RankDied, RankError)):
         raise reply

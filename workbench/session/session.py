@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from workbench.cluster.channel_protocol import Interruptible, answers
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.engine_provider import OnWait, no_wait
 from workbench.cluster.pending_replies import PendingReplies, select
@@ -53,7 +54,6 @@ from workbench.reports.results import Report, StepReport
 from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
-from workbench.session.channel_protocol import answers
 from workbench.session.clock_sync import ClockSync
 from workbench.session.pause_protocol import WHERE_S
 from workbench.session.remote_eval import Inner, JobRanks, RemoteEval, check_held
@@ -63,9 +63,10 @@ from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnaps
 from workbench.session.stall_notice import OnStanding, StallNotice, no_standing, who_works
 from workbench.session.trace_collector import TraceCollector
 from workbench.session.variable_check import check, check_parameter, on_hosts, with_path
-from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Interruptible, Outcome, RequestWaiter, Tick, failure_of
+from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Outcome, RequestWaiter, Tick, failure_of
 from workbench.trace.columns import Trace
 
+C = TypeVar("C", bound=Command)
 R = TypeVar("R")
 
 RUNTIME = "workbench.runtime.rank"
@@ -201,7 +202,7 @@ class Session:
         self._news: deque[tuple[Request, str]] = deque()  # appended to by background threads
         self.request: Request | None = None
         self.breakpoints = Breakpoints()
-        self._pulsed: tuple[object, ...] | None = None  # asked() at the last pulse
+        self._pulsed: tuple[object, ...] | None = None  # request_state() at the last pulse
         self.ended: LastResult | None = None
         self.is_closed = False
         self._clocks = ClockSync({info.rank: info.clock for info in cluster.rank_info})
@@ -226,14 +227,30 @@ class Session:
         """Return the ranks that can be reached."""
         return [rank for rank, alive in enumerate(self.cluster.alive()) if alive]
 
-    @property
-    def heard(self) -> Mapping[int, Position]:
-        """The positions of the ranks that answered the last drain."""
-        return self._collector.heard
+    def drain(self, *, timeout_s: float = PATIENT_S, max_age_s: float = 0.0) -> Mapping[int, Position]:
+        """Collect the rows recorded since the last drain, unless that is less than ``max_age_s`` seconds ago.
 
-    def drain(self, *, timeout_s: float = PATIENT_S, max_age_s: float = 0.0) -> None:
-        """Collect the rows recorded since the last drain, unless that is less than ``max_age_s`` seconds ago."""
-        self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
+        Returns:
+            The positions of the ranks that answered.
+        """
+        return self._collector.drain(self.cluster, self.living(), timeout_s=timeout_s, max_age_s=max_age_s)
+
+    def doing(self) -> dict[int, str]:
+        """Drain the ranks; return what each one does that answers, and ``busy`` for one that runs a request instead.
+
+        A rank that runs no request is sure to answer, so it is given more time.
+        """
+        timeout_s, busy = self.patience_s, self._busy()
+        here = dict(self.drain(timeout_s=timeout_s))
+        idle = [rank for rank in self.living() if rank not in here and rank not in busy]
+        if timeout_s < PATIENT_S:
+            here |= answers(self.cluster, Locate(), idle, timeout_s=PATIENT_S)
+        return dict.fromkeys(busy, "busy") | {rank: position.doing or "idle" for rank, position in here.items()}
+
+    def _busy(self) -> set[int]:
+        """Return the ranks that have not ended the request under way, or one that the notebook no longer waits for."""
+        running = set() if self.request is None else set(self.request.watch.running)
+        return running | (set() if self._obstacle is None else set(late(self._obstacle.pending, self.living())))
 
     def pulse(self) -> ClusterSnapshot:
         """Return a snapshot of the trace and the ranks, about a tenth of a second old.
@@ -269,15 +286,15 @@ class Session:
 
     def _max_age_s(self, living: Sequence[int]) -> float:
         """Return the maximum age of a live view's data; 0 once after each change of the request."""
-        asked = self.asked()
-        before, self._pulsed = self._pulsed, asked
-        if asked != before:
+        current = self.request_state()
+        before, self._pulsed = self._pulsed, current
+        if current != before:
             return 0.0
         heard = self._collector.heard
         is_quiet = self.request is None and all(rank in heard and state_of(heard[rank]) == "idle" for rank in living)
         return REST_S if is_quiet else PULSE_S
 
-    def asked(self) -> tuple[object, ...]:
+    def request_state(self) -> tuple[object, ...]:
         """Return a value that changes when a request is sent, stops, continues or ends, without polling a rank."""
         request = self.request
         under_way = None if request is None else (request.work.words, request.state)
@@ -302,8 +319,7 @@ class Session:
         Raises:
             UsageError: it cannot run; the message says what to write instead.
         """
-        command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
-        check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
+        command = self._checked(command)
         reply = self.cluster.ask(Plan(command=command), self.living()[:1], timeout_s=ASK_S)
         for found in reply.values():
             if isinstance(found, RankError):
@@ -311,6 +327,16 @@ class Session:
             if not isinstance(found, Exception):
                 return found
         raise UsageError("no rank has answered: see %fsdp where")
+
+    def _checked(self, command: C) -> C:
+        """Return ``command`` as ranks take it: with hosts in numbers, and a unit by its full path.
+
+        Raises:
+            UsageError: it cannot run; the message says what to run first or write instead.
+        """
+        command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
+        check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
+        return command
 
     def positions(self, *, timeout_s: float = ASK_S) -> dict[int, Position]:
         """Return the position of each rank that answers in time."""
@@ -360,7 +386,7 @@ class Session:
         return state_of(position, "idle" if has_begun else "starting")
 
     def ask(self, request: SideRequest[R], *, timeout_s: float = ASK_S) -> dict[int, R]:
-        """Return the side-door replies of the living ranks, without those that failed or timed out."""
+        """Return the control-channel replies of the living ranks, without those that failed or timed out."""
         return answers(self.cluster, request, self.living(), timeout_s=timeout_s)
 
     def parameters(self) -> list[str]:
@@ -379,13 +405,11 @@ class Session:
             RankDied: a rank is gone.
             Interrupted: it was cancelled.
         """
-        num_ranks = self.cluster.num_ranks
         interrupts = CountInterrupts()
         with ExitStack() as sending:
             with self._changed:
-                mark = self._ready(range(num_ranks))
-                command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
-                check(command, self.names(), self.trace.header, num_ranks, self._in_notebook)
+                mark = self._ready(range(self.cluster.num_ranks))
+                command = self._checked(command)
                 before = self.trace
                 sending.enter_context(interrupts)  # else some ranks might wait for others without the request
                 pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
@@ -404,11 +428,11 @@ class Session:
                 request = self._open(CellTask(pending), pending, mark, interrupts)
             return self._follow(request, listener, background=False)
 
-    def pause(self, tell: OnStanding = no_standing) -> Report:
+    def pause(self, on_standing: OnStanding = no_standing) -> Report:
         """Stop all ranks at the same event of the request under way, and return where they stopped.
 
         Args:
-            tell: receives notices of what the pause waits for.
+            on_standing: receives notices of what the pause waits for.
 
         Raises:
             UsageError: no request is under way.
@@ -416,8 +440,8 @@ class Session:
         request = self._under_way("pause")
         with self._changed:
             if request.state == "running":
-                request.watch.ask_pause()
-                self._wait_while_running(request, STOP_S, tell)
+                request.watch.request_pause()
+                self._wait_while_running(request, STOP_S, on_standing)
             report: Report | None = request.report if request.state == "stopped" else None
             if report is not None and request.dead:
                 report = EndReport(sentence=busy_sentence(request))
@@ -455,11 +479,11 @@ class Session:
             is_background = request.is_background if background is None else background
             return self._follow(request, listener, background=is_background)
 
-    def abort(self, tell: OnStanding = no_standing) -> Report:
+    def abort(self, on_standing: OnStanding = no_standing) -> Report:
         """Abort the request under way; the ranks are ready again afterwards.
 
         Args:
-            tell: receives notices of what the abort waits for.
+            on_standing: receives notices of what the abort waits for.
 
         Raises:
             UsageError: no request is under way.
@@ -469,15 +493,15 @@ class Session:
             return self._end_left()
         request = self._under_way("abort")
         with self._changed:
-            request.watch.ask_abort()
+            request.watch.request_abort()
             is_mine = request.state == "stopped"
             if is_mine:
                 request.state, request.interrupts = "running", CountInterrupts()
             else:
-                self._wait_while_running(request, STOP_S + RECOVER_S, tell)
+                self._wait_while_running(request, STOP_S + RECOVER_S, on_standing)
         if is_mine:
-            if tell is not no_standing:
-                request.listener = dataclasses.replace(request.listener, on_standing=tell)
+            if on_standing is not no_standing:
+                request.listener = dataclasses.replace(request.listener, on_standing=on_standing)
             try:
                 return self._attend(request)
             except Interrupted as ended:
@@ -499,7 +523,7 @@ class Session:
         Raises:
             UsageError: no request is stopped, a rank is not held in the gate, or the work waits for ranks that do not
                 run it.
-            RankError: the side door of a rank refused it; the step stays stopped.
+            RankError: a rank refused it; the step stays stopped.
         """
         request = self._under_way(word)
         if request.state != "stopped":
@@ -552,13 +576,13 @@ class Session:
 
     def _attend_behind(self, request: Request) -> None:
         try:
-            said = self._attend(request).headline
+            ending = self._attend(request).headline
         except WorkbenchError as error:
-            said = str(error)
+            ending = str(error)
         except Exception as error:  # noqa: BLE001 - reported as news
-            said = f"{type(error).__name__}: {error}"
+            ending = f"{type(error).__name__}: {error}"
         if not self.is_closed:
-            self._news.append((request, f"in the background, {request.work.words}: {said}"))
+            self._news.append((request, f"in the background, {request.work.words}: {ending}"))
 
     def _drop_news_of(self, request: Request) -> None:
         """Drop the news of a request whose end the caller reports itself."""
@@ -572,7 +596,7 @@ class Session:
                 with suppress(ValueError):  # news() took it meanwhile
                     self._news.remove(entry)
 
-    def _wait_while_running(self, request: Request, timeout_s: float, tell: OnStanding) -> None:
+    def _wait_while_running(self, request: Request, timeout_s: float, on_standing: OnStanding) -> None:
         if request.watcher is threading.current_thread():
             return  # a callback of the waiting thread must not wait for it
         until = time.monotonic() + timeout_s
@@ -580,7 +604,7 @@ class Session:
             if self._changed.wait_for(lambda: request.state != "running", min(left_s, ASK_S)):
                 return
             if awaited := self._awaited(request):
-                tell(awaited)
+                on_standing(awaited)
 
     # ---- stages of a request
 
@@ -695,19 +719,19 @@ class Session:
         if request.listener.on_standing is no_standing:
             return
         heard = (request.work.num_outputs(), tuple(request.watch.running), self._collector.next_seq)
-        asked = request.watch.asked
+        requested = request.watch.requested
 
         def sentence(seconds: float) -> str:
             awaited = self._awaited(request)
             if not awaited:
                 request.worked = self._who_works(request, seconds)
-            said = awaited or request.worked
-            is_told = request.thread is None and (asked or request.watch.is_exhausted)
-            return f"{said}; {request.watch.next_means}" if is_told else said
+            notice = awaited or request.worked
+            has_means = request.thread is None and (requested or request.watch.is_exhausted)
+            return f"{notice}; {request.watch.next_means}" if has_means else notice
 
-        is_urgent = bool(asked or request.dead)
+        is_urgent = bool(requested or request.dead)
         request.standing.look(heard, sentence, request.listener.on_standing, is_urgent=is_urgent)
-        if not request.standing.said:
+        if not request.standing.text:
             request.worked = ""
 
     def _who_works(self, request: Request, seconds: float) -> str:
@@ -720,9 +744,9 @@ class Session:
     def _awaited(self, request: Request) -> str:
         """Return what a pause or an abort still waits for, in words; empty: neither is under way."""
         here, running = self._collector.heard, sorted(request.watch.running)
-        if not request.watch.asked or not running:
+        if not request.watch.requested or not running:
             return ""
-        if request.watch.asked == "abort":
+        if request.watch.requested == "abort":
             return f"aborting; {label(running)} still {_run(running)}"
         late = [rank for rank in running if rank not in here or state_of(here[rank]) == "running"]
         return f"stops at the next event of {label(late or running)}"
@@ -975,19 +999,19 @@ def _run(ranks: Sequence[int]) -> str:
     return "run" if len(ranks) > 1 else "runs"
 
 
-def _error_of(outcome: Outcome, found: dict[int, Aftermath], obstacle: str, said: str) -> WorkbenchError:
+def _error_of(outcome: Outcome, found: dict[int, Aftermath], obstacle: str, notice: str) -> WorkbenchError:
     """Return the exception of a failed or cancelled request.
 
     Args:
         outcome: its outcome.
         found: state of the ranks afterwards, by rank.
         obstacle: why the ranks cannot continue; empty: they are ready.
-        said: the last notice of running ranks that the user saw.
+        notice: the last notice of running ranks that the user saw.
     """
     given_up = (outcome.given_up or "interrupted").capitalize()
     if outcome.abandoned or (outcome.given_up and not any(failure.died for failure in outcome.failures)):
         done = f"{given_up}; {obstacle}" if obstacle else f"{given_up}. {IDLE_AGAIN}"
-        return Interrupted("\n".join([done, *([f"before that: {said}"] if said else []), *left_behind(found)]))
+        return Interrupted("\n".join([done, *([f"before that: {notice}"] if notice else []), *left_behind(found)]))
     cause = first_cause(outcome.failures)
     if cause.ename == UsageError.__name__:
         alike = sum(str(failure) == str(cause) for failure in outcome.failures)

@@ -31,7 +31,7 @@ class StallNotice:
         clock: monotonic clock, in seconds.
 
     Attributes:
-        said: the current sentence; ``""``: none, as there is news since.
+        text: the current sentence; ``""``: none, as there is news since.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -40,17 +40,17 @@ class StallNotice:
         self._heard: object = None
         self._next = self._began + QUIET_S
         self._is_urgent = False
-        self.said = ""
+        self.text = ""
 
     def look(
-        self, heard: object, sentence: Callable[[float], str], tell: OnStanding, *, is_urgent: bool = False
+        self, heard: object, sentence: Callable[[float], str], on_standing: OnStanding, *, is_urgent: bool = False
     ) -> None:
-        """Call ``tell`` with a notice if it is time.
+        """Call ``on_standing`` with a notice if it is time.
 
         Args:
             heard: state of the news, in any form; a changed value means news.
             sentence: returns the notice for a duration in seconds.
-            tell: receives the notice.
+            on_standing: receives the notice.
             is_urgent: a rank has died, or the user waits for a stop: notify at once, regardless of news.
         """
         now = self._clock()
@@ -58,13 +58,13 @@ class StallNotice:
             self._next = self._next if self._is_urgent else now
         elif heard != self._heard:
             self._next = now + QUIET_S
-            if self.said:
-                self.said = ""
-                tell("")
+            if self.text:
+                self.text = ""
+                on_standing("")
         self._heard, self._is_urgent = heard, is_urgent
         if now >= self._next:
-            self.said = sentence(now - self._began)
-            tell(self.said)
+            self.text = sentence(now - self._began)
+            on_standing(self.text)
             self._next = now + max(AGAIN_S, (now - self._began) / 20)  # less often for a long request
 
 

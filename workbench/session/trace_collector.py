@@ -1,14 +1,14 @@
-"""Collecting the ranks' recorded rows through their side doors into one growing trace."""
+"""Collecting the ranks' recorded rows through their control channels into one growing trace."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.events import Category, Edge, Kind
 from workbench.protocol.rank_messages import Drain, DrainReply, Position, RecordSummary
-from workbench.session.channel_protocol import ControlChannel, answers
 from workbench.session.clock_sync import ClockSync
 from workbench.session.snapshot import ActivePolicy
 from workbench.trace import header_from_dict, key_frame_from_dict
@@ -25,7 +25,8 @@ The more ranks share the cores, the less CPU time each has to answer. With 8 ran
 """
 
 MAX_LEISURE_S = 0.25
-"""Limit of the back-off in seconds, unless the replies took longer: a rank may run code that blocks its side door."""
+"""Limit of the back-off in seconds, unless the replies took longer: a rank may run code that blocks its control
+thread."""
 
 
 class TraceCollector:
@@ -63,24 +64,29 @@ class TraceCollector:
         """The trace collected so far."""
         return self._builder.snapshot()
 
-    def drain(self, door: ControlChannel, ranks: Iterable[int], *, timeout_s: float, max_age_s: float = 0.0) -> None:
+    def drain(
+        self, channel: ControlChannel, ranks: Iterable[int], *, timeout_s: float, max_age_s: float = 0.0
+    ) -> Mapping[int, Position]:
         """Collect the rows that ``ranks`` recorded since the last drain, except from ranks that do not answer in time.
 
         Ranks whose clock was not compared with rank 0's yet are skipped; they keep their rows until a later drain.
 
         Args:
-            door: their side doors.
+            channel: their control channels.
             ranks: ranks to drain.
             timeout_s: timeout of the replies, in seconds.
             max_age_s: no-op if the last drain, by any thread, is less than this many seconds ago, or within the
                 back-off (:data:`LEISURE`). 0: drain always.
+
+        Returns:
+            The positions of the ranks that answered.
         """
         with self._lock:
             begin = time.monotonic()
             if max_age_s and begin - self._drained_at < max(max_age_s, self._leisure_s):
-                return
+                return self.heard
             ranks = tuple(ranks)
-            if self._clocks.compare(door, ranks, timeout_s=timeout_s):
+            if self._clocks.compare(channel, ranks, timeout_s=timeout_s):
                 self._builder.set_clocks(self._clocks.readings)
             begin = time.monotonic()
             # one request for all ranks with what is known of each, so a rank whose last reply came too late repeats it
@@ -89,7 +95,7 @@ class TraceCollector:
                 for r in ranks
                 if self._clocks.knows(r)
             }
-            drained = answers(door, Drain(known=known), known, timeout_s=timeout_s)
+            drained = answers(channel, Drain(known=known), known, timeout_s=timeout_s)
             for rank, recorded in drained.items():
                 self._take(rank, recorded)
             if any(recorded.header is not None for recorded in drained.values()):
@@ -98,6 +104,7 @@ class TraceCollector:
             self._drained_at = time.monotonic()
             took_s = self._drained_at - begin
             self._leisure_s = max(min(LEISURE * len(known) * took_s, MAX_LEISURE_S), took_s)
+            return self.heard
 
     def _note_policy(self, trace: Trace) -> None:
         """Record the units in use if they have changed.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from workbench.cluster.channel_protocol import Interruptible
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.pending_replies import PendingReplies
 from workbench.cluster.release_ranks import SHUT_AFTER_S, SIGNAL_AFTER_S
@@ -15,7 +16,6 @@ from workbench.errors import RankDied, RankError
 from workbench.protocol.rank_messages import GiveUp, Position, Shut
 from workbench.reports.failures import Failure
 from workbench.reports.stop_positions import StopGroup
-from workbench.session.channel_protocol import ControlChannel
 from workbench.session.pause_protocol import PauseProtocol
 
 SLICE_S = 0.02
@@ -41,18 +41,11 @@ QUIET_S, HEAR_OUT_S = 0.05, 0.3
 """Time in seconds without new output after which the output of stopped ranks counts as complete, and its limit."""
 
 ASK_S = 0.5
-"""Timeout of a side-door request while others wait for the reply, in seconds."""
+"""Timeout of a control-channel request while others wait for the reply, in seconds."""
 
 PATIENT_S = 5.0
 """The same when the reply matters and nothing else waits, in seconds: an idle rank answers, though late if the machine
 is busy."""
-
-
-class Interruptible(ControlChannel, Protocol):
-    """The part of a cluster used here."""
-
-    def interrupt(self, ranks: Iterable[int] | None = None) -> None:
-        """Send SIGINT to ranks."""
 
 
 @dataclass
@@ -74,12 +67,17 @@ class Outcome:
     abandoned: tuple[int, ...] = ()
 
 
-Asked = Literal["", "pause", "abort"]
+Requested = Literal["", "pause", "abort"]
 """What the user may request while ranks run."""
 
 
-_MEANS = ("stops inside the step", "aborts", "sends SIGINT", "stops waiting")
-"""What each further Ctrl-C does."""
+class Means(Enum):
+    """The means that a Ctrl-C uses, gentlest first; each is used once."""
+
+    PAUSE = "stops inside the step"
+    ABORT = "aborts"
+    SIGNAL = "sends SIGINT"
+    ABANDON = "stops waiting"
 
 
 class Tick(Enum):
@@ -126,24 +124,24 @@ class RequestWaiter:
         self.running = set(pending.ranks)
         self._outcome = Outcome()
         self._can_pause = can_pause
-        self._level = 0
-        self._pause_asked = self._abort_asked = False
+        self._used: Means | None = None  # by the last Ctrl-C
+        self._pause_requested = self._abort_requested = False
         self._abort_at: float | None = None
         self._shut_at: float | None = None
         self._signal_at: float | None = None
         self._abandon_at: float | None = None
         self._next_tick = clock() + TICK_S
 
-    def ask_pause(self) -> None:
+    def request_pause(self) -> None:
         """Request a stop of the ranks. Thread-safe."""
-        self._pause_asked = True
+        self._pause_requested = True
 
-    def ask_abort(self) -> None:
+    def request_abort(self) -> None:
         """Request an abort of the ranks. Thread-safe."""
-        self._abort_asked = True
+        self._abort_requested = True
 
     @property
-    def asked(self) -> Asked:
+    def requested(self) -> Requested:
         """The user's request that is not complete yet."""
         if self._outcome.given_up:
             return "abort"
@@ -154,7 +152,7 @@ class RequestWaiter:
 
         ``interrupts`` counts each Ctrl-C from the sending of the request until this returns.
         """
-        self._level = 0
+        self._used = None
         with interrupts or CountInterrupts() as counted:
             try:
                 stop = self._loop(counted)
@@ -222,11 +220,11 @@ class RequestWaiter:
 
     def _obey(self) -> None:
         """Carry out the requests of other threads."""
-        if self._pause_asked:
-            self._pause_asked = False
+        if self._pause_requested:
+            self._pause_requested = False
             self._pause()
-        if self._abort_asked:
-            self._abort_asked = False
+        if self._abort_requested:
+            self._abort_requested = False
             self._give_up("aborted")
             self._abandon_at = self._clock() + ABANDON_AFTER_S
 
@@ -239,28 +237,32 @@ class RequestWaiter:
     @property
     def next_means(self) -> str:
         """What the next Ctrl-C does: ``"Ctrl-C again gives up"``."""
-        return f"Ctrl-C {'again ' if self._level else ''}{_MEANS[self._next_level()]}"
+        return f"Ctrl-C {'again ' if self._used else ''}{self._next().value}"
 
     def _escalate(self) -> None:
-        """Escalate at a Ctrl-C: pause, abort, signal at once, abandon."""
-        level = self._next_level()
-        self._level = min(level + 1, 3)
-        (self._pause, self._interrupt, self._signal, self._abandon)[level]()
+        """Use the next means at a Ctrl-C."""
+        self._used = self._next()
+        match self._used:
+            case Means.PAUSE:
+                self._pause()
+            case Means.ABORT:
+                self._give_up("interrupted")
+            case Means.SIGNAL:
+                self._signal()
+            case Means.ABANDON:
+                self._abandon()
 
-    def _next_level(self) -> int:
-        if self.is_exhausted:
-            return 3
-        if self._outcome.given_up:
-            floor = 2
-        else:
-            floor = 0 if self._can_pause and not self.stopper.is_pausing and not self._outcome.failures else 1
-        return max(self._level, floor)
+    def _next(self) -> Means:
+        """Return the gentlest means that can help and was not used yet."""
+        if self.is_exhausted or self._used in {Means.SIGNAL, Means.ABANDON}:
+            return Means.ABANDON
+        if self._outcome.given_up or self._used is Means.ABORT:
+            return Means.SIGNAL
+        can_pause = self._can_pause and not self.stopper.is_pausing and not self._outcome.failures
+        return Means.PAUSE if can_pause and self._used is None else Means.ABORT
 
     def _pause(self) -> None:
         self.stopper.pause(self.running)
-
-    def _interrupt(self) -> None:
-        self._give_up("interrupted")
 
     def _give_up(self, why: str) -> None:
         self._outcome.given_up = why

@@ -93,7 +93,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
     Raises:
         TraceError: the file is not a trace, is damaged, breaks a rule of traces, has more rows than :data:`MAX_ROWS` or
             a larger header than :data:`MAX_META_BYTES`, unpacks to more than a file of its size can hold, or was
-            written by a newer schema.
+            written by another schema.
         OSError: the file cannot be opened.
     """
     mode = os.stat(path).st_mode
@@ -169,12 +169,11 @@ def _read(file: io.BufferedIOBase, file_bytes: int) -> tuple[Trace, list[str]]:
             raise TraceError(f"it is not a trace: it has no {_META}")
         meta = json.loads(_unpacked(archive, _META, min(MAX_META_BYTES, _MAX_META_RATIO * file_bytes + _SMALL_BYTES)))
         header = header_from_dict(meta["header"])
-        version = meta["header"]["schema_version"]
         entries = [(_rank_number(entry), entry) for entry in meta["ranks"]]
         _weigh(archive, [rank for rank, _ in entries], file_bytes)
 
         def read(entry: tuple[int, dict[str, Any]]) -> tuple[RankTrace, list[str]]:
-            rank_trace = _read_rank(archive, *entry, version)
+            rank_trace = _read_rank(archive, *entry)
             broken = check_rank(header, rank_trace)
             if not broken:
                 rank_trace.prepare()
@@ -208,9 +207,9 @@ def _weigh(archive: zipfile.ZipFile, ranks: list[int], file_bytes: int) -> None:
         raise TraceError(f"it claims {num_rows:,} rows in {file_bytes:,} bytes, which is impossible")
 
 
-def _read_rank(archive: zipfile.ZipFile, rank: int, entry: dict[str, Any], version: int) -> RankTrace:
+def _read_rank(archive: zipfile.ZipFile, rank: int, entry: dict[str, Any]) -> RankTrace:
     rows = _rows(rank, _unpacked(archive, _member_name(rank), _NPY_START.size + 2**16 + MAX_ROWS * ROW_DTYPE.itemsize))
-    return RankTrace(rank, rows, key_frame_from_dict(entry["start"], version), entry["lost"])
+    return RankTrace(rank, rows, key_frame_from_dict(entry["start"]), entry["lost"])
 
 
 def _rows(rank: int, data: bytes) -> Rows:

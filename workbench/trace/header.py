@@ -14,7 +14,6 @@ from workbench.codec import CodecError, decode, encode
 from workbench.errors import TraceError
 from workbench.events import Category, Unit
 from workbench.trace.schema import SCHEMA_VERSION, ClockReading, GroupInfo, Header, HostClock, KeyFrame, Rows
-from workbench.trace.versions import upgrade_header, upgrade_key_frame
 
 T = TypeVar("T")
 Entry = TypeVar("Entry", str, GroupInfo)
@@ -30,15 +29,15 @@ def header_from_dict(data: dict[str, Any]) -> Header:
     """Return the header from the data of :func:`header_to_dict`, also after a JSON round trip.
 
     Raises:
-        TraceError: written by a newer schema, or a field is missing, unknown or of the wrong type.
+        TraceError: written by another schema, or a field is missing, unknown or of the wrong type.
     """
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if type(version) is int and version > SCHEMA_VERSION:
+    if type(version) is int and version != SCHEMA_VERSION:
+        what = "update fsdp-workbench to read it" if version > SCHEMA_VERSION else "record the trace again"
         raise TraceError(
-            f"the trace has schema version {version}, this workbench reads up to {SCHEMA_VERSION}: "
-            "update fsdp-workbench to read it"
+            f"the trace has schema version {version}, and this workbench reads version {SCHEMA_VERSION}: {what}"
         )
-    return _decode(Header, upgrade_header(data) if isinstance(data, dict) else data, "header")
+    return _decode(Header, data, "header")
 
 
 def key_frame_to_dict(key_frame: KeyFrame) -> dict[str, Any]:
@@ -47,17 +46,13 @@ def key_frame_to_dict(key_frame: KeyFrame) -> dict[str, Any]:
     return data
 
 
-def key_frame_from_dict(data: dict[str, Any], version: int = SCHEMA_VERSION) -> KeyFrame:
+def key_frame_from_dict(data: dict[str, Any]) -> KeyFrame:
     """Return the key frame from the data of :func:`key_frame_to_dict`, also after a JSON round trip.
-
-    Args:
-        data: a key frame's data.
-        version: of the schema it was written by.
 
     Raises:
         TraceError: a field is missing, unknown or of the wrong type.
     """
-    key_frame = _decode(KeyFrame, upgrade_key_frame(data, version), "key_frame")
+    key_frame = _decode(KeyFrame, data, "key_frame")
     num_categories = len(key_frame.bytes_by_category)
     if num_categories != len(Category):
         raise TraceError(f"key_frame.bytes_by_category has {num_categories} entries, expected {len(Category)}")

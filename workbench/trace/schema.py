@@ -144,7 +144,7 @@ class Header:
         hooks: sharded parameters with a ``register_hook``, which is never called; named likewise.
         comm_groups: table that the column ``comm_group`` indexes.
         strings: table that the column ``module`` indexes.
-        schema_version: of the file; upgraded to the current version when read.
+        schema_version: of the file; only the current one can be read.
     """
 
     producer: str = ""
@@ -171,8 +171,8 @@ class Header:
 
         A row has the time at which work was enqueued. A DEVICE row, later or never, has the time of the device.
         """
-        told_no_error = "cuda"  # ranks did not record device_error_ns before version 3
-        return any(info.device_error_ns or info.device.startswith(told_no_error) for info in self.ranks)
+        without_clock = "cuda"  # a source may have no clock of the device, and then no error
+        return any(info.device_error_ns or info.device.startswith(without_clock) for info in self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""An engine that ends while the doors to all engines are opened; needs no processes."""
+"""An engine that ends while the channels to all engines are opened; needs no processes."""
 
 import pytest
 
@@ -32,13 +32,13 @@ class FakePlace:
     def log_tail(self, rank):
         return ""
 
-    def ask_why_gone(self, tell):
-        tell("")
+    def ask_why_gone(self, report):
+        report("")
 
 
 @pytest.fixture(params=[True, False], ids=["its process ended", "the controller found it gone"])
 def losses(request, monkeypatch):
-    """The losses that are known if engine b, rank 1, ends just before its door is open."""
+    """The losses that are known if engine b, rank 1, ends just before its channel is open."""
     place = FakePlace(knows_ends=request.param)
     cluster = Cluster(2, "cpu")
 

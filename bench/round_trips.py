@@ -1,4 +1,4 @@
-"""What a notebook waits for on a real cluster: the first cell, and the side door of busy ranks."""
+"""What a notebook waits for on a real cluster: the first cell, and the control channel of busy ranks."""
 
 import contextlib
 import os
@@ -69,8 +69,8 @@ def _attached_s(target: AttachTarget) -> float:
         cluster.stop()
 
 
-def measure_side_door_of_hosts(num_hosts: int, num_local: int, num_times: int) -> Tree:
-    """Return the results of :func:`measure_side_door` for ranks on several hosts, and the latency of their links.
+def measure_control_channel_of_hosts(num_hosts: int, num_local: int, num_times: int) -> Tree:
+    """Return the results of :func:`measure_control_channel` for ranks on several hosts, and the latency of their links.
 
     This process, the notebook's side, and the controller have a separate host. ``above_links_ms`` is the worse median
     minus two latencies of a link; without network namespaces, nothing is measured. All hosts compute on the cores of
@@ -130,7 +130,7 @@ def running_engines(num_engines: int) -> Iterator[AttachTarget]:
                 started.communicate()
 
 
-def measure_side_door(num_ranks: int, num_times: int) -> Tree:
+def measure_control_channel(num_ranks: int, num_times: int) -> Tree:
     """Return how long all ranks, which compute in their main threads, take to send their positions."""
     with Cluster(num_ranks, "cpu") as cluster:
         return _medians(cluster, num_times)
