@@ -7,7 +7,7 @@ when the engine's code is entered and left. Time belongs to the innermost part t
     engine               |hooks| COPY_IN |hooks| issue |  WAIT  |
     counted              |hooks| copies  |hooks| issue |  wire  |
 
-* ``wire``: the engine waits (WAIT, and ``PendingWork.block`` also where no WAIT is announced). What computation hides
+* ``wire``: the engine waits (WAIT, and ``PendingWork.wait`` also where no WAIT is announced). What computation hides
   of a collective is not in it; a peer that comes late is.
 * ``issue``: within the calls of the all-gather and the reduce-scatter themselves, which start a collective. A pair that
   moves its bytes in that call, as one over shared memory may, shows them here.
@@ -53,7 +53,8 @@ class Part(Enum):
 _ENDINGS = (  # of the qualified names of functions whose time is not the hooks'
     ("AllGather.__call__", Part.ISSUE),
     ("ReduceScatter.__call__", Part.ISSUE),
-    ("PendingWork.block", Part.WIRE),
+    ("PendingWork.wait", Part.WIRE),
+    ("StreamWork.wait", Part.WIRE),
 )
 _NO_FRAME = None
 

@@ -222,15 +222,15 @@ class Ends:
 def check_waits(make) -> None:
     transport = make().transport(dist.group.WORLD)
     pending = transport.pending(Ends(), "all-gather")
-    pending.block()
+    pending.wait()
     pending.finish()
     assert pending.has_ended
     failed = transport.pending(Ends("gone"), "all-gather")
     with pytest.raises(CollectiveFailed, match="all-gather failed: gone"):
-        (failed.block(), failed.finish())
+        (failed.wait(), failed.finish())
     cancellation.cancel("enough")
     with pytest.raises(StepAborted, match="enough"):
-        transport.pending(Ends(), "all-gather").block()
+        transport.pending(Ends(), "all-gather").wait()
     cancellation.reset()
 
 

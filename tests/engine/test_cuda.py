@@ -409,14 +409,14 @@ def spinning_kernel() -> None:
     call = Collective("all-gather", "a", rows.nbytes)
     for number in range(3):
         if number < 2 or dist.get_rank() == 0:
-            group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
+            group.issue(dist.all_gather_into_tensor, rows, own, collective=call)
         if number < 2:
             torch.cuda.synchronize()
             engine.groups.end_iteration([group])
     engine.groups.rebuild_all()
     torch.cuda.synchronize()  # else for ever
-    pending = group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
-    pending.block()  # the stream waits, not the host
+    pending = group.issue(dist.all_gather_into_tensor, rows, own, collective=call)
+    pending.wait()  # the stream waits, not the host
     pending.finish()
     assert rows.tolist() == [1.0] * 8
 

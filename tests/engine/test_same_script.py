@@ -18,7 +18,7 @@ from tests.helpers.forked_ranks import on_one_rank, run_ranks, simulating
 from tests.helpers.unsharded_copy import DIM, blocks, compare, data, shard_each, squares
 from workbench import engine
 from workbench.engine import fully_shard
-from workbench.engine._torch import all_gather_single
+from workbench.engine._torch import c10d_all_gather
 from workbench.events import Kind
 from workbench.ports import LOOPBACK, reserved_port
 
@@ -348,7 +348,7 @@ def own_comm(api: ModuleType) -> list[str]:
 
         def __call__(self, output_tensor, input_tensor, group, async_op=False) -> object:
             seen.add(str(output_tensor.dtype))
-            return all_gather_single(output_tensor, input_tensor, group, async_op)
+            return c10d_all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
 
     model = make_quantised()
     api.fully_shard(model)

@@ -38,9 +38,8 @@ def connected() -> SharedMemory:
 
 
 def meet(shared: SharedMemory) -> None:
-    pending = shared.group.start(barrier, Collective("barrier", None, 0))
-    pending.block()
-    shared.group.finished(pending)
+    pending = shared.group.issue(lambda group, **_: barrier(group), collective=Collective("barrier", None, 0))
+    pending.wait()
     pending.finish()
 
 
@@ -290,7 +289,7 @@ def killed(victim: int, peer_is_past_the_barrier) -> tuple[str, float]:
         os.kill(os.getpid(), signal.SIGKILL)
     peer_is_past_the_barrier.set()
     pending = PendingWork(barrier(shared.group.process_group), "barrier")
-    pending.block()
+    pending.wait()
     with pytest.raises(CollectiveFailed, match=r"^barrier failed: "):
         pending.finish()
     total = float(rows.sum())  # also what the dead rank wrote, and made
@@ -346,7 +345,7 @@ def alone_at_a_barrier(other_may_come) -> bool:
     pending = PendingWork(barrier(group.process_group), "barrier")
     early = pending.has_ended
     other_may_come.set()
-    pending.block()
+    pending.wait()
     pending.finish()
     return dist.get_rank() == 0 and early
 

@@ -62,7 +62,7 @@ def reductions(shared: SharedMemory, plan: Plan, written: Callable[[int], Any], 
     def read_oldest() -> None:
         oldest, pending = outstanding.pop(0)
         reading(oldest)
-        pending.block()
+        pending.wait()
         pending.finish()
 
     for number, total in enumerate(totals):

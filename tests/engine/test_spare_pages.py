@@ -139,8 +139,8 @@ def allocated(model: nn.Module) -> int:
     free = (*ctx.pages._free, *backend_of(torch.device("cpu"))._buffers._spare._free)
     flying = [unit._all_gather for unit in units(model) if unit._all_gather is not None]
     casts = [g.own for g in flying if g.own.dtype is torch.bfloat16]
-    scatters = [r.scatter for r in ctx.reductions._scattering]
-    received = [s.flight.pending._work._received for s in scatters]
+    scatters = ctx.reductions._scattering
+    received = [s.pending._work._received for s in scatters]
     to_cast = [s.output for s in scatters if s.output.dtype is torch.bfloat16]
     buffers = (*(g.output for g in flying), *casts, *(s.chunks for s in scatters), *received, *to_cast)
     return sum(kept.num_bytes for kept in (*free, *full)) + sum(tensor.untyped_storage().nbytes() for tensor in buffers)

@@ -38,9 +38,10 @@ from workbench.engine._torch import (
     GradScalerWithFlags,
     _Wrappers,
     abort_process_groups,
-    all_gather_single,
     allow_reading,
     base_of,
+    c10d_all_gather,
+    c10d_reduce_scatter,
     call_post_accumulate_hooks,
     chunk_cat,
     default_store,
@@ -69,7 +70,6 @@ from workbench.engine._torch import (
     premultiplied_sum,
     put_parameter,
     queue_backward_final_callback,
-    reduce_scatter_single,
     set_composed,
     set_local,
     set_own_parameter,
@@ -159,8 +159,8 @@ def test_collectives_of_single_tensors_have_two_names(is_older, monkeypatch):
     if is_older:
         for name in SINGLE:
             monkeypatch.delattr(dist, name)
-    all_gather_single("out", "in", "group", True)
-    reduce_scatter_single("out", "in", "sum", "group", False)
+    c10d_all_gather()("out", "in", group="group", async_op=True)
+    c10d_reduce_scatter()("out", "in", op="sum", group="group", async_op=False)
     gather, reduce = SINGLE.values() if is_older else SINGLE
     assert called == [
         (gather, ("out", "in"), {"group": "group", "async_op": True}),

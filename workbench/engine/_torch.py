@@ -47,20 +47,14 @@ if untried():
     warnings.warn(untried(), stacklevel=2)
 
 
-def all_gather_single(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """All-gather into one tensor; torch before 2.13 has another name for it."""
-    newer: Callable[..., dist.Work | None] | None = getattr(dist, "all_gather_single", None)
-    return (newer or dist.all_gather_into_tensor)(output_tensor, input_tensor, group=group, async_op=async_op)
+def c10d_all_gather() -> Callable[..., dist.Work | None]:
+    """Return c10d's all-gather into one tensor; torch before 2.13 has another name for it."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def reduce_scatter_single(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: object, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """Reduce-scatter one tensor; torch before 2.13 has another name for it."""
-    newer: Callable[..., dist.Work | None] | None = getattr(dist, "reduce_scatter_single", None)
-    return (newer or dist.reduce_scatter_tensor)(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+def c10d_reduce_scatter() -> Callable[..., dist.Work | None]:
+    """Return c10d's reduce-scatter of one tensor; torch before 2.13 has another name for it."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def queue_backward_final_callback(callback: Callable[[], None]) -> None:

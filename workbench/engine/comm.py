@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine._torch import all_gather_single, group_allocator, reduce_scatter_single
+from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter, group_allocator
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.collective_order import Collective
 
@@ -151,7 +151,7 @@ class DefaultAllGather(Allocator):
         async_op: bool = False,
     ) -> AsyncWork | None:
         """See :class:`AllGather`."""
-        return cast("AsyncWork | None", all_gather_single(output_tensor, input_tensor, group, async_op))
+        return c10d_all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class DefaultReduceScatter(Allocator):
@@ -166,7 +166,17 @@ class DefaultReduceScatter(Allocator):
         async_op: bool = False,
     ) -> AsyncWork | None:
         """See :class:`ReduceScatter`."""
-        return cast("AsyncWork | None", reduce_scatter_single(output_tensor, input_tensor, op, group, async_op))
+        return c10d_reduce_scatter()(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def all_reduce_in_place(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any,  # noqa: ANN401 - see ReduceScatter
+    async_op: bool = False,
+) -> AsyncWork | None:
+    """Reduce ``tensor`` over the ranks: c10d's all-reduce with the arguments in the order of the other collectives."""
+    return cast("AsyncWork | None", dist.all_reduce(tensor, op, group, async_op))
 
 
 @dataclass(frozen=True)

@@ -243,12 +243,14 @@ class FSDPState:
         args, kwargs = self._cast_inputs(args, kwargs)
         is_first = self._training_state is not TrainingState.FORWARD or id(module) not in self._not_yet_run
         if is_first:
-            self._begin_forward()
+            self._unshard(self._begin_forward())
+            self._enter_forward()
         self._not_yet_run.discard(id(module))
         # autograd reaches the inputs of the first module last, after all gradients of the unit
         return self._hook_inputs(args, kwargs) if is_first else (args, kwargs)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self) -> Iterable[FSDPState]:
+        """Note that a forward begins; return the states to prefetch."""
         probe.phase(Phase.FORWARD)
         self._recomputes = is_in_backward()
         self._handled = sys.exception()
@@ -261,7 +263,10 @@ class FSDPState:
             elif not self._root.is_running:
                 self._root.shards_changed(self._comm_ctx)
             expected = self._root.expected_after(self)
-        self._unshard(expected if self.forward_prefetch is None else self.forward_prefetch)
+        return expected if self.forward_prefetch is None else self.forward_prefetch
+
+    def _enter_forward(self) -> None:
+        """Begin the forward of the units, which are unsharded."""
         for unit in self._fsdp_param_groups:
             unit.pre_forward(recomputed=self._recomputes)
         self._training_state = TrainingState.FORWARD
@@ -454,10 +459,8 @@ class FSDPState:
         """Start prefetching for the calls in ``ahead``, whose backward comes next."""
         _prefetch(ahead, backward=True)
 
-    def post_backward(self) -> None:
-        """Run post-backward on each unit: the gradients of the modules' inputs and parameters are complete."""
-        for unit in reversed(self._fsdp_param_groups):
-            unit.post_backward()
+    def after_post_backward(self) -> None:
+        """Called after the post-backward of the call's units."""
 
     # ---- the end of an iteration
 
@@ -521,7 +524,9 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         """Run the call's post-backward and pass the gradients through."""
         ctx.state._root.expect_end_of_backward()
-        ctx.state.post_backward()
+        for unit in reversed(ctx.state._fsdp_param_groups):  # all gradients of their inputs and parameters are complete
+            unit.post_backward()
+        ctx.state.after_post_backward()
         return (None, *grads)
 
 
@@ -674,7 +679,7 @@ class RootContext:
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: other ranks are at another point of the iteration.
-            RuntimeError: a collective was abandoned, see :meth:`CommGroup.start`.
+            RuntimeError: a collective was abandoned, see :meth:`CommGroup.issue`.
         """
         for group in self._groups():
             group.check_usable(END)

@@ -611,13 +611,16 @@ class FSDPParamGroup:
         if not (params or self._reducer.owes_all_reduce):
             return
         grads = [p.take_grads() for p in params]
-        ctx = self.comm_ctx
+        ctx, unused = self.comm_ctx, self._unused(params)
         try:
             with ctx.streams.reducing(after_compute=True):
                 ctx.reductions.make_room()
                 if params:
                     ctx.comms.reduces(self)
-                ctx.reductions.add(foreach_reduce(self._reducer, params, grads, self.pair.reduce, self._unused(params)))
+                    started = foreach_reduce(self._reducer, params, grads, self.pair.reduce, unused)
+                else:
+                    started = self._reducer.all_reduce_kept(unused)
+                ctx.reductions.add(started)
         finally:
             if not grads:  # foreach_reduce emptied the list and announced the freed bytes
                 self._grad_bytes = 0

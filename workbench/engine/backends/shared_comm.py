@@ -274,7 +274,7 @@ def wait_for_all_to_issue(work: AsyncWork, what: str) -> None:
         StepAborted, CollectiveFailed: see :class:`PendingWork`.
     """
     pending = PendingWork(work, what)
-    pending.block()
+    pending.wait()
     pending.finish()
 
 

@@ -137,12 +137,12 @@ class WrapperState(FSDPState):
         """True while the module is in eval mode, if ``FSDP_USE_FULL_PREC_IN_EVAL=1`` was set when it was wrapped."""
         return self._full_precision_in_eval and not self.wrapped.training
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self) -> Iterable[FSDPState]:
         if self._full_precision_in_eval and self._is_outermost and not is_in_backward():
             for state in self._root.states:
                 if isinstance(state, WrapperState):
                     state.match_mode()
-        super()._begin_forward()
+        return super()._begin_forward()
 
     def match_mode(self) -> None:
         """Set the dtypes of the unit and buffers for the module's current mode, train or eval."""
@@ -204,9 +204,8 @@ class WrapperState(FSDPState):
         else:
             super()._backward_begins(ahead)
 
-    def post_backward(self) -> None:
-        """Reduce the gradients, which are complete; with BACKWARD_POST then prefetch the next unit."""
-        super().post_backward()
+    def after_post_backward(self) -> None:
+        """With BACKWARD_POST, prefetch the next unit."""
         ahead, self._ahead = self._ahead, ()
         super()._backward_begins(ahead)
 
