@@ -30,7 +30,7 @@ from workbench.engine.backends.async_work import CollectiveSpan, PendingWork
 from workbench.engine.backends.base import Backend, Grads, Streams
 from workbench.engine.backends.device_clock import Event
 from workbench.engine.collective_order import Collective
-from workbench.engine.comm import ReduceScatter, all_reduce_in_place, give_back, input_nbytes, takes_own_in_output
+from workbench.engine.comm import ReduceScatter, StageKeeper, all_reduce_in_place, give_back, traits_of
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
 from workbench.engine.process_groups import CommGroup
@@ -284,7 +284,7 @@ class ReduceScatterState:
         then: what follows it.
         params: the parameters whose gradients it reduces, in order.
         reduce: the reduce-scatter that allocated its input.
-        chunks: its input ``[F * S]``, or less, see :func:`takes_own_in_output`; must stay alive until it ends.
+        chunks: its input ``[F * S]``, or less, see :attr:`CommTraits.own_in_output`; must stay alive until it ends.
         staged_nbytes: bytes that it holds in flight.
         output: ``[S]``.
         lease: handle for the output's bytes.
@@ -439,10 +439,11 @@ def foreach_reduce(
     then, group, slot_numel = reducer.plan(unused), reducer.mesh_info.shard_group, sum(p.slot_numel for p in params)
     if group is None:
         return ShardSum(then, _laid_out(reducer, params, grads))
-    own = torch.empty(slot_numel, dtype=dtype, device=device) if takes_own_in_output(reduce) else None
+    traits = traits_of(reduce)
+    own = torch.empty(slot_numel, dtype=dtype, device=device) if traits.own_in_output else None
     num_staged = group.size if own is None else group.size - 1
     chunks = reduce.allocate((slot_numel * num_staged,), dtype=dtype, device=device)
-    staged_nbytes = input_nbytes(reduce, chunks, group)
+    staged_nbytes = traits.nbytes_in_flight(chunks, group.size)
     with alive_unless_raised(partial(_count_staging, reduce, unit, chunks, staged_nbytes), 1):
         rows = chunks.view(num_staged, slot_numel)
         parts = [rows] if own is None else [rows[: group.rank], own.view(1, -1), rows[group.rank :]]
@@ -476,7 +477,7 @@ def _count_staging(reduce: ReduceScatter, unit: UnitId, chunks: torch.Tensor, nu
     ``chunks`` may be in a buffer that ``reduce`` keeps and that counts as reserved while unused.
     """
     probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, sign * num_bytes)
-    lease = getattr(reduce, "lease", None)
+    lease = cast("StageKeeper", reduce).lease if traits_of(reduce).keeps_stages else None
     if lease is not None and lease.is_told:
         probe.memory(Category.RESERVED, probe.NO_UNIT, -sign * chunks.nbytes)
 

@@ -22,7 +22,7 @@ from workbench.engine.backends import backend_of
 from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.device_clock import Event
 from workbench.engine.collective_order import Collective
-from workbench.engine.comm import AllGather, give_back, is_of_others, output_nbytes, reads_own_row
+from workbench.engine.comm import AllGather, give_back, traits_of
 from workbench.engine.process_groups import CommGroup
 from workbench.events import Category, Edge, Kind
 
@@ -65,7 +65,7 @@ class AllGatherState:
     """An all-gather in flight.
 
     Attributes:
-        output: ``[F * S]``, or less, see :func:`is_of_others`.
+        output: ``[F * S]``, or less, see :attr:`CommTraits.leaves_own_out`.
         own: ``[S]``, this rank's input.
         gather: the all-gather that allocated the output.
         num_bytes: bytes allocated for it alone.
@@ -88,7 +88,7 @@ class AllGatherState:
         self.pending.wait()
         self.pending.finish()
         rank, size, numel = self.group.rank, self.group.size, self.own.numel()
-        if not is_of_others(self.gather):
+        if not traits_of(self.gather).leaves_own_out:
             return [self.output.view(size, numel)]
         rows = self.output.view(size - 1, numel)
         return [part for part in (rows[:rank], self.own.view(1, numel), rows[rank:]) if len(part)]
@@ -154,19 +154,20 @@ def foreach_all_gather(
     The shard itself is the input, unless it must be cast, moved or assembled, or must be in this rank's row of the
     output. Then it is copied: into that row, or into a buffer if there is no such row.
     """
-    numel, leaves_own_out = shard.numel(), is_of_others(gather)
-    num_gathered = group.size - leaves_own_out
+    numel, traits = shard.numel(), traits_of(gather)
+    num_gathered = group.size - traits.leaves_own_out
     output = gather.allocate((numel * num_gathered,), dtype=dtype, device=device)
     own, own_nbytes = None, 0
     if isinstance(shard, torch.Tensor) and (shard.dtype, shard.device) == (dtype, output.device):
-        own = None if reads_own_row(gather) else shard
+        own = None if traits.reads_own_row else shard
     is_copied = own is None
-    if own is None and leaves_own_out:
+    if own is None and traits.leaves_own_out:
         own = torch.empty(numel, dtype=dtype, device=device)
         own_nbytes = own.nbytes
     elif own is None:
         own = output.view(group.size, numel)[group.rank]
-    payload, num_bytes = numel * group.size * dtype.itemsize, output_nbytes(gather, output, group) + own_nbytes
+    payload = numel * group.size * dtype.itemsize
+    num_bytes = traits.nbytes_in_flight(output, group.size) + own_nbytes
     with alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), num_bytes):
         if is_copied:
             _copy_shard(own, shard, unit)

@@ -49,6 +49,7 @@ from workbench.engine.backends.shared_memory import (
     whole_pages,
 )
 from workbench.engine.cancellable_waits import AsyncWork
+from workbench.engine.comm import CommTraits
 from workbench.events import Category
 
 
@@ -74,12 +75,9 @@ class SharedMemoryAllGather:
     """All-gather of one unit, whose shard is in shared memory: the output *is* every rank's shard, uncopied.
 
     See :class:`workbench.engine.comm.AllGather`, and the head of this file for when a shard may be written.
-
-    Attributes:
-        is_shared: the output costs no memory.
     """
 
-    is_shared = True
+    traits = CommTraits(is_shared=True, reuses_buffers=True)
 
     def __init__(self, shared: SharedMemory) -> None:
         self._shared = shared
@@ -159,14 +157,9 @@ class SharedMemoryCastAllGather:
     next unit is gathered in the other. Before a rank writes to a stage, it waits until the others have read the old
     contents; usually they have, because the rank has waited for a later barrier. If the rank has not read them itself
     (more than two units are gathered at once), it first copies them to private memory, so that ranks cannot deadlock.
-
-    Attributes:
-        is_shared: the output costs no memory in addition to the stages.
-        reads_own_row: see :func:`workbench.engine.comm.reads_own_row`.
     """
 
-    is_shared = True
-    reads_own_row = True
+    traits = CommTraits(is_shared=True, reads_own_row=True, reuses_buffers=True)
 
     def __init__(self, shared: SharedMemory, dtype: torch.dtype) -> None:
         self._shared = shared
@@ -392,11 +385,11 @@ class SharedMemoryReduceScatter:
         num_stages: see :meth:`allow`.
 
     Attributes:
-        own_in_output: see :func:`workbench.engine.comm.takes_own_in_output`.
+        traits: see :class:`workbench.engine.comm.CommTraits`.
         lease: handle of the stages' memory; None while they have none.
     """
 
-    own_in_output = True
+    traits = CommTraits(own_in_output=True, keeps_stages=True)
 
     def __init__(
         self, shared: SharedMemory, dtype: torch.dtype, max_outstanding: int = 1, num_stages: int | None = None
