@@ -256,13 +256,13 @@ def test_an_inner_module_may_be_evaluated_alone_and_its_shards_be_written_then()
 @on_one_rank
 def test_an_event_stands_for_one_optimizer_step():
     model = shard_each(blocks(2))
-    root = model._get_fsdp_state()._root
+    root = model._get_fsdp_state().root_ctx
     model.set_post_optim_event(None)  # what a script that knows no streams passes on the CPU
     assert root.post_optim_event is None
     model.set_post_optim_event(SimpleNamespace(wait=lambda: None))
     assert root.post_optim_event is not None
     model(data(0))
-    assert model._get_fsdp_state()._root.post_optim_event is None  # else the next forward would not see the next step
+    assert model._get_fsdp_state().root_ctx.post_optim_event is None  # else the next forward misses the next step
 
 
 # ---- frozen parameters of other dtypes

@@ -663,6 +663,11 @@ class FSDPParamGroup:
         return self.sync.reduce_grads and (has_full or self._reducer.owes_all_reduce)
 
     @property
+    def has_partial_sum(self) -> bool:
+        """True if gradients summed over the shard ranks wait for an all-reduce."""
+        return self._reducer.kept is not None
+
+    @property
     def has_missed_grads(self) -> bool:
         """True if reduction is enabled and autograd made full gradients after the last post-backward."""
         return self.sync.reduce_grads and sum(p.grad_bytes() for p in self.fsdp_params) > self._grad_bytes

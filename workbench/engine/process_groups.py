@@ -228,9 +228,10 @@ class CommGroup:
     def give_up(self, error: BaseException) -> None:
         """Refuse further collectives on all groups of this rank; notify their ranks if ranks disagree."""
         for group in tuple(_groups.values()):
-            group._leave(error)
+            group.leave(error)
 
-    def _leave(self, error: BaseException) -> None:
+    def leave(self, error: BaseException) -> None:
+        """Refuse further collectives on this group; notify its ranks if ranks disagree."""
         self._given_up = self._given_up or f"{type(error).__name__}: {str(error).partition('. ')[0]}"
         if isinstance(error, RanksDisagreeError) and self._order_check is not None:
             self._order_check.leave(str(error))

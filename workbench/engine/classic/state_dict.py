@@ -330,7 +330,7 @@ def end_load(state: WrapperState, *, keep: bool) -> None:
         if keep and settings_for(state).state_dict_type is not LOCAL:
             flat.take_values()
         flat.stand_down()
-    if state._is_root is not None:
+    if state.is_root is not None:
         state.has_root()  # buffers may have been replaced
 
 

@@ -284,15 +284,15 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     def check_is_root(self) -> bool:
         """Return whether this is the outermost wrapper; before the first forward, make it the root."""
         self._as_root()
-        return bool(self._state._is_root)
+        return bool(self._state.is_root)
 
     def _as_root(self) -> None:
-        if self._state._is_root is None:
-            self._state._lazy_init()
+        if self._state.is_root is None:
+            self._state.lazy_init()
 
     def _check_root(self, what: str) -> None:
         self._as_root()
-        if not self._state._is_root:
+        if not self._state.is_root:
             raise RuntimeError(f"{what} was called on a wrapper inside another; call it on the outermost one")
 
     @staticmethod
@@ -457,7 +457,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         before = [
             (state, unit, unit.sync.reduce_grads, unit.reshard_after_backward)
             for state in wrapper_states_below(self)
-            for unit in state._fsdp_param_groups
+            for unit in state.units
         ]
         for state, unit, *_ in before:
             unit.sync.reduce_grads = False
@@ -486,9 +486,9 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         """
         self._check_root("clip_grad_norm_")
         check_same_grads(self, wrapper_states_below(self), "clip_grad_norm_")
-        units = units_of(self._state._states)
+        units = units_of(self._state.tree)
         flats = {param: flat for flat in map(flat_of, units) for param in flat.owned}
-        device = self._state._comm_ctx.device
+        device = self._state.comm_ctx.device
         return clip_grad_norm(list(self.parameters()), flats, float(max_norm), float(norm_type), device)
 
     def register_comm_hook(self, state: object, hook: comm_hooks.CommHook) -> None:
