@@ -346,14 +346,16 @@ def stream_of_each_gather() -> None:
     model = shard(make())
     loss_of(model, tokens(0)).backward()
     for unit in units_of(states_below(model)):
-        original = unit.pair.gather.__call__
+        original = unit.comm_choice.pair.gather.__call__
 
         def gather(*args, name=unit.name, original=original, **kwargs):
             seen.append((name, torch.cuda.current_stream()))
             return original(*args, **kwargs)
 
-        wrapped = type("Watched", (), {"allocate": unit.pair.gather.allocate, "__call__": staticmethod(gather)})
-        unit.set_custom(gather=wrapped())
+        wrapped = type(
+            "Watched", (), {"allocate": unit.comm_choice.pair.gather.allocate, "__call__": staticmethod(gather)}
+        )
+        unit.use_comm(unit.comm_choice.custom(gather=wrapped()))
     ctx, compute = model._get_fsdp_state()._comm_ctx, torch.cuda.current_stream()
     loss_of(model, tokens(1)).backward()
     blocks = [f"blocks.{i}" for i in range(4)]

@@ -193,7 +193,7 @@ def bytes_of_a_step(num_blocks: int) -> tuple[int, int, int, int, int]:
         for number in range(2):
             record.clear()
             loss_of(model, batch(dist.get_rank(), number, plain["vocab"])).backward()
-        reduce = unit.pair.reduce
+        reduce = unit.comm_choice.pair.reduce
         largest = max(u.shard_numel for u in (model._get_fsdp_state()._fsdp_param_group, unit))
         told = 0 if reduce.lease is None else reduce.num_bytes
         dist.barrier()  # others have given their part back as well

@@ -135,7 +135,7 @@ def test_where_pages_cannot_be_moved_fresh_ones_give_the_same_bits(world_size):
 def allocated(model: nn.Module) -> int:
     """Bytes of full parameters' pages, whether used or not, and of the storages of what is communicated."""
     ctx = model._get_fsdp_state()._comm_ctx
-    full = [unit._home.memory._memory._kept for unit in units(model) if unit._home.memory.is_held]
+    full = [m._memory._kept for m in (unit.buffers.current.memory for unit in units(model)) if m.is_held]
     free = (*ctx.pages._free, *backend_of(torch.device("cpu"))._buffers._spare._free)
     flying = [unit._all_gather for unit in units(model) if unit._all_gather is not None]
     casts = [g.own for g in flying if g.own.dtype is torch.bfloat16]

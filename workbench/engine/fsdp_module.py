@@ -218,7 +218,7 @@ class FSDPModule:
         """
         _check_comm(comm, "set_custom_all_gather")
         for unit in _one_mesh(self, "set_custom_all_gather"):
-            unit.set_custom(gather=comm)
+            unit.use_comm(unit.comm_choice.custom(gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this module's gradients with ``comm``.
@@ -228,7 +228,7 @@ class FSDPModule:
         """
         _check_comm(comm, "set_custom_reduce_scatter")
         for unit in _one_mesh(self, "set_custom_reduce_scatter"):
-            unit.set_custom(reduce=comm)
+            unit.use_comm(unit.comm_choice.custom(reduce=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let the backend allocate communication buffers (zero-copy transfers), if it can; gloo cannot.

@@ -418,7 +418,7 @@ class FSDPState:
         if tensor.requires_grad:
             self._backward_follows = True
             if self._recorded is None:
-                self._recorded = RecordedForward([unit.home for unit in self.units])
+                self._recorded = RecordedForward([unit.buffers.current for unit in self.units])
                 self.comm_ctx.recorded.add(self._recorded)
             tensor.register_hook(functools.partial(self._pre_backward, self._recorded))
             base = base_of(tensor)
@@ -458,7 +458,7 @@ class FSDPState:
         for unit in self.units:
             if unit.pending_backwards and unit.training_state is TrainingState.IDLE:
                 self.training_state = TrainingState.PRE_BACKWARD
-                unit.pre_backward(unit.home)
+                unit.pre_backward(unit.buffers.current)
                 unit.begin_backward()
 
     def _inner_backward(self, unit: FSDPParamGroup) -> None:
@@ -651,7 +651,7 @@ class RootContext:
         if self._forwards:
             self._last_forwards, self._forwards = self._forwards, []
         units = units_of(self.states)
-        if any(unit.needs_comm for unit in units):
+        if any(unit.comm_choice.is_open for unit in units):
             ctx.choose_comms(units)
         self.shards_changed(ctx)
 

@@ -141,13 +141,11 @@ def _whole(layouts: Sequence[ShardLayout], grads: Sequence[Grads], num_chunks: i
 
 
 class CommUser(Protocol):
-    """The view of a unit that the choice of its collectives needs.
+    """The view of a unit that the choice of its collectives needs."""
 
-    Attributes:
-        comm: the pair of collectives that the unit uses; None until one is chosen.
-    """
-
-    comm: CommPair | None
+    @property
+    def comm(self) -> CommPair | None:
+        """The pair of collectives that the unit uses; None until one is chosen."""
 
     @property
     def shard_group(self) -> Peers | None:

@@ -47,7 +47,7 @@ def install(unit: FSDPParamGroup, state: object, hook: CommHook) -> None:
     """Make ``hook`` reduce the gradients of a unit from now on."""
     unit.sync.comm_hook = partial(hook, state)
     if unit.shard_group is not None:
-        unit.set_custom(reduce=HookReduceScatter(state, hook))
+        unit.use_comm(unit.comm_choice.custom(reduce=HookReduceScatter(state, hook)))
 
 
 class DefaultState:
