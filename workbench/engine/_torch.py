@@ -236,27 +236,29 @@ def tell_checkpoints(kind: type[nn.Module], ours: Checkpointed) -> None:
     )
 
 
-def is_asked_by_checkpoints() -> bool:
-    """Return whether the calling function was called by ``torch.distributed.checkpoint.state_dict``.
+_TRAVERSALS = frozenset({"named_parameters", "named_modules", "_named_members"})
 
-    That module walks a model's modules to find an optimizer's parameters.
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # otherwise Dynamo would trace, and warn about, the look at the frames
+def traversal_of_checkpoints() -> str:
+    """Return the method through which ``torch.distributed.checkpoint.state_dict`` reached the calling method.
+
+    The caller is an override of ``named_parameters`` or ``named_modules``. Those of ``nn.Module`` call each other, and
+    overrides, also of modules around, call those of their base class; the answer is the first of these calls: such as
+    ``named_parameters`` in ``named_modules``, if that module lists parameters. "" if it is not that module that asks.
+    Frames of ``torch.compile`` between them do not count.
     """
-    caller = sys._getframe(2)
-    return caller.f_globals.get("__name__") == _CHECKPOINTS
-
-
-def lists_parameters_for_checkpoints() -> bool:
-    """Return whether ``torch.distributed.checkpoint.state_dict`` is in ``named_parameters``, which called the caller.
-
-    It removes frozen parameters from a state dict by these names.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name in {"named_modules", "_named_members"}:
+    frame: FrameType | None = sys._getframe(1)
+    method = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        name = frame.f_code.co_name.removeprefix("torch_dynamo_resume_in_").partition("_at_")[0]
+        if not module.startswith("torch._dynamo"):
+            if name not in _TRAVERSALS:
+                return method if module == _CHECKPOINTS else ""
+            method = name
         frame = frame.f_back
-    is_listing = False
-    while frame is not None and frame.f_code.co_name == "named_parameters":
-        is_listing, frame = True, frame.f_back
-    return is_listing and frame is not None and frame.f_globals.get("__name__") == _CHECKPOINTS
+    return ""
 
 
 def set_own_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:

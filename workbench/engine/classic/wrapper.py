@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from workbench.engine._torch import is_asked_by_checkpoints, lists_parameters_for_checkpoints, tell_checkpoints
+from workbench.engine._torch import tell_checkpoints, traversal_of_checkpoints
 from workbench.engine.classic import comm_hooks, materialize
 from workbench.engine.classic.attributes import WrapperAttributes, check_flags
 from workbench.engine.classic.clip import clip_grad_norm
@@ -247,7 +247,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as nn.Module
         """Yield (name, parameter); within ``summon_full_params`` the names omit wrappers."""
-        if is_asked_by_checkpoints() and kwargs.get("recurse") is False:
+        if traversal_of_checkpoints() and kwargs.get("recurse") is False:
             yield from named_flat(self._state)
             return
         for name, param in super().named_parameters(*args, **kwargs):
@@ -257,7 +257,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield (name, module); for checkpoints, a single module whose parameters have the names of the state dict."""
-        if lists_parameters_for_checkpoints():
+        if traversal_of_checkpoints() == "named_parameters":
             yield prefix, as_saved(self._state)
         else:
             yield from super().named_modules(memo, prefix, remove_duplicate)
