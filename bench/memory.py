@@ -194,7 +194,7 @@ def noted_stages() -> list[tuple[int, int]]:
 
     In nanoseconds of the system's clock; used or not.
     """
-    from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
+    from workbench.engine.backends.shared.shared_comm import SharedMemoryReduceScatter
 
     noted, held = [(0, 0)], Counter[int]()
 

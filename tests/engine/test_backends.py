@@ -12,10 +12,12 @@ from tests.helpers.simulated_device import ByRows, FakeDevice, computing_on
 from tests.helpers.small_models import make_net
 from workbench.engine import CollectiveFailed, StepAborted, backends
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import Backend, ResizedMemory, Streams
+from workbench.engine.backends.base import Backend
 from workbench.engine.backends.cpu import Cpu
 from workbench.engine.backends.cuda import Cuda
+from workbench.engine.backends.full_memory import ResizedMemory
 from workbench.engine.backends.page_pool import SparePages
+from workbench.engine.backends.stream_order import Streams
 from workbench.engine.backends.streams import StreamBackend
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.comm import CommPair, DefaultAllGather, DefaultReduceScatter

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.helpers.forked_ranks import outcomes, run_ranks
 from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, process_groups
-from workbench.engine.backends import shared_memory
 from workbench.engine.backends.async_work import PendingWork
-from workbench.engine.backends.shared_memory import SharedMemory, barrier
+from workbench.engine.backends.shared import shared_memory
+from workbench.engine.backends.shared.shared_memory import SharedMemory, barrier
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.collective_order import Collective
 

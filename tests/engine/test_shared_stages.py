@@ -21,10 +21,10 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import shard_net
 from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import batch, loss_of, make_net
-from workbench.engine.backends import shared_comm, shared_memory
 from workbench.engine.backends.async_work import PendingWork
-from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
-from workbench.engine.backends.shared_memory import SharedMemory
+from workbench.engine.backends.shared import shared_comm, shared_memory
+from workbench.engine.backends.shared.shared_comm import SharedMemoryReduceScatter
+from workbench.engine.backends.shared.shared_memory import SharedMemory
 from workbench.events import Category
 
 FORK = multiprocessing.get_context("fork")

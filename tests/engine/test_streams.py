@@ -13,7 +13,7 @@ from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import unit_collectives
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import Streams
+from workbench.engine.backends.stream_order import Streams
 from workbench.engine.backends.streams import StreamBackend
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.reduction import AllReducePlan, GradientSync, PartialSum, ReductionQueue, ShardSum

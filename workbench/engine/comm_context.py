@@ -10,8 +10,8 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import CommUser
 from workbench.engine.backends.page_pool import SparePages
+from workbench.engine.backends.unit_comms import CommUser
 from workbench.engine.reduction import ReductionQueue
 from workbench.engine.tensor_trees import unrecorded
 from workbench.engine.unshard_memory import BufferSet

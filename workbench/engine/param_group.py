@@ -15,7 +15,7 @@ import torch
 from workbench import events
 from workbench.engine import probe, unit_collectives
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import FullMemory
+from workbench.engine.backends.full_memory import FullMemory
 from workbench.engine.backends.page_pool import Region
 from workbench.engine.comm import AllGather, CommPair
 from workbench.engine.comm_choice import CommChoice

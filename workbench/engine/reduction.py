@@ -27,8 +27,10 @@ from workbench.engine import probe
 from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks, premultiplied_sum
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.async_work import CollectiveSpan, PendingWork
-from workbench.engine.backends.base import Backend, Grads, Streams
+from workbench.engine.backends.base import Backend
+from workbench.engine.backends.copies import Grads
 from workbench.engine.backends.device_clock import Event
+from workbench.engine.backends.stream_order import Streams
 from workbench.engine.collective_order import Collective
 from workbench.engine.comm import ReduceScatter, StageKeeper, all_reduce_in_place, give_back, traits_of
 from workbench.engine.mesh import FSDPMeshInfo

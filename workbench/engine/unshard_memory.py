@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from workbench.engine import probe
-from workbench.engine.backends.base import FullMemory
+from workbench.engine.backends.full_memory import FullMemory
 from workbench.engine.backends.page_pool import SparePages
 from workbench.engine.full_param import FullView
 from workbench.engine.param import FSDPParam

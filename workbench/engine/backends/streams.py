@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine.backends.async_work import CollectiveSpan, PendingWork, Transport, WaitObserver
-from workbench.engine.backends.base import Backend, Streams
+from workbench.engine.backends.base import Backend
 from workbench.engine.backends.device_clock import COMMUNICATION, DeviceClock, Event
+from workbench.engine.backends.stream_order import Streams
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.events import COMPUTE_STREAM
 

@@ -36,7 +36,7 @@ from workbench.engine._torch import (
     spec_of,
     with_dtype,
 )
-from workbench.engine.backends.base import Grads
+from workbench.engine.backends.copies import Grads
 from workbench.engine.backends.memory_aliasing import is_same_memory
 from workbench.engine.classic.flat_layout import FlatLayout
 from workbench.engine.classic.flat_placeholders import ExposedGrad, FlatPlaceholder, Unreduced, reduced_grad

@@ -31,17 +31,17 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends import shared_memory
 from workbench.engine.backends.async_work import AllOf
 from workbench.engine.backends.gloo import exchange, neighbours
 from workbench.engine.backends.rank_sum import add_others
-from workbench.engine.backends.shared_comm import (
+from workbench.engine.backends.shared import shared_memory
+from workbench.engine.backends.shared.shared_comm import (
     IssuedReduction,
     SharedMemoryCastAllGather,
     SharedMemoryReduceScatter,
     wait_for_all_to_issue,
 )
-from workbench.engine.backends.shared_memory import MAPPED, SET_UP, SharedMemory, barrier
+from workbench.engine.backends.shared.shared_memory import MAPPED, SET_UP, SharedMemory, barrier
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.comm import Peers
 

@@ -1,9 +1,8 @@
 """Collectives in which the ranks of one host read each other's memory instead of sending bytes.
 
-Shards, their casts, and the gradients to reduce are stored in mappings (see
-:mod:`workbench.engine.backends.shared_memory`). Both collectives are barriers: they end as soon as every rank has
-*issued* them, and each rank reads the bytes afterwards. So they cost no copy, but a slow rank reads later than it would
-with gloo's collectives.
+Shards, their casts, and the gradients to reduce are stored in mappings (see ``shared_memory.py``). Both collectives
+are barriers: they end as soon as every rank has *issued* them, and each rank reads the bytes afterwards. So they cost
+no copy, but a slow rank reads later than it would with gloo's collectives.
 
 When a rank may write
     A rank may write its own row once it has waited for a collective of the group that every rank issues *after* its
@@ -39,7 +38,7 @@ from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.memory_aliasing import is_same_memory
 from workbench.engine.backends.page_pool import Region
 from workbench.engine.backends.rank_sum import add_others
-from workbench.engine.backends.shared_memory import (
+from workbench.engine.backends.shared.shared_memory import (
     PARAMETERS,
     Readers,
     SharedMemory,
