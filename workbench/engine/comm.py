@@ -2,9 +2,8 @@
 
 The environment variable ``WORKBENCH_COMM`` chooses between them:
 
-- unset: ranks of one host use shared memory (``backends/shared/shared_comm.py``). Ranks of several hosts, with the
-  same number on each, use shared memory within a host and gloo between hosts (``backends/shared/hierarchical_comm.py``).
-  Others use the fastest pair for their backend.
+- unset: ranks of one host use shared memory (``backends/shared/``). Ranks of several hosts, with the same number on
+  each, use shared memory within a host and gloo between hosts. Others use the fastest pair for their backend.
 - ``gloo``: never shared memory.
 - ``default``: c10d's single-tensor collectives. On gloo they are slow (``reduce_scatter_single`` runs as an
   all-reduce), so the engine otherwise picks others there (``backends/gloo.py``).
