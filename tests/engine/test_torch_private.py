@@ -36,6 +36,7 @@ from workbench.engine._torch import (
     BatchNorm,
     Checkpointed,
     GradScalerWithFlags,
+    _traversal,
     _Wrappers,
     abort_process_groups,
     allow_reading,
@@ -783,6 +784,7 @@ def test_a_compiled_function_may_ask_for_names(kind):
     module = kind()
     torch.compile(lambda: list(module.named_parameters(recurse=False)), backend="eager")()  # Dynamo warns of nothing
     assert set(module.for_names) == {""}
+    assert _traversal() == ""
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # the checkpoints' own gc.isenabled

@@ -239,7 +239,6 @@ def tell_checkpoints(kind: type[nn.Module], ours: Checkpointed) -> None:
 _TRAVERSALS = frozenset({"named_parameters", "named_modules", "_named_members"})
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # otherwise Dynamo would trace, and warn about, the look at the frames
 def traversal_of_checkpoints() -> str:
     """Return the method through which ``torch.distributed.checkpoint.state_dict`` reached the calling method.
 
@@ -248,12 +247,22 @@ def traversal_of_checkpoints() -> str:
     ``named_parameters`` in ``named_modules``, if that module lists parameters. "" if it is not that module that asks.
     Frames of ``torch.compile`` between them do not count.
     """
+    global _traversal_untraced  # noqa: PLW0603 - made at the first call, because making it loads Dynamo
+    if _traversal_untraced is None:
+        _traversal_untraced = torch.compiler.disable(_traversal)  # Dynamo cannot trace a look at the frames
+    return _traversal_untraced()
+
+
+_traversal_untraced: Callable[[], str] | None = None
+
+
+def _traversal() -> str:
     frame: FrameType | None = sys._getframe(1)
     method = ""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         name = frame.f_code.co_name.removeprefix("torch_dynamo_resume_in_").partition("_at_")[0]
-        if not module.startswith("torch._dynamo"):
+        if not module.startswith("torch._dynamo") and module != __name__:
             if name not in _TRAVERSALS:
                 return method if module == _CHECKPOINTS else ""
             method = name
