@@ -12,7 +12,6 @@ unsharded memory, not with views that autograd tracks: their gradients need not 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,14 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import (
     Spec,
-    drop_own_parameter,
     dtensor_of,
-    has_own_setattr,
     local_of,
-    parameter_of,
-    put_parameter,
     set_local,
-    set_own_parameter,
     share_post_accumulate_hooks,
     spec_of,
     with_dtype,
@@ -40,6 +34,7 @@ from workbench.engine.backends.copies import Grads
 from workbench.engine.backends.memory_aliasing import is_same_memory
 from workbench.engine.classic.flat_layout import FlatLayout
 from workbench.engine.classic.flat_placeholders import ExposedGrad, FlatPlaceholder, Unreduced, reduced_grad
+from workbench.engine.classic.flat_places import FLAT_PARAM, FlatPlaces
 from workbench.engine.dtensor_param import joined_with_tp
 from workbench.engine.full_param import FullParam, FullView, local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
@@ -50,9 +45,6 @@ from workbench.events import FlatPart, Param, ParamTensors
 
 TPGroups = tuple[dist.ProcessGroup, ...]
 """Process groups over which tensor parallelism has split a parameter."""
-
-FLAT_PARAM = "_flat_param"
-"""Name of the flat parameter on the wrapped module."""
 
 
 class FlatParameter(nn.Parameter):
@@ -192,9 +184,7 @@ class FlatParam(FSDPParam):
         self.flat_layout = FlatLayout.of(shapes, mesh.shard_mesh_size, mesh.shard_mesh_rank)
         self.use_orig_params = use_orig_params
         self.grad_dtype = grad_dtype
-        self._calls_setattr = os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1"
-        modules = [module for _, info in given for module, _ in info.places]
-        self._has_setattr = self._calls_setattr and any(map(has_own_setattr, modules))
+        self.places = FlatPlaces(owner, [info for _, info in given])
         self._shown: list[ExposedGrad] = []  # until the modules compute again
         super().__init__(
             ParamModuleInfo(owner, FLAT_PARAM, FLAT_PARAM),
@@ -279,8 +269,7 @@ class FlatParam(FSDPParam):
         self.sharded_param = FlatParameter(slot, requires_grad=requires_grad)
         self.sharded_param._fqns = [part.info.path for part in self.parts]
         if not self.use_orig_params:
-            for module, name in self._places():
-                del module._parameters[name]
+            self.places.clear()
             for part in self.parts:  # an optimizer may hold the originals until it switches to the flat parameter
                 part.hold(slot.new_empty(0))
         self._lie_in(slot)
@@ -294,9 +283,6 @@ class FlatParam(FSDPParam):
             for part, piece in zip(self.parts, self._pieces, strict=True):
                 part.hold(piece)
 
-    def _places(self) -> Iterator[tuple[nn.Module, str]]:
-        return (place for part in self.parts for place in part.info.places)
-
     @property
     def holders(self) -> Sequence[torch.Tensor]:
         """The optimizer's parameters."""
@@ -306,8 +292,8 @@ class FlatParam(FSDPParam):
     def is_on_modules(self) -> bool:
         """True if the parameters on the modules are the ones of this object, wherever they are stored."""
         if not self.use_orig_params:
-            return parameter_of(self.info.module, FLAT_PARAM) is self.sharded_param
-        return all(parameter_of(part.info.module, part.info.name) is part.held for part in self.parts)
+            return self.places.flat() is self.sharded_param
+        return all(self.places.original(part.index) is part.held for part in self.parts)
 
     @property
     def is_registered(self) -> bool:
@@ -331,7 +317,7 @@ class FlatParam(FSDPParam):
         """
         if self.use_orig_params:
             return self.sharded_param
-        param = parameter_of(self.info.module, FLAT_PARAM)
+        param = self.places.flat()
         if param is None:
             raise TypeError(
                 f"flat parameter {self.fqn!r} was removed from its module; to undo the wrapping call "
@@ -349,7 +335,7 @@ class FlatParam(FSDPParam):
         return self._original(self.parts[0]) if self.use_orig_params else self.registered()
 
     def _original(self, part: FlatSlice) -> nn.Parameter:
-        param = parameter_of(part.info.module, part.info.name)
+        param = self.places.original(part.index)
         if param is None:
             raise TypeError(f"parameter {part.fqn!r} was removed from its module after wrapping")
         return param
@@ -416,13 +402,9 @@ class FlatParam(FSDPParam):
     def register(self, form: nn.Parameter) -> None:
         """Register the originals on their modules, or ``form`` on the wrapped module and placeholders on the others."""
         if self.use_orig_params:
-            for part in self.parts:
-                self._put(part, part.held)
-            return
-        set_own_parameter(self.info.module, FLAT_PARAM, form)
-        for part, away in zip(self.parts, self._away, strict=True):
-            for module, name in part.info.places:
-                vars(module)[name] = away
+            self.places.put(self.owned)
+        else:
+            self.places.put_flat(form, self._away)
 
     def show(self, views: Sequence[FullView]) -> None:
         """Use ``views`` as the full parameters from now on."""
@@ -431,23 +413,8 @@ class FlatParam(FSDPParam):
 
     def register_full(self) -> None:
         """Put the full parameters on the modules: as parameters with ``use_orig_params``, otherwise as attributes."""
-        for part, full in zip(self.parts, self.fulls, strict=True):
-            if self.use_orig_params:
-                self._put(part, full.param)
-            else:
-                for module, name in part.info.places:
-                    if self._has_setattr and has_own_setattr(module):
-                        setattr(module, name, full.param)
-                        module._parameters.pop(name, None)  # it must not be a parameter of the module
-                    vars(module)[name] = full.param
-
-    def _put(self, part: FlatSlice, param: nn.Parameter) -> None:
-        """Register ``param``; a module's own ``__setattr__`` is called, unless FSDP_USE_UNSAFE_SETATTR=1 was set."""
-        if self._calls_setattr:
-            part.info.register(param)
-            return
-        for module, name in part.info.places:
-            put_parameter(module, name, param)
+        put = self.places.put if self.use_orig_params else self.places.expose
+        put([full.param for full in self.fulls])
 
     def to_rest(self) -> None:
         """Expose accumulated gradients in ``.grad``; with ``use_orig_params``, put the held pieces on the modules."""
@@ -503,7 +470,7 @@ class FlatParam(FSDPParam):
         for part, whole in zip(self.parts, wholes, strict=True):
             part.held.grad = None
             self._summoned.append(part.show(whole))
-            self._put(part, self._summoned[-1])
+        self.places.put(self._summoned)
         for part, shown, had, grad in zip(self.parts, self._summoned, self._grads, grads or (), strict=False):
             shown.grad = None if had is None and not shown.requires_grad else part.as_global(grad)
 
@@ -529,17 +496,12 @@ class FlatParam(FSDPParam):
         """Put temporary parameters on the modules, one for each of ``tensors``; None leaves a part without one."""
         each = zip(tensors, self.trains, strict=True)
         params = [None if tensor is None else nn.Parameter(tensor, requires_grad=trains) for tensor, trains in each]
-        self.register_plain(params, lambda module: module)
-        if self._has_setattr:
-            for part, param in zip(self.parts, params, strict=True):
-                if param is not None:
-                    part.info.register(param)
+        self.places.lend(params)
 
     def stand_down(self) -> None:
         """Undo :meth:`stand_in`."""
         if not self.use_orig_params:
-            for module, name in self._places():
-                del module._parameters[name]
+            self.places.clear()
         self.register(self.sharded_param)
 
     @torch.no_grad()
@@ -554,17 +516,7 @@ class FlatParam(FSDPParam):
         """Put the originals, with whole values, back on their modules permanently."""
         for part, whole in zip(self.parts, wholes, strict=True):
             part.give_back(whole)
-        self.register_plain([part.original for part in self.parts], lambda module: module)
-
-    def register_plain(
-        self, params: Sequence[nn.Parameter | None], module_of: Callable[[nn.Module], nn.Module]
-    ) -> None:
-        """Register a parameter for each part on ``module_of(module)`` of its modules, replacing what is there."""
-        drop_own_parameter(module_of(self.info.module), FLAT_PARAM)
-        for part, param in zip(self.parts, params, strict=True):
-            for module, name in part.info.places:
-                vars(module_of(module)).pop(name, None)
-                module_of(module)._parameters[name] = param
+        self.places.replace([part.original for part in self.parts])
 
     def unreadable(self) -> Sequence[torch.Tensor]:
         """Return the placeholders that modules have as attributes while the parameters are sharded."""

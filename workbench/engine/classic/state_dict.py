@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from workbench.engine._torch import dtensor_of, gather_old_shards, is_of_old_shards, local_of, make_spec
 from workbench.engine.agreement import Agreement, Holdings, describe
-from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam, FlatSlice
+from workbench.engine.classic.flat_param import FlatParam, FlatSlice
+from workbench.engine.classic.flat_places import FLAT_PARAM
 from workbench.engine.classic.full_params import whole_parts
 from workbench.engine.classic.options import (
     FullStateDictConfig,

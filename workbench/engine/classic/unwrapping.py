@@ -115,7 +115,7 @@ def plain_copy(
 
     plain = copied(module, memo, make)
     for (_, flat), params in zip(flats, plains, strict=True):
-        flat.register_plain(params, lambda m: cast("nn.Module", memo[id(m)]))
+        flat.places.replace(params, lambda m: cast("nn.Module", memo[id(m)]))
     return plain, [_copied(optimizer, mapping, _gathered(flats, plains, optimizer), memo) for optimizer in optimizers]
 
 
