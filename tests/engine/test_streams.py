@@ -1,5 +1,6 @@
 """What runs after what on a device, by streams that only note who waits for whom."""
 
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -137,6 +138,18 @@ def test_a_single_rank_trails_as_well(device):
     with streams.reducing(after_compute=True):
         ReductionQueue(streams).add(Step(device, "a").summed)
     assert device.done == ["reduce waits for compute", "trail waits for reduce", "trail: a set"]
+
+
+def test_the_input_of_a_reduce_scatter_is_freed_before_the_gradients_are_set(device):
+    queue, scattered = ReductionQueue(device.streams()), Scattered(device, "a")
+    alive, is_freed = weakref.ref(scattered), []
+    reducer = SimpleNamespace(**vars(scattered.summed.then.reducer))
+    reducer.finish = lambda _total: is_freed.append(alive() is None)
+    scattered.summed = ShardSum(AllReducePlan(reducer, (), False, None), scattered.summed.part)
+    queue.add(scattered)
+    del scattered
+    queue.finish()
+    assert is_freed == [True]
 
 
 def test_on_the_cpu_there_are_none():

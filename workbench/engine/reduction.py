@@ -4,7 +4,11 @@ A reduction has these steps, each only where it applies::
 
     copy-in -> reduce-scatter over F -> [+ partial sums] -> all-reduce over R -> hook -> divide -> cast -> .grad
 
-A unit's post-backward starts it. It is finished when another one needs its room or backward ends.
+A unit's post-backward starts it. It is finished when another one needs its room or backward ends. What is in flight
+is a frozen state; finishing it returns the next one::
+
+    ReduceScatterState -> ShardSum -> AllReduceState -> gradients set
+
 Layouts (S = sum of the slots of the parameters taking part, F = shard ranks)::
 
     reduce-scatter input    [F, S]   row r = rank r's part of every gradient, in the reduce dtype
@@ -571,14 +575,18 @@ class ReductionQueue:
         self._all_reducing = None
 
     def _end_oldest(self) -> None:
-        oldest = self._scattering[0]
-        self.ended = oldest.pending.span
-        summed = oldest.finish()
+        self.ended = self._scattering[0].pending.span
+        self._go_on(self._summed_oldest())
+
+    def _summed_oldest(self) -> ShardSum:
+        """Finish and drop the oldest reduce-scatter; its input is freed here, before what follows."""
+        summed = self._scattering[0].finish()
         self._scattering.popleft()  # only now: a cancelled wait keeps it, to be abandoned
-        self._go_on(summed)
+        return summed
 
     def _go_on(self, summed: ShardSum) -> None:
         all_reducing = summed.go_on(self._streams)
+        del summed  # and the partial sum it had taken up
         if all_reducing is not None:
             self._follow(all_reducing)
 
