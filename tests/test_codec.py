@@ -45,7 +45,7 @@ FULL = House(
 
 
 def sent(value):
-    """What comes of ``value``: as JSON, and what goes beside it."""
+    """Return ``value`` encoded as JSON, and its buffers."""
     buffers = []
     return json.loads(json.dumps(encode(value, buffers))), buffers
 

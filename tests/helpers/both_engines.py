@@ -1,6 +1,6 @@
-"""One script for both engines, ours and torch's, beside a plain copy of the model.
+"""Run one script on both engines, ours and torch's, and on a plain copy of the model.
 
-A script takes ``api``, the module whose names it uses: that it runs on both is what "change one import" means.
+A script takes ``api``, the module whose names it uses. Running on both shows that changing one import is enough.
 """
 
 import copy
@@ -24,10 +24,10 @@ from workbench import engine
 
 APIS = (engine, fsdp)
 IS_OLDER_TORCH = torch.__version__ < "2.13"
-"""Torch's own engine lacks some of what ours has, and its users have now."""
+"""Older versions of torch's own engine lack some features that ours has."""
 NEWER_APIS = APIS[:1] if IS_OLDER_TORCH else APIS
 newer_torch = pytest.mark.skipif(IS_OLDER_TORCH, reason="torch's own engine has nothing to compare with before 2.13")
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: what is left is the order of a sum
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: the remaining difference is the order of summation
 SAME = {"rtol": 0.0, "atol": 0.0}
 
 Shard = Callable[[ModuleType, nn.Module], object]
@@ -35,7 +35,7 @@ Run = Callable[[nn.Module, int], None]
 
 
 def double_net(**options: Any) -> Net:
-    """A net in float64, where a wrong gradient cannot hide behind rounding."""
+    """Return a net in float64, where rounding cannot hide a wrong gradient."""
     return make_net(**(NET | options)).double()
 
 
@@ -62,9 +62,10 @@ def train_all(
     steps: int = 3,
     apis: tuple[ModuleType, ...] = APIS,
 ) -> Recording:
-    """Train a plain copy, ours and torch's alike, compare after each backward; returns our last step's record.
+    """Train a plain copy, ours and torch's, and compare them after each backward; return the record of our last step.
 
-    ``run(model, step)`` does a step's forwards and backwards; the plain copy's gradients are averaged after it.
+    ``run(model, step)`` does the forwards and backwards of a step; the gradients of the plain copy are averaged after
+    it.
     """
     plain = make()
     with recording() as record:
@@ -88,15 +89,15 @@ def train_all(
 
 
 def units_below(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that were given to fully_shard, parents first; none of a plain model."""
+    """Yield the modules that fully_shard was applied to, parents first; none for a plain model."""
     return (m for m in model.modules() if hasattr(m, "_get_fsdp_state"))
 
 
 def in_order(events: list[str], *wanted: str) -> bool:
-    """Tell whether the first of each wanted event come one after another."""
+    """Return whether the first occurrences of the wanted events are in this order."""
     return all(first < second for first, second in pairwise(events.index(event) for event in wanted))
 
 
 def sharded(model: nn.Module) -> bool:
-    """Tell whether every registered parameter is a DTensor."""
+    """Return whether every registered parameter is a DTensor."""
     return all(isinstance(p, DTensor) for p in model.parameters())

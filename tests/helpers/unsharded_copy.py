@@ -1,4 +1,4 @@
-"""Train a module sharded in any way beside an unsharded copy of it."""
+"""Train a module sharded in any way, and an unsharded copy to compare it with."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ DIM = 5
 
 
 def data(step: int) -> torch.Tensor:
-    """Input [4, DIM], different for every rank and step."""
+    """Return an input [4, DIM], different for every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(4, DIM, generator=generator)
 
@@ -27,7 +27,7 @@ def compare(
     loss: Callable[[nn.Module, int], torch.Tensor],
     steps: int = 2,
 ) -> Recording:
-    """Train a plain and a sharded copy alike, compare after each backward; returns the last step's record."""
+    """Train a plain and a sharded copy, and compare them after each backward; return the record of the last step."""
     torch.manual_seed(0)
     plain = make()
     sharded = copy.deepcopy(plain)
@@ -51,7 +51,7 @@ def compare(
 
 
 def train_both(plain: nn.Module, sharded: nn.Module, steps: int = 3, between=lambda model, step: None) -> None:
-    """Train both alike and compare after each backward and at the end; ``between(model, step)`` runs before a step."""
+    """Train both and compare them after each backward and at the end; ``between(model, step)`` precedes each step."""
     optimizers = [adamw(m.parameters(), weight_decay=0.1) for m in (plain, sharded)]
     for step in range(steps):
         for model in (plain, sharded):

@@ -94,7 +94,7 @@ def bytes_of(trace: Trace, folder) -> bytes:
 
 
 def members_of(folder) -> dict[str, bytes]:
-    """The members of the example's file."""
+    """Return the members of the example's file."""
     with zipfile.ZipFile(io.BytesIO(bytes_of(example_trace(num_ranks=2, steps=1), folder))) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_refused_or_unharmed(folder, data):
 
 @st.composite
 def mutations(draw, size):
-    """A part of a file, ``(from, to, what stands there then)``: another part of it, other bytes, or nothing."""
+    """Draw a change of a file, ``(begin, end, replacement)``: another part of it, other bytes, or nothing."""
     begin = draw(st.integers(0, size))
     end = draw(st.integers(begin, min(begin + draw(st.sampled_from([4, 60, 4000])), size)))
     copied = draw(st.integers(0, size))
@@ -173,7 +173,7 @@ def test_any_mutation_is_a_trace_or_is_refused_and_takes_little_memory(folder, d
 
 
 def edited_meta(edit) -> object:
-    """An edit of the members that changes the JSON."""
+    """Return an edit of the members that changes the JSON."""
 
     def apply(members):
         meta = json.loads(members["trace.json"])
@@ -191,7 +191,7 @@ def deflated(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> b
 
 
 def claiming(data: bytes, name: str, num_bytes: int) -> bytes:
-    """A zip whose member says to hold more, or less, than it does."""
+    """Return a zip file with a member whose stated size is wrong."""
     said = num_bytes.to_bytes(4, "little")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         info, entry = archive.getinfo(name), archive.start_dir
@@ -343,7 +343,7 @@ def test_a_zip_with_wrong_content_is_refused(tmp_path, edit, sentence):
         load(tmp_path / "a.trace")
 
 
-VERSION_1 = Path(__file__).with_name("version1.npz")  # written by the workbench of schema version 1, never again
+VERSION_1 = Path(__file__).with_name("version1.npz")  # written with schema version 1, and never regenerated
 
 
 def test_a_file_of_version_1_still_loads_and_is_written_anew_as_this_version(tmp_path):
