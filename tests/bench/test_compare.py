@@ -84,7 +84,6 @@ def test_what_failed_is_not_started_again():
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")  # any warnings of torch
 def test_a_comparison_measures_everything_of_everyone(monkeypatch):
     monkeypatch.setattr("bench.training.WARM_UP", 1)
     monkeypatch.setattr("bench.memory.WARM_UP", 1)

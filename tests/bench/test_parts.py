@@ -140,7 +140,6 @@ def test_the_budget_adds_up_to_the_metered_step():
     assert (found["wire_ms"], found["hooks_ms"], found["optimizer_ms"]) == (0, 8, -2)
 
 
-@pytest.mark.filterwarnings("ignore")  # any warnings of torch
 def test_a_step_of_the_engine_has_all_parts(monkeypatch):
     monkeypatch.setattr("bench.training.WARM_UP", 1)
     for (step,) in on_ranks(2, measure_parts, TINY, OURS_GLOO, 1):

@@ -24,7 +24,6 @@ from tests.helpers.small_models import Block, adamw
 from tests.helpers.unsharded_copy import DIM, data
 from workbench.engine.fsdp_state import states_below, units_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's checkpoint warns of inputs without gradients
 COUNT, STEPS = 5, 8
 HOW = ("plainly", "plainly", "side by side", "reentrant", "not reentrant")
 

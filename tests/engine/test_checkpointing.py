@@ -19,13 +19,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.helpers.forked_ranks import run_cases, run_ranks
+from tests.helpers.known_warnings import OF_TORCHS_FSDP2, ignoring_warnings
 from tests.helpers.recording_probe import ROOT, Recording, recording
 from tests.helpers.small_models import Block
 from tests.helpers.unsharded_copy import DIM, compare, data, squares
 from workbench import engine
 from workbench.events import Category, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's checkpoint warns of inputs without gradients
 COUNT = 4
 UNITS = (ROOT, *(f"blocks.{i}" for i in range(COUNT)))
 STEPS = 3
@@ -125,6 +125,7 @@ KINDS = {
 }
 
 
+@ignoring_warnings(*OF_TORCHS_FSDP2)
 def beside_torchs(kind: str, reentrant: bool) -> Recording:
     """Train on both engines and compare bits and collectives; return the record of our last step."""
     make, shard = KINDS[kind]

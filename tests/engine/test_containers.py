@@ -22,8 +22,6 @@ from tests.helpers.wrapped_models import CPU, OURS, THEIRS
 from workbench import engine
 from workbench.engine.tensor_trees import cast_floats, differentiable_in, map_tensors, tensors_in
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
-
 DIM = 4
 
 

@@ -30,7 +30,6 @@ from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
 from workbench.events import Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
 # ---- the divisor
 
 

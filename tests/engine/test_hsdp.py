@@ -31,7 +31,6 @@ from workbench import engine
 from workbench.engine import collective_order
 from workbench.events import Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
 F = R = 2
 KINDS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 

@@ -22,8 +22,6 @@ from workbench import engine
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.explain import explain
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
-
 DIM = 8
 Grads = list[torch.Tensor | None]
 STALE = "modified by an inplace operation"  # the values that backward needs were in a unit that is resharded

@@ -16,7 +16,6 @@ from tests.helpers.small_models import batch, loss_of, make_net
 from workbench import engine
 from workbench.events import Category, Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
 MICRO_BATCHES = 3
 
 # ---- micro-batches

@@ -22,7 +22,6 @@ from workbench import engine
 from workbench.events import Category, Kind
 
 BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
 
 
 def itemsize(*dtypes: torch.dtype | None) -> int:

@@ -20,7 +20,6 @@ from tests.helpers.small_models import Net, batch, loss_of, make_net
 from workbench import engine
 from workbench.events import Category, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
 COUNT = 4
 FORWARD = (ROOT, *(f"blocks.{i}" for i in range(COUNT)))
 BACKWARD = (ROOT, *reversed(FORWARD[1:]))

@@ -28,8 +28,6 @@ from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
 from workbench.events import Category
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
-
 # ---- forwards under another name
 
 

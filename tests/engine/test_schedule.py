@@ -27,8 +27,6 @@ from workbench import engine
 from workbench.engine._torch import c10d_reduce_scatter
 from workbench.events import Category, Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's engine
-
 # ---- a smaller mesh after forward
 
 

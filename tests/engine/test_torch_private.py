@@ -5,7 +5,6 @@ import copy
 import functools
 import subprocess
 import sys
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -31,6 +30,7 @@ from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.known_warnings import SHARDED_TENSOR, ignoring_warnings
 from workbench.engine import _torch
 from workbench.engine._torch import (
     BatchNorm,
@@ -879,8 +879,8 @@ def test_old_shards_are_gathered():
     run_ranks(2, gathers_old_shards)
 
 
+@ignoring_warnings(*SHARDED_TENSOR)
 def gathers_old_shards():
-    warnings.simplefilter("ignore")  # only in this rank; any use of a ShardedTensor warns
     rank, cpu = dist.get_rank(), torch.device("cpu")
     for whole in (torch.tensor([[-0.0, 1.5], [2.0, -3.0], [4.0, 5.0]]), torch.tensor([[True], [False], [True]])):
         part = whole[:2] if rank == 0 else whole[2:]

@@ -4,6 +4,7 @@ A script takes ``api``, the module whose names it uses. Running on both shows th
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import ModuleType
@@ -11,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.expected_sizes import NET
-from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.parity import assert_same_shards, one_batch, train_beside
 from tests.helpers.recording_probe import Recording, recording
-from tests.helpers.small_models import Net, adamw, batch, loss_of, make_net
+from tests.helpers.small_models import Net, make_net
 from workbench import engine
 
 APIS = (engine, fsdp)
@@ -31,7 +31,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: the remaining difference is th
 SAME = {"rtol": 0.0, "atol": 0.0}
 
 Shard = Callable[[ModuleType, nn.Module], object]
-Run = Callable[[nn.Module, int], None]
+Run = Callable[[nn.Module, int], object]
 
 
 def double_net(**options: Any) -> Net:
@@ -51,10 +51,6 @@ def tell(model: nn.Module, setter: str, *args: object, **kwargs: object) -> None
         getattr(model, setter)(*args, **kwargs)
 
 
-def one_batch(model: nn.Module, step: int) -> None:
-    loss_of(model, batch(dist.get_rank(), step)).backward()
-
-
 def train_all(
     make: Callable[[], nn.Module],
     shard: Shard,
@@ -62,29 +58,20 @@ def train_all(
     steps: int = 3,
     apis: tuple[ModuleType, ...] = APIS,
 ) -> Recording:
-    """Train a plain copy, ours and torch's, and compare them after each backward; return the record of our last step.
-
-    ``run(model, step)`` does the forwards and backwards of a step; the gradients of the plain copy are averaged after
-    it.
-    """
+    """Train a plain copy, ours and torch's alike, in float64; returns our last step's record. See ``train_beside``."""
     plain = make()
     with recording() as record:
         models = [copy.deepcopy(plain) for _ in apis]
         for api, model in zip(apis, models, strict=True):
             shard(api, model)
-        optimizers = [adamw(m.parameters()) for m in (plain, *models)]
-        for step in range(steps):
-            record.clear()
-            for model in (plain, *models):
-                run(model, step)
-            average_grads(plain)
-            for model in models:
-                assert_same_shards(model, plain, **CLOSE)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    for model in models:
-        assert_same_shards(model, plain, **CLOSE)
+
+        def run_recorded(model: nn.Module, step: int) -> object:
+            if model is plain:  # the first one
+                record.clear()
+            return run(model, step)
+
+        same = functools.partial(assert_same_shards, **CLOSE)
+        train_beside(plain, models, steps, run_recorded, assert_same=same)
     return record
 
 

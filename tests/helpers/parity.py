@@ -1,8 +1,8 @@
-"""The one parity helper: compare a sharded model with an unsharded copy that gets every rank's data."""
+"""Sharded models are trained beside an unsharded copy that sees every rank's data."""
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,56 @@ def assert_same_shards(sharded: nn.Module, plain: nn.Module, **tolerance: float)
     assert_all_close(pairs, **tolerance)
 
 
+def one_batch(model: nn.Module, step: int) -> torch.Tensor:
+    """A step's forward and backward on this rank's data; returns the loss."""
+    loss = loss_of(model, batch(dist.get_rank(), step))
+    loss.backward()
+    return loss.detach()
+
+
+def train_beside(
+    plain: nn.Module,
+    models: Sequence[nn.Module],
+    steps: int = 3,
+    run: Callable[[nn.Module, int], torch.Tensor | None] = one_batch,
+    *,
+    before_update: Callable[[Sequence[nn.Module]], object] = lambda models: None,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = adamw,
+    assert_same: Callable[[nn.Module, nn.Module], object] = assert_same_shards,
+) -> list[torch.Tensor]:
+    """Train a plain copy and other models alike; compare losses, and after each backward and in the end the models.
+
+    Args:
+        plain: its gradients are averaged over ranks after each backward.
+        models: sharded in any way.
+        steps: number of optimizer steps.
+        run: does the forwards and backwards of one step; may return the loss.
+        before_update: called with the plain model and the others when all have their gradients.
+        make_optimizer: of parameters.
+        assert_same: compares one of ``models`` with the plain one.
+
+    Returns:
+        The losses of the last of ``models``, one for each step, if ``run`` returns them.
+    """
+    everyone = (plain, *models)
+    optimizers = [make_optimizer(model.parameters()) for model in everyone]
+    losses = []
+    for step in range(steps):
+        values = [run(model, step) for model in everyone]
+        torch.testing.assert_close(values[1:], values[:1] * len(models))
+        average_grads(plain)
+        before_update(everyone)
+        for model in models:
+            assert_same(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses += [value for value in values[-1:] if value is not None]
+    for model in models:
+        assert_same(model, plain)
+    return losses
+
+
 def clip_dtensors(model: nn.Module, clip: float) -> torch.Tensor:
     """Clip as a script with DTensor parameters does, and return the norm."""
     return torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()
@@ -109,25 +159,14 @@ def check_parity(
     clip_sharded: Callable[[nn.Module, float], torch.Tensor] = clip_dtensors,
     assert_same: Callable[[nn.Module, nn.Module], None] = assert_same_shards,
 ) -> list[float]:
-    """Train both models with AdamW and compare them in each of ``steps``; return this rank's losses."""
+    """Train both with AdamW for ``steps``, gradients clipped to the norm ``clip``; returns this rank's losses."""
     plain = make()
     sharded = shard(copy.deepcopy(plain))
-    optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
-    losses = []
-    for step in range(steps):
-        tokens = batch(dist.get_rank(), step)
-        reference, loss = loss_of(plain, tokens), loss_of(sharded, tokens)
-        reference.backward()
-        average_grads(plain)
-        loss.backward()
-        torch.testing.assert_close(loss, reference)
+
+    def clip_both(_models: Sequence[nn.Module]) -> None:
         if clip is not None:
             expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
             torch.testing.assert_close(clip_sharded(sharded, clip), expected)
-        assert_same(sharded, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    assert_same(sharded, plain)
-    return losses
+
+    losses = train_beside(plain, [sharded], steps, before_update=clip_both, assert_same=assert_same)
+    return [loss.item() for loss in losses]

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import parity
+from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.small_models import Block, adamw, batch, loss_of
 from workbench.engine import classic
 from workbench.engine._torch import gather_old_shards, is_of_old_shards
@@ -171,8 +171,7 @@ def compare_with_torchs(
     """
     runs = []
     for api in (OURS, THEIRS):
-        with warnings.catch_warnings():  # torch warns about NO_SHARD, and about what it treats as NO_SHARD
-            warnings.simplefilter("ignore")
+        with ignoring_warnings(*NO_SHARD):
             model = wrap(api, make())
         ready(api, model)
         runs.append((list(itertools.islice(steps_of(model, **how), steps)), whole(model)))

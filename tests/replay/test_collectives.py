@@ -100,6 +100,18 @@ def test_a_collective_that_has_not_ended_lasts_to_the_last_row():
     assert found.time_ns[0] == last - found.issue_ns[0]
 
 
+def test_of_several_waits_for_a_collective_the_first_is_its_wait():
+    rank = example_trace(steps=1).ranks[0]
+    first = table(rank)
+    wait = rank.rows[(rank.rows["kind"] == Kind.WAIT) & (rank.rows["comm_seq"] == first.comm_seq[0])][:2]
+    again = np.concatenate([rank.rows, wait])
+    again["seq"] = np.arange(len(again)) + rank.start.seq
+    again["t_ns"][-2:] += 10**9
+    found = table(RankTrace(rank.rank, again, rank.start))
+    assert (found.wait_begin_ns[0], found.wait_end_ns[0]) == tuple(wait["t_ns"])
+    assert found.wait_begin_ns.tolist() == first.wait_begin_ns.tolist()
+
+
 def test_a_wait_for_a_collective_issued_before_the_trace_belongs_to_none():
     rank = example_trace(steps=1).ranks[0]
     issued = int(np.flatnonzero(rank.rows["kind"] == Kind.ALL_GATHER)[0])

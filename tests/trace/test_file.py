@@ -65,17 +65,18 @@ def test_the_file_has_the_users_mode_and_nothing_else_is_left(tmp_path, umask, m
     assert stat.S_IMODE(os.stat(tmp_path / "a.trace").st_mode) == mode
 
 
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["disk full", "Ctrl-C"])
 @pytest.mark.parametrize("broken", ["os.replace", "os.fsync", "workbench.trace.file.npy.write_array"])
-def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken):
+def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken, error):
     old, path = example_trace(steps=1), tmp_path / "a.trace"
     save(old, path)
 
     def fail(*_, **__):
-        raise OSError("disk full")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(broken, fail)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(type(error)):
             save(example_trace(steps=2), path)
     assert load(path) == old
     assert os.listdir(tmp_path) == ["a.trace"]

@@ -4,7 +4,6 @@ import importlib
 import os
 import shutil
 import tempfile
-import warnings
 
 import pytest
 import torch
@@ -16,6 +15,14 @@ from torch.distributed.fsdp import wrap as their_policies
 from tests.helpers import huggingface_models
 from tests.helpers.both_engines import newer_torch
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import (
+    FROZEN_BESIDE_TRAINED,
+    NO_SHARD,
+    OLD_CALLS,
+    SHARDED_TENSOR,
+    UPCAST,
+    ignoring_warnings,
+)
 from tests.helpers.pairwise import quick
 from tests.helpers.wrapped_models import CPU, assert_same_tree, kept
 from workbench.engine import classic
@@ -111,8 +118,7 @@ def trains_alike(*how: object) -> None:
     place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
     met = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}  # unused: the process group exists
     os.environ.update({name: str(value) for name, value in (place | met).items()})
-    with warnings.catch_warnings():  # about torch functions in Accelerate, and parameters cast to float32
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR, *NO_SHARD, *FROZEN_BESIDE_TRAINED, *UPCAST):
         ours, theirs = (trains(is_ours, *how) for is_ours in (True, False))
     assert_same_tree(ours[: len(theirs)], theirs)
 

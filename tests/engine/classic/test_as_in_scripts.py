@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.wrapped_models import CPU, OURS, THEIRS, adam, assert_same_tree, kept, whole, wrap_net
 
@@ -278,8 +279,7 @@ def without_groups(api, use_orig_params):
     model, optimizer = trained(api, use_orig_params=use_orig_params)
     kind, config = api.StateDictType.FULL_STATE_DICT, api.FullOptimStateDictConfig(offload_to_cpu=False)
     api = api.FullyShardedDataParallel
-    with warnings.catch_warnings():  # warnings of functions that torch's wrapper uses
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR):
         api.set_state_dict_type(model, kind, None, config)
         saved = api.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
         return saved, api.optim_state_dict_to_load(model, optimizer, saved)
@@ -366,8 +366,7 @@ def of_an_ignored_layer(api, use_orig_params):
 
 def keeps_what_is_ignored():
     for use_orig_params in (False, True):
-        with warnings.catch_warnings():  # torch's deprecation warnings
-            warnings.simplefilter("ignore")
+        with ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR):
             ours, theirs = (of_an_ignored_layer(api, use_orig_params) for api in (OURS, THEIRS))
         assert_same_tree(ours[0], theirs[0])
         if not use_orig_params:

@@ -1,7 +1,6 @@
 """A wrapper's features besides training: initial values, whole parameters, names, clipping, fp16."""
 
 import itertools
-import warnings
 from contextlib import contextmanager
 from unittest import mock
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TheirScaler
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.pairwise import pairs_and_rest, quick, rows_of
 from tests.helpers.parity import shard_net
 from tests.helpers.small_models import adamw, batch, loss_of, make_net
@@ -31,9 +31,8 @@ from workbench.engine import MixedPrecisionPolicy, collective_order
 
 
 def both(*args, **options):
-    """Return the same net wrapped by our wrapper and by torch's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's warning that NO_SHARD is deprecated
+    """The same net wrapped by ours and by torch's."""
+    with ignoring_warnings(*NO_SHARD):
         return [wrap_net(api, make_net(dim=8), *args, **options) for api in (OURS, THEIRS)]
 
 

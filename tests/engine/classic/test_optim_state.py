@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.engine.classic.test_unwrapping import train, two_groups, wrapped
 from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.known_warnings import OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.wrapped_models import OURS, THEIRS, adam, assert_same_values, wrap_net
@@ -185,9 +185,9 @@ def saves_by_checkpoint(folder: Path) -> bytes | None:
     return pickle.dumps(whole) if whole else None
 
 
+@ignoring_warnings(*SHARDED_TENSOR, *OLD_CALLS)
 def resumes_by_checkpoint(folder: Path) -> bytes | None:
-    """Load as torch's examples do, with its function that always makes ShardedTensors."""
-    warnings.simplefilter("ignore")  # only in this rank; any use of a ShardedTensor warns
+    """As torch's examples do: by its function, which makes ShardedTensors whatever was saved."""
     for use_orig_params in (True, False):
         model = wrapped(make_net(), "FULL_SHARD", use_orig_params=use_orig_params)
         optimizer = adam(model.parameters())

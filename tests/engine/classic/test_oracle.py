@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from tests.helpers import huggingface_models as hf
 from tests.helpers.forked_ranks import in_turn, run_ranks
+from tests.helpers.known_warnings import FROZEN_BESIDE_TRAINED, NO_SHARD, ignoring_warnings
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import Block, adamw, batch, loss_of, make_net
 from tests.helpers.wrapped_models import CPU, OURS, THEIRS, compare_with_torchs, whole, wrap_net
@@ -27,8 +27,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def run_all(cases):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's deprecation warnings
+    with ignoring_warnings(*NO_SHARD, *FROZEN_BESIDE_TRAINED):
         in_turn(dict(cases))
 
 
@@ -57,8 +56,7 @@ def gradients_stay_low():
         found = []
         for api in (OURS, THEIRS):
             precision = api.MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with ignoring_warnings(*NO_SHARD):
                 model = wrap_net(api, SMALL(), strategy, mixed_precision=precision, use_orig_params=True)
             loss_of(model, batch(dist.get_rank(), 0)).backward()
             found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.numel()})

@@ -3,7 +3,6 @@
 import functools
 import shutil
 import tempfile
-import warnings
 from contextlib import nullcontext
 from importlib import import_module
 
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from tests.helpers import huggingface_models
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import FROZEN_BESIDE_TRAINED, NO_SHARD, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.wrapped_models import CPU, assert_same_tree, kept
 
 PACKAGES = ("workbench.engine.classic", "torch.distributed.fsdp")
@@ -311,8 +311,7 @@ def trains_a_gpt(package):
 
 
 def is_the_same(script, *args):
-    with warnings.catch_warnings():  # about deprecated parts of torch's wrapper, and frozen parameters
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR, *NO_SHARD, *FROZEN_BESIDE_TRAINED):
         ours, theirs = (script(package, *args) for package in PACKAGES)
     assert_same_tree(kept(ours), kept(theirs))
 

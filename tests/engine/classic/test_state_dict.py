@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import FROZEN_BESIDE_TRAINED, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.parity import assert_same_shards, shard_net
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.wrapped_models import CPU, OURS, THEIRS, assert_same_values, wrap_net
@@ -154,8 +155,8 @@ def test_sharded_tensors_of_torchs_wrapper_are_taken():
     run_ranks(2, takes_old_shards)
 
 
+@ignoring_warnings(*SHARDED_TENSOR)
 def takes_old_shards():
-    warnings.simplefilter("ignore")  # only in this rank; any use of a ShardedTensor warns
     theirs = wrap_net(THEIRS, make_net(seed=1, num_blocks=1))  # without a device mesh
     set_type(theirs, SHARDED, THEIRS)
     state = theirs.state_dict()
@@ -408,9 +409,9 @@ def leaves_frozen_out(use_orig_params):
     assert set(found) == (kept if dist.get_rank() == 0 else set())
 
 
+@ignoring_warnings(*FROZEN_BESIDE_TRAINED, *OLD_CALLS, *SHARDED_TENSOR)
 def in_a_plain_root(use_orig_params):
-    """Compare with torch's wrapper."""
-    warnings.simplefilter("ignore")  # only in this rank; torch's warnings
+    """As with torch's wrapper."""
     found = []
     for api in (OURS, THEIRS):
         wrap = functools.partial(api.FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=CPU)

@@ -10,7 +10,6 @@ summed over ranks in the same order.
 
 import itertools
 import operator
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.pairwise import pairs_and_rest, rows_of
 from tests.helpers.parity import average_grads
 from tests.helpers.small_models import make_net
@@ -70,8 +70,7 @@ def make() -> nn.Module:
 def wrap(api: SimpleNamespace, strategy: str, precision: dict[str, Any], **options: Any) -> nn.Module:
     if "HYBRID" in strategy:
         options["device_mesh"] = copies_of_shards()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's deprecation warnings
+    with ignoring_warnings(*NO_SHARD):
         return wrap_net(api, make(), strategy, mixed_precision=api.MixedPrecision(**precision), **options)
 
 

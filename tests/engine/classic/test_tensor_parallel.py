@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -40,6 +39,7 @@ from tests.engine.test_tensor_parallel import (
     split,
 )
 from tests.helpers.forked_ranks import run_cases, run_ranks
+from tests.helpers.known_warnings import NO_SHARD, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.parity import average_grads
 from tests.helpers.small_models import adamw
 from tests.helpers.wrapped_models import CPU, OURS, SAME, THEIRS, adam
@@ -64,8 +64,7 @@ def make_uneven() -> Decoder:
 
 
 def wrap(api: SimpleNamespace, model: nn.Module, dp: DeviceMesh, strategy: str = "FULL_SHARD", **options: Any) -> Any:
-    with warnings.catch_warnings():  # torch's warning about NO_SHARD
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(*NO_SHARD):
         return api.FullyShardedDataParallel(
             model,
             device_mesh=dp,
@@ -149,7 +148,6 @@ def every_way() -> Iterator[tuple[Any, Callable[[], None]]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")
 def test_it_trains_as_torchs_wrapper():
     run_cases(4, dict(every_way()))
 
@@ -343,6 +341,7 @@ def state_dicts(api: SimpleNamespace, model: nn.Module, optimizer: torch.optim.O
     return dict(model.state_dict()), api.FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
+@ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR)
 def as_torchs(mesh: Mesh, use_orig_params: bool) -> None:
     """Compare values and layouts; not values of pieces' states, where torch's wrapper assigns some elements wrongly."""
     dp, tp = meshes(*mesh)
@@ -368,7 +367,6 @@ def as_torchs(mesh: Mesh, use_orig_params: bool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")
 def test_state_dicts_are_torchs():
     cases = (FSDP_TP, False), (FSDP_TP, True), (HSDP[1], False)
     run_cases(4, {case: partial(as_torchs, *case) for case in cases})

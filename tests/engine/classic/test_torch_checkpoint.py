@@ -1,7 +1,6 @@
 """torch.distributed.checkpoint's functions with a wrapped model and its optimizer, across numbers of ranks."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests.engine.classic.test_optim_state import whole_of
 from tests.engine.classic.test_unwrapping import train
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.pairwise import quick
 from tests.helpers.parity import shard_net
 from tests.helpers.small_models import batch, loss_of, make_net
@@ -150,9 +150,9 @@ def test_training_goes_on_bit_by_bit_with_every_option(world_size):
     run_ranks(world_size, every_option)
 
 
+@ignoring_warnings(*SHARDED_TENSOR, *OLD_CALLS)
 def as_torchs() -> None:
-    """Compare the optimizer state dicts of both wrappers."""
-    warnings.simplefilter("ignore")  # only in this rank; torch's warnings
+    """The same calls, with both."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for use_orig_params in (False, True):
         for options in (None, EVERYWHERE, ON_RANK_0, FLAT_KEYS):

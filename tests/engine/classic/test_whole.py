@@ -1,7 +1,6 @@
 """If one rank has a whole flat parameter, originals keep their shapes, which some optimizers need; as with torch."""
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import NO_SHARD, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.wrapped_models import OURS, THEIRS, compare_with_torchs, wrap_net
 from workbench.engine.classic import unwrap
@@ -32,7 +32,6 @@ def muon(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def wrapped(api: SimpleNamespace, strategy: str, **options: Any) -> nn.Module:
-    warnings.simplefilter("ignore")  # only in this rank; torch's warnings about NO_SHARD
     return wrap_net(api, make_net(dim=8), strategy, use_orig_params=True, **options)
 
 
@@ -71,6 +70,7 @@ def shapes_in_a_life(api: SimpleNamespace, strategy: str, **options: Any) -> Ite
     yield "loaded", shapes_of(model)
 
 
+@ignoring_warnings(*NO_SHARD)
 def are_seen_alike(strategy: str) -> None:
     for precision in ({}, {"param_dtype": torch.bfloat16}):
         lives = [
@@ -85,6 +85,7 @@ def test_shapes_are_those_that_torchs_wrapper_shows(world_size, strategy):
     run_ranks(world_size, are_seen_alike, strategy)
 
 
+@ignoring_warnings(*NO_SHARD)
 def train_alike(strategy: str) -> None:
     # after no_sync() torch's wrapper fails to zero gradients of parameters that the optimizer does not hold
     for make_optimizer, ways in ((adafactor, [(1, False), (2, True)]), (muon, [(1, False), (2, False)])):
@@ -102,6 +103,7 @@ def test_updates_that_depend_on_shapes_are_torchs(world_size, strategy):
     run_ranks(world_size, train_alike, strategy)
 
 
+@ignoring_warnings(*NO_SHARD, *OLD_CALLS, *SHARDED_TENSOR)
 def state_is_saved_alike(strategy: str) -> None:
     """Save state that has no parameter's shape, and load torch's."""
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
