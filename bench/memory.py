@@ -193,7 +193,7 @@ def noted_stages() -> list[tuple[int, int]]:
 
     The items are (time, bytes), in nanoseconds of the system's clock; stages count whether used or not.
     """
-    from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
+    from workbench.engine.backends.shared.shared_comm import SharedMemoryReduceScatter
 
     noted, held = [(0, 0)], Counter[int]()
 

@@ -7,7 +7,7 @@ when the engine's code is entered and left. Time belongs to the innermost open p
     engine               |hooks| COPY_IN |hooks| issue |  WAIT  |
     counted              |hooks| copies  |hooks| issue |  wire  |
 
-* ``wire``: the engine waits (WAIT, and ``PendingWork.block`` also without a WAIT event). It excludes the part of a
+* ``wire``: the engine waits (WAIT, and ``PendingWork.wait`` also without a WAIT event). It excludes the part of a
   collective that computation hides, and includes the wait for a late peer.
 * ``issue``: within the calls of the all-gather and the reduce-scatter themselves, which start a collective. If a pair
   moves its bytes in that call, as over shared memory, this counts here.
@@ -53,7 +53,8 @@ class Part(Enum):
 _ENDINGS = (  # of the qualified names of functions whose time does not count as hooks
     ("AllGather.__call__", Part.ISSUE),
     ("ReduceScatter.__call__", Part.ISSUE),
-    ("PendingWork.block", Part.WIRE),
+    ("PendingWork.wait", Part.WIRE),
+    ("StreamWork.wait", Part.WIRE),
 )
 _NO_FRAME = None
 

@@ -85,7 +85,8 @@ def test_only_backends_ask_for_the_kind_of_a_device_or_an_address(folder, num_fi
     assert found == []
 
 
-KINDS = {"cpu", "cuda", "gloo", "hierarchical_comm", "shared_comm", "shared_memory", "shared_selection", "streams"}
+SHARED = {f"shared.{name}" for name in ("hierarchical_comm", "shared_comm", "shared_memory", "shared_selection")}
+KINDS = {"cpu", "cuda", "gloo", "streams"} | SHARED
 
 
 def test_what_a_kind_of_device_does_in_its_own_way_is_private_to_backends():

@@ -14,7 +14,7 @@ from bench.processes import on_ranks
 from tests.engine.test_shared_memory import connected
 from workbench.engine.backends import page_pool
 from workbench.engine.backends.page_pool import PageRange, SparePages
-from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
+from workbench.engine.backends.shared.shared_comm import SharedMemoryReduceScatter
 from workbench.events import Category
 
 MAPPINGS = """\

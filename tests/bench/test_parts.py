@@ -57,7 +57,7 @@ def story():
 
 HOOK, INNER = Code("/engine/fsdp_state.py"), Code("/engine/deeper/param.py")
 MODEL, ELSEWHERE = Code("/model.py"), Code("/engineer.py")
-BLOCK = Code("/engine/backends/async_work.py", "PendingWork.block")
+WAIT = Code("/engine/backends/async_work.py", "PendingWork.wait")
 GATHER = Code("/engine/comm.py", "GlooAllGather.__call__")
 
 
@@ -88,8 +88,8 @@ def test_the_example_of_the_docstring(story):
     story.enter(5, GATHER)
     story.leave(13, GATHER)
     story.event(20, Kind.WAIT, Edge.BEGIN)
-    story.enter(21, BLOCK)
-    story.leave(51, BLOCK)
+    story.enter(21, WAIT)
+    story.leave(51, WAIT)
     story.event(52, Kind.WAIT, Edge.END)
     story.leave(53, HOOK)
     assert story.parts == {"HOOKS": 1 + 2 + 7 + 1, "COPIES": 2, "ISSUE": 8, "WIRE": 32}
@@ -97,8 +97,8 @@ def test_the_example_of_the_docstring(story):
 
 def test_waiting_without_a_span_is_waiting(story):
     story.enter(0, HOOK)
-    story.enter(1, BLOCK)
-    story.leave(8, BLOCK)
+    story.enter(1, WAIT)
+    story.leave(8, WAIT)
     story.leave(9, HOOK)
     assert story.parts == {"HOOKS": 2, "WIRE": 7}
 

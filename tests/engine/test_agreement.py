@@ -167,10 +167,10 @@ def one_cannot() -> str:
     model, _ = made("fully_shard")
     state = states_below(model)[0]
     if dist.get_rank() == ODD:
-        state._training_state = type(state._training_state).FORWARD
+        state.training_state = type(state.training_state).FORWARD
     with pytest.raises(agreement.RanksDisagreeError) as refused:
         unshard_module(model)
-    state._training_state = type(state._training_state).IDLE
+    state.training_state = type(state.training_state).IDLE
     unshard_module(model)
     return str(refused.value)
 

@@ -12,10 +12,12 @@ from tests.helpers.simulated_device import ByRows, FakeDevice, computing_on
 from tests.helpers.small_models import make_net
 from workbench.engine import CollectiveFailed, StepAborted, backends
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import Backend, ResizedMemory, Streams
+from workbench.engine.backends.base import Backend
 from workbench.engine.backends.cpu import Cpu
 from workbench.engine.backends.cuda import Cuda
+from workbench.engine.backends.full_memory import ResizedMemory
 from workbench.engine.backends.page_pool import SparePages
+from workbench.engine.backends.stream_order import Streams
 from workbench.engine.backends.streams import StreamBackend
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.comm import CommPair, DefaultAllGather, DefaultReduceScatter
@@ -222,15 +224,15 @@ class Ends:
 def check_waits(make) -> None:
     transport = make().transport(dist.group.WORLD)
     pending = transport.pending(Ends(), "all-gather")
-    pending.block()
+    pending.wait()
     pending.finish()
     assert pending.has_ended
     failed = transport.pending(Ends("gone"), "all-gather")
     with pytest.raises(CollectiveFailed, match="all-gather failed: gone"):
-        (failed.block(), failed.finish())
+        (failed.wait(), failed.finish())
     cancellation.cancel("enough")
     with pytest.raises(StepAborted, match="enough"):
-        transport.pending(Ends(), "all-gather").block()
+        transport.pending(Ends(), "all-gather").wait()
     cancellation.reset()
 
 

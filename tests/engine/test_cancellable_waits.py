@@ -62,7 +62,7 @@ def test_a_wait_ends_with_the_collective():
     assert pending.end_ns == 0
     before = time.monotonic_ns()
     thread = in_a_thread(lambda: work.future.set_result(None))
-    pending.block()
+    pending.wait()
     pending.finish()
     thread.join()
     assert before <= pending.end_ns <= time.monotonic_ns()
@@ -85,7 +85,7 @@ def test_a_cancelled_wait_ends_with_its_slice_well_within_a_second():
     pending = PendingWork(FakeWork(), REDUCE)
     pending._done = slices = Slices()
     with pytest.raises(StepAborted, match=r"^rank 1 failed$"):
-        pending.block()
+        pending.wait()
     assert slices.seconds == [cancellable_waits.SLICE_S] * 2
     assert cancellable_waits.SLICE_S < 0.5
 
@@ -94,10 +94,10 @@ def test_a_wait_may_be_cancelled_from_another_thread():
     pending = PendingWork(FakeWork(), REDUCE)
     thread = in_a_thread(lambda: cancellation.cancel("rank 3 failed"))
     with pytest.raises(StepAborted, match=r"^rank 3 failed$"):
-        pending.block()
+        pending.wait()
     thread.join()
     with pytest.raises(StepAborted):
-        pending.block()  # later waits abort too, although the collective has not ended
+        pending.wait()  # later waits abort too, although the collective has not ended
     cancellation.reset()
     cancellation.check()
 
@@ -106,7 +106,7 @@ def test_a_failed_collective_says_which_one():
     work = FakeWork("Connection closed by peer\n  some C++ frames")
     pending = PendingWork(work, Collective("all-gather", "blocks.4", 8))
     work.future.set_exception(RuntimeError("gone"))
-    pending.block()  # a failed collective has ended
+    pending.wait()  # a failed collective has ended
     with pytest.raises(
         CollectiveFailed, match=r"^all-gather of unit blocks\.4 failed: Connection closed by peer$"
     ) as failed:
@@ -122,7 +122,7 @@ def test_a_collective_that_an_abort_broke_reports_the_abort(when, monkeypatch):
     work = FakeWork("Connection closed by peer")
     pending = PendingWork(work, REDUCE)
     work.future.set_result(None)
-    pending.block()
+    pending.wait()
     if when == "before":
         cancellation.cancel("aborted")
     else:
@@ -140,7 +140,7 @@ def test_a_wait_is_not_begun_after_an_abort_even_if_the_collective_has_ended():
     work.future.set_result(None)
     cancellation.cancel("aborted")
     with pytest.raises(StepAborted, match=r"^aborted$"):
-        pending.block()
+        pending.wait()
 
 
 # ---- with real ranks
@@ -331,7 +331,7 @@ class Bare:
 @pytest.mark.parametrize("error", ["", "Connection closed by peer"])
 def test_work_without_a_future_is_waited_for_in_a_thread(kind, error):
     pending = PendingWork(kind(error), REDUCE)
-    pending.block()
+    pending.wait()
     assert pending.has_ended
     assert pending.end_ns > 0
     if not error:
@@ -345,7 +345,7 @@ def test_a_collective_that_was_synchronous_has_ended():
     pending = PendingWork(None, REDUCE)
     assert pending.has_ended
     assert pending.end_ns > 0
-    pending.block()
+    pending.wait()
     pending.finish()
 
 
@@ -366,7 +366,7 @@ class DeviceWork(FakeWork):
 def test_no_host_thread_waits_for_work_on_a_device():
     work = DeviceWork()
     pending = StreamWork(work, REDUCE)
-    pending.block()  # the stream waits; the device has not finished
+    pending.wait()  # the stream waits; the device has not finished
     assert not pending.has_ended
     pending.finish()
     assert work.waits == 1
@@ -375,7 +375,7 @@ def test_no_host_thread_waits_for_work_on_a_device():
     assert pending.end_ns == 0  # the host did not observe the end
     cancellation.cancel("aborted")
     with pytest.raises(StepAborted, match=r"^aborted$"):
-        pending.block()
+        pending.wait()
 
 
 def test_work_on_a_device_that_cannot_tell_counts_as_ended():
@@ -389,6 +389,7 @@ class Watcher:
     def __init__(self) -> None:
         self.looks = 0
         self.given_up = []
+        self.finished_with = []
 
     def look(self) -> None:
         self.looks += 1
@@ -398,12 +399,15 @@ class Watcher:
     def give_up(self, error: BaseException) -> None:
         self.given_up.append(type(error))
 
+    def finished(self, pending: PendingWork) -> None:
+        self.finished_with.append(pending)
+
 
 def test_whoever_waits_looks_around_in_every_slice(monkeypatch):
     monkeypatch.setattr(cancellable_waits, "SLICE_S", 0.001)
     watcher = Watcher()
     with pytest.raises(RanksDisagreeError, match=r"^something else$"):
-        PendingWork(FakeWork(), REDUCE, watcher).block()
+        PendingWork(FakeWork(), REDUCE, watcher).wait()
     assert watcher.looks == 2
     assert watcher.given_up == [RanksDisagreeError]
 
@@ -413,13 +417,15 @@ def test_the_watcher_learns_of_every_wait_that_came_to_nothing():
     failed = FakeWork("gone")
     failed.future.set_result(None)
     pending = PendingWork(failed, REDUCE, watcher)
-    pending.block()
+    pending.wait()
+    assert watcher.finished_with == [pending]
     with pytest.raises(CollectiveFailed):
         pending.finish()
     cancellation.cancel("aborted")
     with pytest.raises(StepAborted):
-        pending.block()
+        pending.wait()
     assert watcher.given_up == [RuntimeError, StepAborted]
+    assert watcher.finished_with == [pending]  # a cancelled wait leaves it unfinished
 
 
 def test_a_sleep_ends_with_an_abort():
@@ -439,7 +445,7 @@ def test_waiting_threads_come_to_the_stop_point_and_may_be_interrupted_there(mon
     monkeypatch.setattr(cancellable_waits, "SLICE_S", 0.001)
     monkeypatch.setattr(cancellable_waits, "stop_point", stop)
     with pytest.raises(KeyboardInterrupt):
-        pending.block()
+        pending.wait()
     assert watcher.given_up == [KeyboardInterrupt]
     with pytest.raises(KeyboardInterrupt):
         cancellation.sleep(0)

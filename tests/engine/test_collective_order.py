@@ -579,12 +579,13 @@ def test_a_rebuild_leaves_nothing_of_before_in_the_store():
 def gather(group: CommGroup, unit: str) -> list[float]:
     """All-gather this rank's number and wait for the result."""
     own, rows = torch.full((4,), float(dist.get_rank())), torch.zeros(group.size, 4)
-    pending = group.start(
-        lambda pg: dist.all_gather(list(rows.unbind(0)), own, group=pg, async_op=True),
-        Collective("all-gather", unit, rows.nbytes),
+    pending = group.issue(
+        lambda *tensors, async_op: dist.all_gather(list(tensors[0].unbind(0)), *tensors[1:], async_op),
+        rows,
+        own,
+        collective=Collective("all-gather", unit, rows.nbytes),
     )
-    pending.block()
-    group.finished(pending)
+    pending.wait()
     pending.finish()
     return rows[:, 0].tolist()
 
@@ -672,6 +673,6 @@ def test_a_simulated_world_asks_nobody():
     with simulated_rank(1, 4):
         group = process_groups.group_of((0, 1, 2, 3))
         assert group.rank == 1
-        assert group.start(lambda _: None, A).has_ended
+        assert group.issue(lambda _, async_op: None, collective=A).has_ended
         process_groups.end_iteration([group])
         group.look()

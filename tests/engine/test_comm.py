@@ -17,13 +17,12 @@ from workbench.engine import process_groups
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
 from workbench.engine.comm import (
+    CommTraits,
     DefaultAllGather,
     DefaultReduceScatter,
-    input_nbytes,
-    is_of_others,
-    takes_own_in_output,
+    give_back,
+    traits_of,
 )
-from workbench.engine.process_groups import CommGroup
 from workbench.events import Category
 
 CPU = torch.device("cpu")
@@ -39,19 +38,19 @@ def collect(name: str, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     generator = torch.Generator().manual_seed(rank)
     shard = torch.randn(numel, generator=generator).to(dtype)
-    output = gather.allocate((numel * (size - is_of_others(gather)),), dtype=dtype, device=CPU)
+    output = gather.allocate((numel * (size - traits_of(gather).leaves_own_out),), dtype=dtype, device=CPU)
     gather(output, shard, group, async_op=True).wait()
-    if is_of_others(gather):
+    if traits_of(gather).leaves_own_out:
         output = torch.cat([output[: numel * rank], shard, output[numel * rank :]])
     given = torch.randn(numel * size, generator=generator).to(dtype)
     total = torch.empty(numel, dtype=dtype)
-    if takes_own_in_output(reduce):
+    if traits_of(reduce).own_in_output:
         total.copy_(given[numel * rank : numel * (rank + 1)])
         given = torch.cat([given[: numel * rank], given[numel * (rank + 1) :]])
     chunks = reduce.allocate(tuple(given.shape), dtype=dtype, device=CPU)
     chunks.copy_(given)
     reduce(total, chunks, group, dist.ReduceOp.SUM, async_op=True).wait()
-    return output, total, input_nbytes(reduce, chunks, CommGroup(tuple(range(size)))) - chunks.nbytes
+    return output, total, traits_of(reduce).nbytes_in_flight(chunks, size) - chunks.nbytes
 
 
 def expected(world_size: int, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,3 +198,32 @@ def test_a_rebuilt_group_has_a_new_index_and_the_units_use_it():
     indices = run_ranks(2, rebuilt)
     assert indices[0] == indices[1]
     assert len(set(indices[0])) == 3
+
+
+# ---- what a communication does beyond torch's signatures
+
+
+class OfTorchsShape:
+    """A user's own collective: no traits."""
+
+    def free(self, _buffer: torch.Tensor) -> None:
+        pytest.fail("only a communication that says so gets its buffers back")
+
+
+def test_a_communication_without_traits_is_as_torch_has_it():
+    own = OfTorchsShape()
+    assert traits_of(own) == CommTraits() == traits_of(DefaultAllGather()) == traits_of(DefaultReduceScatter())
+    give_back(own, torch.empty(3))
+    own.traits = "a name of the user's"
+    assert traits_of(own) == CommTraits()
+    assert CommTraits().nbytes_in_flight(torch.empty(3), 4) == 12
+
+
+def test_what_is_in_flight_is_the_buffer_and_its_staging_or_nothing_if_it_is_shared():
+    staged = CommTraits(staging_nbytes=lambda num_bytes, num_ranks: num_bytes * num_ranks)
+    assert staged.nbytes_in_flight(torch.empty(3), 4) == 12 + 48
+    assert CommTraits(is_shared=True).nbytes_in_flight(torch.empty(3), 4) == 0
+    few, many = torch.empty(1000), torch.empty(2**20)
+    gather = traits_of(GlooAllGather())
+    assert [gather.nbytes_in_flight(buffer, 3) for buffer in (few, many)] == [2 * few.nbytes, many.nbytes]
+    assert gather.nbytes_in_flight(few, 2) == few.nbytes

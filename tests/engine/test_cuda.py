@@ -346,14 +346,16 @@ def stream_of_each_gather() -> None:
     model = shard(make())
     loss_of(model, tokens(0)).backward()
     for unit in units_of(states_below(model)):
-        original = unit.pair.gather.__call__
+        original = unit.comm_choice.pair.gather.__call__
 
         def gather(*args, name=unit.name, original=original, **kwargs):
             seen.append((name, torch.cuda.current_stream()))
             return original(*args, **kwargs)
 
-        wrapped = type("Watched", (), {"allocate": unit.pair.gather.allocate, "__call__": staticmethod(gather)})
-        unit.set_custom(gather=wrapped())
+        wrapped = type(
+            "Watched", (), {"allocate": unit.comm_choice.pair.gather.allocate, "__call__": staticmethod(gather)}
+        )
+        unit.use_comm(unit.comm_choice.custom(gather=wrapped()))
     ctx, compute = model._get_fsdp_state()._comm_ctx, torch.cuda.current_stream()
     loss_of(model, tokens(1)).backward()
     blocks = [f"blocks.{i}" for i in range(4)]
@@ -409,14 +411,14 @@ def spinning_kernel() -> None:
     call = Collective("all-gather", "a", rows.nbytes)
     for number in range(3):
         if number < 2 or dist.get_rank() == 0:
-            group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
+            group.issue(dist.all_gather_into_tensor, rows, own, collective=call)
         if number < 2:
             torch.cuda.synchronize()
             engine.groups.end_iteration([group])
     engine.groups.rebuild_all()
     torch.cuda.synchronize()  # would hang otherwise
-    pending = group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
-    pending.block()  # the stream waits, not the host
+    pending = group.issue(dist.all_gather_into_tensor, rows, own, collective=call)
+    pending.wait()  # the stream waits, not the host
     pending.finish()
     assert rows.tolist() == [1.0] * 8
 

@@ -393,8 +393,8 @@ def wrapper_follows(happens: Callable[[FullyShardedDataParallel], None], *, orig
         sets.append(now)
         (flat,) = flats_of(model)
         whole = torch.cat([value.reshape(-1) for value in plain.state_dict().values()])
-        first, last = flat.bounds
-        torch.testing.assert_close(flat.slot[: flat.own_numel], whole[first:last])
+        first, last = flat.flat_layout.bounds
+        torch.testing.assert_close(flat.slot[: flat.flat_layout.own_numel], whole[first:last])
         for handles in sets:
             for name, handle in handles.items():
                 torch.testing.assert_close(handle, now[name], msg=name)
@@ -454,7 +454,7 @@ def data_of_the_users(model_dtype: torch.dtype) -> None:
     (flat,) = flats_of(model)
     assert held.data_ptr() == flat.slot.data_ptr()
     whole = torch.cat([value.reshape(-1) for value in plain.state_dict().values()])
-    torch.testing.assert_close(held[: flat.own_numel], whole[slice(*flat.bounds)])
+    torch.testing.assert_close(held[: flat.flat_layout.own_numel], whole[slice(*flat.flat_layout.bounds)])
 
 
 @COMMS

@@ -27,8 +27,14 @@ from tests.helpers.recording_probe import Recording, recording
 from tests.helpers.small_models import Net, adamw, batch, loss_of, make_net
 from tests.helpers.waiting import eventually
 from workbench.engine import MixedPrecisionPolicy, StepAborted, process_groups
-from workbench.engine.backends import hierarchical_comm, shared_memory
-from workbench.engine.backends.hierarchical_comm import Hosts, HostsAllGather, HostsReduceScatter, Relay, ranks_per_host
+from workbench.engine.backends.shared import hierarchical_comm, shared_memory
+from workbench.engine.backends.shared.hierarchical_comm import (
+    Hosts,
+    HostsAllGather,
+    HostsReduceScatter,
+    Relay,
+    ranks_per_host,
+)
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.fsdp_state import states_below, units_of
 from workbench.events import COLLECTIVES, Category, Edge, Kind

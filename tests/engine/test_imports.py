@@ -1,6 +1,7 @@
 """The engine's imports, and the modules that importing it loads."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,49 @@ def test_private_pieces_of_torch_are_named_in_one_file_only(path):
     tree = ast.parse(path.read_text())
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not attributes & {"_local_tensor", "_spec", "_execution_engine", "_C"}
+
+
+OF_TORCH = {
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_metadata",
+    "_version",
+    "_module_classes_to_ignore",
+    "_apply",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+}
+"""Private names of torch's classes that the engine reads outside of ``_torch.py``."""
+OF_CONTRACTS = {"_fqns", "_get_fsdp_state", "_state", "_workbench_lease"}
+"""Names that other libraries read, or that modules and tensors carry for the engine."""
+
+
+def private_names_of_others(path: Path) -> set[str]:
+    """Private attributes that a file reads from objects that are neither ``self`` nor ``cls`` nor a module."""
+    tree = ast.parse(path.read_text())
+    modules = {
+        alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.fullmatch("_[a-z]\\w*", node.attr):
+            owner = node.value
+            if not (isinstance(owner, ast.Name) and owner.id in {"self", "cls"} | modules):
+                found.add(node.attr)
+    own = {
+        n.attr
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "self"
+    }
+    functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    return found - own - functions - OF_TORCH - OF_CONTRACTS
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_no_file_of_the_engine_reads_private_names_of_another(path):
+    if path.name != "_torch.py":
+        assert private_names_of_others(path) == set()
 
 
 def test_importing_the_engine_loads_none_of_what_it_must_not():

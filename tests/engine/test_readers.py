@@ -13,8 +13,8 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import shard_net
 from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import CollectiveFailed, StepAborted, unit_collectives
-from workbench.engine.backends import shared_memory
-from workbench.engine.backends.shared_memory import PARAMETERS, Readers
+from workbench.engine.backends.shared import shared_memory
+from workbench.engine.backends.shared.shared_memory import PARAMETERS, Readers
 from workbench.engine.cancellable_waits import cancellation
 
 FORK = multiprocessing.get_context("fork")

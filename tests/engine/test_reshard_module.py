@@ -335,7 +335,7 @@ def settings_of(model: nn.Module) -> list[dict[str, object]]:
                 "comm": unit.comm.gather if unit.comm and unit.comm.name == "custom" else None,
                 "max": unit.max_reductions,
                 "flags": (unit.reshard_after_backward, unit.unshard_in_backward, unit.reshard_after_forward),
-                "last": state._root.is_last_backward,
+                "last": state.root_ctx.is_last_backward,
                 "frozen": [p.fqn for p in unit.fsdp_params if not p.trainable],
                 "names": [p.fqn for p in unit.fsdp_params],
             }

@@ -18,7 +18,7 @@ from tests.helpers.forked_ranks import on_one_rank, run_ranks, simulating
 from tests.helpers.unsharded_copy import DIM, blocks, compare, data, shard_each, squares
 from workbench import engine
 from workbench.engine import fully_shard
-from workbench.engine._torch import all_gather_single
+from workbench.engine._torch import c10d_all_gather
 from workbench.events import Kind
 from workbench.ports import LOOPBACK, reserved_port
 
@@ -256,13 +256,13 @@ def test_an_inner_module_may_be_evaluated_alone_and_its_shards_be_written_then()
 @on_one_rank
 def test_an_event_stands_for_one_optimizer_step():
     model = shard_each(blocks(2))
-    root = model._get_fsdp_state()._root
+    root = model._get_fsdp_state().root_ctx
     model.set_post_optim_event(None)  # as a script without streams does on the CPU
     assert root.post_optim_event is None
     model.set_post_optim_event(SimpleNamespace(wait=lambda: None))
     assert root.post_optim_event is not None
     model(data(0))
-    assert model._get_fsdp_state()._root.post_optim_event is None  # else the next forward would ignore the next step
+    assert model._get_fsdp_state().root_ctx.post_optim_event is None  # else the next forward ignores the next step
 
 
 # ---- frozen parameters of other dtypes
@@ -348,7 +348,7 @@ def own_comm(api: ModuleType) -> list[str]:
 
         def __call__(self, output_tensor, input_tensor, group, async_op=False) -> object:
             seen.add(str(output_tensor.dtype))
-            return all_gather_single(output_tensor, input_tensor, group, async_op)
+            return c10d_all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
 
     model = make_quantised()
     api.fully_shard(model)

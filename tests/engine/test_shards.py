@@ -88,7 +88,7 @@ def test_every_parameter_is_aligned_as_its_own_size_is(shapes, world_size):
     for unit in units_of_all_ranks(numbered(shapes), world_size):
         slots = sum(p.slot_numel for p in unit.fsdp_params)
         assert unit.shards.flat.numel() == unit.shards.numel == slots  # no padding beyond the slots
-        padded_fulls = unit._usual.padded_fulls
+        padded_fulls = unit.buffers.usual.padded_fulls
         for param, slot, full in zip(unit.fsdp_params, unit.shards._slots(), padded_fulls, strict=True):
             aligned = min(math.gcd(param.slot_numel, 32) * 4, 64)  # bytes; torch allocates at multiples of 64
             assert not param.slot_numel or slot.data_ptr() % aligned == 0

@@ -19,9 +19,9 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import shard_net
 from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import MixedPrecisionPolicy
-from workbench.engine.backends import shared_memory
 from workbench.engine.backends.page_pool import Region
-from workbench.engine.backends.shared_comm import (
+from workbench.engine.backends.shared import shared_memory
+from workbench.engine.backends.shared.shared_comm import (
     SharedMemoryAllGather,
     SharedMemoryCastAllGather,
     SharedMemoryReduceScatter,

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.helpers.forked_ranks import outcomes, run_ranks
 from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, process_groups
-from workbench.engine.backends import shared_memory
 from workbench.engine.backends.async_work import PendingWork
-from workbench.engine.backends.shared_memory import SharedMemory, barrier
+from workbench.engine.backends.shared import shared_memory
+from workbench.engine.backends.shared.shared_memory import SharedMemory, barrier
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.collective_order import Collective
 
@@ -38,9 +38,8 @@ def connected() -> SharedMemory:
 
 
 def meet(shared: SharedMemory) -> None:
-    pending = shared.group.start(barrier, Collective("barrier", None, 0))
-    pending.block()
-    shared.group.finished(pending)
+    pending = shared.group.issue(lambda group, **_: barrier(group), collective=Collective("barrier", None, 0))
+    pending.wait()
     pending.finish()
 
 
@@ -290,7 +289,7 @@ def killed(victim: int, peer_is_past_the_barrier) -> tuple[str, float]:
         os.kill(os.getpid(), signal.SIGKILL)
     peer_is_past_the_barrier.set()
     pending = PendingWork(barrier(shared.group.process_group), "barrier")
-    pending.block()
+    pending.wait()
     with pytest.raises(CollectiveFailed, match=r"^barrier failed: "):
         pending.finish()
     total = float(rows.sum())  # includes the rows that the dead rank wrote and created
@@ -346,7 +345,7 @@ def alone_at_a_barrier(other_may_come) -> bool:
     pending = PendingWork(barrier(group.process_group), "barrier")
     early = pending.has_ended
     other_may_come.set()
-    pending.block()
+    pending.wait()
     pending.finish()
     return dist.get_rank() == 0 and early
 

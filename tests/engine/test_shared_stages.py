@@ -21,10 +21,10 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import shard_net
 from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import batch, loss_of, make_net
-from workbench.engine.backends import shared_comm, shared_memory
 from workbench.engine.backends.async_work import PendingWork
-from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
-from workbench.engine.backends.shared_memory import SharedMemory
+from workbench.engine.backends.shared import shared_comm, shared_memory
+from workbench.engine.backends.shared.shared_comm import SharedMemoryReduceScatter
+from workbench.engine.backends.shared.shared_memory import SharedMemory
 from workbench.events import Category
 
 FORK = multiprocessing.get_context("fork")
@@ -62,7 +62,7 @@ def reductions(shared: SharedMemory, plan: Plan, written: Callable[[int], Any], 
     def read_oldest() -> None:
         oldest, pending = outstanding.pop(0)
         reading(oldest)
-        pending.block()
+        pending.wait()
         pending.finish()
 
     for number, total in enumerate(totals):
@@ -193,7 +193,7 @@ def bytes_of_a_step(num_blocks: int) -> tuple[int, int, int, int, int]:
         for number in range(2):
             record.clear()
             loss_of(model, batch(dist.get_rank(), number, plain["vocab"])).backward()
-        reduce = unit.pair.reduce
+        reduce = unit.comm_choice.pair.reduce
         largest = max(u.shard_numel for u in (model._get_fsdp_state()._fsdp_param_group, unit))
         told = 0 if reduce.lease is None else reduce.num_bytes
         dist.barrier()  # the other ranks have returned their part too

@@ -135,12 +135,12 @@ def test_where_pages_cannot_be_moved_fresh_ones_give_the_same_bits(world_size):
 def allocated(model: nn.Module) -> int:
     """Return the bytes of full parameters' pages, used or spare, and of communication buffers."""
     ctx = model._get_fsdp_state()._comm_ctx
-    full = [unit._home.memory._memory._kept for unit in units(model) if unit._home.memory.is_held]
+    full = [m._memory._kept for m in (unit.buffers.current.memory for unit in units(model)) if m.is_held]
     free = (*ctx.pages._free, *backend_of(torch.device("cpu"))._buffers._spare._free)
     flying = [unit._all_gather for unit in units(model) if unit._all_gather is not None]
     casts = [g.own for g in flying if g.own.dtype is torch.bfloat16]
-    scatters = [r.scatter for r in ctx.reductions._scattering]
-    received = [s.flight.pending._work._received for s in scatters]
+    scatters = ctx.reductions._scattering
+    received = [s.pending._work._received for s in scatters]
     to_cast = [s.output for s in scatters if s.output.dtype is torch.bfloat16]
     buffers = (*(g.output for g in flying), *casts, *(s.chunks for s in scatters), *received, *to_cast)
     return sum(kept.num_bytes for kept in (*free, *full)) + sum(tensor.untyped_storage().nbytes() for tensor in buffers)

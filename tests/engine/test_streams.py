@@ -1,5 +1,6 @@
 """The order of work on a device, from streams that only log their waits."""
 
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,10 +14,10 @@ from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import unit_collectives
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import Streams
+from workbench.engine.backends.stream_order import Streams
 from workbench.engine.backends.streams import StreamBackend
 from workbench.engine.comm_context import FSDPCommContext
-from workbench.engine.reduction import GradientSync, PartialSum, Reduction, ReductionQueue
+from workbench.engine.reduction import AllReducePlan, GradientSync, PartialSum, ReductionQueue, ShardSum
 from workbench.engine.unit_collectives import UnitId
 from workbench.events import Category, Edge, Kind
 
@@ -75,40 +76,35 @@ def device() -> Device:
 
 
 class Step:
-    """A reduction whose parts log their stream."""
+    """A collective of a reduction that logs where its end runs."""
 
-    def __init__(self, device: Device, name: str) -> None:
+    pending = SimpleNamespace(span=None)
+
+    def __init__(self, device: Device, name: str, *, replicas: bool = False) -> None:
         self.device, self.name = device, name
-        self.output, self.lease = torch.ones(1), None
-        self.flight = SimpleNamespace(unit=UnitId(0, name), comm=None)
-
-    def finish(self, total: object = None) -> torch.Tensor:
-        self.device.do(f"{self.name} {'set' if total is not None else 'scattered'}")
-        return self.output
-
-
-def reduction(device: Device, name: str, *, replicas: bool) -> Reduction:
-    step = Step(device, name)
-    reducer = SimpleNamespace(
-        mesh_info=SimpleNamespace(replicate_group=object() if replicas else None),
-        finish=step.finish,
-        sync=GradientSync(),
-        unit=UnitId(0, name),
-    )
-    return Reduction(reducer, [], (), keeps=False, kept=None, scatter=step)
+        reducer = SimpleNamespace(
+            mesh_info=SimpleNamespace(replicate_group=object() if replicas else None),
+            finish=lambda _total: device.do(f"{name} set"),
+            sync=GradientSync(),
+            unit=UnitId(0, name),
+        )
+        self.summed = ShardSum(AllReducePlan(reducer, (), False, None), PartialSum([], torch.ones(1), None))
 
 
-class AllReduced:
-    def __init__(self, device: Device, name: str) -> None:
-        self.device, self.name = device, name
-        self.flight = SimpleNamespace(unit=UnitId(0, name), comm=None)
+class Scattered(Step):
+    def finish(self) -> ShardSum:
+        self.device.do(f"{self.name} scattered")
+        return self.summed
 
+
+class AllReduced(Step):
     def finish(self) -> None:
         self.device.do(f"{self.name} all-reduced")
+        self.summed.then.reducer.finish(self.summed.part)
 
 
 def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(device, monkeypatch):
-    def all_reduce(reducer, _output, _group, _unused) -> AllReduced:
+    def all_reduce(reducer, _total, _group, _unused) -> AllReduced:
         device.do(f"{reducer.unit.name} begins all-reduce")
         return AllReduced(device, reducer.unit.name)
 
@@ -119,7 +115,7 @@ def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(d
         with streams.reducing(after_compute=True):
             queue.make_room()
             device.do(f"{name} copied in")
-            queue.add(reduction(device, name, replicas=True))
+            queue.add(Scattered(device, name, replicas=True))
         streams.join()
     in_backward = len(device.done)
     with streams.reducing(after_compute=False):
@@ -139,11 +135,21 @@ def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(d
 
 def test_a_single_rank_trails_as_well(device):
     streams = device.streams()
-    alone = reduction(device, "a", replicas=False)
-    alone.scatter, alone.summed = None, PartialSum([], torch.ones(1), None)
     with streams.reducing(after_compute=True):
-        ReductionQueue(streams).add(alone)
+        ReductionQueue(streams).add(Step(device, "a").summed)
     assert device.done == ["reduce waits for compute", "trail waits for reduce", "trail: a set"]
+
+
+def test_the_input_of_a_reduce_scatter_is_freed_before_the_gradients_are_set(device):
+    queue, scattered = ReductionQueue(device.streams()), Scattered(device, "a")
+    alive, is_freed = weakref.ref(scattered), []
+    reducer = SimpleNamespace(**vars(scattered.summed.then.reducer))
+    reducer.finish = lambda _total: is_freed.append(alive() is None)
+    scattered.summed = ShardSum(AllReducePlan(reducer, (), False, None), scattered.summed.part)
+    queue.add(scattered)
+    del scattered
+    queue.finish()
+    assert is_freed == [True]
 
 
 def test_on_the_cpu_there_are_none():

@@ -36,11 +36,13 @@ from workbench.engine._torch import (
     BatchNorm,
     Checkpointed,
     GradScalerWithFlags,
+    _traversal,
     _Wrappers,
     abort_process_groups,
-    all_gather_single,
     allow_reading,
     base_of,
+    c10d_all_gather,
+    c10d_reduce_scatter,
     call_post_accumulate_hooks,
     chunk_cat,
     default_store,
@@ -53,13 +55,11 @@ from workbench.engine._torch import (
     has_grad_hooks,
     has_own_setattr,
     has_post_accumulate_hooks,
-    is_asked_by_checkpoints,
     is_in_backward,
     is_of_old_shards,
     is_replicated,
     is_transforming,
     joined_mesh,
-    lists_parameters_for_checkpoints,
     local_of,
     make_spec,
     name_groups_from,
@@ -69,7 +69,6 @@ from workbench.engine._torch import (
     premultiplied_sum,
     put_parameter,
     queue_backward_final_callback,
-    reduce_scatter_single,
     set_composed,
     set_local,
     set_own_parameter,
@@ -82,6 +81,7 @@ from workbench.engine._torch import (
     strided_shard,
     tell_checkpoints,
     tell_pipelining,
+    traversal_of_checkpoints,
     untried,
     waited,
     with_dtype,
@@ -159,8 +159,8 @@ def test_collectives_of_single_tensors_have_two_names(is_older, monkeypatch):
     if is_older:
         for name in SINGLE:
             monkeypatch.delattr(dist, name)
-    all_gather_single("out", "in", "group", True)
-    reduce_scatter_single("out", "in", "sum", "group", False)
+    c10d_all_gather()("out", "in", group="group", async_op=True)
+    c10d_reduce_scatter()("out", "in", op="sum", group="group", async_op=False)
     gather, reduce = SINGLE.values() if is_older else SINGLE
     assert called == [
         (gather, ("out", "in"), {"group": "group", "async_op": True}),
@@ -711,24 +711,24 @@ class Asked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(1, 1)
-        self.for_names: list[bool] = []
+        self.for_names: list[str] = []
         self.for_frozen: list[bool] = []
 
     def named_parameters(self, *args, **kwargs):
-        self.for_names.append(is_asked_by_checkpoints())
+        self.for_names = [*self.for_names, traversal_of_checkpoints()]
         return super().named_parameters(*args, **kwargs)
 
     def named_modules(self, *args, **kwargs):
-        self.for_frozen.append(lists_parameters_for_checkpoints())
+        self.for_frozen.append(traversal_of_checkpoints() == "named_parameters")
         yield from super().named_modules(*args, **kwargs)
 
 
 def test_it_is_known_when_checkpoints_ask():
     module = Asked()
     list(module.parameters())
-    assert module.for_names == [False]
+    assert module.for_names == [""]
     get_model_state_dict(module)
-    assert set(module.for_names[1:]) == {True}
+    assert set(module.for_names[1:]) == {"named_parameters"}
     assert not any(module.for_frozen)
     for outer in (module, nn.Sequential(module), nn.Sequential(nn.Sequential(module))):
         list(outer.named_parameters())
@@ -736,6 +736,64 @@ def test_it_is_known_when_checkpoints_ask():
         assert not any(module.for_frozen)
         get_model_state_dict(outer, options=StateDictOptions(ignore_frozen_params=True))
         assert module.for_frozen.pop()
+
+
+class AskedThroughOverrides(Asked):
+    """A user's subclass of a wrapper, with overrides that only pass on."""
+
+    def named_parameters(self, *args, **kwargs):
+        return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args, **kwargs):
+        yield from super().named_modules(*args, **kwargs)
+
+
+class Around(nn.Module):
+    """A module around a wrapper that has no names of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def named_parameters(self, *args, **kwargs):
+        yield from self.inner.named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args, **kwargs):
+        yield from self.inner.named_modules(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "through", [lambda m: m, Around, lambda m: torch.compile(m, backend="eager"), nn.Sequential], ids=repr
+)
+def test_it_is_known_through_overrides_wrappers_and_compiled_modules(through):
+    module = AskedThroughOverrides()
+    outer = through(module)
+    list(outer.named_parameters())
+    list(outer.named_modules())
+    assert not any(module.for_names + module.for_frozen)
+    get_model_state_dict(outer, options=StateDictOptions(ignore_frozen_params=True))
+    assert module.for_frozen.pop()
+    assert "named_parameters" in module.for_names
+    del module.for_names[:]
+    list(outer.named_parameters())
+    assert not any(module.for_names)
+
+
+@pytest.mark.parametrize("kind", [Asked, AskedThroughOverrides])
+def test_a_compiled_function_may_ask_for_names(kind):
+    module = kind()
+    torch.compile(lambda: list(module.named_parameters(recurse=False)), backend="eager")()  # Dynamo warns of nothing
+    assert set(module.for_names) == {""}
+    assert _traversal() == ""
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # the checkpoints' own gc.isenabled
+@pytest.mark.parametrize("kind", [Asked, AskedThroughOverrides])
+def test_it_is_known_when_checkpoints_ask_in_a_compiled_function(kind):
+    module = kind()
+    torch.compile(lambda: get_model_state_dict(module), backend="eager")()
+    assert set(module.for_names) == {"named_parameters"}
+    assert not any(module.for_frozen)
 
 
 class Wrapper(nn.Module):

@@ -110,8 +110,8 @@ class FakeTransport(StreamTransport):
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
 
-    def pending(self, work, collective, watch=None) -> PendingWork:
-        return super().pending(OnStream(work, self.device), collective, watch)
+    def pending(self, work, *about) -> PendingWork:
+        return super().pending(OnStream(work, self.device), *about)
 
 
 @dataclass(frozen=True)

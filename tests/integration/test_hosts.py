@@ -175,7 +175,7 @@ def test_comms_says_what_crosses_between_hosts(bench, network):
 
 SHARED = """
 from workbench.engine import process_groups
-from workbench.engine.backends.shared_memory import SharedMemory
+from workbench.engine.backends.shared.shared_memory import SharedMemory
 first = rank - rank % 2
 within = SharedMemory.connect(process_groups.group_of((first, first + 1))) is not None
 across = SharedMemory.connect(process_groups.group_of(tuple(range(6)))) is not None

@@ -47,20 +47,14 @@ if untried():
     warnings.warn(untried(), stacklevel=2)
 
 
-def all_gather_single(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """All-gather into one tensor; torch before 2.13 has another name for it."""
-    newer: Callable[..., dist.Work | None] | None = getattr(dist, "all_gather_single", None)
-    return (newer or dist.all_gather_into_tensor)(output_tensor, input_tensor, group=group, async_op=async_op)
+def c10d_all_gather() -> Callable[..., dist.Work | None]:
+    """Return c10d's all-gather into one tensor; torch before 2.13 has another name for it."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def reduce_scatter_single(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: object, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """Reduce-scatter one tensor; torch before 2.13 has another name for it."""
-    newer: Callable[..., dist.Work | None] | None = getattr(dist, "reduce_scatter_single", None)
-    return (newer or dist.reduce_scatter_tensor)(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+def c10d_reduce_scatter() -> Callable[..., dist.Work | None]:
+    """Return c10d's reduce-scatter of one tensor; torch before 2.13 has another name for it."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def queue_backward_final_callback(callback: Callable[[], None]) -> None:
@@ -242,27 +236,38 @@ def tell_checkpoints(kind: type[nn.Module], ours: Checkpointed) -> None:
     )
 
 
-def is_asked_by_checkpoints() -> bool:
-    """Return whether the calling function was called by ``torch.distributed.checkpoint.state_dict``.
+_TRAVERSALS = frozenset({"named_parameters", "named_modules", "_named_members"})
 
-    That module walks a model's modules to find an optimizer's parameters.
+
+def traversal_of_checkpoints() -> str:
+    """Return the method through which ``torch.distributed.checkpoint.state_dict`` reached the calling method.
+
+    The caller is an override of ``named_parameters`` or ``named_modules``. Those of ``nn.Module`` call each other, and
+    overrides, also of modules around, call those of their base class; the answer is the first of these calls: such as
+    ``named_parameters`` in ``named_modules``, if that module lists parameters. "" if it is not that module that asks.
+    Frames of ``torch.compile`` between them do not count.
     """
-    caller = sys._getframe(2)
-    return caller.f_globals.get("__name__") == _CHECKPOINTS
+    global _traversal_untraced  # noqa: PLW0603 - made at the first call, because making it loads Dynamo
+    if _traversal_untraced is None:
+        _traversal_untraced = torch.compiler.disable(_traversal)  # Dynamo cannot trace a look at the frames
+    return _traversal_untraced()
 
 
-def lists_parameters_for_checkpoints() -> bool:
-    """Return whether ``torch.distributed.checkpoint.state_dict`` is in ``named_parameters``, which called the caller.
+_traversal_untraced: Callable[[], str] | None = None
 
-    It removes frozen parameters from a state dict by these names.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name in {"named_modules", "_named_members"}:
+
+def _traversal() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    method = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        name = frame.f_code.co_name.removeprefix("torch_dynamo_resume_in_").partition("_at_")[0]
+        if not module.startswith("torch._dynamo") and module != __name__:
+            if name not in _TRAVERSALS:
+                return method if module == _CHECKPOINTS else ""
+            method = name
         frame = frame.f_back
-    is_listing = False
-    while frame is not None and frame.f_code.co_name == "named_parameters":
-        is_listing, frame = True, frame.f_back
-    return is_listing and frame is not None and frame.f_globals.get("__name__") == _CHECKPOINTS
+    return ""
 
 
 def set_own_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:

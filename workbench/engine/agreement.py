@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import default_store
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.collective_order import FIRST_POLL_S, LAST_POLL_S, Collective
+from workbench.engine.comm import all_reduce_in_place
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError
 from workbench.engine.model_check import holders, name_ranks
 from workbench.engine.param import ParamModuleInfo
@@ -186,12 +187,9 @@ class Agreement:
         except Exception:  # noqa: BLE001 - check meets it again
             highest = torch.full((2 * count + 1,), 1)
         highest = highest.to(self._device)
-        pending = self._group.start(
-            lambda group: dist.all_reduce(highest, dist.ReduceOp.MAX, group=group, async_op=True), self._collective
-        )
-        pending.block()
+        pending = self._group.issue(all_reduce_in_place, highest, collective=self._collective, op=dist.ReduceOp.MAX)
+        pending.wait()
         pending.finish()
-        self._group.finished(pending)
         if self._group.purpose:  # the engine does not end iterations of such a group
             self._group.end_iteration()
         spread = highest[:count] + highest[count:-1]  # highest minus lowest code of all ranks

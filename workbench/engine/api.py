@@ -223,8 +223,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         state = state_of(module)
         if state is None:  # fully_shard was undone
             return method(*args, **kwargs)
-        args, kwargs = state._pre_forward(module, args, kwargs)
-        return state._post_forward(module, args, method(*args, **kwargs))
+        args, kwargs = state.pre_forward(module, args, kwargs)
+        return state.post_forward(module, args, method(*args, **kwargs))
 
     setattr(call, _REGISTERED, module)
     setattr(module, method_name, call)
@@ -243,7 +243,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
             raise TypeError(f"share_comm_ctx takes modules that fully_shard was called on, got {type(module).__name__}")
     states = [module._get_fsdp_state() for module in modules]
     for state in states[1:]:
-        state.use_comm_ctx(states[0]._comm_ctx)
+        state.use_comm_ctx(states[0].comm_ctx)
 
 
 __all__ = [

@@ -2,9 +2,8 @@
 
 The environment variable ``WORKBENCH_COMM`` chooses between them:
 
-- unset: ranks of one host use shared memory (``backends/shared_memory.py``). Ranks of several hosts, with the same
-  number on each, use shared memory within a host and gloo between hosts (``backends/hierarchical_comm.py``). Others use
-  the fastest pair for their backend.
+- unset: ranks of one host use shared memory (``backends/shared/``). Ranks of several hosts, with the same number on
+  each, use shared memory within a host and gloo between hosts. Others use the fastest pair for their backend.
 - ``gloo``: never shared memory.
 - ``default``: c10d's single-tensor collectives. On gloo they are slow (``reduce_scatter_single`` runs as an
   all-reduce), so the engine otherwise picks others there (``backends/gloo.py``).
@@ -21,9 +20,10 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine._torch import all_gather_single, group_allocator, reduce_scatter_single
+from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter, group_allocator
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.collective_order import Collective
+from workbench.engine.probe import BufferHandle
 
 CHOICES = ("", "gloo", "default")
 CUSTOM = "custom"
@@ -103,41 +103,68 @@ class Allocator:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
 
+def _no_staging(_num_bytes: int, _num_ranks: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class CommTraits:
+    """What an all-gather or reduce-scatter does beyond torch's call signatures; the defaults suit any object.
+
+    Attributes:
+        leaves_own_out: an all-gather's output holds only the other ranks' shards, in order: ``[(F - 1) * S]``.
+        reads_own_row: an all-gather expects this rank's shard in its row of the output ``[F * S]``.
+        is_shared: an all-gather's output is shared memory itself, and needs no bytes.
+        own_in_output: this rank's own chunk ``[S]`` of a reduce-scatter goes into the output, and only the others'
+            chunks into the input buffer.
+        reuses_buffers: it is a :class:`BufferReuser`.
+        keeps_stages: it is a :class:`StageKeeper`.
+        staging_nbytes: returns the bytes needed in addition to a buffer, given its bytes and the number of ranks.
+    """
+
+    leaves_own_out: bool = False
+    reads_own_row: bool = False
+    is_shared: bool = False
+    own_in_output: bool = False
+    reuses_buffers: bool = False
+    keeps_stages: bool = False
+    staging_nbytes: Callable[[int, int], int] = _no_staging
+
+    def nbytes_in_flight(self, buffer: torch.Tensor, num_ranks: int) -> int:
+        """Return the bytes that a collective holds in flight: an output or input buffer, and staging."""
+        return 0 if self.is_shared else buffer.nbytes + self.staging_nbytes(buffer.nbytes, num_ranks)
+
+
+class BufferReuser(Protocol):
+    """A communication that reuses the buffers it has allocated."""
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Accept a buffer that nothing uses any more."""
+
+
+class StageKeeper(Protocol):
+    """A communication whose buffers are in memory that it keeps, and that counts as RESERVED while unused.
+
+    Attributes:
+        lease: handle of that memory; None while there is none.
+    """
+
+    lease: BufferHandle | None
+
+
+_OF_ANY = CommTraits()
+
+
+def traits_of(comm: AllGather | ReduceScatter) -> CommTraits:
+    """Return the attribute ``traits`` of a communication; the defaults if it has none, as a user's own may."""
+    traits = getattr(comm, "traits", None)
+    return traits if isinstance(traits, CommTraits) else _OF_ANY
+
+
 def give_back(comm: AllGather | ReduceScatter, buffer: torch.Tensor) -> None:
-    """Return a buffer to its allocator, if that has a ``free`` method."""
-    free = getattr(comm, "free", None)
-    if free is not None:
-        free(buffer)
-
-
-def is_of_others(gather: AllGather) -> bool:
-    """Return whether an all-gather's output holds only the other ranks' shards, in order: ``[(F - 1) * S]``."""
-    return getattr(gather, "is_of_others", False)
-
-
-def reads_own_row(gather: AllGather) -> bool:
-    """Return whether the all-gather expects this rank's shard in its row of the output ``[F * S]``."""
-    return getattr(gather, "reads_own_row", False)
-
-
-def output_nbytes(gather: AllGather, output: torch.Tensor, group: Peers) -> int:
-    """Return the bytes an all-gather holds in flight: output and staging; 0 if the output is shared memory itself."""
-    return 0 if getattr(gather, "is_shared", False) else output.nbytes + _staging_nbytes(gather, output.nbytes, group)
-
-
-def input_nbytes(reduce: ReduceScatter, chunks: torch.Tensor, group: Peers) -> int:
-    """Return the bytes a reduce-scatter holds in flight: input and staging."""
-    return chunks.nbytes + _staging_nbytes(reduce, chunks.nbytes, group)
-
-
-def _staging_nbytes(comm: AllGather | ReduceScatter, num_bytes: int, group: Peers) -> int:
-    beside = getattr(comm, "staging_nbytes", None)
-    return 0 if beside is None else beside(num_bytes, group)
-
-
-def takes_own_in_output(reduce: ReduceScatter) -> bool:
-    """Return whether this rank's own chunk ``[S]`` goes into the output and only the others' into the input buffer."""
-    return getattr(reduce, "own_in_output", False)
+    """Return a buffer to the communication that allocated it, if that reuses buffers."""
+    if traits_of(comm).reuses_buffers:
+        cast("BufferReuser", comm).free(buffer)
 
 
 class DefaultAllGather(Allocator):
@@ -151,7 +178,7 @@ class DefaultAllGather(Allocator):
         async_op: bool = False,
     ) -> AsyncWork | None:
         """See :class:`AllGather`."""
-        return cast("AsyncWork | None", all_gather_single(output_tensor, input_tensor, group, async_op))
+        return c10d_all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class DefaultReduceScatter(Allocator):
@@ -166,7 +193,17 @@ class DefaultReduceScatter(Allocator):
         async_op: bool = False,
     ) -> AsyncWork | None:
         """See :class:`ReduceScatter`."""
-        return cast("AsyncWork | None", reduce_scatter_single(output_tensor, input_tensor, op, group, async_op))
+        return c10d_reduce_scatter()(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def all_reduce_in_place(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: Any,  # noqa: ANN401 - see ReduceScatter
+    async_op: bool = False,
+) -> AsyncWork | None:
+    """Reduce ``tensor`` over the ranks: c10d's all-reduce with the arguments in the order of the other collectives."""
+    return cast("AsyncWork | None", dist.all_reduce(tensor, op, group, async_op))
 
 
 @dataclass(frozen=True)

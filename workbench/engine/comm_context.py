@@ -10,8 +10,8 @@ import torch
 
 from workbench.engine import probe
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import CommUser
 from workbench.engine.backends.page_pool import SparePages
+from workbench.engine.backends.unit_comms import CommUser
 from workbench.engine.reduction import ReductionQueue
 from workbench.engine.tensor_trees import unrecorded
 from workbench.engine.unshard_memory import BufferSet
@@ -70,10 +70,9 @@ class FSDPCommContext:
         if ended is None or not self.streams.are_there:
             join()
             return
-        unit, comm = ended
-        probe.event(Kind.WAIT, Edge.BEGIN, unit, comm=comm)
+        probe.event(Kind.WAIT, Edge.BEGIN, ended.unit, comm=ended.comm)
         join()
-        probe.event(Kind.WAIT, Edge.END, unit, comm=comm)
+        probe.event(Kind.WAIT, Edge.END, ended.unit, comm=ended.comm)
 
     def release_buffers(self) -> None:
         """Free buffers kept for the next step, except those in use."""

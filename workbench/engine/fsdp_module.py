@@ -57,7 +57,7 @@ class FSDPModule:
         """
         handle = UnshardHandle(_own_units(self))
         for unit in _own_units(self):
-            unit.comm_ctx.streams.shards_changed(self._get_fsdp_state()._root.post_optim_event)
+            unit.comm_ctx.streams.shards_changed(self._get_fsdp_state().root_ctx.post_optim_event)
             unit.unshard()
         if async_op:
             return handle
@@ -75,13 +75,13 @@ class FSDPModule:
 
     def release_buffers(self) -> None:
         """Free the memory kept for the next step; call it on the root, between steps."""
-        self._get_fsdp_state()._comm_ctx.release_buffers()
+        self._get_fsdp_state().comm_ctx.release_buffers()
 
     # ---- schedule
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward ends the iteration, or more micro-batches follow; call it on the root."""
-        self._get_fsdp_state()._root.is_last_backward = _flag(is_last_backward, "set_is_last_backward")
+        self._get_fsdp_state().root_ctx.is_last_backward = _flag(is_last_backward, "set_is_last_backward")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to free full parameters between forward and backward, from the next forward on.
@@ -92,7 +92,7 @@ class FSDPModule:
         _flag(reshard_after_forward, "set_reshard_after_forward")
         for state in _states(self, recurse=recurse):
             state.auto_reshard = False
-            for unit in state._fsdp_param_groups:
+            for unit in state.units:
                 unit.set_reshard_after_forward(reshard_after_forward)
                 unit.announce()
 
@@ -135,7 +135,7 @@ class FSDPModule:
         """
         if event is not None and not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event takes a torch.Event or None, got {event!r}")
-        self._get_fsdp_state()._root.post_optim_event = event
+        self._get_fsdp_state().root_ctx.post_optim_event = event
 
     # ---- gradients
 
@@ -218,7 +218,7 @@ class FSDPModule:
         """
         _check_comm(comm, "set_custom_all_gather")
         for unit in _one_mesh(self, "set_custom_all_gather"):
-            unit.set_custom(gather=comm)
+            unit.use_comm(unit.comm_choice.custom(gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this module's gradients with ``comm``.
@@ -228,7 +228,7 @@ class FSDPModule:
         """
         _check_comm(comm, "set_custom_reduce_scatter")
         for unit in _one_mesh(self, "set_custom_reduce_scatter"):
-            unit.set_custom(reduce=comm)
+            unit.use_comm(unit.comm_choice.custom(reduce=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let the backend allocate communication buffers (zero-copy transfers), if it can; gloo cannot.
@@ -259,7 +259,7 @@ class FSDPModule:
 
 
 def _own_units(module: FSDPModule) -> list[FSDPParamGroup]:
-    return module._get_fsdp_state()._fsdp_param_groups
+    return module._get_fsdp_state().units
 
 
 def _states(module: FSDPModule, *, recurse: bool) -> list[FSDPState]:

@@ -47,6 +47,11 @@ class FSDPState:
     Attributes:
         modules: the modules passed to that call.
         original_classes: their classes before the call.
+        units: the units made of their parameters; several if they are on several meshes, none without parameters.
+        comm_ctx: communication context shared with the other calls of the model.
+        is_root: this is the root of its tree; None until the first forward.
+        root_ctx: context shared with the other calls of the tree.
+        training_state: where the call is in the step.
         auto_reshard: True if the user gave no policy: reshard after forward, except on the root.
         mp_policy: dtypes to cast inputs and outputs to.
         forward_prefetch: states to prefetch in forward, set by the user; None: the one that ran next last iteration.
@@ -74,11 +79,11 @@ class FSDPState:
         self.original_classes = tuple(type(m) for m in modules)
         self.auto_reshard = auto_reshard
         self.mp_policy = mp_policy
-        self._fsdp_param_groups = list(param_groups)
-        for unit in self._fsdp_param_groups:
+        self.units = list(param_groups)
+        for unit in self.units:
             unit.on_inner_grad = self._inner_backward
-        self._comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext(device)
-        self._is_root: bool | None = None
+        self.comm_ctx = param_groups[0].comm_ctx if param_groups else FSDPCommContext(device)
+        self.is_root: bool | None = None
         self._around: tuple[FSDPState, ...] = ()  # states whose modules contain this one's, outermost first
         self._not_yet_run: set[int] = set()
         self._handled: BaseException | None = None  # exception the caller was handling when this forward began
@@ -87,38 +92,33 @@ class FSDPState:
         self._recomputes = False  # the current forward runs within a backward (activation checkpointing)
         self._is_recomputed = False  # was recomputed once: a backward follows even an unrecorded forward
         self._unrecorded_before: list[FSDPState | None] = []  # predecessors of such unrecorded forwards
-        self._training_state = TrainingState.IDLE
+        self.training_state = TrainingState.IDLE
         self.forward_prefetch: tuple[FSDPState, ...] | None = None
         self.backward_prefetch: tuple[FSDPState, ...] | None = None
-        self._root = RootContext()
+        self.root_ctx = RootContext()
         self._handles = self._register_hooks()
 
     @property
-    def _fsdp_param_group(self) -> FSDPParamGroup | None:
-        """The call's unit: the first one if its parameters are on several meshes, None if it has no parameters."""
-        return self._fsdp_param_groups[0] if self._fsdp_param_groups else None
-
-    @property
-    def _states(self) -> tuple[FSDPState, ...]:
+    def tree(self) -> tuple[FSDPState, ...]:
         """Every state in the tree; empty unless this is a root that has run."""
-        states: tuple[FSDPState, ...] = self._root.states if self._is_root else ()
+        states: tuple[FSDPState, ...] = self.root_ctx.states if self.is_root else ()
         return states
 
     def use_comm_ctx(self, ctx: FSDPCommContext) -> None:
         """Share ``ctx`` with other roots."""
-        self._comm_ctx = ctx
-        for unit in self._fsdp_param_groups:
+        self.comm_ctx = ctx
+        for unit in self.units:
             unit.comm_ctx = ctx
 
     def overlaps(self, states: Iterable[FSDPState]) -> bool:
         """Return whether one of ``states`` belongs to this root."""
-        return any(state in self._states for state in states)
+        return any(state in self.tree for state in states)
 
     # ---- hooks on and off
 
     def _register_hooks(self) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
-        before, after = map(torch.compiler.disable, (self._pre_forward, self._post_forward))  # a graph break
+        before, after = map(torch.compiler.disable, (self.pre_forward, self.post_forward))  # a graph break
         for module in self.modules:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, prepend=False, always_call=True))
@@ -134,7 +134,7 @@ class FSDPState:
 
     def _owners(self) -> set[nn.Module]:
         """Return the modules that hold parameters: the user can call ``state_dict`` on each of them."""
-        return {m for unit in self._fsdp_param_groups for p in unit.fsdp_params for m, _ in p.info.places}
+        return {m for unit in self.units for p in unit.fsdp_params for m, _ in p.info.places}
 
     def remove_hooks(self) -> None:
         """Remove every hook from the modules."""
@@ -158,17 +158,17 @@ class FSDPState:
             self._handles = self._register_hooks()
 
     def _before_state_dict(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
-        for unit in self._fsdp_param_groups:
+        for unit in self.units:
             unit.reshard()
 
     def _after_load(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
-        for unit in self._fsdp_param_groups:
+        for unit in self.units:
             unit.adopt_registered()
 
     # ---- becoming a root
 
     @unrecorded
-    def _lazy_init(self) -> None:
+    def lazy_init(self) -> None:
         """Make this state the root of the tree below it, on the first forward.
 
         Raises:
@@ -180,24 +180,28 @@ class FSDPState:
         names = root_checks.names_below(self.modules)
         states = _states_of(names)
         units = units_of(states)
-        ran = [m for state in states if state is not self and state._is_root is not None for m in state.modules]
+        ran = [m for state in states if state is not self and state.is_root is not None for m in state.modules]
         root_checks.check_tree(type(self.modules[0]).__name__, ran, units, names)
         root_checks.check_not_tied(units, names)
         self._name_units(states, names)
         root_checks.check_no_meta(units)
         root_checks.check_ranks_agree(units)
-        self._comm_ctx.choose_comms(units)
-        self._root.states = states  # keep this RootContext: it holds the user's settings
+        self.comm_ctx.choose_comms(units)
+        self.root_ctx.states = states  # keep this RootContext: it holds the user's settings
         for state in states:
-            state._is_root = state is self
-            state._comm_ctx = self._comm_ctx
-            state._root = self._root
+            state.is_root = state is self
+            state.comm_ctx = self.comm_ctx
+            state.root_ctx = self.root_ctx
             state.has_root()
         for state in states:
             for inner in _states_of(m for module in state.modules for m in module.modules()):
                 if inner is not state:
-                    inner._around = (*inner._around, state)
+                    inner.add_around(state)
         roots.add(self)
+
+    def add_around(self, outer: FSDPState) -> None:
+        """Note that ``outer``'s modules contain this call's; outermost first."""
+        self._around = (*self._around, outer)
 
     def has_root(self) -> None:
         """Called once the root is known, as the tree's first forward begins."""
@@ -205,66 +209,72 @@ class FSDPState:
     def _name_units(self, states: Sequence[FSDPState], names: root_checks.Names) -> None:
         """Name units and parameters from this root; keep its own units unsharded if its policy is automatic."""
         if self.auto_reshard:
-            for unit in self._fsdp_param_groups:
+            for unit in self.units:
                 unit.set_reshard_after_forward(False)
         own = self._fsdp_param_group
         root_index = own.index if own is not None else -1
         for unit, name in _named(states, names):
-            unit.lazy_init(name, root_index, self._comm_ctx)
+            unit.lazy_init(name, root_index, self.comm_ctx)
 
     def name_units(self) -> None:
         """Name units and parameters below this call relative to it, until the first forward finds the root."""
         names = root_checks.names_below(self.modules)
-        for unit, name in _named([state for state in _states_of(names) if state._is_root is None], names):
+        for unit, name in _named([state for state in _states_of(names) if state.is_root is None], names):
             unit.take_name(name)
             unit.announce()
 
     # ---- forward
 
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Unshard the units before ``module`` runs; return its arguments, moved, cast and hooked."""
         if is_transforming():
             raise NotImplementedError(
                 f"{type(module).__name__} is sharded and cannot run within a transform of torch.func (grad, vjp, "
                 "vmap ...): transform plain functions or modules inside it, use torch.autograd on its outputs, or "
                 f"undo it with {self.undone_by}"
             )
-        if self._root.final_callback_queued and not is_in_backward():
-            self._root.end_failed_backward(self._comm_ctx)
-        if self._training_state is TrainingState.PRE_BACKWARD:
+        if self.root_ctx.final_callback_queued and not is_in_backward():
+            self.root_ctx.end_failed_backward(self.comm_ctx)
+        if self.training_state is TrainingState.PRE_BACKWARD:
             # activation checkpointing recomputes the forward within backward
             self._unshard(())
-            for unit in self._fsdp_param_groups:
+            for unit in self.units:
                 unit.recomputes()
             return self._cast_inputs(args, kwargs)
-        if self._is_root is None:
-            self._lazy_init()
+        if self.is_root is None:
+            self.lazy_init()
         if self._is_outermost:
             args, kwargs = self._on_device(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
-        is_first = self._training_state is not TrainingState.FORWARD or id(module) not in self._not_yet_run
+        is_first = self.training_state is not TrainingState.FORWARD or id(module) not in self._not_yet_run
         if is_first:
-            self._begin_forward()
+            self._unshard(self._begin_forward())
+            self._enter_forward()
         self._not_yet_run.discard(id(module))
         # autograd reaches the inputs of the first module last, after all gradients of the unit
         return self._hook_inputs(args, kwargs) if is_first else (args, kwargs)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self) -> Iterable[FSDPState]:
+        """Note that a forward begins; return the states to prefetch."""
         probe.phase(Phase.FORWARD)
         self._recomputes = is_in_backward()
         self._handled = sys.exception()
         expected: tuple[FSDPState, ...] = ()
         if not self._recomputes:
             if self._is_outermost:
-                self._root.end_failed_forward()
-            if self._is_root:
-                self._root.begin_forward(self._comm_ctx)
-            elif not self._root.is_running:
-                self._root.shards_changed(self._comm_ctx)
-            expected = self._root.expected_after(self)
-        self._unshard(expected if self.forward_prefetch is None else self.forward_prefetch)
-        for unit in self._fsdp_param_groups:
+                self.root_ctx.end_failed_forward()
+            if self.is_root:
+                self.root_ctx.begin_forward(self.comm_ctx)
+            elif not self.root_ctx.is_running:
+                self.root_ctx.shards_changed(self.comm_ctx)
+            expected = self.root_ctx.expected_after(self)
+        return expected if self.forward_prefetch is None else self.forward_prefetch
+
+    def _enter_forward(self) -> None:
+        """Begin the forward of the units, which are unsharded."""
+        for unit in self.units:
             unit.pre_forward(recomputed=self._recomputes)
-        self._training_state = TrainingState.FORWARD
+        self.training_state = TrainingState.FORWARD
         self._not_yet_run = {id(m) for m in self.modules}
         self._backward_follows = False
 
@@ -274,8 +284,8 @@ class FSDPState:
         A prefetched unit is copied out first, which frees its staging for the next all-gather. With streams, that
         all-gather would wait for this copy, and so for the compute before it; there it is issued first.
         """
-        units = self._fsdp_param_groups
-        copies_first = any(u.is_unsharding for u in units) and not self._comm_ctx.streams.are_there
+        units = self.units
+        copies_first = any(u.is_unsharding for u in units) and not self.comm_ctx.streams.are_there
         for unit in units:
             unit.unshard()
         if not copies_first:
@@ -288,11 +298,11 @@ class FSDPState:
     @property
     def _is_outermost(self) -> bool:
         """True at the entry to the model: its root, or an inner module called outside the root's forward."""
-        return bool(self._is_root) or not self._root.is_running
+        return bool(self.is_root) or not self.root_ctx.is_running
 
     def _on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Move the model's inputs from the host, where a data loader puts them, to the compute device."""
-        device = self._comm_ctx.device
+        device = self.comm_ctx.device
         if backend_of(device).is_host:
             return args, kwargs
         moved_args, moved_kwargs = map_tensors((args, kwargs), lambda t: t.to(device))
@@ -308,7 +318,7 @@ class FSDPState:
 
     def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Hook the inputs so that post-backward runs once their gradients are complete."""
-        if not self._fsdp_param_groups or not torch.is_grad_enabled():
+        if not self.units or not torch.is_grad_enabled():
             return args, kwargs
         found = differentiable_in((args, kwargs))
         if not found:
@@ -321,16 +331,17 @@ class FSDPState:
 
         return map_tensors(args, put), map_tensors(kwargs, put)
 
-    def _post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
-        if self._training_state is TrainingState.PRE_BACKWARD:
+    def post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
+        """Reshard the units as their policy is, if no module of the call has yet to run; return the hooked output."""
+        if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_floats(output, self.mp_policy.output_dtype)
         if output is None and self._has_failed():
             return output
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             self._hook_output(tensor)
         if not self._not_yet_run:  # otherwise another module of the call has yet to run
-            if self._is_root:
-                self._root.end_partial_forwards()
+            if self.is_root:
+                self.root_ctx.end_partial_forwards()
             self._end_forward()
             if self._recomputes:
                 probe.phase(Phase.BACKWARD)
@@ -338,15 +349,20 @@ class FSDPState:
                 self._end_outermost_forward()
         return cast_floats(output, self.mp_policy.output_dtype)
 
+    def end_partial_forward(self) -> None:
+        """End the forward if only some of the call's modules ran in it; no-op otherwise."""
+        if self._not_yet_run:
+            self._end_forward()
+
     def _end_forward(self) -> None:
-        for unit in self._fsdp_param_groups:
+        for unit in self.units:
             unit.post_forward(backward_follows=self._backward_follows, recomputed=self._recomputes)
-        if self._fsdp_param_groups:
+        if self.units:
             self._note_forward()
         self._not_yet_run.clear()
         self._recorded = None  # from now on only the graph keeps it alive
         self._handled = None
-        self._training_state = TrainingState.IDLE
+        self.training_state = TrainingState.IDLE
 
     def _has_failed(self) -> bool:
         """Return whether the current forward raised; if so, end it without waiting for anything."""
@@ -357,17 +373,17 @@ class FSDPState:
         self._handled = None
         if self._recomputes or isinstance(error, StepAborted | CollectiveFailed | RanksDisagreeError):
             return True  # the enclosing backward failed, or recovery rebuilds the groups and resets the iteration
-        for unit in self._fsdp_param_groups:
+        for unit in self.units:
             if unit.training_state is TrainingState.FORWARD:
-                if self._root.raised_in == probe.NO_UNIT:  # inner modules come first
-                    self._root.raised_in = unit.index
+                if self.root_ctx.raised_in == probe.NO_UNIT:  # inner modules come first
+                    self.root_ctx.raised_in = unit.index
                 unit.post_forward(backward_follows=False, recomputed=False)
         self._not_yet_run.clear()
         self._recorded = None
-        self._training_state = TrainingState.IDLE
+        self.training_state = TrainingState.IDLE
         if self._is_outermost:
-            self._root.forward_failed = True
-            self._root.forget_forwards(self._comm_ctx)
+            self.root_ctx.forward_failed = True
+            self.root_ctx.forget_forwards(self.comm_ctx)
             probe.phase(Phase.IDLE)
         return True
 
@@ -378,7 +394,7 @@ class FSDPState:
             if self._recorded is not None and self._unrecorded_before:
                 self._recorded.before = self._unrecorded_before.pop()
         elif self._recorded is not None or self._is_recomputed:
-            order = self._comm_ctx.post_forward_order
+            order = self.comm_ctx.post_forward_order
             before = order[-1] if order else None
             if self._recorded is not None:
                 self._recorded.before = before
@@ -388,22 +404,22 @@ class FSDPState:
 
     def _end_outermost_forward(self) -> None:
         if not self._backward_follows:
-            for unit in units_of(self._states):
+            for unit in units_of(self.tree):
                 if unit.is_unsharding:
                     unit.reshard()  # prefetched but unused; the shards may change before the next forward
-            self._root.forget_forwards(self._comm_ctx)
-        self._comm_ctx.comms.wait_for_readers()
-        self._comm_ctx.comms.release_buffers()  # a step needs the most memory now, and nothing is in flight
+            self.root_ctx.forget_forwards(self.comm_ctx)
+        self.comm_ctx.comms.wait_for_readers()
+        self.comm_ctx.comms.release_buffers()  # a step needs the most memory now, and nothing is in flight
         if not self._backward_follows:
-            self._root.end_iteration()
+            self.root_ctx.end_iteration()
         probe.phase(Phase.IDLE)
 
     def _hook_output(self, tensor: torch.Tensor) -> None:
         if tensor.requires_grad:
             self._backward_follows = True
             if self._recorded is None:
-                self._recorded = RecordedForward([unit.home for unit in self._fsdp_param_groups])
-                self._comm_ctx.recorded.add(self._recorded)
+                self._recorded = RecordedForward([unit.buffers.current for unit in self.units])
+                self.comm_ctx.recorded.add(self._recorded)
             tensor.register_hook(functools.partial(self._pre_backward, self._recorded))
             base = base_of(tensor)
             if base is not None:  # an in-place write to a view gives it a new graph node, without its hooks
@@ -412,16 +428,16 @@ class FSDPState:
     # ---- backward
 
     def _pre_backward_of_base(self, forward: RecordedForward, grad: torch.Tensor) -> torch.Tensor:
-        return self._pre_backward(forward, grad) if forward in self._comm_ctx.recorded else grad
+        return self._pre_backward(forward, grad) if forward in self.comm_ctx.recorded else grad
 
     def _pre_backward(self, forward: RecordedForward, grad: torch.Tensor) -> torch.Tensor:
-        self._comm_ctx.recorded.discard(forward)
-        self._root.expect_end_of_backward()
+        self.comm_ctx.recorded.discard(forward)
+        self.root_ctx.expect_end_of_backward()
         for state in self._around:
-            state._enter_backward_around()
-        self._training_state = TrainingState.PRE_BACKWARD
+            state.enter_backward_around()
+        self.training_state = TrainingState.PRE_BACKWARD
         units = []
-        for unit, home in zip(self._fsdp_param_groups, forward.homes, strict=True):
+        for unit, home in zip(self.units, forward.homes, strict=True):
             if unit.training_state is TrainingState.PRE_BACKWARD:  # by another output or forward, or an inner grad
                 unit.enter_backward(home)
             else:
@@ -434,30 +450,28 @@ class FSDPState:
             unit.begin_backward()
         return grad
 
-    def _enter_backward_around(self) -> None:
+    def enter_backward_around(self) -> None:
         """Begin this call's backward if autograd reached an inner call without passing this call's outputs.
 
         No later hook would run before autograd needs these parameters.
         """
-        for unit in self._fsdp_param_groups:
+        for unit in self.units:
             if unit.pending_backwards and unit.training_state is TrainingState.IDLE:
-                self._training_state = TrainingState.PRE_BACKWARD
-                unit.pre_backward(unit.home)
+                self.training_state = TrainingState.PRE_BACKWARD
+                unit.pre_backward(unit.buffers.current)
                 unit.begin_backward()
 
     def _inner_backward(self, unit: FSDPParamGroup) -> None:
         """Handle a gradient of ``unit`` that autograd reached without passing an output of the call."""
-        self._root.expect_end_of_backward()
+        self.root_ctx.expect_end_of_backward()
         unit.enter_inner_backward()
 
     def _backward_begins(self, ahead: Iterable[FSDPState]) -> None:
         """Start prefetching for the calls in ``ahead``, whose backward comes next."""
         _prefetch(ahead, backward=True)
 
-    def post_backward(self) -> None:
-        """Run post-backward on each unit: the gradients of the modules' inputs and parameters are complete."""
-        for unit in reversed(self._fsdp_param_groups):
-            unit.post_backward()
+    def after_post_backward(self) -> None:
+        """Called after the post-backward of the call's units."""
 
     # ---- the end of an iteration
 
@@ -467,10 +481,10 @@ class FSDPState:
 
     def reset(self) -> None:
         """Drop this call's state of an iteration that raised."""
-        for unit in self._fsdp_param_groups:
+        for unit in self.units:
             unit.reset_iter_state()
         self._recorded = None
-        self._training_state = TrainingState.IDLE
+        self.training_state = TrainingState.IDLE
         self._not_yet_run.clear()
         self.forget_forwards()
 
@@ -480,28 +494,48 @@ class FSDPState:
         Raises:
             RuntimeError: this is not the root; only a whole tree can be reset.
         """
-        if self._is_root is False:
+        if self.is_root is False:
             raise RuntimeError(
                 f"reset_iter_state was called on a {type(self.modules[0]).__name__} inside an FSDP root; call it on "
                 "the root"
             )
-        self._root.reset(self._states or (self,), self._comm_ctx)
+        self.root_ctx.reset(self.tree or (self,), self.comm_ctx)
         probe.phase(Phase.IDLE)
 
-    # ---- names that torch's pipelining uses on a root when it ends a step's backward itself
+    # ---- names of torch's own state: its pipelining uses the last three
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self.is_root
+
+    @property
+    def _comm_ctx(self) -> FSDPCommContext:
+        return self.comm_ctx
+
+    def _lazy_init(self) -> None:
+        self.lazy_init()
+
+    @property
+    def _fsdp_param_group(self) -> FSDPParamGroup | None:
+        """The call's unit: the first one if its parameters are on several meshes, None if it has no parameters."""
+        return self.units[0] if self.units else None
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        return self.units
 
     @property
     def _state_ctx(self) -> RootContext:
-        return self._root
+        return self.root_ctx
 
     def _root_post_backward_final_callback(self) -> None:
-        self._root.end_of_backward()
+        self.root_ctx.end_of_backward()
 
 
 def _prefetch(states: Iterable[FSDPState], *, backward: bool = False) -> None:
     """Start unsharding the units of ``states``."""
     for state in states:
-        units = state._fsdp_param_groups
+        units = state.units
         for unit in reversed(units) if backward else units:
             if unit.unshard_in_backward or not backward:
                 unit.unshard()
@@ -520,8 +554,10 @@ class RegisterPostBackwardFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         """Run the call's post-backward and pass the gradients through."""
-        ctx.state._root.expect_end_of_backward()
-        ctx.state.post_backward()
+        ctx.state.root_ctx.expect_end_of_backward()
+        for unit in reversed(ctx.state.units):  # all gradients of their inputs and parameters are complete
+            unit.post_backward()
+        ctx.state.after_post_backward()
         return (None, *grads)
 
 
@@ -570,7 +606,7 @@ def _named(states: Iterable[FSDPState], names: root_checks.Names) -> Iterator[tu
     """Name the parameters of ``states`` and yield every unit with its name."""
     for state in states:
         name = ", ".join(names[m] for m in state.modules)
-        for unit in state._fsdp_param_groups:
+        for unit in state.units:
             for param in unit.fsdp_params:
                 param.take_names(functools.partial(root_checks.full_name, names))
             yield unit, name
@@ -582,7 +618,7 @@ def _states_of(modules: Iterable[nn.Module]) -> tuple[FSDPState, ...]:
 
 def units_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
     """Return the units of ``states``; a call on modules without parameters has none."""
-    return [unit for state in states for unit in state._fsdp_param_groups]
+    return [unit for state in states for unit in state.units]
 
 
 # ---- the root
@@ -615,7 +651,7 @@ class RootContext:
         if self._forwards:
             self._last_forwards, self._forwards = self._forwards, []
         units = units_of(self.states)
-        if any(unit.needs_comm for unit in units):
+        if any(unit.comm_choice.is_open for unit in units):
             ctx.choose_comms(units)
         self.shards_changed(ctx)
 
@@ -632,7 +668,7 @@ class RootContext:
     @property
     def is_running(self) -> bool:
         """True within the root's forward or a backward; else an inner module was called directly."""
-        in_forward = bool(self.states) and self.states[0]._training_state is TrainingState.FORWARD
+        in_forward = bool(self.states) and self.states[0].training_state is TrainingState.FORWARD
         return in_forward or self.final_callback_queued
 
     def expected_after(self, state: FSDPState) -> tuple[FSDPState, ...]:
@@ -649,8 +685,8 @@ class RootContext:
     def end_partial_forwards(self) -> None:
         """End the forward of every call that ran only some of its modules."""
         for state in self.states:
-            if state._not_yet_run and not state._is_root:
-                state._end_forward()
+            if not state.is_root:
+                state.end_partial_forward()
 
     def expect_end_of_backward(self) -> None:
         """Queue :meth:`end_of_backward` for the end of the current backward pass."""
@@ -674,7 +710,7 @@ class RootContext:
 
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: other ranks are at another point of the iteration.
-            RuntimeError: a collective was abandoned, see :meth:`CommGroup.start`.
+            RuntimeError: a collective was abandoned, see :meth:`CommGroup.issue`.
         """
         for group in self._groups():
             group.check_usable(END)
@@ -696,9 +732,9 @@ class RootContext:
 
     def end_of_backward(self) -> None:
         """Finish every unit of the tree, including those without hooked inputs and those that did not run."""
-        ctx = self.states[0]._comm_ctx
+        ctx = self.states[0].comm_ctx
         for state in self.states:
-            state._training_state = TrainingState.IDLE
+            state.training_state = TrainingState.IDLE
         for unit in reversed(units_of(self.states)):
             if unit.training_state is TrainingState.PRE_BACKWARD or unit.owes_reduction:
                 unit.post_backward()
@@ -741,18 +777,18 @@ roots: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 
 def raised_in() -> int:
     """Return the index of the innermost unit in which a model's last forward raised; NO_UNIT if none did."""
-    return max((root._root.raised_in for root in tuple(roots)), default=probe.NO_UNIT)
+    return max((root.root_ctx.raised_in for root in tuple(roots)), default=probe.NO_UNIT)
 
 
 def missed_grads() -> list[str]:
     """Return the names of all models' units with full gradients that no reduction took, outside a backward."""
-    return [u.in_model(u.name) for root in tuple(roots) for u in units_of(root._states) if u.has_missed_grads]
+    return [u.in_model(u.name) for root in tuple(roots) for u in units_of(root.tree) if u.has_missed_grads]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
     """Reshard units whose parameters the optimizer stepped: their full parameters are stale."""
     stepped: set[int] = set()
-    for unit in (unit for root in roots for unit in units_of(root._states)):
+    for unit in (unit for root in roots for unit in units_of(root.tree)):
         if unit.is_sharded and not unit.is_unsharding:
             continue
         stepped = stepped or {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -763,7 +799,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN
 def _before_step(*_: Any) -> None:  # noqa: ANN401 - hook signature
     """Wait until other ranks have read the shards: without a reduction since, a read may still be under way."""
     for root in tuple(roots):
-        root._comm_ctx.comms.wait_for_readers()
+        root.comm_ctx.comms.wait_for_readers()
 
 
 register_optimizer_step_pre_hook(_before_step)

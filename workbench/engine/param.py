@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import set_parameter
-from workbench.engine.backends.base import Grads
+from workbench.engine.backends.copies import Grads
 from workbench.engine.full_param import FullParam, FullView
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.shard_layout import ShardLayout

@@ -15,9 +15,10 @@ import torch
 from workbench import events
 from workbench.engine import probe, unit_collectives
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import FullMemory
+from workbench.engine.backends.full_memory import FullMemory
 from workbench.engine.backends.page_pool import Region
-from workbench.engine.comm import CUSTOM, OF_GROUP, SET_BY_USER, AllGather, CommPair, ReduceScatter, group_pair
+from workbench.engine.comm import AllGather, CommPair
+from workbench.engine.comm_choice import CommChoice
 from workbench.engine.comm_context import FSDPCommContext
 from workbench.engine.flat_shard import FlatShard, in_flat_order
 from workbench.engine.full_param import FullParam
@@ -31,7 +32,7 @@ from workbench.engine.refusal_text import used_after_reshard
 from workbench.engine.shard_layout import rows_of
 from workbench.engine.tensor_trees import unrecorded
 from workbench.engine.unit_collectives import AllGatherState, DeviceCopyState, ScatteredShard, UnitId
-from workbench.engine.unshard_memory import BufferSet, MemoryOfShards, UnshardMemory
+from workbench.engine.unshard_memory import BufferSet, MemoryOfShards, UnitBuffers, UnshardMemory, buffers_in
 from workbench.events import Category, Edge, Kind, Phase, unit_words
 
 _indices = itertools.count()
@@ -67,8 +68,8 @@ class FSDPParamGroup:
         shards: this rank's flat shard, whose slots the sharded parameters are views of.
         policy: precision, offloading, resharding after forward.
         post_forward_mesh_info: ranks that share the parameters between forward and backward; None: they stay full.
-        comm: its comm pair; None until chosen.
-        needs_comm: True until the root chooses the pair.
+        buffers: memory of its full parameters.
+        comm_choice: the choice of its comm pair.
         comm_ctx: communication context shared with the other units of its root.
         sync: settings for gradient reduction.
         max_reductions: reduce-scatters in flight it allows; the largest value of all units applies.
@@ -104,8 +105,7 @@ class FSDPParamGroup:
         self.comm_ctx = FSDPCommContext(self.device)  # replaced by the root's
         self.sync = GradientSync()
         self.max_reductions = 1
-        self.comm: CommPair | None = None
-        self.needs_comm = True
+        self.comm_choice = CommChoice(self.device)
         self._retired = False
         self.params_as_defined = list(params)
         order = in_flat_order([p.slot_numel for p in self.params_as_defined])
@@ -150,7 +150,7 @@ class FSDPParamGroup:
     def change_policy(self, policy: UnitPolicy) -> None:
         """Switch to another policy while sharded; the shards stay in place."""
         self.set_policy(policy)
-        self._choose_comm_again()
+        self._reopen_comm_choice()
         self._bind()
         self.announce()
 
@@ -192,8 +192,9 @@ class FSDPParamGroup:
 
     def _bind(self) -> None:
         """Create the unit's unshard memory, empty for now, and its reducer."""
-        self._usual = self._make_home()
-        self._show(self._usual)
+        self.buffers = UnitBuffers(
+            self.fsdp_params, buffers_in(UnshardMemory(self.index, self._make_memory()), self.fsdp_params)
+        )
         self._unit = UnitId(self.index, self.name)
         self._reducer = Reducer(
             unit=self._unit,
@@ -205,14 +206,6 @@ class FSDPParamGroup:
             sync=self.sync,
         )
 
-    def _make_home(self) -> BufferSet:
-        memory = UnshardMemory(self.index, self._make_memory())
-        with memory.present() as full:
-            padded_fulls = full.split([p.full_numel for p in self.fsdp_params])
-            pairs = list(zip(self.fsdp_params, padded_fulls, strict=True))
-            by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
-            return BufferSet(memory, padded_fulls, by_rank, [p.views_in(padded_full) for p, padded_full in pairs])
-
     def _make_memory(self) -> FullMemory:
         flat, size = self.shards.flat, self.mesh_info.shard_mesh_size
         is_full = size == 1 and flat.dtype == self.param_dtype and (flat.is_meta or not self.policy.offloads)
@@ -220,33 +213,6 @@ class FSDPParamGroup:
         if computes_in_shard and isinstance(flat, torch.Tensor):
             return MemoryOfShards(flat)
         return backend_of(self.device).full_memory(self.shards.numel * size, self.param_dtype)
-
-    def _show(self, home: BufferSet) -> None:
-        """Point the unsharded parameters into ``home``."""
-        self._home = home
-        for fsdp_param, views in zip(self.fsdp_params, home.views, strict=True):
-            fsdp_param.show(views)
-
-    @unrecorded
-    def _go_to(self, home: BufferSet) -> None:
-        """Switch to the buffers that the next graph points into; they may belong to an earlier policy."""
-        before = self._home
-        if before is home:
-            return
-        if before.memory.is_held:
-            home.memory.take(self.comm_ctx.pages)
-            home.memory.full.copy_(before.memory.full)
-            before.memory.give_back(self.comm_ctx.pages)
-        self._show(home)
-
-    def _take_memory(self) -> None:
-        """Allocate the unshard memory."""
-        self._home.memory.take(self.comm_ctx.pages)
-
-    def _give_memory_back(self) -> None:
-        """Free the unshard memory; later forwards use the current policy's buffers."""
-        if self._home.memory.give_back(self.comm_ctx.pages) and self._home is not self._usual:
-            self._show(self._usual)
 
     @torch.no_grad()
     def adopt_registered(self, *, fresh: bool = False) -> None:
@@ -260,7 +226,7 @@ class FSDPParamGroup:
             ValueError: parameters of the unit now differ in dtype or device.
         """
         if self.is_sharded and self.shards.adopt_registered(self.policy, fresh=fresh):
-            self._choose_comm_again()
+            self._reopen_comm_choice()
             self._bind()
             self.announce()
 
@@ -298,15 +264,15 @@ class FSDPParamGroup:
         """The unit's name in messages."""
         return unit_words(self.in_model(self.name))
 
+    @property
+    def comm(self) -> CommPair | None:
+        """The unit's comm pair; None until chosen."""
+        return self.comm_choice.chosen
+
     def use_comm(self, pair: CommPair) -> None:
         """Set the unit's comm pair."""
-        self.comm, self.needs_comm = pair, False
+        self.comm_choice.settle(pair)
         self.announce()
-
-    def _choose_comm_again(self) -> None:
-        """Let the root choose a pair at its next forward; all ranks must call this together."""
-        if self.comm is None or self.comm.name not in SET_BY_USER:
-            self.comm, self.needs_comm = None, True
 
     @property
     def shard_group(self) -> CommGroup | None:
@@ -330,43 +296,28 @@ class FSDPParamGroup:
         """Memory region of the flat shard, if its pages can be exchanged; else None."""
         return self.shards.region
 
-    @property
-    def pair(self) -> CommPair:
-        """The unit's comm pair; until the root has chosen, one that works between any ranks."""
-        if self.comm is None:
-            self.comm = backend_of(self.device).pair()
-        return self.comm
-
-    def set_custom(self, gather: AllGather | None = None, reduce: ReduceScatter | None = None) -> None:
-        """Set the user's all-gather, reduce-scatter or both."""
-        pair = self.pair if self.pair.name == CUSTOM else backend_of(self.device).pair()
-        self.use_comm(CommPair(gather or pair.gather, reduce or pair.reduce, CUSTOM))
+    def _reopen_comm_choice(self) -> None:
+        """Let the root choose a pair again, unless the user has; all ranks must call this together."""
+        if not self.comm_choice.is_set_by_user:
+            self.comm_choice.reopen()
 
     def allocate_from_group(self, enable: bool) -> None:
-        """Let the backend allocate the communication buffers, if it can; see :func:`group_pair`.
+        """Let the backend allocate the communication buffers, if it can.
 
         Raises:
-            ValueError: the unit uses a custom object, which allocates its own buffers.
+            ValueError: see :meth:`CommChoice.in_group_memory`.
         """
-        if self.comm is not None and self.comm.name == CUSTOM:
-            raise ValueError(
-                f"unit {self.title!r} communicates with a custom {type(self.comm.gather).__name__} and "
-                f"{type(self.comm.reduce).__name__}, which allocate their own buffers: "
-                "set_allocate_memory_from_process_group_for_comm cannot be combined with set_custom_all_gather or "
-                "set_custom_reduce_scatter"
-            )
-        group = self.mesh_info.shard_group
-        pair = group_pair(group, self.device) if enable and group is not None else None
+        pair = self.comm_choice.in_group_memory(self.mesh_info.shard_group if enable else None, self.title)
         if pair is not None:
             self.use_comm(pair)
-        elif self.comm is not None and self.comm.name == OF_GROUP:
-            self.comm, self.needs_comm = None, True
+        else:
+            self.comm_choice.leave_group_memory()
 
     def set_max_reductions(self, n: int) -> None:
         """Allow ``n`` reduce-scatters in flight at once in the whole model."""
         self.max_reductions = n
         self.comm_ctx.reductions.max_scatters = n
-        self._choose_comm_again()
+        self._reopen_comm_choice()
 
     # ---- unshard and reshard
 
@@ -419,14 +370,14 @@ class FSDPParamGroup:
 
     def _targets(self, gathered: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         """Return the full parameters' memory, split as ``gathered``."""
-        num_ranks = [len(part) for part in gathered]
+        num_ranks, buffers = [len(part) for part in gathered], self.buffers.current
         if self._post_forward is not None:
-            return rows_of(self._post_forward.by_rank(self._home.padded_fulls), num_ranks)
-        return self._home.rows_of(num_ranks)
+            return rows_of(self._post_forward.by_rank(buffers.padded_fulls), num_ranks)
+        return buffers.rows_of(num_ranks)
 
     def _gather(self, info: FSDPMeshInfo) -> AllGather:
         # the root chose the pair for the shard group; the smaller post-forward group uses one that works anywhere
-        return self.pair.gather if info is self.mesh_info else backend_of(self.device).pair().gather
+        return self.comm_choice.pair.gather if info is self.mesh_info else backend_of(self.device).pair().gather
 
     @unrecorded
     def wait_for_unshard(self) -> None:
@@ -442,8 +393,8 @@ class FSDPParamGroup:
                 fsdp_param.to_work()
             return
         gathered = [self._whole_shard()] if self._all_gather is None else self._all_gather.wait()
-        self._take_memory()
-        if not self._home.memory.is_shards:
+        self.buffers.take(self.comm_ctx.pages)
+        if not self.buffers.current.memory.is_shards:
             unit_collectives.foreach_all_gather_copy_out(gathered, self._targets(gathered), self._unit)
         self.comm_ctx.comms.has_read(self)
         self._drop_all_gather()
@@ -477,7 +428,7 @@ class FSDPParamGroup:
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_sharded()
         self._post_forward = None
-        self._give_memory_back()
+        self.buffers.give_back(self.comm_ctx.pages)
 
     @unrecorded
     def _reshard_after_forward(self) -> None:
@@ -491,7 +442,7 @@ class FSDPParamGroup:
         probe.event(Kind.RESHARD, Edge.INSTANT, self.index)
         self._post_forward = PostForwardShard(self.index, self.fsdp_params, info, self.param_dtype, self.device)
         self.comm_ctx.streams.shards_changed(None)
-        self._give_memory_back()
+        self.buffers.give_back(self.comm_ctx.pages)
 
     # ---- hooks of the step
 
@@ -516,14 +467,9 @@ class FSDPParamGroup:
             self.pending_backwards += backward_follows
         self.training_state = TrainingState.IDLE
 
-    @property
-    def home(self) -> BufferSet:
-        """The buffers that a graph recorded now points into."""
-        return self._home
-
     def recomputes(self) -> None:
         """Note that backward recomputes the forward, from the buffers that hold the full parameters now."""
-        self._recomputed_in = self._home
+        self._recomputed_in = self.buffers.current
 
     def go_to(self, home: BufferSet) -> None:
         """Switch to the buffers of the forward whose backward runs next, or those it was recomputed in.
@@ -532,7 +478,7 @@ class FSDPParamGroup:
             RuntimeError: the unit was retired since.
         """
         self._check_not_retired()
-        self._go_to(self._recomputed_in or home)
+        self.buffers.go_to(self._recomputed_in or home, self.comm_ctx.pages)
 
     def pre_backward(self, home: BufferSet) -> None:
         """Prepare the backward of a forward that ran in ``home``: unshard the parameters."""
@@ -611,13 +557,16 @@ class FSDPParamGroup:
         if not (params or self._reducer.owes_all_reduce):
             return
         grads = [p.take_grads() for p in params]
-        ctx = self.comm_ctx
+        ctx, unused = self.comm_ctx, self._unused(params)
         try:
             with ctx.streams.reducing(after_compute=True):
                 ctx.reductions.make_room()
                 if params:
                     ctx.comms.reduces(self)
-                ctx.reductions.add(foreach_reduce(self._reducer, params, grads, self.pair.reduce, self._unused(params)))
+                    started = foreach_reduce(self._reducer, params, grads, self.comm_choice.pair.reduce, unused)
+                else:
+                    started = self._reducer.all_reduce_kept(unused)
+                ctx.reductions.add(started)
         finally:
             if not grads:  # foreach_reduce emptied the list and announced the freed bytes
                 self._grad_bytes = 0
@@ -660,6 +609,11 @@ class FSDPParamGroup:
         return self.sync.reduce_grads and (has_full or self._reducer.owes_all_reduce)
 
     @property
+    def has_partial_sum(self) -> bool:
+        """True if gradients summed over the shard ranks wait for an all-reduce."""
+        return self._reducer.kept is not None
+
+    @property
     def has_missed_grads(self) -> bool:
         """True if reduction is enabled and autograd made full gradients after the last post-backward."""
         return self.sync.reduce_grads and sum(p.grad_bytes() for p in self.fsdp_params) > self._grad_bytes
@@ -687,7 +641,7 @@ class FSDPParamGroup:
         self._account_grads()
         if not self.is_sharded or self._is_unsharding:
             self._to_sharded()
-        self._give_memory_back()
+        self.buffers.give_back(self.comm_ctx.pages)
         self.pending_backwards = 0
         self.training_state = TrainingState.IDLE
 
@@ -697,7 +651,7 @@ class FSDPParamGroup:
         self.on_inner_grad = None
         self.announce()
         self.fsdp_params, self.params_as_defined = [], []
-        del self.shards, self._home, self._usual
+        del self.shards, self.buffers
 
     def announce(self) -> None:
         """Send the probe the unit's current description."""

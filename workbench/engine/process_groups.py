@@ -15,17 +15,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from workbench.engine import probe
 from workbench.engine._torch import default_store, new_group
 from workbench.engine.backends import backend_of, device_here
-from workbench.engine.backends.async_work import PendingWork, Transport
+from workbench.engine.backends.async_work import CollectiveSpan, PendingWork, Transport
 from workbench.engine.cancellable_waits import SLICE_S, AsyncWork, cancellation
 from workbench.engine.collective_order import Board, Collective, OrderCheck
 from workbench.engine.errors import RanksDisagreeError
-from workbench.events import Comm
+from workbench.events import Comm, Edge, Kind
 
 OWN = "workbench/"
 """Name prefix of the engine's process groups."""
@@ -107,27 +108,43 @@ class CommGroup:
         self._seq += 1
         return comm
 
-    def start(self, issue: Callable[[dist.ProcessGroup], AsyncWork | None], collective: Collective) -> PendingWork:
+    def issue(
+        self,
+        comm: Callable[..., AsyncWork | None],
+        *tensors: torch.Tensor,
+        collective: Collective,
+        op: object = None,
+        kind: Kind | None = None,
+        unit: int = probe.NO_UNIT,
+    ) -> PendingWork:
         """Issue a collective once all ranks of the group are known to issue the same one.
 
         Args:
-            issue: calls c10d, async.
+            comm: called with the tensors, the process group, ``op`` if given, and ``async_op=True``; see
+                :class:`workbench.engine.comm.AllGather`.
+            tensors: the output and the input, or one tensor that is both.
             collective: its description.
+            op: operation of a reduction.
+            kind: kind under which the probe sees it; None: the probe does not.
+            unit: index of its unit, for the probe.
 
         Raises:
             StepAborted: this rank was cancelled; the group may be partly closed already.
             RanksDisagreeError: another rank is about to issue another collective.
             RuntimeError: the group was destroyed or a wait cancelled, and the group was not rebuilt since.
         """
+        span = None if kind is None else CollectiveSpan(unit, kind, collective.num_bytes, self.next_comm())
+        if span is not None:
+            probe.event(span.kind, Edge.BEGIN, span.unit, span.num_bytes, span.comm)
         process_group = self._usable(collective)
-        try:
+        with self._giving_up():
             cancellation.check()
             self._check_is_next(collective)
-        except BaseException as error:  # including an interrupt: other ranks may have issued it
-            self.give_up(error)
-            raise
-        pending = self._transport.pending(issue(process_group), collective, self)
+        work = comm(*tensors, process_group, *(() if op is None else (op,)), async_op=True)
+        pending = self._transport.pending(work, collective, self, span)
         self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset leaves some unawaited
+        if span is not None and probe.active is not None and pending.lets_stream_wait is not None:
+            probe.active.issued(span.comm, pending.lets_stream_wait)
         return pending
 
     def part(self, ranks: tuple[int, ...], purpose: str) -> CommGroup:
@@ -160,7 +177,7 @@ class CommGroup:
             text: this rank's text; only the first rank's is used.
 
         Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError, RuntimeError: as :meth:`start`.
+            StepAborted, CollectiveFailed, RanksDisagreeError, RuntimeError: as :meth:`issue`.
         """
         self._usable(collective)
         with self._giving_up():
@@ -211,9 +228,10 @@ class CommGroup:
     def give_up(self, error: BaseException) -> None:
         """Refuse further collectives on all groups of this rank; notify their ranks if ranks disagree."""
         for group in tuple(_groups.values()):
-            group._leave(error)
+            group.leave(error)
 
-    def _leave(self, error: BaseException) -> None:
+    def leave(self, error: BaseException) -> None:
+        """Refuse further collectives on this group; notify its ranks if ranks disagree."""
         self._given_up = self._given_up or f"{type(error).__name__}: {str(error).partition('. ')[0]}"
         if isinstance(error, RanksDisagreeError) and self._order_check is not None:
             self._order_check.leave(str(error))

@@ -4,7 +4,11 @@ A reduction has these steps, each only where it applies::
 
     copy-in -> reduce-scatter over F -> [+ partial sums] -> all-reduce over R -> hook -> divide -> cast -> .grad
 
-A unit's post-backward starts it. It is finished when another one needs its room or backward ends.
+A unit's post-backward starts it. It is finished when another one needs its room or backward ends. What is in flight
+is a frozen state; finishing it returns the next one::
+
+    ReduceScatterState -> ShardSum -> AllReduceState -> gradients set
+
 Layouts (S = sum of the slots of the parameters taking part, F = shard ranks)::
 
     reduce-scatter input    [F, S]   row r = rank r's part of every gradient, in the reduce dtype
@@ -26,15 +30,18 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine._torch import call_post_accumulate_hooks, has_post_accumulate_hooks, premultiplied_sum
 from workbench.engine.backends import backend_of
-from workbench.engine.backends.base import Backend, Grads, Streams
+from workbench.engine.backends.async_work import CollectiveSpan, PendingWork
+from workbench.engine.backends.base import Backend
+from workbench.engine.backends.copies import Grads
 from workbench.engine.backends.device_clock import Event
-from workbench.engine.cancellable_waits import AsyncWork
-from workbench.engine.comm import ReduceScatter, give_back, input_nbytes, takes_own_in_output
+from workbench.engine.backends.stream_order import Streams
+from workbench.engine.collective_order import Collective
+from workbench.engine.comm import ReduceScatter, StageKeeper, all_reduce_in_place, give_back, traits_of
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
 from workbench.engine.process_groups import CommGroup
-from workbench.engine.unit_collectives import InFlight, UnitId, alive_unless_raised, announce
-from workbench.events import Category, Comm, Edge, Kind
+from workbench.engine.unit_collectives import UnitId, alive_unless_raised
+from workbench.events import Category, Edge, Kind
 
 CPU = torch.device("cpu")
 
@@ -125,94 +132,6 @@ class GradientSync:
     comm_hook: Callable[[torch.Tensor], object] | None = None
 
 
-def _use_staging(reduce: ReduceScatter, unit: UnitId, chunks: torch.Tensor, group: CommGroup, sign: int) -> None:
-    """Announce the input and its staging as in use (1) or released (-1).
-
-    ``chunks`` may be in a buffer that ``reduce`` keeps and that counts as reserved while unused.
-    """
-    probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, sign * input_nbytes(reduce, chunks, group))
-    lease = getattr(reduce, "lease", None)
-    if lease is not None and lease.is_told:
-        probe.memory(Category.RESERVED, probe.NO_UNIT, -sign * chunks.nbytes)
-
-
-@dataclass
-class ReduceScatterState:
-    """A reduce-scatter in flight.
-
-    Attributes:
-        chunks: its input ``[F * S]``, or less, see :func:`takes_own_in_output`; must stay alive until it ends.
-        output: ``[S]``.
-        lease: handle for the output's bytes.
-    """
-
-    chunks: torch.Tensor
-    output: torch.Tensor
-    lease: probe.BufferHandle
-    reduce: ReduceScatter
-    flight: InFlight
-
-    def finish(self) -> torch.Tensor:
-        """Wait and return the sum ``[S]``.
-
-        Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
-        """
-        self.flight.wait()
-        unit = self.flight.unit.index
-        probe.event(Kind.COPY_OUT, Edge.BEGIN, unit, self.output.nbytes)
-        self.flight.pending.finish()
-        probe.event(Kind.COPY_OUT, Edge.END, unit, self.output.nbytes)
-        self.drop()
-        return self.output
-
-    def abandon(self) -> None:
-        """Drop the input without reusing it: peers may still read it, or gloo send it."""
-        self.flight.pending.abandon()
-        _use_staging(self.reduce, self.flight.unit, self.chunks, self.flight.group, -1)
-
-    def drop(self) -> None:
-        """Return the input buffer to its allocator."""
-        _use_staging(self.reduce, self.flight.unit, self.chunks, self.flight.group, -1)
-        give_back(self.reduce, self.chunks)
-
-
-@dataclass
-class AllReduceState:
-    """An all-reduce of a rank's reduced shard ``[S]`` in flight, in place."""
-
-    output: torch.Tensor
-    flight: InFlight
-
-    def finish(self) -> torch.Tensor:
-        """Wait and return the sum ``[S]``.
-
-        Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
-        """
-        self.flight.wait()
-        self.flight.pending.finish()
-        return self.output
-
-
-def all_reduce(reducer: Reducer, output: torch.Tensor, group: CommGroup, unused: Sequence[str]) -> AllReduceState:
-    """Start summing ``output`` ``[S]`` over the ranks that hold the same shard.
-
-    ``unused`` names the trainable parameters left out.
-    """
-    unit, hook, op, num_bytes = reducer.unit, reducer.sync.comm_hook, reducer.scaling.reduce_op, output.nbytes
-
-    def issue(process_group: dist.ProcessGroup) -> AsyncWork | None:
-        if hook is None:
-            return cast("AsyncWork", dist.all_reduce(output, op, group=process_group, async_op=True))
-        hook(output)
-        return None
-
-    comm, collective = announce(unit, Kind.ALL_REDUCE, group, num_bytes, _without(unused))
-    pending = group.start(issue, collective)
-    return AllReduceState(output, InFlight(unit, Kind.ALL_REDUCE, group, pending, comm, num_bytes))
-
-
 @dataclass
 class PartialSum:
     """Gradients summed over the shard ranks, but not yet over the replicas.
@@ -293,6 +212,16 @@ class Reducer:
         kept, self.kept = self.kept, None
         return kept
 
+    def plan(self, unused: Sequence[str]) -> AllReducePlan:
+        """Return what follows a reduce-scatter that begins now; an all-reduce takes the sum from :meth:`keep`."""
+        keeps = not self.sync.all_reduce_grads
+        return AllReducePlan(self, tuple(unused), keeps, None if keeps else self.take_kept())
+
+    def all_reduce_kept(self, unused: Sequence[str]) -> ShardSum:
+        """Return the sum from :meth:`keep` as a started reduction; call it while :attr:`owes_all_reduce`."""
+        kept = cast("PartialSum", self.take_kept())
+        return ShardSum(self.plan(unused), kept)
+
     def added(self, part: PartialSum, other: PartialSum) -> PartialSum:
         """Return the sum, over the union of their parameters; may change ``part`` in place."""
         if part.params == other.params:
@@ -350,50 +279,87 @@ class Reducer:
             hook(output)
 
 
-@dataclass
-class Reduction:
-    """One reduction in progress.
+# ---- the states of a reduction: ReduceScatterState -> ShardSum -> AllReduceState -> gradients set
+
+
+@dataclass(frozen=True, eq=False)
+class ReduceScatterState:
+    """A reduce-scatter in flight.
 
     Attributes:
-        params: the parameters whose gradients are in its reduce-scatter, in order.
+        then: what follows it.
+        params: the parameters whose gradients it reduces, in order.
+        reduce: the reduce-scatter that allocated its input.
+        chunks: its input ``[F * S]``, or less, see :attr:`CommTraits.own_in_output`; must stay alive until it ends.
+        staged_nbytes: bytes that it holds in flight.
+        output: ``[S]``.
+        lease: handle for the output's bytes.
+    """
+
+    then: AllReducePlan
+    params: list[FSDPParam]
+    reduce: ReduceScatter
+    chunks: torch.Tensor
+    staged_nbytes: int
+    output: torch.Tensor
+    lease: probe.BufferHandle
+    pending: PendingWork
+
+    def finish(self) -> ShardSum:
+        """Wait for the sum over the shard ranks.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        self.pending.wait()
+        unit = self.then.reducer.unit
+        probe.event(Kind.COPY_OUT, Edge.BEGIN, unit.index, self.output.nbytes)
+        self.pending.finish()
+        probe.event(Kind.COPY_OUT, Edge.END, unit.index, self.output.nbytes)
+        _count_staging(self.reduce, unit, self.chunks, self.staged_nbytes, -1)
+        give_back(self.reduce, self.chunks)
+        return ShardSum(self.then, PartialSum(self.params, self.output, self.lease))
+
+    def drain(self) -> None:
+        """Wait and drop the sum; raises as :meth:`finish`."""
+        self.finish()
+
+    def abandon(self) -> None:
+        """Drop the input without reusing it: peers may still read it, or gloo send it."""
+        self.pending.abandon()
+        _count_staging(self.reduce, self.then.reducer.unit, self.chunks, self.staged_nbytes, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSum:
+    """Gradients summed over the shard ranks, and what follows."""
+
+    then: AllReducePlan
+    part: PartialSum
+
+    def go_on(self, streams: Streams) -> AllReduceState | None:
+        """Keep the sum or set the gradients, and return None; or start an all-reduce over the replicas."""
+        with streams.trailing(self.part.output):
+            return self.then.start(self.part)
+
+
+@dataclass(frozen=True, eq=False)
+class AllReducePlan:
+    """What follows a reduce-scatter, decided when the reduction began.
+
+    Attributes:
         unused: names of the trainable parameters that have no gradient.
         keeps: with replicas, the output of the reduce-scatter waits for a later all-reduce.
         kept: partial sum of earlier micro-batches, to be added before the all-reduce.
-        scatter: its reduce-scatter in flight.
-        summed: sum over the shard ranks, until the next step starts.
-        all_reduce: its all-reduce in flight.
-        total: the partial sum in that all-reduce.
     """
 
     reducer: Reducer
-    params: list[FSDPParam]
     unused: tuple[str, ...]
     keeps: bool
     kept: PartialSum | None
-    scatter: ReduceScatterState | None = None
-    summed: PartialSum | None = None
-    all_reduce: AllReduceState | None = None
-    total: PartialSum | None = None
 
-    @property
-    def in_flight(self) -> bool:
-        """True while a collective is in flight."""
-        return self.scatter is not None or self.all_reduce is not None
-
-    def end_scatter(self) -> None:
-        """Wait for the reduce-scatter."""
-        if self.scatter is not None:
-            self.summed = PartialSum(self.params, self.scatter.finish(), self.scatter.lease)
-            self.scatter = None
-
-    def go_on(self, streams: Streams) -> None:
-        """Start the step after the reduce-scatter: all-reduce, keep, or set the gradients."""
-        part, self.summed = self.summed, None
-        if part is not None:
-            with streams.trailing(part.output):
-                self._reduced(part)
-
-    def _reduced(self, part: PartialSum) -> None:
+    def start(self, part: PartialSum) -> AllReduceState | None:
+        """Go on with ``part``, the sum over the shard ranks; see :meth:`ShardSum.go_on`."""
         reducer, group = self.reducer, self.reducer.mesh_info.replicate_group
         if group is None:
             if reducer.sync.comm_hook is not None and reducer.mesh_info.shard_group is None:
@@ -402,33 +368,56 @@ class Reduction:
         elif self.keeps:
             reducer.keep(part)
         else:
-            kept, self.kept = self.kept, None
-            self.total = part if kept is None else reducer.added(part, kept)
-            has_grad = {p.fqn for p in self.total.params}
-            unused = [fqn for fqn in self.unused if fqn not in has_grad]
-            self.all_reduce = all_reduce(reducer, self.total.output, group, unused)
+            total = part if self.kept is None else reducer.added(part, self.kept)
+            return all_reduce(reducer, total, group, self.unused)
+        return None
 
-    def end_all_reduce(self) -> None:
-        """Wait for the all-reduce, if any, and set the gradients."""
-        if self.all_reduce is not None and self.total is not None:
-            self.all_reduce.finish()
-            total, self.all_reduce, self.total = self.total, None, None
-            self.reducer.finish(total)
+
+@dataclass(frozen=True, eq=False)
+class AllReduceState:
+    """An all-reduce of ``total``, this rank's reduced shard, in flight, in place."""
+
+    reducer: Reducer
+    total: PartialSum
+    pending: PendingWork
+
+    def finish(self) -> None:
+        """Wait and set the gradients.
+
+        Raises:
+            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
+        """
+        self.drain()
+        self.reducer.finish(self.total)
 
     def drain(self) -> None:
-        """Wait for the collective in flight and drop its sum."""
-        self.end_scatter()
-        if self.all_reduce is not None:
-            self.all_reduce.finish()
-        self.summed = self.all_reduce = self.total = self.kept = None
+        """Wait and drop the sum; raises as :meth:`finish`."""
+        self.pending.wait()
+        self.pending.finish()
 
     def abandon(self) -> None:
-        """Drop the collectives of an aborted iteration without waiting for them."""
-        if self.scatter is not None:
-            self.scatter.abandon()
-        if self.all_reduce is not None:
-            self.all_reduce.flight.pending.abandon()
-        self.scatter = self.summed = self.all_reduce = self.total = self.kept = None
+        """Drop it without waiting for it."""
+        self.pending.abandon()
+
+
+def all_reduce(reducer: Reducer, total: PartialSum, group: CommGroup, unused: Sequence[str]) -> AllReduceState:
+    """Start summing ``total`` over the ranks that hold the same shard.
+
+    ``unused`` names trainable parameters without a gradient from the last micro-batch.
+    """
+    has_grad = {p.fqn for p in total.params}
+    left_out = [fqn for fqn in unused if fqn not in has_grad]
+    hook, output = reducer.sync.comm_hook, total.output
+    comm = all_reduce_in_place if hook is None else partial(_call_hook, hook)
+    kind = Kind.ALL_REDUCE
+    collective = Collective(kind.words + _without(left_out), reducer.unit.name, output.nbytes)
+    op, unit = reducer.scaling.reduce_op, reducer.unit.index
+    return AllReduceState(reducer, total, group.issue(comm, output, collective=collective, op=op, kind=kind, unit=unit))
+
+
+def _call_hook(hook: Callable[[torch.Tensor], object], output: torch.Tensor, *_: object, **__: object) -> None:
+    """Average with the user's hook, which waits, in place of an all-reduce."""
+    hook(output)
 
 
 # ---- the start
@@ -440,49 +429,28 @@ def foreach_reduce(
     grads: list[Grads],
     reduce: ReduceScatter,
     unused: Sequence[str],
-) -> Reduction:
+) -> ReduceScatterState | ShardSum:
     """Start summing the full gradients ``grads``; empties the list, so that they can be freed.
+
+    A single shard rank needs no reduce-scatter: its gradients are the sum.
 
     Args:
         reducer: of the unit.
-        params: the parameters of ``grads``; if empty, the kept partial sum goes to its all-reduce.
+        params: the parameters of ``grads``, at least one.
         grads: full gradients of each parameter.
         reduce: the unit's reduce-scatter.
         unused: names of the trainable parameters without a gradient.
     """
-    keeps = not reducer.sync.all_reduce_grads
-    reduction = Reduction(reducer, params, tuple(unused), keeps=keeps, kept=None if keeps else reducer.take_kept())
-    group = reducer.mesh_info.shard_group
-    if not params:
-        reduction.summed, reduction.kept = reduction.kept, None
-    elif group is None:
-        reduction.summed = _laid_out(reducer, params, grads)
-    else:
-        reduction.scatter = _reduce_scatter(reduction, grads, group, reduce)
-    return reduction
-
-
-def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads]) -> PartialSum:
-    """Return a single shard rank's full gradients as a partial sum; it needs no reduce-scatter."""
-    device = reducer.mesh_info.device
-    output = torch.empty(sum(p.slot_numel for p in params), dtype=reducer.dtype, device=device)
-    lay_out(params, grads, [output.view(1, -1)], reducer.unit)
-    drop_full_grads(grads, reducer.unit)
-    reducer.scaling.before(output)
-    return PartialSum(params, output, probe.BufferHandle(reducer.category(device), reducer.unit.index, output.nbytes))
-
-
-def _reduce_scatter(
-    reduction: Reduction, grads: list[Grads], group: CommGroup, reduce: ReduceScatter
-) -> ReduceScatterState:
-    reducer, params = reduction.reducer, reduction.params
-    unit, dtype, scaling = reducer.unit, reducer.dtype, reducer.scaling
-    device, slot_numel = reducer.mesh_info.device, sum(p.slot_numel for p in params)
-    num_bytes = slot_numel * group.size * dtype.itemsize
-    own = torch.empty(slot_numel, dtype=dtype, device=device) if takes_own_in_output(reduce) else None
+    unit, dtype, device, scaling = reducer.unit, reducer.dtype, reducer.mesh_info.device, reducer.scaling
+    then, group, slot_numel = reducer.plan(unused), reducer.mesh_info.shard_group, sum(p.slot_numel for p in params)
+    if group is None:
+        return ShardSum(then, _laid_out(reducer, params, grads))
+    traits = traits_of(reduce)
+    own = torch.empty(slot_numel, dtype=dtype, device=device) if traits.own_in_output else None
     num_staged = group.size if own is None else group.size - 1
     chunks = reduce.allocate((slot_numel * num_staged,), dtype=dtype, device=device)
-    with alive_unless_raised(partial(_use_staging, reduce, unit, chunks, group), 1):
+    staged_nbytes = traits.nbytes_in_flight(chunks, group.size)
+    with alive_unless_raised(partial(_count_staging, reduce, unit, chunks, staged_nbytes), 1):
         rows = chunks.view(num_staged, slot_numel)
         parts = [rows] if own is None else [rows[: group.rank], own.view(1, -1), rows[group.rank :]]
         lay_out(params, grads, [part for part in parts if len(part)], unit)
@@ -491,10 +459,33 @@ def _reduce_scatter(
             scaling.before(part)
         output = torch.empty(slot_numel, dtype=dtype, device=device) if own is None else own
         lease = probe.BufferHandle(reducer.category(device), unit.index, output.nbytes)
-        comm, collective = announce(unit, Kind.REDUCE_SCATTER, group, num_bytes, _without(reduction.unused))
-        pending = group.start(lambda pg: reduce(output, chunks, pg, scaling.scatter_op, async_op=True), collective)
-    flight = InFlight(unit, Kind.REDUCE_SCATTER, group, pending, comm, num_bytes)
-    return ReduceScatterState(chunks, output, lease, reduce, flight)
+        kind, num_bytes = Kind.REDUCE_SCATTER, slot_numel * group.size * dtype.itemsize
+        collective = Collective(kind.words + _without(unused), unit.name, num_bytes)
+        pending = group.issue(
+            reduce, output, chunks, collective=collective, op=scaling.scatter_op, kind=kind, unit=unit.index
+        )
+    return ReduceScatterState(then, params, reduce, chunks, staged_nbytes, output, lease, pending)
+
+
+def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads]) -> PartialSum:
+    """Return a single shard rank's full gradients as a partial sum."""
+    device = reducer.mesh_info.device
+    output = torch.empty(sum(p.slot_numel for p in params), dtype=reducer.dtype, device=device)
+    lay_out(params, grads, [output.view(1, -1)], reducer.unit)
+    drop_full_grads(grads, reducer.unit)
+    reducer.scaling.before(output)
+    return PartialSum(params, output, probe.BufferHandle(reducer.category(device), reducer.unit.index, output.nbytes))
+
+
+def _count_staging(reduce: ReduceScatter, unit: UnitId, chunks: torch.Tensor, num_bytes: int, sign: int) -> None:
+    """Announce the input and its staging as in use (1) or released (-1).
+
+    ``chunks`` may be in a buffer that ``reduce`` keeps and that counts as reserved while unused.
+    """
+    probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, sign * num_bytes)
+    lease = cast("StageKeeper", reduce).lease if traits_of(reduce).keeps_stages else None
+    if lease is not None and lease.is_told:
+        probe.memory(Category.RESERVED, probe.NO_UNIT, -sign * chunks.nbytes)
 
 
 def lay_out(params: Sequence[FSDPParam], grads: Sequence[Grads], chunks: Sequence[torch.Tensor], unit: UnitId) -> None:
@@ -530,32 +521,35 @@ class ReductionQueue:
 
     Attributes:
         max_scatters: maximum number of reduce-scatters in flight: each holds an input buffer.
-        ended: last collective that the reduction stream waited on since compute last joined it, as (unit, comm); None
-            without one.
+        ended: last collective that the reduction stream waited on since compute last joined it; None without one.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.max_scatters = 1
-        self.ended: tuple[int, Comm] | None = None
+        self.ended: CollectiveSpan | None = None
         self._streams = streams
-        self._scattering: deque[Reduction] = deque()
-        self._all_reducing: Reduction | None = None
+        self._scattering: deque[ReduceScatterState] = deque()
+        self._all_reducing: AllReduceState | None = None
 
     def __len__(self) -> int:
         """Return the number of unfinished reductions."""
-        return len(self._scattering) + (self._all_reducing is not None)
+        return len(self._in_flight)
+
+    @property
+    def _in_flight(self) -> list[ReduceScatterState | AllReduceState]:
+        return [*self._scattering, *([] if self._all_reducing is None else [self._all_reducing])]
 
     def make_room(self) -> None:
         """Finish the oldest reduce-scatters until another may start."""
         while len(self._scattering) >= self.max_scatters:
             self._end_oldest()
 
-    def add(self, reduction: Reduction) -> None:
+    def add(self, started: ReduceScatterState | ShardSum) -> None:
         """Add a started reduction."""
-        if reduction.scatter is not None:
-            self._scattering.append(reduction)
+        if isinstance(started, ShardSum):
+            self._go_on(started)
         else:
-            self._go_on(reduction)
+            self._scattering.append(started)
 
     def finish(self) -> None:
         """Finish all reductions."""
@@ -565,43 +559,45 @@ class ReductionQueue:
 
     def drain(self) -> None:
         """Wait for all reductions and drop their sums."""
-        for reduction in (*self._scattering, *filter(None, [self._all_reducing])):
-            reduction.drain()
-        self._scattering.clear()
-        self._all_reducing = None
+        for state in self._in_flight:
+            state.drain()
+        self._clear()
 
     def abandon(self) -> None:
         """Drop all reductions without waiting."""
         with self._streams.reducing(after_compute=False):  # their memory was allocated in that stream
-            for reduction in (*self._scattering, *filter(None, [self._all_reducing])):
-                reduction.abandon()
+            for state in self._in_flight:
+                state.abandon()
+        self._clear()
+
+    def _clear(self) -> None:
         self._scattering.clear()
         self._all_reducing = None
 
     def _end_oldest(self) -> None:
-        reduction = self._scattering[0]
-        self._note(reduction.scatter)
-        reduction.end_scatter()
+        self.ended = self._scattering[0].pending.span
+        self._go_on(self._summed_oldest())
+
+    def _summed_oldest(self) -> ShardSum:
+        """Finish and drop the oldest reduce-scatter; its input is freed here, before what follows."""
+        summed = self._scattering[0].finish()
         self._scattering.popleft()  # only now: a cancelled wait keeps it, to be abandoned
-        self._go_on(reduction)
+        return summed
 
-    def _go_on(self, reduction: Reduction) -> None:
-        reduction.go_on(self._streams)
-        if reduction.all_reduce is not None:
-            self._follow(reduction)
+    def _go_on(self, summed: ShardSum) -> None:
+        all_reducing = summed.go_on(self._streams)
+        del summed  # and the partial sum it had taken up
+        if all_reducing is not None:
+            self._follow(all_reducing)
 
-    def _follow(self, reduction: Reduction | None) -> None:
-        """Make ``reduction`` the one whose all-reduce is in flight and finish the one before it."""
-        before, self._all_reducing = self._all_reducing, reduction
+    def _follow(self, state: AllReduceState | None) -> None:
+        """Make ``state`` the all-reduce in flight and finish the one before it."""
+        before, self._all_reducing = self._all_reducing, state
         if before is not None:
-            if reduction is None:  # otherwise compute does not join the trailing stream now
-                self._note(before.all_reduce)
+            if state is None:  # otherwise compute does not join the trailing stream now
+                self.ended = before.pending.span
             with self._streams.trailing():
-                before.end_all_reduce()
-
-    def _note(self, state: ReduceScatterState | AllReduceState | None) -> None:
-        if state is not None:
-            self.ended = state.flight.unit.index, state.flight.comm
+                before.finish()
 
 
 # ---- the end

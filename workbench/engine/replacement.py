@@ -96,7 +96,7 @@ class Replacement:
     def run(self, optimizers: Sequence[torch.optim.Optimizer], ranks: Agreement) -> None:
         """Replace the calls on all ranks; collective. After any error the tree is unchanged on every rank."""
         for state in self._old:
-            state._comm_ctx.comms.wait_for_readers()
+            state.comm_ctx.comms.wait_for_readers()
         for unit in units_of(self._old):
             unit.reshard()
             unit.adopt_registered()
@@ -231,12 +231,12 @@ class Replacement:
     def _commit(self, new: Sequence[FSDPState]) -> None:
         for state in new:
             owner = ", ".join(cls.__name__ for cls in state.original_classes)
-            for unit in state._fsdp_param_groups:
+            for unit in state.units:
                 mark_taken([(p.sharded_param, p.info) for p in unit.fsdp_params], owner, type(state))
         for old in self._old:
-            ctx = old._comm_ctx
+            ctx = old.comm_ctx
             ctx.post_forward_order[:] = [s for s in ctx.post_forward_order if s not in self._old]
-            for unit in old._fsdp_param_groups:
+            for unit in old.units:
                 unit.retire()
             roots.discard(old)
             old.remove_hooks()
@@ -268,9 +268,9 @@ def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[DTensorParam, DTensor
 
 
 def _carry_unit_settings(old: FSDPState, new: FSDPState) -> None:
-    for unit in new._fsdp_param_groups:
-        same_mesh = [u for u in old._fsdp_param_groups if u.mesh_info == unit.mesh_info]
-        for was in (same_mesh or old._fsdp_param_groups)[:1]:
+    for unit in new.units:
+        same_mesh = [u for u in old.units if u.mesh_info == unit.mesh_info]
+        for was in (same_mesh or old.units)[:1]:
             vars(unit.sync).update(vars(was.sync))
             unit.reshard_after_backward = was.reshard_after_backward
             unit.unshard_in_backward = was.unshard_in_backward
@@ -280,8 +280,8 @@ def _carry_unit_settings(old: FSDPState, new: FSDPState) -> None:
 
 
 def _carry_root_settings(old: FSDPState, new: FSDPState) -> None:
-    new.use_comm_ctx(old._comm_ctx)
-    if old._is_root is not None:
-        new._lazy_init()
-    new._root.is_last_backward = old._root.is_last_backward
-    new._root.post_optim_event = old._root.post_optim_event
+    new.use_comm_ctx(old.comm_ctx)
+    if old.is_root is not None:
+        new.lazy_init()
+    new.root_ctx.is_last_backward = old.root_ctx.is_last_backward
+    new.root_ctx.post_optim_event = old.root_ctx.post_optim_event

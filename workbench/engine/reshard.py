@@ -150,7 +150,7 @@ def reshard_unit(
         raise ValueError(f"reshard_unit: fully_shard was not called on this {type(module).__name__}")
     root = next((top.modules[0] for top in roots if top.overlaps([state])), module)
     check_undoable(root, states_below(root), "reshard_unit")
-    if change.makes_units(state._fsdp_param_groups):
+    if change.makes_units(state.units):
         raise ValueError(
             f"reshard_unit: offload_policy moves shards, which is possible only for the whole {type(root).__name__}: "
             "call reshard_module on it"
@@ -276,7 +276,7 @@ def origins(module: nn.Module, top: FSDPState) -> dict[nn.Module, FSDPState]:
 def _call_of(state: FSDPState, modules: tuple[nn.Module, ...], some_mesh: DeviceMesh | None) -> ShardCall:
     """Return a call with the mesh and policy of ``state``, including changes made by setters."""
     policy, mesh = UnitPolicy(mp_policy=state.mp_policy), some_mesh
-    for unit in state._fsdp_param_groups[:1]:
+    for unit in state.units[:1]:
         mesh = unit.mesh_info.mesh
         reshard = unit.policy.reshard_after_forward if state.auto_reshard else unit.reshard_after_forward
         policy = replace(unit.policy, mp_policy=state.mp_policy, reshard_after_forward=reshard)
@@ -293,13 +293,13 @@ def _set_policies(calls: Sequence[ShardCall]) -> None:
         ValueError, NotImplementedError: a unit cannot take its policy; no unit is changed then.
     """
     for call in calls:
-        for unit in call.origin._fsdp_param_groups:
+        for unit in call.origin.units:
             _check_fits(unit, call.policy.reshard_after_forward)
     for call in calls:
         state = call.origin
-        keeps = call.auto_reshard and state._is_root
+        keeps = call.auto_reshard and state.is_root
         reshard = False if keeps else call.policy.reshard_after_forward
-        for unit in state._fsdp_param_groups:
+        for unit in state.units:
             unit.reshard()  # a forward without a backward may have left it unsharded
             unit.change_policy(replace(call.policy, reshard_after_forward=reshard))
         state.auto_reshard = call.auto_reshard

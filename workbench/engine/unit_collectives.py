@@ -22,9 +22,9 @@ from workbench.engine.backends import backend_of
 from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.device_clock import Event
 from workbench.engine.collective_order import Collective
-from workbench.engine.comm import AllGather, give_back, is_of_others, output_nbytes, reads_own_row
+from workbench.engine.comm import AllGather, give_back, traits_of
 from workbench.engine.process_groups import CommGroup
-from workbench.events import Category, Comm, Edge, Kind
+from workbench.events import Category, Edge, Kind
 
 
 @dataclass(frozen=True)
@@ -60,48 +60,12 @@ class ScatteredShard:
         torch._foreach_copy_([slot for slot, _ in pairs], [rows for _, rows in pairs], non_blocking=True)
 
 
-@dataclass
-class InFlight:
-    """An issued collective on one group.
-
-    Attributes:
-        kind: kind of the collective.
-        payload: its bytes, as announced to the probe.
-    """
-
-    unit: UnitId
-    kind: Kind
-    group: CommGroup
-    pending: PendingWork
-    comm: Comm
-    payload: int
-
-    def __post_init__(self) -> None:
-        if probe.active is not None:
-            wait = self.pending.lets_stream_wait
-            if wait is not None:
-                probe.active.issued(self.comm, wait)
-
-    def wait(self) -> None:
-        """Wait interruptibly; the collective counts as unfinished if the wait is cancelled.
-
-        Raises:
-            StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
-        """
-        unit = self.unit.index
-        probe.event(Kind.WAIT, Edge.BEGIN, unit, comm=self.comm)
-        self.pending.block()
-        self.group.finished(self.pending)
-        probe.event(Kind.WAIT, Edge.END, unit, comm=self.comm)
-        probe.event(self.kind, Edge.END, unit, self.payload, self.comm, self.pending.end_ns or None)
-
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class AllGatherState:
     """An all-gather in flight.
 
     Attributes:
-        output: ``[F * S]``, or less, see :func:`is_of_others`.
+        output: ``[F * S]``, or less, see :attr:`CommTraits.leaves_own_out`.
         own: ``[S]``, this rank's input.
         gather: the all-gather that allocated the output.
         num_bytes: bytes allocated for it alone.
@@ -110,7 +74,9 @@ class AllGatherState:
     output: torch.Tensor
     own: torch.Tensor
     gather: AllGather
-    flight: InFlight
+    unit: UnitId
+    group: CommGroup
+    pending: PendingWork
     num_bytes: int
 
     def wait(self) -> list[torch.Tensor]:
@@ -119,26 +85,26 @@ class AllGatherState:
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: see :class:`PendingWork`.
         """
-        self.flight.wait()
-        self.flight.pending.finish()
-        rank, size, numel = self.flight.group.rank, self.flight.group.size, self.own.numel()
-        if not is_of_others(self.gather):
+        self.pending.wait()
+        self.pending.finish()
+        rank, size, numel = self.group.rank, self.group.size, self.own.numel()
+        if not traits_of(self.gather).leaves_own_out:
             return [self.output.view(size, numel)]
         rows = self.output.view(size - 1, numel)
         return [part for part in (rows[:rank], self.own.view(1, numel), rows[rank:]) if len(part)]
 
     def abandon(self) -> None:
         """Drop the output without reusing it: data may still arrive in it."""
-        self.flight.pending.abandon()
-        probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
+        self.pending.abandon()
+        probe.memory(Category.ALL_GATHER_BUFFERS, self.unit.index, -self.num_bytes)
 
     def drop(self) -> None:
         """Return the output to its allocator; nothing may write to it any more."""
-        probe.memory(Category.ALL_GATHER_BUFFERS, self.flight.unit.index, -self.num_bytes)
+        probe.memory(Category.ALL_GATHER_BUFFERS, self.unit.index, -self.num_bytes)
         give_back(self.gather, self.output)
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class DeviceCopyState:
     """A copy of a single rank's flat shard to the compute device, in place of an all-gather.
 
@@ -175,15 +141,6 @@ def alive_unless_raised(announce: Callable[[int], None], amount: int) -> Iterato
         raise
 
 
-def announce(
-    unit: UnitId, kind: Kind, group: CommGroup, num_bytes: int, exception: str = ""
-) -> tuple[Comm, Collective]:
-    """Number a collective and announce it to the probe, just before it is issued."""
-    comm = group.next_comm()
-    probe.event(kind, Edge.BEGIN, unit.index, num_bytes, comm)
-    return comm, Collective(kind.words + exception, unit.name, num_bytes)
-
-
 def foreach_all_gather(
     shard: torch.Tensor | ScatteredShard,
     dtype: torch.dtype,
@@ -197,26 +154,26 @@ def foreach_all_gather(
     The shard itself is the input, unless it must be cast, moved or assembled, or must be in this rank's row of the
     output. Then it is copied: into that row, or into a buffer if there is no such row.
     """
-    numel, leaves_own_out = shard.numel(), is_of_others(gather)
-    num_gathered = group.size - leaves_own_out
+    numel, traits = shard.numel(), traits_of(gather)
+    num_gathered = group.size - traits.leaves_own_out
     output = gather.allocate((numel * num_gathered,), dtype=dtype, device=device)
     own, own_nbytes = None, 0
     if isinstance(shard, torch.Tensor) and (shard.dtype, shard.device) == (dtype, output.device):
-        own = None if reads_own_row(gather) else shard
+        own = None if traits.reads_own_row else shard
     is_copied = own is None
-    if own is None and leaves_own_out:
+    if own is None and traits.leaves_own_out:
         own = torch.empty(numel, dtype=dtype, device=device)
         own_nbytes = own.nbytes
     elif own is None:
         own = output.view(group.size, numel)[group.rank]
-    payload, num_bytes = numel * group.size * dtype.itemsize, output_nbytes(gather, output, group) + own_nbytes
+    payload = numel * group.size * dtype.itemsize
+    num_bytes = traits.nbytes_in_flight(output, group.size) + own_nbytes
     with alive_unless_raised(partial(probe.memory, Category.ALL_GATHER_BUFFERS, unit.index), num_bytes):
         if is_copied:
             _copy_shard(own, shard, unit)
-        comm, collective = announce(unit, Kind.ALL_GATHER, group, payload)
-        pending = group.start(lambda pg: gather(output, own, pg, async_op=True), collective)
-    flight = InFlight(unit, Kind.ALL_GATHER, group, pending, comm, payload)
-    return AllGatherState(output, own, gather, flight, num_bytes)
+        collective = Collective(Kind.ALL_GATHER.words, unit.name, payload)
+        pending = group.issue(gather, output, own, collective=collective, kind=Kind.ALL_GATHER, unit=unit.index)
+    return AllGatherState(output, own, gather, unit, group, pending, num_bytes)
 
 
 def copy_to_device(

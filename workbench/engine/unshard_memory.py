@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from workbench.engine import probe
-from workbench.engine.backends.base import FullMemory
+from workbench.engine.backends.full_memory import FullMemory
 from workbench.engine.backends.page_pool import SparePages
 from workbench.engine.full_param import FullView
+from workbench.engine.param import FSDPParam
 from workbench.engine.shard_layout import rows_of
+from workbench.engine.tensor_trees import unrecorded
 from workbench.events import Category
 
 
@@ -114,3 +116,52 @@ class BufferSet:
         if key not in self._rows:
             self._rows[key] = rows_of(self.by_rank, key)
         return self._rows[key]
+
+
+def buffers_in(memory: UnshardMemory, params: Sequence[FSDPParam]) -> BufferSet:
+    """Return the buffers of a unit's parameters in ``memory``."""
+    with memory.present() as full:
+        padded_fulls = full.split([p.full_numel for p in params])
+        pairs = list(zip(params, padded_fulls, strict=True))
+        by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
+        return BufferSet(memory, padded_fulls, by_rank, [p.views_in(padded_full) for p, padded_full in pairs])
+
+
+class UnitBuffers:
+    """The buffers that a unit's full parameters are in: those of its policy, or those that a graph points into.
+
+    Attributes:
+        usual: buffers of the current policy.
+        current: buffers that the full parameters point into, and a graph recorded now.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], usual: BufferSet) -> None:
+        self._params = params
+        self.usual = usual
+        self._show(usual)
+
+    def _show(self, buffers: BufferSet) -> None:
+        self.current = buffers
+        for fsdp_param, views in zip(self._params, buffers.views, strict=True):
+            fsdp_param.show(views)
+
+    def take(self, pages: SparePages) -> None:
+        """Allocate the memory; no-op if held."""
+        self.current.memory.take(pages)
+
+    def give_back(self, pages: SparePages) -> None:
+        """Free the memory; later forwards use the buffers of the current policy."""
+        if self.current.memory.give_back(pages) and self.current is not self.usual:
+            self._show(self.usual)
+
+    @unrecorded
+    def go_to(self, buffers: BufferSet, pages: SparePages) -> None:
+        """Switch to the buffers that the next graph points into, with the values; they may be of an earlier policy."""
+        before = self.current
+        if before is buffers:
+            return
+        if before.memory.is_held:
+            buffers.memory.take(pages)
+            buffers.memory.full.copy_(before.memory.full)
+            before.memory.give_back(pages)
+        self._show(buffers)

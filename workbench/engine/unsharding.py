@@ -76,7 +76,7 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
         unit.retire()
     for state in states:
         undo(state)
-        state._comm_ctx.release_buffers()
+        state.comm_ctx.release_buffers()
     for commit in commits:
         commit()
     return plain
@@ -108,14 +108,14 @@ def check_undoable(
     part_of = [type(root.modules[0]).__name__ for root in roots if root not in states and root.overlaps(states)]
     if part_of:
         raise ValueError(f"{name} is only a part of the FSDP root {part_of[0]}; call {what} on the root")
-    busy = [type(s.modules[0]).__name__ for s in states if s._training_state is not TrainingState.IDLE]
+    busy = [type(s.modules[0]).__name__ for s in states if s.training_state is not TrainingState.IDLE]
     if busy:
         raise RuntimeError(
             f"{what}: the forward or backward of {busy[0]} is running or has raised; call it between iterations, and "
             "after an exception call reset_iter_state() on the root first"
         )
     units = units_of(states)
-    held = [p.fqn for u in units for p in u.params_as_defined if p.has_full_grad or u._reducer.kept is not None]
+    held = [p.fqn for u in units for p in u.params_as_defined if p.has_full_grad or u.has_partial_sum]
     if held:
         raise RuntimeError(
             f"{name} has gradients that were accumulated without sync and are not reduced yet: {', '.join(held)}; "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from workbench.engine import MixedPrecisionPolicy
-from workbench.engine.classic.flat_param import FLAT_PARAM
+from workbench.engine.classic.flat_places import FLAT_PARAM
 from workbench.engine.classic.unwrapping import check_in_one_group
 from workbench.engine.classic.wrapper import check_params
 from workbench.engine.classic.wrapper_state import KEEPS_AFTER_FORWARD

@@ -250,11 +250,11 @@ def sets_types():
 
 @contextmanager
 def nothing_changes(model: nn.Module) -> Iterator[None]:
-    slots = [state.flat.slot.clone() for state in model._state._states]
+    slots = [state.flat.slot.clone() for state in model._state.tree]
     names = [(name, param.shape) for name, param in model.named_parameters()]
     yield
     assert [(name, param.shape) for name, param in model.named_parameters()] == names
-    for slot, state in zip(slots, model._state._states, strict=True):
+    for slot, state in zip(slots, model._state.tree, strict=True):
         assert torch.equal(state.flat.slot, slot)
     loss_of(model, batch(0, 0)).backward()
 

@@ -199,3 +199,40 @@ def loads_a_part() -> None:
 
 def test_a_part_of_an_optimizers_state_is_loaded():
     run_ranks(2, loads_a_part)
+
+
+# ---- through overrides and torch.compile
+
+
+class PassesOn(OURS.FullyShardedDataParallel):
+    """A user's subclass whose overrides only call those of the wrapper."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        yield from super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        yield from super().named_modules(*args, **kwargs)
+
+
+def saved_through_others() -> None:
+    """Compare what checkpoints save of a wrapper with what they save of a subclass and of a compiled one."""
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    for use_orig_params in (False, True):
+        saved = []
+        for kind in (OURS.FullyShardedDataParallel, PassesOn):
+            module = make_net(num_blocks=2)
+            module.blocks[0] = kind(module.blocks[0].requires_grad_(False), use_orig_params=use_orig_params)
+            wrapped = kind(module, use_orig_params=use_orig_params)
+            for model in (wrapped, torch.compile(wrapped, backend="eager")):
+                optimizer = adam(wrapped.parameters())
+                saved.append(get_state_dict(model, optimizer, options=options))
+        first, *others = saved
+        assert {name.partition(".1.")[0] for name in first[0] if name.startswith("blocks")} == {"blocks"}
+        for model_state, optimizer_state in others:
+            torch.testing.assert_close(dict(model_state), dict(first[0]), **SAME)
+            assert optimizer_state["param_groups"] == first[1]["param_groups"]
+
+
+@pytest.mark.parametrize("world_size", quick([1, 2], [1]))
+def test_a_subclass_or_a_compiled_wrapper_is_saved_as_the_wrapper_is(world_size):
+    run_ranks(world_size, saved_through_others)

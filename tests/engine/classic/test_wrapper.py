@@ -136,7 +136,7 @@ def is_restored():
         torch.testing.assert_close(grads, nests_no_sync(theirs))
         with pytest.raises(ZeroDivisionError), ours.no_sync():
             raise ZeroDivisionError
-        assert all(unit.sync.reduce_grads and unit.reshard_after_backward for unit in units_of(ours._state._states))
+        assert all(unit.sync.reduce_grads and unit.reshard_after_backward for unit in units_of(ours._state.tree))
 
 
 def test_no_sync_within_another_one_restores_what_was():

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from workbench.devices import DEVICES, HOST
-from workbench.engine.backends import shared_memory
 from workbench.engine.backends.base import Backend
+from workbench.engine.backends.shared import shared_memory
 
 _chosen: dict[str, Callable[[torch.device], Backend]] = {}
 """Backend overrides of this process, by torch device type."""

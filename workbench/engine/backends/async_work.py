@@ -9,15 +9,35 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from workbench.engine import cancellable_waits
+from workbench.engine import cancellable_waits, probe
 from workbench.engine.cancellable_waits import AsyncWork, cancellation
 from workbench.engine.errors import CollectiveFailed
+from workbench.events import Comm, Edge, Kind
+
+
+@dataclass(frozen=True)
+class CollectiveSpan:
+    """A collective that was announced to the probe; its wait and its end are announced too.
+
+    Attributes:
+        unit: index of its unit.
+        kind: kind of the collective.
+        num_bytes: its payload.
+        comm: its number.
+    """
+
+    unit: int
+    kind: Kind
+    num_bytes: int
+    comm: Comm
 
 
 class WaitObserver(Protocol):
@@ -29,6 +49,9 @@ class WaitObserver(Protocol):
     def give_up(self, error: BaseException) -> None:
         """Handle a wait that ended in ``error``."""
 
+    def finished(self, pending: PendingWork) -> None:
+        """Handle a wait that ended with the collective."""
+
 
 class _Unwatched:
     """No-op observer."""
@@ -37,6 +60,9 @@ class _Unwatched:
         """Do nothing."""
 
     def give_up(self, error: BaseException) -> None:
+        """Do nothing."""
+
+    def finished(self, pending: PendingWork) -> None:
         """Do nothing."""
 
 
@@ -105,16 +131,25 @@ class PendingWork:
         work: the result of the async collective; None if it has completed. A thread waits for work without a usable
             future.
         collective: description for errors.
-        watch: checked in every wait slice, and notified if the wait ends in an error.
+        watch: checked in every wait slice, and notified when the wait ends.
+        span: the announced collective; None: the probe does not see it.
 
     Attributes:
+        span: as given.
         end_ns: monotonic time of completion; 0 while the collective runs and for work on a device.
     """
 
-    def __init__(self, work: AsyncWork | None, collective: object, watch: WaitObserver | None = None) -> None:
+    def __init__(
+        self,
+        work: AsyncWork | None,
+        collective: object,
+        watch: WaitObserver | None = None,
+        span: CollectiveSpan | None = None,
+    ) -> None:
         self._work = _Ended() if work is None else work
         self._collective = collective
         self._watch = watch or _Unwatched()
+        self.span = span
         self._done = threading.Event()
         self.end_ns = 0
         self._listen()
@@ -146,7 +181,7 @@ class PendingWork:
         """True if one part has failed while another still runs, maybe forever."""
         return self._done.is_set() and isinstance(self._work, AllOf) and not self._work.has_ended
 
-    def block(self) -> None:
+    def wait(self) -> None:
         """Wait until the collective has completed or failed; on a device, make the current stream wait and return.
 
         Raises:
@@ -154,18 +189,28 @@ class PendingWork:
             StepAborted: the wait was cancelled; the collective is still unfinished.
             RanksDisagreeError: another rank is about to do something else; the collective will never finish.
         """
+        with self._waiting():
+            while not self._done.wait(cancellable_waits.SLICE_S):
+                cancellation.check()
+                cancellable_waits.stop_point()
+                self._watch.look()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Announce the wait in the body and notify the observer of its outcome."""
+        span = self.span
+        if span is not None:
+            probe.event(Kind.WAIT, Edge.BEGIN, span.unit, comm=span.comm)
         try:
             cancellation.check()
-            self._wait_in_slices()
+            yield
         except BaseException as error:  # also an interrupt, which leaves the collective unfinished
             self._watch.give_up(error)
             raise
-
-    def _wait_in_slices(self) -> None:
-        while not self._done.wait(cancellable_waits.SLICE_S):
-            cancellation.check()
-            cancellable_waits.stop_point()
-            self._watch.look()
+        self._watch.finished(self)
+        if span is not None:
+            probe.event(Kind.WAIT, Edge.END, span.unit, comm=span.comm)
+            probe.event(span.kind, Edge.END, span.unit, span.num_bytes, span.comm, self.end_ns or None)
 
     def abandon(self) -> None:
         """Abandon the collective; on a device the current stream waits, so that its memory is not reused too early.
@@ -174,13 +219,18 @@ class PendingWork:
         """
 
     def finish(self) -> None:
-        """Raise if the collective failed; call after :meth:`block`, which returns on failure as well.
+        """Raise if the collective failed; call after :meth:`wait`, which returns on failure as well.
 
         Raises:
             CollectiveFailed: the collective ended in an error.
         """
-        try:
+        with self._naming_failures():
             self._work.wait()
+
+    @contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             self._watch.give_up(error)
             cancellation.check_after_failure()
@@ -196,9 +246,15 @@ class Transport:
 
     host_waits = True
 
-    def pending(self, work: AsyncWork | None, collective: object, watch: WaitObserver | None = None) -> PendingWork:
+    def pending(
+        self,
+        work: AsyncWork | None,
+        collective: object,
+        watch: WaitObserver | None = None,
+        span: CollectiveSpan | None = None,
+    ) -> PendingWork:
         """Return the pending work of an async collective; arguments as in :class:`PendingWork`."""
-        return PendingWork(work, collective, watch)
+        return PendingWork(work, collective, watch, span)
 
     def abort(self, process_group: dist.ProcessGroup) -> None:
         """Abandon a process group that has an unfinished collective; never blocks.

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from workbench.engine.backends.base import Backend, FullMemory
+from workbench.engine.backends.base import Backend
+from workbench.engine.backends.full_memory import FullMemory
 from workbench.engine.backends.gloo import GlooAllGather, GlooReduceScatter
 from workbench.engine.backends.page_pool import Buffers, PageRange, Region
-from workbench.engine.backends.shared_selection import SharedComms
+from workbench.engine.backends.shared.shared_selection import SharedComms
 from workbench.engine.comm import CommPair, comm_choice
 from workbench.events import GLOO
 

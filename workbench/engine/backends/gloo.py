@@ -12,7 +12,7 @@ from workbench.engine.backends.async_work import AllOf
 from workbench.engine.backends.page_pool import Buffers
 from workbench.engine.backends.rank_sum import add_others
 from workbench.engine.cancellable_waits import AsyncWork
-from workbench.engine.comm import Peers
+from workbench.engine.comm import CommTraits
 
 _FEW_BYTES = 2**20
 """Up to this many bytes are copied to send one all-to-all instead of several: small messages are latency-bound."""
@@ -45,16 +45,14 @@ class GlooAllGather(_PooledBuffers):
     gloo's all-gathers, and c10d's on top of them, gather into a fresh internal buffer at every call and copy it. A
     single all-to-all needs one copy of the shard per target, so it is used only for small shards.
 
-    Attributes:
-        is_of_others: see :func:`workbench.engine.comm.is_of_others`.
+    It needs an additional buffer for sending only if it copies.
     """
 
-    is_of_others = True
-
-    @staticmethod
-    def staging_nbytes(num_bytes: int, group: Peers) -> int:
-        """Return the bytes needed for sending, in addition to an output of ``num_bytes``."""
-        return num_bytes if _sends_copies(num_bytes, group.size) else 0
+    traits = CommTraits(
+        leaves_own_out=True,
+        reuses_buffers=True,
+        staging_nbytes=lambda num_bytes, num_ranks: num_bytes if _sends_copies(num_bytes, num_ranks) else 0,
+    )
 
     def __call__(
         self,
@@ -106,16 +104,10 @@ def exchange(
 class GlooReduceScatter(_PooledBuffers):
     """All-to-all, then a local sum: 5 to 8 times faster on gloo than its reduce-scatter, and deterministic.
 
-    Attributes:
-        own_in_output: see :func:`workbench.engine.comm.takes_own_in_output`.
+    It receives into an additional buffer of the size of its input.
     """
 
-    own_in_output = True
-
-    @staticmethod
-    def staging_nbytes(num_bytes: int, _group: Peers) -> int:
-        """Return the bytes needed for receiving, in addition to an input of ``num_bytes``."""
-        return num_bytes
+    traits = CommTraits(own_in_output=True, reuses_buffers=True, staging_nbytes=lambda num_bytes, _num_ranks: num_bytes)
 
     def __call__(
         self,

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.async_work import PendingWork, Transport, WaitObserver
-from workbench.engine.backends.base import Backend, Streams
+from workbench.engine.backends.async_work import CollectiveSpan, PendingWork, Transport, WaitObserver
+from workbench.engine.backends.base import Backend
 from workbench.engine.backends.device_clock import COMMUNICATION, DeviceClock, Event
+from workbench.engine.backends.stream_order import Streams
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.events import COMPUTE_STREAM
 
@@ -108,9 +109,10 @@ class StreamWork(PendingWork):
     def _listen(self) -> None:
         """Do nothing: c10d's future would complete as soon as the work is enqueued."""
 
-    def _wait_in_slices(self) -> None:
-        """Make the current stream wait for the collective; the host does not block."""
-        super().finish()
+    def wait(self) -> None:
+        """Make the current stream wait for the collective; the host does not block. Raises as the base class does."""
+        with self._waiting(), self._naming_failures():
+            self._work.wait()
 
     def abandon(self) -> None:
         """Make the current stream wait, if the collective can still be waited for."""
@@ -119,7 +121,7 @@ class StreamWork(PendingWork):
                 self._work.wait()
 
     def finish(self) -> None:
-        """Do nothing: :meth:`block` made the current stream wait."""
+        """Do nothing: :meth:`wait` made the current stream wait."""
 
     @property
     def lets_stream_wait(self) -> Callable[[], object] | None:
@@ -138,9 +140,15 @@ class StreamTransport(Transport):
 
     host_waits = False
 
-    def pending(self, work: AsyncWork | None, collective: object, watch: WaitObserver | None = None) -> PendingWork:
+    def pending(
+        self,
+        work: AsyncWork | None,
+        collective: object,
+        watch: WaitObserver | None = None,
+        span: CollectiveSpan | None = None,
+    ) -> PendingWork:
         """Return the pending work of an async collective, for streams to wait for."""
-        return StreamWork(work, collective, watch)
+        return StreamWork(work, collective, watch, span)
 
     def abort(self, process_group: dist.ProcessGroup) -> None:
         """Abort a process group; otherwise a kernel of it that waits for a peer would spin forever."""

@@ -82,7 +82,7 @@ class WrapperAttributes:
     @fixed("wrap the plain module with another device_id=, after unwrap")
     def compute_device(self) -> torch.device:
         """Device of forward and backward."""
-        return self._state._comm_ctx.device
+        return self._state.comm_ctx.device
 
     @fixed("wrap the plain module with another sharding_strategy=, after unwrap")
     def sharding_strategy(self) -> ShardingStrategy:

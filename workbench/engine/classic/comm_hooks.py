@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from workbench.engine._torch import reduce_scatter_single
+from workbench.engine._torch import c10d_reduce_scatter
 from workbench.engine.backends import backend_of
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.comm import Allocator
@@ -47,7 +47,7 @@ def install(unit: FSDPParamGroup, state: object, hook: CommHook) -> None:
     """Make ``hook`` reduce the gradients of a unit from now on."""
     unit.sync.comm_hook = partial(hook, state)
     if unit.shard_group is not None:
-        unit.set_custom(reduce=HookReduceScatter(state, hook))
+        unit.use_comm(unit.comm_choice.custom(reduce=HookReduceScatter(state, hook)))
 
 
 class DefaultState:
@@ -121,7 +121,7 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
             f"one part for each rank, got {grad.numel()}; pad it"
         )
     _divide(grad, state.gradient_predivide_factor)
-    work = reduce_scatter_single(output, grad, dist.ReduceOp.SUM, state.process_group, async_op=True)
+    work = c10d_reduce_scatter()(output, grad, op=dist.ReduceOp.SUM, group=state.process_group, async_op=True)
     _wait(work, output.device, state.process_group, "reduce-scatter of a communication hook")
     _divide(output, state.gradient_postdivide_factor)
 
@@ -178,5 +178,5 @@ def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Pr
 
 def _wait(work: AsyncWork | None, device: torch.device, group: dist.ProcessGroup, what: str) -> None:
     pending = backend_of(device).transport(group).pending(work, what)
-    pending.block()
+    pending.wait()
     pending.finish()

@@ -1,11 +1,6 @@
 """A flat parameter: the parameters of a unit, flattened, concatenated, and split evenly over the ranks.
 
-Terms, with F ranks and c = ceil(numel / F)::
-
-    flat          [numel]    all parameters of a unit, one after another, in the order of their definition
-    padded flat   [F * c]    with zeros at the end; rank r holds [r * c, (r + 1) * c), its slot
-    piece         [k]        the part of one parameter in a rank's slot: all of it, some, or nothing; with one rank
-                             all of it, in its own shape
+Terms (slot, piece) and geometry are in ``flat_layout.py``.
 
 If tensor parallelism has split a parameter, the flat parameter holds this rank's part of it, and numel counts only that
 part. Modules compute with a DTensor of it, as without the wrapper; its gradient is stored here as this rank's part too.
@@ -17,10 +12,8 @@ unsharded memory, not with views that autograd tracks: their gradients need not 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -30,34 +23,28 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import (
     Spec,
-    drop_own_parameter,
     dtensor_of,
-    has_own_setattr,
     local_of,
-    parameter_of,
-    put_parameter,
     set_local,
-    set_own_parameter,
     share_post_accumulate_hooks,
     spec_of,
     with_dtype,
 )
-from workbench.engine.backends.base import Grads
+from workbench.engine.backends.copies import Grads
 from workbench.engine.backends.memory_aliasing import is_same_memory
+from workbench.engine.classic.flat_layout import FlatLayout
+from workbench.engine.classic.flat_placeholders import ExposedGrad, FlatPlaceholder, Unreduced, reduced_grad
+from workbench.engine.classic.flat_places import FLAT_PARAM, FlatPlaces
 from workbench.engine.dtensor_param import joined_with_tp
 from workbench.engine.full_param import FullParam, FullView, local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam, ParamModuleInfo, ShardedState
-from workbench.engine.refusal_text import is_sharded
 from workbench.engine.shard_layout import ShardLayout
 from workbench.engine.unsharding import laid_out
-from workbench.events import FlatPart, Param, ParamTensors, within
+from workbench.events import FlatPart, Param, ParamTensors
 
 TPGroups = tuple[dist.ProcessGroup, ...]
 """Process groups over which tensor parallelism has split a parameter."""
-
-FLAT_PARAM = "_flat_param"
-"""Name of the flat parameter on the wrapped module."""
 
 
 class FlatParameter(nn.Parameter):
@@ -72,159 +59,6 @@ class FlatParameter(nn.Parameter):
     _fsdp_flattened = True
 
 
-_OF_FORM: frozenset[Callable[..., Any]] = frozenset(
-    {
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.element_size,
-    }
-)
-
-
-def _one_by_one(given: Sequence[Any]) -> Iterator[Any]:
-    """Yield arguments one by one, with lists and tuples flattened."""
-    for value in given:
-        yield from value if isinstance(value, (list, tuple)) else [value]
-
-
-class _StandIn(torch.Tensor):
-    """A placeholder for a tensor, with its shape, dtype and device but no values."""
-
-    answers: ClassVar[frozenset[Callable[..., Any]]] = _OF_FORM
-    """Functions that work as on any tensor."""
-
-    @classmethod
-    def _for(cls, tensor: torch.Tensor, shape: torch.Size | None = None) -> Self:
-        return tensor.new_zeros(()).expand(tensor.shape if shape is None else shape).as_subclass(cls)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - torch's protocol
-        """Run functions that read only shape, dtype or device.
-
-        Raises:
-            RuntimeError: the function would compute with the values.
-        """
-        if func.__name__ == "__get__" or func in cls.answers:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        return cls._compute(func, (*args, *(kwargs or {}).values()))
-
-    @classmethod
-    def _compute(cls, func: Callable[..., Any], given: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever func returns
-        """Handle any other function; refuse it by default."""
-        one = next(value for value in _one_by_one(given) if isinstance(value, cls))
-        raise RuntimeError(f"{func.__name__}: {one.refusal}")
-
-    @property
-    def refusal(self) -> str:
-        """Error message: why nothing can compute with the placeholder, and what to do instead."""
-        raise NotImplementedError
-
-
-class FlatPlaceholder(_StandIn):
-    """Placeholder on a module for a parameter that is sharded in a flat parameter."""
-
-    full: FullParam
-
-    @classmethod
-    def of(cls, full: FullParam) -> FlatPlaceholder:
-        """Return the placeholder for ``full`` while it is closed; it has the global shape."""
-        away = cls._for(full.data, None if full.tp_spec is None else full.param.shape)
-        away.full = full
-        return away
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Return a short description."""
-        return f"<{self.full.fqn} is sharded: {list(self.shape)}, {self.dtype}>"
-
-    @property
-    def refusal(self) -> str:
-        """Error message: why nothing can compute with the placeholder, and what to do instead."""
-        return is_sharded(self.full.fqn, "the FullyShardedDataParallel around its module", "within summon_full_params")
-
-
-class Unreduced(_StandIn):
-    """Placeholder in ``.grad`` for gradients that were accumulated within ``no_sync`` and not reduced yet.
-
-    It lets ``zero_grad`` find them, as with torch's wrapper: ``zero_grad`` removes the placeholder or sets it to zero,
-    and the accumulated gradients are then dropped before the next ones arrive.
-    """
-
-    answers = _OF_FORM | {torch.Tensor.requires_grad_}
-    fqn: str
-    is_zero: bool
-
-    @classmethod
-    def of(cls, param: nn.Parameter, fqn: str) -> Unreduced:
-        """Return the placeholder for the gradient of ``param``."""
-        unreduced = cls._for(param.detach())
-        unreduced.fqn, unreduced.is_zero = fqn, False
-        return unreduced
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Return a short description."""
-        return f"<gradient of {self.fqn}, not reduced yet: {list(self.shape)}, {self.dtype}>"
-
-    @property
-    def refusal(self) -> str:
-        """Error message: why nothing can compute with the placeholder, and what to do instead."""
-        return (
-            f"the gradient of {self.fqn!r} was accumulated within no_sync() and is not reduced yet; run a backward "
-            "outside no_sync() before using gradients"
-        )
-
-    @classmethod
-    def _compute(cls, func: Callable[..., Any], given: Sequence[Any]) -> Any:  # noqa: ANN401 - whatever func returns
-        """Record zeroing; refuse anything else."""
-        if func.__name__ not in {"zero_", "_foreach_zero_"}:
-            return super()._compute(func, given)
-        for grad in _one_by_one(given):
-            if isinstance(grad, Unreduced):
-                grad.is_zero = True
-            else:
-                grad.zero_()
-        return given[0]
-
-
-def _reduced_grad(param: nn.Parameter) -> torch.Tensor | None:
-    return None if isinstance(param.grad, Unreduced) else param.grad
-
-
-@dataclass(eq=False)
-class ExposedGrad:
-    """An unreduced gradient, or its placeholder, exposed in ``.grad`` of a parameter.
-
-    Attributes:
-        param: the parameter.
-        grad: the exposed gradient or placeholder.
-        reduced: the gradient that ``param`` had before, from earlier backwards.
-        fulls: the full parameters that own the unreduced gradients.
-    """
-
-    param: nn.Parameter
-    grad: torch.Tensor
-    reduced: torch.Tensor | None
-    fulls: Sequence[FullParam]
-
-    def take_back(self) -> None:
-        """Restore the earlier ``.grad``; drop the unreduced gradients if the exposed one was zeroed or replaced."""
-        if self.param.grad is self.grad and not getattr(self.grad, "is_zero", False):
-            self.param.grad = self.reduced
-            return
-        if self.param.grad is self.grad:
-            self.param.grad = None
-        for full in self.fulls:
-            full.drop_grad()
-
-
 @dataclass(eq=False)
 class FlatSlice:
     """One parameter within a flat parameter.
@@ -234,7 +68,7 @@ class FlatSlice:
         original: the original parameter object.
         held: with ``use_orig_params`` the optimizer's parameter, this rank's piece: the original itself, or a separate
             parameter instead of a DTensor, which cannot be a piece; otherwise empty.
-        first: index of its first element in the flat parameter.
+        index: its place among the parameters of the flat parameter.
         shape: shape in the flat parameter: its own, or that of this rank's part in tensor parallelism.
         global_shape: shape of the whole parameter.
         fqn: name relative to the root, or to the wrapped module until the root is known.
@@ -245,7 +79,7 @@ class FlatSlice:
     info: ParamModuleInfo
     original: nn.Parameter
     held: nn.Parameter
-    first: int
+    index: int
     shape: torch.Size
     global_shape: torch.Size
     fqn: str
@@ -253,35 +87,26 @@ class FlatSlice:
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def of(cls, param: nn.Parameter, info: ParamModuleInfo, first: int, mesh: FSDPMeshInfo) -> FlatSlice:
+    def of(cls, param: nn.Parameter, info: ParamModuleInfo, index: int, mesh: FSDPMeshInfo) -> FlatSlice:
         """Return the slice for ``param``.
 
         Raises:
             ValueError: ``param`` is a DTensor whose mesh cannot be joined with the wrapper's.
         """
         if not isinstance(param, DTensor):
-            return cls(info, param, param, first, param.shape, param.shape, info.path)
+            return cls(info, param, param, index, param.shape, param.shape, info.path)
         held = nn.Parameter(local_of(param).detach(), requires_grad=param.requires_grad)
         share_post_accumulate_hooks(param, held)
         joined = joined_with_tp(info.path, param, mesh)
-        return cls(info, param, held, first, held.shape, param.shape, info.path, spec_of(param), joined)
+        return cls(info, param, held, index, held.shape, param.shape, info.path, spec_of(param), joined)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.shape.numel()
-
-    def within(self, begin: int, end: int) -> tuple[int, int]:
-        """Return this slice's elements among ``[begin, end)`` of the flat parameter, as (first, last); may be empty."""
-        return within(self.first, self.first + self.numel, begin, end)
-
-    def describe(self, *, trainable: bool) -> FlatPart:
-        """Return the probe's description."""
+    def describe(self, first: int, *, trainable: bool) -> FlatPart:
+        """Return the probe's description; ``first`` is the index of its first element in the flat parameter."""
         return FlatPart(
             fqn=self.fqn,
             shape=tuple(self.shape),
             global_shape=tuple(self.global_shape),
-            first=self.first,
+            first=first,
             trainable=trainable,
         )
 
@@ -337,6 +162,7 @@ class FlatParam(FSDPParam):
 
     Attributes:
         parts: the parameters, in the order of their definition.
+        flat_layout: where they lie in the ranks' slots.
         use_orig_params: the originals stay on the modules and in the optimizer, each as its piece; otherwise one
             :class:`FlatParameter` on the wrapped module replaces them.
         grad_dtype: dtype of sharded gradients; None: the shard's dtype.
@@ -353,20 +179,16 @@ class FlatParam(FSDPParam):
         use_orig_params: bool,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        self.parts: list[FlatSlice] = []
-        numel = 0
-        for param, info in given:
-            self.parts.append(FlatSlice.of(param, info, numel, mesh))
-            numel += self.parts[-1].numel
+        self.parts = [FlatSlice.of(param, info, index, mesh) for index, (param, info) in enumerate(given)]
+        shapes = [part.shape for part in self.parts]
+        self.flat_layout = FlatLayout.of(shapes, mesh.shard_mesh_size, mesh.shard_mesh_rank)
         self.use_orig_params = use_orig_params
         self.grad_dtype = grad_dtype
-        self._calls_setattr = os.environ.get("FSDP_USE_UNSAFE_SETATTR") != "1"
-        modules = [module for _, info in given for module, _ in info.places]
-        self._has_setattr = self._calls_setattr and any(map(has_own_setattr, modules))
+        self.places = FlatPlaces(owner, [info for _, info in given])
         self._shown: list[ExposedGrad] = []  # until the modules compute again
         super().__init__(
             ParamModuleInfo(owner, FLAT_PARAM, FLAT_PARAM),
-            ShardLayout(torch.Size([numel]), 0, mesh.shard_mesh_size),
+            ShardLayout(torch.Size([self.flat_layout.numel]), 0, mesh.shard_mesh_size),
             mesh,
             given[0][0].dtype,
             [FullParam(part.fqn, part.tp_spec) for part in self.parts],
@@ -388,14 +210,9 @@ class FlatParam(FSDPParam):
         return (sum(part.global_shape.numel() for part in self.parts),)
 
     @property
-    def is_whole(self) -> bool:
-        """True if one rank has the whole flat parameter."""
-        return self.layout.num_shards == 1
-
-    @property
     def owns_wholes(self) -> bool:
         """True if the optimizer holds parameters in their original shapes, on which updates and state may depend."""
-        return self.is_whole and self.use_orig_params
+        return self.flat_layout.is_whole and self.use_orig_params
 
     @property
     def trains(self) -> list[bool]:
@@ -410,18 +227,10 @@ class FlatParam(FSDPParam):
         for part, full in zip(self.parts, self.fulls, strict=True):
             part.fqn = full.fqn = full_name(part.info.module, part.info.name)
 
-    # ---- positions of parts
-
     @property
     def infos(self) -> Sequence[ParamModuleInfo]:
         """Where the parts are registered while they are unsharded."""
         return [part.info for part in self.parts]
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """(begin, end) of this rank's slot in the padded flat parameter."""
-        begin = self.mesh_info.shard_mesh_rank * self.slot_numel
-        return begin, begin + self.slot_numel
 
     @property
     def is_here(self) -> list[bool]:
@@ -429,27 +238,12 @@ class FlatParam(FSDPParam):
         if not self.use_orig_params:
             return [True]
         pieces = zip(self.parts, self._pieces, strict=True)
-        return [bool(piece.numel()) or (self.is_whole and part.tp_spec is None) for part, piece in pieces]
-
-    def pieces_of(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        """Return the piece of each part in this rank's ``slot`` ``[c]``: views ``[k]``; on one rank in their shapes."""
-        if self.is_whole:
-            return self.parts_of(slot)
-        begin, end = self.bounds
-        within = (part.within(begin, end) for part in self.parts)
-        return [slot[first - begin : last - begin] if first < last else slot[:0] for first, last in within]
-
-    def piece_of_full(self, part: FlatSlice, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of a whole parameter; a view if ``full`` is contiguous."""
-        if self.is_whole:
-            return full
-        first, last = part.within(*self.bounds)
-        return full.reshape(-1)[first - part.first : max(first, last) - part.first]
+        is_whole = self.flat_layout.is_whole
+        return [bool(piece.numel()) or (is_whole and part.tp_spec is None) for part, piece in pieces]
 
     def parts_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts as views of ``full`` ``[numel]``, each in its :attr:`FlatSlice.shape`."""
-        flat = zip(self.parts, full.split([part.numel for part in self.parts]), strict=True)
-        return [piece.view(part.shape) for part, piece in flat]
+        return self.flat_layout.parts_of(full)
 
     def as_global(self, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Convert the result of :meth:`parts_of` for modules: DTensors for parts that tensor parallelism has split."""
@@ -468,30 +262,26 @@ class FlatParam(FSDPParam):
 
     def shard_from(self, slot: torch.Tensor) -> None:
         """Copy this rank's pieces of the originals into ``slot``, and create ``sharded_param`` from it."""
-        for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
+        for part, piece in zip(self.parts, self.flat_layout.pieces_of(slot), strict=True):
             if not slot.is_meta:
-                piece.copy_(self.piece_of_full(part, local_tensor(part.original).detach()))
+                piece.copy_(self.flat_layout.piece_of_full(part.index, local_tensor(part.original).detach()))
         requires_grad = any(part.original.requires_grad for part in self.parts)
         self.sharded_param = FlatParameter(slot, requires_grad=requires_grad)
         self.sharded_param._fqns = [part.info.path for part in self.parts]
         if not self.use_orig_params:
-            for module, name in self._places():
-                del module._parameters[name]
+            self.places.clear()
             for part in self.parts:  # an optimizer may hold the originals until it switches to the flat parameter
                 part.hold(slot.new_empty(0))
         self._lie_in(slot)
 
     def _lie_in(self, slot: torch.Tensor) -> None:
         self._slot = slot
-        self._pieces = self.pieces_of(slot)
+        self._pieces = self.flat_layout.pieces_of(slot)
         self.orig_dtype = slot.dtype
         self.sharded_param.data = slot
         if self.use_orig_params:
             for part, piece in zip(self.parts, self._pieces, strict=True):
                 part.hold(piece)
-
-    def _places(self) -> Iterator[tuple[nn.Module, str]]:
-        return (place for part in self.parts for place in part.info.places)
 
     @property
     def holders(self) -> Sequence[torch.Tensor]:
@@ -502,8 +292,8 @@ class FlatParam(FSDPParam):
     def is_on_modules(self) -> bool:
         """True if the parameters on the modules are the ones of this object, wherever they are stored."""
         if not self.use_orig_params:
-            return parameter_of(self.info.module, FLAT_PARAM) is self.sharded_param
-        return all(parameter_of(part.info.module, part.info.name) is part.held for part in self.parts)
+            return self.places.flat() is self.sharded_param
+        return all(self.places.original(part.index) is part.held for part in self.parts)
 
     @property
     def is_registered(self) -> bool:
@@ -527,7 +317,7 @@ class FlatParam(FSDPParam):
         """
         if self.use_orig_params:
             return self.sharded_param
-        param = parameter_of(self.info.module, FLAT_PARAM)
+        param = self.places.flat()
         if param is None:
             raise TypeError(
                 f"flat parameter {self.fqn!r} was removed from its module; to undo the wrapping call "
@@ -545,7 +335,7 @@ class FlatParam(FSDPParam):
         return self._original(self.parts[0]) if self.use_orig_params else self.registered()
 
     def _original(self, part: FlatSlice) -> nn.Parameter:
-        param = parameter_of(part.info.module, part.info.name)
+        param = self.places.original(part.index)
         if param is None:
             raise TypeError(f"parameter {part.fqn!r} was removed from its module after wrapping")
         return param
@@ -562,7 +352,7 @@ class FlatParam(FSDPParam):
         self.register(self.sharded_param)
 
     def _adopt_originals(self, slot: torch.Tensor) -> None:
-        for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
+        for part, piece in zip(self.parts, self.flat_layout.pieces_of(slot), strict=True):
             param = self._original(part)
             if param.shape not in {piece.shape, part.global_shape}:
                 raise ValueError(
@@ -576,7 +366,7 @@ class FlatParam(FSDPParam):
                 part.held = param
             if not param.is_meta and piece.numel() and not (is_piece and is_same_memory(param, piece)):
                 values = param.detach()
-                piece.copy_(values if is_piece else self.piece_of_full(part, part.local_part(values)))
+                piece.copy_(values if is_piece else self.flat_layout.piece_of_full(part.index, part.local_part(values)))
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
@@ -590,7 +380,7 @@ class FlatParam(FSDPParam):
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, _: torch.dtype) -> None:
         if self.use_orig_params:
-            for part, piece in zip(self.parts, self.pieces_of(self.sharded_param.detach()), strict=True):
+            for part, piece in zip(self.parts, self.flat_layout.pieces_of(self.sharded_param.detach()), strict=True):
                 part.hold(piece)
 
     def keep(self) -> None:
@@ -612,13 +402,9 @@ class FlatParam(FSDPParam):
     def register(self, form: nn.Parameter) -> None:
         """Register the originals on their modules, or ``form`` on the wrapped module and placeholders on the others."""
         if self.use_orig_params:
-            for part in self.parts:
-                self._put(part, part.held)
-            return
-        set_own_parameter(self.info.module, FLAT_PARAM, form)
-        for part, away in zip(self.parts, self._away, strict=True):
-            for module, name in part.info.places:
-                vars(module)[name] = away
+            self.places.put(self.owned)
+        else:
+            self.places.put_flat(form, self._away)
 
     def show(self, views: Sequence[FullView]) -> None:
         """Use ``views`` as the full parameters from now on."""
@@ -627,23 +413,8 @@ class FlatParam(FSDPParam):
 
     def register_full(self) -> None:
         """Put the full parameters on the modules: as parameters with ``use_orig_params``, otherwise as attributes."""
-        for part, full in zip(self.parts, self.fulls, strict=True):
-            if self.use_orig_params:
-                self._put(part, full.param)
-            else:
-                for module, name in part.info.places:
-                    if self._has_setattr and has_own_setattr(module):
-                        setattr(module, name, full.param)
-                        module._parameters.pop(name, None)  # it must not be a parameter of the module
-                    vars(module)[name] = full.param
-
-    def _put(self, part: FlatSlice, param: nn.Parameter) -> None:
-        """Register ``param``; a module's own ``__setattr__`` is called, unless FSDP_USE_UNSAFE_SETATTR=1 was set."""
-        if self._calls_setattr:
-            part.info.register(param)
-            return
-        for module, name in part.info.places:
-            put_parameter(module, name, param)
+        put = self.places.put if self.use_orig_params else self.places.expose
+        put([full.param for full in self.fulls])
 
     def to_rest(self) -> None:
         """Expose accumulated gradients in ``.grad``; with ``use_orig_params``, put the held pieces on the modules."""
@@ -684,7 +455,7 @@ class FlatParam(FSDPParam):
         slot = torch.zeros_like(self._slot, dtype=self.grad_dtype)
         if not self.use_orig_params:
             return slot if self.sharded_param.grad is None else self.sharded_param.grad
-        for part, piece in zip(self.parts, self.pieces_of(slot), strict=True):
+        for part, piece in zip(self.parts, self.flat_layout.pieces_of(slot), strict=True):
             if part.held.grad is not None:
                 piece.copy_(part.held.grad)
         return slot
@@ -699,7 +470,7 @@ class FlatParam(FSDPParam):
         for part, whole in zip(self.parts, wholes, strict=True):
             part.held.grad = None
             self._summoned.append(part.show(whole))
-            self._put(part, self._summoned[-1])
+        self.places.put(self._summoned)
         for part, shown, had, grad in zip(self.parts, self._summoned, self._grads, grads or (), strict=False):
             shown.grad = None if had is None and not shown.requires_grad else part.as_global(grad)
 
@@ -716,7 +487,7 @@ class FlatParam(FSDPParam):
             part.hold(piece)
             part.held.requires_grad_(shown.requires_grad)
             if had is not None and whole is not None and write_back:
-                had.copy_(self.piece_of_full(part, part.local_part(whole)))
+                had.copy_(self.flat_layout.piece_of_full(part.index, part.local_part(whole)))
             part.held.grad = had
         self._summoned = []
         self.register(self.sharded_param)
@@ -725,30 +496,19 @@ class FlatParam(FSDPParam):
         """Put temporary parameters on the modules, one for each of ``tensors``; None leaves a part without one."""
         each = zip(tensors, self.trains, strict=True)
         params = [None if tensor is None else nn.Parameter(tensor, requires_grad=trains) for tensor, trains in each]
-        self.register_plain(params, lambda module: module)
-        if self._has_setattr:
-            for part, param in zip(self.parts, params, strict=True):
-                if param is not None:
-                    part.info.register(param)
+        self.places.lend(params)
 
     def stand_down(self) -> None:
         """Undo :meth:`stand_in`."""
         if not self.use_orig_params:
-            for module, name in self._places():
-                del module._parameters[name]
+            self.places.clear()
         self.register(self.sharded_param)
 
     @torch.no_grad()
     def take_values(self) -> None:
         """Copy this rank's pieces of the whole parameters on the modules into the slot."""
         for part, piece in zip(self.parts, self._pieces, strict=True):
-            piece.copy_(self.piece_of_full(part, part.local_part(self._original(part).detach())))
-
-    @property
-    def own_numel(self) -> int:
-        """Number of elements in this rank's slot, without padding."""
-        begin, end = self.bounds
-        return max(0, min(end, self.layout.numel) - begin)
+            piece.copy_(self.flat_layout.piece_of_full(part.index, part.local_part(self._original(part).detach())))
 
     # ---- unwrapping
 
@@ -756,17 +516,7 @@ class FlatParam(FSDPParam):
         """Put the originals, with whole values, back on their modules permanently."""
         for part, whole in zip(self.parts, wholes, strict=True):
             part.give_back(whole)
-        self.register_plain([part.original for part in self.parts], lambda module: module)
-
-    def register_plain(
-        self, params: Sequence[nn.Parameter | None], module_of: Callable[[nn.Module], nn.Module]
-    ) -> None:
-        """Register a parameter for each part on ``module_of(module)`` of its modules, replacing what is there."""
-        drop_own_parameter(module_of(self.info.module), FLAT_PARAM)
-        for part, param in zip(self.parts, params, strict=True):
-            for module, name in part.info.places:
-                vars(module_of(module)).pop(name, None)
-                module_of(module)._parameters[name] = param
+        self.places.replace([part.original for part in self.parts])
 
     def unreadable(self) -> Sequence[torch.Tensor]:
         """Return the placeholders that modules have as attributes while the parameters are sharded."""
@@ -785,17 +535,8 @@ class FlatParam(FSDPParam):
     def copy_in_pairs(
         self, grads: Grads, slots: torch.Tensor, first_rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (destination, source) copies that lay out gradients in ``slots`` ``[n, c]``; set the rest to zero."""
-        flat, begin = slots.view(-1), first_rank * self.slot_numel
-        for part, grad in zip(self.parts, grads, strict=True):
-            first, last = part.within(begin, begin + len(flat))
-            if first >= last:
-                continue
-            if grad is None:
-                flat[first - begin : last - begin].zero_()
-            else:
-                yield flat[first - begin : last - begin], grad.reshape(-1)[first - part.first : last - part.first]
-        flat[max(0, self.layout.numel - begin) :].zero_()
+        """Yield copies as :meth:`FlatLayout.copy_in_pairs` does."""
+        return self.flat_layout.copy_in_pairs(grads, slots, first_rank)
 
     def drop_grad(self) -> None:
         """Drop full gradients."""
@@ -828,7 +569,7 @@ class FlatParam(FSDPParam):
         if not self.use_orig_params:
             self._add(self.sharded_param, local_grad, lease)
             return
-        for part, piece in zip(self.parts, self.pieces_of(local_grad), strict=True):
+        for part, piece in zip(self.parts, self.flat_layout.pieces_of(local_grad), strict=True):
             if part.held.requires_grad and piece.numel():
                 self._add(part.held, piece, lease)
 
@@ -848,14 +589,14 @@ class FlatParam(FSDPParam):
         elif self.use_orig_params:
             yield next(part.tp_groups for part in self.parts if part.held is param), grad
         else:
-            pairs = zip(self.parts, self.pieces_of(grad), strict=True)
+            pairs = zip(self.parts, self.flat_layout.pieces_of(grad), strict=True)
             yield from ((part.tp_groups, piece) for part, piece in pairs if piece.numel())
 
     # ---- for the probe
 
     def tensors(self) -> dict[str, ParamTensors]:
         """Return this rank's current tensors of the flat parameter and of each part, by name."""
-        rank, slot_grad = self.mesh_info.shard_mesh_rank, _reduced_grad(self.sharded_param)
+        rank, slot_grad = self.mesh_info.shard_mesh_rank, reduced_grad(self.sharded_param)
         found = {
             self.fqn: ParamTensors(
                 shard=self.sharded_param,
@@ -865,14 +606,14 @@ class FlatParam(FSDPParam):
                 places=self.info.places,
             )
         }
-        grads = [None] * len(self.parts) if slot_grad is None else self.pieces_of(slot_grad)
+        grads = [None] * len(self.parts) if slot_grad is None else self.flat_layout.pieces_of(slot_grad)
         for part, full, piece, grad in zip(self.parts, self.fulls, self._pieces, grads, strict=True):
             found[part.fqn] = ParamTensors(
                 shard=part.held if self.use_orig_params else piece,
                 shard_rank=rank,
                 full=local_tensor(full.param) if full.is_open else None,
                 full_grads=full.grads,
-                sharded_grad=_reduced_grad(part.held) if self.use_orig_params else grad,
+                sharded_grad=reduced_grad(part.held) if self.use_orig_params else grad,
                 places=part.info.places,
             )
         return found
@@ -884,9 +625,9 @@ class FlatParam(FSDPParam):
 
     def describe(self) -> Param:
         """Return the probe's description, with the parts."""
-        parts = zip(self.parts, self.trains, strict=True)
+        parts = zip(self.parts, self.flat_layout.spans, self.trains, strict=True)
         return replace(
             super().describe(),
-            parts=tuple(part.describe(trainable=trains) for part, trains in parts),
+            parts=tuple(part.describe(span.first, trainable=trains) for part, span, trains in parts),
             use_orig_params=self.use_orig_params,
         )

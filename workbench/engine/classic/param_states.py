@@ -96,7 +96,7 @@ def whole_states(
     splits = {(key, v.dtype) for keys in known if keys for key, v in keys.items() if isinstance(v, SplitState)}
     for key, dtype in sorted(splits, key=str):
         slot = torch.zeros_like(flat.slot, dtype=dtype)
-        for piece, had in zip(flat.pieces_of(slot), pieces, strict=True):
+        for piece, had in zip(flat.flat_layout.pieces_of(slot), pieces, strict=True):
             if had is not None and piece.numel() and isinstance(had.get(key), torch.Tensor):
                 piece.copy_(had[key].view_as(piece))
         for part, whole, keys, state in zip(flat.parts, whole_parts(unit, flat, slot), known, found, strict=True):
@@ -139,7 +139,7 @@ def _states_of_pieces(flat: FlatParam, states: Mapping[Any, State]) -> list[Stat
 
 def _cut(flat: FlatParam, value: object) -> Sequence[object]:
     if isinstance(value, torch.Tensor) and value.shape == flat.slot.shape:
-        return flat.pieces_of(value)
+        return flat.flat_layout.pieces_of(value)
     return [value] * len(flat.parts)
 
 
@@ -147,8 +147,8 @@ def _known(flat: FlatParam, part: FlatSlice, state: State | None, unit: FSDPPara
     """Return the description of this rank's state of a part for the other ranks."""
     if state is None:
         return None
-    first, last = part.within(*flat.bounds)
-    return {key: _described(value, max(0, last - first), unit.device) for key, value in state.items()}
+    num_held = flat.flat_layout.num_held(part.index, flat.flat_layout.rank)
+    return {key: _described(value, num_held, unit.device) for key, value in state.items()}
 
 
 def _described(value: Any, numel: int, device: torch.device) -> SplitState | ReplicatedState | UnknownState:  # noqa: ANN401 - any
@@ -178,7 +178,11 @@ def _agreed(unit: FSDPParamGroup, flat: FlatParam, own: Sequence[Known | None]) 
 
 def _joined(part: FlatSlice, flat: FlatParam, of_ranks: Sequence[Known | None]) -> Known | None:
     """Return the joined description of one part's state; ranks that hold elements of the part take precedence."""
-    holders = [known for rank, known in enumerate(of_ranks) if known is not None and _holds(part, flat, rank)]
+    holders = [
+        known
+        for rank, known in enumerate(of_ranks)
+        if known is not None and flat.flat_layout.num_held(part.index, rank)
+    ]
     told = holders or [known for known in of_ranks if known is not None]
     if not told:
         return None
@@ -193,11 +197,6 @@ def _joined(part: FlatSlice, flat: FlatParam, of_ranks: Sequence[Known | None]) 
             "elements of the parameter: only a scalar, or state with one value per element, can be gathered"
         )
     return joined
-
-
-def _holds(part: FlatSlice, flat: FlatParam, rank: int) -> bool:
-    first, last = part.within(rank * flat.slot_numel, (rank + 1) * flat.slot_numel)
-    return first < last
 
 
 def _same(value: SplitState | ReplicatedState | UnknownState, unit: FSDPParamGroup) -> Any:  # noqa: ANN401 - optimizer state holds anything
@@ -227,7 +226,7 @@ def split_states(
 def _split_pieces(
     flat: FlatParam, wholes: Sequence[State | None], fetch: Callable[[Any], Any]
 ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    for part, piece, state in zip(flat.parts, flat.pieces_of(flat.slot), wholes, strict=True):
+    for part, piece, state in zip(flat.parts, flat.flat_layout.pieces_of(flat.slot), wholes, strict=True):
         found: dict[str, Any] = {}
         for key in sorted(state or ()):
             value = fetch((state or {})[key])
@@ -241,7 +240,11 @@ def _own(flat: FlatParam, part: FlatSlice, key: str, value: Any, device: torch.d
     if flat.owns_wholes:
         has_its_shape = isinstance(value, torch.Tensor) and value.shape == part.global_shape
         return part.local_part(value) if has_its_shape else value
-    return flat.piece_of_full(part, part.local_part(value)).to(device) if _is_split(part, key, value) else value
+    return (
+        flat.flat_layout.piece_of_full(part.index, part.local_part(value)).to(device)
+        if _is_split(part, key, value)
+        else value
+    )
 
 
 def _split_flat(
@@ -274,7 +277,7 @@ def _filled(flat: FlatParam, key: str, values: Sequence[Any], fetch: Callable[[A
             slot = torch.zeros_like(flat.slot, dtype=value.dtype)
         if slot.dtype != value.dtype:
             break
-        flat.pieces_of(slot)[i].copy_(flat.piece_of_full(part, part.local_part(value)))
+        flat.flat_layout.pieces_of(slot)[i].copy_(flat.flat_layout.piece_of_full(part.index, part.local_part(value)))
     else:
         if slot is not None and not had:
             return slot

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from workbench.engine._torch import dtensor_of, gather_old_shards, is_of_old_shards, local_of, make_spec
 from workbench.engine.agreement import Agreement, Holdings, describe
-from workbench.engine.classic.flat_param import FLAT_PARAM, FlatParam, FlatSlice
+from workbench.engine.classic.flat_param import FlatParam, FlatSlice
+from workbench.engine.classic.flat_places import FLAT_PARAM
 from workbench.engine.classic.full_params import whole_parts
 from workbench.engine.classic.options import (
     FullStateDictConfig,
@@ -50,7 +51,7 @@ def settings_for(state: WrapperState) -> StateDictSettings:
     """Return a wrapper's effective settings: SHARDED becomes FULL if nothing is split; with NO_SHARD LOCAL does too."""
     said = state.settings
     copies = state.strategy is ShardingStrategy.NO_SHARD
-    is_whole = {LOCAL: copies, SHARDED: copies or (state.flat is not None and state.flat.is_whole)}
+    is_whole = {LOCAL: copies, SHARDED: copies or (state.flat is not None and state.flat.flat_layout.is_whole)}
     if not is_whole.get(said.state_dict_type, False):
         return said
     config = FullStateDictConfig(offload_to_cpu=said.state_dict_config.offload_to_cpu)
@@ -182,7 +183,7 @@ def own_values(state: WrapperState, prefix: str) -> dict[str, DTensor]:
     flat = state.flat
     if flat is None or state.is_summoned or settings_for(state).state_dict_type is not LOCAL:
         return {}
-    info, local = flat.mesh_info, flat.slot[: flat.own_numel].detach()
+    info, local = flat.mesh_info, flat.slot[: flat.flat_layout.own_numel].detach()
     like = torch.empty(flat.layout.numel, dtype=local.dtype, device="meta")
     return {f"{prefix}{FLAT_PARAM}": dtensor_of(local, make_spec(info.mesh, info.placements(Shard(0)), like))}
 
@@ -290,7 +291,7 @@ def _stand_in_for_load(state: WrapperState, state_dict: MutableMapping[str, Any]
     unit, flat = found
     if settings_for(state).state_dict_type is LOCAL:
         value = state_dict.pop(f"{prefix}{FLAT_PARAM}")
-        flat.slot[: flat.own_numel].copy_(_local(value))
+        flat.slot[: flat.flat_layout.own_numel].copy_(_local(value))
         flat.stand_in([None] * len(flat.parts))
     else:
         for key, part, owned in keys_of(names_below([state.wrapper]), flat):
@@ -315,7 +316,7 @@ def _to_load(part: FlatSlice, value: torch.Tensor, device: torch.device) -> torc
 def _own_pieces(flat: FlatParam) -> list[torch.Tensor]:
     """Return whole parameters with this rank's values in its pieces and zeros elsewhere, which are never read."""
     whole = flat.slot.new_zeros(flat.full_numel)
-    begin, end = flat.bounds
+    begin, end = flat.flat_layout.bounds
     whole[begin:end] = flat.slot
     return flat.parts_of(flat.layout.full_view(whole))
 
@@ -330,7 +331,7 @@ def end_load(state: WrapperState, *, keep: bool) -> None:
         if keep and settings_for(state).state_dict_type is not LOCAL:
             flat.take_values()
         flat.stand_down()
-    if state._is_root is not None:
+    if state.is_root is not None:
         state.has_root()  # buffers may have been replaced
 
 
@@ -366,7 +367,7 @@ def _check_flat(flat: FlatParam, key: str, state_dict: Mapping[str, Any]) -> Non
             f"the state dict has no flat parameter {key!r}: {advice}, or set the state dict type it was saved with"
         )
     value = state_dict[key]
-    came, expected = len(_local(value)), flat.own_numel
+    came, expected = len(_local(value)), flat.flat_layout.own_numel
     if came != expected or (isinstance(value, DTensor) and value.numel() != flat.layout.numel):
         ranks = f" over {value.device_mesh.size()} ranks" if isinstance(value, DTensor) else ""
         raise RuntimeError(

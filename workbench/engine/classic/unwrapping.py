@@ -74,7 +74,7 @@ def unwrap(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) 
     for state in states:
         state.restore_buffers()
         undo(state)
-        state._comm_ctx.release_buffers()
+        state.comm_ctx.release_buffers()
     for optimizer, of_parts in zip(held, gathered, strict=True):
         _commit(optimizer, mapping, of_parts)
     return _without_wrappers(module, {state.wrapper: state.wrapped for state in states}), mapping
@@ -115,7 +115,7 @@ def plain_copy(
 
     plain = copied(module, memo, make)
     for (_, flat), params in zip(flats, plains, strict=True):
-        flat.register_plain(params, lambda m: cast("nn.Module", memo[id(m)]))
+        flat.places.replace(params, lambda m: cast("nn.Module", memo[id(m)]))
     return plain, [_copied(optimizer, mapping, _gathered(flats, plains, optimizer), memo) for optimizer in optimizers]
 
 

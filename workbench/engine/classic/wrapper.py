@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from workbench.engine._torch import is_asked_by_checkpoints, lists_parameters_for_checkpoints, tell_checkpoints
+from workbench.engine._torch import tell_checkpoints, traversal_of_checkpoints
 from workbench.engine.classic import comm_hooks, materialize
 from workbench.engine.classic.attributes import WrapperAttributes, check_flags
 from workbench.engine.classic.clip import clip_grad_norm
@@ -247,7 +247,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as nn.Module
         """Yield (name, parameter); within ``summon_full_params`` the names omit wrappers."""
-        if is_asked_by_checkpoints() and kwargs.get("recurse") is False:
+        if traversal_of_checkpoints() and kwargs.get("recurse") is False:
             yield from named_flat(self._state)
             return
         for name, param in super().named_parameters(*args, **kwargs):
@@ -257,7 +257,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield (name, module); for checkpoints, a single module whose parameters have the names of the state dict."""
-        if lists_parameters_for_checkpoints():
+        if traversal_of_checkpoints() == "named_parameters":
             yield prefix, as_saved(self._state)
         else:
             yield from super().named_modules(memo, prefix, remove_duplicate)
@@ -284,15 +284,15 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     def check_is_root(self) -> bool:
         """Return whether this is the outermost wrapper; before the first forward, make it the root."""
         self._as_root()
-        return bool(self._state._is_root)
+        return bool(self._state.is_root)
 
     def _as_root(self) -> None:
-        if self._state._is_root is None:
-            self._state._lazy_init()
+        if self._state.is_root is None:
+            self._state.lazy_init()
 
     def _check_root(self, what: str) -> None:
         self._as_root()
-        if not self._state._is_root:
+        if not self._state.is_root:
             raise RuntimeError(f"{what} was called on a wrapper inside another; call it on the outermost one")
 
     @staticmethod
@@ -457,7 +457,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         before = [
             (state, unit, unit.sync.reduce_grads, unit.reshard_after_backward)
             for state in wrapper_states_below(self)
-            for unit in state._fsdp_param_groups
+            for unit in state.units
         ]
         for state, unit, *_ in before:
             unit.sync.reduce_grads = False
@@ -486,9 +486,9 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
         """
         self._check_root("clip_grad_norm_")
         check_same_grads(self, wrapper_states_below(self), "clip_grad_norm_")
-        units = units_of(self._state._states)
+        units = units_of(self._state.tree)
         flats = {param: flat for flat in map(flat_of, units) for param in flat.owned}
-        device = self._state._comm_ctx.device
+        device = self._state.comm_ctx.device
         return clip_grad_norm(list(self.parameters()), flats, float(max_norm), float(norm_type), device)
 
     def register_comm_hook(self, state: object, hook: comm_hooks.CommHook) -> None:

@@ -113,13 +113,13 @@ class WrapperState(FSDPState):
         """The wrapper's current activity."""
         if self.is_summoned:
             return WrapperTrainingState.SUMMON_FULL_PARAMS
-        idle = self._training_state is TrainingState.IDLE
+        idle = self.training_state is TrainingState.IDLE
         return WrapperTrainingState.IDLE if idle else WrapperTrainingState.FORWARD_BACKWARD
 
     @property
     def unit(self) -> FSDPParamGroup | None:
         """The wrapper's unit; None if all its parameters are in wrappers below it, or ignored."""
-        return self._fsdp_param_group
+        return self.units[0] if self.units else None
 
     @property
     def flat(self) -> FlatParam | None:
@@ -137,12 +137,12 @@ class WrapperState(FSDPState):
         """True while the module is in eval mode, if ``FSDP_USE_FULL_PREC_IN_EVAL=1`` was set when it was wrapped."""
         return self._full_precision_in_eval and not self.wrapped.training
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self) -> Iterable[FSDPState]:
         if self._full_precision_in_eval and self._is_outermost and not is_in_backward():
-            for state in self._root.states:
+            for state in self.root_ctx.states:
                 if isinstance(state, WrapperState):
                     state.match_mode()
-        super()._begin_forward()
+        return super()._begin_forward()
 
     def match_mode(self) -> None:
         """Set the dtypes of the unit and buffers for the module's current mode, train or eval."""
@@ -150,7 +150,7 @@ class WrapperState(FSDPState):
         if self.mp_policy == wanted:
             return
         self.mp_policy = wanted
-        for unit in self._fsdp_param_groups:
+        for unit in self.units:
             unit.reshard()  # a forward without a backward may have left it unsharded
             unit.change_policy(replace(unit.policy, mp_policy=wanted, reshard_after_forward=unit.reshard_after_forward))
         if self.is_full_precision:
@@ -162,7 +162,7 @@ class WrapperState(FSDPState):
     def input_dtype(self) -> torch.dtype | None:
         """The dtype that floating-point inputs of forward are cast to; None: no cast."""
         precision = self.precision
-        casts = precision.cast_forward_inputs or (bool(self._is_root) and precision.cast_root_forward_inputs)
+        casts = precision.cast_forward_inputs or (bool(self.is_root) and precision.cast_root_forward_inputs)
         return precision.param_dtype if casts and self.unit is not None and not self.is_full_precision else None
 
     def has_root(self) -> None:
@@ -183,9 +183,10 @@ class WrapperState(FSDPState):
 
     # ---- within summon_full_params
 
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """As for any call; within summon_full_params, only move the arguments to the device."""
         if not self.is_summoned:
-            return super()._pre_forward(module, args, kwargs)
+            return super().pre_forward(module, args, kwargs)
         if torch.is_grad_enabled() and self.unit is not None and self.unit.is_trained:
             raise RuntimeError(
                 "a forward within summon_full_params cannot train, because its gradients would reach no shard; run "
@@ -193,8 +194,9 @@ class WrapperState(FSDPState):
             )
         return self._on_device(args, kwargs)
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
-        return output if self.is_summoned else super()._post_forward(module, args, output)
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
+        """As for any call; within summon_full_params, do nothing."""
+        return output if self.is_summoned else super().post_forward(module, args, output)
 
     # ---- order
 
@@ -204,9 +206,8 @@ class WrapperState(FSDPState):
         else:
             super()._backward_begins(ahead)
 
-    def post_backward(self) -> None:
-        """Reduce the gradients, which are complete; with BACKWARD_POST then prefetch the next unit."""
-        super().post_backward()
+    def after_post_backward(self) -> None:
+        """With BACKWARD_POST, prefetch the next unit."""
         ahead, self._ahead = self._ahead, ()
         super()._backward_begins(ahead)
 
@@ -240,7 +241,7 @@ def check_idle(states: Iterable[WrapperState], what: str) -> None:
     Raises:
         RuntimeError: one is; the message names the operation ``what``.
     """
-    busy = next((state for state in states if state._training_state is not TrainingState.IDLE), None)
+    busy = next((state for state in states if state.training_state is not TrainingState.IDLE), None)
     if busy is not None:
         raise RuntimeError(
             f"{what}: the forward or backward of {type(busy.wrapped).__name__} is running or has raised; call it "

@@ -22,6 +22,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,17 +31,17 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends import shared_memory
 from workbench.engine.backends.async_work import AllOf
 from workbench.engine.backends.gloo import exchange, neighbours
 from workbench.engine.backends.rank_sum import add_others
-from workbench.engine.backends.shared_comm import (
+from workbench.engine.backends.shared import shared_memory
+from workbench.engine.backends.shared.shared_comm import (
     IssuedReduction,
     SharedMemoryCastAllGather,
     SharedMemoryReduceScatter,
     wait_for_all_to_issue,
 )
-from workbench.engine.backends.shared_memory import MAPPED, SET_UP, SharedMemory, barrier
+from workbench.engine.backends.shared.shared_memory import MAPPED, SET_UP, SharedMemory, barrier
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.comm import Peers
 
@@ -263,12 +265,7 @@ class HostsAllGather(SharedMemoryCastAllGather):
 
     It gathers in the stages of its base class. Each host's stages have a row for every rank of all hosts. A rank fills
     its own row, and its exchanges fill the rows of the ranks it exchanges with.
-
-    Attributes:
-        reads_own_row: see :func:`workbench.engine.comm.reads_own_row`.
     """
-
-    reads_own_row = True
 
     def __init__(self, hosts: Hosts, dtype: torch.dtype) -> None:
         self._hosts = hosts
@@ -315,10 +312,7 @@ class HostsReduceScatter(SharedMemoryReduceScatter):
         super().__init__(hosts.shared, dtype, max_outstanding, 2 * max_outstanding)
         self._hosts = hosts
         self._size = hosts.group.size
-
-    def staging_nbytes(self, num_bytes: int, group: Peers) -> int:
-        """Return the bytes needed for receiving from other hosts, in addition to an input of ``num_bytes``."""
-        return num_bytes // (group.size - 1) * (self._hosts.number - 1)
+        self.traits = replace(self.traits, staging_nbytes=partial(_received_nbytes, hosts.number))
 
     def _begin_anew_if_rebuilt(self) -> None:
         self._hosts.reducing.begin_anew_if_rebuilt()
@@ -347,6 +341,11 @@ class HostsReduceScatter(SharedMemoryReduceScatter):
             return _exchanges(across, sums.__getitem__, lambda source: received[source - (source > hosts.here)])
 
         return _SumOverHosts(hosts.reducing.start(barrier, send), received, hosts.here, output)
+
+
+def _received_nbytes(num_hosts: int, num_bytes: int, num_ranks: int) -> int:
+    """Return the bytes needed for receiving from other hosts, in addition to an input of ``num_bytes``."""
+    return num_bytes // (num_ranks - 1) * (num_hosts - 1)
 
 
 class _SumOverHosts:

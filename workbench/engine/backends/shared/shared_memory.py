@@ -1,7 +1,7 @@
 """Memory that the ranks of one host share.
 
 A *mapping* is memory that all ranks of a group have mapped; only rank r writes its *row* r, and all ranks read it.
-:mod:`workbench.engine.backends.shared_comm` has the collectives over it, and the rules for when a rank may write.
+``shared_comm.py`` has the collectives over it, and the rules for when a rank may write.
 
 The memory belongs to no file system: the system frees it with the last process that maps it, however that process ends.
 """

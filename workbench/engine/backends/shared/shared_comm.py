@@ -1,9 +1,8 @@
 """Collectives in which the ranks of one host read each other's memory instead of sending bytes.
 
-Shards, their casts, and the gradients to reduce are stored in mappings (see
-:mod:`workbench.engine.backends.shared_memory`). Both collectives are barriers: they end as soon as every rank has
-*issued* them, and each rank reads the bytes afterwards. So they cost no copy, but a slow rank reads later than it would
-with gloo's collectives.
+Shards, their casts, and the gradients to reduce are stored in mappings (see ``shared_memory.py``). Both collectives
+are barriers: they end as soon as every rank has *issued* them, and each rank reads the bytes afterwards. So they cost
+no copy, but a slow rank reads later than it would with gloo's collectives.
 
 When a rank may write
     A rank may write its own row once it has waited for a collective of the group that every rank issues *after* its
@@ -39,7 +38,7 @@ from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.memory_aliasing import is_same_memory
 from workbench.engine.backends.page_pool import Region
 from workbench.engine.backends.rank_sum import add_others
-from workbench.engine.backends.shared_memory import (
+from workbench.engine.backends.shared.shared_memory import (
     PARAMETERS,
     Readers,
     SharedMemory,
@@ -49,6 +48,7 @@ from workbench.engine.backends.shared_memory import (
     whole_pages,
 )
 from workbench.engine.cancellable_waits import AsyncWork
+from workbench.engine.comm import CommTraits
 from workbench.events import Category
 
 
@@ -74,12 +74,9 @@ class SharedMemoryAllGather:
     """All-gather of one unit, whose shard is in shared memory: the output *is* every rank's shard, uncopied.
 
     See :class:`workbench.engine.comm.AllGather`, and the head of this file for when a shard may be written.
-
-    Attributes:
-        is_shared: the output costs no memory.
     """
 
-    is_shared = True
+    traits = CommTraits(is_shared=True, reuses_buffers=True)
 
     def __init__(self, shared: SharedMemory) -> None:
         self._shared = shared
@@ -159,14 +156,9 @@ class SharedMemoryCastAllGather:
     next unit is gathered in the other. Before a rank writes to a stage, it waits until the others have read the old
     contents; usually they have, because the rank has waited for a later barrier. If the rank has not read them itself
     (more than two units are gathered at once), it first copies them to private memory, so that ranks cannot deadlock.
-
-    Attributes:
-        is_shared: the output costs no memory in addition to the stages.
-        reads_own_row: see :func:`workbench.engine.comm.reads_own_row`.
     """
 
-    is_shared = True
-    reads_own_row = True
+    traits = CommTraits(is_shared=True, reads_own_row=True, reuses_buffers=True)
 
     def __init__(self, shared: SharedMemory, dtype: torch.dtype) -> None:
         self._shared = shared
@@ -274,7 +266,7 @@ def wait_for_all_to_issue(work: AsyncWork, what: str) -> None:
         StepAborted, CollectiveFailed: see :class:`PendingWork`.
     """
     pending = PendingWork(work, what)
-    pending.block()
+    pending.wait()
     pending.finish()
 
 
@@ -392,11 +384,11 @@ class SharedMemoryReduceScatter:
         num_stages: see :meth:`allow`.
 
     Attributes:
-        own_in_output: see :func:`workbench.engine.comm.takes_own_in_output`.
+        traits: see :class:`workbench.engine.comm.CommTraits`.
         lease: handle of the stages' memory; None while they have none.
     """
 
-    own_in_output = True
+    traits = CommTraits(own_in_output=True, keeps_stages=True)
 
     def __init__(
         self, shared: SharedMemory, dtype: torch.dtype, max_outstanding: int = 1, num_stages: int | None = None

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.base import Backend, Comms, CommUser
-from workbench.engine.backends.hierarchical_comm import Hosts, HostsAllGather, HostsReduceScatter
-from workbench.engine.backends.shared_comm import (
+from workbench.engine.backends.base import Backend
+from workbench.engine.backends.shared.hierarchical_comm import Hosts, HostsAllGather, HostsReduceScatter
+from workbench.engine.backends.shared.shared_comm import (
     SharedMemoryAllGather,
     SharedMemoryCastAllGather,
     SharedMemoryReduceScatter,
 )
-from workbench.engine.backends.shared_memory import LiesElsewhereError, SharedMemory
+from workbench.engine.backends.shared.shared_memory import LiesElsewhereError, SharedMemory
+from workbench.engine.backends.unit_comms import Comms, CommUser
 from workbench.engine.comm import AllGather, CommPair, Peers, comm_choice
 from workbench.events import PER_HOST
 
