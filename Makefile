@@ -1,4 +1,4 @@
-# make demo | lint | check | test | test-torch | coverage | lab | bench | bench-check | clean. Each makes what it needs, once; see CONTRIBUTING.md.
+# make demo | lint | check | test | test-torch | coverage | mutants | lab | bench | bench-check | clean. Each makes what it needs, once; see CONTRIBUTING.md.
 #
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
