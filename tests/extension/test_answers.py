@@ -1,4 +1,4 @@
-"""The front end's tests are of what Python sends and computes: an example of each answer, and cases of each format."""
+"""The front end's tests use what Python sends and computes: an example of each answer, and cases of each format."""
 
 from typing import get_args
 

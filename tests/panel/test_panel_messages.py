@@ -1,4 +1,4 @@
-"""The declarations themselves: what each holds can be sent, and says what it is."""
+"""The declarations of messages: every field can be sent, and is documented."""
 
 import dataclasses
 import inspect

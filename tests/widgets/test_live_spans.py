@@ -1,4 +1,4 @@
-"""What a rank did, read column by column, is what one reads row by row."""
+"""A rank's spans: reading by columns gives the same as reading row by row."""
 
 import numpy as np
 from hypothesis import given
@@ -15,12 +15,12 @@ from workbench.views.tracks import LANES, tracks
 from workbench.widgets.live_spans import TRACKS, RankSpans
 
 COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]
-OWN = (*TRACKS[0][1], Kind.STEP, Kind.WAIT)  # what the rank's own thread does
+OWN = (*TRACKS[0][1], Kind.STEP, Kind.WAIT)  # kinds of the rank's own thread
 WAITS = next(track for track, (name, _) in enumerate(TRACKS) if name == "wait")
 
 
 class Reader:
-    """Reads a whole trace of a rank one row after the other."""
+    """Reads a rank's trace one row after the other."""
 
     def __init__(self, rank_trace):
         self.open, self.since, self.compute = [], None, []
@@ -54,7 +54,7 @@ class Reader:
             del self.open[mine]
 
     def goes_by(self, t_ns):
-        """Time up to now belongs to what began last."""
+        """Assign the time up to now to the newest open span."""
         if self.open and t_ns > self.since:
             (kind, unit, _), num_bytes = self.open[-1]
             if kind not in (Kind.STEP, Kind.WAIT):
@@ -98,18 +98,18 @@ def test_a_long_trace_is_a_valid_one():
     assert check(long_trace(num_ranks=2, rows_per_rank=4_000)) == []
 
 
-# ---- as in the other pictures
+# ---- compared with the static timeline
 
 
 def drawn(rank_trace):
-    """What the static timeline draws of a rank: track, kind, unit, begin and end, in order."""
+    """Return what the static timeline draws of a rank: track, kind, unit, begin and end, in order."""
     bars = tracks(rank_trace, int(rank_trace.rows["t_ns"].max())).bars
     columns = bars.lane // LANES, bars.colour, bars.unit, bars.begin_ns, bars.end_ns
     return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def told(rank_trace):
-    """The same of the live one; what has not ended ends with the last row, as there."""
+    """Return the same for the live timeline; open spans end with the last row, as in the static one."""
     reader = RankSpans()
     ended = reader.take(rank_trace)
     open_now = reader.open.copy()
@@ -121,7 +121,7 @@ def told(rank_trace):
 
 @given(traces(whole=True), st.integers(0, 3), st.floats(0, 1))
 def test_the_live_timeline_draws_what_the_static_one_draws(trace, step, share):
-    """Of whole steps, of one under way, and of one that was aborted."""
+    """For whole steps, an unfinished step, and an aborted one."""
     if all((r.rows["step"] == step).any() for r in trace.ranks):
         trace = aborted(trace, step, share)
     for rank_trace in trace.ranks:
@@ -149,7 +149,7 @@ def test_an_abort_ends_what_was_open(share, goes_on, data):
 
 
 def as_listed(parts):
-    """Spans in the order of their tracks and begins."""
+    """Return spans in the order of their tracks and begins."""
     found = np.concatenate(parts)
     return sorted(found[COLUMNS].tolist())
 
