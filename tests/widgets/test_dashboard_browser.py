@@ -221,33 +221,6 @@ def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_
         assert len(places) == 1
 
 
-LINE = """async ([program, losses, at]) => {
-    const address = URL.createObjectURL(new Blob([program], {type: "text/javascript"}));
-    const { drawLine } = await import(address);
-    const step = losses.map((_, k) => k), loss = losses.map((value) => value ?? NaN), found = {line: [], dots: []};
-    const steps = {length: step.length, columns: {step, loss, model: step.map(() => 0)}, numbered: (number) => number};
-    const add = (place) => (x) => { found[place].push(Math.round(x)); };
-    const unseen = {beginPath() {}, stroke() {}, fill() {}, fillRect() {}};
-    const pen = {...unseen, moveTo: add("line"), lineTo: add("line"), arc: add("dots")};
-    drawLine(pen, 48, 40, {steps, value: "loss", colour: "red", at, skin: {accent: "blue"}});
-    return found;
-}"""
-
-
-@pytest.mark.parametrize(
-    ("losses", "at", "line", "dots"),
-    [
-        ([3, 2, 1], None, [3, 23, 43], [43]),
-        ([3, 2, None], None, [3, 23], []),  # the newest has no place on the line
-        ([3, None, 1], 1, [3, 43], []),
-        ([3, None, 1], 2, [3, 43], [43]),
-    ],
-)
-def test_a_curve_ends_where_its_numbers_do(shown, losses, at, line, dots):
-    page, _ = shown
-    assert page.evaluate(LINE, [joined("views/draw_line.js"), losses, at]) == {"line": line, "dots": dots}
-
-
 def give_width(page, width):
     """Set the dashboard's width in pixels, with its own style sheet."""
     page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))

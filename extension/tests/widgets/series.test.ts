@@ -3,6 +3,7 @@ import { describe, expect, it } from "vitest";
 import { Axis } from "../../../workbench/widgets/static/axis.js";
 import { highest, memoryColumns } from "../../../workbench/widgets/static/memory_columns.js";
 import { History, Memory, StateChanges, Steps, lastUpTo } from "../../../workbench/widgets/static/series.js";
+import { stepLine } from "../../../workbench/widgets/static/step_line.js";
 import { aligned, itemsOf, pack, unpack } from "../../../workbench/widgets/static/unpack.js";
 import { steps, tables } from "./made";
 import { TABLES } from "./python_cases";
@@ -115,5 +116,37 @@ describe("the memory of each pixel", () => {
   it("does not count what is reserved as in use, but has room for it", () => {
     const reserved = bytesOf(3, 0, 0, 0, 0, 0, 0, 0, 0, 20);
     expect(columns([[0, reserved]], axis)).toEqual({ totals: [3, 3, 3, 3, 3, 3], most: 23 });
+  });
+});
+
+describe("the line of a number per step", () => {
+  const size = { width: 48, height: 40 };
+  const line = (loss: readonly number[], at: number | null, model = loss.map(() => 0)): ReturnType<typeof stepLine> => {
+    const found = new Steps();
+    found.take(tables({ steps: { ...steps(...loss.map((_, k) => [k, 1] as const)), loss: [...loss], model } }).tables.steps);
+    return stepLine(found, "loss", at, size);
+  };
+
+  it.each([
+    [[3, 2, 1], null, [3, 23, 43], 43, 36],
+    [[3, 2, NaN], null, [3, 23], 43, null], // the newest has no place on the line
+    [[3, NaN, 1], 1, [3, 43], 23, null],
+    [[3, NaN, 1], 2, [3, 43], 43, 36],
+    [[3, 2, 1], 0, [3, 23, 43], 3, 4],
+    [[5, 5], 7, [3, 43], 43, 20], // a constant, after the last step
+  ] as const)("of %j at %s ends where its numbers do", (loss, at, xs, x, y) => {
+    const { points, here } = line(loss, at);
+    expect(points.map(([place]) => place)).toEqual(xs);
+    expect(here).toEqual({ x, point: y === null ? null : [x, y] });
+  });
+
+  it("is that of the model of the step that is shown", () => {
+    expect(line([9, 8, 1, 2], null, [0, 0, 1, 1]).points).toEqual([[3, 36], [43, 4]]);
+    expect(line([9, 8, 1, 2], 1, [0, 0, 1, 1]).points).toEqual([[3, 4], [43, 36]]);
+  });
+
+  it("has the last 400 steps, and nothing where nothing is known", () => {
+    expect(line(Array.from({ length: 500 }, (_, k) => k), null).points).toHaveLength(400);
+    expect([line([], null), line([NaN], null)]).toEqual([{ points: [], here: null }, { points: [], here: null }]);
   });
 });
