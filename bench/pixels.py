@@ -66,7 +66,7 @@ READY = """async (number) => {
   const view = () => document.querySelector(".fw-dashboard")?.dashboard;
   for (;;) {
     await new Promise(requestAnimationFrame);
-    if (view()?.hasBegun && !view().frame) break;
+    if (view()?.client.hasBegun && !view().frames.pending) break;
     document.querySelector(".fw-dashboard")?.scrollIntoView({block: "center"}); // out of sight it does not ask
   }
   return performance.now() - begin;
@@ -83,24 +83,25 @@ _WATCH = """(tracksOfARank) => {
     const now = performance.now();
     waiting.splice(0).forEach(([t, at]) => events.push([t, at, now]));
   };
-  const {takeSpans, takeNews, picture} = d;
-  d.takeNews = function (news, data) {
-    answers.push([this.askedAt, performance.now()]);
-    takeNews.call(this, news, data);
-    if (news.restart) came = []; // all of it again
+  const {client, takeNews, picture} = d, {receive} = client;
+  client.receive = function (answer, buffers) {
+    if (answer.kind === "feed") answers.push([this.askedAt, performance.now()]);
+    receive.call(this, answer, buffers);
   };
-  d.takeSpans = function (spans) {
-    const at = performance.now();
-    spans.track.forEach((track, k) => {
+  d.takeNews = function (news, tables) {
+    const at = performance.now(), {spans} = tables;
+    if (news.restart) came = []; // all of it again
+    else spans.track.forEach((track, k) => {
       if (track % tracksOfARank === 0) came.push([spans.start[k] + spans.duration[k], at]);
     });
-    takeSpans.call(this, spans);
+    takeNews.call(this, news, tables);
   };
   d.picture = function () {
-    picture.call(this);
+    const isDrawn = picture.call(this);
     waiting.push(...came);
     came = [];
     channel.port2.postMessage(0); // arrives when the frame is over
+    return isDrawn;
   };
 }"""
 
@@ -112,7 +113,7 @@ def measure_pixels(sample_s: float = SAMPLE_S) -> dict[str, Any]:
             lab.do(number)
         ready_ms = lab.page.evaluate(READY, SHOW)
         lab.run(STEP)
-        lab.page.wait_for_function("() => document.querySelector('.fw-dashboard').dashboard.steps.length > 5")
+        lab.page.wait_for_function("() => document.querySelector('.fw-dashboard').dashboard.model.steps.length > 5")
         lab.page.evaluate(_WATCH, len(TRACKS))
         lab.page.wait_for_timeout(sample_s * 1000)
         found = lab.page.evaluate("({events, answers})")
@@ -218,18 +219,18 @@ _LONG = """async ([seconds]) => {
     return {fps: 1000 * gaps.length / took, p95_ms: gaps[Math.floor(0.95 * gaps.length)]};
   };
   const following = await measure(() => {});
-  const scrubbing = await measure((left) => d.putCursor(d.end * (0.97 + 0.02 * Math.sin(20 * left))));
+  const scrubbing = await measure((left) => d.cursor.put(d.model.end * (0.97 + 0.02 * Math.sin(20 * left))));
   const trips = [];
   for (let k = 0; k < 30; k++) {
-    while (d.isWaiting) await new Promise((done) => setTimeout(done, 1));
+    while (d.client.isWaiting) await new Promise((done) => setTimeout(done, 1));
     const begin = performance.now();
-    d.putCursor(d.end * (k + 1) / 31);
-    while (d.isWaiting) await new Promise((done) => setTimeout(done, 1));
+    d.cursor.put(d.model.end * (k + 1) / 31);
+    while (d.client.isWaiting) await new Promise((done) => setTimeout(done, 1));
     trips.push(performance.now() - begin);
   }
-  d.follow();
+  d.cursor.follow();
   trips.sort((a, b) => a - b);
-  return {following, scrubbing, cursor_ms: trips[15], rectangles: d.timeline.stats().rectangles};
+  return {following, scrubbing, cursor_ms: trips[15], rectangles: d.timeline.chart.stats().rectangles};
 }"""
 
 
@@ -277,16 +278,16 @@ still = Still(trace_of(SCALES["SIZE"]))
 _SCRUB = """async ([seconds]) => {
   const d = document.querySelector(".fw-dashboard").dashboard;
   let told = 0, frames = 0, drawing = 0;
-  const {takeMoment, picture} = d;
-  d.takeMoment = function (answer) { told += Number(answer.number === this.number); takeMoment.call(this, answer); };
-  d.picture = function () {
-    const begin = performance.now();
-    picture.call(this);
+  const {cursor, frames: {draw}} = d, {takeMoment} = cursor;
+  cursor.takeMoment = function (...answer) { told += 1; takeMoment.apply(this, answer); };
+  d.frames.draw = () => {
+    const begin = performance.now(), isDrawn = draw();
     drawing += performance.now() - begin;
+    return isDrawn;
   };
   const gaps = [], begin = performance.now(), end = begin + 1000 * seconds;
   for (let before = begin; before < end; frames++) {
-    d.putCursor(d.begun + (d.end - d.begun) * (0.5 + 0.48 * Math.sin((before - begin) / 700)));
+    cursor.put(d.model.begin + (d.model.end - d.model.begin) * (0.5 + 0.48 * Math.sin((before - begin) / 700)));
     await new Promise(requestAnimationFrame);
     const now = performance.now();
     gaps.push(now - before);

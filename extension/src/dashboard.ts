@@ -5,7 +5,7 @@ import type { Message } from "@lumino/messaging";
 import { Signal } from "@lumino/signaling";
 import { Widget } from "@lumino/widgets";
 
-import type { Model, OnMessage } from "../../workbench/widgets/static/dashboard.js";
+import type { Channel, OnMessage } from "../../workbench/widgets/static/client.js";
 import type { InitialState, Answer, RankHealth, Question } from "../../workbench/widgets/static/messages";
 import type { Away } from "./client";
 import { Connection, type Listener } from "./connection";
@@ -29,8 +29,8 @@ const WHY: Readonly<Record<Exclude<Away, "no notebook">, string>> = {
 /** Reasons for which the ranks are gone as well. */
 const ENDS_RANKS: ReadonlySet<Away> = new Set(["no kernel", "not loaded", "restarting", "dead"]);
 
-/** The model that the widget's program needs, over a comm instead of ipywidgets. */
-class CommModel implements Model {
+/** The channel that the widget's program needs, over a comm instead of ipywidgets. */
+class CommChannel implements Channel {
   readonly #about: InitialState;
   readonly #calls = new Set<OnMessage>();
 
@@ -68,7 +68,7 @@ export class DashboardWidget extends Widget implements Listener {
   #numRanks = 0; // alive, as the kernel last reported
   #connection: Connection | null = null;
   #send: Send = () => undefined;
-  #model: CommModel | null = null;
+  #model: CommChannel | null = null;
   #unrender: () => void = () => undefined;
 
   constructor(notebooks: INotebookTracker, path: string, load: Load) {
@@ -140,7 +140,7 @@ export class DashboardWidget extends Widget implements Listener {
     const { default: program } = await import("../../workbench/widgets/static/dashboard.js");
     if (this.isDisposed) return;
     this.#end();
-    this.#model = new CommModel(about, (data) => {
+    this.#model = new CommChannel(about, (data) => {
       if (this.#model !== null) this.#send(data);
     });
     this.#sentence.textContent = "";

@@ -1,10 +1,10 @@
-"""The front end's tests use what Python sends: an example of each answer, made from its declaration."""
+"""The front end's tests use what Python sends and computes: an example of each answer, and cases of each format."""
 
 from typing import get_args
 
 import pytest
 
-from tests.helpers import example_answers
+from tests.helpers import example_answers, widget_cases
 from workbench.codec import decode, encode
 from workbench.panel.panel_messages import Answer
 
@@ -13,6 +13,10 @@ def test_the_front_ends_tests_have_the_examples_of_python():
     assert example_answers.FILE.read_text("utf-8") == example_answers.program(), (
         "run: python -m tests.helpers.example_answers"
     )
+
+
+def test_the_widgets_tests_have_the_cases_of_python():
+    assert widget_cases.FILE.read_text("utf-8") == widget_cases.program(), "run: python -m tests.helpers.widget_cases"
 
 
 def test_there_is_one_example_of_each_answer():

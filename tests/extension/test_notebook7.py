@@ -95,9 +95,9 @@ def test_the_dashboard_is_a_widget_of_a_cell_as_well(book):
 def draws(book, place):
     """Wait until the dashboard in ``place`` has drawn something, and later a later time."""
     view = f"document.querySelector('{place} .fw-dashboard').dashboard"
-    book.page.wait_for_function(f"() => {view}.hasBegun && {COLOURS}('{place}') > 3")
-    end = book.page.evaluate(f"{view}.end")
-    book.page.wait_for_function(f"(end) => {view}.end > end", arg=end)
+    book.page.wait_for_function(f"() => {view}.client.hasBegun && {COLOURS}('{place}') > 3")
+    end = book.page.evaluate(f"{view}.model.end")
+    book.page.wait_for_function(f"(end) => {view}.model.end > end", arg=end)
 
 
 def test_abort_ends_the_step_and_the_ranks_are_ready(book):

@@ -199,7 +199,7 @@ def test_what_a_button_does_can_be_copied_as_a_line(lab):
 def test_the_dashboard_is_a_tab_beside_the_notebook(lab):
     run(lab, "fsdp:open-dashboard")
     expect(lab.page.locator(".fsdp-Dashboard .fw-badge")).to_contain_text("training")
-    lab.page.wait_for_function("() => document.querySelector('.fsdp-Dashboard .fw-dashboard').dashboard.end > 0")
+    lab.page.wait_for_function("() => document.querySelector('.fsdp-Dashboard .fw-dashboard').dashboard.model.end > 0")
     lab.page.evaluate("() => new Promise(requestAnimationFrame)")
     shot(lab, "dashboard")
 

@@ -12,8 +12,8 @@ from workbench.export import export
 pytestmark = [pytest.mark.thorough, pytest.mark.browser, pytest.mark.timeout(600)]
 
 SHARES = (0.3, 0.55, 0.8)
-SETTLED = "() => !document.querySelector('.fw-dashboard').dashboard.isWaiting"
-AT = "(t_us) => document.querySelector('.fw-dashboard').dashboard.putCursor(t_us)"
+SETTLED = "() => !document.querySelector('.fw-dashboard').dashboard.client.isWaiting"
+AT = "(t_us) => document.querySelector('.fw-dashboard').dashboard.cursor.put(t_us)"
 
 WIDTHS = "[...document.querySelectorAll('.fw-dashboard canvas')].map(({width}) => width)"
 ACROSS, DOWN = 32, 12

@@ -73,8 +73,7 @@ function made(perTrack, numRanks) {
 @contextmanager
 def open_page(chromium, folder):
     """Open the page; its function ``draw`` draws a timeline."""
-    alone = {name: joined(f"{name}.js") for name in ("timeline", "track", "look", "format")}
-    given = {**alone, "options": {}}
+    given = {"timeline": joined("timeline/timeline.js"), "options": {}}
     page = folder / "page.html"
     page.write_text(_PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
     with open_offline(chromium, page) as opened:

@@ -31,7 +31,7 @@ CELLS = [
 ]
 EARLY, SHARD, SHOW, CANVAS, STEP, BACK, NEWEST, CLOSE, STOP = 1, 4, 5, 6, 7, 8, 9, 10, 11
 VIEW = "document.querySelectorAll('.fw-dashboard')[1].dashboard"
-TIMELINE = "document.querySelector('.fw-canvas').dashboard.timeline"
+TIMELINE = "document.querySelector('.fw-canvas').dashboard.timeline.chart"
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def lab(tmp_path_factory, chromium):
         for number in range(STEP):
             do(lab, number)
         show(lab)
-        waits(lab, "hasBegun")
+        waits(lab, "client.hasBegun")
         lab.run(STEP)
-        waits(lab, "steps.length > 6")
+        waits(lab, "model.steps.length > 6")
         yield lab
 
 
@@ -72,7 +72,9 @@ def get(lab, what):
 
 
 POLL_MS = 20  # not per frame: an update between two frames would never be found drawn
-IS_ANSWERED = "isWaiting === false && !d.wanted && d.frame === 0 && !d.closeup.asked && !d.closeup.wanted"
+IS_ANSWERED = (
+    "client.isWaiting === false && !d.client.wanted && d.frames.pending === 0 && !d.closeup.asked && !d.closeup.wanted"
+)
 
 
 def settles(lab, then="true"):
@@ -117,16 +119,16 @@ def test_one_that_was_opened_before_the_start_shows_the_ranks_that_came(lab):
 
 
 def test_it_is_told_what_happens_while_the_cell_runs(lab):
-    before = get(lab, "[d.steps.length, d.end, d.timeline.stats().rectangles]")
-    waits(lab, f"steps.length > {before[0] + 3}")
-    waits(lab, f"timeline.stats().rectangles > {before[2]}")
-    assert get(lab, "d.end") > before[1]
+    before = get(lab, "[d.model.steps.length, d.model.end, d.timeline.chart.stats().rectangles]")
+    waits(lab, f"model.steps.length > {before[0] + 3}")
+    waits(lab, f"timeline.chart.stats().rectangles > {before[2]}")
+    assert get(lab, "d.model.end") > before[1]
     for words in ("unsharded on rank", "peak "):
         says(lab, words)
     get(lab, NOTE_HINTS)
     misses(lab, steps=30)  # more than fits into one answer
     waits(lab, "hinted.has('simplified: click for every change')")
-    assert "blocks.1" in str(get(lab, "d.units"))
+    assert "blocks.1" in str(get(lab, "d.model.units"))
     shoot(lab, "light")
 
 
@@ -141,7 +143,7 @@ def misses(lab, steps):
     """Keep the dashboard out of sight for some steps."""
     cell = lab.cell(STEP).element_handle()
     get(lab, "d.root.closest('.jp-Cell').style.display = 'none'")
-    waits(lab, "isSeen === false && !d.isAsking")
+    waits(lab, "client.isAwake === false && !d.client.isAsking")
     begin = lab.page.wait_for_function(STEPS_DONE, arg=cell).json_value()
     lab.page.wait_for_function(f"(cell) => ({STEPS_DONE})(cell) > {begin + steps}", arg=cell)
     get(lab, "d.root.closest('.jp-Cell').style.display = ''")
@@ -160,14 +162,15 @@ def test_the_canvas_grows_while_the_cell_runs(lab):
 
 
 SHOWN = """(() => {
-    const {cursor, view: [from, to], plot} = d.timeline.stats(), pixel = (d.cursor - from) / (to - from) * plot.width;
-    return {t_us: d.moment.t_us, seq: d.moment.seq, text: d.event.textContent, cursors: [d.cursor, cursor], pixel};
+    const {cursor, view: [from, to], plot} = d.timeline.chart.stats(), {us, moment: {t_us, seq}} = d.cursor;
+    const pixel = (us - from) / (to - from) * plot.width;
+    return {t_us, seq, text: d.head.event.textContent, cursors: [us, cursor], pixel};
 })()"""
 
 
 def test_the_cursor_holds_the_view_and_every_panel_shows_that_event(lab):
     dash = show(lab)
-    waits(lab, "isLive")
+    waits(lab, "cursor.isLive")
     memory = dash.locator(".fw-memory")
     width = memory.bounding_box()["width"]
     memory.hover(position={"x": 0.7 * width, "y": 40})
@@ -175,14 +178,14 @@ def test_the_cursor_holds_the_view_and_every_panel_shows_that_event(lab):
     box = memory.bounding_box()
     lab.page.mouse.move(box["x"] + 0.6 * width, box["y"] + 40, steps=4)
     lab.page.mouse.up()
-    waits(lab, "moment !== null && !d.isLive")
+    waits(lab, "cursor.moment !== null && !d.cursor.isLive")
     first = settles(lab, SHOWN)
     before = [look(lab, panel) for panel in PANELS]
     assert first["cursors"][0] == first["cursors"][1]
     count, later = 0, first
     while count < 5 or abs(later["pixel"] - first["pixel"]) < 2:  # several events may share a pixel
         dash.press("ArrowRight")
-        waits(lab, f"moment.seq > {later['seq']}")
+        waits(lab, f"cursor.moment.seq > {later['seq']}")
         count, later = count + 1, settles(lab, SHOWN)
     assert later["text"] != first["text"]
     assert later["cursors"] == [later["t_us"]] * 2
@@ -190,20 +193,20 @@ def test_the_cursor_holds_the_view_and_every_panel_shows_that_event(lab):
     assert [old == new for old, new in zip(before, after, strict=True)] == [False] * 3
     shoot(lab, "cursor")
     dash.press("ArrowLeft")
-    waits(lab, f"moment.seq < {later['seq']}")  # by row: an arrival's time is before that of the preceding row
+    waits(lab, f"cursor.moment.seq < {later['seq']}")  # by row: an arrival's time is before that of the preceding row
 
 
 DRAWN = """(() => {
     const {memory: [memory], states: [units]} = d.shown;
-    const last = ({t, length}) => t.subarray(0, length).findLastIndex((when) => when <= d.cursor);
+    const last = ({t, length}) => t.subarray(0, length).findLastIndex((when) => when <= d.cursor.us);
     return {
-        at: d.cursor,
-        isExact: d.shown === d.closeup.found?.known && d.closeup.found.isExact,
+        at: d.cursor.us,
+        isExact: d.shown === d.closeup.found?.history && d.closeup.found.isExact,
         bytes: Array.from(memory.bytes(last(memory))),
-        units: d.units.map((_, unit) => units[unit].state[last(units[unit])]),
-        told: [d.moment.ranks[0].bytes, d.moment.ranks[0].units],
-        inUse: d.moment.ranks[0].in_use,
-        legend: Array.from(d.memoryLegend.querySelectorAll("b"), (number) => number.textContent),
+        units: d.model.units.map((_, unit) => units[unit].state[last(units[unit])]),
+        told: [d.cursor.moment.ranks[0].bytes, d.cursor.moment.ranks[0].units],
+        inUse: d.cursor.moment.ranks[0].in_use,
+        legend: Array.from(d.memory.legend.querySelectorAll("b"), (number) => number.textContent),
         hint: d.memory.hint.textContent,
     };
 })()"""
@@ -238,9 +241,9 @@ def in_bytes(text):
 
 def drawn_one_event_on(lab, key):
     """Return what is drawn after an arrow key."""
-    seq = settles(lab, "d.moment.seq")
+    seq = settles(lab, "d.cursor.moment.seq")
     show(lab).press(key)
-    waits(lab, f"moment.seq !== {seq}")
+    waits(lab, f"cursor.moment.seq !== {seq}")
     return drawn_at_cursor(lab)
 
 
@@ -259,12 +262,12 @@ def test_what_is_drawn_under_the_cursor_is_what_the_numbers_say(lab):
 
 
 def test_a_held_view_stays_while_training_goes_on_until_live_lets_go(lab):
-    view, count = get(lab, "[d.timeline.stats().view.join(), d.steps.length]")
-    waits(lab, f"steps.length > {count + 3}")
-    assert get(lab, "d.timeline.stats().view.join()") == view
+    view, count = get(lab, "[d.timeline.view.join(), d.model.steps.length]")
+    waits(lab, f"model.steps.length > {count + 3}")
+    assert get(lab, "d.timeline.view.join()") == view
     show(lab).locator(".fw-live").click()
-    assert waits(lab, "isLive", "d.cursor") is None
-    waits(lab, f"timeline.stats().view.join() !== '{view}'")
+    assert waits(lab, "cursor.isLive", "d.cursor.us") is None
+    waits(lab, f"timeline.view.join() !== '{view}'")
 
 
 def test_dark_it_is_as_legible(lab):
@@ -289,9 +292,7 @@ def theme(lab, name):
     lab.page.wait_for_function(f"() => document.querySelectorAll('.fw-dashboard{dark}').length === 3")
 
 
-STAND = (
-    "health.some(({state}) => state === 'held') && d.health.every(({state}) => state === 'held' || state === 'waiting')"
-)
+STAND = "model.has('held') && d.model.health.every(({state}) => state === 'held' || state === 'waiting')"
 
 
 def test_buttons_stop_inside_the_running_step(lab):
@@ -299,38 +300,38 @@ def test_buttons_stop_inside_the_running_step(lab):
     dash.locator(".fw-pause").click()
     lab.ends(STEP)  # the ranks are stopped: the cell has returned, the step has not
     show(lab)
-    where = waits(lab, STAND, "d.health.find(({state}) => state === 'held').where")
+    where = waits(lab, STAND, "d.model.health.find(({state}) => state === 'held').where")
     assert where.startswith(("before ", "while waiting "))  # wherever the rank happens to be
     says(lab, f"held {where}")
     shoot(lab, "held")
-    place = waits(lab, STAND, "JSON.stringify(d.health)")
+    place = waits(lab, STAND, "JSON.stringify(d.model.health)")
     dash.locator(".fw-next").click()
-    waits(lab, f"{STAND} && JSON.stringify(d.health) !== '{place}'")
+    waits(lab, f"{STAND} && JSON.stringify(d.model.health) !== '{place}'")
 
 
 def test_the_word_moves_the_cursor_and_lets_it_go(lab):
     dash = show(lab)
-    waits(lab, "isLive")
+    waits(lab, "cursor.isLive")
     do(lab, BACK)
     show(lab)
-    waits(lab, "isLive === false && d.moment !== null")
-    told = settles(lab, "[d.cursor, d.timeline.stats().cursor, d.now.t_us]")
+    waits(lab, "cursor.isLive === false && d.cursor.moment !== null")
+    told = settles(lab, "[d.cursor.us, d.timeline.chart.cursor, d.model.now.t_us]")
     assert told[0] == told[1] < told[2]
     lab.reads(BACK, "60 events before the newest")
     shoot(lab, "back")
     assert drawn_at_cursor(lab)["at"] == told[0]
     zoom_out_until(lab, "memory.hint.textContent.startsWith('simplified: zoom in')")
     shoot(lab, "simplified")
-    seq = get(lab, "d.moment.seq")
+    seq = get(lab, "d.cursor.moment.seq")
     dash.press("ArrowRight")  # user input counts as much
-    waits(lab, f"moment.seq > {seq}")
-    assert not get(lab, "d.isLive")
+    waits(lab, f"cursor.moment.seq > {seq}")
+    assert not get(lab, "d.cursor.isLive")
     do(lab, NEWEST)
     show(lab)
-    assert waits(lab, "isLive", "[d.cursor, d.timeline.stats().cursor]") == [None, None]
+    assert waits(lab, "cursor.isLive", "[d.cursor.us, d.timeline.chart.cursor]") == [None, None]
     do(lab, BACK)
     show(lab)
-    waits(lab, "isLive === false")
+    waits(lab, "cursor.isLive === false")
 
 
 def zoom_out_until(lab, what):
@@ -341,17 +342,17 @@ def zoom_out_until(lab, what):
         lab.page.mouse.wheel(0, 240)
         if settles(lab, f"d.{what}"):
             return
-    raise AssertionError(get(lab, "[d.timeline.stats().view, d.closeup.found?.isExact, d.memory.hint.textContent]"))
+    raise AssertionError(get(lab, "[d.timeline.view, d.closeup.found?.isExact, d.memory.hint.textContent]"))
 
 
 def test_a_continued_step_lets_the_cursor_go(lab):
-    dash, count = show(lab), get(lab, "d.steps.length")
+    dash, count = show(lab), get(lab, "d.model.steps.length")
     dash.locator(".fw-continue").click()
-    waits(lab, f"steps.length > {count + 3}")
-    waits(lab, "isLive")
+    waits(lab, f"model.steps.length > {count + 3}")
+    waits(lab, "cursor.isLive")
     dash.locator(".fw-abort").click()
-    waits(lab, "health.every(({state}) => state === 'idle')")
-    waits(lab, "said.includes('idle again')")
+    waits(lab, "model.health.every(({state}) => state === 'idle')")
+    waits(lab, "sentence.reply.includes('idle again')")
 
 
 def test_closing_takes_everything_away(lab):

@@ -72,16 +72,21 @@ def showing(chromium, tmp_path, widget):
         head = opened.page.locator(".fw-badge").inner_text(), opened.page.locator(".fw-live").inner_text()
         assert head == ("", "\u25cf live"), "nothing was told yet"
         answer(opened.page, widget, "feed")
-        opened.page.wait_for_function("view.frame === 0")  # it is drawn
+        opened.page.wait_for_function("view.frames.pending === 0")  # it is drawn
         yield opened.page, widget
         assert opened.complaints == []
+
+
+NOTES = "[view.memory, view.states, view.timeline].map(({note}) => note.textContent)"
 
 
 def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
     widget = kept(DashboardWidget(Pretender(on_devices(example_trace()))))
     with showing(chromium, tmp_path, widget) as (page, _):
         page.wait_for_function("view.states.note.textContent.includes('host')")
-        notes = page.evaluate("[view.memory.note, view.states.note, view.tracks.note].map((note) => note.textContent)")
+        notes = page.evaluate(
+            "[view.memory.note, view.states.note, view.timeline.note].map((note) => note.textContent)"
+        )
     memory, states, timeline = notes
     assert " · in host order and host time · backward of" in memory
     assert states == "unsharded on ranks 0-3: none · in host order and host time"
@@ -90,7 +95,7 @@ def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
 
 def test_with_one_clock_nothing_is_said_of_it(shown):
     page, _ = shown
-    notes = page.evaluate("[view.memory.note, view.states.note, view.tracks.note].map((note) => note.textContent)")
+    notes = page.evaluate(NOTES)
     assert not any("times" in note or "host" in note for note in notes)
 
 
@@ -112,34 +117,36 @@ def answer(page, widget, what):
 def test_what_is_said_of_the_cursor_is_asked_for_again_with_what_is_drawn_there(shown):
     """If new rows arrived between the two answers, numbers and picture would contradict each other."""
     page, widget = shown
-    page.evaluate("view.putCursor(view.end / 2)")
+    page.evaluate("view.cursor.put(view.model.end / 2)")
     first = answer(page, widget, "at")
     answer(page, widget, "window")
     again = answer(page, widget, "at")
     assert again == first | {"number": again["number"]}
-    page.wait_for_function("!view.isWaiting && !view.wanted && view.frame === 0 && !view.closeup.wanted")
+    page.wait_for_function(
+        "!view.client.isWaiting && !view.client.wanted && view.frames.pending === 0 && !view.closeup.wanted"
+    )
     assert {question["ask"] for question in page.evaluate("model.asked")} <= {"feed"}
-    assert page.evaluate("view.moment.t_us") <= page.evaluate("view.cursor")
+    assert page.evaluate("view.cursor.moment.t_us") <= page.evaluate("view.cursor.us")
 
 
 LOOKS = """() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done({
-    said: view.sentence.textContent,
-    live: view.live.textContent,
-    isPressed: view.live.getAttribute("aria-pressed"),
-    loss: view.lines[0].number.textContent,
+    said: view.sentence.box.textContent,
+    live: view.buttons.live.textContent,
+    isPressed: view.buttons.live.getAttribute("aria-pressed"),
+    loss: view.steps.cards[0].number.textContent,
     isEmpty: view.body.style.display === "none",
-    ranks: view.ranks.innerText,
+    ranks: view.ranks.list.innerText,
 }))))"""
 
 
 def look(page, widget):
     """Send the page an update, and return what it then shows."""
-    news = as_sent(ask(widget, "feed", page.evaluate("view.id")))
+    news = as_sent(ask(widget, "feed", page.evaluate("view.client.id")))
     page.evaluate("(message) => model.receive(message)", news)
     return page.evaluate(LOOKS)
 
 
-@pytest.mark.parametrize("where", ["view.root", "view.timeline.canvas"])
+@pytest.mark.parametrize("where", ["view.root", "view.timeline.chart.canvas"])
 def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
     """Lumino ignores a key pressed in an element with the attribute; its listener is on the document."""
     page, _ = shown
@@ -181,14 +188,14 @@ def test_the_straggler_is_read_whole_in_its_card(shown, width):
     page, _ = shown
     give_width(page, width)
     late = slowest(np.array([(15, 98_800_000)], [("straggler", "<i2"), ("spread_ns", "<i8")])[0])
-    page.evaluate("(late) => { view.late = late; view.follow(); view.draw(); }", late)
-    page.wait_for_function("(late) => view.frame === 0 && view.lateNote.textContent === late", arg=late)
-    assert page.evaluate("view.lateNote.parentElement.scrollWidth <= view.lateNote.parentElement.clientWidth")
+    page.evaluate("(late) => { view.model.late = late; view.cursor.follow(); }", late)
+    page.wait_for_function("(late) => view.frames.pending === 0 && view.ranks.late.textContent === late", arg=late)
+    assert page.evaluate("view.ranks.late.parentElement.scrollWidth <= view.ranks.late.parentElement.clientWidth")
 
 
-PLACES = """() => ["memorySheet", "statesSheet"].map((name) => view[name].canvas.getBoundingClientRect().top)"""
-CUT = """() => [...view.ranks.querySelectorAll(".fw-rank")].map((row) => {
-    const [line, card] = [row, view.ranks].map((element) => element.getBoundingClientRect());
+PLACES = """() => ["memory", "states"].map((name) => view[name].sheet.canvas.getBoundingClientRect().top)"""
+CUT = """() => [...view.ranks.list.querySelectorAll(".fw-rank")].map((row) => {
+    const [line, card] = [row, view.ranks.list].map((element) => element.getBoundingClientRect());
     return line.height !== 20 || line.top < card.top || line.bottom > card.bottom;
 })"""
 
@@ -202,43 +209,16 @@ def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_
         page.evaluate("() => { place.style.width = '760px'; }")
         lines, classes, places = set(), set(), set()
         for share in (0.999, 0.2, 0.35, 0.5, 0.65, 0.8, 1):
-            page.evaluate("(share) => view.putCursor(share * view.end)", share)
+            page.evaluate("(share) => view.cursor.put(share * view.model.end)", share)
             answer(page, widget, "at")
-            page.wait_for_function("!view.isWaiting && view.frame === 0")
+            page.wait_for_function("!view.client.isWaiting && view.frames.pending === 0")
             rows = page.evaluate(CUT)
             assert not any(rows[:4])
             lines.add(len(rows))
-            classes.add(page.evaluate("view.moment.ranks[0].bytes.filter((bytes) => bytes > 0).length"))
+            classes.add(page.evaluate("view.cursor.moment.ranks[0].bytes.filter((bytes) => bytes > 0).length"))
             places.add(tuple(page.evaluate(PLACES)))
         assert min(len(lines), len(classes)) > 1, "else nothing could move"
         assert len(places) == 1
-
-
-LINE = """async ([program, losses, at]) => {
-    const address = URL.createObjectURL(new Blob([program], {type: "text/javascript"}));
-    const { drawLine } = await import(address);
-    const step = losses.map((_, k) => k), loss = losses.map((value) => value ?? NaN), found = {line: [], dots: []};
-    const steps = {length: step.length, columns: {step, loss, model: step.map(() => 0)}, numbered: (number) => number};
-    const add = (place) => (x) => { found[place].push(Math.round(x)); };
-    const unseen = {beginPath() {}, stroke() {}, fill() {}, fillRect() {}};
-    const pen = {...unseen, moveTo: add("line"), lineTo: add("line"), arc: add("dots")};
-    drawLine(pen, 48, 40, {steps, value: "loss", colour: "red", at, skin: {accent: "blue"}});
-    return found;
-}"""
-
-
-@pytest.mark.parametrize(
-    ("losses", "at", "line", "dots"),
-    [
-        ([3, 2, 1], None, [3, 23, 43], [43]),
-        ([3, 2, None], None, [3, 23], []),  # the newest has no place on the line
-        ([3, None, 1], 1, [3, 43], []),
-        ([3, None, 1], 2, [3, 43], [43]),
-    ],
-)
-def test_a_curve_ends_where_its_numbers_do(shown, losses, at, line, dots):
-    page, _ = shown
-    assert page.evaluate(LINE, [joined("panels.js"), losses, at]) == {"line": line, "dots": dots}
 
 
 def give_width(page, width):
@@ -258,13 +238,33 @@ LONGEST = """(names) => {
 def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
     page, _ = shown
     give_width(page, width)
-    page.wait_for_function("(width) => view.timeline.stats().plot.width < width", arg=width - 60)
+    page.wait_for_function("(width) => view.timeline.chart.stats().plot.width < width", arg=width - 60)
     longest = page.evaluate(LONGEST, [name for name, _ in TRACKS])
-    assert 60 < longest < page.evaluate("view.timeline.stats().plot.left") - 10
+    assert 60 < longest < page.evaluate("view.timeline.chart.stats().plot.left") - 10
+
+
+def test_the_panels_follow_the_timeline_when_a_key_moves_it(shown):
+    page, _ = shown
+    pictures = "[view.memory, view.states].map(({sheet}) => sheet.canvas.toDataURL())"
+    before = page.evaluate(pictures)
+    page.evaluate("view.timeline.chart.canvas.dispatchEvent(new KeyboardEvent('keydown', {key: '+'}))")
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # no later
+    assert not set(page.evaluate(pictures)) & set(before)
+
+
+def test_the_first_picture_on_a_dark_page_has_the_colours_of_dark_pages(shown):
+    page, _ = shown
+    page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("view.root.classList.contains('fw-dark') && view.frames.pending === 0")
+    first = page.evaluate("view.memory.sheet.canvas.toDataURL()")
+    page.evaluate("view.picture()")
+    assert page.evaluate("view.memory.sheet.canvas.toDataURL()") == first
 
 
 PEAK = """() => {
-    const {peak, memory} = view, [button, note] = [peak, memory.note].map((each) => each.getBoundingClientRect());
+    const {peak} = view.memory, boxes = [peak, view.memory.note].map((each) => each.getBoundingClientRect());
+    const [button, note] = boxes;
     return {text: peak.textContent, isWhole: peak.scrollWidth <= peak.clientWidth && button.right <= note.right + 1};
 }"""
 
@@ -282,26 +282,12 @@ def test_the_peak_is_said_whole(shown, width):
 
 def test_numbers_of_a_step_name_it(shown):
     page, widget = shown
-    notes = "view.lines.map(({ note }) => note.textContent)"
-    last = page.evaluate("view.steps.columns.step[view.steps.length - 1]")
+    notes = "view.steps.cards.map(({ note }) => note.textContent)"
+    last = page.evaluate("view.model.steps.columns.step[view.model.steps.length - 1]")
     assert page.evaluate(notes) == [f"step {last}"] * 3
-    page.evaluate("view.putCursor(view.steps.columns.t[0] - 1)")
+    page.evaluate("view.cursor.put(view.model.steps.columns.t[0] - 1)")
     answer(page, widget, "at")
     page.wait_for_function(f"{notes}.every((note) => note === 'step 0')")
-
-
-FORMATTED = """async (program) => {
-    const address = URL.createObjectURL(new Blob([program], {type: "text/javascript"}));
-    const { shorten, formatTick } = await import(address);
-    return [...["model.layers.0", "model.layers.10", "blocks.2"].map((name) => shorten(name, 10)),
-        ...[0, 512, 100 * 1024, 1.5 * 2 ** 20, 2 ** 21].map(formatTick)];
-}"""
-
-
-def test_a_name_that_is_cut_begins_with_no_point_and_a_scale_has_no_needless_digits(shown):
-    page, _ = shown
-    said = page.evaluate(FORMATTED, joined("format.js"))
-    assert said == ["\u2026layers.0", "\u2026layers.10", "blocks.2", "0", "512 B", "100 KiB", "1.5 MiB", "2 MiB"]
 
 
 def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(shown):
@@ -342,16 +328,22 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
     assert (again["loss"], again["isEmpty"], again["said"]) == (working["loss"], False, "")
 
 
+LAST_STEP = """() => {
+    const {length, columns: {t, ms}} = view.model.steps;
+    return [t[length - 1], ms[length - 1]];
+}"""
+
+
 def test_at_a_glance(shown):
     """Status and reason, gathered units, owner of the ranks; a held step while ranks continue; the cause of a death."""
     page, widget = shown
     assert page.locator(".fw-badge").inner_text() == "\u25b6 training"
     assert page.locator(".fw-foot").inner_text().startswith("4 ranks on ")
     assert "unsharded on rank" in page.evaluate("view.states.note.textContent")
-    assert page.evaluate("view.lines[2].number.textContent").endswith("%")
+    assert page.evaluate("view.steps.cards[2].number.textContent").endswith("%")
     page.locator(".fw-hold").click()
-    step = page.evaluate("[view.steps.columns.t, view.steps.columns.ms].map((column) => column[view.steps.length - 1])")
-    held = page.evaluate("({live: view.isLive, cursor: view.cursor, view: view.timeline.stats().view})")
+    step = page.evaluate(LAST_STEP)
+    held = page.evaluate("({live: view.cursor.isLive, cursor: view.cursor.us, view: view.timeline.chart.stats().view})")
     assert (held["live"], held["cursor"]) == (False, pytest.approx(step[0], abs=0.001))
     assert held["view"][0] < step[0] - 1000 * step[1] < step[0] < held["view"][1]
     workbench = widget._views._workbench
@@ -374,7 +366,7 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
 
     workbench = Stops(positions=dict.fromkeys(range(4), HELD))
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
-        page.wait_for_function("view.buttons.get('next').ariaDisabled === 'false'")
+        page.wait_for_function("view.buttons.buttons.get('next').ariaDisabled === 'false'")
         assert page.locator(".fw-size option").all_inner_texts() == list(NEXT)
         page.locator(".fw-size").select_option("unit")
         page.locator(".fw-next").click()
@@ -420,8 +412,8 @@ class Breaks(Pretender):
 
 
 STOPS = """() => ({
-    isSeen: view.stops.checkVisibility(),
-    rows: [...view.stops.querySelectorAll("li")].map((row) => [
+    isSeen: view.breakpoints.box.checkVisibility(),
+    rows: [...view.breakpoints.box.querySelectorAll("li")].map((row) => [
         row.querySelector("label").textContent,
         row.querySelector("input").checked,
         row.querySelector("button").getAttribute("aria-label"),

@@ -37,6 +37,21 @@ def test_what_is_exported_by_name_is_exported_by_the_whole(tmp_path):
     assert text.endswith("export const { one, Two, three } = $a;\n")
 
 
+def test_modules_may_lie_in_folders_and_have_the_same_name_in_two(tmp_path):
+    for name, text in {
+        "a.js": 'import { one } from "./b/a.js";\nexport const three = one;\n',
+        "b/a.js": 'import { two } from "../c/a.js";\nexport const one = two;\n',
+        "c/a.js": "export const two = 2;\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    text = joined("a.js", tmp_path)
+    assert [text.index(line) for line in ("const $c$a = ", "const { two } = $c$a;", "const { one } = $b$a;")] == sorted(
+        text.index(line) for line in ("const $c$a = ", "const { two } = $c$a;", "const { one } = $b$a;")
+    )
+    assert text.count("const $b$a = ") == 1
+
+
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
@@ -68,4 +83,5 @@ def test_the_wheel_takes_the_modules_along():
     """Hatch includes every file of the package that git does not ignore."""
     ignored = (REPO / ".gitignore").read_text().split()
     assert not any(pattern in {"*.js", "static", "static/"} for pattern in ignored)
-    assert {path.name for path in STATIC.iterdir()} >= {"events.js", "timeline.js", "dashboard.js", "dashboard.css"}
+    found = {path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.*")}
+    assert found >= {"events.js", "timeline/timeline.js", "views/head.js", "dashboard.js", "dashboard.css"}

@@ -27,8 +27,8 @@ HARNESS = """<!doctype html><meta charset="utf-8"><title>a record</title>
 <script>
 const given = GIVEN;
 async function load() {
-  const address = URL.createObjectURL(new Blob([given.program], {type: "text/javascript"}));
-  window.made = await import(address);
+  const address = (program) => URL.createObjectURL(new Blob([program], {type: "text/javascript"}));
+  window.made = Object.assign({}, ...await Promise.all(given.programs.map((program) => import(address(program)))));
 }
 const runs = [];
 async function open(text) {
@@ -36,7 +36,7 @@ async function open(text) {
 }
 function ask([run, questions]) {
   return questions.map((question) => {
-    const [answer, buffers] = runs[run].answer({view: "a", number: 1, ...question});
+    const [answer, buffers] = made.answerOf(runs[run], {view: "a", number: 1, ...question});
     const bytes = buffers.map(({buffer, byteOffset, byteLength}) => new Uint8Array(buffer, byteOffset, byteLength));
     return [answer, bytes.map((found) => btoa(Array.from(found, (byte) => String.fromCharCode(byte)).join("")))];
   });
@@ -66,7 +66,8 @@ RUNS = {
 def reader(chromium, tmp_path_factory):
     """A page that looks up a trace."""
     file = tmp_path_factory.mktemp("recorded") / "page.html"
-    given = json.dumps({"program": joined("recorded.js")}).replace("</", "<\\/")
+    names = ("kernel", "recorded_run", "window_changes")
+    given = json.dumps({"programs": [joined(f"record/{name}.js") for name in names]}).replace("</", "<\\/")
     file.write_text(HARNESS.replace("GIVEN", given), encoding="utf-8")
     with open_offline(chromium, file) as opened:
         opened.page.evaluate("load().then(() => 0)")
@@ -167,7 +168,7 @@ def test_every_change_in_a_window_is_there_that_the_kernel_tells(both):
 def test_a_window_of_too_many_changes_is_left_to_the_first_picture(reader):
     both = Both(reader, example_trace())
     for change, is_exact in (("20_000", True), ("10", False)):
-        told = reader.evaluate(f"runs[{both.number}].window(0, {both.end}, {change})")
+        told = reader.evaluate(f"made.windowOf(runs[{both.number}], 0, {both.end}, {change})")
         assert told["exact"] is is_exact
         assert bool(told["tables"]["memory"]["t"]) is is_exact
 

@@ -6,7 +6,6 @@ import pytest
 
 from tests.helpers.timeline_page import open_page
 from workbench.events import Kind
-from workbench.replay.grouping import label
 from workbench.views import theme
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
@@ -214,51 +213,6 @@ def test_many_are_drawn_as_mean_colours_and_few_alike(page):
     assert share == pytest.approx(0.48, abs=0.06)  # 60 x 0.8 of every 100 us
 
 
-_COMPARE = """async (seed) => {
-    const {Track, paint} = await load(given.track), {Look} = await load(given.look);
-    const random = () => ((seed = (seed * 16807) % 2147483647) / 2147483647);
-    const n = 500, width = 200, look = new Look(), track = new Track({name: "a", rank: 0});
-    const items = {start: new Float64Array(n), end: new Float64Array(n), bytes: new Float64Array(n),
-      arrowFrom: new Float64Array(n), unit: new Int16Array(n), kind: new Uint8Array(n), exposed: new Uint8Array(n)};
-    for (let k = 0; k < n; k++) { // some overlap, some leave a gap, some are wide, some nothing; out of order
-      items.start[k] = 1000 * random();
-      items.end[k] = items.start[k] + (random() < 0.1 ? 30 : 1) * random();
-      items.kind[k] = 1 + Math.floor(7 * random());
-      items.exposed[k] = random() < 0.3 ? Math.floor(256 * random()) : 0;
-    }
-    for (const [from, to] of [[0, 200], [200, 201], [201, n]]) {
-      track.append(Object.fromEntries(Object.entries(items).map(([name, part]) => [name, part.slice(from, to)])));
-    }
-    track.sumUp(look);
-    let worst = 0;
-    for (const [t0, t1] of [[-50, 1100], [300, 420], [990, 1200], [1200, 1300]]) {
-      const pixels = new Uint32Array(width), step = (t1 - t0) / width;
-      paint(track, pixels, 0, width, t0, step, look);
-      for (let x = 0; x < width; x++) {
-        const begin = t0 + x * step, sum = [0, 0, 0, 0];
-        for (let k = 0; k < n; k++) {
-          const e = items.exposed[k], turn = items.end[k] - (items.end[k] - items.start[k]) * (e > 1 ? e / 255 : 0);
-          for (const [a, b, kind] of [[items.start[k], turn, items.kind[k]], [turn, items.end[k], 12]]) {
-            const time = Math.max(Math.min(b, begin + step) - Math.max(a, begin), 0);
-            [look.red, look.green, look.blue].forEach((part, place) => (sum[place] += time * part[kind]));
-            sum[3] += time;
-          }
-        }
-        const time = sum[3], alpha = time > 1e-6 * step ? Math.min(Math.max(time / step, 0.4), 1) : 0;
-        const wanted = alpha ? [...sum.slice(0, 3).map((part) => part / time), 255 * alpha] : [0, 0, 0, 0];
-        const found = [0, 8, 16, 24].map((shift) => (pixels[x] >>> shift) & 255);
-        found.forEach((part, place) => (worst = Math.max(worst, Math.abs(part - wanted[place]))));
-      }
-    }
-    return worst;
-}"""
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_pixel_has_the_mean_colour_of_what_happened_in_it(page, seed):
-    assert page.evaluate(_COMPARE, seed) <= 1.01
-
-
 def test_of_too_many_the_later_ones_are_kept(page):
     page.evaluate("timeline.destroy(); document.querySelector('canvas').remove(); given.options.maxItems = 1000")
     page.evaluate("draw(...made(400, 3)).then(() => 0)")  # 12 tracks of 400
@@ -281,40 +235,6 @@ def test_what_is_known_more_closely_is_drawn_instead(page):
     page.evaluate("timeline.append(0, made(50, 3)[1][0])")  # items that arrive meanwhile are kept
     page.evaluate("timeline.setClose(null)")
     assert stats(page)["counts"] == [90, *[40] * 11]
-
-
-def test_a_loss_that_is_not_finite_is_shown_however_it_crosses(page):
-    """Binary columns have it as a number, JSON as text."""
-    said = page.evaluate(
-        """async () => {
-            const {formatLoss} = await load(given.format);
-            return [NaN, "nan", Infinity, "inf", -Infinity, "-inf", 0, 2.303, 3.975e-6].map(formatLoss);
-        }"""
-    )
-    assert said == ["NaN", "NaN", "inf", "inf", "-inf", "-inf", "0.000", "2.303", "3.975e-6"]
-
-
-def test_numbers_read_as_in_the_other_views(page):
-    sizes = [0, 1, 1023, 1024, 1025, 1179648, 1185000, 10475274, 104_805_000, 5 * 2**29, 1100 * 2**40]
-    times_us = [0, 0.125, 0.004, 1, 1.125, 9.995, 12.25, 99.95, 999.9996, 1000, 1125, 62_500, 1e6, 3.6e9]
-    shares = [0, 0.004, 0.005, 0.125, 0.41, 0.415, 0.995, 1, 12.345]
-    ranks = [[0, 1, 2, 5], [3], list(range(0, 16, 2)), [0, 1, *range(15, 512, 15)], [*range(37), *range(38, 512)]]
-    said = page.evaluate(
-        """async ([sizes, times, shares, ranks]) => {
-            const {formatBytes, formatDuration, formatShare, ranksInWords, ranksWithin} = await load(given.format);
-            const few = ranks.map((some) => ranksWithin(some, 13)), numbers = [sizes.map(formatBytes),
-                times.map(formatDuration), shares.map(formatShare)];
-            return [...numbers, ranks.map(ranksInWords), few];
-        }""",
-        [sizes, times_us, shares, ranks],
-    )
-    assert said == [
-        [theme.format_bytes(size) for size in sizes],
-        [theme.format_duration(time_us * 1000) for time_us in times_us],
-        [theme.format_share(share) for share in shares],
-        [label(some) for some in ranks],
-        ["ranks 0-2, 5", "rank 3", "8 ranks", "36 ranks", "511 ranks"],
-    ]
 
 
 def test_dark_pages_get_light_ink(page):

@@ -29,7 +29,7 @@ LOOKS = """async () => {
   await frame();
   const view = document.querySelector(".fw-dashboard").dashboard;
   const said = (name) => document.querySelector(`.fw-dashboard .fw-${name}`).textContent;
-  return {moment: view.moment, cursor: view.cursor, event: said("event"), ranks: said("ranks")};
+  return {moment: view.cursor.moment, cursor: view.cursor.us, event: said("event"), ranks: said("ranks")};
 }"""
 
 
@@ -63,7 +63,7 @@ def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_pa
 def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chromium, tmp_path):
     trace, kernel = example_trace(), ViewServer()
     kernel.answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
-    answered = "() => !document.querySelector('.fw-dashboard').dashboard.isWaiting"
+    answered = "() => !document.querySelector('.fw-dashboard').dashboard.client.isWaiting"
 
     def says(question):
         answer, _ = kernel.answer(read_question(question), ClusterSnapshot(trace=trace), time.monotonic)
@@ -95,12 +95,10 @@ def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
         said = opened.page.evaluate(
             """() => {
               const view = document.querySelector(".fw-dashboard").dashboard;
-              view.answeredAt = -1e9;
-              view.say();
-              const late = view.sentence.textContent;
-              view.status = null;
-              view.drawHead(null);
-              return [late, view.live.textContent];
+              view.client.answeredAt = -1e9;
+              view.model.status = null;
+              view.picture();
+              return [view.sentence.box.textContent, view.buttons.live.textContent];
             }"""
         )
     assert said == ["", "\u25cb latest"]
@@ -112,8 +110,9 @@ def test_a_page_opens_at_the_last_whole_step_and_not_at_what_an_abort_left(chrom
     with opened_page(chromium, tmp_path, aborted(example_trace(num_ranks=2, steps=3), 2, 0.5)) as opened:
         begun, ended, view, end = opened.page.evaluate(
             """() => {
-              const view = document.querySelector(".fw-dashboard").dashboard, {length, columns: {t, ms}} = view.steps;
-              return [t[length - 1] - 1000 * ms[length - 1], t[length - 1], view.timeline.stats().view, view.end];
+              const view = document.querySelector(".fw-dashboard").dashboard;
+              const {length, columns: {t, ms}} = view.model.steps;
+              return [t[length - 1] - 1000 * ms[length - 1], t[length - 1], view.timeline.view, view.model.end];
             }"""
         )
     assert view[0] <= begun < ended <= view[1] < end
@@ -131,7 +130,7 @@ def test_names_that_are_html_are_text_of_it_everywhere(chromium, tmp_path):
               strange: document.querySelectorAll("img, iframe, [onerror], a[href^='javascript']").length,
               title: document.title,
               heading: document.querySelector("h1").textContent,
-              units: document.querySelector(".fw-dashboard").dashboard.units,
+              units: document.querySelector(".fw-dashboard").dashboard.model.units,
             })"""
         )
         assert (opened.outside, opened.complaints) == ([], [])

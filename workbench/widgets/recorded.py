@@ -1,9 +1,9 @@
 """A whole record for a page without a kernel: the answers of :mod:`workbench.widgets.view_server` as lookup tables.
 
-The page answers the dashboard's questions from these tables (``static/recorded.js``). For ``feed`` they hold the first
-answer itself, with every span; for ``at``, ``beside`` and ``window``, per rank, the description and arrival time of
-each row, and every change of bytes and of units with its row. So the descriptions of events, and the states that follow
-from them, are computed only here.
+The page answers the dashboard's questions from these tables (``static/record/kernel.js``). For ``feed`` they hold the
+first answer itself, with every span; for ``at``, ``beside`` and ``window``, per rank, the description and arrival time
+of each row, and every change of bytes and of units with its row. So the descriptions of events, and the states that
+follow from them, are computed only here.
 
 :func:`tabulate` returns plain data and columns. :func:`packed` makes one blob of them, compressed with gzip: the length
 of the JSON text in 4 bytes, the text, and the columns in order, little-endian, each aligned to 8 bytes from the

@@ -2,11 +2,12 @@
 // of the distant past. While the view holds still, the kernel is asked for the rest, so that the picture under the
 // cursor agrees with the numbers.
 
-/** @import { AskWindow, WindowDetail } from "./messages.js" */
-/** @import { Known } from "./series.js" */
-/** @import { Items } from "./track.js" */
+import { ASK_AGAIN_MS } from "./client.js";
 
-export const ASK_AGAIN_MS = 6000; // a question without an answer for so long is asked again
+/** @import { WindowAnswer } from "./client.js" */
+/** @import { History } from "./series.js" */
+/** @import { Items } from "./timeline/items.js" */
+
 const REST_MS = 100; // how long the view must hold still before it is asked for
 const LATE_MS = 500; // minimum time between two questions for the same window
 const LEISURE = 8; // and at least so many times as long as the last answer took
@@ -18,11 +19,11 @@ const MARGIN = 0.25; // share of the view requested on either side, so that smal
 
 /** @typedef {{ view: View, key: string, end: number, news: number }} Wanted `news`: number of feeds with changes */
 
-/** @typedef {Wanted & { from: number, to: number, isExact: boolean, known: Known, spans: Items[] }} Found */
+/** @typedef {Wanted & { from: number, to: number, isExact: boolean, history: History, spans: Items[] }} Found */
 
 /** Asks for a window of time when needed, one question at a time, and keeps the last answer. */
 export class Closeup {
-  /** @param {(question: Omit<AskWindow, "view">) => void} ask */
+  /** @param {(number: number, from: number, to: number) => void} ask */
   constructor(ask) {
     this.ask = ask;
     this.number = 0;
@@ -40,9 +41,8 @@ export class Closeup {
 
   forget() {
     this.rest();
-    this.number += 1; // ignore a pending answer
     this.found = null;
-    this.asked = null;
+    this.asked = null; // and ignore the answer
   }
 
   /** Ask nothing. */
@@ -92,19 +92,19 @@ export class Closeup {
     this.asked = { ...(this.wanted ?? wanted), at: performance.now() };
     this.timer = 0;
     this.number += 1;
-    this.ask({ ask: "window", number: this.number, from_us: t0 - margin, to_us: t1 + margin });
+    this.ask(this.number, t0 - margin, t1 + margin);
   }
 
   /**
    * Keep an answer; returns whether it belongs to the last question.
-   * @param {WindowDetail} answer
-   * @param {Known} known
+   * @param {WindowAnswer} answer
+   * @param {History} history
    * @param {Items[]} spans of each track
    */
-  take({ number, from_us: from, to_us: to, exact: isExact }, known, spans) {
+  take({ number, from, to, isExact }, history, spans) {
     if (number !== this.number || !this.asked) return false;
     this.tookMs = performance.now() - this.asked.at;
-    this.found = { ...this.asked, from, to, isExact, known, spans };
+    this.found = { ...this.asked, from, to, isExact, history, spans };
     this.asked = null;
     return true;
   }

@@ -3,7 +3,8 @@
 
 import { showDashboard } from "./dashboard.js";
 import { drawAnew, followWidth } from "./figures.js";
-import { RecordedRun, modelOf, unzipped } from "./recorded.js";
+import { channelTo } from "./record/kernel.js";
+import { RecordedRun, unzipped } from "./record/recorded_run.js";
 
 /** @import { Plotly } from "./figures.js" */
 
@@ -20,7 +21,7 @@ function element(id) {
 
 async function show() {
   const run = new RecordedRun(await unzipped(element("record").textContent));
-  showDashboard({ model: modelOf(run), el: element("dashboard") });
+  showDashboard({ model: channelTo(run), el: element("dashboard") });
   Object.assign(window, { run }); // for inspection in the page
   const { figures } = /** @type {Figures} */ (/** @type {unknown} */ (run.told));
   const { Plotly } = /** @type {{ Plotly: Plotly }} */ (/** @type {unknown} */ (window));

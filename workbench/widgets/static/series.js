@@ -95,11 +95,11 @@ export class Memory extends Growing {
 }
 
 /** The states of a unit over time. */
-export class Changes extends Growing {
+export class StateChanges extends Growing {
   /** @param {number} most */
   constructor(most) {
     super(most);
-    this.columns = Changes.make(LEAST);
+    this.columns = StateChanges.make(LEAST);
   }
 
   /** @param {number} room */
@@ -112,7 +112,7 @@ export class Changes extends Growing {
    * @param {number} state
    */
   push(t, state) {
-    this.columns = this.grown(this.columns, (room) => Changes.make(room));
+    this.columns = this.grown(this.columns, (room) => StateChanges.make(room));
     this.columns.t[this.length] = t;
     this.columns.state[this.length] = state;
     this.length += 1;
@@ -174,11 +174,11 @@ export class Steps extends Growing {
 }
 
 /** Memory of each group of ranks, and states of each group and unit, as far as received. */
-export class Known {
+export class History {
   constructor() {
     /** @type {Memory[]} */
     this.memory = [];
-    /** @type {Changes[][]} */
+    /** @type {StateChanges[][]} */
     this.states = [];
     /** @type {Set<number>} */
     this.classes = new Set(); // classes of memory that held bytes at any time
@@ -202,7 +202,7 @@ export class Known {
     t.forEach((when, k) => {
       while (this.states.length <= sure(group[k])) this.states.push([]);
       const units = sure(this.states[sure(group[k])]);
-      while (units.length <= sure(unit[k])) units.push(new Changes(most));
+      while (units.length <= sure(unit[k])) units.push(new StateChanges(most));
       sure(units[sure(unit[k])]).push(when, sure(state[k]));
     });
   }

@@ -4,7 +4,7 @@ import { sure } from "./sure.js";
 import { TABLES } from "./tables.js";
 
 /** @import { Counts, SpansTable, Tables } from "./messages.js" */
-/** @import { Items } from "./track.js" */
+/** @import { Items } from "./timeline/items.js" */
 
 /** @typedef {keyof typeof TYPES} Code */
 
