@@ -36,7 +36,7 @@ from tests.helpers.jupyterlab import Opened, jupyterlab, opened
 from tests.helpers.notebook_model import CELL
 from tests.helpers.package_source import REPO
 from tests.helpers.timeline_page import open_page
-from workbench.widgets.live_spans import TRACKS
+from workbench.widgets.live_spans import NUM_TRACKS
 
 NUM_RANKS = 2
 SAMPLE_S = 12.0
@@ -113,7 +113,7 @@ def measure_pixels(sample_s: float = SAMPLE_S) -> dict[str, Any]:
         ready_ms = lab.page.evaluate(READY, SHOW)
         lab.run(STEP)
         lab.page.wait_for_function("() => document.querySelector('.fw-dashboard').dashboard.steps.length > 5")
-        lab.page.evaluate(_WATCH, len(TRACKS))
+        lab.page.evaluate(_WATCH, NUM_TRACKS)
         lab.page.wait_for_timeout(sample_s * 1000)
         found = lab.page.evaluate("({events, answers})")
         return _in_ms(found, clock_of(lab.page), _stop(lab)) | {"ready_ms": ready_ms}

@@ -16,13 +16,13 @@ from tests.helpers.timeline_page import as_sent
 from tests.helpers.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from workbench.errors import UsageError
+from workbench.events import RANK_TRACKS
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT
 from workbench.session.snapshot import ActiveRequest
 from workbench.trace.columns import Trace
 from workbench.widgets.dashboard import DashboardWidget
 from workbench.widgets.js_bundle import STATIC, joined
-from workbench.widgets.live_spans import TRACKS
 from workbench.widgets.overview import slowest
 
 pytestmark = pytest.mark.browser
@@ -259,7 +259,7 @@ def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
     page, _ = shown
     give_width(page, width)
     page.wait_for_function("(width) => view.timeline.stats().plot.width < width", arg=width - 60)
-    longest = page.evaluate(LONGEST, [name for name, _ in TRACKS])
+    longest = page.evaluate(LONGEST, [track.value for track in RANK_TRACKS])
     assert 60 < longest < page.evaluate("view.timeline.stats().plot.left") - 10
 
 

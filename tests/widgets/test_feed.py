@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tests.helpers.held_ranks import stopped_before
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.helpers.trace_strategies import traces
-from workbench.events import Edge, Kind, UnitState
+from workbench.events import Edge, Kind, Track, UnitState
 from workbench.replay import memory, states, training
 from workbench.replay.paused_time import without_holds
+from workbench.replay.tracks import NUMBER
 from workbench.trace.columns import RankTrace, Trace
-from workbench.views.tracks import WAIT_TRACK
 from workbench.widgets.feed import Feed
 from workbench.widgets.live_spans import thinned
 from workbench.widgets.packing import COLUMNS, WIDTHS, pack
@@ -130,7 +130,7 @@ def test_spans_of_a_step_are_those_that_were_recorded():
         mine = spans[spans["track"] == track]
         assert mine["begin_ns"].tolist() == begun["t_ns"].tolist()
         assert mine["num_bytes"].tolist() == begun["num_bytes"].tolist()
-    waits = spans[(spans["track"] == WAIT_TRACK) & (spans["kind"] == Kind.WAIT)]
+    waits = spans[(spans["track"] == NUMBER[Track.WAIT]) & (spans["kind"] == Kind.WAIT)]
     assert len(waits)
     assert waits["exposed"].all()
     assert (waits["issue_ns"] <= waits["begin_ns"]).all()

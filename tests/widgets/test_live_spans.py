@@ -1,22 +1,27 @@
 """What a rank did, read column by column, is what one reads row by row."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.aborted_steps import aborted
 from tests.helpers.device_trace import hung, on_devices
+from tests.helpers.held_ranks import stopped_before
 from tests.helpers.long_trace import long_trace
 from tests.helpers.trace_strategies import cuttings, example_trace, traces
-from workbench.events import COLLECTIVES, COPIES, Edge, Kind
+from workbench.events import COLLECTIVES, COPIES, RANK_TRACKS, Edge, Kind, Track, on_track
+from workbench.replay.spans import last_ns, zero_ns
+from workbench.replay.tracks import NESTED, NUMBER
 from workbench.trace import check
-from workbench.trace.columns import RankTrace
+from workbench.trace.columns import RankTrace, Trace
+from workbench.views.timeline import timeline
 from workbench.views.tracks import LANES, tracks
-from workbench.widgets.live_spans import TRACKS, RankSpans
+from workbench.views.window import window
+from workbench.widgets.feed import Feed
+from workbench.widgets.live_spans import NUM_TRACKS, RankSpans
 
 COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]
-OWN = (*TRACKS[0][1], Kind.STEP, Kind.WAIT)  # what the rank's own thread does
-WAITS = next(track for track, (name, _) in enumerate(TRACKS) if name == "wait")
+WAITS = NUMBER[Track.WAIT]
 
 
 class Reader:
@@ -28,7 +33,7 @@ class Reader:
         self.waits, self.wait_of = [], {}
         for row in rank_trace.rows:
             key = (int(row["comm_group"]), int(row["comm_seq"]))
-            if row["kind"] in OWN:
+            if row["kind"] in NESTED:
                 self.own(row, key)
             elif row["kind"] in COLLECTIVES:
                 self.collective(row, key)
@@ -63,7 +68,7 @@ class Reader:
 
     def collective(self, row, key):
         if row["edge"] == Edge.BEGIN:
-            track = next(track for track, (_, kinds) in enumerate(TRACKS) if row["kind"] in kinds)
+            track = next(n for n, track in enumerate(RANK_TRACKS) if row["kind"] in on_track(track))
             begin_ns, unit = int(row["t_ns"]), int(row["unit"])
             self.issued[key] = begin_ns
             self.collectives[key] = [track, int(row["kind"]), 0, unit, begin_ns, None, -1, int(row["num_bytes"])]
@@ -72,7 +77,7 @@ class Reader:
 
     def spans(self):
         whole = [*self.collectives.values(), *self.waits]
-        return [*self.compute, *(found for track in range(1, len(TRACKS)) for found in whole if found[0] == track)]
+        return [*self.compute, *(found for track in range(1, NUM_TRACKS) for found in whole if found[0] == track)]
 
 
 @given(traces(whole=True))
@@ -90,7 +95,7 @@ def test_in_pieces_or_at_once(data):
         for part in data.draw(cuttings(len(rank_trace.rows))):
             pieces += reader.take(RankTrace(rank_trace.rank, rank_trace.rows[: part.stop], rank_trace.start)).tolist()
         whole = once.take(rank_trace).tolist()
-        for track in range(len(TRACKS)):
+        for track in range(NUM_TRACKS):
             assert [span for span in pieces if span[0] == track] == [span for span in whole if span[0] == track]
 
 
@@ -101,32 +106,74 @@ def test_a_long_trace_is_a_valid_one():
 # ---- as in the other pictures
 
 
-def drawn(rank_trace):
-    """What the static timeline draws of a rank: track, kind, unit, begin and end, in order."""
-    bars = tracks(rank_trace, int(rank_trace.rows["t_ns"].max())).bars
-    columns = bars.lane // LANES, bars.colour, bars.unit, bars.begin_ns, bars.end_ns
-    return sorted(zip(*(column.tolist() for column in columns), strict=True))
+def drawn(trace):
+    """What the static timeline draws of all steps: rank, track, kind, unit, begin and end of each bar on its axis."""
+    shown = window(trace, None, 10**6).drawn(trace)
+    found = set()
+    for part in (part for part in shown.trace.ranks if len(part.rows)):
+        rank, until_ns = part.rank, last_ns(part.rows)
+        bars = tracks(part, until_ns, copies=shown.copies.get(rank), host=shown.host.get(rank)).bars
+        begin_ns, end_ns = bars.begin_ns - shown.extent_ns[0], bars.end_ns - shown.extent_ns[0]
+        columns = bars.lane // LANES, bars.colour, bars.unit, begin_ns, end_ns
+        found |= {(rank, *bar) for bar in zip(*(column.tolist() for column in columns), strict=True)}
+    return found
 
 
-def told(rank_trace):
-    """The same of the live one; what has not ended ends with the last row, as there."""
-    reader = RankSpans()
-    ended = reader.take(rank_trace)
-    open_now = reader.open.copy()
-    open_now["end_ns"] = rank_trace.rows["t_ns"].max()
-    found = np.concatenate([ended, open_now])
-    found = found[found["end_ns"] > found["begin_ns"]]
-    return sorted(found[["track", "kind", "unit", "begin_ns", "end_ns"]].tolist())
+def told(trace):
+    """The same of the live timeline: what has ended, and what has not."""
+    feed = Feed(history_rows=trace.num_rows)
+    new = feed.take(trace, 1 << 40)
+    found, zero = [], feed.cuts.shown_at(zero_ns(trace))
+    for part in (new.spans, new.open):
+        part["begin_ns"] -= zero
+        part["end_ns"] -= zero
+        spans = part[["track", "kind", "unit", "begin_ns", "end_ns"]].tolist()
+        found.append({(new.ranks[track // NUM_TRACKS], track % NUM_TRACKS, *span) for track, *span in spans})
+    return found
 
 
-@given(traces(whole=True), st.integers(0, 3), st.floats(0, 1))
-def test_the_live_timeline_draws_what_the_static_one_draws(trace, step, share):
-    """Of whole steps, of one under way, and of one that was aborted."""
-    if all((r.rows["step"] == step).any() for r in trace.ranks):
-        trace = aborted(trace, step, share)
-    for rank_trace in trace.ranks:
-        if len(rank_trace.rows):
-            assert told(rank_trace) == drawn(rank_trace)
+def check_the_pictures_agree(trace):
+    bars, (ended, still_open) = drawn(trace), told(trace)
+    assert {span for span in ended if span[4] >= 0 and span[5] > span[4]} <= bars  # before it are no steps
+    in_both = {bar for bar in bars if bar[1] < NUM_TRACKS}  # not those that only a device has
+    begun = {span[:5] for span in still_open}
+    assert {bar for bar in in_both - ended if bar[:5] not in begun} == set()
+
+
+@st.composite
+def scenes(draw):
+    """Traces of ranks that train, were held, gave up a step, or recorded only a part, on a CPU or on devices."""
+    trace = draw(traces(whole=draw(st.booleans())))
+    is_whole = all((r.rows["step"] == 0).any() and r.start.seq == 0 for r in trace.ranks)
+    has_two = all((r.rows["step"] == 1).any() for r in trace.ranks)  # a picture of steps ends with the last one
+    is_given_up = is_whole and has_two and draw(st.booleans())
+    if is_given_up:
+        trace = aborted(trace, 0, draw(st.floats(0, 1)))
+    forwards = [int(((r.rows["kind"] == Kind.FORWARD) & (r.rows["edge"] == Edge.BEGIN)).sum()) for r in trace.ranks]
+    if min(forwards) and draw(st.booleans()):
+        trace = stopped_before(trace, Kind.FORWARD, number=draw(st.integers(0, min(forwards) - 1)))
+    # each picture cuts the idle time of hosts, in which a device that lags behind may work
+    return on_devices(trace) if is_whole and not is_given_up and draw(st.booleans()) else trace
+
+
+@settings(max_examples=200)
+@given(scenes())
+def test_a_span_is_in_the_same_track_of_every_picture(trace):
+    check_the_pictures_agree(trace)
+
+
+def test_a_wait_for_a_collective_from_before_the_picture_is_drawn_in_each():
+    """It is exposed time all the same, and the spans around it do not compute."""
+    trace = example_trace(num_ranks=2, steps=3)
+    rows = trace.rank(0).rows
+    first = int(np.flatnonzero((rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.BEGIN))[20])
+    cut = Trace(trace.header, tuple(r.cut(first, r.end_seq) for r in trace.ranks))
+    check_the_pictures_agree(cut)
+    bars = tracks(cut.rank(0), last_ns(rows)).bars
+    waits = bars[bars.colour == Kind.WAIT]
+    assert (waits.begin_ns[0], waits.waits_for[0]) == (rows["t_ns"][first], -1)
+    (bar,) = (bar for bar in timeline(cut, steps=3).data if bar.name == "wait (exposed)")
+    assert any(text.startswith("<b>wait of ") for text in bar.hovertext)
 
 
 @given(st.floats(0, 1), st.booleans(), st.data())

@@ -14,7 +14,7 @@ from workbench.trace import advance
 from workbench.trace.columns import Trace
 from workbench.widgets import state_at
 from workbench.widgets.feed import Feed
-from workbench.widgets.live_spans import TRACKS, RankSpans
+from workbench.widgets.live_spans import NUM_TRACKS, RankSpans
 from workbench.widgets.state_at import StateAt
 from workbench.widgets.window_detail import MOST, MOST_SPANS, window
 
@@ -162,7 +162,7 @@ def test_of_a_long_run_only_steps_that_reach_into_it_are_read(part):
     times = known_ns(trace, 0)
     begin_ns, end_ns = (int(times[0] + share * (times[-1] - times[0])) for share in part)
     found = window(trace, StateAt(), ((0, 1),), begin_ns, end_ns, ranks=(0, 1)).spans
-    every = np.concatenate([RankSpans().take(r, first_track=len(TRACKS) * r.rank) for r in trace.ranks])
+    every = np.concatenate([RankSpans().take(r, first_track=NUM_TRACKS * r.rank) for r in trace.ranks])
     there = every[(every["end_ns"] >= begin_ns) & (every["begin_ns"] <= end_ns)]
     if len(there) <= MOST_SPANS:
         assert sorted(found[["track", "begin_ns", "end_ns"]].tolist()) == sorted(
@@ -170,7 +170,7 @@ def test_of_a_long_run_only_steps_that_reach_into_it_are_read(part):
         )
     else:
         assert 0 < len(found) <= MOST_SPANS
-    assert {0, len(TRACKS)} <= {*found["track"].tolist()} <= set(range(2 * len(TRACKS)))
+    assert {0, NUM_TRACKS} <= {*found["track"].tolist()} <= set(range(2 * NUM_TRACKS))
 
 
 def test_events_are_what_arrow_keys_stop_at():

@@ -5,9 +5,9 @@ number of bytes; :mod:`workbench.widgets.packing` turns it into binary columns. 
 a trace taken in pieces add up to those of the trace taken at once. Thinning merges short spans (``count`` says how
 many) and keeps the extremes and ends of memory and states.
 
-Terms: a *group* is a set of ranks that behave alike, drawn as its first rank; a *track* is a lane of the timeline,
-one for each of :data:`TRACKS` per drawn rank. Times are nanoseconds of the displayed axis, without the time in which
-ranks were held or idle (:mod:`workbench.replay.paused_time`). Arrays: ``N`` entries.
+Terms: a *group* is a set of ranks that behave alike, drawn as its first rank; a *track* is a row of the timeline, one
+of :data:`~workbench.events.RANK_TRACKS` of a drawn rank. Times are nanoseconds of the displayed axis, without the
+time in which ranks were held or idle (:mod:`workbench.replay.paused_time`). Arrays: ``N`` entries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workbench.replay.paused_time import LEAST_IDLE_NS, Cuts, GrowingCuts
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import KeyFrame
-from workbench.widgets.live_spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
+from workbench.widgets.live_spans import NUM_TRACKS, SPAN_DTYPE, RankSpans, thinned
 from workbench.widgets.live_steps import Steps
 from workbench.widgets.rank_groups import RankGroups
 
@@ -51,7 +51,7 @@ class Increment:
         restart: drop everything received before, except the steps.
         is_another: the trace does not continue the last one: drop the steps as well.
         groups: groups of alike ranks; ``group`` in the arrays is an index into it.
-        ranks: ranks with tracks; track ``len(TRACKS) * i + j`` is track ``j`` of ``ranks[i]``.
+        ranks: ranks with tracks; track ``NUM_TRACKS * i + j`` is track ``j`` of ``ranks[i]``.
         spans: of :data:`~workbench.widgets.live_spans.SPAN_DTYPE`; those of a track in the order they began.
         open: same dtype: spans that have not ended; replaces the last ``open``.
         memory: of MEMORY_DTYPE: live bytes by class from a time on.
@@ -162,7 +162,7 @@ class Feed:
         for place, rank in enumerate(ranks):
             rank_trace = trace.rank(rank)
             reader = self._spans.setdefault(rank, RankSpans(rank_trace.end_seq - self._history_rows))
-            first_track = place * len(TRACKS)
+            first_track = place * NUM_TRACKS
             parts.append(reader.take(rank_trace, header=trace.header, first_track=first_track, cuts=self.cuts))
         return np.concatenate(parts)
 

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, get_args
 
-from workbench.events import Category, Kind, UnitState
+from workbench.events import RANK_TRACKS, Category, Kind, UnitState
 from workbench.replay.grouping import MAX_RUNS, NAMED_RUNS
 from workbench.views import theme
 from workbench.widgets.dashboard_messages import Answer, InitialState, Question
 from workbench.widgets.js_bundle import STATIC
-from workbench.widgets.live_spans import TRACKS
 from workbench.widgets.packing import COLUMNS, WIDTHS
 from workbench.widgets.typescript import module
 
@@ -64,9 +63,9 @@ def _tables() -> str:
         for table, columns in COLUMNS.items()
     }
     lines = "".join(f"  {table}: {json.dumps(columns)},\n" for table, columns in found.items())
-    tracks = json.dumps([name for name, _ in TRACKS])
+    tracks = json.dumps([track.value for track in RANK_TRACKS])
     return (
-        f"// {_HEADING.format('widgets/packing.py, widgets/live_spans.py and workbench/replay/grouping')}\n"
+        f"// {_HEADING.format('events.py, workbench/widgets/packing.py and workbench/replay/grouping')}\n"
         f"\nexport const TABLES = {{\n{lines}}};\n\nexport const TRACKS = {tracks};\n"
         f"\nexport const MAX_RUNS = {MAX_RUNS};\nexport const NAMED_RUNS = {NAMED_RUNS};\n"
     )

@@ -12,17 +12,17 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, Kind, Track
+from workbench.events import COLLECTIVES, RANK_TRACKS, Kind, Track, on_track
+from workbench.replay.collectives import first_of, matches
 from workbench.replay.device import ClockSource, clock_of, on_device
 from workbench.replay.paused_time import Cuts
-from workbench.replay.spans import Ints, Spans, closed, end_aborted, exclusive, spans
+from workbench.replay.spans import Ints, Spans, closed, end_aborted, spans
+from workbench.replay.tracks import NESTED, NUMBER, compute_pieces, is_compute
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, KeyFrame, Rows
-from workbench.views import tracks
-from workbench.views.tracks import COMPUTE, MASKING, WAIT_TRACK
 
-TRACKS = tracks.TRACKS[: len(Track)]
-"""Name and kinds of each track of a rank, from the top: those of the static timeline."""
+NUM_TRACKS = len(RANK_TRACKS)
+"""Tracks of each drawn rank. A device's copies and its host's track are in the static timeline only."""
 
 SPAN_DTYPE = np.dtype(
     [
@@ -40,7 +40,7 @@ SPAN_DTYPE = np.dtype(
 
 NO_HEADER = Header()
 
-_READ = (*COMPUTE, Kind.STEP, Kind.WAIT, *COLLECTIVES)
+_READ = (*NESTED, *COLLECTIVES)
 
 
 _Parts = tuple[NDArray[np.void], NDArray[np.void]]  # ended since the last call, and open
@@ -59,7 +59,7 @@ class RankSpans:
     def __init__(self, from_seq: int = 0) -> None:
         self._from_seq = from_seq  # rows before this one are no longer needed
         self._end_seq = from_seq
-        self._told = dict.fromkeys(range(1, len(TRACKS)), -1)  # BEGIN row of the last span returned
+        self._told = dict.fromkeys(range(1, NUM_TRACKS), -1)  # BEGIN row of the last span returned
         self._until_ns = np.iinfo(np.int64).min  # compute has been returned up to here
         self.open = np.empty(0, SPAN_DTYPE)
 
@@ -100,33 +100,32 @@ class RankSpans:
         return ended
 
     def _compute(self, rows: Rows, every: Spans) -> _Parts:
-        found = _of(every, (*COMPUTE, *MASKING))
-        owner, begin_ns, end_ns = exclusive(closed(found, rows))
+        found = _of(every, NESTED)
+        owner, begin_ns, end_ns, shown = compute_pieces(closed(found, rows))
+        innermost = np.flatnonzero(found.end_seq < 0)[-1:]
         fresh = begin_ns >= self._until_ns
         goes_on = np.zeros_like(fresh)
-        goes_on[-1:] = found.end_seq[owner[-1:]] < 0
+        goes_on[-1:] = np.isin(owner[-1:], innermost)
         ended = np.flatnonzero(fresh & ~goes_on)
         self._until_ns = int(end_ns[ended[-1]]) if len(ended) else self._until_ns
         told = _told(found, owner, 0, begin_ns, end_ns)
-        shown = ~_of_kind(told, MASKING)
-        innermost = np.flatnonzero(found.end_seq < 0)[-1:]
         if not len(innermost) or innermost[0] in owner[-1:]:
             return told[fresh & ~goes_on & shown], told[goes_on & shown]
         now_ns = found.begin_ns[innermost]  # it began with the last row and owns no time yet
         just_begun = _told(found, innermost, 0, now_ns, now_ns)
-        return told[fresh & ~goes_on & shown], just_begun[~_of_kind(just_begun, MASKING)]
+        return told[fresh & ~goes_on & shown], just_begun[is_compute(found)[innermost]]
 
     def _whole(self, rows: Rows, every: Spans, track: int) -> _Parts:
         """Return collectives or waits; unlike compute, these may overlap."""
-        found = _of(every, TRACKS[track][1])
+        found = _of(every, on_track(RANK_TRACKS[track]))
         mine = np.flatnonzero(found.begin_seq > self._told[track])
         waits_on = np.flatnonzero(found.end_seq[mine] < 0)
         count = int(waits_on[0]) if len(waits_on) else len(mine)  # in the order they began: up to the first open one
         if count:
             self._told[track] = int(found.begin_seq[mine[count - 1]])
         told = _told(found, mine, track, found.begin_ns[mine], closed(found, rows).end_ns[mine])
-        if track == WAIT_TRACK:
-            told["exposed"], told["issue_ns"] = 1, _issued_ns(every, _keys(found)[mine])
+        if track == NUMBER[Track.WAIT]:
+            told["exposed"], told["issue_ns"] = 1, _issued_ns(every, found)[mine]
         else:
             told["exposed"] = _was_waited_for(every, found)[mine]
         return told[:count], told[waits_on]
@@ -146,16 +145,6 @@ def _told(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) -
     return told
 
 
-def _of_kind(told: NDArray[np.void], kinds: Iterable[Kind]) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = np.isin(told["kind"], list(kinds))
-    return found
-
-
-def _keys(found: Spans) -> Ints:
-    """Return one number per collective, shared by the waits for it; -1 for other spans. ``[N]``."""
-    return np.where(found.comm_seq >= 0, (found.comm_group << 32) | found.comm_seq, -1)
-
-
 def _of(found: Spans, kinds: Iterable[Kind]) -> Spans:
     """Return the spans of some kinds."""
     wanted = np.zeros(256, np.bool_)  # quicker than np.isin on few spans
@@ -164,29 +153,20 @@ def _of(found: Spans, kinds: Iterable[Kind]) -> Spans:
     return Spans(**{column.name: getattr(found, column.name)[mine] for column in fields(Spans)})
 
 
-def _issued_ns(every: Spans, keys: Ints) -> Ints:
-    """Return when the collective of each key was issued; -1 if unknown. ``[N]``."""
+def _issued_ns(every: Spans, waits: Spans) -> Ints:
+    """Return when the collective of each wait was issued; -1 if unknown. ``[N]``."""
     issued = _of(every, COLLECTIVES)
-    place, known = _lookup(_keys(issued), keys)
-    return np.where(known, np.append(issued.begin_ns, -1)[place], -1)
+    place = matches(issued, waits)
+    return np.where(place >= 0, np.append(issued.begin_ns, -1)[place], -1)
 
 
 def _was_waited_for(every: Spans, found: Spans) -> NDArray[np.bool_]:
     """Return for each collective whether compute began to wait for it before its end was recorded. ``[N]``."""
     waits = _of(every, (Kind.WAIT,))
-    place, known = _lookup(_keys(waits), _keys(found))
+    waited = first_of(matches(found, waits), waits.begin_seq, len(found))
     until = np.where(found.end_seq >= 0, found.end_seq, np.iinfo(np.int64).max)
-    begun: NDArray[np.bool_] = known & (np.append(waits.begin_seq, 0)[place] < until)
+    begun: NDArray[np.bool_] = (waited >= 0) & (waited < until)
     return begun
-
-
-def _lookup(keys: Ints, wanted: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the first position in ``keys`` of each wanted key, and whether it is there (False for -1)."""
-    order = np.argsort(keys, kind="stable")
-    place = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
-    place = order[place] if len(keys) else np.zeros(len(wanted), np.int64)
-    known: NDArray[np.bool_] = (keys[place] == wanted) & (wanted >= 0) if len(keys) else np.zeros(len(wanted), np.bool_)
-    return place, known
 
 
 def thinned(found: NDArray[np.void], limit: int) -> NDArray[np.void]:
@@ -203,7 +183,8 @@ def thinned(found: NDArray[np.void], limit: int) -> NDArray[np.void]:
         pixel_ns *= 2
         merged = _merged(merged, pixel_ns)
     merged = merged[np.lexsort((merged["begin_ns"], merged["track"]))]
-    for track in np.unique(merged["track"][np.isin(merged["track"] % len(TRACKS), (0, WAIT_TRACK))]):
+    one_by_one = np.isin(merged["track"] % NUM_TRACKS, (NUMBER[Track.COMPUTE], NUMBER[Track.WAIT]))
+    for track in np.unique(merged["track"][one_by_one]):
         mine = np.flatnonzero(merged["track"] == track)
         merged[mine] = _one_after_the_other(merged[mine])
     return merged

@@ -19,7 +19,7 @@ from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 from workbench.widgets.feed import Increment, memory_of, shown_part, states_of
-from workbench.widgets.live_spans import SPAN_DTYPE, TRACKS, RankSpans, thinned
+from workbench.widgets.live_spans import NUM_TRACKS, SPAN_DTYPE, RankSpans, thinned
 from workbench.widgets.live_steps import LEARNED_DTYPE
 from workbench.widgets.state_at import StateAt
 
@@ -86,7 +86,7 @@ def _spans(
         first, last = _rolled(rank_trace.rows, *moments.between(trace, rank, *between_ns))
         first_seq, until_seq = rank_trace.start.seq + first, rank_trace.start.seq + last
         reader = RankSpans(first_seq)
-        first_track = place * len(TRACKS)
+        first_track = place * NUM_TRACKS
         found = reader.take(rank_trace, header=trace.header, first_track=first_track, cuts=cuts, until_seq=until_seq)
         parts += [found, reader.open] if until_seq < rank_trace.end_seq else [found]
     every = np.concatenate(parts)
