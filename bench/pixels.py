@@ -36,7 +36,7 @@ from tests.helpers.jupyterlab import Opened, jupyterlab, opened
 from tests.helpers.notebook_model import CELL
 from tests.helpers.package_source import REPO
 from tests.helpers.timeline_page import open_page
-from workbench.widgets.live_spans import NUM_TRACKS
+from workbench.live.live_spans import NUM_TRACKS
 
 NUM_RANKS = 2
 SAMPLE_S = 12.0

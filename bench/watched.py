@@ -25,10 +25,9 @@ from jupyter_client.session import Session
 from bench.stats import median_interval, rotated
 from workbench.cluster import Cluster
 from workbench.codec import encode
+from workbench.live.panel_messages import VERSION, GetState, Hello, State, Welcome
 from workbench.magics.notebook import Notebook
 from workbench.panel.panel import PanelComm
-from workbench.panel.panel_messages import VERSION, GetState, Hello, State, Welcome
-from workbench.panel.state_observer import Observer
 from workbench.protocol.commands import RankRequest, Step, to_dict
 from workbench.protocol.rank_messages import DrainReply
 from workbench.session.session import RUNTIME
@@ -154,7 +153,7 @@ class PanelViewer(Viewer):
     def __init__(self, workbench: Workbench) -> None:
         super().__init__()
         notebook = Notebook(lambda **_: workbench, lambda _name: False)
-        self._panel = PanelComm(notebook, Observer(), self, version="bench")
+        self._panel = PanelComm(notebook, self, version="bench")
         self._receive({"word": Hello.word, "number": 0, "version": VERSION, "extension": "bench"})
 
     def ask(self, *, wait: bool) -> None:

@@ -1,4 +1,4 @@
-// Made of workbench/panel/panel_messages.py and the words of %fsdp by: python -m workbench.panel.generate_protocol
+// Made of workbench/live/panel_messages.py and the words of %fsdp by: python -m workbench.panel.generate_protocol
 // What a panel in the browser and the kernel say to each other: questions and answers, all of them declared here.
 
 export const TARGET = "workbench.panel";

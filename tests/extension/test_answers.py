@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import example_answers
 from workbench.codec import decode, encode
-from workbench.panel.panel_messages import Answer
+from workbench.live.panel_messages import Answer
 
 
 def test_the_front_ends_tests_have_the_examples_of_python():

@@ -111,10 +111,10 @@ def check_stops() -> None:
 def check_pictures(trace) -> None:
     """The views and the live timeline."""
     from workbench.events import Kind
+    from workbench.live.live_spans import RankSpans
+    from workbench.live.state_at import describe
     from workbench.views import VIEWS, draw, theme
     from workbench.widgets.generate_js import programs
-    from workbench.widgets.live_spans import RankSpans
-    from workbench.widgets.state_at import describe
 
     for view in VIEWS:
         draw(view, trace)

@@ -10,7 +10,7 @@ import json
 from tests.helpers.package_source import REPO
 from workbench.codec import encode
 from workbench.events import Category
-from workbench.panel.panel_messages import (
+from workbench.live.panel_messages import (
     VERSION,
     Answer,
     BreakpointState,
@@ -42,7 +42,7 @@ from workbench.session.snapshot import LastResult
 FILE = REPO / "extension" / "tests" / "answers.ts"
 
 _HEADING = """\
-// Made of workbench/panel/panel_messages.py by: python -m tests.helpers.example_answers
+// Made of workbench/live/panel_messages.py by: python -m tests.helpers.example_answers
 // One example of each answer, as the kernel sends it.
 import type { AnswerOf } from "../src/client";
 import type { Answer } from "../src/protocol";

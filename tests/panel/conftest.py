@@ -6,10 +6,9 @@ import pytest
 
 from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.waiting import wait_until
+from workbench.live.panel_messages import VERSION
 from workbench.magics.notebook import Notebook
 from workbench.panel.panel import PanelComm
-from workbench.panel.panel_messages import VERSION
-from workbench.panel.state_observer import Observer
 from workbench.workbench import Workbench
 
 
@@ -83,7 +82,7 @@ def browser():
 
     notebook = Notebook(lambda **more: Workbench(cluster_factory=factory, **more), lambda name: False)
     comm = FakeComm()
-    panel = PanelComm(notebook, Observer(), comm, version="0.2.0")
+    panel = PanelComm(notebook, comm, version="0.2.0")
     made = Browser(notebook, panel, comm, fakes)
     made.hello()
     yield made

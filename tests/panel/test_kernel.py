@@ -8,8 +8,8 @@ from jupyter_client.manager import KernelManager
 
 from tests.helpers.package_source import REPO
 from workbench import ports
+from workbench.live.panel_messages import DASHBOARD_TARGET, TARGET, VERSION
 from workbench.panel.comm_targets import MAX_COMMS
-from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET, VERSION
 
 FAKE = """
 from tests.helpers.fake_cluster import FakeCluster

@@ -22,6 +22,10 @@ from tests.panel.conftest import FakeComm
 from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
+from workbench.live.long_poll import MAX_VIEWS, LongPoll, health, mark
+from workbench.live.packing import COLUMNS
+from workbench.live.rate_limit import IDLE_S, RateLimit
+from workbench.live.state_at import StateAt
 from workbench.magics.shell import register, unregister
 from workbench.panel.dashboard_comm import DashboardComm
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
@@ -33,10 +37,6 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import ClockReading, HostClock
 from workbench.views import draw
 from workbench.widgets.dashboard import BUTTONS, DashboardWidget, dashboard, read_question
-from workbench.widgets.long_poll import MAX_VIEWS, LongPoll, health, mark
-from workbench.widgets.packing import COLUMNS
-from workbench.widgets.rate_limit import IDLE_S, RateLimit
-from workbench.widgets.state_at import StateAt
 from workbench.workbench import Workbench
 
 RUNNING = Position(doing="step", place=StepPosition(1, 0))

@@ -17,13 +17,13 @@ from tests.helpers.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from workbench.errors import UsageError
 from workbench.events import RANK_TRACKS
+from workbench.live.overview import slowest
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT
 from workbench.session.snapshot import ActiveRequest
 from workbench.trace.columns import Trace
 from workbench.widgets.dashboard import DashboardWidget
 from workbench.widgets.js_bundle import STATIC, joined
-from workbench.widgets.overview import slowest
 
 pytestmark = pytest.mark.browser
 

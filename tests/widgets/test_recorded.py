@@ -10,18 +10,18 @@ import pytest
 from tests.helpers.browser import open_offline
 from tests.helpers.device_trace import on_devices
 from tests.helpers.held_ranks import stopped_before
+from tests.helpers.live_view import DashboardView
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.widgets.test_dashboard import prefix
 from workbench.events import Category, Kind
+from workbench.live import state_at
+from workbench.live.dashboard_messages import AskFeed
+from workbench.live.packing import COLUMNS
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
-from workbench.widgets import state_at
 from workbench.widgets.dashboard import read_question
-from workbench.widgets.dashboard_messages import AskFeed
 from workbench.widgets.js_bundle import joined
-from workbench.widgets.packing import COLUMNS
 from workbench.widgets.recorded import packed
-from workbench.widgets.view_server import ViewServer
 
 HARNESS = """<!doctype html><meta charset="utf-8"><title>a record</title>
 <script>
@@ -78,7 +78,7 @@ class Both:
     """A record in the page and in the kernel."""
 
     def __init__(self, page, trace):
-        self.page, self.pulse, self.answers = page, ClusterSnapshot(trace=trace), ViewServer()
+        self.page, self.pulse, self.answers = page, ClusterSnapshot(trace=trace), DashboardView()
         self.number = page.evaluate("(text) => open(text)", base64.b64encode(packed(trace)).decode())
         first, _ = self.answers.answer(AskFeed(), self.pulse, time.monotonic)
         self.end = first["now"]["t_us"] if first.get("now") else 0.0
@@ -176,7 +176,7 @@ def test_the_first_answer_is_the_kernels_and_then_there_is_nothing_new(both):
     (told, _), (again, empty) = both.page.evaluate(
         f"ask([{both.number}, [{{ask: 'feed', wait: false}}, {{ask: 'feed', wait: true}}]])"
     )
-    first, _ = ViewServer().answer(AskFeed(), both.pulse, time.monotonic)
+    first, _ = DashboardView().answer(AskFeed(), both.pulse, time.monotonic)
     first = json.loads(json.dumps(first))
     for name in ("now", "peaks", "units", "order", "groups", "tracks", "holds", "clock", "open"):
         assert told.get(name) == first.get(name)

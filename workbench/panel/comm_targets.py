@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import comm
 
+from workbench.live.panel_messages import DASHBOARD_TARGET, TARGET
 from workbench.magics.notebook import Notebook
 from workbench.panel.dashboard_comm import CommLike, DashboardComm
 from workbench.panel.panel import PanelComm
-from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET
-from workbench.panel.state_observer import Observer
 
 MAX_COMMS = 8
 """Maximum number of comms kept per target: a page that is reloaded leaves one open. Beyond it, the oldest is closed; a
@@ -35,11 +34,10 @@ class CommTargets:
     """
 
     def __init__(self, notebook: Notebook, version: str) -> None:
-        observer = Observer()
         self._lock = threading.Lock()
         self._open: dict[str, dict[str, tuple[Any, CommServer]]] = {TARGET: {}, DASHBOARD_TARGET: {}}
         self._serve: dict[str, Callable[[CommLike], CommServer]] = {
-            TARGET: lambda opened: PanelComm(notebook, observer, opened, version=version),
+            TARGET: lambda opened: PanelComm(notebook, opened, version=version),
             DASHBOARD_TARGET: lambda opened: DashboardComm(notebook.shown(), opened),
         }
 

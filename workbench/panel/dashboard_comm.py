@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from workbench.live.long_poll import WatchedWorkbench
 from workbench.widgets.dashboard import Views
-from workbench.widgets.long_poll import WatchedWorkbench
 from workbench.widgets.subshell import answer_while_busy
 
 

@@ -1,4 +1,4 @@
-"""Generate ``extension/src/protocol.ts`` from :mod:`workbench.panel.panel_messages` and the commands of ``%fsdp``.
+"""Generate ``extension/src/protocol.ts`` from :mod:`workbench.live.panel_messages` and the commands of ``%fsdp``.
 
 Run ``python -m workbench.panel.generate_protocol`` after a change of either. It also writes the device kinds that the
 panel's settings offer.
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import get_args
 
 from workbench.devices import CHOICES
+from workbench.live import panel_messages
+from workbench.live.panel_messages import DASHBOARD_TARGET, TARGET, VERSION, Answer, Question
 from workbench.magics.command_lines import WORDS, DrawCommand
-from workbench.panel import panel_messages
-from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET, VERSION, Answer, Question
 from workbench.protocol.commands import summary
 from workbench.protocol.policy import HYBRID, STRATEGIES
 from workbench.widgets.typescript import module
@@ -23,7 +23,7 @@ TYPES = _EXTENSION / "src" / "protocol.ts"
 SETTINGS = _EXTENSION / "schema" / "plugin.json"
 
 _HEADING = f"""\
-Made of workbench/panel/panel_messages.py and the words of %fsdp by: python -m workbench.panel.generate_protocol
+Made of workbench/live/panel_messages.py and the words of %fsdp by: python -m workbench.panel.generate_protocol
 {(panel_messages.__doc__ or "").partition(chr(10))[0]}"""
 
 

@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from workbench.codec import decode_named
 from workbench.errors import UsageError
+from workbench.live.panel_messages import Question
 from workbench.magics.command_lines import WORDS, parse_line
-from workbench.panel.panel_messages import Question
 from workbench.protocol.commands import Command, to_text
 
 QUESTIONS = {question.word: question for question in get_args(Question)}

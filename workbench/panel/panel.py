@@ -15,11 +15,9 @@ from typing import Any
 
 from workbench.codec import encode
 from workbench.errors import Interrupted, UsageError, WorkbenchError
-from workbench.magics.display_output import emit
-from workbench.magics.notebook import Notebook
-from workbench.panel.dashboard_comm import CommLike
-from workbench.panel.message_parsing import line_of, read_command, read_question
-from workbench.panel.panel_messages import (
+from workbench.live.live_trace import MAX_AGE_S, LiveTrace, live_trace_of
+from workbench.live.long_poll import LongPoll, Send
+from workbench.live.panel_messages import (
     VERSION,
     Answer,
     CommandHistory,
@@ -41,11 +39,14 @@ from workbench.panel.panel_messages import (
     UnitInfo,
     Welcome,
 )
-from workbench.panel.shard_preview import models_of, preview
-from workbench.panel.state_observer import Observer, Settings, params_of
+from workbench.live.panel_state import Settings, panel_state, params_of
+from workbench.live.shard_preview import models_of, preview
+from workbench.magics.display_output import emit
+from workbench.magics.notebook import Notebook
+from workbench.panel.dashboard_comm import CommLike
+from workbench.panel.message_parsing import line_of, read_command, read_question
 from workbench.protocol.commands import Command, Continue, Dashboard, Next, Reshard, Shard, Step
 from workbench.session.snapshot import ClusterSnapshot
-from workbench.widgets.long_poll import LongPoll, Send
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
 
@@ -57,14 +58,13 @@ class PanelComm:
 
     Args:
         notebook: runs the commands.
-        observer: follows the notebook's workbench, for all panels.
         comm: just opened by the browser.
         version: version of the Python package.
     """
 
-    def __init__(self, notebook: Notebook, observer: Observer, comm: CommLike, *, version: str) -> None:
-        self._notebook, self._observer, self._comm, self._version = notebook, observer, comm, version
-        self._waiting = LongPoll(self._pulse, self._news, time.monotonic, self._asks, whose="panel")
+    def __init__(self, notebook: Notebook, comm: CommLike, *, version: str) -> None:
+        self._notebook, self._comm, self._version = notebook, comm, version
+        self._waiting = LongPoll(lambda: self._pulse(MAX_AGE_S), self._news, time.monotonic, self._asks, whose="panel")
         self._is_welcome = self._is_closed = False
         self._asked = 0  # number of the waiting question
         self._units: tuple[UnitInfo, ...] | None = None
@@ -104,7 +104,8 @@ class PanelComm:
             self._waiting.ask(_VIEW)
             return None
         self._units = None
-        return self._state(question.number, self._pulse())
+        self._pulse()
+        return self._state(question.number)
 
     def _find_models(self, question: FindModels) -> Answer:
         workbench = self._notebook.shown()
@@ -132,7 +133,7 @@ class PanelComm:
         return preview(question.number, line, units, workbench.num_ranks, models, command.model)
 
     def _find_params(self, question: FindParams) -> Answer:
-        found = params_of(self._pulse().trace.header, question.unit)
+        found = params_of(self._pulse(MAX_AGE_S).trace.header, question.unit)
         return Params(number=question.number, unit=question.unit, params=found)
 
     def _recall(self, question: GetHistory) -> Answer:
@@ -149,17 +150,21 @@ class PanelComm:
 
     # ---- state
 
-    def _pulse(self) -> ClusterSnapshot:
-        return self._notebook.shown().pulse()
+    @property
+    def _live(self) -> LiveTrace:
+        return live_trace_of(self._notebook.shown())
+
+    def _pulse(self, max_age_s: float = 0.0) -> ClusterSnapshot:
+        return self._live.poll(self._notebook.shown(), max_age_s)
 
     def _asks(self) -> tuple[object, ...]:
         return self._notebook.exchange, self._notebook.shown().asked()
 
-    def _news(self, _view: str, pulse: ClusterSnapshot) -> Send:
-        answer = self._state(self._asked, pulse)
+    def _news(self, _view: str, _pulse: ClusterSnapshot) -> Send:
+        answer = self._state(self._asked)
         return partial(self._tell, answer)
 
-    def _state(self, number: int, pulse: ClusterSnapshot) -> Answer:
+    def _state(self, number: int) -> Answer:
         workbench = self._notebook.shown()
         given = workbench.settings
         settings = Settings(
@@ -171,7 +176,7 @@ class PanelComm:
             held_by=workbench.held_by,
             cores=self._notebook.cores,
         )
-        state = self._observer.state(number, pulse, settings, self._units)
+        state = panel_state(number, self._live, settings, self._units)
         self._units = state.units if state.units is not None else self._units
         return state
 

@@ -1,14 +1,14 @@
 """The live dashboard: one widget that shows what all ranks do while they train, and did at any earlier event.
 
 The browser asks and the kernel only answers, so a dashboard that is out of sight costs nothing. Each view in the
-browser has a name of its own, which selects its :class:`~workbench.widgets.view_server.ViewServer` here.
+browser has a name of its own, which selects its :class:`~workbench.live.view_server.ViewServer` here.
 
-The messages are declared in :mod:`workbench.widgets.dashboard_messages`. ``%fsdp timeline --canvas`` shows the same
+The messages are declared in :mod:`workbench.live.dashboard_messages`. ``%fsdp timeline --canvas`` shows the same
 widget with the panel ``timeline`` alone.
 
 The feed is thinned out to fit a number of bytes per second. While it holds still, a view also asks for the exact window
 in view; these answers do not count towards that number. A window is limited by
-:data:`workbench.widgets.window_detail.MOST` and :data:`workbench.widgets.window_detail.MOST_SPANS`; beyond these it is
+:data:`workbench.live.window_detail.MOST` and :data:`workbench.live.window_detail.MOST_SPANS`; beyond these it is
 not ``exact``.
 
 :class:`DashboardWidget` is the widget; :class:`Views` is everything except the transport of its messages.
@@ -27,9 +27,7 @@ import traitlets
 
 from workbench.codec import decode_named, encode
 from workbench.errors import UsageError, WorkbenchError
-from workbench.protocol.commands import NEXT
-from workbench.session.snapshot import ClusterSnapshot
-from workbench.widgets.dashboard_messages import (
+from workbench.live.dashboard_messages import (
     AskFeed,
     ButtonResult,
     CloseView,
@@ -39,10 +37,13 @@ from workbench.widgets.dashboard_messages import (
     Question,
     RunButton,
 )
+from workbench.live.live_trace import MAX_AGE_S, live_trace_of
+from workbench.live.long_poll import LongPoll, Send, WatchedWorkbench, crowded_out
+from workbench.live.view_server import ViewServer
+from workbench.protocol.commands import NEXT
+from workbench.session.snapshot import ClusterSnapshot
 from workbench.widgets.js_bundle import STATIC, joined
-from workbench.widgets.long_poll import LongPoll, Send, WatchedWorkbench, crowded_out
 from workbench.widgets.subshell import answer_while_busy
-from workbench.widgets.view_server import ViewServer
 
 BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("step", {"background": True}),
@@ -100,8 +101,8 @@ class Views:
         self._workbench, self._clock, self._send = workbench, clock, tell
         self._lock = threading.RLock()
         self._views: dict[str, ViewServer] = {}
-        self._pulse: ClusterSnapshot | None = None
-        self._waiting = LongPoll(workbench.pulse, self._news, clock, workbench.asked)
+        self._live = live_trace_of(workbench)
+        self._waiting = LongPoll(lambda: self._poll(MAX_AGE_S), self._news, clock, workbench.asked)
         words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
         buttons = words if "ranks" in panels else ()
         self.about: dict[str, Any] = encode(InitialState(buttons=buttons, sizes=NEXT, panels=tuple(panels)))
@@ -115,7 +116,6 @@ class Views:
         self._waiting.close()
         with self._lock:
             self._views.clear()
-            self._pulse = None
 
     def receive(self, data: Any) -> None:  # noqa: ANN401 - any JSON may come
         """Answer one message of the browser; runs in the main thread, or in a subshell's thread while a cell runs."""
@@ -136,29 +136,31 @@ class Views:
             if isinstance(question, CloseView):
                 self._forget(name)
                 return
-            view = self._views.pop(name, None) or ViewServer()
+            view = self._views.pop(name, None) or ViewServer(self._live)
             self._views[name] = view  # the latest to ask is last
             for crowded in crowded_out(self._views):
                 self._forget(crowded)
             if isinstance(question, AskFeed) and question.wait:
                 self._waiting.ask(name)
                 return
-            if isinstance(question, AskFeed) or self._pulse is None:  # the others use the last snapshot
-                self._pulse = self._workbench.pulse()
-            answer, buffers = view.answer(question, self._pulse, self._clock)
+            if isinstance(question, AskFeed) or self._live.pulse is None:  # the others use the last snapshot
+                self._poll()
+            answer, buffers = view.answer(question, self._clock)
         self._tell(name, answer, buffers)
+
+    def _poll(self, max_age_s: float = 0.0) -> ClusterSnapshot:
+        return self._live.poll(self._workbench, max_age_s)
 
     def _forget(self, name: str) -> None:
         self._views.pop(name, None)
         self._waiting.forget(name)
 
-    def _news(self, name: str, pulse: ClusterSnapshot) -> Send:
+    def _news(self, name: str, _pulse: ClusterSnapshot) -> Send:
         """Make the answer to a waiting view; return the function that sends it."""
         with self._lock:
             if name not in self._views:
                 return lambda: None
-            self._pulse = pulse
-            answer, buffers = self._views[name].answer(AskFeed(), pulse, self._clock)
+            answer, buffers = self._views[name].answer(AskFeed(), self._clock)
         return lambda: self._tell(name, answer, buffers)
 
     def _tell(self, name: str, answer: dict[str, Any], buffers: list[bytes] | None = None) -> None:

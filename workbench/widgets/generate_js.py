@@ -1,7 +1,7 @@
 """Generator of the front end's copies of Python definitions: names and colours of events, tables, messages.
 
 Run ``python -m workbench.widgets.generate_js`` after a change of :mod:`workbench.events`, the colours of views,
-:mod:`workbench.widgets.packing` or :mod:`workbench.widgets.dashboard_messages`.
+:mod:`workbench.live.packing` or :mod:`workbench.live.dashboard_messages`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import IntEnum
 from typing import Any, get_args
 
 from workbench.events import RANK_TRACKS, Category, Kind, UnitState
+from workbench.live.dashboard_messages import Answer, InitialState, Question
+from workbench.live.packing import COLUMNS, WIDTHS
 from workbench.replay.grouping import MAX_RUNS, NAMED_RUNS
 from workbench.views import theme
-from workbench.widgets.dashboard_messages import Answer, InitialState, Question
 from workbench.widgets.js_bundle import STATIC
-from workbench.widgets.packing import COLUMNS, WIDTHS
 from workbench.widgets.typescript import module
 
 _HEADING = "Made of workbench/{}.py by: python -m workbench.widgets.generate_js"
@@ -65,7 +65,7 @@ def _tables() -> str:
     lines = "".join(f"  {table}: {json.dumps(columns)},\n" for table, columns in found.items())
     tracks = json.dumps([track.value for track in RANK_TRACKS])
     return (
-        f"// {_HEADING.format('events.py, workbench/widgets/packing.py and workbench/replay/grouping')}\n"
+        f"// {_HEADING.format('events.py, workbench/live/packing.py and workbench/replay/grouping')}\n"
         f"\nexport const TABLES = {{\n{lines}}};\n\nexport const TRACKS = {tracks};\n"
         f"\nexport const MAX_RUNS = {MAX_RUNS};\nexport const NAMED_RUNS = {NAMED_RUNS};\n"
     )
@@ -74,7 +74,7 @@ def _tables() -> str:
 def _messages() -> str:
     """Return the types of the messages and of the tables in their buffers."""
     questions, answers = get_args(Question), get_args(Answer)
-    heading = _HEADING.format("widgets/dashboard_messages.py and workbench/widgets/packing")
+    heading = _HEADING.format("widgets/dashboard_messages.py and workbench/live/packing")
     messages = module(
         heading,
         [*questions, *answers, InitialState],

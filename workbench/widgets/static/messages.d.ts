@@ -1,4 +1,4 @@
-// Made of workbench/widgets/dashboard_messages.py and workbench/widgets/packing.py by: python -m workbench.widgets.generate_js
+// Made of workbench/live/dashboard_messages.py and workbench/live/packing.py by: python -m workbench.widgets.generate_js
 
 /** Asks what is new. */
 export interface AskFeed {

@@ -1,4 +1,4 @@
-// Made of workbench/events.py, workbench/widgets/packing.py and workbench/replay/grouping.py by: python -m workbench.widgets.generate_js
+// Made of workbench/events.py, workbench/live/packing.py and workbench/replay/grouping.py by: python -m workbench.widgets.generate_js
 
 export const TABLES = {
   spans: {"start": ["f8", 1], "duration": ["f4", 1], "bytes": ["f4", 1], "before": ["f4", 1], "unit": ["i2", 1], "track": ["u1", 1], "kind": ["u1", 1], "exposed": ["u1", 1]},

@@ -1,18 +1,20 @@
-"""The state that a panel shows, computed from a snapshot and from what is accumulated over the trace's rows."""
+"""The state that a panel shows, from the newest snapshot and the fold of its trace."""
 
 from __future__ import annotations
 
 import math
 import os
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.codec import sent_number
 from workbench.events import FlatPart, Param, Unit, unit_words
-from workbench.panel.panel_messages import (
+from workbench.live.fold import Fold
+from workbench.live.live_trace import LiveTrace
+from workbench.live.long_poll import breakpoints, said
+from workbench.live.panel_messages import (
     ClockState,
     ClusterState,
     ParamInfo,
@@ -23,19 +25,14 @@ from workbench.panel.panel_messages import (
     UnitInfo,
     UnitStates,
 )
-from workbench.replay import memory, states
+from workbench.replay import memory
 from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
-from workbench.replay.states import States
 from workbench.replay.units import model_order
 from workbench.reports.clock_text import clock_words
 from workbench.reports.pause_results import row_of
-from workbench.reports.step_progress import Follower
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, KeyFrame, RankInfo
-from workbench.widgets.feed import continues, job
-from workbench.widgets.live_peak import Peaks
-from workbench.widgets.long_poll import breakpoints, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,96 +54,70 @@ class Settings:
     cores: int = 1
 
 
-class Observer:
-    """Follows one workbench for all its panels. Thread-safe.
+def panel_state(number: int, live: LiveTrace, settings: Settings, known_units: Sequence[UnitInfo] | None) -> State:
+    """Return the state at the newest snapshot.
 
-    The memory, units and steps of a rank are folded from row to row, each row once.
+    Args:
+        number: number of the question.
+        live: the cluster's snapshot and the fold of its trace.
+        settings: how its ranks were started, or would be.
+        known_units: units as last sent to the caller; None: not sent yet.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._peaks, self._states, self._ends = Peaks(), dict[int, tuple[int, States]](), dict[int, int]()
-        self._follower: Follower | None = None
-        self._job: tuple[object, ...] = ()
-
-    def state(
-        self, number: int, pulse: ClusterSnapshot, settings: Settings, known_units: Sequence[UnitInfo] | None
-    ) -> State:
-        """Return the state at ``pulse``.
-
-        Args:
-            number: number of the question.
-            pulse: snapshot of the cluster.
-            settings: how its ranks were started, or would be.
-            known_units: units as last sent to the caller; None: not sent yet.
-        """
-        with self._lock:
-            trace = pulse.trace
-            if not continues(trace, self._job, self._ends):
-                self._forget()
-            self._job, self._ends = job(trace), {r.rank: r.end_seq for r in trace.ranks}
-            units = units_of(trace.header)
-            return State(
-                number=number,
-                cluster=_cluster(pulse, settings),
-                ranks=tuple(self._rank(pulse, rank) for rank in sorted(pulse.states)),
-                clocks=_clocks(trace.header),
-                units=None if units == known_units else units,
-                unit_states=self._unit_states(trace, units),
-                breakpoints=breakpoints(pulse),
-                request=_request(pulse.under_way),
-                training=self._training(trace),
-                ended=pulse.ended,
-                is_recorded=trace.num_rows > 0,
-                record=pulse.record,
-                said=said(pulse),
-            )
-
-    def _rank(self, pulse: ClusterSnapshot, rank: int) -> RankState:
-        trace = pulse.trace
-        info = next((info for info in trace.header.ranks if info.rank == rank), None)
-        is_recorded = any(r.rank == rank and len(r.rows) for r in trace.ranks)
-        peak = self._peaks.of(trace, rank) if is_recorded else {}
-        folded = self._peaks.state(rank) if is_recorded else memory.start(KeyFrame())
-        return RankState(
-            rank=rank,
-            health=pulse.states[rank],
-            where=_where(pulse, rank),
-            **_place(info),
-            num_bytes=folded.bytes_by_category,
-            in_use=memory.in_use(folded.bytes_by_category),
-            peak_bytes=folded.peak_bytes,
-            peak_bytes_by_class=folded.peak_bytes_by_category,
-            peak=peak.get("text", ""),
+    with live.lock:
+        pulse = live.pulse or ClusterSnapshot(trace=Trace.empty())
+        trace, units = pulse.trace, units_of(pulse.trace.header)
+        return State(
+            number=number,
+            cluster=_cluster(pulse, settings),
+            ranks=tuple(_rank(pulse, live.fold, rank) for rank in sorted(pulse.states)),
+            clocks=_clocks(trace.header),
+            units=None if units == known_units else units,
+            unit_states=_unit_states(live.fold, units),
+            breakpoints=breakpoints(pulse),
+            request=_request(pulse.under_way),
+            training=_training(live.fold),
+            ended=pulse.ended,
+            is_recorded=trace.num_rows > 0,
+            record=pulse.record,
+            said=said(pulse),
         )
 
-    def _unit_states(self, trace: Trace, units: Sequence[UnitInfo]) -> tuple[UnitStates, ...]:
-        groups: dict[str, list[int]] = {}
-        for rank_trace in trace.ranks:
-            next_seq, before = self._states.get(rank_trace.rank, (rank_trace.start.seq, states.start(rank_trace.start)))
-            after = states.advance(before, rank_trace.rows[next_seq - rank_trace.start.seq :])
-            self._states[rank_trace.rank] = rank_trace.end_seq, after
-            digits = "".join(str(int(after[unit.index])) for unit in units)
-            groups.setdefault(digits, []).append(rank_trace.rank)
-        return tuple(UnitStates(ranks=tuple(ranks), states=digits) for digits, ranks in groups.items())
 
-    def _training(self, trace: Trace) -> TrainingSummary:
-        if not trace.ranks:
-            return TrainingSummary()
-        if self._follower is None:
-            num_ranks = 1 + max(trace.header.world_size - 1, *(rank_trace.rank for rank_trace in trace.ranks))
-            self._follower = Follower(Trace.empty(), num_ranks=num_ranks, total=0)
-        found = self._follower.catch_up(trace)
-        return TrainingSummary(
-            step=found.step,
-            loss=sent_number(found.loss),
-            loss_step=found.loss_step,
-            steps_per_s=1e9 / found.step_ns if found.step_ns else None,
-            tokens_per_s=found.tokens_per_s,
-        )
+def _rank(pulse: ClusterSnapshot, fold: Fold, rank: int) -> RankState:
+    info = next((info for info in pulse.trace.header.ranks if info.rank == rank), None)
+    is_recorded = any(r.rank == rank and r.end_seq for r in pulse.trace.ranks)
+    folded = fold.rank(rank).memory if is_recorded else memory.start(KeyFrame())
+    return RankState(
+        rank=rank,
+        health=pulse.states[rank],
+        where=_where(pulse, rank),
+        **_place(info),
+        num_bytes=folded.bytes_by_category,
+        in_use=memory.in_use(folded.bytes_by_category),
+        peak_bytes=folded.peak_bytes,
+        peak_bytes_by_class=folded.peak_bytes_by_category,
+        peak=fold.peak(rank)["text"] if is_recorded else "",
+    )
+
+
+def _unit_states(fold: Fold, units: Sequence[UnitInfo]) -> tuple[UnitStates, ...]:
+    groups: dict[str, list[int]] = {}
+    for rank_trace in fold.trace.ranks:
+        after = fold.rank(rank_trace.rank).units
+        digits = "".join(str(int(after[unit.index])) for unit in units)
+        groups.setdefault(digits, []).append(rank_trace.rank)
+    return tuple(UnitStates(ranks=tuple(ranks), states=digits) for digits, ranks in groups.items())
+
+
+def _training(fold: Fold) -> TrainingSummary:
+    found = fold.steps.progress(fold.trace.header.strings)
+    return TrainingSummary(
+        step=found.step,
+        loss=sent_number(found.loss),
+        loss_step=found.loss_step,
+        steps_per_s=1e9 / found.step_ns if found.step_ns else None,
+        tokens_per_s=found.tokens_per_s,
+    )
 
 
 def _cluster(pulse: ClusterSnapshot, settings: Settings) -> ClusterState:

@@ -3,7 +3,7 @@
 Every question names the ``view`` that asks, and every answer the ``view`` that it is for;
 :class:`~workbench.widgets.dashboard.DashboardWidget` adds the latter. A question may omit fields that have a default.
 Times are microseconds from the view's origin, without the time in which ranks were held or idle. Numbers are in a
-buffer next to the message, in the order of :data:`workbench.widgets.packing.COLUMNS`.
+buffer next to the message, in the order of :data:`workbench.live.packing.COLUMNS`.
 ``static/messages.d.ts`` has the same types for the front end; ``python -m workbench.widgets.generate_js`` writes it.
 
 ===================  =====================  ==============================================================

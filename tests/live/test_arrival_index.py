@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import example_trace
+from workbench.live import arrival_index
+from workbench.live.arrival_index import ArrivalIndex
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import ROW_DTYPE, KeyFrame
-from workbench.widgets import arrival_index
-from workbench.widgets.arrival_index import ArrivalIndex
 
 times = st.lists(st.integers(0, 50), min_size=1, max_size=40)
 

@@ -1,7 +1,7 @@
 """Every change in a window of time: what a view draws while it holds still.
 
 The feed has only extremes of memory and states, and nothing of the distant past. Drawn under a cursor, these would
-contradict the numbers of :class:`~workbench.widgets.state_at.StateAt` there. This module reads the same rows from the
+contradict the numbers of :class:`~workbench.live.state_at.StateAt` there. This module reads the same rows from the
 same key frames, so the picture agrees with those numbers at any time of the window. Times are nanoseconds.
 """
 
@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import MOVES
+from workbench.live.feed import Increment, memory_of, shown_part, states_of
+from workbench.live.live_spans import NUM_TRACKS, SPAN_DTYPE, RankSpans, thinned
+from workbench.live.live_steps import LEARNED_DTYPE
+from workbench.live.state_at import StateAt
 from workbench.replay import states
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
-from workbench.widgets.feed import Increment, memory_of, shown_part, states_of
-from workbench.widgets.live_spans import NUM_TRACKS, SPAN_DTYPE, RankSpans, thinned
-from workbench.widgets.live_steps import LEARNED_DTYPE
-from workbench.widgets.state_at import StateAt
 
 MOST = 2_000
 """Memory moves, and unit changes, of one group that are sent in full; of more only extremes, as in the feed."""

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.helpers.trace_strategies import traces
 from workbench.events import BESIDE, Kind
+from workbench.live import state_at
+from workbench.live.state_at import StateAt
 from workbench.replay import states
 from workbench.trace import advance
 from workbench.trace.columns import Trace
-from workbench.widgets import state_at
-from workbench.widgets.state_at import StateAt
 
 
 @given(traces(), st.data())

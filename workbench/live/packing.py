@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Category, Kind
+from workbench.live.dashboard_messages import Counts, OpenSpan
+from workbench.live.feed import Increment
 from workbench.replay.paused_time import Cuts
-from workbench.widgets.dashboard_messages import Counts, OpenSpan
-from workbench.widgets.feed import Increment
 
 COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     "spans": (

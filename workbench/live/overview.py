@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Category, Edge, Kind, Unit, unit_words
+from workbench.live.dashboard_messages import Costs, KnobEffect, RunStatus
+from workbench.live.state_at import StateAt
 from workbench.replay import memory
 from workbench.replay.grouping import label
 from workbench.replay.paused_time import Cuts
@@ -22,8 +24,6 @@ from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
-from workbench.widgets.dashboard_messages import Costs, KnobEffect, RunStatus
-from workbench.widgets.state_at import StateAt
 
 STUCK_S = 3.0
 """Seconds without a new event after which ranks that wait for each other count as stuck."""

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from workbench.panel.panel_messages import Answer, Question
+from workbench.live.panel_messages import Answer, Question
 from workbench.widgets.typescript import read_docstring
 
 MESSAGES = [*get_args(Question), *get_args(Answer)]

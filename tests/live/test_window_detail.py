@@ -5,18 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.live_view import FeedView
 from tests.helpers.long_trace import long_trace
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.trace_strategies import traces
 from workbench.events import BESIDE
+from workbench.live import state_at
+from workbench.live.live_spans import NUM_TRACKS, RankSpans
+from workbench.live.state_at import StateAt
+from workbench.live.window_detail import MOST, MOST_SPANS, window
 from workbench.replay import memory
 from workbench.trace import advance
 from workbench.trace.columns import Trace
-from workbench.widgets import state_at
-from workbench.widgets.feed import Feed
-from workbench.widgets.live_spans import NUM_TRACKS, RankSpans
-from workbench.widgets.state_at import StateAt
-from workbench.widgets.window_detail import MOST, MOST_SPANS, window
 
 
 @st.composite
@@ -28,7 +28,7 @@ def windows(draw):
     margin = (high - low) // 4 + 1
     ends = st.integers(low - margin, high + margin)
     begin_ns, end_ns = sorted((draw(ends), draw(ends)))
-    return trace, Feed().take(trace).groups, begin_ns, end_ns
+    return trace, FeedView().take(trace).groups, begin_ns, end_ns
 
 
 def known_ns(trace, rank):
@@ -99,7 +99,7 @@ def test_a_window_is_the_fold_of_the_whole_trace_cut_to_it(drawn):
 def test_key_frames_on_the_way_change_no_window(monkeypatch):
     monkeypatch.setattr(state_at, "EVERY", 32)
     trace, kept = simulate(Setup(num_ranks=2, steps=3)), StateAt()
-    times, groups = known_ns(trace, 0), Feed().take(trace).groups
+    times, groups = known_ns(trace, 0), FeedView().take(trace).groups
     for begin, end in np.sort(np.random.default_rng(0).integers(0, len(times), (30, 2)), axis=1).tolist():
         part = int(times[begin]), int(times[end])
         for new, old in zip(tables(trace, kept, groups, part), tables(trace, StateAt(), groups, part), strict=True):
@@ -114,7 +114,7 @@ def tables(trace, kept, groups, part):
 @pytest.mark.parametrize("rows_per_rank", [2_000, 40_000])
 def test_of_too_much_only_extremes_are_told_and_that_is_said(rows_per_rank):
     trace = long_trace(num_ranks=2, rows_per_rank=rows_per_rank)
-    groups, times = Feed().take(trace).groups, known_ns(trace, 0)
+    groups, times = FeedView().take(trace).groups, known_ns(trace, 0)
     found = window(trace, StateAt(), groups, int(times[0]), int(times[-1]))
     assert found.is_exact == (rows_per_rank == 2_000)
     assert len(found.memory) <= 1.1 * MOST

@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from workbench.codec import NotFinite
+from workbench.live.dashboard_messages import BreakpointState
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.reports.results import PastCommand
 from workbench.reports.stop_positions import State as Health
 from workbench.session.snapshot import Exchange, LastResult
-from workbench.widgets.dashboard_messages import BreakpointState
 
 TARGET = "workbench.panel"
 """Name of the comm target."""

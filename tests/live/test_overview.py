@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.device_trace import on_devices
+from tests.helpers.live_view import DashboardView
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.helpers.trace_strategies import traces
 from tests.replay.test_shards import make_flat
 from tests.widgets.test_dashboard import HELD, RUNNING, prefix
 from workbench.events import Edge, Kind
+from workbench.live.dashboard_messages import AskFeed
+from workbench.live.live_steps import Steps
+from workbench.live.overview import STUCK_S, knobs, slowest, status, turned, whose
 from workbench.protocol.rank_messages import Position
 from workbench.replay.arrivals import LATE
 from workbench.reports.step_progress import Progress
 from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnapshot, pulse
 from workbench.trace.columns import Trace
-from workbench.widgets.dashboard_messages import AskFeed
-from workbench.widgets.live_steps import Steps
-from workbench.widgets.overview import STUCK_S, knobs, slowest, status, turned, whose
-from workbench.widgets.view_server import ViewServer
 
 TRACE = example_trace(num_ranks=4)
 WAITING = Position(doing="step", waiting=True)
@@ -136,7 +136,7 @@ PLAIN, OFFLOADED, KEPT = (
 
 def change_told(parts):
     """Return the last policy change that a view shows; each part is a number of steps and the policies known then."""
-    answers, change = ViewServer(), None
+    answers, change = DashboardView(), None
     steps = LONG.rank(0).rows["step"]
     for until, policies in parts:
         trace = prefix(LONG, int(np.flatnonzero(steps == until)[0]) if until < 12 else len(steps))

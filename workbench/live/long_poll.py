@@ -10,13 +10,13 @@ from typing import Protocol
 
 from workbench.errors import WorkbenchError
 from workbench.events import Kind
+from workbench.live.dashboard_messages import BreakpointState, RankHealth
+from workbench.live.rate_limit import LOOK_S, RateLimit
 from workbench.protocol.breakpoints import UNTIL
 from workbench.replay.grouping import label
 from workbench.reports.failures import RESTART, losses_in_words
 from workbench.reports.stop_positions import State, describe, unit_names
 from workbench.session.snapshot import ClusterSnapshot
-from workbench.widgets.dashboard_messages import BreakpointState, RankHealth
-from workbench.widgets.rate_limit import LOOK_S, RateLimit
 
 Send = Callable[[], None]
 

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from tests.helpers.aborted_steps import aborted
 from tests.helpers.device_trace import hung, on_devices
 from tests.helpers.held_ranks import stopped_before
+from tests.helpers.live_view import FeedView
 from tests.helpers.long_trace import long_trace
 from tests.helpers.trace_strategies import cuttings, example_trace, traces
 from workbench.events import COLLECTIVES, COPIES, RANK_TRACKS, Edge, Kind, Track, on_track
+from workbench.live.live_spans import NUM_TRACKS, RankSpans
 from workbench.replay.spans import last_ns, zero_ns
 from workbench.replay.tracks import NESTED, NUMBER
 from workbench.trace import check
@@ -17,8 +19,6 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.views.timeline import timeline
 from workbench.views.tracks import LANES, tracks
 from workbench.views.window import window
-from workbench.widgets.feed import Feed
-from workbench.widgets.live_spans import NUM_TRACKS, RankSpans
 
 COLUMNS = ["track", "kind", "exposed", "unit", "begin_ns", "end_ns", "issue_ns", "num_bytes"]
 WAITS = NUMBER[Track.WAIT]
@@ -121,9 +121,9 @@ def drawn(trace):
 
 def told(trace):
     """The same of the live timeline: what has ended, and what has not."""
-    feed = Feed(history_rows=trace.num_rows)
+    feed = FeedView(history_rows=trace.num_rows)
     new = feed.take(trace, 1 << 40)
-    found, zero = [], feed.cuts.shown_at(zero_ns(trace))
+    found, zero = [], feed.fold.cuts.shown_at(zero_ns(trace))
     for part in (new.spans, new.open):
         part["begin_ns"] -= zero
         part["end_ns"] -= zero

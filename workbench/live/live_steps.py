@@ -13,6 +13,7 @@ from workbench.replay.arrivals import LATE
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import chosen
 from workbench.replay.training import TrainingProgress
+from workbench.reports.step_progress import Progress, progress_of
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Rows
 
@@ -30,17 +31,25 @@ LEARNED_DTYPE = np.dtype(
     ]
 )
 MAX_STEPS = 2_000
-"""Maximum number of steps returned at once: the last ones."""
+"""Maximum number of steps that a client receives at once: the last ones."""
 
 
 class Steps:
-    """Returns each step once: when every rank has finished it, and its loss is known or the next one has begun."""
+    """Finished steps of a trace: each is known when every rank has finished it, and its loss is or the next has begun.
+
+    Attributes:
+        count: number of steps so far.
+    """
 
     def __init__(self) -> None:
-        self._states: dict[int, TrainingProgress] = {}
+        self.count = 0
+        self._parts: list[NDArray[np.void]] = []
+        self._states: dict[int, TrainingProgress] = {}  # of the steps that are not known yet
+        self._newest = Progress(done=0, total=0)  # of those that are
         self._seen: dict[int, int] = {}
         self._model = -1
         self._waits_ns: dict[int, dict[int, int]] = {}  # by rank and step
+        self._whole_from: dict[int, int] = {}  # by rank, the first step of which no row is missing
 
     def take(self, trace: Trace, cuts: Cuts | None = None) -> NDArray[np.void]:
         """Return the new steps in ``trace``, of LEARNED_DTYPE.
@@ -49,21 +58,52 @@ class Steps:
         time that ``cuts`` leave out.
         """
         for rank_trace in trace.ranks:
-            rank = rank_trace.rank
-            rows = rank_trace.rows[max(self._seen.get(rank, 0) - rank_trace.start.seq, 0) :]
+            rank, seen = rank_trace.rank, self._seen.get(rank_trace.rank, 0)
+            rows = rank_trace.rows[max(seen - rank_trace.start.seq, 0) :]
+            if seen < rank_trace.start.seq and len(rows):
+                self._whole_from[rank] = int(rows["step"][0]) + 1
+            elif seen < rank_trace.start.seq:
+                continue  # its rows come later
             if cuts is not None:
                 rows = cuts.rows(rows)
             self._states[rank] = training.advance(self._states.get(rank, training.start()), rows)
-            _add_waits(self._waits_ns.setdefault(rank, {}), rows)
+            _add_waits(self._waits_ns.setdefault(rank, {}), rows, self._whole_from.get(rank, 0))
             self._seen[rank] = rank_trace.end_seq
         states = list(self._states.values())
         name = trace.header.strings.index(training.LOSS) if training.LOSS in trace.header.strings else -1
         count = _num_ready(states, name)
+        if count:
+            self._newest = self.progress(trace.header.strings)
         told = _learned(states, name, count)
         self._take_waits(told)
         told["model"] = self._models(trace, states, told["step"])
         self._states = {rank: _without(state, count) for rank, state in self._states.items()}
-        return told[-MAX_STEPS:]
+        self._parts = [*self._parts, told] if count else self._parts
+        self.count += count
+        return told
+
+    def following(self, after: int) -> NDArray[np.void]:
+        """Return the steps that follow the first ``after``, of LEARNED_DTYPE: the last MAX_STEPS of them."""
+        found, missing = [np.empty(0, LEARNED_DTYPE)], min(self.count - after, MAX_STEPS)
+        for part in reversed(self._parts):
+            if missing <= 0:
+                break
+            found.append(part[-missing:])
+            missing -= len(part)
+        return np.concatenate(found[::-1])
+
+    def progress(self, strings: tuple[str, ...]) -> Progress:
+        """Return the newest step that a rank began, the newest loss, and time and tokens of the newest finished step.
+
+        Args:
+            strings: of the trace's header.
+        """
+        if not self._states:
+            return self._newest
+        now, known = progress_of(list(self._states.values()), strings), self._newest
+        if now.loss_step < 0:
+            now = replace(now, loss=known.loss, loss_step=known.loss_step)
+        return now if now.done else replace(now, step_ns=known.step_ns, tokens_per_s=known.tokens_per_s)
 
     def _take_waits(self, told: NDArray[np.void]) -> None:
         """Fill in each step's exposed share and its straggler; drop the waits of these and older steps."""
@@ -90,9 +130,9 @@ class Steps:
         return known
 
 
-def _add_waits(waits_ns: dict[int, int], rows: Rows) -> None:
+def _add_waits(waits_ns: dict[int, int], rows: Rows, from_step: int) -> None:
     """Add the waits in ``rows`` to each step's sum: the times of their ends minus those of their begins."""
-    waits = chosen(rows, (rows["kind"] == Kind.WAIT) & (rows["step"] >= 0))
+    waits = chosen(rows, (rows["kind"] == Kind.WAIT) & (rows["step"] >= from_step))
     steps, place = np.unique(waits["step"], return_inverse=True)
     signed = np.where(waits["edge"] == Edge.END, waits["t_ns"], -waits["t_ns"])
     sums = np.zeros(len(steps), np.int64)

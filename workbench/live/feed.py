@@ -1,7 +1,7 @@
-"""The incremental feed of a live view: a growing trace and what the browser already has -> one small increment.
+"""The feed of one client: the fold of a growing trace, and what the client has received -> one small increment.
 
-A :class:`Feed` tracks what one browser view has received. :meth:`Feed.take` returns what is new, thinned out to fit a
-number of bytes; :mod:`workbench.widgets.packing` turns it into binary columns. Nothing is sent twice: the increments of
+A :class:`Feed` is a cursor. :meth:`Feed.take` returns what is new, thinned out to fit a number of bytes;
+:mod:`workbench.live.packing` turns it into binary columns. Nothing is sent twice: the increments of
 a trace taken in pieces add up to those of the trace taken at once. Thinning merges short spans (``count`` says how
 many) and keeps the extremes and ends of memory and states.
 
@@ -12,27 +12,19 @@ time in which ranks were held or idle (:mod:`workbench.replay.paused_time`). Arr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Category
+from workbench.live.fold import Fold
+from workbench.live.live_spans import NUM_TRACKS, SPAN_DTYPE, thinned
 from workbench.replay import memory, states
-from workbench.replay.paused_time import LEAST_IDLE_NS, Cuts, GrowingCuts
-from workbench.trace import advance
-from workbench.trace.columns import RankTrace, Trace
+from workbench.replay.paused_time import Cuts
+from workbench.trace.columns import RankTrace
 from workbench.trace.schema import KeyFrame
-from workbench.widgets.live_spans import NUM_TRACKS, SPAN_DTYPE, RankSpans, thinned
-from workbench.widgets.live_steps import Steps
-from workbench.widgets.rank_groups import RankGroups
-
-MAX_RANKS = 8
-"""Maximum number of ranks with tracks of their own."""
-
-HISTORY_ROWS = 30_000
-"""Rows of each rank that a view receives when it opens; the static views show older ones."""
 
 MEMORY_DTYPE = np.dtype([("group", "u1"), ("t_ns", "<i8"), ("num_bytes", "<i8", (len(Category),))])
 STATE_DTYPE = np.dtype([("group", "u1"), ("state", "u1"), ("unit", "<i2"), ("t_ns", "<i8")])
@@ -52,12 +44,12 @@ class Increment:
         is_another: the trace does not continue the last one: drop the steps as well.
         groups: groups of alike ranks; ``group`` in the arrays is an index into it.
         ranks: ranks with tracks; track ``NUM_TRACKS * i + j`` is track ``j`` of ``ranks[i]``.
-        spans: of :data:`~workbench.widgets.live_spans.SPAN_DTYPE`; those of a track in the order they began.
+        spans: of :data:`~workbench.live.live_spans.SPAN_DTYPE`; those of a track in the order they began.
         open: same dtype: spans that have not ended; replaces the last ``open``.
         memory: of MEMORY_DTYPE: live bytes by class from a time on.
         states: of STATE_DTYPE: the UnitState of a unit from a time on.
         is_exact: whether ``memory`` and ``states`` have every change.
-        steps: of :data:`~workbench.widgets.live_steps.LEARNED_DTYPE`: finished steps.
+        steps: of :data:`~workbench.live.live_steps.LEARNED_DTYPE`: finished steps.
     """
 
     restart: bool
@@ -73,98 +65,73 @@ class Increment:
 
 
 class Feed:
-    """What one browser view has received of a trace.
+    """What one client has received of a fold.
 
     Args:
-        history_rows: rows of each rank that the view receives when it opens.
         least_spans: spans that an increment may have even if they exceed its bytes.
     """
 
-    def __init__(self, history_rows: int = HISTORY_ROWS, least_spans: int = 0) -> None:
-        self._history_rows, self._least_spans = history_rows, least_spans
-        self._job: tuple[object, ...] = ()
-        self._ends: dict[int, int] = {}
-        self._known: dict[int, KeyFrame] = {}
-        self._spans: dict[int, RankSpans] = {}
-        self._alike, self._steps, self._growing = RankGroups(), Steps(), GrowingCuts(LEAST_IDLE_NS)
+    def __init__(self, least_spans: int = 0) -> None:
+        self._least_spans = least_spans
+        self._epoch = self._regrouped = -1
+        self._num_steps = 0
+        self._frames: dict[int, KeyFrame] = {}  # by drawn group's first rank, the end of the rows received
+        self._num_spans: dict[int, int] = {}
 
-    @property
-    def cuts(self) -> Cuts:
-        """What is cut out of the time axis of the last trace."""
-        return self._growing.cuts
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of alike ranks, as last sent to the view."""
-        return self._alike.groups
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks with tracks of their own, as last sent to the view."""
-        return _drawn(self.groups)
-
-    def take(self, trace: Trace, max_bytes: int = 1 << 20) -> Increment:
-        """Return what is new to the view in ``trace``, a later state of the last trace or another trace.
+    def take(self, fold: Fold, max_bytes: int = 1 << 20) -> Increment:
+        """Return what is new to the client.
 
         Args:
-            trace: the trace so far.
+            fold: of the trace, at a later state than at the last call.
             max_bytes: approximate limit on the increment's bytes on the wire, without its steps.
         """
-        is_another = not continues(trace, self._job, self._ends)
+        is_another, is_regrouped = fold.epoch != self._epoch, fold.regrouped != self._regrouped
+        self._epoch, self._regrouped = fold.epoch, fold.regrouped
         if is_another:
-            self._forget()
-            self._job = job(trace)
-        cuts = self._growing.update(trace)
-        steps = self._steps.take(trace, cuts)
-        is_regrouped = self._alike.update(trace)
-        if is_regrouped:
-            self._forget_drawn()
-        groups = self._alike.groups
-        ranks = _drawn(groups)
-        fresh = [self._fresh(trace, group[0]) for group in groups]
+            self._num_steps = 0
+        if is_another or is_regrouped:
+            self._frames, self._num_spans = {}, {}
+        fresh = [self._fresh(fold, group[0]) for group in fold.groups]
         told_memory, all_memory = memory_of(fresh, int(max_bytes * _SHARES["memory"]) // MOMENT_SIZE)
         limit = int(max_bytes * _SHARES["states"]) // STATE_SIZE
-        told_states, all_states = states_of(fresh, len(trace.header.units), limit)
+        told_states, all_states = states_of(fresh, len(fold.trace.header.units), limit)
         most_spans = max(int(max_bytes * _SHARES["spans"]) // SPAN_SIZE, self._least_spans)
-        found = Increment(
+        steps, self._num_steps = fold.steps.following(self._num_steps), fold.steps.count
+        ended, still_open = self._take_spans(fold)
+        return Increment(
             restart=is_another or is_regrouped,
             is_another=is_another,
-            groups=groups,
-            ranks=ranks,
-            spans=thinned(self._take_spans(trace, ranks), most_spans),
-            open=np.concatenate([np.empty(0, SPAN_DTYPE), *(reader.open for reader in self._spans.values())]),
+            groups=fold.groups,
+            ranks=fold.drawn,
+            spans=thinned(ended, most_spans),
+            open=still_open,
             memory=told_memory,
             states=told_states,
             is_exact=all_memory and all_states,
             steps=steps,
         )
-        self._known |= {new.part.rank: advance(new.part.start, new.part.rows) for new in fresh}
-        self._ends = {r.rank: r.end_seq for r in trace.ranks}
-        return found
 
-    def _forget(self) -> None:
-        self._alike, self._steps, self._growing, self._ends = RankGroups(), Steps(), GrowingCuts(LEAST_IDLE_NS), {}
-        self._forget_drawn()
-
-    def _forget_drawn(self) -> None:
-        self._known, self._spans = {}, {}
-
-    def _fresh(self, trace: Trace, rank: int) -> FeedRows:
-        rank_trace, before = trace.rank(rank), self._known.get(rank)
+    def _fresh(self, fold: Fold, rank: int) -> FeedRows:
+        rank_trace, before = fold.trace.rank(rank), self._frames.get(rank)
+        if len(rank_trace.rows):
+            self._frames[rank] = fold.frame(rank)
         if before is None:
-            part = rank_trace.cut(rank_trace.end_seq - self._history_rows, rank_trace.end_seq)
+            part = rank_trace.cut(rank_trace.end_seq - fold.history_rows, rank_trace.end_seq)
+        elif before.seq < rank_trace.start.seq:  # rows between are missing
+            part, before = rank_trace, None
         else:
             part = RankTrace(rank, rank_trace.rows[before.seq - rank_trace.start.seq :], before)
-        return shown_part(part, self.cuts, is_first=before is None)
+        return shown_part(part, fold.cuts, is_first=before is None)
 
-    def _take_spans(self, trace: Trace, ranks: Sequence[int]) -> NDArray[np.void]:
-        parts = [np.empty(0, SPAN_DTYPE)]
-        for place, rank in enumerate(ranks):
-            rank_trace = trace.rank(rank)
-            reader = self._spans.setdefault(rank, RankSpans(rank_trace.end_seq - self._history_rows))
-            first_track = place * NUM_TRACKS
-            parts.append(reader.take(rank_trace, header=trace.header, first_track=first_track, cuts=self.cuts))
-        return np.concatenate(parts)
+    def _take_spans(self, fold: Fold) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        """Return the new spans that have ended, and all that have not."""
+        ended, still_open = [np.empty(0, SPAN_DTYPE)], [np.empty(0, SPAN_DTYPE)]
+        for place, rank in enumerate(fold.drawn):
+            new, self._num_spans[rank] = fold.spans(rank, self._num_spans.get(rank))
+            for parts, found in ((ended, new), (still_open, fold.open_spans(rank))):
+                parts.append(found.copy())
+                parts[-1]["track"] += place * NUM_TRACKS
+        return np.concatenate(ended), np.concatenate(still_open)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,30 +150,6 @@ class FeedRows:
 def shown_part(part: RankTrace, cuts: Cuts, *, is_first: bool) -> FeedRows:
     """Return a part of a rank's trace with its times on an axis without ``cuts``."""
     return FeedRows(part=replace(part, rows=cuts.rows(part.rows)), is_first=is_first)
-
-
-def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, int]) -> bool:
-    """Return whether ``trace`` is a later state of the known trace, without a gap.
-
-    Args:
-        trace: the trace so far.
-        known_job: :func:`job` of the known trace.
-        ends: by rank, the number of the first unknown row.
-    """
-    places = {r.rank: (r.start.seq, r.end_seq) for r in trace.ranks}
-    follow_on = (rank in places and places[rank][0] <= end <= places[rank][1] for rank, end in ends.items())
-    return job(trace) == known_job and all(follow_on)
-
-
-def job(trace: Trace) -> tuple[object, ...]:
-    """Return a key that differs between training jobs."""
-    return tuple((info.rank, info.host, info.pid) for info in trace.header.ranks)
-
-
-def _drawn(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Choose up to MAX_RANKS ranks for the tracks: the first of each group, then the lowest others."""
-    order = [*(group[0] for group in groups), *sorted(rank for group in groups for rank in group[1:])]
-    return tuple(sorted(order[:MAX_RANKS]))
 
 
 def memory_of(parts: Sequence[FeedRows], limit: int | None) -> tuple[NDArray[np.void], bool]:

@@ -6,16 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.held_ranks import stopped_before
+from tests.helpers.live_view import FeedView
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.helpers.trace_strategies import traces
 from workbench.events import Edge, Kind, Track, UnitState
+from workbench.live.live_spans import thinned
+from workbench.live.packing import COLUMNS, WIDTHS, pack
 from workbench.replay import memory, states, training
 from workbench.replay.paused_time import without_holds
 from workbench.replay.tracks import NUMBER
 from workbench.trace.columns import RankTrace, Trace
-from workbench.widgets.feed import Feed
-from workbench.widgets.live_spans import thinned
-from workbench.widgets.packing import COLUMNS, WIDTHS, pack
 
 TABLES = ("spans", "memory", "states", "steps")
 
@@ -41,7 +41,7 @@ def growing(draw, *, whole=True):
 
 def add_up(prefixes, max_bytes=1 << 24):
     """What a view knows after it took the prefixes one by one."""
-    feed, known = Feed(), {}
+    feed, known = FeedView(), {}
     for trace in prefixes:
         new = feed.take(trace, max_bytes)
         for name in TABLES:
@@ -85,7 +85,7 @@ def test_memory_adds_up_to_the_series_of_the_whole(prefixes):
 
 
 def groups_of(prefixes):
-    feed = Feed()
+    feed = FeedView()
     for trace in prefixes:
         groups = feed.take(trace).groups
     return groups
@@ -138,7 +138,7 @@ def test_spans_of_a_step_are_those_that_were_recorded():
 
 
 def test_what_has_not_ended_is_open_and_told_once_it_has():
-    trace, feed = example_trace(num_ranks=2, num_units=2, steps=1), Feed()
+    trace, feed = example_trace(num_ranks=2, num_units=2, steps=1), FeedView()
     rows = trace.rank(0).rows
     first = int(np.flatnonzero((rows["kind"] == Kind.ALL_GATHER) & (rows["edge"] == Edge.BEGIN))[0])
     found = feed.take(prefix(trace, [first + 1] * 2))
@@ -159,7 +159,7 @@ def test_steps_are_the_training_views():
 
 
 def test_nothing_new_is_nothing():
-    trace, feed = example_trace(), Feed()
+    trace, feed = example_trace(), FeedView()
     assert feed.take(trace).restart
     again = feed.take(trace)
     assert not again.restart
@@ -167,18 +167,18 @@ def test_nothing_new_is_nothing():
 
 
 def test_an_empty_trace_is_nothing():
-    found = Feed().take(Trace.empty())
+    found = FeedView().take(Trace.empty())
     assert found.groups == ()
     assert [len(getattr(found, name)) for name in TABLES] == [0, 0, 0, 0]
 
 
 def test_alike_ranks_share_a_group_until_they_differ():
     trace = simulate(Setup(num_ranks=4, steps=3))
-    assert Feed().take(trace).groups == ((0, 1, 2, 3),)
+    assert FeedView().take(trace).groups == ((0, 1, 2, 3),)
     odd = trace.rank(2).rows.copy()
     allocs = (odd["kind"] == Kind.ALLOC) & (odd["step"] == 2)
     odd["num_bytes"][allocs] *= 3
-    feed = Feed()
+    feed = FeedView()
     feed.take(prefix(trace, [100] * 4))
     parts = [RankTrace(r.rank, odd if r.rank == 2 else r.rows, r.start) for r in trace.ranks]
     found = feed.take(Trace(trace.header, tuple(parts)))
@@ -186,17 +186,26 @@ def test_alike_ranks_share_a_group_until_they_differ():
     assert found.groups == ((0, 1, 3), (2,))
 
 
-def test_lost_rows_begin_anew():
-    trace, feed = example_trace(), Feed()
-    feed.take(prefix(trace, [50] * len(trace.ranks)))
-    later = Trace(trace.header, tuple(r.cut(100, r.end_seq) for r in trace.ranks))
-    assert feed.take(later).restart
+def test_after_lost_rows_a_view_goes_on():
+    """It keeps what it has, and is told the state after them."""
+    trace, feed = example_trace(), FeedView()
+    feed.take(prefix(trace, [400] * len(trace.ranks)))
+    later = Trace(trace.header, tuple(r.cut(500, r.end_seq) for r in trace.ranks))
+    found = feed.take(later)
+    assert not found.restart
+    assert found.groups == ((0, 1, 2, 3),)
+    series = memory.series(later.rank(0))
+    assert found.memory["num_bytes"].tolist() == series.num_bytes.tolist()
+    at_end = states.at(later.rank(0), later.rank(0).end_seq)
+    for unit in range(len(trace.header.units)):
+        assert found.states["state"][found.states["unit"] == unit][-1] == at_end[unit]
+    assert found.spans["begin_ns"].min() >= later.rank(0).rows["t_ns"][0]
 
 
 @pytest.mark.parametrize("max_bytes", [2_000, 6_554])
 def test_an_increment_keeps_to_its_bytes_and_loses_no_peak_nor_end(max_bytes):
     trace = simulate(Setup(num_ranks=8, num_units=4, steps=30))
-    found, whole = Feed().take(trace, max_bytes), Feed().take(trace, 1 << 24)
+    found, whole = FeedView().take(trace, max_bytes), FeedView().take(trace, 1 << 24)
     assert len(pack(found, 0)[1]) - 20 * len(found.steps) <= 1.3 * max_bytes
     assert whole.is_exact
     assert not found.is_exact
@@ -210,7 +219,7 @@ def test_an_increment_keeps_to_its_bytes_and_loses_no_peak_nor_end(max_bytes):
 
 
 def test_thinning_keeps_the_time_of_each_kind():
-    spans = Feed().take(simulate(Setup(num_ranks=2, steps=20)), 1 << 24).spans
+    spans = FeedView().take(simulate(Setup(num_ranks=2, steps=20)), 1 << 24).spans
     few = thinned(spans, 100)
     assert len(few) <= 100
     for kind in np.unique(spans["kind"]):
@@ -220,7 +229,7 @@ def test_thinning_keeps_the_time_of_each_kind():
 
 def test_columns_are_read_back():
     trace = example_trace(num_ranks=2, num_units=3, steps=2)
-    found, origin_ns = Feed().take(trace), int(trace.rank(0).rows["t_ns"][0])
+    found, origin_ns = FeedView().take(trace), int(trace.rank(0).rows["t_ns"][0])
     counts, buffer = pack(found, origin_ns)
     at, read = 0, {}
     for table, columns in COLUMNS.items():

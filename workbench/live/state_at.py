@@ -4,7 +4,7 @@ Key frames are kept, so that a moment late in a long trace costs no more than on
 history up to the same row share one computed state: among many ranks few differ. Times are nanoseconds. A row counts
 from its *arrival time*, as for ``%fsdp back``: its own time or that of an earlier row, whichever is later (the end of a
 collective may have an earlier time than rows recorded before it). So a moment depends on its time alone, and agrees
-with what is drawn over time (:mod:`workbench.widgets.window_detail`).
+with what is drawn over time (:mod:`workbench.live.window_detail`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from workbench.events import BESIDE, MOVES, Category, Edge, Kind, Phase
+from workbench.live.arrival_index import ArrivalIndex
+from workbench.live.rank_groups import ALIKE
 from workbench.replay import memory, states
 from workbench.replay.grouping import label
 from workbench.replay.spans import Ints, of_kind
@@ -26,8 +28,6 @@ from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
 from workbench.views import theme
-from workbench.widgets.arrival_index import ArrivalIndex
-from workbench.widgets.rank_groups import ALIKE
 
 EVERY = 16_384
 """Rows between two key frames."""

@@ -1,27 +1,16 @@
 """The server side of a dashboard: answers to the questions of one view about a trace that may grow.
 
-The messages are those of :mod:`workbench.widgets.dashboard_messages`; nothing here depends on a notebook or a comm.
+The messages are those of :mod:`workbench.live.dashboard_messages`; nothing here depends on a notebook or a comm.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from workbench.codec import encode
-from workbench.replay.clock_error import error_ns
-from workbench.replay.device import ClockSource, clock_of
-from workbench.replay.paused_time import Cuts
-from workbench.replay.spans import first_ns, has_steps, zero_ns
-from workbench.replay.units import model_order, unit_name
-from workbench.reports.cursor import Cursor
-from workbench.session.snapshot import ClusterSnapshot
-from workbench.trace.columns import Trace
-from workbench.trace.schema import Header
-from workbench.views import theme
-from workbench.widgets.dashboard_messages import (
+from workbench.live.dashboard_messages import (
     Answer,
     AskAt,
     AskBeside,
@@ -36,14 +25,23 @@ from workbench.widgets.dashboard_messages import (
     RanksAt,
     WindowDetail,
 )
-from workbench.widgets.feed import HISTORY_ROWS, Feed
-from workbench.widgets.live_peak import Peaks
-from workbench.widgets.long_poll import breakpoints, health, said
-from workbench.widgets.overview import PolicyEffect, slowest, status, whose
-from workbench.widgets.packing import pack, told_holds, told_open
-from workbench.widgets.rate_limit import BYTES_PER_S
-from workbench.widgets.state_at import StateAt
-from workbench.widgets.window_detail import window
+from workbench.live.feed import Feed
+from workbench.live.fold import Fold
+from workbench.live.live_trace import LiveTrace
+from workbench.live.long_poll import breakpoints, health, said
+from workbench.live.overview import slowest, status, whose
+from workbench.live.packing import pack, told_holds, told_open
+from workbench.live.rate_limit import BYTES_PER_S
+from workbench.live.window_detail import window
+from workbench.replay.clock_error import error_ns
+from workbench.replay.device import ClockSource, clock_of
+from workbench.replay.spans import first_ns
+from workbench.replay.units import model_order, unit_name
+from workbench.reports.cursor import Cursor
+from workbench.session.snapshot import ClusterSnapshot
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
+from workbench.views import theme
 
 FIRST_BYTES = 256 * 1024
 """Limit on the binary data of the first answer: what happened before the view was opened."""
@@ -59,40 +57,35 @@ class ViewServer:
     """What one view in the browser has received, and the answers to its questions.
 
     Args:
+        live: the trace that the view shows, shared with other clients.
         first_bytes: limit on the binary data of the first answer to ``feed``.
-        history_rows: rows of each rank in that answer.
         least_spans: spans that an answer may have even if they exceed its limit.
     """
 
-    def __init__(self, first_bytes: int = FIRST_BYTES, history_rows: int = HISTORY_ROWS, least_spans: int = 0) -> None:
-        self._first_bytes, self._new_feed = first_bytes, partial(Feed, history_rows, least_spans)
-        self._feed, self._moments, self._peaks = self._new_feed(), StateAt(), Peaks()
-        self._origin_ns = 0
-        self._is_zero_a_step = False  # whether a step begins there
+    def __init__(self, live: LiveTrace, first_bytes: int = FIRST_BYTES, least_spans: int = 0) -> None:
+        self._live = live
+        self._first_bytes, self._feed = first_bytes, Feed(least_spans)
         self._units: Sequence[object] = ()
         self._num_cuts = 0
         self._cursor: Cursor | None = None
-        self._record = ""
         self._asked_at: float | None = None
-        self._turns = PolicyEffect()
-        self._ends: list[tuple[int, int]] = []
+        self._num_changes = self._num_news = -1
         self._newest_at = 0.0  # when the last new row was seen
 
     @property
-    def origin_ns(self) -> int:
-        """Time 0 of the view (:func:`zero_ns`), in nanoseconds of shown time."""
-        return self._origin_ns
+    def _fold(self) -> Fold:
+        return self._live.fold
 
-    @property
-    def cuts(self) -> Cuts:
-        """What is cut out of the view's time axis."""
-        return self._feed.cuts
+    def answer(self, question: Looking, clock: Callable[[], float]) -> tuple[dict[str, Any], list[bytes]]:
+        """Return the answer to a question, at the newest snapshot, as plain data and buffers.
 
-    def answer(
-        self, question: Looking, pulse: ClusterSnapshot, clock: Callable[[], float]
-    ) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the answer to a question as plain data and buffers."""
-        found, buffers = self._answer(question, pulse, clock)
+        Args:
+            question: what the view asks.
+            clock: seconds, monotonic.
+        """
+        with self._live.lock:
+            pulse = self._live.pulse or ClusterSnapshot(trace=Trace.empty())
+            found, buffers = self._answer(question, pulse, clock)
         return encode(found), buffers
 
     def _answer(
@@ -107,14 +100,15 @@ class ViewServer:
             case AskAt():
                 moment = self._at(trace, self._true_ns(question.t_us))
             case AskBeside():
-                moment = self._moments.beside(trace, question.rank, question.seq, question.by)
+                moment = self._fold.moments.beside(trace, question.rank, question.seq, question.by)
         return MomentReply(number=question.number, moment=self._moment(moment)), []
 
     def _window(self, trace: Trace, question: AskWindow) -> tuple[WindowDetail, list[bytes]]:
         from_us, to_us = float(question.from_us), float(question.to_us)
         begin_ns, end_ns = self._true_ns(from_us), self._true_ns(to_us)
-        found = window(trace, self._moments, self._feed.groups, begin_ns, end_ns, self._feed.cuts, self._feed.ranks)
-        counts, buffer = pack(found, self._origin_ns)
+        fold = self._fold
+        found = window(trace, fold.moments, fold.groups, begin_ns, end_ns, fold.cuts, fold.drawn)
+        counts, buffer = pack(found, fold.origin_ns)
         number = question.number
         return WindowDetail(number=number, from_us=from_us, to_us=to_us, exact=found.is_exact, counts=counts), [buffer]
 
@@ -122,39 +116,28 @@ class ViewServer:
         begin = clock()
         ago = None if self._asked_at is None else min(begin - self._asked_at, 1.0)
         self._asked_at = begin
-        trace = pulse.trace
-        begins = not self._is_zero_a_step and has_steps(trace)  # so that 0 is elsewhere from now on
-        if begins or pulse.record != self._record:  # which may be of the same job, with other rows
-            self._record, self._feed = pulse.record, self._new_feed()
-        new = self._feed.take(trace, self._first_bytes if ago is None else int(BYTES_PER_S * ago))
+        trace, header, fold = pulse.trace, pulse.trace.header, self._fold
+        new = self._feed.take(fold, self._first_bytes if ago is None else int(BYTES_PER_S * ago))
         if new.restart:
-            self._origin_ns, self._is_zero_a_step = self._feed.cuts.shown_at(zero_ns(trace)), has_steps(trace)
             self._units, self._cursor = (), None
-            self._moments, self._peaks = StateAt(), Peaks()
-            self._turns = PolicyEffect() if new.is_another else self._turns
-        counts, buffer = pack(new, self._origin_ns)
-        header, is_news = trace.header, new.restart or counts != Counts(spans=0, memory=0, states=0, steps=0)
-        are_units_new, are_holds_new = (
-            header.units != self._units,
-            new.restart or len(self._feed.cuts) != self._num_cuts,
-        )
+        counts, buffer = pack(new, fold.origin_ns)
+        is_news = new.restart or counts != Counts(spans=0, memory=0, states=0, steps=0)
+        are_units_new = header.units != self._units
+        are_holds_new = new.restart or len(fold.cuts) != self._num_cuts
         has_moved = pulse.cursor != self._cursor
-        self._units, self._num_cuts, self._cursor = header.units, len(self._feed.cuts), pulse.cursor
-        ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in trace.ranks]
-        if ends != self._ends:
-            self._ends, self._newest_at = ends, begin
-        change = None
-        if new.groups:
-            change = self._turns.take(
-                trace, pulse.policies, new.steps, self._moments, new.groups[0][0], self._feed.cuts
-            )
+        self._units, self._num_cuts, self._cursor = header.units, len(fold.cuts), pulse.cursor
+        if self._num_news != self._live.num_news:
+            self._num_news, self._newest_at = self._live.num_news, begin
+        change, at_step = self._live.change or (None, -1)
+        change = change if at_step != self._num_changes else None
+        self._num_changes = at_step
         news = FeedUpdate(
             restart=new.restart,
             another=new.is_another,
             exact=new.is_exact,
             groups=new.groups,
             tracks=new.ranks,
-            open=told_open(new.open, self._origin_ns),
+            open=told_open(new.open, fold.origin_ns),
             counts=counts,
             begin_us=self._us(first_ns(trace)),
             health=health(pulse),
@@ -167,9 +150,9 @@ class ViewServer:
             clock=_clock(trace),
             units=tuple(unit_name(header, unit.index) for unit in header.units) if are_units_new else None,
             order=_order(header) if are_units_new else None,
-            holds=told_holds(self._feed.cuts, self._origin_ns) if are_holds_new else None,
-            now=self._moment(self._moments.at(trace, _ALL_NS)) if is_news else None,
-            peaks=tuple(self._peak(trace, group[0]) for group in new.groups) if is_news else None,
+            holds=told_holds(fold.cuts, fold.origin_ns) if are_holds_new else None,
+            now=self._moment(fold.moments.at(trace, _ALL_NS)) if is_news else None,
+            peaks=tuple(self._peak(group[0]) for group in new.groups) if is_news else None,
             has_moved=has_moved,
             cursor=self._moved(trace, pulse.cursor) if has_moved else None,
         )
@@ -178,13 +161,13 @@ class ViewServer:
     def _moved(self, trace: Trace, cursor: Cursor | None) -> MovedCursor | None:
         if cursor is None:
             return None
-        return MovedCursor(t_us=self._us(cursor.t_ns), moment=self._moment(self._moments.at_cursor(trace, cursor)))
+        return MovedCursor(t_us=self._us(cursor.t_ns), moment=self._moment(self._fold.moments.at_cursor(trace, cursor)))
 
     def _at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
         """Return all ranks at a time; at the cursor's time, each where the cursor cuts it."""
         if self._cursor is not None and self._us(t_ns) == self._us(self._cursor.t_ns):
-            return self._moments.at_cursor(trace, self._cursor)
-        return self._moments.at(trace, t_ns)
+            return self._fold.moments.at_cursor(trace, self._cursor)
+        return self._fold.moments.at(trace, t_ns)
 
     def _moment(self, found: dict[str, Any] | None) -> Moment | None:
         if found is None:
@@ -193,17 +176,17 @@ class ViewServer:
         ranks = tuple(RanksAt(**{**group, "ranks": tuple(group["ranks"])}) for group in found["ranks"])
         return Moment(t_us=self._us(found["t_ns"]), ranks=ranks, **known)
 
-    def _peak(self, trace: Trace, rank: int) -> PeakInfo:
-        found = self._peaks.of(trace, rank)
+    def _peak(self, rank: int) -> PeakInfo:
+        found = self._fold.peak(rank)
         return PeakInfo(t_us=self._us(found["t_ns"]), **{key: found[key] for key in ("num_bytes", "step", "text")})
 
     def _us(self, t_ns: int) -> float:
         """Return where the view's axis shows a time."""
-        return (self._feed.cuts.shown_at(t_ns) - self._origin_ns) / 1e3
+        return (self._fold.cuts.shown_at(t_ns) - self._fold.origin_ns) / 1e3
 
     def _true_ns(self, us: float) -> int:
         """Return the time that the view's axis shows at ``us``."""
-        return self._feed.cuts.true_at(round(min(max(us, -_MAX_US), _MAX_US) * 1e3) + self._origin_ns)
+        return self._fold.cuts.true_at(round(min(max(us, -_MAX_US), _MAX_US) * 1e3) + self._fold.origin_ns)
 
 
 def _order(header: Header) -> tuple[int, ...]:

@@ -20,11 +20,17 @@ class RankGroups:
     def __init__(self) -> None:
         self.groups: tuple[tuple[int, ...], ...] = ()
         self._seen: dict[int, int] = {}
+        self._from_step = 0  # ranks that lack rows cannot be compared before it
 
     def update(self, trace: Trace) -> bool:
         """Compare the steps that all ranks have finished since the last call; return whether the groups changed."""
-        ranks = [rank_trace for rank_trace in trace.ranks if rank_trace.end_seq > rank_trace.start.seq]
-        if {r.rank for r in ranks} != {rank for group in self.groups for rank in group}:
+        known = {rank for group in self.groups for rank in group}
+        ranks = [rank_trace for rank_trace in trace.ranks if len(rank_trace.rows) or rank_trace.rank in known]
+        gaps = [r for r in ranks if r.start.seq > self._seen.get(r.rank, 0) and r.rank in self._seen]
+        if gaps:
+            self._from_step = 1 + max(int(r.rows["step"].max(initial=-1)) for r in ranks)
+            self._seen |= {r.rank: r.start.seq for r in gaps}
+        if {r.rank for r in ranks} != known:
             self.groups = (tuple(r.rank for r in ranks),) if ranks else ()
             self._seen = {}
             self._split(ranks)
@@ -48,7 +54,7 @@ class RankGroups:
 
     def _marks(self, ranks: list[RankTrace]) -> dict[int, tuple[bytes, np.ndarray]]:
         """Return by rank what to compare in the steps that all have finished since the last call; empty without any."""
-        new = {r.rank: r.rows[max(self._seen.get(r.rank, 0) - r.start.seq, 0) :] for r in ranks}
+        new = {r.rank: r.rows[max(self._seen.get(r.rank, 0) - r.start.seq, self._place(r)) :] for r in ranks}
         ends = {rank: _step_ends(rows) for rank, rows in new.items()}
         common = min((len(found) for found in ends.values()), default=0)
         if not common:
@@ -56,6 +62,10 @@ class RankGroups:
         cut = {rank: rows[: ends[rank][common - 1] + 1] for rank, rows in new.items()}
         self._seen |= {rank: int(rows["seq"][-1]) + 1 for rank, rows in cut.items()}
         return {rank: (_program(rows), _moved(rows)) for rank, rows in cut.items()}
+
+    def _place(self, rank_trace: RankTrace) -> int:
+        """Return the position of the first row that can be compared."""
+        return rank_trace.place_after(self._from_step - 1) if self._from_step else 0
 
 
 def _step_ends(rows: Rows) -> np.ndarray:

@@ -4,12 +4,12 @@ import gc
 import itertools
 import tracemalloc
 
+from tests.helpers.live_view import DashboardView
 from tests.helpers.long_trace import long_trace
+from workbench.live.dashboard_messages import AskFeed, AskWindow
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
-from workbench.widgets.dashboard_messages import AskFeed, AskWindow
-from workbench.widgets.view_server import ViewServer
 
 KEPT, STEP, LOOKS = 2_000, 400, 30
 MAY_GROW = 64 * 1024
@@ -30,7 +30,7 @@ def states_of_a_record(trace):
 
 
 def test_of_a_full_record_a_view_keeps_no_more_and_no_more():
-    answers, ticks, sizes = ViewServer(), itertools.count(), []
+    answers, ticks, sizes = DashboardView(), itertools.count(), []
     records = states_of_a_record(long_trace(num_ranks=2, rows_per_rank=KEPT + LOOKS * STEP))
     gc.freeze()  # what other tests and imports left is not looked at again with each collection
     tracemalloc.start()
