@@ -21,8 +21,8 @@ import psutil
 
 from tests.helpers.many_ranks import LONG, WIDE, Scale, trace_of
 from tests.helpers.simulated_job import example_trace
-from workbench.live.dashboard_messages import AskAt, AskFeed
 from workbench.live.live_trace import LiveTrace
+from workbench.live.messages import AskAt, AskFeed
 from workbench.live.state_at import StateAt
 from workbench.live.view_server import Looking, ViewServer
 from workbench.replay import collectives, memory, states

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import example_answers
 from workbench.codec import decode, encode
-from workbench.live.panel_messages import Answer
+from workbench.live.messages import PanelAnswer
 
 
 def test_the_front_ends_tests_have_the_examples_of_python():
@@ -15,8 +15,8 @@ def test_the_front_ends_tests_have_the_examples_of_python():
     )
 
 
-def test_there_is_one_example_of_each_answer():
-    assert [type(example) for example in example_answers.EXAMPLES] == list(get_args(Answer))
+def test_there_is_one_example_of_each_answer_to_a_panel():
+    assert [type(example) for example in example_answers.EXAMPLES] == list(get_args(PanelAnswer))
 
 
 @pytest.mark.parametrize("example", example_answers.EXAMPLES, ids=lambda example: example.word)

@@ -9,7 +9,7 @@ from typing import Any
 from workbench.live.feed import Feed, Increment
 from workbench.live.fold import HISTORY_ROWS, Fold
 from workbench.live.live_trace import LiveTrace
-from workbench.live.panel_messages import State, UnitInfo
+from workbench.live.messages import State, UnitInfo
 from workbench.live.panel_state import Settings, panel_state
 from workbench.live.view_server import Looking, ViewServer
 from workbench.session.snapshot import ClusterSnapshot

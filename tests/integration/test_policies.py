@@ -7,8 +7,8 @@ import pytest
 
 from tests.helpers.live_view import DashboardView
 from workbench import Workbench
-from workbench.live.dashboard_messages import AskFeed
 from workbench.live.live_steps import Steps
+from workbench.live.messages import AskFeed
 from workbench.replay import training
 
 pytestmark = [pytest.mark.thorough, pytest.mark.cluster]

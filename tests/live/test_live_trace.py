@@ -9,8 +9,8 @@ from tests.live.test_feed import prefix
 from tests.panel.conftest import FakeComm
 from tests.widgets.test_dashboard import Pretender, ask
 from workbench.live.live_trace import LiveTrace, live_trace_of
-from workbench.live.panel_messages import VERSION
-from workbench.panel.panel import PanelComm
+from workbench.live.messages import VERSION
+from workbench.panel.client import Client
 from workbench.replay import memory
 from workbench.widgets.dashboard import DashboardWidget
 
@@ -40,7 +40,7 @@ class Counted(Pretender):
 def clients(kept):
     """Two dashboards and a panel of one workbench; each is asked how everything is, and returns its answer."""
     workbench, comm = Counted(), FakeComm()
-    panel = PanelComm(workbench, comm, version="0.2.0")
+    panel = Client(workbench, comm, version="0.2.0")
     comm.receive({"word": "hello", "number": 1, "version": VERSION, "extension": "0.2.0"})
 
     def look():

@@ -15,8 +15,8 @@ from tests.helpers.trace_strategies import traces
 from tests.replay.test_shards import make_flat
 from tests.widgets.test_dashboard import HELD, RUNNING, prefix
 from workbench.events import Edge, Kind
-from workbench.live.dashboard_messages import AskFeed
 from workbench.live.live_steps import Steps
+from workbench.live.messages import AskFeed
 from workbench.live.overview import STUCK_S, knobs, slowest, status, turned, whose
 from workbench.protocol.rank_messages import Position
 from workbench.replay.arrivals import LATE

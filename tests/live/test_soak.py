@@ -6,7 +6,7 @@ import tracemalloc
 
 from tests.helpers.live_view import DashboardView
 from tests.helpers.long_trace import long_trace
-from workbench.live.dashboard_messages import AskFeed, AskWindow
+from workbench.live.messages import AskFeed, AskWindow
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace

@@ -6,9 +6,9 @@ import pytest
 
 from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.waiting import wait_until
-from workbench.live.panel_messages import VERSION
+from workbench.live.messages import VERSION
 from workbench.magics.notebook import Notebook
-from workbench.panel.panel import PanelComm
+from workbench.panel.client import Client
 from workbench.workbench import Workbench
 
 
@@ -39,7 +39,7 @@ class Browser:
     """Asks a panel, and waits for its answers."""
 
     notebook: Notebook
-    panel: PanelComm
+    panel: Client
     comm: FakeComm
     fakes: list
     asked: int = 0
@@ -82,7 +82,7 @@ def browser():
 
     notebook = Notebook(lambda **more: Workbench(cluster_factory=factory, **more), lambda name: False)
     comm = FakeComm()
-    panel = PanelComm(notebook, comm, version="0.2.0")
+    panel = Client(notebook, comm, version="0.2.0")
     made = Browser(notebook, panel, comm, fakes)
     made.hello()
     yield made

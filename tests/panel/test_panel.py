@@ -18,10 +18,10 @@ from tests.replay.test_shards import make_flat, make_unit
 from workbench.codec import decode, encode
 from workbench.errors import Interrupted
 from workbench.events import Category
-from workbench.live.panel_messages import VERSION, Answer, RestPreview, TrainingSummary
+from workbench.live.messages import VERSION, Answer, RestPreview, TrainingSummary
 from workbench.live.panel_state import params_of, units_of
 from workbench.live.shard_preview import preview
-from workbench.panel.panel import PanelComm
+from workbench.panel.client import Client
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import at_rest, shards, totals
 from workbench.replay.training import summary
@@ -53,7 +53,7 @@ def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, say
 
 def test_hello_comes_first(browser):
     comm = FakeComm()
-    panel = PanelComm(browser.notebook, comm, version="0.2.0")
+    panel = Client(browser.notebook, comm, version="0.2.0")
     comm.receive({"word": "look", "number": 3})
     assert comm.sent[0][0] == {
         "word": "refused",

@@ -14,7 +14,7 @@ from tests.helpers.plain_loop import ITEMSIZE, NAME, OnRank, PlainLoop
 from tests.helpers.waiting import wait_until
 from workbench.engine.event_source import SOURCE
 from workbench.events import Category, Edge, Kind, Phase, UnitState
-from workbench.live.dashboard_messages import AskFeed
+from workbench.live.messages import AskFeed
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Inspect
 from workbench.protocol.rank_messages import Job, SetBreakpoints

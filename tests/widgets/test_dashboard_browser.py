@@ -95,7 +95,7 @@ def test_with_one_clock_nothing_is_said_of_it(shown):
 
 
 TAKE = """(what) => {
-    const isIt = ({ask, wait}) => ask === what && !wait, found = model.asked.findLast(isIt);
+    const isIt = ({word, wait}) => word === what && !wait, found = model.asked.findLast(isIt);
     model.asked = model.asked.filter((question) => !isIt(question));
     return found;
 }"""
@@ -104,7 +104,7 @@ TAKE = """(what) => {
 def answer(page, widget, what):
     """Wait for a question, answer it, and return it."""
     question = page.wait_for_function(TAKE, arg=what).json_value()
-    more = {key: value for key, value in question.items() if key not in {"view", "ask"}}
+    more = {key: value for key, value in question.items() if key not in {"view", "word"}}
     page.evaluate("(message) => model.receive(message)", as_sent(ask(widget, what, question["view"], **more)))
     return question
 
@@ -118,7 +118,7 @@ def test_what_is_said_of_the_cursor_is_asked_for_again_with_what_is_drawn_there(
     again = answer(page, widget, "at")
     assert again == first | {"number": again["number"]}
     page.wait_for_function("!view.isWaiting && !view.wanted && view.frame === 0 && !view.closeup.wanted")
-    assert {question["ask"] for question in page.evaluate("model.asked")} <= {"feed"}
+    assert {question["word"] for question in page.evaluate("model.asked")} <= {"feed"}
     assert page.evaluate("view.moment.t_us") <= page.evaluate("view.cursor")
 
 
@@ -380,7 +380,7 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
         page.locator(".fw-next").click()
         page.locator(".fw-place").fill("all_gather:blocks.2")
         page.locator(".fw-place").press("Enter")
-        asked = [question for question in page.evaluate("model.asked") if question["ask"] == "do"]
+        asked = [question for question in page.evaluate("model.asked") if question["word"] == "press"]
         for question in asked:
             widget._handle_custom_msg(question, [])
         wait_until(lambda: len(workbench.pressed) == 2)
@@ -432,8 +432,8 @@ STOPS = """() => ({
 
 def carry_out(page, widget):
     """Do what was pressed, and tell the page what came of it."""
-    (question,) = page.evaluate("model.asked.filter(({ask}) => ask === 'do')")
-    page.evaluate("model.asked = model.asked.filter(({ask}) => ask !== 'do')")
+    (question,) = page.evaluate("model.asked.filter(({word}) => word === 'press')")
+    page.evaluate("model.asked = model.asked.filter(({word}) => word !== 'press')")
     before = len(widget.sent)
     widget._handle_custom_msg(question, [])
     wait_until(lambda: len(widget.sent) > before)

@@ -14,10 +14,9 @@ from tests.helpers.live_view import DashboardView
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.views.test_contract import same_with_names
 from tests.views.test_theme import contrast
-from workbench.live.dashboard_messages import AskFeed
+from workbench.live.messages import AskFeed, read_question
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
-from workbench.widgets.dashboard import read_question
 from workbench.widgets.trace_page import FIGURES, page
 
 EVIL = """<script>hacked = 1</script>"'><img src=x onerror="hacked = 1"></script><!-- <a href="javascript:y">evil $z$"""
@@ -75,14 +74,14 @@ def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chrom
             opened.page.mouse.click(box["x"] + share * box["width"], box["y"] + 30)
             opened.page.wait_for_function(answered)
             shown = opened.page.evaluate(LOOKS)
-            assert shown["moment"] == says({"ask": "at", "t_us": shown["cursor"]})
+            assert shown["moment"] == says({"word": "at", "t_us": shown["cursor"]})
             assert shown["event"] == shown["moment"]["event"]
         for key, by in (("ArrowLeft", -1), ("ArrowLeft", -1), ("ArrowRight", 1)):
             before = shown["moment"]
             opened.page.keyboard.press(key)
             opened.page.wait_for_function(answered)
             shown = opened.page.evaluate(LOOKS)
-            assert shown["moment"] == says({"ask": "beside", "rank": before["rank"], "seq": before["seq"], "by": by})
+            assert shown["moment"] == says({"word": "beside", "rank": before["rank"], "seq": before["seq"], "by": by})
             assert shown["cursor"] == shown["moment"]["t_us"]
         assert opened.complaints == []
 

@@ -6,9 +6,9 @@ import threading
 import time
 from weakref import WeakKeyDictionary
 
-from workbench.live.dashboard_messages import KnobEffect
 from workbench.live.fold import HISTORY_ROWS, Fold
 from workbench.live.long_poll import WatchedWorkbench
+from workbench.live.messages import KnobEffect
 from workbench.live.overview import PolicyEffect
 from workbench.live.rate_limit import LOOK_S
 from workbench.session.snapshot import ClusterSnapshot

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from workbench.errors import WorkbenchError
 from workbench.events import Kind
-from workbench.live.dashboard_messages import BreakpointState, RankHealth
+from workbench.live.messages import BreakpointState, RankHealth
 from workbench.live.rate_limit import LOOK_S, RateLimit
 from workbench.protocol.breakpoints import UNTIL
 from workbench.replay.grouping import label

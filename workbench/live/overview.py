@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Category, Edge, Kind, Unit, unit_words
-from workbench.live.dashboard_messages import Costs, KnobEffect, RunStatus
+from workbench.live.messages import Costs, KnobEffect, RunStatus
 from workbench.live.state_at import StateAt
 from workbench.replay import memory
 from workbench.replay.grouping import label

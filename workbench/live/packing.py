@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Category, Kind
-from workbench.live.dashboard_messages import Counts, OpenSpan
 from workbench.live.feed import Increment
+from workbench.live.messages import Counts, OpenSpan
 from workbench.replay.paused_time import Cuts
 
 COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {

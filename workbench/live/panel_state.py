@@ -14,7 +14,7 @@ from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace
 from workbench.live.long_poll import breakpoints, said
-from workbench.live.panel_messages import (
+from workbench.live.messages import (
     ClockState,
     ClusterState,
     ParamInfo,

@@ -26,16 +26,19 @@ class RankGroups:
         """Compare the steps that all ranks have finished since the last call; return whether the groups changed."""
         known = {rank for group in self.groups for rank in group}
         ranks = [rank_trace for rank_trace in trace.ranks if len(rank_trace.rows) or rank_trace.rank in known]
-        gaps = [r for r in ranks if r.start.seq > self._seen.get(r.rank, 0) and r.rank in self._seen]
-        if gaps:
-            self._from_step = 1 + max(int(r.rows["step"].max(initial=-1)) for r in ranks)
-            self._seen |= {r.rank: r.start.seq for r in gaps}
-        if {r.rank for r in ranks} != known:
+        is_new = {r.rank for r in ranks} != known
+        if is_new:
             self.groups = (tuple(r.rank for r in ranks),) if ranks else ()
-            self._seen = {}
-            self._split(ranks)
-            return True
-        return self._split(ranks)
+            self._seen, self._from_step = {}, 0
+        self._skip_gaps(ranks)
+        return self._split(ranks) or is_new
+
+    def _skip_gaps(self, ranks: list[RankTrace]) -> None:
+        """Compare no step of which a rank lacks rows."""
+        for rank_trace in ranks:
+            if rank_trace.start.seq > self._seen.get(rank_trace.rank, 0) and len(rank_trace.steps):
+                self._seen[rank_trace.rank] = rank_trace.start.seq
+                self._from_step = max(self._from_step, int(min(rank_trace.steps)) + 1)
 
     def _split(self, ranks: list[RankTrace]) -> bool:
         marks = self._marks(ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from workbench.events import Kind, Unit, unit_words
-from workbench.live.panel_messages import Model, Preview, RestPreview, SentPreview
+from workbench.live.messages import Model, Preview, RestPreview, SentPreview
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import AtRest, at_rest, shards, totals

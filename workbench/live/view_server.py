@@ -1,6 +1,6 @@
 """The server side of a dashboard: answers to the questions of one view about a trace that may grow.
 
-The messages are those of :mod:`workbench.live.dashboard_messages`; nothing here depends on a notebook or a comm.
+The messages are those of :mod:`workbench.live.messages`; nothing here depends on a notebook or a comm.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from workbench.codec import encode
-from workbench.live.dashboard_messages import (
-    Answer,
+from workbench.live.feed import Feed
+from workbench.live.fold import Fold
+from workbench.live.live_trace import LiveTrace
+from workbench.live.long_poll import breakpoints, health, said
+from workbench.live.messages import (
     AskAt,
     AskBeside,
     AskFeed,
@@ -23,12 +26,9 @@ from workbench.live.dashboard_messages import (
     MovedCursor,
     PeakInfo,
     RanksAt,
+    ViewAnswer,
     WindowDetail,
 )
-from workbench.live.feed import Feed
-from workbench.live.fold import Fold
-from workbench.live.live_trace import LiveTrace
-from workbench.live.long_poll import breakpoints, health, said
 from workbench.live.overview import slowest, status, whose
 from workbench.live.packing import pack, told_holds, told_open
 from workbench.live.rate_limit import BYTES_PER_S
@@ -90,7 +90,7 @@ class ViewServer:
 
     def _answer(
         self, question: Looking, pulse: ClusterSnapshot, clock: Callable[[], float]
-    ) -> tuple[Answer, list[bytes]]:
+    ) -> tuple[ViewAnswer, list[bytes]]:
         trace = pulse.trace
         match question:
             case AskFeed():

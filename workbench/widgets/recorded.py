@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from workbench.codec import encode
 from workbench.events import BESIDE, Category
-from workbench.live.dashboard_messages import AskFeed, InitialState, Panel
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace
+from workbench.live.messages import AskFeed, InitialState, Panel
 from workbench.live.rank_groups import ALIKE
 from workbench.live.state_at import describe, describe_with_phase, events_up_to
 from workbench.live.view_server import ViewServer

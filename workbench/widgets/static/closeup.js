@@ -92,7 +92,7 @@ export class Closeup {
     this.asked = { ...(this.wanted ?? wanted), at: performance.now() };
     this.timer = 0;
     this.number += 1;
-    this.ask({ ask: "window", number: this.number, from_us: t0 - margin, to_us: t1 + margin });
+    this.ask({ word: "window", number: this.number, from_us: t0 - margin, to_us: t1 + margin });
   }
 
   /**

@@ -1,6 +1,6 @@
 // The live dashboard in the browser. It asks the kernel for new data, keeps it and draws it. It also asks for the state
 // under the cursor, and for every change in a view that holds still. Python joins this module and its imports into one:
-// see workbench/widgets/js_bundle.py. The messages: workbench/widgets/dashboard_messages.py.
+// see workbench/widgets/js_bundle.py. The messages: workbench/live/messages.py.
 
 import { ASK_AGAIN_MS, Closeup } from "./closeup.js";
 import { enable, keepBareKeys, make, onPress, refill, swatch, write } from "./dom.js";
@@ -363,7 +363,7 @@ class DashboardView {
     this.ender.abort();
     for (const observer of [this.seen, this.sized, this.themed]) observer.disconnect();
     this.timeline.destroy();
-    this.send({ ask: "bye", view: this.id });
+    this.send({ word: "bye", view: this.id });
   }
 
   // -- asking
@@ -381,7 +381,7 @@ class DashboardView {
     if (!this.isAsking || now - this.askedAt > ASK_AGAIN_MS) {
       this.isAsking = true;
       this.askedAt = now;
-      this.send({ ask: "feed", view: this.id, wait: this.hasBegun });
+      this.send({ word: "feed", view: this.id, wait: this.hasBegun });
     }
     if (now - this.answeredAt > SILENT_MS) this.say();
     if (this.closeup.asked) this.draw();
@@ -391,11 +391,11 @@ class DashboardView {
   /** @type {OnMessage} */
   take(answer, buffers) {
     this.answeredAt = performance.now();
-    switch (answer.kind) {
+    switch (answer.word) {
       case "feed": this.takeNews(answer, sure(buffers[0])); break;
       case "moment": this.takeMoment(answer); break;
       case "window": this.takeWindow(answer, sure(buffers[0])); break;
-      case "said":
+      case "pressed":
       case "refused": this.takeSaid(answer.text); break;
     }
     this.draw();
@@ -574,7 +574,7 @@ class DashboardView {
     if (!this.closeup.take(answer, known, itemsOf(tables.spans, this.numTracks))) return;
     if (this.isLive || !this.moment || this.isWaiting) return;
     const { rank, seq } = this.moment;
-    this.want(this.moves || this.cursor === null ? { ask: "beside", rank, seq, by: 0 } : { ask: "at", t_us: this.cursor });
+    this.want(this.moves || this.cursor === null ? { word: "beside", rank, seq, by: 0 } : { word: "at", t_us: this.cursor });
   }
 
   /** @param {MomentReply} answer */
@@ -602,7 +602,7 @@ class DashboardView {
   press(word, argument = "") {
     this.said = `${[word, argument].filter(Boolean).join(" ")} \u2026`;
     this.sayUntil = performance.now() + SAID_MS;
-    this.send({ ask: "do", view: this.id, word, argument });
+    this.send({ word: "press", view: this.id, button: word, argument });
     this.draw();
   }
 
@@ -618,7 +618,7 @@ class DashboardView {
     this.cursor = us;
     this.timeline.setCursor(us);
     this.moves = false;
-    this.want({ ask: "at", t_us: us });
+    this.want({ word: "at", t_us: us });
     this.draw();
   }
 
@@ -629,7 +629,7 @@ class DashboardView {
     this.hold(from.t_us);
     this.moves = true;
     const { rank, seq } = this.moment ?? from;
-    this.want({ ask: "beside", rank, seq, by });
+    this.want({ word: "beside", rank, seq, by });
   }
 
   /**

@@ -280,19 +280,19 @@ export class RecordedRun {
    */
   answer(question) {
     const { view } = question;
-    switch (question.ask) {
+    switch (question.word) {
       case "feed":
         return question.wait ? [this.nothingNew(view), [pack({})[1]]] : [{ ...this.told.feed, view }, [this.data]];
       case "at":
-        return [{ kind: "moment", view, number: question.number, moment: this.at(question.t_us) }, []];
+        return [{ word: "moment", view, number: question.number, moment: this.at(question.t_us) }, []];
       case "beside": {
         const moment = this.beside(question.rank, question.seq, question.by);
-        return [{ kind: "moment", view, number: question.number, moment }, []];
+        return [{ word: "moment", view, number: question.number, moment }, []];
       }
       case "window": {
         const { number, from_us, to_us } = question, { exact, tables } = this.window(from_us, to_us);
         const [counts, data] = pack(tables);
-        return [{ kind: "window", view, number, from_us, to_us, exact, counts }, [data]];
+        return [{ word: "window", view, number, from_us, to_us, exact, counts }, [data]];
       }
       default:
         return null;
@@ -398,7 +398,7 @@ export function modelOf(run) {
     get: () => run.told.about,
     /** @param {Question} question */
     send: (question) => {
-      const isIdle = question.ask === "feed" && question.wait;
+      const isIdle = question.word === "feed" && question.wait;
       setTimeout(() => {
         const answer = run.answer(question);
         if (answer) for (const call of calls) call(...answer);

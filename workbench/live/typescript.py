@@ -1,4 +1,6 @@
-"""TypeScript types from Python dataclasses: an ``interface`` for each, with its docstring as comments.
+"""TypeScript types from Python dataclasses: an ``interface`` for each, under the description of the class.
+
+Fields are described in Python alone.
 
 The types describe what :mod:`workbench.codec` encodes. A tuple becomes a ``readonly`` array, a ``dict`` a ``Record``, a
 union a union, ``Any`` becomes ``unknown``, an enum the union of its numbers, and a ``memoryview`` the index of a buffer
@@ -42,14 +44,13 @@ def module(
         constants: values to export, by name.
         sent: dataclasses that the front end sends: fields with a default become optional.
     """
-    may_lack = set(sent)
+    may_lack = {kind for root in sent for kind in (root, *_bases(root))}
     parts = ["".join(f"// {line}\n" for line in heading.splitlines())]
-    parts += [f"export const {name} = {json.dumps(value)};\n" for name, value in (constants or {}).items()]
+    parts.append("".join(f"export const {name} = {json.dumps(value)};\n" for name, value in (constants or {}).items()))
     parts += [_interface(kind, may_lack=kind in may_lack) for kind in _reached(dataclasses)]
-    parts += [
-        f"export type {name} =\n  " + "\n  ".join(f"| {kind.__name__}" for kind in kinds) + ";\n"
-        for name, kinds in (unions or {}).items()
-    ]
+    for name, kinds in (unions or {}).items():
+        members = textwrap.wrap(" ".join(f"|\u00a0{kind.__name__}" for kind in kinds), _WIDTH - 2)
+        parts.append(f"export type {name} =\n  " + "\n  ".join(members).replace("\u00a0", " ") + ";\n")
     return "\n".join(parts)
 
 
@@ -60,6 +61,8 @@ def _reached(roots: Iterable[type]) -> list[type]:
     def visit(kind: Any) -> None:  # noqa: ANN401 - a type
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             if kind not in found:
+                for base in _bases(kind):
+                    visit(base)
                 for hint in _hints(kind).values():
                     visit(hint)
                 found[kind] = None
@@ -74,21 +77,40 @@ def _reached(roots: Iterable[type]) -> list[type]:
 
 def _interface(kind: Any, *, may_lack: bool) -> str:  # noqa: ANN401 - a dataclass
     about, _ = read_docstring(inspect.getdoc(kind) or "")
-    attributes: dict[str, str] = {}
-    for base in reversed(kind.__mro__):  # inherited attributes are described there
-        attributes |= read_docstring(inspect.getdoc(base) or "")[1] if dataclasses.is_dataclass(base) else {}
-    lines = [*_comment(about, ""), f"export interface {kind.__name__} {{"]
-    word = getattr(kind, "word", None)
-    lines += [] if word is None else [f"  readonly word: {json.dumps(word)};"]
+    bases = _bases(kind)
+    inherited = {field.name for base in bases for field in dataclasses.fields(base)}
+    extends = f" extends {', '.join(map(_name, bases))}" if bases else ""
+    word = getattr(kind, "word", "")
+    members = [f"readonly word: {json.dumps(word)};"] if word else []
     hints = _hints(kind)
-    for field in dataclasses.fields(kind):
-        known = field.metadata.get("argument")
-        lines += _comment(known.about if known is not None else attributes.get(field.name, ""), "  ")
-        is_optional = may_lack and field.default is not dataclasses.MISSING
-        choices = known.choices if known is not None else None
-        type_ = field.metadata.get("typescript") or (_of_texts(choices) if choices else type_of(hints[field.name]))
-        lines.append(f"  readonly {field.name}{'?' if is_optional else ''}: {type_};")
-    return "\n".join([*lines, "}"]) + "\n"
+    members += [
+        _member(field, hints, may_lack=may_lack) for field in dataclasses.fields(kind) if field.name not in inherited
+    ]
+    head = f"export interface {_name(kind)}{extends} {{"
+    return "\n".join([*_comment(about), *block(head, members)]) + "\n"
+
+
+def block(head: str, members: Sequence[str]) -> list[str]:
+    """Return the lines of an interface: one if it is short."""
+    line = f"{head} {' '.join(members)} }}"
+    return [line] if len(line) <= _WIDTH else [head, *(f"  {member}" for member in members), "}"]
+
+
+def _bases(kind: Any) -> list[Any]:  # noqa: ANN401 - dataclasses
+    """Return the dataclasses whose fields a dataclass inherits directly."""
+    return [base for base in kind.__bases__ if dataclasses.is_dataclass(base) and dataclasses.fields(base)]
+
+
+def _name(kind: Any) -> str:  # noqa: ANN401 - a dataclass
+    return str(kind.__name__).lstrip("_")
+
+
+def _member(field: dataclasses.Field[Any], hints: Mapping[str, Any], *, may_lack: bool) -> str:
+    known = field.metadata.get("argument")
+    is_optional = may_lack and field.default is not dataclasses.MISSING
+    choices = known.choices if known is not None else None
+    type_ = field.metadata.get("typescript") or (_of_texts(choices) if choices else type_of(hints[field.name]))
+    return f"readonly {field.name}{'?' if is_optional else ''}: {type_};"
 
 
 def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
@@ -110,7 +132,7 @@ def type_of(kind: Any) -> str:  # noqa: ANN401 - a type
     if isinstance(kind, type) and issubclass(kind, IntEnum):
         return " | ".join(str(int(member)) for member in kind)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return kind.__name__
+        return _name(kind)
     raise TypeError(f"no message holds a {kind}")
 
 
@@ -119,7 +141,7 @@ def _generic(origin: Any, args: tuple[Any, ...]) -> str:  # noqa: ANN401 - types
         return _of_texts(args)
     if origin in {tuple, Sequence}:
         item = type_of(args[0])
-        return f"readonly ({item})[]" if " | " in item else f"readonly {item}[]"
+        return f"readonly ({item})[]" if " " in item else f"readonly {item}[]"
     if origin is dict:
         return f"Readonly<Record<string, {type_of(args[1])}>>"
     if origin in {UnionType, Union}:
@@ -131,18 +153,17 @@ def _of_texts(texts: Iterable[str]) -> str:
     return " | ".join(json.dumps(text) for text in texts)
 
 
-def _comment(text: str, indent: str) -> Iterator[str]:
-    """Yield the lines of a comment; ``*/`` in its text does not end it."""
-    if not text:
-        return
+def _comment(text: str) -> Iterator[str]:
+    """Yield the lines of a comment with the first sentence of ``text``; ``*/`` in it does not end it."""
+    text = re.split(r"(?<=[.:]) (?=[A-Z])", " ".join(text.split()))[0]
     words = " ".join(re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", text).replace("``", "`").replace("*/", "* /").split())
-    lines = textwrap.wrap(words, _WIDTH - len(indent) - len("/**  */"))
+    lines = textwrap.wrap(words, _WIDTH - len("/**  */"))
     if len(lines) == 1:
-        yield f"{indent}/** {lines[0]} */"
-        return
-    yield f"{indent}/**"
-    yield from (f"{indent} * {line}" for line in lines)
-    yield f"{indent} */"
+        yield f"/** {lines[0]} */"
+    elif lines:
+        yield "/**"
+        yield from (f" * {line}" for line in lines)
+        yield " */"
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:

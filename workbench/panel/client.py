@@ -1,4 +1,4 @@
-"""The comm of one panel: parses and answers its questions.
+"""One client in the browser: the comm of a panel, or of a dashboard beside the notebook, and the answers on it.
 
 Questions are served in the main thread, or in a subshell's thread while a cell runs. Long polls and commands run in
 threads of their own.
@@ -11,15 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, get_args
 
-from workbench.codec import encode
+from workbench.codec import decode_named, encode
 from workbench.errors import Interrupted, UsageError, WorkbenchError
 from workbench.live.live_trace import MAX_AGE_S, LiveTrace, live_trace_of
 from workbench.live.long_poll import LongPoll, Send
-from workbench.live.panel_messages import (
+from workbench.live.messages import (
     VERSION,
-    Answer,
     CommandHistory,
     CommandLine,
     CommandOutput,
@@ -30,22 +29,24 @@ from workbench.live.panel_messages import (
     GetState,
     Hello,
     Models,
+    PanelAnswer,
     Params,
     Preview,
     PreviewCommand,
-    Question,
-    Refused,
     RunCommand,
     UnitInfo,
+    ViewQuestion,
     Welcome,
+    read_question,
+    refusal,
 )
 from workbench.live.panel_state import Settings, panel_state, params_of
+from workbench.live.server import Views
 from workbench.live.shard_preview import models_of, preview
+from workbench.magics.command_lines import WORDS, parse_line
 from workbench.magics.display_output import emit
 from workbench.magics.notebook import Notebook
-from workbench.panel.dashboard_comm import CommLike
-from workbench.panel.message_parsing import line_of, read_command, read_question
-from workbench.protocol.commands import Command, Continue, Dashboard, Next, Reshard, Shard, Step
+from workbench.protocol.commands import Command, Continue, Dashboard, Next, Reshard, Shard, Step, to_text
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
@@ -53,7 +54,23 @@ from workbench.workbench import Workbench
 _VIEW = "panel"  # a comm has one view
 
 
-class PanelComm:
+class CommLike(Protocol):
+    """The part of a comm that is needed here."""
+
+    def send(self, data: dict[str, Any], *, buffers: list[bytes] | None = None) -> None:
+        """Send a message to the browser."""
+
+    def on_msg(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """Call ``callback`` with every message from the browser."""
+
+    def on_close(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """Call ``callback`` when the browser has closed the comm."""
+
+    def close(self) -> None:
+        """Close the comm."""
+
+
+class Client:
     """Answers the questions on one comm.
 
     Args:
@@ -65,10 +82,11 @@ class PanelComm:
     def __init__(self, notebook: Notebook, comm: CommLike, *, version: str) -> None:
         self._notebook, self._comm, self._version = notebook, comm, version
         self._waiting = LongPoll(lambda: self._pulse(MAX_AGE_S), self._news, time.monotonic, self._asks, whose="panel")
+        self._views = Views(notebook.shown(), self._send)
         self._is_welcome = self._is_closed = False
         self._asked = 0  # number of the waiting question
         self._units: tuple[UnitInfo, ...] | None = None
-        self._answers: dict[type, Callable[[Any], Answer | None]] = {
+        self._answers: dict[type, Callable[[Any], PanelAnswer | None]] = {
             **{Hello: self._welcome, GetState: self._look, FindModels: self._find_models, PreviewCommand: self._try},
             **{FindParams: self._find_params, FormatCommand: _spell, RunCommand: self._begin, GetHistory: self._recall},
         }
@@ -79,26 +97,24 @@ class PanelComm:
         """Stop answering; a running command continues, and its thread ends with it."""
         self._is_closed = True
         self._waiting.close()
+        self._views.close()
 
     def _receive(self, message: dict[str, Any]) -> None:
         data = message["content"]["data"]
-        number = data.get("number") if isinstance(data, dict) else None
-        number = number if type(number) is int else -1
         try:
             question = read_question(data)
             if not (self._is_welcome or isinstance(question, Hello)):
                 raise UsageError("the first message must be hello, with a matching protocol version")
-            answer = self._answer(question)
+            if isinstance(question, get_args(ViewQuestion)):
+                self._views.ask(question)
+                return
+            answer = self._answers[type(question)](question)  # None: it is sent later
         except (WorkbenchError, ValueError) as error:
-            answer = Refused(number=number, text=str(error))
+            answer = refusal(data, error)
         if answer is not None:
             self._tell(answer)
 
-    def _answer(self, question: Question) -> Answer | None:
-        """Return the answer; None: it is sent later."""
-        return self._answers[type(question)](question)
-
-    def _look(self, question: GetState) -> Answer | None:
+    def _look(self, question: GetState) -> PanelAnswer | None:
         if question.wait:
             self._asked = question.number
             self._waiting.ask(_VIEW)
@@ -107,7 +123,7 @@ class PanelComm:
         self._pulse()
         return self._state(question.number)
 
-    def _find_models(self, question: FindModels) -> Answer:
+    def _find_models(self, question: FindModels) -> PanelAnswer:
         workbench = self._notebook.shown()
         by_rank = workbench.models()
         if workbench.running and not by_rank:  # they may have models all the same
@@ -118,7 +134,7 @@ class PanelComm:
         text = "" if found else "The ranks have no model: build one in a %%fsdp cell."
         return Models(number=question.number, models=found, has_step=has_step, text=text)
 
-    def _try(self, question: PreviewCommand) -> Answer:
+    def _try(self, question: PreviewCommand) -> PanelAnswer:
         command = read_command(question.command)
         line = line_of(command)
         if not isinstance(command, (Shard, Reshard)):
@@ -132,21 +148,30 @@ class PanelComm:
         models = next(iter(workbench.models().values()), ())
         return preview(question.number, line, units, workbench.num_ranks, models, command.model)
 
-    def _find_params(self, question: FindParams) -> Answer:
+    def _find_params(self, question: FindParams) -> PanelAnswer:
         found = params_of(self._pulse(MAX_AGE_S).trace.header, question.unit)
         return Params(number=question.number, unit=question.unit, params=found)
 
-    def _recall(self, question: GetHistory) -> Answer:
+    def _recall(self, question: GetHistory) -> PanelAnswer:
         return CommandHistory(number=question.number, commands=self._notebook.shown().history().commands)
 
     def _welcome(self, hello: Hello) -> Welcome:
         problem = _misfit(hello, self._version)
         self._is_welcome = not problem
-        return Welcome(number=hello.number, version=VERSION, workbench=self._version, problem=problem)
+        return Welcome(
+            number=hello.number,
+            version=VERSION,
+            workbench=self._version,
+            dashboard=self._views.initial,
+            problem=problem,
+        )
 
-    def _tell(self, answer: Answer) -> None:
+    def _tell(self, answer: PanelAnswer) -> None:
+        self._send(encode(answer), None)
+
+    def _send(self, data: dict[str, Any], buffers: list[bytes] | None) -> None:
         if not self._is_closed:
-            self._comm.send(encode(answer))
+            self._comm.send(data, buffers=buffers)
 
     # ---- state
 
@@ -164,7 +189,7 @@ class PanelComm:
         answer = self._state(self._asked)
         return partial(self._tell, answer)
 
-    def _state(self, number: int) -> Answer:
+    def _state(self, number: int) -> PanelAnswer:
         workbench = self._notebook.shown()
         given = workbench.settings
         settings = Settings(
@@ -207,7 +232,28 @@ class PanelComm:
         self._tell(CommandOutput(number=number, line=line, text=text, is_error=is_error, data=data))
 
 
-def _spell(question: FormatCommand) -> Answer:
+def read_command(data: Any) -> Command:  # noqa: ANN401 - any JSON may come
+    """Return ``data`` as a command, parsed from its line; missing arguments have their defaults.
+
+    Raises:
+        UsageError: there is no such command, its arguments are invalid, or they do not fit on one line.
+    """
+    try:
+        command: Command = decode_named(WORDS, data, "command", fill=True)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    line = to_text(command)
+    if len(line.splitlines()) > 1:  # any of Python's line breaks ends the magic's line
+        raise UsageError("a command is one line, but an argument has a line break")
+    return parse_line(line)
+
+
+def line_of(command: Command) -> str:
+    """Return the line to type for ``command``, without arguments at their defaults."""
+    return f"%fsdp {to_text(command)}"
+
+
+def _spell(question: FormatCommand) -> PanelAnswer:
     return CommandLine(number=question.number, line=line_of(read_command(question.command)))
 
 

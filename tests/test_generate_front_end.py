@@ -3,23 +3,20 @@ import re
 import pytest
 
 from workbench.events import Kind
-from workbench.widgets.generate_js import programs
-from workbench.widgets.js_bundle import STATIC
+from workbench.generate_front_end import EVENTS, STATIC, programs
 
 
-@pytest.mark.parametrize("name", programs())
-def test_what_is_made_of_python_is_that_of_today(name):
-    assert (STATIC / name).read_text(encoding="utf-8") == programs()[name], (
-        "run: python -m workbench.widgets.generate_js"
-    )
+@pytest.mark.parametrize("path", programs(), ids=lambda path: path.name)
+def test_what_is_made_of_python_is_that_of_today(path):
+    assert path.read_text("utf-8") == programs()[path], "run: python -m workbench.generate_front_end"
 
 
 def test_no_script_has_numbers_or_colours_of_kinds_of_its_own():
     """A kind is compared with ``KIND.WAIT``, never with 12; greys of the page's own have other uses."""
-    known = re.findall(r"#[0-9a-f]{6}", programs()["events.js"])
+    known = re.findall(r"#[0-9a-f]{6}", programs()[EVENTS])
     coloured = {colour for colour in known if len(set(re.findall("..", colour[1:]))) > 1}
     for script in STATIC.glob("*.js"):
-        if script.name not in programs():
+        if script not in programs():
             text = script.read_text(encoding="utf-8")
             assert re.findall(r"\b(?:kind|state|category)\w* ?[!=]==? ?\d+", text) == [], script.name
             assert [colour for colour in coloured if colour in text] == [], script.name

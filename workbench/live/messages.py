@@ -1,57 +1,69 @@
-"""What a panel in the browser and the kernel say to each other: questions and answers, all of them declared here.
+"""All messages between a browser and the kernel: questions of the browser, and the answers.
 
-The browser opens a comm of the target :data:`TARGET` and asks; the kernel answers, and sends nothing unasked, so that a
-panel that nobody sees costs nothing. A message is the ``data`` of a ``comm_msg``: the fields of one of the classes
-below, and its ``word``. A question bears a ``number`` of the browser's choice, and its answer bears the same one. Of a
-question what has a default may be left out. ``extension/src/protocol.ts`` has the same types for TypeScript, made of
-these by ``python -m workbench.panel.generate_protocol``.
+The browser asks; the kernel answers and sends nothing unasked, so what nobody sees costs nothing. A message is plain
+data with the fields of one of the classes below and its ``word``. Fields with a default may be left out of a question.
+A malformed question is answered with :class:`Refused`.
 
-=================== =================== =================================================================
-question            answer              when
-=================== =================== =================================================================
-:class:`Hello`      :class:`Welcome`    at once; the first question of a comm, before which all are refused
-:class:`GetState`       :class:`State`      at once, or with ``wait`` when there is something new
-:class:`FindModels` :class:`Models`     at once
-:class:`PreviewCommand`        :class:`Preview`    at once; nothing is changed
-:class:`FindParams` :class:`Params`     at once
-:class:`FormatCommand`      :class:`CommandLine`       at once: the line of a command, to copy
-:class:`RunCommand`         :class:`CommandOutput`       when it is done; what takes long goes on in the background
-:class:`GetHistory`     :class:`CommandHistory`   at once
-any of them         :class:`Refused`    it cannot be read, or is of another version
-=================== =================== =================================================================
+A browser opens a comm of the target :data:`TARGET`, whose first question is :class:`Hello`. On it a *panel* asks about
+the cluster and runs commands, and *views* of a dashboard ask what they draw. The dashboard as a widget sends the
+questions of views over the widget's own comm. The answer bears the ``number`` that the browser chose for the question.
+A question of a view names the ``view``, and so does its answer.
 
-A command is one of the words of ``%fsdp``, as plain data: ``{"word": "shard", "model": "model", "wrap": ["Block"]}``.
-Every answer holds plain text: a panel shows it as text and never as HTML.
+Times of views are microseconds from the view's origin, without the time in which ranks were held or idle. Numbers are
+in a buffer next to the message, in the order of :data:`workbench.live.packing.COLUMNS`. Answers hold plain text: it is
+shown as text and never as HTML. A command is one of the words of ``%fsdp``, as plain data: ``{"word": "shard",
+"model": "model", "wrap": ["Block"]}``.
 
-The dashboard is a comm of its own, of the target :data:`DASHBOARD_TARGET`: see :mod:`workbench.panel.dashboard_comm`.
+``extension/src/protocol.ts`` has the same types for the front end, made of these by
+``python -m workbench.generate_front_end``.
+
+======================  =======================  ===============================================================
+question                answer                   when
+======================  =======================  ===============================================================
+:class:`Hello`          :class:`Welcome`         at once; the first question of a comm
+:class:`GetState`       :class:`State`           at once, or with ``wait`` as soon as there is something new
+:class:`FindModels`     :class:`Models`          at once
+:class:`PreviewCommand` :class:`Preview`         at once; nothing is changed
+:class:`FindParams`     :class:`Params`          at once
+:class:`FormatCommand`  :class:`CommandLine`     at once: the line of a command, to copy
+:class:`RunCommand`     :class:`CommandOutput`   when it has finished; what takes long continues in the background
+:class:`GetHistory`     :class:`CommandHistory`  at once
+:class:`AskFeed`        :class:`FeedUpdate`      at once, or with ``wait`` as soon as there is something new
+:class:`AskAt`          :class:`MomentReply`     at once
+:class:`AskBeside`      :class:`MomentReply`     at once
+:class:`AskWindow`      :class:`WindowDetail`    at once
+:class:`RunButton`      :class:`ButtonResult`    when the command has finished
+:class:`CloseView`      none                     the view is gone
+any of them             :class:`Refused`         the question is malformed or cannot be answered
+======================  =======================  ===============================================================
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
-from workbench.codec import NotFinite
-from workbench.live.dashboard_messages import BreakpointState
+from workbench.codec import NotFinite, decode_named
+from workbench.events import Kind, UnitState
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.reports.results import PastCommand
 from workbench.reports.stop_positions import State as Health
 from workbench.session.snapshot import Exchange, LastResult
 
-TARGET = "workbench.panel"
+TARGET = "workbench"
 """Name of the comm target."""
 
-DASHBOARD_TARGET = "workbench.dashboard"
-"""Name of the comm target of a dashboard."""
-
-VERSION = 2
-"""Of this protocol. It changes with every change that a panel of before could not read; both sides say theirs."""
+VERSION = 3
+"""Version of these messages. It changes with every change that an earlier front end could not read."""
 
 COMMAND = {"typescript": "Command"}
-"""Of a field that holds a command as plain data: how TypeScript calls its type."""
+"""Metadata of a field that holds a command as plain data: its type in TypeScript."""
+
+Panel = Literal["ranks", "memory", "units", "timeline"]
 
 
-# ---- questions
+# ---- questions of a panel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +177,152 @@ class GetHistory:
     number: int
 
 
-# ---- answers
+# ---- questions of a view
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskFeed:
+    """Asks what is new.
+
+    Attributes:
+        view: who asks.
+        wait: answer as soon as there is something, or after a while.
+    """
+
+    word: ClassVar[str] = "feed"
+    view: str = ""
+    wait: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskAt:
+    """Asks for all ranks at a time.
+
+    Attributes:
+        view: who asks.
+        number: comes back with the answer.
+        t_us: the time.
+    """
+
+    word: ClassVar[str] = "at"
+    view: str = ""
+    number: int = 0
+    t_us: float | int  # JSON has no float that is whole
+
+    def __post_init__(self) -> None:
+        _require_finite(self.t_us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskBeside:
+    """Asks for all ranks some events after a row.
+
+    Attributes:
+        view: who asks.
+        number: comes back with the answer.
+        rank: whose row it is.
+        seq: number of the row.
+        by: how many events after it; negative: before it.
+    """
+
+    word: ClassVar[str] = "beside"
+    view: str = ""
+    number: int = 0
+    rank: int
+    seq: int
+    by: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskWindow:
+    """Asks for all that happened in a part of time.
+
+    Attributes:
+        view: who asks.
+        number: comes back with the answer.
+        from_us: where it begins.
+        to_us: where it ends.
+    """
+
+    word: ClassVar[str] = "window"
+    view: str = ""
+    number: int = 0
+    from_us: float | int
+    to_us: float | int
+
+    def __post_init__(self) -> None:
+        _require_finite(self.from_us)
+        _require_finite(self.to_us)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunButton:
+    """Asks for what a button says.
+
+    Attributes:
+        view: who asks.
+        button: its name, one of ``InitialState.buttons``; or ``break on``, ``break off`` or ``break clear``.
+        argument: up to the next what ``next`` goes; where ``break`` stops; which breakpoint, by number, is switched or
+            taken away; else empty.
+    """
+
+    word: ClassVar[str] = "press"
+    view: str = ""
+    button: str
+    argument: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseView:
+    """Says that a view is gone.
+
+    Attributes:
+        view: which.
+    """
+
+    word: ClassVar[str] = "bye"
+    view: str = ""
+
+
+def _require_finite(time_us: float) -> None:
+    if not math.isfinite(time_us):
+        raise ValueError(f"a time is {time_us}, expected a finite number")
+
+
+# ---- parts of answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakpointState:
+    """A breakpoint.
+
+    Attributes:
+        id: its number, which ``break clear``, ``break on`` and ``break off`` take.
+        text: as it was written, such as ``all_gather:blocks.2 --rank 1``.
+        is_on: whether it stops ranks.
+    """
+
+    id: int
+    text: str
+    is_on: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialState:
+    """What the browser has to know from the beginning.
+
+    Attributes:
+        buttons: that the ranks can be told things with.
+        panels: to be shown.
+        sizes: how far ``next`` can go.
+    """
+
+    buttons: tuple[str, ...]
+    panels: tuple[Panel, ...]
+    sizes: tuple[str, ...] = ()
+
+
+# ---- answers to a panel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +333,7 @@ class Welcome:
         number: of the question.
         version: the kernel's :data:`VERSION`.
         workbench: version of the Python package.
+        dashboard: what a view of the dashboard needs from the beginning.
         problem: a sentence with both versions and what to do, if they do not fit: all further questions are refused
             then. Empty: they fit.
     """
@@ -184,21 +342,24 @@ class Welcome:
     number: int
     version: int
     workbench: str
+    dashboard: InitialState
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A question that has no answer.
+    """A question that is malformed, or that cannot be answered; nothing was done.
 
     Attributes:
-        number: of the question; -1 if it has none that can be read.
+        number: of the question; -1: it has none.
         text: why, a sentence.
+        view: that asks; empty: it is no question of a view.
     """
 
     word: ClassVar[str] = "refused"
     number: int
     text: str
+    view: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -594,5 +755,320 @@ class CommandHistory:
     commands: tuple[PastCommand, ...]
 
 
-Question = Hello | GetState | FindModels | PreviewCommand | FindParams | FormatCommand | RunCommand | GetHistory
-Answer = Welcome | State | Models | Preview | Params | CommandLine | CommandOutput | CommandHistory | Refused
+# ---- answers to a view
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankHealth:
+    """Ranks that are alike now.
+
+    Attributes:
+        label: which, in words.
+        ranks: which.
+        state: what they are doing.
+        where: before what they are held; empty: they are not.
+    """
+
+    label: str
+    ranks: tuple[int, ...]
+    state: Health
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksAt:
+    """Ranks that were alike at a moment.
+
+    Attributes:
+        ranks: which.
+        label: which, in words.
+        doing: what they did last.
+        units: state of each unit, by number.
+        bytes: live bytes of each class, in the order of ``CATEGORIES``.
+        in_use: these together, what is kept for reuse left out.
+    """
+
+    ranks: tuple[int, ...]
+    label: str
+    doing: str
+    units: tuple[UnitState, ...]
+    bytes: tuple[int, ...]
+    in_use: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """All ranks at a moment.
+
+    Attributes:
+        t_us: when.
+        rank: whose last event it is named after.
+        seq: number of that event's row.
+        step: in which it was, -1: in none.
+        event: what it was, in words.
+        ranks: all ranks, alike ones together.
+    """
+
+    t_us: float
+    rank: int
+    seq: int
+    step: int
+    event: str
+    ranks: tuple[RanksAt, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakInfo:
+    """The highest peak of memory so far of a group of ranks.
+
+    Attributes:
+        num_bytes: in use then.
+        t_us: when.
+        step: in which; -1: in none.
+        text: what was going on, in words.
+    """
+
+    num_bytes: int
+    t_us: float
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedCursor:
+    """Where ``%fsdp back`` has put the cursor.
+
+    Attributes:
+        t_us: when that is.
+        moment: all ranks there; None: nothing is recorded.
+    """
+
+    t_us: float
+    moment: Moment | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSpan:
+    """Something that has begun and not ended.
+
+    Attributes:
+        track: number of its track.
+        kind: of what.
+        unit: -1: none.
+        start: when it began.
+        bytes: that it moves.
+    """
+
+    track: int
+    kind: Kind
+    unit: int
+    start: float
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many entries each table in the buffer has.
+
+    Attributes:
+        spans, memory, states, steps: of this table.
+    """
+
+    spans: int
+    memory: int
+    states: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """What the ranks do, in a word, and why.
+
+    Attributes:
+        word: ``empty``: nothing is recorded yet; ``over``: there are no ranks any more, and this is what they recorded.
+        why: in words; empty: there is no more to say.
+        can_go_on: whether the notebook knows of the stop, and ranks can be let go on; it learns of it after they stand.
+    """
+
+    word: Literal["training", "stuck", "stopped", "idle", "over", "dead", "empty"]
+    why: str
+    can_go_on: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What some steps cost.
+
+    Attributes:
+        num_steps: how many.
+        ms: of a step, in milliseconds, the median.
+        exposed: share of it in which compute waited, the median.
+        peak_bytes: most bytes in use in the last few of them.
+    """
+
+    num_steps: int
+    ms: float
+    exposed: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobEffect:
+    """What the last turn of a knob has changed.
+
+    Attributes:
+        what: was turned, in words.
+        at_step: the first step after it.
+        before: the last steps before it.
+        after: the last steps since.
+    """
+
+    what: str
+    at_step: int
+    before: Costs
+    after: Costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedUpdate:
+    """What a view does not know yet. Its buffer has all tables.
+
+    Attributes:
+        view: whom it is for.
+        restart: forget what was told before, but for the steps.
+        another: these are other ranks than before: forget the steps as well.
+        exact: every change is told, not extremes alone.
+        groups: ranks, alike ones together; the first is drawn for all.
+        tracks: the ranks with tracks in the timeline.
+        open: what has not ended, in place of what was said to be so before.
+        counts: of the tables.
+        begin_us: where the record begins that the kernel has; negative where that is before the first step.
+        health: how the ranks are, alike ones together; none without ranks.
+        breakpoints: in the order they were added, but for that of ``step --until``.
+        status: what they do, in a word, and why.
+        whose: whose ranks these are, in words.
+        late: which rank the others wait for in the newest finished step, in words; empty: none; None: no step has
+            finished since the last time.
+        change: what the last turn of a knob has changed, if that is known and new.
+        said: a sentence about what there is to see; empty while ranks train.
+        clock: whose times the timeline has, and whose the other panels; empty where there is one clock.
+        units: names of the units, by number, if there are others than before.
+        order: numbers of those that were not undone, from the top, together with ``units``.
+        holds: where ranks were held or idle and for how long, ``[[at, length], ...]``, if there are others than before.
+        now: all ranks at the newest event, if it is another one.
+        peaks: of each group, if anything was recorded.
+        has_moved: the cursor of ``%fsdp back`` is elsewhere than before.
+        cursor: where it is then; None: at the newest event.
+    """
+
+    word: ClassVar[str] = "feed"
+    view: str = ""
+    restart: bool
+    another: bool
+    exact: bool
+    groups: tuple[tuple[int, ...], ...]
+    tracks: tuple[int, ...]
+    open: tuple[OpenSpan, ...]
+    counts: Counts
+    begin_us: float
+    health: tuple[RankHealth, ...]
+    breakpoints: tuple[BreakpointState, ...]
+    status: RunStatus
+    whose: str
+    said: str
+    clock: tuple[str, ...]
+    units: tuple[str, ...] | None = None
+    order: tuple[int, ...] | None = None
+    holds: tuple[tuple[float, ...], ...] | None = None
+    now: Moment | None = None
+    peaks: tuple[PeakInfo, ...] | None = None
+    late: str | None = None
+    change: KnobEffect | None = None
+    has_moved: bool = False
+    cursor: MovedCursor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentReply:
+    """All ranks at a moment that was asked for.
+
+    Attributes:
+        view: whom it is for.
+        number: of the question.
+        moment: None: nothing is recorded there.
+    """
+
+    word: ClassVar[str] = "moment"
+    view: str = ""
+    number: int
+    moment: Moment | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowDetail:
+    """What happened in a part of time. Its buffer has all tables; there are no steps in it.
+
+    Attributes:
+        view: whom it is for.
+        number: of the question.
+        from_us, to_us: as it was asked.
+        exact: every change is told, not extremes alone.
+        counts: of the tables.
+    """
+
+    word: ClassVar[str] = "window"
+    view: str = ""
+    number: int
+    from_us: float
+    to_us: float
+    exact: bool
+    counts: Counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ButtonResult:
+    """What came of a button.
+
+    Attributes:
+        view: whom it is for.
+        button: its name.
+        text: a line; empty: what came of it is seen.
+    """
+
+    word: ClassVar[str] = "pressed"
+    view: str = ""
+    button: str
+    text: str
+
+
+PanelQuestion = Hello | GetState | FindModels | PreviewCommand | FindParams | FormatCommand | RunCommand | GetHistory
+PanelAnswer = Welcome | State | Models | Preview | Params | CommandLine | CommandOutput | CommandHistory | Refused
+ViewQuestion = AskFeed | AskAt | AskBeside | AskWindow | RunButton | CloseView
+ViewAnswer = FeedUpdate | MomentReply | WindowDetail | ButtonResult | Refused
+Question = PanelQuestion | ViewQuestion
+Answer = PanelAnswer | ViewAnswer
+
+QUESTIONS: dict[str, type] = {question.word: question for question in get_args(Question)}
+VIEW_QUESTIONS: dict[str, type] = {question.word: question for question in get_args(ViewQuestion)}
+
+
+def read_question(data: Any, known: dict[str, type] = QUESTIONS) -> Any:  # noqa: ANN401 - any JSON may come
+    """Return ``data`` as a question.
+
+    Args:
+        data: what the browser sent.
+        known: the questions to accept, by word.
+
+    Raises:
+        ValueError: ``data`` is none of them, or a field is missing or of another type.
+    """
+    return decode_named(known, data, "question", fill=True)
+
+
+def refusal(data: Any, error: Exception) -> Refused:  # noqa: ANN401 - any JSON may come
+    """Return the answer to ``data``, which is malformed or was refused with ``error``."""
+    sent = data if isinstance(data, dict) else {}
+    number, view = sent.get("number"), sent.get("view")
+    return Refused(
+        number=number if type(number) is int else -1, text=str(error), view=view if isinstance(view, str) else ""
+    )

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
+from workbench.live.typescript import module, read_docstring, type_of
 from workbench.protocol.arguments import argument
-from workbench.widgets.typescript import module, read_docstring, type_of
 
 
 class Colour(IntEnum):
@@ -55,7 +55,7 @@ class Cart:
         (tuple[int, ...], "readonly number[]"),
         (Sequence[str | None], "readonly (string | null)[]"),
         (dict[int, Wheel], "Readonly<Record<string, Wheel>>"),
-        (tuple[tuple[Wheel, ...], ...], "readonly readonly Wheel[][]"),
+        (tuple[tuple[Wheel, ...], ...], "readonly (readonly Wheel[])[]"),
     ],
 )
 def test_types(kind, text):
@@ -76,9 +76,7 @@ export const VERSION = 3;
 
 /** A wheel * / of `n` spokes. */
 export interface Wheel {
-  /** how many; not negative. */
   readonly spokes: number;
-  /** how many; not negative. */
   readonly teeth: number;
 }
 
@@ -87,14 +85,12 @@ export interface Cart {
   readonly word: "cart";
   readonly wheels: readonly Wheel[];
   readonly load?: number | null;
-  /** which way */
   readonly to?: "left" | "right";
   readonly cargo?: Cargo;
 }
 
 export type Any =
-  | Cart
-  | Wheel;
+  | Cart | Wheel;
 """
     )
 
