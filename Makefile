@@ -44,7 +44,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 COLOUR := $(if $(CI),--color=no,)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint check test test-torch coverage lab bench bench-check clean
+.PHONY: help demo lint check test test-torch coverage mutants lab bench bench-check clean
 .PRECIOUS: .venv-torch-%/installed
 .DELETE_ON_ERROR:
 
@@ -56,6 +56,7 @@ help:
 	@echo "                  with CI set all tests: whole cross products, and long scenes in a browser or on several hosts"
 	@echo "make test-torch   what depends on torch's version with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
+	@echo "make mutants FILE=...   which small changes of a file of workbench/ its tests do not notice"
 	@echo "make lab          open the tour in JupyterLab, with the panel"
 	@echo "make bench        measure steps, recording, views, the dashboard and the panel; write build/bench.json"
 	@echo "make bench-check  the comparison alone; fails where it is not as fast as it should be"
@@ -89,6 +90,9 @@ test-torch: $(OTHER_TORCH:%=test-torch-%)
 
 test-torch-%: .venv-torch-%/installed
 	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) -m "not exhaustive" --hypothesis-profile=few $(TESTS_OF)
+
+mutants: $(VENV)/installed-mutants
+	@$(BIN)/python -m tests.helpers.mutants $(FILE)
 
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) --cov --cov-report=term
@@ -125,6 +129,10 @@ $(VENV)/panel: $(VENV)/installed hatch_build.py $(PANEL)
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing what the tests need ..."
 	@WORKBENCH_PANEL=skip $(PIP) install --editable '.[dev]'
+	@touch $@
+
+$(VENV)/installed-mutants: $(VENV)/installed-dev
+	@WORKBENCH_PANEL=skip $(PIP) install --editable '.[mutants]'
 	@touch $@
 
 # torch alone; all the rest is lent by the main environment, whose packages are looked for after those in here

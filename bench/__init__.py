@@ -1,1 +1,1 @@
-"""Benchmarks: ``make bench`` measures, ``make bench-check`` compares with the figures that are wanted."""
+"""Benchmarks: ``make bench`` measures, ``make bench-check`` compares the results with the targets."""

@@ -1,8 +1,7 @@
-"""``make bench``: training steps, ours and others'; bytes; what recording and watching cost; traces and pictures.
+"""``make bench``: training steps of our engine and others, bytes, the cost of recording and watching, traces and views.
 
-``--only`` measures some parts alone. ``make bench-check`` makes the comparison with the others alone, and ends with 1
-if the issue's figures (``bench/aims.py``) are not met. Both write build/bench.json, and end with 1 if something
-could not be measured.
+``--only`` measures selected parts. ``make bench-check`` makes only the comparison with the others, and exits with 1 if
+the targets (``bench/aims.py``) are not met. Both write build/bench.json, and exit with 1 if a measurement failed.
 """
 
 import argparse
@@ -78,7 +77,7 @@ def _surroundings() -> Tree:
 
 
 def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tuple[tuple[str, ...], Tree]]:
-    """Measure one part, and say what was found; gives where each of its measurements belongs in the result."""
+    """Measure one part and print the results; yield each measurement with its path in the result."""
     match part:
         case "steps":
             for name in args.cases:
@@ -148,12 +147,12 @@ def _apart(name: str, work: Callable[[], Tree]) -> Tree:
 
 
 def _status(result: Mapping[str, Any], *, is_check: bool, all_met: bool) -> int:
-    """0, or 1 if something could not be measured, or a check found that not all is as it should be."""
+    """Return 0, or 1 if a measurement failed or a check missed a target."""
     return int(any(_failures(result)) or (is_check and not all_met))
 
 
 def _failures(tree: Mapping[str, Any]) -> Iterator[Mapping[str, str]]:
-    """What failed, of every measurement in the result."""
+    """Yield the failures of every measurement in the result."""
     for name, below in tree.items():
         if name == "failed":
             yield below

@@ -1,4 +1,4 @@
-"""What the issues from "Engine" to "Hosts" ask, in figures, and whether a bench's result has it."""
+"""The targets of the issues from "Engine" to "Hosts" as numbers, and the verdicts on a result."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -7,22 +7,22 @@ from typing import Any
 from bench.cases import CASES, CLASSIC_CASES, HOSTS_CASES, OF_OURS, OURS, OURS_GLOO
 
 Path = tuple[str, ...]
-"""Where something is in the result: the names on the way to it."""
+"""Path to a value in the result: the names on the way to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """One figure that is asked for.
+    """One target.
 
     Attributes:
         what: what is measured, in half a line.
-        part: where the measurement is in the result; without it nobody asked for it, and it is not judged.
-        values: where its numbers are in that; of several the worst one counts, and those that are missing do not.
-        limit: the highest number that will do, or the lowest one if ``is_at_least``.
+        part: path of the measurement in the result; if it is missing, it was not requested and is not judged.
+        values: paths of the numbers within the part; the worst counts, and missing ones do not.
+        limit: the highest acceptable number, or the lowest if ``is_at_least``.
         unit: of the numbers; empty for a ratio.
         is_at_least: more is better.
-        digits: decimals to which numbers are rounded before they are judged; None: they are not.
-        is_must: the issue says so; else it is an aim.
+        digits: decimals that numbers are rounded to before they are judged; None: no rounding.
+        is_must: the issue requires it; otherwise it is only aimed for.
     """
 
     what: str
@@ -36,21 +36,21 @@ class Aim:
 
     @property
     def asked(self) -> str:
-        """What is asked, as a sign and a number."""
+        """The requirement, as a sign and a number."""
         sign = ">=" if self.is_at_least else "<="
         return f"{'must' if self.is_must else 'aim'} {sign} {self.limit:g} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An aim, the number that was measured (None: it was not), and whether that will do."""
+    """A target, the measured number (None: not measured), and whether it meets the target."""
 
     aim: Aim
     measured: float | None
 
     @property
     def is_met(self) -> bool:
-        """Measured, and on the right side of the limit."""
+        """Whether the number was measured and is on the right side of the limit."""
         if self.measured is None:
             return False
         judged = self.measured if self.aim.digits is None else round(self.measured, self.aim.digits)
@@ -58,23 +58,23 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """The verdict in a word or two."""
+        """The verdict in one or two words."""
         return "met" if self.is_met else "not measured" if self.measured is None else "MISSED"
 
     @property
     def number(self) -> str:
-        """What was measured, with its unit."""
+        """The measured number, with its unit."""
         if self.measured is None:
             return "-"
         return f"{self.measured:.2f} {self.aim.unit}" if self.aim.unit else f"{self.measured:.3f}"
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all fields, for JSON."""
         return {**asdict(self.aim), "measured": self.measured, "verdict": self.word}
 
 
 def _step(case: str, implementation: str, limit: float, *, is_must: bool = True) -> Aim:
-    """A step's time to torch's, of both runs: into the second one nothing of ours is loaded."""
+    """Return the target of a step's time relative to torch's, in both runs: the second run loads nothing of ours."""
     return Aim(
         what=f"{implementation}, {case}: step / torch's",
         part=("cases", case),
@@ -85,7 +85,7 @@ def _step(case: str, implementation: str, limit: float, *, is_must: bool = True)
 
 
 def _to_ddp(case: str, implementation: str, limit: float) -> Aim:
-    """A step's time to that of torch's DistributedDataParallel, which communicates least."""
+    """Return the target of a step's time relative to torch's DistributedDataParallel, which communicates least."""
     return Aim(
         what=f"{implementation}, {case}: step / DDP's",
         part=("cases", case),
@@ -96,7 +96,7 @@ def _to_ddp(case: str, implementation: str, limit: float) -> Aim:
 
 
 def _peak(case: str, implementation: str) -> Aim:
-    """The most bytes that a process of ours needs at once in its steps, to the most that one of torch's does."""
+    """Return the target of our process's peak bytes within steps, relative to torch's."""
     return Aim(
         what=f"{implementation}, {case}: peak of the process / torch's",
         part=("cases", case),
@@ -126,7 +126,7 @@ ENGINE = (
         limit=1.0,
     ),
 )
-"""What ``--check`` judges."""
+"""The targets that ``--check`` judges."""
 
 
 WATCHED = (("cpu_to_plain",), ("cpu_to_unwatched",))
@@ -146,7 +146,7 @@ def _live(what: str, part: Path, value: str, limit: float, unit: str = "") -> Ai
 
 
 def _frames(move: str) -> Aim:
-    # a frame clock of 60 Hz gives 59.9 as often as 60.1
+    # a frame clock of 60 Hz measures 59.9 as often as 60.1
     return Aim(
         what=f"timeline: {move}, 500,000 rectangles",
         part=("browser", "timeline"),
@@ -158,7 +158,7 @@ def _frames(move: str) -> Aim:
     )
 
 
-RECORDING = (("3.7M", 1, 1.05), ("0.23M", 5, 1.10))  # case, % of a step's CPU time, with the dashboard live
+RECORDING = (("3.7M", 1, 1.05), ("0.23M", 5, 1.10))  # case, % of step CPU, limit with the dashboard live
 LIVE = (
     *(aim for figures in RECORDING for aim in _recording(*figures)),
     _live("to the browser, 8 ranks", ("live", "to browser"), "kib_per_s", 64, "KiB/s"),
@@ -205,7 +205,7 @@ SCALE = (
         is_at_least=True,
     ),
 )
-"""The part of "Hosts" that needs no host."""
+"""The part of "Hosts" that needs no hosts."""
 
 HOSTS = (
     *(
@@ -220,7 +220,7 @@ HOSTS = (
     _live("side door of 3 hosts, above 2 latencies", ("live", "side door of hosts"), "above_links_ms", 30, "ms"),
     _live("attach to 8 engines that have loaded torch, to the first cell", ("live", "attach"), "median_s", 2, "s"),
 )
-"""6 ranks on 3 hosts, at 1 Gbit/s and 2 ms; and a cluster that runs already."""
+"""6 ranks on 3 hosts, at 1 Gbit/s and 2 ms; and a cluster that is already running."""
 
 CLASSIC = tuple(
     Aim(what=f"classic, {case}: {what}", part=("classic", case), values=((value,),), limit=limit)
@@ -237,13 +237,13 @@ MANY = (
     _live("next collective, a rank: of most / of fewest ranks", ("many", "next collective"), "growth", 1.5),
     _live("shard and step, a unit: of most / of fewest units", ("many", "shard"), "growth", 1.5),
 )
-"""Costs per rank and per unit, which are linear."""
+"""Costs per rank and per unit; the totals are to be linear."""
 
 AIMS = (*ENGINE, *LIVE, *MANY, *LAB, *SCALE, *HOSTS, *CLASSIC)
 
 
 def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[Verdict]:
-    """Judge what ``build/bench.json`` holds; aims whose part was not measured are left out."""
+    """Judge the contents of ``build/bench.json``; skip targets whose part was not measured."""
     for aim in aims:
         part = _found(result, aim.part)
         if isinstance(part, Mapping):
@@ -253,7 +253,7 @@ def verdicts(result: Mapping[str, Any], aims: Iterable[Aim] = AIMS) -> Iterator[
 
 
 def _found(tree: Mapping[str, Any], path: Path) -> Any:
-    """Return what is at ``path``; None where a measurement failed or was not made."""
+    """Return the value at ``path``; None if a measurement failed or was not made."""
     value: Any = tree
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None

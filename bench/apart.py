@@ -1,7 +1,7 @@
-"""Functions called in a Python process of their own, as in a notebook's: with a time limit, and nothing left of it.
+"""Calls of functions in new Python processes, as in a notebook's: with a time limit, and without leftovers.
 
-The process that asks has loaded torch; the one that answers loads what its function needs. It ends by itself, is ended
-after the time limit, or with the one that asked; ranks that it started end with it.
+The calling process has loaded torch; the new one loads what its function needs. It ends after the call, at the time
+limit, or with the caller; ranks that it started end with it.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from typing import Any
 
 TIMEOUT_S = 300.0
 GRACE_S = 15.0
-"""How long a process that was asked to end may take, in seconds."""
+"""How long a terminated process may take to end, in seconds."""
 
 
 class ApartFailure(Exception):
-    """The function raised, or took too long; the message is the end of what its process wrote."""
+    """The function raised or exceeded the time limit; the message is the end of its process's output."""
 
 
 def call_apart(function: str, timeout_s: float = TIMEOUT_S, **arguments: Any) -> Any:
@@ -50,7 +50,7 @@ def call_apart(function: str, timeout_s: float = TIMEOUT_S, **arguments: Any) ->
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those it started in its session."""
+    """End a process and those that it started in its session."""
     for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -64,7 +64,7 @@ def _tail(log: Path, num_lines: int = 40) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Call the function that ``argv`` names, with arguments as JSON, and write its value to a file."""
+    """Call the function that ``argv`` names, with its arguments as JSON, and write its value to a file."""
     function, arguments, answer = argv
     module, _, name = function.partition(":")
     value = getattr(importlib.import_module(module), name)(**json.loads(arguments))

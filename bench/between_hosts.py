@@ -1,4 +1,4 @@
-"""Steps of ranks on several hosts, over links of 1 Gbit/s and 2 ms: ours beside torch's, and what crosses the links.
+"""Steps of ranks on several hosts, over links of 1 Gbit/s and 2 ms: ours and torch's, and the bytes on the links.
 
 The hosts are network namespaces (:mod:`tests.helpers.ranks_on_hosts`), so all of them compute on this machine's cores.
 """
@@ -18,7 +18,7 @@ IMPLEMENTATIONS = (TORCH, *OF_OURS)
 
 
 def compare_hosts(case: Case, effort: Effort) -> Tree:
-    """Measure one case; without network namespaces nothing is, and the result says why."""
+    """Measure one case; without network namespaces, measure nothing and return the reason."""
     why_not = ranks_on_hosts.why_not()
     if why_not:
         return {"left out": why_not, "failed": {}}
@@ -56,7 +56,7 @@ def _peaks(case: Case, runs: Runs) -> dict[str, float]:
 
 
 def _ratios(rows: Tree) -> dict[str, float]:
-    """Return ours over torch's, and over ours through gloo alone; nothing if one was not measured."""
+    """Return the ratios of our step to torch's, and to ours with gloo alone; leave out those not measured."""
     medians = {name: each["wall_ms"]["median"] for name, each in rows.items()}
     pairs = {"to_torch": TORCH, "to_gloo": OURS_GLOO}
     return {key: medians[OURS] / medians[other] for key, other in pairs.items() if {OURS, other} <= medians.keys()}

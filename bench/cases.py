@@ -1,7 +1,7 @@
-"""What is measured: a model on so many ranks in one precision, and who trains it.
+"""The cases: a model on a number of ranks in one precision; and the implementations that train it.
 
-The cases are those of the table "Fast" of the issue "Engine": sequences of 128 tokens, 4 of them in a batch, one unit
-per block and one for the rest, fused AdamW.
+The cases are those of the table "Fast" of the issue "Engine": sequences of 128 tokens, 4 per batch, one unit per block
+and one for the rest, fused AdamW.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ CLASSICS = {
 }
 OF_OURS = (OURS_GLOO, OURS)
 WITHOUT_OURS = (ALONE, TORCH)
-"""What the second run holds, into which nothing of ours is loaded."""
+"""The implementations in the second run, which loads nothing of ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Case:
     """One row of the issue's table.
 
     Attributes:
-        name: what ``--cases`` calls it.
+        name: its name for ``--cases``.
         num_ranks: processes of one thread each.
         is_bf16: compute and communicate in bfloat16; parameters at rest and optimizer stay fp32.
-        num_hosts: on which the ranks are, as many on each; see :mod:`tests.helpers.ranks_on_hosts`.
-        is_copied: every host has a copy of the parameters, which its ranks share.
+        num_hosts: number of hosts, with equally many ranks each; see :mod:`tests.helpers.ranks_on_hosts`.
+        is_copied: every host has a copy of the parameters, sharded over its ranks.
         device: torch's type of the devices, one per rank.
     """
 
@@ -54,7 +54,7 @@ class Case:
     device: str = "cpu"
 
     def describe(self) -> str:
-        """Say what it is in half a line."""
+        """Return a description of half a line."""
         millions = num_params(self.config) / 1e6
         digits = 1 if millions >= 1 else 2
         precision = "bf16 params and reduce" if self.is_bf16 else "fp32"
@@ -85,7 +85,7 @@ CLASSIC_CASES = {
         Case(name="3.3M-4ranks", config=_SMALL, num_ranks=4),
     )
 }
-"""With which the wrapper is measured."""
+"""The cases of the wrappers."""
 HOSTS_CASES = {
     case.name: case
     for case in (
@@ -104,7 +104,7 @@ GPU_CASES = {
         Case(name="gpu-2ranks-bf16", config=_ON_GPUS, num_ranks=2, is_bf16=True, device="cuda"),
     )
 }
-"""Measured where there is a GPU; ranks share it if it is the only one."""
+"""Measured if there is a GPU; ranks share it if it is the only one."""
 
 RECORDED = {
     case.name: case
@@ -121,10 +121,10 @@ RECORDED = {
         ),
     )
 }
-"""Models with which recording and watching is measured: those of the issue "Live"."""
+"""Models for measuring recording and watching: those of the issue "Live"."""
 
 
 def num_params(config: GPTConfig) -> int:
-    """Elements of all parameters of a model, which is made without memory."""
+    """Return the number of elements of all parameters; the model is made without memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in GPT(config).parameters())

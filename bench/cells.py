@@ -1,7 +1,7 @@
-"""An empty cell on all ranks, ``%%fsdp`` beside ``%%px``: in one IPython shell, on the same engines, in turns.
+"""An empty cell on all ranks, as ``%%fsdp`` and as ``%%px``: in one IPython shell, on the same engines, alternating.
 
-Nobody runs two cells within the same few milliseconds: between them is a pause, so that neither pays for what the other
-leaves to be done behind.
+A pause separates the cells, as users do not run two within a few milliseconds: neither pays for work that the other
+leaves behind.
 """
 
 import time
@@ -23,11 +23,11 @@ WARM_UP, PAUSE_S = 5, 0.05
 
 
 class ReachedCluster(Cluster):
-    """A cluster that says where its controller can be reached."""
+    """A cluster with the path of its controller's connection file."""
 
     @property
     def connection_file(self) -> Path:
-        """The controller's connection file for clients."""
+        """Path of the controller's connection file for clients."""
         return self._place._root / "profile" / "security" / "ipcontroller-client.json"
 
 

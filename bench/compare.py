@@ -1,10 +1,9 @@
-"""One case under all implementations: who is started when, and what the samples come to.
+"""One case under all implementations: the schedule of the runs, and the evaluation of the samples.
 
-Times on a shared machine drift. So every implementation is started anew, in processes of its own, in each of several
-rounds, and the next round begins with another one; what counts are ratios of medians over all rounds. A second run
-holds torch's (and compute alone) only; its rounds alternate with those of the first. Its ratio is one of ratios,
-(ours / alone) : (torch / alone), each from its own run, so that a machine that became faster in between does not count
-for or against anybody.
+Times on a shared machine drift. So each of several rounds starts every implementation in new processes, and each round
+begins with a different one; the results are ratios of medians over all rounds. A second run has only torch's engine and
+compute alone; its rounds alternate with those of the first. Its ratio is a ratio of ratios, (ours / alone) : (torch /
+alone), each from its own run, so that a machine that becomes faster in between favours neither.
 """
 
 import statistics
@@ -44,14 +43,14 @@ class Effort:
     """How much is measured.
 
     Attributes:
-        rounds: times each implementation is started.
-        steps: steps measured per start, after some to warm up.
-        pairs: recorded and plain steps each.
-        blocks: blocks of steps that are watched, and as many of each other kind.
-        block_s: about how long one takes, in seconds.
-        starts: times a cluster is started.
-        repeats: times something short is done.
-        many_ranks: numbers of ranks among which the cost of a command is shared.
+        rounds: starts of each implementation.
+        steps: steps measured per start, after a warm-up.
+        pairs: number of recorded steps, and of plain ones.
+        blocks: blocks of watched steps, and of each other kind.
+        block_s: approximate duration of a block, in seconds.
+        starts: starts of a cluster.
+        repeats: repetitions of short operations.
+        many_ranks: numbers of ranks at which the cost of a command per rank is measured.
         many_units: numbers of units, likewise.
     """
 
@@ -68,12 +67,12 @@ class Effort:
 
 @dataclass
 class Runs:
-    """Starts ranks, and writes down what failed: one implementation that does is no reason to lose the others.
+    """Starts ranks and records failures: the failure of one implementation does not lose the others' results.
 
     Attributes:
-        failed: traceback by what was measured and under which implementation, such as ``steps of ours``.
-        seats: where each rank is, if not here.
-        device: what they compute on.
+        failed: traceback by measurement and implementation, such as ``steps of ours``.
+        seats: the simulated host of each rank, if not this one.
+        device: type of the ranks' devices.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
@@ -81,7 +80,7 @@ class Runs:
     device: str = "cpu"
 
     def on_ranks(self, what: str, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """As :func:`bench.processes.on_ranks`; no ranks at all if one of them, now or before, failed."""
+        """Like :func:`bench.processes.on_ranks`; return an empty list if a rank failed, now or before."""
         if what in self.failed:
             return []
         try:
@@ -92,7 +91,7 @@ class Runs:
 
 
 def compare(case: Case, effort: Effort, *, with_parts: bool) -> Tree:
-    """Measure one case; see :mod:`bench.report` for what the result holds."""
+    """Measure one case; :mod:`bench.report` describes the result."""
     runs = Runs()
     steps, torch_only = _steps(case, effort, runs)
     against_second_run(steps, torch_only)
@@ -110,9 +109,9 @@ def compare(case: Case, effort: Effort, *, with_parts: bool) -> Tree:
 
 
 def _steps(case: Case, effort: Effort, runs: Runs) -> tuple[Tree, Tree]:
-    """Measure steps, round after round; returns the rows of the first run and of the second."""
+    """Measure steps in all rounds; return the rows of the first run and of the second."""
     both = {"steps": tuple(IMPLEMENTATIONS), "steps in the second run": WITHOUT_OURS}
-    # per run and implementation: per start, per rank, steps
+    # per run and implementation: samples [start][rank][step]
     samples: dict[str, dict[str, list[list[Sample]]]] = {what: {n: [] for n in names} for what, names in both.items()}
     for number in range(effort.rounds):
         for what, names in both.items():
@@ -126,7 +125,7 @@ def _steps(case: Case, effort: Effort, runs: Runs) -> tuple[Tree, Tree]:
 
 
 def row(starts: Iterable[Sequence[Sequence[Sample]]]) -> Tree:
-    """Summarise the steps of one implementation, per start and rank: a step takes as long as its slowest rank does."""
+    """Summarise the steps of one implementation, per start and rank: a step takes as long as its slowest rank."""
     steps = list(zip(*joined(starts), strict=True))
     columns = {
         "wall_ms": [max(s.wall_ns for s in step) / 1e6 for step in steps],
@@ -137,7 +136,7 @@ def row(starts: Iterable[Sequence[Sequence[Sample]]]) -> Tree:
 
 
 def with_ratios(rows: Tree) -> Tree:
-    """Add each row's ratio to compute alone, to DDP and to torch's, as far as these were measured."""
+    """Add each row's ratio to compute alone, to DDP and to torch's, if these were measured."""
     for name, other in (("to_alone", ALONE), ("to_ddp", DDP), ("to_torch", TORCH)):
         for each in rows.values() if other in rows else ():
             each[name] = each["wall_ms"]["median"] / rows[other]["wall_ms"]["median"]
@@ -145,7 +144,7 @@ def with_ratios(rows: Tree) -> Tree:
 
 
 def against_second_run(rows: Tree, torch_only: Mapping[str, Any]) -> None:
-    """Add each row's ratio to torch's of the second run, which leaves ours out."""
+    """Add each row's ratio to torch's of the second run, which excludes ours."""
     reference = torch_only.get(TORCH, {}).get("to_alone")
     for each in rows.values():
         if reference is not None and "to_alone" in each:
@@ -169,7 +168,7 @@ def _parts(case: Case, effort: Effort, runs: Runs, steps: Tree) -> Tree:
 
 
 def joined(starts: Iterable[Sequence[Sequence[Step]]]) -> list[list[Step]]:
-    """Return each rank's steps, start after start: ``[[[1], [2]], [[3], [4]]]`` -> ``[[1, 3], [2, 4]]``."""
+    """Concatenate each rank's steps over the starts: ``[[[1], [2]], [[3], [4]]]`` -> ``[[1, 3], [2, 4]]``."""
     return [[step for steps in rank for step in steps] for rank in zip(*starts, strict=True)]
 
 
@@ -188,7 +187,7 @@ def _bytes(case: Case, runs: Runs) -> Tree:
 def in_rounds(
     runs: Runs, case: Case, names: Sequence[str], effort: Effort, function: Callable[[Case, str, int], Step]
 ) -> dict[str, list[list[Step]]]:
-    """Return what ``function`` measured of each implementation: per start, per rank."""
+    """Return what ``function`` measured of each implementation, per start and rank."""
     found: dict[str, list[list[Step]]] = {name: [] for name in names}
     for number in range(effort.rounds):
         for name in rotated(names, number):
@@ -197,7 +196,7 @@ def in_rounds(
 
 
 def compare_classic(case: Case, effort: Effort) -> Tree:
-    """Measure one case under the wrappers, ours and torch's, and under our ``fully_shard``: steps, and bytes."""
+    """Measure steps and bytes of one case under both wrappers, ours and torch's, and under our ``fully_shard``."""
     runs = Runs()
     samples = in_rounds(runs, case, tuple(CLASSICS), effort, measure)
     steps_ms = {name: row(starts)["wall_ms"]["median"] for name, starts in samples.items() if all(starts)}
@@ -220,12 +219,12 @@ def compare_classic(case: Case, effort: Effort) -> Tree:
 
 
 def _ratio(name: str, measured: Mapping[str, float], other: str) -> dict[str, float]:
-    """Return the wrapper's figure over another's under ``name``; nothing if one was not measured."""
+    """Return the ratio of the wrapper's figure to another's under ``name``; empty if one was not measured."""
     return {name: measured[CLASSIC] / measured[other]} if {CLASSIC, other} <= measured.keys() else {}
 
 
 def compare_sharding(effort: Effort) -> Tree:
-    """Measure ``fully_shard`` itself: the first call of a process, and the median of later ones."""
+    """Measure ``fully_shard`` itself: the first call of a process, and the median of later calls."""
     runs = Runs()
     times: dict[str, list[list[int]]] = {name: [] for name in (TORCH, OURS)}
     for number in range(effort.rounds):
@@ -247,7 +246,7 @@ def compare_sharding(effort: Effort) -> Tree:
 
 
 def compare_recording(case: Case, effort: Effort) -> Tree:
-    """Measure what recording costs: ratios of pairs of neighbouring steps."""
+    """Measure the cost of recording: ratios of pairs of neighbouring steps."""
     runs = Runs()
     ranks: list[Recording] = runs.on_ranks("recording", case.num_ranks, measure_recording, case, effort.pairs)
     if not ranks:

@@ -1,4 +1,4 @@
-"""What a notebook waits for on a real cluster: the first cell, an empty cell, and the side door of busy ranks."""
+"""What a notebook waits for on a real cluster: the first cell, and the side door of busy ranks."""
 
 import contextlib
 import os
@@ -28,9 +28,9 @@ LONG_S = 60.0
 
 
 def measure_start(num_ranks: int) -> Tree:
-    """Return the seconds from the order to start until a first cell ran, with torch and the process group there.
+    """Return the seconds from the start to the end of the first cell, with torch and the process group loaded.
 
-    ``cpu_s`` is what ranks, and the process they were forked from, had computed by then.
+    ``cpu_s`` is the CPU time until then of the ranks and of the process that they were forked from.
     """
     cluster = Cluster(num_ranks, "cpu")
     begin = time.monotonic()
@@ -48,10 +48,10 @@ def measure_start(num_ranks: int) -> Tree:
 
 
 def measure_attach(num_engines: int, num_times: int) -> Tree:
-    """Return the seconds from the order to attach until a first cell ran, on engines of a cluster that runs already.
+    """Return the seconds from attaching to the end of the first cell, on the engines of a running cluster.
 
-    ``first_s``: as ``ipcluster`` starts them, which have yet to import torch. The others follow one another on engines
-    that are no ranks any more, as whoever attaches to a cluster in use finds them.
+    ``first_s``: with engines as ``ipcluster`` starts them, which have yet to import torch. The other times follow in
+    sequence on engines that have been ranks before, as in a cluster in use.
     """
     with running_engines(num_engines) as target:
         seconds = [_attached_s(target) for _ in range(1 + num_times)]
@@ -70,12 +70,12 @@ def _attached_s(target: AttachTarget) -> float:
 
 
 def measure_side_door_of_hosts(num_hosts: int, num_local: int, num_times: int) -> Tree:
-    """Return what :func:`measure_side_door` does, of ranks on several hosts, and the round trip of a packet to them.
+    """Return the results of :func:`measure_side_door` for ranks on several hosts, and the latency of their links.
 
-    This process, in which the notebook's side is, and the controller are on a host of their own. ``above_links_ms`` is
-    what the worse of the medians has above two latencies of a link; without network namespaces nothing is measured.
-    All hosts compute on the cores of this machine. ``with a core each`` is measured while as many ranks compute as
-    there are cores, and the others wait: as on hosts that have cores of their own.
+    This process, the notebook's side, and the controller have a separate host. ``above_links_ms`` is the worse median
+    minus two latencies of a link; without network namespaces, nothing is measured. All hosts compute on the cores of
+    this machine. ``with a core each``: only as many ranks compute as there are cores, and the others wait, as if every
+    host had its own cores.
     """
     why_not = ranks_on_hosts.why_not()
     if why_not:
@@ -101,7 +101,7 @@ def measure_side_door_of_hosts(num_hosts: int, num_local: int, num_times: int) -
 
 
 def _latency_ms(address: str) -> float:
-    """Half of the time in which a connection is refused, or made, of the quickest of some."""
+    """Return half of the shortest time in which a connection is refused or made."""
     times_ms = []
     for _ in range(20):
         begin = time.perf_counter()
@@ -113,7 +113,7 @@ def _latency_ms(address: str) -> float:
 
 @contextmanager
 def running_engines(num_engines: int) -> Iterator[AttachTarget]:
-    """Let ipyparallel start engines of its own, in a process and a directory that end with the body."""
+    """Run ipyparallel engines of a new cluster, in a process and a directory that end with the body."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         words = ["start", "-n", str(num_engines), f"--ipython-dir={folder}", "--profile=bench", "--cluster-id=one"]
         command = [sys.executable, "-m", "ipyparallel.cluster", *words]
@@ -131,7 +131,7 @@ def running_engines(num_engines: int) -> Iterator[AttachTarget]:
 
 
 def measure_side_door(num_ranks: int, num_times: int) -> Tree:
-    """Return how long all ranks, each of which computes in its main thread, take to say where they are."""
+    """Return how long all ranks, which compute in their main threads, take to send their positions."""
     with Cluster(num_ranks, "cpu") as cluster:
         return _medians(cluster, num_times)
 
@@ -147,11 +147,11 @@ def _medians(cluster: Cluster, num_times: int, computing: Sequence[int] | None =
 def round_trips_ms(
     cluster: Cluster, what: str, num_times: int, computing: Sequence[int] | None = None, pause_s: float = 0.02
 ) -> list[float]:
-    """Ask all ranks for ``num_times`` while some compute, or all, at irregular intervals of about ``pause_s``."""
+    """Poll all ranks ``num_times`` while all or some compute, at irregular intervals of about ``pause_s``."""
     seconds = 0.5 + num_times * (pause_s + 0.03)
     pending = cluster.apply("bench.on_rank:compute", what, seconds, ranks=computing)
     draw, times_ms = random.Random(0), []
-    time.sleep(0.3)  # by then they compute
+    time.sleep(0.3)  # until they compute
     while len(times_ms) < num_times and not any(pending.done(rank) for rank in pending.ranks):
         time.sleep(draw.uniform(0.5, 1.5) * pause_s)
         begin = time.perf_counter()

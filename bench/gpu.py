@@ -1,4 +1,4 @@
-"""Steps on GPUs, ours and torch's: times, and the most that the allocator holds."""
+"""Steps on GPUs, ours and torch's: times, and the allocator's peak."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ NAMES = (ALONE, TORCH, OURS)
 
 
 def compare_gpu(case: Case, effort: Effort) -> dict[str, Any]:
-    """Measure one case under compute alone, torch's engine and ours; a step ends when the device is done with it."""
+    """Measure one case under compute alone, torch's engine and ours; a step ends when the device has finished it."""
     runs = Runs(device=case.device)
     found = in_rounds(runs, case, NAMES, effort, _measure_both)
     whole = {name: starts for name, starts in found.items() if starts and all(starts)}
@@ -28,5 +28,5 @@ def compare_gpu(case: Case, effort: Effort) -> dict[str, Any]:
 
 
 def _measure_both(case: Case, name: str, num_steps: int) -> tuple[list[Sample], int]:
-    """Return the samples of this rank, and the most bytes that its allocator held."""
+    """Return the samples of this rank, and its allocator's peak in bytes."""
     return measure(case, name, num_steps), torch.cuda.max_memory_allocated()

@@ -1,4 +1,4 @@
-"""The figures of "Live", "Lab" and "Hosts", each measured in a process of its own: see the modules that do it."""
+"""The measurements of "Live", "Lab" and "Hosts", each in a new process: see the modules that make them."""
 
 import statistics
 from collections.abc import Callable
@@ -16,7 +16,7 @@ MAX_BROWSER_S = MAX_MANY_S = 600.0
 
 
 def measured(name: str, work: Callable[[], Tree]) -> Tree:
-    """Return what ``work`` found; if it failed, that: one measurement that does is no reason to lose the others."""
+    """Return the result of ``work``, or its failure: one failed measurement does not lose the others."""
     try:
         return {**work(), "failed": {}}
     except ApartFailure as error:
@@ -24,7 +24,7 @@ def measured(name: str, work: Callable[[], Tree]) -> Tree:
 
 
 def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
-    """Return what is measured on real clusters, by its name, each to be called."""
+    """Return the measurements on real clusters, by name, each to be called."""
 
     def watched(case: Case, num_ranks: int, viewer: str) -> Callable[[], Tree]:
         return lambda: call(
@@ -51,7 +51,7 @@ def live(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree
 
 
 def many(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
-    """Return what is measured with many ranks and many units, by its name, each to be called."""
+    """Return the measurements with many ranks and many units, by name, each to be called."""
     return {
         "next collective": lambda: call(
             "bench.many:measure_next",
@@ -73,12 +73,12 @@ def _starts(num_times: int, call: Call) -> Tree:
 
 
 def trace(effort: Effort, call: Call = call_apart) -> Tree:
-    """Return how long a trace of 1 M rows takes."""
+    """Return the times of a trace of 1 M rows."""
     return call("bench.traces:measure_trace", repeats=max(3, effort.repeats // 10), num_states=effort.repeats)
 
 
 def scale(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
-    """Return what is measured on traces of many ranks, by its name, each to be called."""
+    """Return the measurements on traces of many ranks, by name, each to be called."""
     arguments = {"repeats": max(3, effort.repeats // 20), "num_states": effort.repeats}
     return {
         name: lambda name=name: call("bench.traces:measure_scale", name=name, **arguments) for name in ("wide", "long")
@@ -86,7 +86,7 @@ def scale(effort: Effort, call: Call = call_apart) -> dict[str, Callable[[], Tre
 
 
 def browser(call: Call = call_apart) -> dict[str, Callable[[], Tree]]:
-    """Return what is measured in a real browser, by its name, each to be called."""
+    """Return the measurements in a real browser, by name, each to be called."""
     modules = {"timeline": "pixels", "pixels": "pixels", "scrub": "pixels", "panel": "panel", "soak": "soak"}
     return {
         name: lambda name=name, module=module: call(f"bench.{module}:measure_{name}", timeout_s=MAX_BROWSER_S)

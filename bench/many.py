@@ -1,4 +1,4 @@
-"""What a command costs with many ranks, and with many units: per rank and per unit, which must not grow with them."""
+"""The cost of a command with many ranks and with many units: per rank and per unit, it must not grow."""
 
 import statistics
 import time
@@ -25,9 +25,9 @@ def train_step():
 
 
 def measure_next(num_ranks: Sequence[int], num_times: int) -> Tree:
-    """Return by number of ranks what ``next collective`` takes, in seconds, and per rank, in ms.
+    """Return the time of ``next collective`` by number of ranks: in seconds, and per rank in ms.
 
-    ``growth``: of the latter.
+    ``growth``: of the time per rank.
     """
     seconds = {}
     for count in num_ranks:
@@ -47,9 +47,9 @@ def measure_next(num_ranks: Sequence[int], num_times: int) -> Tree:
 
 
 def measure_shard(num_units: Sequence[int]) -> Tree:
-    """Return by number of units what ``shard`` and the first two steps take, in ms a unit, on two ranks.
+    """Return the time of ``shard`` and of the first two steps by number of units, in ms per unit, on two ranks.
 
-    ``growth``: of the one that grows most.
+    ``growth``: the highest of the three.
     """
     found: dict[str, dict[str, float]] = {"shard": {}, "first step": {}, "second step": {}}
     for count in num_units:
@@ -69,7 +69,7 @@ def measure_shard(num_units: Sequence[int]) -> Tree:
 
 
 def _growth(by_count: Mapping[str, float]) -> float:
-    """Return the cost with the most to that with the fewest: 1 if the whole is linear, or less."""
+    """Return the ratio of the cost at the highest count to that at the lowest: at most 1 if the total is linear."""
     costs = list(by_count.values())
     return costs[-1] / costs[0]
 

@@ -1,14 +1,13 @@
-"""Bytes of some steps, as the process allocates them and as the engine names them; runs on the ranks.
+"""Bytes of some steps, as the process allocates them and by the engine's classes; runs on the ranks.
 
-``peak`` is the most that is allocated at once within steps that follow a warm-up, in bytes: the allocator's own running
-total, which is counted from before the model is built, plus what no allocator sees: this rank's part of the shared
-memory it has mapped, and the engine's pages of full parameters. What the engine keeps counts in full, used or not, as
-long as it keeps it.
-Everything else is in it too: activations, optimizer state, the batch. So ours and torch's differ by what the engines
-do.
+``peak`` is the maximum that is allocated at once within steps after a warm-up, in bytes: the allocator's own running
+total, counted from before the model is built, plus what no allocator sees: this rank's part of its mapped shared
+memory, and the engine's pages of full parameters. What the engine keeps counts in full, used or not, as long as it is
+kept. Activations, optimizer state and the batch are included, so ours and torch's differ only by the engines.
 
-The total comes with torch.profiler's allocation events. The events' own bytes do not add up to it: a profiler sees the
-thread that started it, but many a buffer dies in one of gloo's. So the allocator is told to count for all threads.
+The total comes from torch.profiler's allocation events. The events' own bytes do not add up to it: a profiler sees only
+the thread that started it, but many buffers are freed in gloo's threads. So the allocator is set to count for all
+threads.
 """
 
 import ctypes
@@ -42,52 +41,52 @@ class Classes:
 
     Attributes:
         live: bytes per class, by its name.
-        peak: the most at once of each class since :meth:`clear`.
-        total_peak: the most at once of all classes together, RESERVED included.
-        comm: how the units communicate, as they tell it.
+        peak: maximum of each class since :meth:`clear`.
+        total_peak: maximum of all classes together, including RESERVED.
+        comm: the kinds of communication that the units report.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # bytes may end in whatever thread collects garbage, and within this very block
+        self._lock = threading.RLock()  # memory() may run within itself: any thread may collect garbage
         self.live: Counter[str] = Counter()
         self.comm: set[str] = set()
         self.clear()
 
     def clear(self) -> None:
-        """Let peaks start from what is alive now."""
+        """Restart the peaks from the live bytes."""
         self.peak = Counter(self.live)
         self.total_peak = self.live.total()
 
     def memory(self, category: Enum, _unit: int, delta_bytes: int) -> None:
-        """Told of bytes by the engine."""
+        """Add a change that the engine announces."""
         with self._lock:
             self.live[category.name] += delta_bytes
             self.peak[category.name] = max(self.peak[category.name], self.live[category.name])
             self.total_peak = max(self.total_peak, self.live.total())
 
     def unit(self, info: object) -> None:
-        """Told of a unit."""
+        """Note the communication of a unit."""
         self.comm.add(getattr(info, "comm", ""))
 
     def event(self, *_: object) -> None:
-        """Of no interest here, as all below."""
+        """Ignore this, as all below."""
 
     phase = comm_group = event
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What the steps of one rank need.
+    """The bytes that the steps of one rank need.
 
     Attributes:
         peak: see the module docstring.
         shared: the part of ``peak`` that is mapped shared memory after the steps.
-        pages: the part of it that is pages of full parameters, used or spare; 0 for torch's.
+        pages: the part of ``peak`` that is pages of full parameters, used or spare; 0 for torch's.
         classes: the peak of each of the engine's classes; empty for torch's.
-        classes_peak: the most that all classes hold together at one moment.
-        comm: how units communicate, in the engine's words; empty for torch's, or if it does not say.
-        rest_of: of what :attr:`rest` consists: what was ``allocated``, and shared ``shards`` and ``stages``; those of
-            reductions, which come and go, are with the former.
+        classes_peak: the maximum of all classes together.
+        comm: how units communicate, in the engine's words; empty for torch's, or if the engine does not report it.
+        rest_of: the parts of :attr:`rest`: ``allocated``, and the shared ``shards`` and ``stages``; the temporary
+            stages of reductions are in ``allocated``.
     """
 
     peak: int
@@ -100,12 +99,12 @@ class Bytes:
 
     @property
     def rest(self) -> int:
-        """The least within the steps: what is there between them."""
+        """The minimum within the steps: the bytes between them."""
         return sum(self.rest_of.values())
 
 
 def measure_bytes(case: Case, implementation: str) -> Bytes:
-    """Return the most bytes that this rank needs at once in its steps after the warm-up."""
+    """Return the peak bytes of this rank in its steps after the warm-up."""
     count_in_all_threads()
     before = shared_bytes(_MAPPINGS.read_text())
     classes = Classes()
@@ -114,10 +113,10 @@ def measure_bytes(case: Case, implementation: str) -> Bytes:
     training = _warm(case, implementation, classes)
     del pages[:-1], stages[:-1]
     with profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for _ in range(NUM_STEPS):  # when a thread of gloo lets go of a buffer is chance: look more than once
+        for _ in range(NUM_STEPS):  # when a gloo thread frees a buffer is random: measure several steps
             training.step()
     shared = shared_bytes(_MAPPINGS.read_text()) - before
-    dist.barrier()  # a peer that ends takes its part of the shared memory with it
+    dist.barrier()  # a peer that ends unmaps its part of the shared memory
     shared_always = shared - stages[-1][1]
     of_casts = classes.live[Category.RESERVED.name] - pages[-1][1] - stages[-1][1]
     sums = list(added(totals(profiler.profiler.kineto_results.experimental_event_tree()), pages, stages))
@@ -134,14 +133,14 @@ def measure_bytes(case: Case, implementation: str) -> Bytes:
 
 
 def count_in_all_threads() -> None:
-    """Let the allocator count what threads allocate and free that no profiler looks at; counts begin at 0."""
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # else it writes two lines per profile
+    """Make the allocator count allocations of threads that no profiler sees, too; counts begin at 0."""
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # otherwise it writes two lines per profile
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def _warm(case: Case, implementation: str, classes: Classes) -> Training:
-    """Build and run the steps before the one that is looked at."""
+    """Build the training and run the steps before those that are measured."""
     if implementation in {*OF_OURS, CLASSIC}:
         from workbench.engine import probe
 
@@ -155,9 +154,9 @@ def _warm(case: Case, implementation: str, classes: Classes) -> Training:
 
 
 def totals(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """Yield when something was allocated or freed in a profiler's tree of events, and the allocator's total then.
+    """Yield the time of each allocation and free in a profiler's tree of events, and the allocator's total then.
 
-    In nanoseconds of the system's clock, and in bytes; in no order.
+    Times are in nanoseconds of the system's clock, totals in bytes; in no particular order.
     """
     todo = list(events)
     while todo:
@@ -168,9 +167,9 @@ def totals(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
 
 
 def noted_pages() -> list[tuple[int, int]]:
-    """Return a list that will hold, from now on, when the engine came to have how many bytes of full parameters' pages.
+    """Return a list that records, from now on, each change of the bytes of full parameters' pages: (time, bytes).
 
-    In nanoseconds of the system's clock; used or not.
+    Times are in nanoseconds of the system's clock; pages count whether used or not.
     """
     from workbench.engine.backends import page_pool
 
@@ -190,9 +189,9 @@ def noted_pages() -> list[tuple[int, int]]:
 
 
 def noted_stages() -> list[tuple[int, int]]:
-    """Return a list that will hold, from now on, when reductions came to have how many bytes of stages on this rank.
+    """Return a list that records, from now on, each change of the bytes of reductions' stages on this rank.
 
-    In nanoseconds of the system's clock; used or not.
+    The items are (time, bytes), in nanoseconds of the system's clock; stages count whether used or not.
     """
     from workbench.engine.backends.shared_comm import SharedMemoryReduceScatter
 
@@ -214,10 +213,10 @@ def noted_stages() -> list[tuple[int, int]]:
 
 
 def added(*quantities: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """Yield the sum of quantities whenever one of them changes, from when all of them are known.
+    """Yield the sum of quantities at each change, once all of them are known.
 
     Args:
-        quantities: of each, when it came to have which value.
+        quantities: the changes of each, as (time, value).
     """
     changes = sorted((t, which, value) for which, moments in enumerate(quantities) for t, value in moments)
     present: dict[int, int] = {}
@@ -230,7 +229,7 @@ def added(*quantities: Iterable[tuple[int, int]]) -> Iterator[int]:
 def shared_bytes(mappings: str) -> int:
     """Return the proportional bytes (Pss) of the shared mappings in the text of ``/proc/self/smaps``.
 
-    A page that n ranks map counts as 1/n on each, so that the ranks' sum is what the host holds.
+    A page that n ranks map counts 1/n for each, so the ranks' sum is the bytes on the host.
     """
     num_kib, is_shared = 0, False
     for line in mappings.splitlines():

@@ -1,4 +1,4 @@
-"""What the ranks of a workbench do while it is measured; called by name, in the ranks' processes."""
+"""Functions that a workbench's ranks run while it is measured; called by name, in the ranks' processes."""
 
 import time
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ _marks: list[tuple[int, int]] = []
 
 
 def build(case: str) -> None:
-    """Make the model of a case under the name ``model``; it is not sharded yet."""
+    """Make the model of a case, not sharded yet, under the name ``model``."""
     torch.manual_seed(0)
     user_namespace()["model"] = GPT(RECORDED[case].config)
 
 
 def make_trainable(case: str) -> None:
-    """Define ``train_step()``: as in a notebook, with its time written down when it ends."""
+    """Define ``train_step()`` as in a notebook; it also records the time at its end."""
     model = user_namespace()["model"]
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(RECORDED[case].config.vocab_size, (NUM_SEQUENCES, NUM_TOKENS + 1))
@@ -40,14 +40,14 @@ def make_trainable(case: str) -> None:
 
 
 def take_marks() -> list[tuple[int, int]]:
-    """Return, and forget, CPU time of the process and time at the end of each step, in nanoseconds."""
+    """Return and clear the marks: CPU time of the process and time at the end of each step, in nanoseconds."""
     taken = list(_marks)
     _marks.clear()
     return taken
 
 
 def train_unrecorded(count: int) -> None:
-    """Train ``count`` steps of which nothing is recorded."""
+    """Train ``count`` steps without recording."""
     with _unrecorded():
         for _ in range(count):
             user_namespace()["train_step"]()
@@ -55,7 +55,7 @@ def train_unrecorded(count: int) -> None:
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """The body runs without the probe and without the optimizers' hooks."""
+    """Run the body without the probe and without the optimizers' hooks."""
     active, probe.active = probe.active, None
     tables = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
     kept = [dict(table) for table in tables]
@@ -70,7 +70,7 @@ def _unrecorded() -> Iterator[None]:
 
 
 def compute(what: str, seconds: float) -> int:
-    """Compute in the main thread for some time, in ``python`` or in ``torch``; returns how many rounds that were."""
+    """Compute in the main thread for some seconds, in ``python`` or in ``torch``; return the number of rounds."""
     work = {"python": lambda: sum(number * number for number in range(100_000)), "torch": _multiply()}[what]
     end, rounds = time.monotonic() + seconds, 0
     while time.monotonic() < end:

@@ -1,11 +1,11 @@
-"""How soon the panel is there, and shows what has changed: in a headless Chromium inside JupyterLab.
+"""How soon the panel appears and shows changes, in a headless Chromium inside JupyterLab.
 
-:func:`measure_panel`: while two ranks train in the background, a step's end on the slower of them is a change of state;
-it counts as shown when the frame is over in which the panel first says so many steps, or more (steps may be quicker
-than the panel asks; those in between have waited longer, and count as well). Ranks' times and the page's are brought
-together as :mod:`bench.pixels` does it. The first paint is from the pointer's press on the panel's icon to the
-end of the frame that has all ranks, in a page whose panel was never shown, on a kernel that has ranks and a model.
-``recovers_ms`` is from the SIGKILL of one of two training ranks to the end of the frame in which the panel names it.
+:func:`measure_panel`: while two ranks train in the background, a step's end on the slower rank is a change of state. It
+counts as shown at the end of the frame in which the panel first shows this number of steps or more (steps may be
+quicker than the panel's requests; skipped ones count as well, with their longer wait). The ranks' times and the page's
+are aligned as in :mod:`bench.pixels`. The first paint is from the pointer's press on the panel's icon to the end of the
+frame that has all ranks, in a page whose panel was never shown, on a kernel with ranks and a model. ``recovers_ms`` is
+from the SIGKILL of one of two training ranks to the end of the frame in which the panel names it.
 """
 
 import json
@@ -45,7 +45,7 @@ STEP, AGAIN, STOP = 3, 6, 7
 
 _TAB = ".jp-SideBar [data-id='fsdp-workbench-panel']"
 
-# milliseconds from the next press to the end of the frame that shows so many ranks
+# milliseconds from the next press to the end of the frame that shows this number of ranks
 _PAINT = """(count) => {
   const rows = () => [...document.querySelectorAll(".fsdp-Panel .fsdp-Rank")].filter((row) => row.offsetHeight > 0);
   window.painted = new Promise((done) => {
@@ -61,7 +61,7 @@ _PAINT = """(count) => {
   });
 }"""
 
-# how many steps the panel said were done, and when the frame was over in which it did
+# the numbers of steps that the panel showed, and the end of each number's first frame
 _WATCH = """() => {
   const shown = (window.shown = []), waiting = [], channel = new MessageChannel();
   channel.port1.onmessage = () => {
@@ -77,7 +77,7 @@ _WATCH = """() => {
   }).observe(document.querySelector(".fsdp-Panel"), {subtree: true, childList: true, characterData: true});
 }"""
 
-# when the frame was over in which the panel said that rank 1 died
+# the end of the frame in which the panel shows that rank 1 died
 _GONE = """() => {
   const channel = new MessageChannel();
   window.gone = new Promise((done) => {
@@ -132,7 +132,7 @@ def _paint(lab: Opened, url: str) -> float:
 
 
 def _recovers(lab: Opened) -> float:
-    """Milliseconds from the death of rank 1, in the middle of training, until the panel names it."""
+    """Return the milliseconds from the death of rank 1 during training until the panel names it."""
     lab.do(AGAIN)
     lab.page.wait_for_function("() => / of \\d+ steps/.test(document.querySelector('.fsdp-Headline').textContent)")
     title = lab.page.locator(".fsdp-Panel .fsdp-Rank").nth(1).get_attribute("title") or ""
@@ -145,20 +145,20 @@ def _recovers(lab: Opened) -> float:
 
 
 def step_ends_ms(trace: Trace) -> list[float]:
-    """Return when each step had ended on every rank, on their clock."""
+    """Return the time at which each step had ended on every rank, on the ranks' clock."""
     ends = [training.advance(training.start(), rank.rows).steps["end_ns"] for rank in trace.ranks]
     return [max(of_ranks) / 1e6 for of_ranks in zip(*ends, strict=False)]
 
 
 def delays(ends_ms: Sequence[float], shown: Sequence[tuple[int, float]]) -> list[float]:
-    """Return for every step that ended while somebody watched after how long that was shown.
+    """Return the delay until each step's end was shown, for steps that ended while the panel was watched.
 
     Args:
-        ends_ms: when step 0, 1, ... ended.
-        shown: how many steps were said to have ended, and from when on; in the order of time.
+        ends_ms: the ends of steps 0, 1, ...
+        shown: the numbers of ended steps that were shown, each with its time; in order of time.
     """
     took: list[float] = []
-    before = shown[0][0]  # since when that was so is not known
+    before = shown[0][0]  # the first number has no known time of change
     for num_steps, at_ms in shown[1:]:
         took += [at_ms - ends_ms[step] for step in range(before, num_steps)]
         before = max(before, num_steps)

@@ -1,27 +1,27 @@
-"""Where the time of a step of ours goes that compute alone does not need.
+"""The time that a step of ours takes beyond compute alone, by part.
 
-Measured in steps of their own: a :class:`Meter` is the engine's probe, and also Python's profile function, which tells
-when the engine's code is entered and left. Time belongs to the innermost part that is open::
+Measured in separate steps: a :class:`Meter` is the engine's probe, and also Python's profile function, which reports
+when the engine's code is entered and left. Time belongs to the innermost open part::
 
     step     |..compute..|--hook--------------------------------|..compute..
     engine               |hooks| COPY_IN |hooks| issue |  WAIT  |
     counted              |hooks| copies  |hooks| issue |  wire  |
 
-* ``wire``: the engine waits (WAIT, and ``PendingWork.block`` also where no WAIT is announced). What computation hides
-  of a collective is not in it; a peer that comes late is.
-* ``issue``: within the calls of the all-gather and the reduce-scatter themselves, which start a collective. A pair that
-  moves its bytes in that call, as one over shared memory may, shows them here.
+* ``wire``: the engine waits (WAIT, and ``PendingWork.block`` also without a WAIT event). It excludes the part of a
+  collective that computation hides, and includes the wait for a late peer.
+* ``issue``: within the calls of the all-gather and the reduce-scatter themselves, which start a collective. If a pair
+  moves its bytes in that call, as over shared memory, this counts here.
 * ``copies``: COPY_IN, and the COPY_OUT of all-gathers.
-* ``sum``: the COPY_OUT of reduce-scatters, in which a rank adds up what it has or sees of its peers.
-* ``hooks``: all else between entering the engine's code and leaving it, in forward and backward; also the division by
-  the number of ranks, casts and handing out the gradients where they lie outside of the spans above.
-* ``optimizer``: its step and ``zero_grad``, less those of compute alone. Negative: a rank updates only its shards.
-* ``not covered``: what is left of the metered step above compute alone. Computation that is slower (colder caches,
-  threads of gloo on the same core), torch's code that calls hooks, hooks of autograd's own, what the meter costs
-  outside of the engine; and medians of parts need not add up to the median of the whole.
+* ``sum``: the COPY_OUT of reduce-scatters, in which a rank adds up its own and its peers' data.
+* ``hooks``: all other time in the engine's code, in forward and backward; also the division by the number of ranks,
+  casts and handing out the gradients if they are outside the spans above.
+* ``optimizer``: its step and ``zero_grad``, minus those of compute alone. Negative: a rank updates only its shards.
+* ``not covered``: the rest of the metered step above compute alone: slower computation (colder caches, threads of gloo
+  on the same core), torch's code that calls hooks, autograd's own hooks, and the meter's cost outside of the engine.
+  Also, medians of parts need not add up to the median of the whole.
 
-The meter also makes ``hooks`` and ``issue`` longer. What it costs in all is the difference of the last two lines:
-metered and plain steps above compute alone. Each step's parts are those of the rank that took longest.
+The meter also lengthens ``hooks`` and ``issue``. Its total cost is the difference of the last two lines: metered and
+plain steps above compute alone. Each step's parts are those of the slowest rank.
 """
 
 import statistics
@@ -41,7 +41,7 @@ from bench.training import warm
 
 
 class Part(Enum):
-    """Whose time it is, within a step."""
+    """The parts of a step's time."""
 
     WIRE = "wire"
     ISSUE = "issue"
@@ -50,7 +50,7 @@ class Part(Enum):
     HOOKS = "hooks"
 
 
-_ENDINGS = (  # of the qualified names of functions whose time is not the hooks'
+_ENDINGS = (  # of the qualified names of functions whose time does not count as hooks
     ("AllGather.__call__", Part.ISSUE),
     ("ReduceScatter.__call__", Part.ISSUE),
     ("PendingWork.block", Part.WIRE),
@@ -75,12 +75,12 @@ class Meter:
         self._thread = threading.get_ident()
         self._is_engine: dict[str, bool] = {}
         self._functions: dict[str, Part] = {}
-        self._open: list[tuple[Part, FrameType | None]] = []  # the frame that ends it; None: a probe's event does
+        self._open: list[tuple[Part, FrameType | None]] = []  # with the frame that ends it; None: an event ends it
         self._last_collective: dict[int, str] = {}
         self.clear()
 
     def clear(self) -> None:
-        """Begin at zero."""
+        """Restart at zero."""
         self.total_ns = dict.fromkeys(Part, 0)
         self._since_ns = self._clock()
 
@@ -114,7 +114,7 @@ class Meter:
     # ---- the probe's side
 
     def event(self, kind: Enum, edge: Enum, unit: int, *_: object) -> None:
-        """Told of an event by the engine."""
+        """Take an event of the engine."""
         if kind.name in {"ALL_GATHER", "REDUCE_SCATTER"} and edge.name == "END":
             self._last_collective[unit] = kind.name
         if kind.name in {"WAIT", "COPY_IN", "COPY_OUT"} and threading.get_ident() == self._thread:
@@ -130,7 +130,7 @@ class Meter:
         return Part.SUM if is_sum else Part.COPIES
 
     def memory(self, *_: object) -> None:
-        """Of no interest here, as all below."""
+        """Ignore this, as all below."""
 
     phase = unit = comm_group = memory
 
@@ -145,7 +145,7 @@ class Meter:
         return self._open.pop()[1]
 
     def _settle(self) -> None:
-        """Give the time since the last change to the innermost part."""
+        """Add the time since the last change to the innermost part."""
         now_ns = self._clock()
         if self._open:
             self.total_ns[self._open[-1][0]] += now_ns - self._since_ns
@@ -154,7 +154,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class MeteredStep:
-    """One step on one rank: nanoseconds of all of it, of the optimizer, and by the name of the part of each."""
+    """One step on one rank, in nanoseconds: the whole step, the optimizer, and each part by name."""
 
     wall_ns: int
     optimizer_ns: int
@@ -185,10 +185,10 @@ def measure_parts(case: Case, implementation: str, num_steps: int) -> list[Meter
 
 
 def budget(ranks: Sequence[Sequence[MeteredStep]], step_ms: float, alone_ms: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts in milliseconds, medians over steps, and what they leave.
+    """Return the parts in milliseconds, medians over steps, and the remainder.
 
     Args:
-        ranks: metered steps of each rank, of all starts one after another.
+        ranks: metered steps of each rank, concatenated over all starts.
         step_ms: median of the implementation's plain steps.
         alone_ms: medians of compute alone, ``{"wall": ..., "optimizer": ...}``.
     """

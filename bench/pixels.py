@@ -1,21 +1,21 @@
-"""How soon and how fluidly the browser shows what ranks do: ``python -m bench.pixels``.
+"""How soon and how smoothly the browser shows what ranks do: ``python -m bench.pixels``.
 
 :func:`measure_pixels`: from an event on a rank to the moment the dashboard has drawn it, in a headless Chromium inside
-JupyterLab, while two ranks train; all on this machine. Rows bear the rank's CLOCK_MONOTONIC, and the page has a clock
-of its own, ``performance.now()``: of many looks at it, each between two looks at CLOCK_MONOTONIC, the quickest tells by
-how much they differ (``clock_error_ms`` is half of what it took). An event counts as drawn when the frame it is in is
-over. All ends of pieces of computation are events; so it does not matter how many come with one answer. ``ready_ms``:
+JupyterLab, while two ranks train; all on this machine. Rows have the rank's CLOCK_MONOTONIC, and the page has a
+different clock, ``performance.now()``. Their offset is read many times, each between two readings of CLOCK_MONOTONIC,
+and the quickest reading counts (``clock_error_ms`` is half of its duration). An event counts as drawn at the end of its
+frame. All ends of compute spans are events, so the number that arrives with one answer does not matter. ``ready_ms``:
 from running the cell ``%fsdp dashboard`` to the first answer drawn.
 
-:func:`measure_long`: the same of a trace of 8 ranks x 200,000 rows that grows, and frames per second while the
-dashboard follows it and while its cursor is dragged.
+:func:`measure_long`: the same for a growing trace of 8 ranks x 200,000 rows, and frames per second while the dashboard
+follows it and while its cursor is dragged.
 
-:func:`measure_scrub`: frames per second, and moments told per second, while the cursor of a dashboard is dragged over
-what 512 ranks recorded.
+:func:`measure_scrub`: frames per second, and states received per second, while a dashboard's cursor is dragged over a
+trace of 512 ranks.
 
-:func:`measure_timeline`: frames per second while the timeline pans and zooms over 500,000 rectangles, and the time
-from nothing to the first picture of 1,000,000; 8 ranks of 4 rows. What the screen's rate allows is the most; the
-milliseconds say how much of a frame the drawing itself takes.
+:func:`measure_timeline`: frames per second while the timeline pans and zooms over 500,000 rectangles, and the time to
+the first picture of 1,000,000; 8 ranks of 4 rows. The screen's rate is the maximum; the milliseconds show the share of
+a frame that the drawing itself takes.
 """
 
 import json
@@ -72,8 +72,8 @@ READY = """async (number) => {
   return performance.now() - begin;
 }"""
 
-# of each event that was drawn: its time (microseconds from the view's origin), when its answer came, and when it was
-# drawn; of each answer when it was asked for and when it came
+# for each drawn event: its time (microseconds from the view's origin), the arrival of its answer, and the time it was
+# drawn; for each answer: the times of its request and its arrival
 _WATCH = """(tracksOfARank) => {
   const d = document.querySelector(".fw-dashboard").dashboard;
   const [events, answers] = [window.events, window.answers] = [[], []];
@@ -130,7 +130,7 @@ def _notebook(cells: Sequence[str]) -> Iterator[Opened]:
 
 
 def _stop(lab: Opened) -> int:
-    """End the training; return the time on the ranks' clock that the view calls 0, in nanoseconds."""
+    """End the training; return the view's origin on the ranks' clock, in nanoseconds."""
     lab.page.locator(".fw-abort").click()
     lab.ends(STEP)
     for number in (ORIGIN, STOP):
@@ -139,7 +139,7 @@ def _stop(lab: Opened) -> int:
 
 
 def clock_of(page: Page) -> tuple[float, float]:
-    """Return what CLOCK_MONOTONIC is ahead of the page's clock, and how wrong that may be, in milliseconds."""
+    """Return how far CLOCK_MONOTONIC is ahead of the page's clock, and the error of that, in milliseconds."""
     looks = []
     for _ in range(200):
         before = time.monotonic_ns()
@@ -200,7 +200,7 @@ growing = Growing()
     "dash.close()",
 ]
 
-# frames while it follows, and while a mouse drags the cursor to and fro; then how long the cursor's answers take
+# frames while it follows, and while a mouse drags the cursor back and forth; then the duration of the cursor's answers
 _LONG = """async ([seconds]) => {
   const d = document.querySelector(".fw-dashboard").dashboard;
   const measure = async (each) => {
@@ -234,7 +234,7 @@ _LONG = """async ([seconds]) => {
 
 
 def measure_long(seconds: float = 5.0) -> dict[str, Any]:
-    """Return how soon a dashboard on a growing trace of 8 ranks x 200,000 rows is there, and its frames per second."""
+    """Return how soon a dashboard on a growing trace of 8 ranks x 200,000 rows is ready, and its frames per second."""
     with _notebook(LONG_CELLS) as lab:
         lab.do(0)
         ready_ms = lab.page.evaluate(READY, 1)
@@ -302,7 +302,7 @@ _SCRUB = """async ([seconds]) => {
 def measure_scrub(size: str = "long", seconds: float = 6.0) -> dict[str, Any]:
     """Return ``fps`` and ``moments`` per second while the cursor is dragged over a trace of 512 ranks.
 
-    Once over all of it before that, so that what is found once is found.
+    The cursor first passes over the whole trace once, so that cached results exist.
     """
     with _notebook([cell.replace("SIZE", size) for cell in SCRUB_CELLS]) as lab:
         lab.do(0)
@@ -315,7 +315,7 @@ def measure_scrub(size: str = "long", seconds: float = 6.0) -> dict[str, Any]:
 
 # ---- the timeline
 
-# each frame is drawn by the timeline's own loop; `at` is what is in view in frame k of n
+# the timeline's own loop draws each frame; `views` give the range in view in frame k of n
 _MOVE = """async ([frames, move]) => {
   const {range: [low, high]} = timeline.stats();
   const views = {
@@ -339,7 +339,7 @@ _MOVE = """async ([frames, move]) => {
 
 
 def measure_timeline() -> dict[str, Any]:
-    """Return ``fps_pan``, ``fps_zoom`` at so many ``rectangles``, and ``first_paint_ms`` of twice as many."""
+    """Return ``fps_pan`` and ``fps_zoom`` at this number of ``rectangles``, and ``first_paint_ms`` of twice as many."""
     with tempfile.TemporaryDirectory() as folder, open_page(chromium(), Path(folder)) as opened_page:
         page = opened_page.page
         first_ms = _first_paint(page, FIRST_RECTANGLES)
@@ -360,7 +360,7 @@ def _first_paint(page: Page, num_rectangles: int) -> float:
 
 
 def chromium() -> str:
-    """Return the path of the browser; without one the process ends."""
+    """Return the path of the browser; exit if there is none."""
     found = find_chromium()
     if found is None:
         raise SystemExit("neither Chromium nor Chrome was found")
@@ -368,7 +368,7 @@ def chromium() -> str:
 
 
 def main() -> None:
-    """Measure and say."""
+    """Measure and print the results."""
     for measure in (measure_timeline, measure_pixels, measure_long, measure_scrub):
         sys.stdout.write(json.dumps(measure()) + "\n")
 

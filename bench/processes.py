@@ -1,7 +1,7 @@
-"""Ranks in processes of their own, forked from one that never loads the engine.
+"""Ranks in new processes, forked from one that never loads the engine.
 
-So what trains with torch's own code has nothing of ours in it: no hook on its optimizer, no module patched, no memory
-touched. (``tests.helpers.forked_ranks`` loads the engine for everybody.)
+So training with torch's own code is free of ours: no hook on its optimizer, no patched module, no memory touched.
+(``tests.helpers.forked_ranks`` loads the engine for every rank.)
 """
 
 import multiprocessing
@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch._dynamo  # the first DTensor loads it: once here, not 0.6 s in every rank
+import torch._dynamo  # the first DTensor imports it: 0.6 s once here, not in every rank
 import torch.distributed as dist
 import torch.distributed.fsdp
-import torch.distributed.tensor  # as above: loaded before the ranks are forked
+import torch.distributed.tensor  # as above: imported before the ranks are forked
 
 from tests.helpers import gpu_ranks
 from tests.helpers.ranks_on_hosts import Seat
@@ -40,7 +40,7 @@ def on_ranks(
 ) -> list[Any]:
     """Call ``function(*args)`` on forked ranks of one thread each; return the results in rank order.
 
-    ``seats``: where each rank is, if not here. ``device``: what they compute on.
+    ``seats``: the simulated host of each rank, if not this one. ``device``: type of the ranks' devices.
 
     Raises:
         RankFailure: one of them did not return; its peers were ended.
@@ -62,7 +62,7 @@ def on_ranks(
 
 @dataclass(frozen=True)
 class _Job:
-    """What all ranks are to do, and where they find each other: in the file at ``path``."""
+    """The job of all ranks, and the ``path`` of the file through which they connect."""
 
     path: str
     num_ranks: int
@@ -85,9 +85,9 @@ def _main(rank: int, end: Connection, job: _Job) -> None:
             gpu_ranks.BACKENDS[job.device], store=store, rank=rank, world_size=job.num_ranks, timeout=timeout
         )
         end.send_bytes(pickle.dumps((NO_FAILURE, job.function(*job.args))))
-    except BaseException:  # noqa: BLE001 - everything goes to the parent
+    except BaseException:  # noqa: BLE001 - every error is sent to the parent
         end.send_bytes(pickle.dumps((time.monotonic_ns(), f"rank {rank}: {traceback.format_exc()}")))
-        os._exit(1)  # its sockets close: the peers do not wait for it
+        os._exit(1)  # closes its sockets: the peers do not wait for it
     if "workbench.engine.process_groups" in sys.modules:
         sys.modules["workbench.engine.process_groups"].forget_all()
     if dist.is_initialized():
@@ -95,7 +95,7 @@ def _main(rank: int, end: Connection, job: _Job) -> None:
 
 
 def _results(pipes: list[Connection]) -> list[Any]:
-    """Take what every rank sends; the first failure in time is the one to be told of: the others follow from it."""
+    """Return the results of all ranks; raise the failure that came first: the others follow from it."""
     results: dict[Connection, Any] = {}
     deadline = time.monotonic() + TIMEOUT_S
     while len(results) < len(pipes):
@@ -111,7 +111,7 @@ def _results(pipes: list[Connection]) -> list[Any]:
 
 
 def _received(pipe: Connection, rank: int) -> tuple[int, Any]:
-    """When the rank failed, and how; or that it did not, and its result. One that died did so before it could tell."""
+    """Return (time of the failure, its text), or (NO_FAILURE, result); a rank that died failed first, at time 0."""
     try:
         failed_ns, result = pickle.loads(pipe.recv_bytes())
     except EOFError:

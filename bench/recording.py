@@ -1,4 +1,4 @@
-"""What recording a step costs, as on a rank of the workbench; runs on the ranks, which alone load the engine."""
+"""The cost of recording a step, as on a rank of the workbench; runs on the ranks, which alone load the engine."""
 
 import statistics
 import time
@@ -15,13 +15,13 @@ from bench.training import WARM_UP, Training, make_training
 
 @dataclass(frozen=True)
 class Recording:
-    """What recording costs on one rank.
+    """The cost of recording on one rank.
 
     Attributes:
-        on_ns: CPU time of recorded steps, each with a drain of its rows as the notebook does now and then.
-        off_ns: of plain steps, taken in turns with the others.
+        on_ns: CPU time of recorded steps, each including a drain of its rows, as the notebook makes from time to time.
+        off_ns: of plain steps, alternating with the others.
         num_rows: rows of one recorded step.
-        row_ns: median CPU time of telling one event, the row included.
+        row_ns: median CPU time of announcing one event, including its row.
     """
 
     on_ns: list[int]
@@ -31,7 +31,7 @@ class Recording:
 
 
 class _Recorded:
-    """Steps that are recorded and drained, with all that listens on a rank of the workbench."""
+    """Recorded and drained steps, with all that listens on a rank of the workbench."""
 
     def __init__(self) -> None:
         from workbench.runtime.gate import Gate
@@ -57,7 +57,7 @@ class _Recorded:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The gate before the recorder, the optimizers' hooks and the samples of memory are in."""
+        """Install the gate before the recorder, the optimizers' hooks and the memory samples."""
         handles = self._trainer.install()
         self.gate.install()
         self.recorder.on_phase = self._resident.sample
@@ -70,9 +70,9 @@ class _Recorded:
 
 
 def measure_recording(case: Case, num_pairs: int) -> Recording:
-    """Return the times of ``num_pairs`` recorded and as many plain steps; which comes first changes every time."""
+    """Return the times of ``num_pairs`` recorded and as many plain steps, whose order alternates."""
     recorded = _Recorded()
-    with recorded.installed():  # units tell the probe of themselves when they are made
+    with recorded.installed():  # units announce themselves to the probe when they are made
         training = make_training(case, OURS)
         for _ in range(WARM_UP):
             recorded.step(training)
@@ -96,7 +96,7 @@ def _cpu_ns(step: Callable[[], None]) -> int:
 
 
 def _row_ns(gate: Any, repeats: int = 21, num_rows: int = 500) -> float:
-    """Median CPU time of telling one event, in nanoseconds, calls included: of the engine and of memory in turns."""
+    """Return the median CPU time of one event, in nanoseconds, including calls: half of the engine, half of memory."""
     from workbench.events import Category, Comm, Edge, Kind
 
     comm, times = Comm(group=0, seq=0), []

@@ -1,8 +1,8 @@
-"""The bench's result as text: pure functions from what ``build/bench.json`` holds to lines.
+"""The benchmarks' result as text: pure functions from the contents of ``build/bench.json`` to lines.
 
-A case holds ``steps`` and ``steps_torch_only`` (per implementation spreads of ``wall_ms``, ``cpu_ms`` and
-``optimizer_ms``, and ratios), ``parts`` (see :mod:`bench.parts`), ``bytes`` (see :mod:`bench.memory`; of
-the rank with the highest peak) and ``failed``.
+A case has ``steps`` and ``steps_torch_only`` (per implementation spreads of ``wall_ms``, ``cpu_ms`` and
+``optimizer_ms``, and ratios), ``parts`` (see :mod:`bench.parts`), ``bytes`` (see :mod:`bench.memory`; of the rank with
+the highest peak) and ``failed``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ PARTS = (*(part.value for part in Part), "optimizer", "not_covered", "above_alon
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
+    """Yield the lines of a table: the first column left-aligned, the others right-aligned."""
     lines = [titles, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *others in lines:
@@ -26,12 +26,12 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]
 
 
 def number(value: float | None, digits: int) -> str:
-    """Write a number; a dash for one that was not measured."""
+    """Format a number; a dash if it was not measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def steps(case: Tree) -> Iterator[str]:
-    """Lines on how long a step takes under each implementation."""
+    """Yield lines on a step's time under each implementation."""
     titles = ("", "step ms", "quartiles", "/ alone", "/ DDP", "/ torch", "/ torch only", "CPU ms")
     second_run = {f"{name}, second run": row for name, row in case["steps_torch_only"].items()}
     yield from table(titles, (_step(name, row) for name, row in {**case["steps"], **second_run}.items()))
@@ -45,7 +45,7 @@ def _step(name: str, row: Tree) -> tuple[str, ...]:
 
 
 def parts(case: Tree) -> Iterator[str]:
-    """Lines on where ours spends what it needs above compute alone."""
+    """Yield lines on the time that our step takes beyond compute alone."""
     names = list(case["parts"])
     if names:
         yield "  above compute alone, ms (what each part is: bench/parts.py):"
@@ -54,7 +54,7 @@ def parts(case: Tree) -> Iterator[str]:
 
 
 def memory(case: Tree) -> Iterator[str]:
-    """Lines on the bytes of a step."""
+    """Yield lines on the bytes of a step."""
     titles = ("", "peak MB", "/ torch", "shared", "full params", "engine's classes", "kept unused", "communication")
     if case["bytes"]:
         yield "  most bytes at once within steps, of the rank that needs most (what they are: bench/memory.py):"
@@ -76,7 +76,7 @@ def _bytes(name: str, row: Tree) -> tuple[str, ...]:
 
 
 def sharding(found: Tree) -> Iterator[str]:
-    """Lines on how long ``fully_shard`` takes."""
+    """Yield lines on the time of ``fully_shard``."""
     rows = [
         (n, number(found[n]["first_ms"]["median"], 1), number(found[n]["later_ms"]["median"], 1))
         for n in (TORCH, OURS)
@@ -87,7 +87,7 @@ def sharding(found: Tree) -> Iterator[str]:
 
 
 def recording(case: str, found: Tree) -> Iterator[str]:
-    """Say what recording costs."""
+    """Yield lines on the cost of recording."""
     yield case
     if not found["failed"]:
         yield (
@@ -99,7 +99,7 @@ def recording(case: str, found: Tree) -> Iterator[str]:
 
 
 def numbers(found: Tree) -> Iterator[str]:
-    """Lines of everything that was found, by its name; of a spread its median and quartiles."""
+    """Yield a line for every result, by name; for a spread, its median and quartiles."""
     for name, value in found.items():
         if name == "failed":
             continue
@@ -118,11 +118,11 @@ def _short(value: Any) -> str:
 
 
 def failures(found: Tree) -> Iterator[str]:
-    """Lines on what could not be measured: the last line of each traceback."""
+    """Yield lines on failed measurements: the last line of each traceback."""
     for what, text in found["failed"].items():
         yield f"  FAILED {what}: {text.strip().splitlines()[-1]}"
 
 
 def verdicts(found: Iterable[Verdict]) -> Iterator[str]:
-    """Lines that set what is asked beside what was measured."""
+    """Yield lines that compare targets with measurements."""
     yield from table(("", "aim", "measured", "verdict"), ((v.aim.what, v.aim.asked, v.number, v.word) for v in found))

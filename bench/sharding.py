@@ -1,4 +1,4 @@
-"""How long ``fully_shard`` itself takes: a large model without memory, on one rank of a world that is made up."""
+"""The time of ``fully_shard`` itself: a large model without memory, on one rank of a simulated world."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ CONFIG = GPTConfig(vocab_size=256, num_blocks=24, width=1664, num_heads=26, max_
 
 
 def measure_sharding(implementation: str, num_times: int, config: GPTConfig = CONFIG) -> list[int]:
-    """Return the nanoseconds of sharding ``num_times`` new models per block; the first time is the process's first."""
+    """Return the nanoseconds of sharding ``num_times`` new models per block; the first is the process's first call."""
     fully_shard = _FUNCTIONS[implementation]()
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())

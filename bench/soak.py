@@ -1,13 +1,13 @@
-"""What a notebook keeps of 8 hours of training: memory of its kernel, and of a page that shows the dashboard.
+"""Growth over 8 hours of training: memory of a notebook's kernel, and of a page that shows the dashboard.
 
-Nobody trains for 8 hours here: the ranks' side doors answer with rows that a simulated job would have written, some
-seconds of it at a time, and the clock of the dashboard goes faster. All else is as in a notebook: the session's
-collector drains the doors into its trace, a dashboard's view in a headless Chromium inside JupyterLab asks for what is
-new until the 8 hours are over. So what grows with rows, steps and hours grows as it would; answers are fewer than a
-page would get in 8 hours.
+The training is simulated: the ranks' side doors answer with rows of a simulated job, some seconds at a time, and the
+dashboard's clock runs faster. All else is as in a notebook: the session's collector drains the doors into its trace,
+and a dashboard's view in a headless Chromium inside JupyterLab requests updates until the 8 hours are over. So
+everything that grows with rows, steps and hours grows realistically; only the answers are fewer than a page would get
+in 8 hours.
 
-Memory is what would be free if the process ended (unique set size), sampled meanwhile: growth is from before anything
-was recorded or shown to the most there was.
+Memory is what would be free if the process ended (unique set size), sampled throughout: growth is from before anything
+was recorded or shown to the maximum.
 """
 
 import json
@@ -42,7 +42,7 @@ NUM_RANKS, NUM_UNITS = 4, 8
 STEP_S = 0.5
 SECONDS_A_LOOK = 30.0
 FASTER = 300
-"""How much faster the dashboard's clock goes: about as much as the hours do."""
+"""How much faster the dashboard's clock runs: about as much as the hours do."""
 SAMPLE_MS = 500
 
 _RUNNING = Position(doing="step", commands=1)
@@ -64,19 +64,19 @@ PREPARE, SHOW, WAIT, FACTS = range(4)
 
 
 def faster() -> float:
-    """Return a clock in seconds that goes :data:`FASTER` than others."""
+    """Return the seconds of a clock that runs :data:`FASTER` times as fast as normal."""
     return FASTER * time.monotonic()
 
 
 class LongRun:
-    """A workbench whose ranks have trained for another while whenever somebody looks, until so many hours are over.
+    """A workbench whose ranks have trained for a while longer at each look, until the hours are over.
 
     Args:
-        hours: how long they train.
-        seconds_a_look: for how long between two looks.
+        hours: duration of the training.
+        seconds_a_look: training time between two looks.
 
     Attributes:
-        is_over: set when the hours are.
+        is_over: set when the hours are over.
     """
 
     def __init__(self, hours: float = HOURS, seconds_a_look: float = SECONDS_A_LOOK) -> None:
@@ -90,7 +90,7 @@ class LongRun:
         self.is_over = threading.Event()
 
     def pulse(self) -> ClusterSnapshot:
-        """Let time pass, and return how it goes."""
+        """Let time pass, and return the snapshot."""
         with self._lock:
             self._looks += 1
             self._doors.num_steps = min(self._doors.num_steps + self._steps_a_look, self._num_steps)
@@ -100,11 +100,11 @@ class LongRun:
             return pulse(self._collector.trace, [True] * NUM_RANKS, self._collector.positions)
 
     def asked(self) -> tuple[object, ...]:
-        """Return that nobody is asked anything."""
+        """Return an empty tuple: no rank is asked anything."""
         return ()
 
     def facts(self) -> Tree:
-        """Return how much there was, and how much of it is kept."""
+        """Return how much was recorded, and how much of it is kept."""
         trace = self._collector.trace
         return {
             "hours": self._doors.num_steps * STEP_S / 3600,
@@ -116,7 +116,7 @@ class LongRun:
 
 
 class Doors:
-    """Side doors of ranks that have trained ``num_steps`` steps by now."""
+    """Side doors of ranks that have trained ``num_steps`` steps so far."""
 
     def __init__(self, short: Trace) -> None:
         self.num_steps = 0
@@ -140,7 +140,7 @@ class Doors:
         return DrainReply(
             rows=memoryview(to_wire(packed)),
             lost=0,
-            key_frame=key_frame_to_dict(replace(self._frames[rank], seq=end_seq)),  # a step leaves all as it was
+            key_frame=key_frame_to_dict(replace(self._frames[rank], seq=end_seq)),  # a step leaves the state unchanged
             header=None if known.header_version else self._header,
             header_version=1,
             position=replace(_RUNNING, rank=rank),
@@ -148,7 +148,7 @@ class Doors:
 
 
 def _slowed(trace: Trace) -> Trace:
-    """The same with steps that take :data:`STEP_S`."""
+    """Return the trace with steps that take :data:`STEP_S`."""
     longest_ns = max(Repeated(rank_trace).step_ns for rank_trace in trace.ranks)
     ranks = []
     for rank_trace in trace.ranks:
@@ -159,7 +159,7 @@ def _slowed(trace: Trace) -> Trace:
 
 
 def measure_soak(hours: float = HOURS) -> Tree:
-    """Return by how many MB the kernel and the page have grown at most, ``kernel_mb`` and ``page_mb``, and of what."""
+    """Return the maximum growth of kernel and page in MB, ``kernel_mb`` and ``page_mb``, and facts about the run."""
     cells = [cell.replace("HOURS", str(hours)) for cell in CELLS]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -189,7 +189,7 @@ def measure_soak(hours: float = HOURS) -> Tree:
 
 
 def growth_mb(samples: Sequence[int]) -> float:
-    """Return how much more than at first there was at most, of bytes, in MB."""
+    """Return the maximum growth since the first sample, of bytes, in MB."""
     return (max(samples) - samples[0]) / 1e6
 
 
@@ -198,10 +198,10 @@ def _written(lab: Opened, number: int) -> str:
 
 
 def _memory(kernel: psutil.Process) -> tuple[int, int]:
-    """Bytes of the kernel, and of what shows pages."""
+    """Return the bytes of the kernel, and of the page renderers."""
     of_pages = 0
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with suppress(psutil.NoSuchProcess):  # it has just ended
             of_pages += child.memory_full_info().uss if "--type=renderer" in child.cmdline() else 0
     return kernel.memory_full_info().uss, of_pages
 

@@ -1,4 +1,4 @@
-"""Numbers made of samples, and in which order these are taken."""
+"""Statistics of samples, and the order in which samples are taken."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ class Spread:
     count: int
 
     def as_dict(self) -> dict[str, float]:
-        """The fields, for JSON."""
+        """Return the fields, for JSON."""
         return asdict(self)
 
 
@@ -27,13 +27,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The values between which the true median lies in 95 of 100 cases, by counting: n / 2 -+ sqrt(n) from below."""
+    """Return the interval of the true median in 95 of 100 cases: the values at ranks n / 2 -+ sqrt(n) from below."""
     ordered, half = sorted(values), len(values) / 2
     apart = math.sqrt(len(values))
     return ordered[max(0, math.floor(half - apart))], ordered[min(len(values) - 1, math.ceil(half + apart))]
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return the names beginning with another one each time: nobody always follows the same one."""
+    """Return the names rotated by ``number``, so that none always follows the same one."""
     at = number % len(names)
     return [*names[at:], *names[:at]]

@@ -1,10 +1,10 @@
-"""How long a trace of 1 M rows takes: to load, to find the state at an event, to draw; and what else is done with it.
+"""The times of a trace of 1 M rows: loading, finding the state at an event, drawing, and other work.
 
 4 ranks, 33 units, 160 steps. A state is what the dashboard shows under its cursor: all ranks, bytes by class, units,
-and what each was doing. A figure is what a word such as ``%fsdp memory`` draws when nothing else is asked.
+and what each rank was doing. A figure is what a command such as ``%fsdp memory`` draws by default.
 
-:func:`measure_scale`: the same of 512 ranks, wide or long (:mod:`tests.helpers.many_ranks`), and what a dashboard on
-it takes.
+:func:`measure_scale`: the same for 512 ranks, wide or long (:mod:`tests.helpers.many_ranks`), and the cost of a
+dashboard.
 """
 
 import random
@@ -38,13 +38,13 @@ NUM_STEPS = 160
 def measure_trace(repeats: int, num_states: int, num_steps: int = NUM_STEPS) -> Tree:
     """Return milliseconds.
 
-    ``load_ms``, ``first_state_ms`` (the last event of all, nothing is known of the trace yet) and ``figure_ms`` (of the
-    slowest view) are medians of ``repeats``; ``state_ms`` is the worse of the former and the median of ``num_states``
-    events at random, looked for one after the other as a cursor does.
+    ``load_ms``, ``first_state_ms`` (the last event, with nothing of the trace cached) and ``figure_ms`` (of the slowest
+    view) are medians of ``repeats``; ``state_ms`` is the worse of ``first_state_ms`` and the median of ``num_states``
+    random events, found one after the other as for a cursor.
 
     Args:
-        repeats: times each is done.
-        num_states: events at random.
+        repeats: repetitions of each.
+        num_states: number of random events.
         num_steps: of the trace; 160 make 1 M rows.
     """
     trace = example_trace(num_ranks=4, num_units=33, steps=num_steps)
@@ -58,11 +58,11 @@ SCALES = {"wide": WIDE, "long": LONG}
 
 
 def measure_scale(name: str, repeats: int, num_states: int) -> Tree:
-    """Return milliseconds, and MB: of the process with the trace, and what a dashboard adds to it.
+    """Return milliseconds, and MB: of the process with the trace, and what a dashboard adds.
 
-    ``load_ms`` and the figures are medians of ``repeats``; ``first_figures_ms`` are drawn of a trace just loaded.
-    ``first_answer_ms`` is what a dashboard is told when it opens, ``state_ms`` the median of moments at random under
-    its cursor, ``state_p95_ms`` what one in twenty exceeds.
+    ``load_ms`` and the figures are medians of ``repeats``; ``first_figures_ms`` are for a newly loaded trace.
+    ``first_answer_ms`` is for a dashboard's first answer, ``state_ms`` is the median of random times under its cursor,
+    ``state_p95_ms`` their 95th percentile.
     """
     return measure_scale_of(SCALES[name], repeats, num_states)
 
@@ -115,12 +115,12 @@ def _saved(scale: Scale, path: Path) -> tuple[int, float]:
 
 
 def _present_mb() -> float:
-    """The memory of this process, in MB."""
+    """Return the memory of this process, in MB."""
     return psutil.Process().memory_info().rss / 1e6
 
 
 def median_ms(work: Callable[[], object], repeats: int) -> float:
-    """Median time in milliseconds."""
+    """Return the median time in milliseconds."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -160,7 +160,7 @@ def _states(trace: Trace, repeats: int, num_states: int) -> Tree:
 
 
 def _others(trace: Trace) -> dict[str, Callable[[], object]]:
-    """Other work whose cost grows with the trace."""
+    """Return other work whose cost grows with the trace."""
     rank, last = trace.rank(0), steps(trace)[-1]
     packed, after = rank.rows.tobytes(), advance(rank.start, rank.rows)
     return {

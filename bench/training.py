@@ -36,7 +36,7 @@ class Sample:
 
     Attributes:
         wall_ns: from the moment at which all ranks were ready.
-        cpu_ns: of the whole process, communication threads included.
+        cpu_ns: of the whole process, including communication threads.
         optimizer_ns: wall time of the optimizer's step and of ``zero_grad``, part of ``wall_ns``.
     """
 
@@ -46,23 +46,23 @@ class Sample:
 
 
 class Training:
-    """A model that is ready to be trained: one step is :meth:`backward`, then :meth:`update`."""
+    """A model ready to be trained: one step is :meth:`backward`, then :meth:`update`."""
 
     def __init__(self, case: Case, module: nn.Module, masters: list[nn.Parameter]) -> None:
         self.module = module
         self._params = list(module.parameters())
-        self._masters = masters  # fp32 parameters of a module that computes in another type; empty: it is fp32 itself
+        self._masters = masters  # fp32 parameters of a module that computes in another dtype; empty if it is fp32
         self._optimizer = torch.optim.AdamW(masters or self._params, lr=1e-4, fused=True)
         self._ids = torch.randint(case.config.vocab_size, (NUM_SEQUENCES, NUM_TOKENS + 1)).to(case.device)
         self.is_on_gpu = case.device == "cuda"
 
     def step(self) -> None:
-        """One whole step."""
+        """Run one whole step."""
         self.backward()
         self.update()
 
     def backward(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         if self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(self._params, self._masters)
@@ -71,7 +71,7 @@ class Training:
             master.grad, param.grad = param.grad.float(), None
 
     def update(self) -> None:
-        """Let the optimizer step, and drop the gradients."""
+        """Run the optimizer's step, and drop the gradients."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -79,8 +79,8 @@ class Training:
 def make_training(case: Case, implementation: str) -> Training:
     """Build the model of a case under one implementation.
 
-    In the bf16 case ``alone`` and ``ddp`` do by hand what ``fully_shard`` does with its policy: parameters and
-    optimizer in fp32, a bf16 copy of the parameters to compute with, gradients of bf16 that become fp32.
+    In the bf16 case, ``alone`` and ``ddp`` do by hand what ``fully_shard`` does with its policy: parameters and
+    optimizer in fp32, a bf16 copy of the parameters for compute, bf16 gradients cast to fp32.
     """
     torch.manual_seed(0)
     model = GPT(case.config).to(case.device)
@@ -128,7 +128,7 @@ def _shard_ours(model: GPT, case: Case) -> nn.Module:
 
 
 def _policy(api: Any, case: Case) -> dict[str, Any]:
-    """Arguments of ``fully_shard``; both APIs have the same names."""
+    """Return the arguments of ``fully_shard``; both APIs have the same names."""
     policy: dict[str, Any] = {}
     if case.is_bf16:
         policy["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -169,7 +169,7 @@ _PREPARE: dict[str, Callable[[GPT, Case], nn.Module]] = {
 
 
 def warm(case: Case, implementation: str) -> Training:
-    """Build, and run the steps that are not measured: the first ones make buffers and the optimizer's state."""
+    """Build the training and run the unmeasured steps, which make buffers and the optimizer's state."""
     training = make_training(case, implementation)
     for _ in range(WARM_UP):
         training.step()

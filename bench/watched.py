@@ -1,13 +1,13 @@
-"""What it costs ranks that somebody watches them, and how many bytes that takes: on a real cluster.
+"""The cost for the ranks of being watched, and the bytes that this takes: on a real cluster.
 
-Blocks of steps are taken in turns: ``plain`` (nothing is recorded), ``unwatched`` (recorded, nobody asks the ranks for
-anything), ``watched`` (a cell waits for the steps, draining the ranks, and a dashboard's view, or a panel, asks for
-what is new as the browser does, ten times a second at most, in another thread as in a notebook). CPU time is that of
-the ranks' processes, all threads included. What the notebook's own process, the server and the browser need is not in
-it, but takes a core from the ranks where there are no more cores than ranks: wall times have that in them.
+Blocks of steps alternate: ``plain`` (nothing is recorded), ``unwatched`` (recorded, without requests to the ranks),
+``watched`` (a cell waits for the steps, draining the ranks, and a dashboard's view, or a panel, requests updates as the
+browser does, at most ten times a second, in another thread as in a notebook). CPU time is that of the ranks' processes,
+with all threads. It excludes the notebook's own process, the server and the browser; these take a core from the ranks
+if there are no more cores than ranks, which shows in the wall times.
 
-Bytes: of a drain the answer's words (JSON) and its rows; to the browser whole messages of the Jupyter protocol, the
-envelope included, but for a view's first answer, which tells what was before it was opened.
+Bytes: of a drain, the answer's JSON and its rows; to the browser, whole messages of the Jupyter protocol with their
+envelopes, except a view's first answer, which covers the time before it was opened.
 """
 
 import json
@@ -59,17 +59,17 @@ class CountedCluster(Cluster):
 
 
 def size_of(recorded: DrainReply) -> int:
-    """Bytes of an answer of a side door: its words as JSON, and its buffers."""
+    """Return the bytes of a side door's answer: its JSON and its buffers."""
     buffers: list[memoryview] = []
     return len(json.dumps(encode(recorded, buffers))) + sum(buffer.nbytes for buffer in buffers)
 
 
 class Viewer(ABC):
-    """One view in a browser that asks for what is new, and counts what it is told.
+    """One view in a browser that requests updates and counts the answers.
 
     Attributes:
-        sizes: bytes of each answer, envelope included.
-        times_s: when each was there, on the monotonic clock.
+        sizes: bytes of each answer, including the envelope.
+        times_s: arrival of each answer, on the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -82,18 +82,18 @@ class Viewer(ABC):
 
     @abstractmethod
     def ask(self, *, wait: bool) -> None:
-        """Ask how everything is: at once, or when there is something new."""
+        """Request the state: at once, or when there is something new."""
 
     @abstractmethod
     def close(self) -> None:
-        """Take away what answers."""
+        """Close the other side."""
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Ask while the body runs, as soon as the last question is answered and at most ten times a second.
+        """Send requests while the body runs: one at a time, and at most ten per second.
 
         Raises:
-            RuntimeError: a question was not answered; why is in the log, where ipywidgets has put it.
+            RuntimeError: a request was not answered; ipywidgets has logged the reason.
         """
         over = threading.Event()
         thread = threading.Thread(target=self._ask_until, args=(over,), name="viewer")
@@ -103,7 +103,7 @@ class Viewer(ABC):
         finally:
             over.set()
             thread.join()
-        if not self._is_answered.wait(ANSWER_S):  # else it would be looked after later as well
+        if not self._is_answered.wait(ANSWER_S):  # otherwise it would be answered later
             raise RuntimeError(f"it did not answer within {ANSWER_S} s")
 
     def _ask_until(self, over: threading.Event) -> None:
@@ -123,7 +123,7 @@ class Viewer(ABC):
         self._is_answered.set()
 
     def kib_per_s(self) -> float:
-        """Rate of everything after the first answer."""
+        """Return the rate of everything after the first answer."""
         return sum(self.sizes[1:]) / 1024 / (self.times_s[-1] - self.times_s[0])
 
 
@@ -167,18 +167,18 @@ class PanelViewer(Viewer):
     # ---- the comm
 
     def send(self, data: dict[str, Any], *, buffers: list[bytes] | None = None) -> None:
-        """Take what the panel says."""
+        """Take a message of the panel."""
         if data["word"] == State.word:
             self._take(data, buffers)
         elif data["word"] != Welcome.word:
             raise RuntimeError(f"the panel says {data}")
 
     def on_msg(self, callback: Callable[[dict[str, Any]], None]) -> None:
-        """Have ``callback`` read what is asked."""
+        """Let ``callback`` read the requests."""
         self._receive = lambda data: callback({"content": {"data": data}})
 
     def on_close(self, callback: Callable[[dict[str, Any]], None]) -> None:
-        """It is closed from this side alone."""
+        """Ignore: only this side closes it."""
 
 
 VIEWERS: dict[str, Callable[[Workbench], Viewer]] = {"dashboard": DashboardViewer, "panel": PanelViewer}
@@ -186,7 +186,7 @@ VIEWERS: dict[str, Callable[[Workbench], Viewer]] = {"dashboard": DashboardViewe
 
 @dataclass
 class Blocks:
-    """What blocks of steps took, by how they ran; nanoseconds per step.
+    """The times of blocks of steps, by kind; nanoseconds per step.
 
     Attributes:
         cpu_ns: mean over the ranks.
@@ -197,13 +197,13 @@ class Blocks:
     wall_ns: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, name: str, marks: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Take in one block: per rank, CPU time and time at the end of each step."""
+        """Add one block: per rank, CPU time and time at the end of each step."""
         cpu_ns, wall_ns = ([(rank[-1][i] - rank[0][i]) / (len(rank) - 1) for rank in marks] for i in (0, 1))
         self.cpu_ns.setdefault(name, []).append(statistics.fmean(cpu_ns))
         self.wall_ns.setdefault(name, []).append(max(wall_ns))
 
     def ratios(self) -> Tree:
-        """Medians, and ratios of neighbouring blocks with the interval in which their median lies."""
+        """Return medians, and ratios of neighbouring blocks with the interval of their median."""
         found: Tree = {}
         for what, blocks in (("cpu", self.cpu_ns), ("wall", self.wall_ns)):
             found |= {f"{name}_{what}_ms": statistics.median(values) / 1e6 for name, values in blocks.items()}
@@ -220,7 +220,7 @@ class Blocks:
 
 @contextmanager
 def training(case: str, num_ranks: int) -> Iterator[tuple[Workbench, CountedCluster]]:
-    """A workbench whose ranks are ready to train the model of a case."""
+    """Yield a workbench whose ranks are ready to train the model of a case, and its cluster."""
     made: list[CountedCluster] = []
 
     def factory(*args: Any, **settings: Any) -> CountedCluster:
@@ -237,14 +237,14 @@ def training(case: str, num_ranks: int) -> Iterator[tuple[Workbench, CountedClus
 
 
 def measure_watched(case: str, num_ranks: int, rounds: int, block_s: float, viewer: str = "dashboard") -> Tree:
-    """Return what watching costs: see the module docstring.
+    """Return the cost of watching: see the module docstring.
 
     Args:
         case: name of one of :data:`bench.cases.RECORDED`.
         num_ranks: ranks that train.
         rounds: blocks of each kind.
-        block_s: about how long one takes.
-        viewer: who watches, one of :data:`VIEWERS`.
+        block_s: approximate duration of a block.
+        viewer: the kind of viewer, one of :data:`VIEWERS`.
     """
     blocks = Blocks()
     with training(case, num_ranks) as (workbench, cluster):
@@ -258,7 +258,7 @@ def measure_watched(case: str, num_ranks: int, rounds: int, block_s: float, view
         drained_bytes = 0
         for number in range(rounds):
             for name in rotated(tuple(run), number):
-                workbench.pulse()  # nothing of an earlier block is left to be drained in this one
+                workbench.pulse()  # drain what earlier blocks left
                 _marks(cluster)
                 before = cluster.drained_bytes
                 run[name]()
@@ -270,7 +270,7 @@ def measure_watched(case: str, num_ranks: int, rounds: int, block_s: float, view
 
 
 def measure_to_browser(num_ranks: int, seconds: float, case: str = "0.23M") -> Tree:
-    """Return what one view of a dashboard is sent while ``num_ranks`` ranks train, in KiB a second."""
+    """Return the rate at which one view of a dashboard gets data while ``num_ranks`` ranks train, in KiB a second."""
     with training(case, num_ranks) as (workbench, _):
         viewer = DashboardViewer(workbench)
         num_steps = _steps_in(workbench, seconds)
@@ -294,7 +294,7 @@ def _watch(workbench: Workbench, viewer: Viewer, num_steps: int) -> None:
 
 
 def _steps_in(workbench: Workbench, seconds: float) -> int:
-    """About how many steps take ``seconds``; at least 3, for a block's time is that between its steps' ends."""
+    """Return about how many steps take ``seconds``; at least 3, as a block is timed between the ends of its steps."""
     begin = time.monotonic()
     workbench.step(WARM_UP)
     return max(3, round(seconds * WARM_UP / (time.monotonic() - begin)))

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: no test leaves anything behind; where the browser is."""
+"""Fixtures of all tests: checks for leaks, and paths of the browsers."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from tests.helpers import browser, leaks, network_hosts, tools
 from tests.helpers.cpu_time import CpuTime
 from workbench.cluster.zygote_cache import KEEPER
 
-# time is no law here: machines are shared; CI looks at many examples, and what it says does not depend on chance
+# no deadlines, as machines are shared; CI uses many examples, and is deterministic
 IN_CI = "CI" in os.environ
 settings.register_profile(
     "laws",
@@ -24,12 +24,12 @@ settings.register_profile(
 settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
 settings.load_profile("laws")
 
-# a collection in a forked rank would look at all that torch ever made, and so copy it: most of what a short test takes
+# a collection in a forked rank would copy all of torch's objects: most of the time of a short test
 os.register_at_fork(after_in_child=gc.freeze)
 leaks.KEPT.append(browser.SHARED)
 
 CPU_SECONDS = "seconds of CPU"
-"""The property of a report that has what a file took."""
+"""Name of the property of a report with the CPU time of a test file."""
 USED = CpuTime()
 
 
@@ -44,7 +44,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item, nextitem):
-    """The last test of a file says how much CPU time was used until then."""
+    """Add the CPU time of a file to the report of its last test."""
     try:
         return (yield)
     finally:
@@ -54,7 +54,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter):
-    """Last of all: which tests were left out for want of what, and in CI how long each file took."""
+    """At the very end, list the skipped tests and the reasons; in CI, also the time of each file."""
     yield
     reports = [r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)]
     if IN_CI:
@@ -67,14 +67,14 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def seconds_per_file(reports):
-    """Return a line for each file of tests, that with most CPU time first: that it grows is to be seen."""
+    """Return a line for each test file, the one with the most CPU time first, so that growth is visible."""
     seconds, cpu, number = Counter(), Counter(), Counter()
     for report in reports:
         file = report.nodeid.partition("::")[0]
         seconds[file] += report.duration
         number[file] += report.when == "call"
         if report.when == "teardown":
-            cpu[file] += dict(report.user_properties).get(CPU_SECONDS, 0.0)  # 0 of most: it is said of whole files
+            cpu[file] += dict(report.user_properties).get(CPU_SECONDS, 0.0)  # 0 for most tests: files have one value
     lines = [(cpu.total(), seconds.total(), number.total(), "all")]
     lines += [(used, seconds[file], number[file], file) for file, used in cpu.most_common()]
     return [f"{used:8.1f} s of CPU, {took:8.1f} s, {tests:4} tests: {file}" for used, took, tests, file in lines]
@@ -82,25 +82,25 @@ def seconds_per_file(reports):
 
 def pytest_sessionfinish(session):
     if not hasattr(session.config, "workerinput"):
-        network_hosts.take_away()  # what all workers had in turn
+        network_hosts.take_away()  # all workers shared it
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What tests import stays: the garbage collector looks at it neither meanwhile nor while they run."""
+    """Exclude everything that tests import from garbage collection, now and while the tests run."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
-        USED.since_last()  # what it took to find the tests is none of theirs
+        USED.since_last()  # collecting the tests does not count for any of them
 
 
 def pytest_collection_modifyitems(items):
-    """Files with clusters and browsers first: one of them at the very end would leave the other workers idle.
+    """Put files with clusters and browsers first: one at the very end would leave the other workers idle.
 
-    Among these, those with a network of hosts are spread out: there is one at a time, for which others would wait.
+    Among these, spread out those with a network of hosts: only one can exist at a time, and others would wait for it.
     """
     slow = dict.fromkeys(i.path for i in items if any(map(i.get_closest_marker, ("cluster", "browser"))))
     has_hosts = {item.path for item in items if "network" in item.fixturenames}
@@ -134,7 +134,7 @@ def no_leaks_in_test(request):
 
 @pytest.fixture(scope="module")
 def chromium():
-    """Path of the browser, of which one runs for all pages of the module."""
+    """Path of the browser; all pages of the module share one process."""
     path = browser.find_chromium()
     browser.SHARED.begin(path)
     yield path
@@ -143,5 +143,5 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def firefox():
-    """Path of the other browser."""
+    """Path of Firefox."""
     return browser.find_firefox()

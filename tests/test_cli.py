@@ -75,7 +75,7 @@ def test_lab_is_reachable_from_this_machine_only(monkeypatch):
 
 
 def opened(monkeypatch, *flags):
-    """The arguments that JupyterLab is started with."""
+    """Return the arguments that JupyterLab is started with."""
     started = []
     monkeypatch.setattr(cli.os, "execv", lambda program, argv: started.append(argv) or sys.exit(0))
     with pytest.raises(SystemExit):
@@ -91,10 +91,10 @@ def test_the_user_s_folder_wins_and_has_the_tour(flags, tmp_path, monkeypatch):
     argv = opened(monkeypatch, *flags)
     assert argv == ["--ServerApp.ip=127.0.0.1", *flags, str(tmp_path / cli.TOUR)]
     assert (tmp_path / cli.TOUR).read_bytes() == cli.find_tour().read_bytes()
-    from jupyterlab.labapp import LabApp  # takes a second to import, of every worker that collects this file
+    from jupyterlab.labapp import LabApp  # its import would cost every worker that collects this file a second
 
     (app,) = (LabApp(),)
-    app.parse_command_line(argv)  # "only accepts one value" where an option is given twice
+    app.parse_command_line(argv)  # "only accepts one value" if an option is given twice
     assert app.extra_args == [str(tmp_path / cli.TOUR)]
 
 

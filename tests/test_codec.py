@@ -33,6 +33,7 @@ class House:
     counted: dict[int, float] = None
     colour: Colour = Colour.RED
     number: int | str = 0
+    rooms: tuple[int, ...] = ()
     kind: Literal["small", "large"] = "small"
     anything: Any = None
     pixels: memoryview = NO_PIXELS
@@ -45,7 +46,7 @@ FULL = House(
 
 
 def sent(value):
-    """What comes of ``value``: as JSON, and what goes beside it."""
+    """Return ``value`` encoded as JSON, and its buffers."""
     buffers = []
     return json.loads(json.dumps(encode(value, buffers))), buffers
 
@@ -74,6 +75,9 @@ def test_what_has_a_word_bears_it():
         ({"kind": "tiny"}, "house.kind is 'tiny', expected one of 'small', 'large'"),
         ({"number": None}, "house.number is None, expected int or str"),
         ({"number": 2**63}, "house.number is a number of 64 bits"),
+        ({"rooms": [1, 2**63]}, "house.rooms[1] is a number of 64 bits"),
+        ({"rooms": [1, -(2**63) - 1]}, "house.rooms[1] is a number of 64 bits"),
+        ({"counted": {str(2**63): 0.5}}, "a key of house.counted is a number of 64 bits"),
         ({"pixels": 1}, "the bytes of house.pixels are missing"),
         ({"pixels": -1}, "the bytes of house.pixels are missing"),
         ({"door": 1}, "house has unknown ['door']"),

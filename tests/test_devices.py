@@ -1,4 +1,4 @@
-"""Which kinds of device there are: a class each, and a line that names it."""
+"""The kinds of devices: one class and one line of a table each."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from workbench.devices import Device
 
 @pytest.mark.thorough
 def test_a_kind_of_device_is_a_class_and_a_line(tmp_path):
-    """With a line more in the text of ``devices.py``, and nothing else, ranks start on one kind more, by its name."""
+    """With one line added to the text of ``devices.py``, and nothing else, ranks start on the new kind by its name."""
     package = tmp_path / "workbench"
     package.mkdir()
     for path in PACKAGE.iterdir():

@@ -1,4 +1,4 @@
-"""The environments that are made for people: Makefile, Binder, CI agree with the package."""
+"""The environments for users: Makefile, Binder and CI agree with the package."""
 
 import json
 import os
@@ -20,7 +20,7 @@ PROJECT = PYPROJECT["project"]
 NEEDED = {r.name: r for r in map(Requirement, PROJECT["dependencies"])}
 MAKEFILE = (REPO / "Makefile").read_text()
 DISTRIBUTED_AS = {"zmq": "pyzmq"}
-"""Where what is imported has another name than what is installed."""
+"""Distributions whose name differs from that of the imported package."""
 
 TORCH = re.search(r"^TORCH := (\S+)$", MAKEFILE, re.MULTILINE).group(1)
 OTHER_TORCH = re.search(r"^OTHER_TORCH := ([\d. ]+)#", MAKEFILE, re.MULTILINE).group(1).split()

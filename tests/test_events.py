@@ -27,7 +27,7 @@ from workbench.trace.keyframe import advance
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, KeyFrame
 from workbench.views import theme
 
-# what files hold; a number that is in one stays what it is
+# the numbers in files: an existing number never changes its meaning
 NUMBERS = {
     Kind: "STEP FORWARD BACKWARD OPTIMIZER UNSHARD RESHARD ALL_GATHER REDUCE_SCATTER ALL_REDUCE BROADCAST COPY_IN "
     "COPY_OUT WAIT ALLOC FREE OFFLOAD GATE METRIC LOG RESET RESIDENT",
@@ -90,7 +90,7 @@ def test_every_colour_is_used_and_there():
 
 
 def test_the_engine_tells_the_classes_that_are_the_engines():
-    """The others are told by the runtime, or by nobody of ours."""
+    """The runtime announces the others, or nothing of ours does."""
     told = {
         node.attr
         for source in sources()
@@ -119,7 +119,7 @@ def test_a_root_unit_is_named_in_one_place():
 
 
 def test_a_kind_is_one_row():
-    """With two rows in the text of ``events.py``, and nothing else, two kinds more are found wherever kinds are."""
+    """With two rows added to the text of ``events.py``, and nothing else, every part treats two more kinds."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.added_kinds"], cwd=REPO, capture_output=True, text=True, check=False
     )

@@ -12,7 +12,7 @@ def test_what_is_made_of_python_is_that_of_today(path):
 
 
 def test_no_script_has_numbers_or_colours_of_kinds_of_its_own():
-    """A kind is compared with ``KIND.WAIT``, never with 12; greys of the page's own have other uses."""
+    """Scripts compare a kind with ``KIND.WAIT``, never with 12; greys are allowed, as pages use them otherwise, too."""
     known = re.findall(r"#[0-9a-f]{6}", programs()[EVENTS])
     coloured = {colour for colour in known if len(set(re.findall("..", colour[1:]))) > 1}
     for script in STATIC.glob("*.js"):

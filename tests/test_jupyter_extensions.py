@@ -1,4 +1,4 @@
-"""Whether Jupyter finds the panel, and who is told that it does not."""
+"""Whether Jupyter finds the panel, and the notice if it does not."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from workbench import jupyter_extensions
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where Jupyter looks for extensions; there are none."""
+    """The folder in which Jupyter looks for extensions, without any."""
     monkeypatch.setattr(jupyter_extensions, "jupyter_path", lambda kind: [str(tmp_path / kind)])
     return tmp_path / "labextensions"
 

@@ -1,4 +1,4 @@
-"""Which part may import which: the table in docs/architecture.md, checked both ways."""
+"""The allowed imports between parts: the table in docs/architecture.md, checked both ways."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import documents
 from tests.helpers.package_source import PACKAGE, imports, sources
 
-# what a process that only imports the part must not hold
+# modules that importing the part alone must not load
 NEVER_LOADED = {
     "protocol": {"numpy", "torch", "ipyparallel", "IPython", "plotly"},
     "reports": {"torch", "ipyparallel", "IPython"},
@@ -26,7 +26,7 @@ NEVER_LOADED = {
 
 
 def allowed() -> list[tuple[set[str], set[str]]]:
-    """Rows of that table: parts, and what these may import; a folder ends in a slash."""
+    """Return the rows of that table: parts, and what they may import; folders end in a slash."""
     return [
         (set(documents.code(parts)), set(packages.replace(",", " ").split()) | set(documents.code(others)))
         for parts, _, packages, others in documents.table("part of `workbench/`")
@@ -34,13 +34,13 @@ def allowed() -> list[tuple[set[str], set[str]]]:
 
 
 def part_of(module: str) -> str:
-    """The part that a module of the package belongs to, as the table writes it."""
+    """Return the part that a module of the package belongs to, as written in the table."""
     name = module.split(".")[1] if "." in module else "__init__"
     return f"{name}/" if (PACKAGE / name).is_dir() else f"{name}.py"
 
 
 def imported_by(parts: set[str]) -> set[str]:
-    """What the files of some parts import, besides Python itself and each other."""
+    """Return the imports of the files of some parts, except of Python itself and of each other."""
     modules = {m for source in sources() if part_of(source.module) in parts for m in imports(source)}
     inside = {part_of(m) for m in modules if m.split(".")[0] == "workbench"}
     outside = {m.split(".")[0] for m in modules} - {"workbench"} - sys.stdlib_module_names

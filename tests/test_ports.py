@@ -1,4 +1,4 @@
-"""Ports that nobody else is given."""
+"""Reserved ports are given to one caller only."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor

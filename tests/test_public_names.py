@@ -1,4 +1,4 @@
-"""What may be imported: ``__all__`` of each package, the list in docs/python.md, and docstrings."""
+"""The public names: ``__all__`` of each package, the list in docs/python.md, and docstrings."""
 
 import importlib
 import inspect
@@ -10,7 +10,7 @@ from tests.helpers import documents
 from tests.helpers.package_source import sources
 
 PACKAGES = [s.module for s in sources() if s.path.name == "__init__.py" and re.search(r"^__all__ = ", s.text, re.M)]
-NOT_FOR_PEOPLE = {"__version__", "load_ipython_extension", "unload_ipython_extension"}  # called by IPython and pip
+NOT_FOR_PEOPLE = {"__version__", "load_ipython_extension", "unload_ipython_extension"}  # used by IPython and pip
 
 
 def public_names(package):

@@ -1,4 +1,4 @@
-"""What README.md and docs/ promise: commands, code, lines, links, names of files."""
+"""The claims of README.md and docs/: commands, code, lines, links, file names."""
 
 import ast
 import os
@@ -53,12 +53,12 @@ def test_the_tables_of_commands_are_what_they_declare(first_column):
 
 
 def test_each_line_that_commands_ranks_is_written_as_the_commands_write_it():
-    for word in set(commands.COMMANDS.values()) - {commands.Start}:  # whose line names a default
+    for word in set(commands.COMMANDS.values()) - {commands.Start}:  # its line names a default
         assert commands.to_text(command_lines.parse_line(word.example)) == word.example
 
 
 def test_lines_of_fsdp_parse():
-    """Every line between backticks or in a snippet, except the table, whose lines have tests of their own."""
+    """Every line between backticks or in a snippet, except those in the table, which have separate tests."""
     written = documents.inline_code() + [line for cell in notebook_cells() for line in cell.splitlines()]
     lines = {" ".join(line.removeprefix("%fsdp ").split()) for line in written if line.startswith("%fsdp ")}
     assert len(lines) > len(command_lines.WORDS)
@@ -67,7 +67,7 @@ def test_lines_of_fsdp_parse():
 
 
 def notebook_cells():
-    """Every cell of the notebook snippets; a `%%fsdp` cell is one by itself."""
+    """Return every cell of the notebook snippets; a `%%fsdp` cell counts as one."""
     return [cell for snippet in documents.blocks("ipython") for cell in snippet.strip().split("\n\n")]
 
 
@@ -119,7 +119,7 @@ def is_there(name):
 
 @pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.name)
 def test_files_that_are_named_are_there(path):
-    """Sources and folders by their path from the repository or from the package."""
+    """Sources and folders are named by their path from the repository or from the package."""
     named = {
         name
         for name in documents.inline_code(documents.documents()[path])
@@ -129,7 +129,7 @@ def test_files_that_are_named_are_there(path):
 
 
 def walks():
-    """The diagrams of the architecture."""
+    """Return the diagrams of the architecture."""
     return documents.blocks("text", documents.documents()[REPO / "docs" / "architecture.md"])
 
 

@@ -1,4 +1,4 @@
-"""Stopping inside a step, from the notebook's side: ranks are gates of a fake cluster."""
+"""Stopping inside a step, from the notebook's side: the ranks are gates of a fake cluster."""
 
 import signal
 import sys
@@ -33,7 +33,7 @@ from workbench.workbench import Workbench
 
 
 class Bench(Workbench):
-    """A workbench on a fake cluster, which is at hand as ``fake``; a step is that of PROGRAM."""
+    """A workbench on a fake cluster, available as ``fake``; a step has the events of PROGRAM."""
 
     def __init__(self, num_ranks=4):
         super().__init__(num_ranks, cluster_factory=self._make)
@@ -66,7 +66,7 @@ def ordinals(report):
     return {rank: report.stop.positions[rank].place.ordinal for rank in report.stop.held}
 
 
-# ---- stop and go on
+# ---- stop and continue
 
 
 def test_until_stops_once_and_the_step_stays_under_way(wb):
@@ -74,7 +74,7 @@ def test_until_stops_once_and_the_step_stays_under_way(wb):
     assert ordinals(report) == dict.fromkeys(range(4), PROGRAM.index(("forward", "begin", 1)))
     assert report.headline == f"4 ranks stopped before forward of {unit(wb, 1)}, step 0"
     assert "under way   %fsdp step --until forward" in str(report)
-    assert not wb.asked("breakpoints")  # it comes with the step, and so to all ranks or none
+    assert not wb.asked("breakpoints")  # it is sent with the step, and so to all ranks or none
     assert tuple(wb.break_list().breakpoints) == ()
     for refused in (wb.step, lambda: wb.unshard("model"), wb.verify):
         with pytest.raises(UsageError, match="first %fsdp continue or %fsdp abort"):
@@ -136,7 +136,7 @@ def test_next(wb):
     assert set(ordinals(wb.next("phase")).values()) == {len(PROGRAM) - 1}
     assert wb.asked("next")[0][1] == Next()
     assert wb.next().steps_done == 1
-    assert wb.asked("continue")  # nothing of it is left for the next step
+    assert wb.asked("continue")  # it is not left for the next step
 
 
 def test_a_breakpoint_on_one_rank_leaves_the_others_waiting(wb):
@@ -157,7 +157,7 @@ def test_a_breakpoint_on_one_rank_leaves_the_others_waiting(wb):
 def test_a_rank_that_is_not_heard_of_for_a_while_does_not_count_as_waiting(wb):
     wb.break_add("backward")
     gate, looks = wb.fake.gates[0], iter(range(8))
-    gate.waits = True  # when it is last heard of
+    gate.waits = True  # at its last reply
 
     def on_drain():
         if not wb.fake.gates[1].held:
@@ -183,7 +183,7 @@ def press_ctrl_c_on_drain(fake, times):
 
 
 def stall(wb):
-    """The ranks come to no event until they are asked for one that is to hold."""
+    """Make the ranks reach no stop point until a request to hold arrives."""
     for gate in wb.fake.gates:
         gate.program = [*PROGRAM * 10_000]
 
@@ -222,7 +222,7 @@ def test_a_ctrl_c_while_a_step_is_sent_stops_all_ranks(wb):
     assert wb.step(1).stop.held == (0, 1, 2, 3)
     assert "idle again" in wb.abort().headline
     with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)  # Ctrl-C means what it meant before
+        signal.raise_signal(signal.SIGINT)  # Ctrl-C has its earlier meaning again
 
 
 def test_a_first_ctrl_c_says_what_it_waits_for(wb):
@@ -278,7 +278,7 @@ def test_abort_inside_a_step(wb):
 
 def test_an_abort_says_what_ctrl_c_does(wb):
     wb.step(1, until="backward")
-    wb.fake.on_abort.clear()  # the ranks do not heed it
+    wb.fake.on_abort.clear()  # the ranks ignore it
     told = []
 
     def on_standing(sentence):
@@ -335,7 +335,7 @@ def test_pause_twice_says_the_same(wb):
 
 
 def writing(*texts, then=inside):
-    """Each rank writes its text, and what comes later is written by the test."""
+    """Make each rank write its text; the test writes further output."""
     answers = {}
 
     def act(cluster, rank, answer):
@@ -355,9 +355,9 @@ def test_what_was_printed_is_shown_when_ranks_stop_and_only_once(wb):
     del heard[:]
     for answer in answers.values():
         answer.outputs.append(Output("stdout", text="later\n"))
-    assert wb.news() == ()  # asked at every word: what came late
+    assert wb.news() == ()  # collects late output, as every command does
     assert heard == ["later\n"]
-    wb.resume()  # whoever was told goes on being told
+    wb.resume()  # the callback is still in use
     assert heard[1:] == ["--- 4 ranks agree\n"]
 
 
@@ -399,7 +399,7 @@ def test_only_the_last_stop_in_the_background_is_news(wb):
     wb.step(1, until="backward", background=True)
     wait_until(lambda: wb._session._news)
     wb.fake.gates[0].late = True
-    wb.resume(background=True)  # as a button of the dashboard does, which reads no news
+    wb.resume(background=True)  # as a button of the dashboard, which reads no news
     assert wb.news() == ()
     wb.abort()
 
@@ -435,7 +435,7 @@ def test_an_abort_takes_back_its_own_news_alone(wb, monkeypatch):
 
     def on_progress(progress):
         assert is_asked.wait(PATIENCE_S)
-        raise ValueError  # the ending is an empty text
+        raise ValueError  # its message is empty
 
     wb.step(500, background=True, on_progress=on_progress)
     watch = wb._session.request.watch
@@ -462,13 +462,13 @@ def test_no_news_is_lost_while_others_are_told(wb):
 def test_a_step_of_the_background_goes_on_there_unless_it_is_to_be_waited_for(wb):
     wb.step(1, until="backward", background=True)
     wait_until(lambda: wb._session._news)
-    wb.next()  # this is waited for
+    wb.next()  # waits for this
     wb.fake.gates[0].late = True
     assert "runs in the background" in wb.do(Continue()).headline
     wb.fake.gates[0].late = False
     wait_until(lambda: wb._session.request is None)
     wait_until(lambda: wb._session._news)
-    (told,) = wb.news()  # that it stopped is over
+    (told,) = wb.news()  # the notice of the stop is outdated
     assert "1 step" in told
     wb.step(1, until="backward", background=True)
     wait_until(lambda: wb._session._news)
@@ -512,7 +512,7 @@ def test_buttons_in_other_threads(wb):
     wb.abort()
 
 
-# ---- look around
+# ---- inspection
 
 
 def test_a_rank_that_has_not_begun_what_it_was_asked_is_starting(wb):
@@ -520,7 +520,7 @@ def test_a_rank_that_has_not_begun_what_it_was_asked_is_starting(wb):
     wb.step(1, background=True)
     assert {row.state for row in wb.where().rows} == {"starting"}
     assert set(wb.pulse().states.values()) == {"starting"}
-    wb.fake.commands[1] += 1  # it has begun, and ended: its answer is on the way
+    wb.fake.commands[1] += 1  # the rank has begun and ended: its answer is under way
     assert [row.state for row in wb.where().rows] == ["starting", "idle", "starting", "starting"]
     wb.abort()
     wb.fake.script["cell"] = blocks
@@ -560,7 +560,7 @@ def test_where_is_a_table(wb):
 
 
 def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
-    wb.where(stacks=True)  # idle ranks answer once the machine lets them
+    wb.where(stacks=True)  # idle ranks answer once the machine lets them run
     assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
     wb.status()
     assert ("drain", PATIENT_S) in wb.fake.patience[2:]

@@ -1,4 +1,4 @@
-"""The indicators of style that the linters do not measure."""
+"""Style rules that the linters do not check."""
 
 import ast
 import re
@@ -21,11 +21,11 @@ SAME_THING = {
     "tracks.py": {"replay", "views"},
     "training.py": {"replay", "views"},
 }
-"""Files with the same name in several folders, by the folders: they are about the same thing there."""
+"""Files with the same name in several folders, and the folders: they treat the same subject."""
 
 
 def without_docstring(source: Source) -> list[str]:
-    """Public names of a file, dotted, that have none; ``""`` is the file itself. What a function defines is private."""
+    """Return a file's dotted public names without docstring; ``""`` is the file. Names within functions are private."""
     found = [] if source.text.strip() == "" or ast.get_docstring(source.tree) else [""]
 
     def look(node: ast.Module | ast.ClassDef, prefix: str) -> None:
@@ -46,7 +46,7 @@ def is_overload(node: Documented) -> bool:
 
 
 def prints(source: Source) -> list[int]:
-    """Lines on which a file calls ``print``."""
+    """Return the lines on which a file calls ``print``."""
     calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
     return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
 

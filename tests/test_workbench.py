@@ -36,7 +36,7 @@ from workbench.workbench import Workbench
 
 
 class Bench(Workbench):
-    """A workbench on a fake cluster, which is at hand as ``fake``."""
+    """A workbench on a fake cluster, available as ``fake``."""
 
     def __init__(self, num_ranks=4, **more):
         super().__init__(num_ranks, cluster_factory=self._make, **more)
@@ -57,7 +57,7 @@ def wb():
 
 @pytest.fixture
 def trained(wb):
-    """A workbench whose model is sharded and whose next step command takes three steps."""
+    """A workbench whose model is sharded, and whose next step command takes three steps."""
     wb.fake.sharded()
     wb.fake.script["step"] = wb.fake.trains(3)
     return wb
@@ -170,7 +170,7 @@ def test_what_was_recorded_outlives_the_ranks(trained):
 
 
 def troubled(header):
-    """A header that says of a model ``m`` what the engine does not manage."""
+    """Return a header that reports parts of a model ``m`` that the engine does not manage."""
     ranks = [replace(each, buffers=(BufferSum(name="m.mean", crc32=each.rank),)) for each in header.ranks]
     return replace(header, unmanaged=("m.scale",), hooks=("m.weight",), ranks=tuple(ranks))
 
@@ -445,7 +445,7 @@ def test_ranks_whose_optimizer_stepped_alone_are_named(trained):
         cluster.optimizer_steps[rank] += 1
         blocks(cluster, rank, answer)
 
-    trained.fake.optimizer_steps = {0: 5, 1: 4, 2: 4, 3: 4}  # what differed before is not this command's
+    trained.fake.optimizer_steps = {0: 5, 1: 4, 2: 4, 3: 4}  # earlier differences do not count for this command
     trained.fake.script["step"] = [steps_then_blocks, steps_then_blocks, raises("ValueError"), blocks]
     with pytest.raises(RankError, match="applied on ranks 0-1 but not on ranks 2-3"):
         trained.step()
@@ -478,7 +478,7 @@ def test_a_dead_rank_frees_the_others_which_still_run_cells(trained):
 
 
 def test_while_ranks_are_being_stopped_views_see_all_that_was_recorded(trained, monkeypatch):
-    """Never a record without rows: a live view would forget its cursor and its zoom."""
+    """A trace without rows would make a live view forget its cursor and zoom."""
     trained.step(3)
     recorded, seen, session = trained.trace.num_rows, [], trained._session
     close = session.close
@@ -677,7 +677,7 @@ def test_what_the_next_ctrl_c_does_is_said(trained, monkeypatch):
 
 
 def press_ctrl_c_on_drain(fake, times):
-    """Sends this process SIGINT at each of the next ``times`` drains of a running request."""
+    """Send this process SIGINT at each of the next ``times`` drains of a running request."""
     left = times
 
     def on_drain():
@@ -724,7 +724,7 @@ def test_ctrl_c_signals_ranks_that_compute_a_moment_later(trained):
 
 
 def test_ranks_that_have_just_ended_are_not_signalled(trained, monkeypatch):
-    monkeypatch.setattr(waiter, "SIGNAL_CELL_AFTER_S", 0.0)  # as if the notebook had been slow to look at the clock
+    monkeypatch.setattr(waiter, "SIGNAL_CELL_AFTER_S", 0.0)  # as if the notebook had been slow to check the time
     trained.fake.script["cell"] = [blocks, computes, blocks, computes]
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(Interrupted):
@@ -771,7 +771,7 @@ def test_it_works_in_another_thread(trained):
     assert reports[0].steps_done == 3
 
 
-# ---- looking
+# ---- views
 
 
 @pytest.mark.parametrize("view", ["layout", "memory", "timeline", "states", "comms", "training"])

@@ -108,8 +108,8 @@ def _decode_plain(kind: Any, data: Any, where: str, buffers: Sequence[memoryview
     _expect(data, (int if is_enum else kind,), where)
     if is_enum and data not in {int(member) for member in cast("type[IntEnum]", kind)}:
         raise CodecError(f"{where} is {data}, not a valid {kind.__name__}")
-    if isinstance(data, int) and not -_LIMIT <= data < _LIMIT:
-        raise CodecError(f"{where} is a number of {data.bit_length()} bits; at most 63 and a sign fit")
+    if isinstance(data, int):
+        _check_size(data, where)
     return kind(data) if is_enum else data
 
 
@@ -193,9 +193,16 @@ def _key(kind: type, key: Any, where: str) -> int | str:  # noqa: ANN401
     if kind is str:
         return str(key)
     try:
-        return int(key)
+        number = int(key)
     except ValueError:
         raise CodecError(f"{where} has the key {key!r:.{_SHOWN}}, expected an integer") from None
+    _check_size(number, f"a key of {where}")
+    return number
+
+
+def _check_size(number: int, where: str) -> None:
+    if not -_LIMIT <= number < _LIMIT:
+        raise CodecError(f"{where} is a number of {number.bit_length()} bits; at most 63 and a sign fit")
 
 
 def _expect(data: Any, kinds: tuple[Any, ...], where: str) -> None:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""The issues' figures, and when they are met."""
+"""The targets of the issues, and when they are met."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A function in a process of its own returns, raises, or takes too long; nothing of it is left."""
+"""A function in a new process returns, raises, or takes too long; it leaves nothing behind."""
 
 import time
 
@@ -27,7 +27,7 @@ def test_arguments_and_values_are_data():
 
 
 def test_a_failure_is_told_and_the_others_go_on():
-    from bench.live import measured  # loads torch, which the process that answers does without
+    from bench.live import measured  # imports torch, which the answering process does without
 
     with pytest.raises(ApartFailure, match=r"(?s)^Traceback.*ValueError: no such luck$"):
         call_apart(f"{HERE}:refuse")

@@ -1,4 +1,4 @@
-"""One whole comparison of a small model, on two hosts; and what is said where there can be none."""
+"""One whole comparison of a small model on two hosts; and the result where simulated hosts are impossible."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_all_are_measured_and_ours_sends_least_between_hosts(is_copied):
     assert found["to_torch"] == found["steps_ms"][OURS] / found["steps_ms"][TORCH]
     assert found["links"] == "1000 Mbit/s, 2 ms"
     sent = found["sent_mb a host and step"]
-    if is_copied:  # an all-reduce of half of the gradients from each of two ranks, whoever does it
+    if is_copied:  # an all-reduce of half of the gradients from each of two ranks, by any method
         assert sent[OURS] == pytest.approx(num_params(case.config) * 4 / 1e6, rel=0.2)
     else:
         assert sent[OURS] < min(sent[OURS_GLOO], sent[TORCH])

@@ -1,4 +1,4 @@
-"""Who is started when, what samples come to, and one whole comparison of a model that takes no time."""
+"""The schedule of runs, the evaluation of samples, and one whole comparison of a tiny model."""
 
 import json
 import subprocess
@@ -84,7 +84,6 @@ def test_what_failed_is_not_started_again():
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 def test_a_comparison_measures_everything_of_everyone(monkeypatch):
     monkeypatch.setattr("bench.training.WARM_UP", 1)
     monkeypatch.setattr("bench.memory.WARM_UP", 1)

@@ -1,4 +1,4 @@
-"""What samples of steps on GPUs come to."""
+"""The evaluation of samples of steps on GPUs."""
 
 from bench import compare
 from bench.__main__ import _cases

@@ -1,4 +1,4 @@
-"""What is measured of the issues "Live", "Lab" and "Hosts", by whom, and that every figure finds its number there."""
+"""The measurements of the issues "Live", "Lab" and "Hosts"; every target finds its number in their results."""
 
 import json
 from dataclasses import replace
@@ -53,7 +53,7 @@ def call(function, timeout_s=0, **arguments):
 
 
 def whole():
-    """A result in which everything was measured."""
+    """Return a result in which everything was measured."""
     found = {"recording": dict.fromkeys(("3.7M", "0.23M"), RECORDING), "trace": live.trace(bench.QUICK, call)}
     found["hosts"] = {name: {"to_torch": 0.8, "failed": {}} for name in HOSTS_CASES}
     quick = bench.QUICK
@@ -141,7 +141,7 @@ def test_a_viewer_asks_again_when_it_was_answered(monkeypatch):
 def test_a_panel_is_greeted_and_answers_with_how_everything_is():
     with Workbench(num_ranks=2, device="cpu", cluster_factory=FakeCluster) as workbench:
         viewer = PanelViewer(workbench)
-        assert viewer.sizes == []  # a welcome is no answer to what is asked
+        assert viewer.sizes == []  # a welcome does not answer a request
         viewer.ask(wait=False)
         (size,) = viewer.sizes
         viewer.close()

@@ -1,4 +1,4 @@
-"""Bytes: of mappings, of classes, of a process whose buffers die in other threads."""
+"""Bytes: of mappings, of classes, of a process whose buffers are freed in other threads."""
 
 import mmap
 import threading

@@ -1,4 +1,4 @@
-"""The arithmetic of what is measured of the panel."""
+"""The arithmetic of the panel's measurements."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whose time it is: a meter with a clock that the test moves, then one in a process that trains."""
+"""The parts of a step's time: a meter with a clock that the test moves, then one in a training process."""
 
 import pytest
 
@@ -18,7 +18,7 @@ UNIT = 3
 
 
 class Code:
-    """Stands for a frame of Python: what a profile function looks at."""
+    """A fake Python frame, as a profile function sees it."""
 
     def __init__(self, file, qualname="f"):
         self.f_code = self
@@ -107,7 +107,7 @@ def test_waiting_without_a_span_is_waiting(story):
 def test_a_copy_out_belongs_to_the_units_last_collective(story, ended, part):
     story.event(0, Kind.REDUCE_SCATTER, Edge.END)
     story.event(0, ended, Edge.END)
-    story.event(0, Kind.REDUCE_SCATTER, Edge.BEGIN)  # what only begins has not ended
+    story.event(0, Kind.REDUCE_SCATTER, Edge.BEGIN)  # a collective that only begins has not ended
     story.event(0, Kind.ALL_GATHER, Edge.END, unit=UNIT + 1)
     story.event(1, Kind.COPY_OUT, Edge.BEGIN)
     story.event(9, Kind.COPY_OUT, Edge.END)
@@ -140,7 +140,6 @@ def test_the_budget_adds_up_to_the_metered_step():
     assert (found["wire_ms"], found["hooks_ms"], found["optimizer_ms"]) == (0, 8, -2)
 
 
-@pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 def test_a_step_of_the_engine_has_all_parts(monkeypatch):
     monkeypatch.setattr("bench.training.WARM_UP", 1)
     for (step,) in on_ranks(2, measure_parts, TINY, OURS_GLOO, 1):

@@ -1,4 +1,4 @@
-"""The synthetic hours: what the ranks' doors answer is a trace as ranks would record it."""
+"""The simulated hours: the ranks' doors answer with a trace as real ranks would record it."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_the_hours_pass_look_by_look_and_end():
     while not run.is_over.is_set():
         trace = run.pulse().trace
         seen.append(len(steps(trace)))
-    assert seen == [5, 9, 11]  # and the one before that is not repeated
+    assert seen == [5, 9, 11]  # the part before is not repeated
     assert check(trace) == []
     assert run.facts() == {
         "hours": 10 * STEP_S / 3600,

@@ -1,4 +1,4 @@
-"""Laws of the bench's numbers."""
+"""Properties of the benchmarks' statistics."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The measurement of a trace, on one that is short."""
+"""The measurement of a trace, with a short one."""
 
 from bench.traces import measure_scale_of, measure_trace
 from tests.helpers.many_ranks import Scale

@@ -1,4 +1,4 @@
-"""Clusters whose rank side is tests/helpers/fake_rank.py: nothing here needs torch."""
+"""Clusters whose rank side is tests/helpers/fake_rank.py: these tests need no torch."""
 
 import os
 from pathlib import Path
@@ -12,11 +12,11 @@ from workbench.cluster import Cluster
 RUNTIME = "tests.helpers.fake_rank"
 ROOT = Path(__file__).parents[2]
 FOREVER_S = 1e6
-"""A time limit that no test lives to see: what returns has not waited for it."""
+"""A timeout longer than any test: a call that returns has not waited for it."""
 
 
 def texts(pending, rank, kind="stdout"):
-    """What a rank wrote, in however many pieces it came."""
+    """Return a rank's output, joined from all its pieces."""
     return "".join(output.text for output in pending.outputs(rank) if output.kind == kind)
 
 
@@ -39,14 +39,14 @@ def ranks_can_import_the_tests():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Three ranks that the tests of a module share; no test of it may kill one."""
+    """Three ranks shared by a module's tests; no test may kill one."""
     with Cluster(3, "cpu", runtime=RUNTIME) as started:
         yield started
 
 
 @pytest.fixture
 def make_cluster():
-    """Makes clusters of this test alone."""
+    """Makes clusters for one test."""
     made = []
 
     def make(num_ranks=2, **options):

@@ -1,4 +1,4 @@
-"""Engines that somebody else started: attached, left, looked at from a second notebook."""
+"""Engines of a running cluster: attached, detached, viewed from a second notebook."""
 
 import json
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
-    """A profile in whose directory a cluster of three engines runs."""
+    """The directory of a profile with a running cluster of three engines."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         directory = tmp_path_factory.mktemp("ipython")
         monkeypatch.setenv("IPYTHONDIR", str(directory))
@@ -46,7 +46,7 @@ def profile(tmp_path_factory):
         ]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as started:
             try:
-                # ipcluster itself says half a minute later that they are there
+                # ipcluster itself reports them only half a minute later
                 wait_for_engines(directory / "profile_running" / "security" / "ipcontroller-one-client.json", 3)
                 yield directory / "profile_running"
             finally:
@@ -80,7 +80,7 @@ def test_engines_are_not_taken_for_busy_while_they_count_their_devices(profile, 
 
 @pytest.fixture
 def slow_engines(monkeypatch):
-    """Engines that say late who they are, and have no side door: they were no ranks before."""
+    """Engines that identify themselves late and have no side door, as they were not ranks before."""
     hold = Channels.hold
     refuse = dict.fromkeys(range(3), ClusterError("has not answered"))
     monkeypatch.setattr(Channels, "hold", lambda self, asked, *more: hold(self, asked, *more) if asked else refuse)
@@ -107,14 +107,14 @@ def test_engines_that_do_something_else_all_the_time_are_said_not_to_answer(prof
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Notices of what a start waits for come at once."""
+    """Makes the notices of a start appear at once."""
     monkeypatch.setattr(cluster_module, "_QUICK_S", 0.0)
     for module in (cluster_module, place_module):
         monkeypatch.setattr(module, "NOTICE_S", 0.01)
 
 
 class GivesUp:
-    """Takes what is waited for, and gives up at the first sentence that has ``at`` in it."""
+    """Records the notices of a start, and raises KeyboardInterrupt at the first that contains ``at``."""
 
     def __init__(self, at):
         self.at, self.said = at, []
@@ -151,7 +151,7 @@ def test_a_controller_that_does_not_answer_is_waited_for_until_that_is_given_up(
         late = Cluster.attached(AttachTarget(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=0.1)
         with pytest.raises(ClusterError, match="the controller has not answered within 0 s"):
             late.start()
-        connecting = "connect to the controller"  # ends when the controller has taken too long
+        connecting = "connect to the controller"  # ends once the controller has exceeded its time limit
         wait_until(lambda: connecting not in {thread.name for thread in threading.enumerate()})
 
 
@@ -206,7 +206,7 @@ def test_a_second_notebook_looks_and_takes_over_what_is_nobody_s_any_more(profil
         [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         pids = json.loads(other.stdout.readline())
-        with attached() as looking:  # though all ranks are busy
+        with attached() as looking:  # although all ranks are busy
             assert [info.pid for info in looking.rank_info] == pids
             assert f"(process {other.pid})" in looking.held_by
             assert [reply.rank for reply in looking.ask(Locate(), timeout_s=PATIENCE_S).values()] == [0, 1, 2]
@@ -220,8 +220,8 @@ def test_a_second_notebook_looks_and_takes_over_what_is_nobody_s_any_more(profil
                     command()
             assert not looking.is_free
             other.kill()
-            wait_until(lambda: looking.ask(Locate(), timeout_s=PATIENCE_S) and looking.is_free)  # as a view asks
-            assert f"(process {other.pid})" in looking.held_by  # nobody else has them, and nor have we
+            wait_until(lambda: looking.ask(Locate(), timeout_s=PATIENCE_S) and looking.is_free)  # as a view does
+            assert f"(process {other.pid})" in looking.held_by  # nobody else controls them, nor does this one
     with attached() as taking:
         assert taking.held_by == ""
         assert not taking.is_free
@@ -250,7 +250,7 @@ def test_who_had_the_ranks_is_told_when_another_notebook_takes_them(profile):
         [sys.executable, "-c", TAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout.readline() == "taken\n"
-        wait_until(lambda: first.ask(Locate(), timeout_s=PATIENCE_S) and first.held_by)  # as a view asks
+        wait_until(lambda: first.ask(Locate(), timeout_s=PATIENCE_S) and first.held_by)  # as a view does
         assert f"(process {other.pid})" in first.held_by
         with pytest.raises(UsageError, match=rf"process {other.pid}\) controls these ranks; .* attach --take"):
             first.run_cell("x = 1")
@@ -308,7 +308,7 @@ def test_a_holder_is_gone_if_its_process_is():
 
 
 SOON_S = 15.0
-"""Much more than the moment that it takes, and less than the 30 s after which ipyparallel misses what is not heard."""
+"""Much more than the moment that it takes, and less than ipyparallel's own time limit of 30 s."""
 
 
 @pytest.mark.thorough

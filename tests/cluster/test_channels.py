@@ -1,4 +1,4 @@
-"""Which requests are open at a rank's doors; no rank needed."""
+"""The open requests at a rank's doors; needs no ranks."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from workbench.protocol.rank_messages import Shut
 
 
 class FakeWire:
-    """Answers nothing by itself."""
+    """A wire that never answers."""
 
     def exchange(self, rank, answer):
         return answer
@@ -20,7 +20,7 @@ class FakeWire:
 def test_a_rank_whose_answer_is_here_is_not_busy_even_if_nobody_has_noted_it_yet(monkeypatch):
     monkeypatch.setattr(
         Channels, "_dismiss", lambda *_: None
-    )  # the thread that brought the answer does so a moment later
+    )  # the thread that received the answer does this a moment later
     wire = FakeWire()
     doors = Channels(wire, ["engine"])
     pending = doors.cell("pass", [0])
@@ -31,7 +31,7 @@ def test_a_rank_whose_answer_is_here_is_not_busy_even_if_nobody_has_noted_it_yet
 
 
 class Numbering:
-    """A wire on which two must not send at the same time: a session numbers its messages without a lock."""
+    """A wire that two threads must not use at once: a session numbers its messages without a lock."""
 
     doors = None
 

@@ -1,4 +1,4 @@
-"""What processes that ranks start write, and a rank that its own thread keeps after its end."""
+"""The output of processes that ranks start, and of a rank whose own thread outlives it."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_so_is_what_workers_of_a_dataloader_write(cluster):
 
 
 def test_so_is_what_processes_with_a_program_of_their_own_write(make_cluster):
-    cluster = make_cluster(1)  # for multiprocessing's own helpers, which end with the rank
+    cluster = make_cluster(1)  # only one rank: multiprocessing's own helpers end with it
     cluster.start()
     pending = cluster.run_cell(STARTED, ranks=[0])
     assert pending.result(0, PATIENCE_S) is None

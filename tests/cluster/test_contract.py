@@ -1,4 +1,4 @@
-"""What is true of a cluster and of its ranks: of real ones and of those that stand for them in other tests."""
+"""The contract of a cluster and its ranks: of real ones, and of the fakes in other tests."""
 
 import json
 import os
@@ -40,7 +40,7 @@ EXECUTE = "workbench.runtime.rank:execute"
 
 
 class Fake(FakeCluster):
-    """Ranks that print who they are, train when they are told to, and die."""
+    """Ranks that print their numbers, train on command, and die."""
 
     def __init__(self):
         super().__init__(3)
@@ -76,7 +76,7 @@ class Real(Cluster):
 
 
 class Ranks(Cluster):
-    """The same with the runtime and the engine in them, and a model."""
+    """The same with the real runtime and engine, and a model."""
 
     def __init__(self):
         super().__init__(3, "cpu")
@@ -98,7 +98,7 @@ def training(request):
 
 @pytest.fixture(scope="module", params=[Fake, Real], ids=["fake", "real"])
 def shared(request):
-    """A cluster of which no test kills a rank."""
+    """A shared cluster; no test kills its ranks."""
     cluster = request.param()
     cluster.start()
     yield cluster
@@ -107,7 +107,7 @@ def shared(request):
 
 @pytest.fixture(params=[Fake, Real], ids=["fake", "real"])
 def own(request):
-    """A cluster of this test alone."""
+    """A cluster for one test."""
     cluster = request.param()
     cluster.start()
     yield cluster
@@ -201,18 +201,18 @@ def test_it_can_be_started_again_but_not_twice(own):
         own.start()
 
 
-# ---- what ranks answer
+# ---- the replies of ranks
 
 
 def asked(cluster, request):
-    """What all ranks answer, in their order."""
+    """Return the replies of all ranks, in order."""
     replies = cluster.ask(request, timeout_s=PATIENCE_S)
     assert [rank for rank, reply in replies.items() if isinstance(reply, Exception)] == [], replies
     return list(replies.values())
 
 
 def ended(cluster, pending):
-    """What all ranks return; those that stand for others go on by being asked."""
+    """Return the results of all ranks; fake ranks only advance when they are polled."""
     wait_until(lambda: asked(cluster, WHERE) and all(map(pending.done, range(3))))
     return pending.results(PATIENCE_S)
 
@@ -273,7 +273,7 @@ def test_a_breakpoint_that_cannot_be_is_refused(training):
 
 def test_a_step_is_stopped_looked_into_and_goes_on(training):
     def held(condition):
-        """Wait until all ranks are held, and it is so; return where."""
+        """Wait until all ranks are held and ``condition`` is true; return the hold."""
         seen = []
 
         def stand():

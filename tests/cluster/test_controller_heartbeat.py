@@ -1,4 +1,4 @@
-"""A controller of which nothing is heard any more: a notebook is told, and an engine ends by itself."""
+"""A controller that stops answering: the notebook gets a notice, and an engine ends."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def controller(run, kind):
     return started, int(started.stdout.readline())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])  # it is gone, or its host does not answer
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])  # gone, or its host does not answer
 def test_a_notebook_is_told_once(run, number):
     process, port = controller(run, "PUB")
     told, is_told = [], threading.Event()
@@ -90,7 +90,7 @@ def test_an_engine_that_is_alone_ends_though_it_hears_no_signal(run, number):
     engine = run(ENGINE, port)
     os.kill(process.pid, number)
     assert engine.stdout.readline() == b"asked\n"
-    assert engine.poll() is None  # it may not
+    assert engine.poll() is None  # it may not end yet
     engine.stdin.close()
     assert engine.wait(PATIENCE_S) == 1
     said = engine.stderr.read().decode()

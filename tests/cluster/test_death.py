@@ -1,4 +1,4 @@
-"""Processes that die: a rank, the controller, the kernel."""
+"""Deaths of processes: of a rank, the controller, the kernel."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluste
     assert not pending.done(0)
     assert cluster.alive() == (True, False, True)
 
-    replies = cluster.ask(Release(), timeout_s=FOREVER_S)  # nobody waits for the dead
+    replies = cluster.ask(Release(), timeout_s=FOREVER_S)  # returns without waiting for the dead rank
     assert isinstance(replies[1], RankDied)
     assert (pending.result(0, PATIENCE_S), pending.result(2, PATIENCE_S)) == (True, True)
 
@@ -90,7 +90,7 @@ if sys.argv[1] == "wait":
 
 
 def started_by(kernel):
-    """Processes and private directory of the cluster that another Python has started."""
+    """Return the processes and the private directory of the cluster that another Python has started."""
     found, root = json.loads(kernel.stdout.readline())
     processes = [psutil.Process(pid) for pid, _ in found]
     assert [process.create_time() for process in processes] == [created for _, created in found]

@@ -1,4 +1,4 @@
-"""A front-door request whose reply and last output arrive in any order, or not at all; no rank needed."""
+"""A front-door request whose reply and last output arrive in any order, or not at all; needs no ranks."""
 
 import json
 from concurrent.futures import Future
@@ -12,7 +12,7 @@ from workbench.errors import ClusterError, RankError
 
 
 class FakeLoop:
-    """An event loop whose time passes when a test says so."""
+    """An event loop whose time the test advances."""
 
     def __init__(self):
         self.later = []
@@ -28,7 +28,7 @@ class FakeLoop:
 
 
 class FakeMessage(Future):
-    """What ipyparallel hands out for a request that was sent."""
+    """What ipyparallel returns for a sent request."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def test_outputs_between_the_two_are_kept_and_waited_for(request_):
     request_.message.publish("stream", {"name": "stdout", "text": "late"})
     request_.loop.let_time_pass()
     assert not request_.answer.future.done()
-    request_.loop.let_time_pass()  # nothing more came
+    request_.loop.let_time_pass()  # no further output arrived
     assert request_.answer.future.result(0) == 5
     assert request_.answer.outputs == [Output("stdout", text="late")]
 

@@ -1,4 +1,4 @@
-"""Whether another host is there: what its kernel answers, or does not, to who tries to connect."""
+"""Whether another host is alive: its kernel answers connection attempts, or does not."""
 
 import errno
 import socket
@@ -20,7 +20,7 @@ def address_of(bound):
 
 @pytest.fixture
 def refusing():
-    """A port at which nothing listens."""
+    """A port without a listener."""
     with socket.socket() as bound:
         bound.bind((HERE, 0))
         yield address_of(bound)
@@ -28,7 +28,7 @@ def refusing():
 
 @pytest.fixture
 def answers_once():
-    """Listens, has a connection made, and lets Linux answer nobody else until it is accepted."""
+    """Accepts one connection; Linux then answers no others until the test accepts it."""
     with socket.create_server((HERE, 0), backlog=0) as listener:
         yield listener
 
@@ -54,7 +54,7 @@ def test_a_host_that_refuses_is_there(knocking, refusing):
 def test_a_host_that_answers_no_more_is_silent_until_it_does(knocking, answers_once):
     host = knocking(address_of(answers_once))
     assert not host.is_silent(0.0)
-    assert not host.is_silent(10.0)  # however late it is asked whether an answer has come
+    assert not host.is_silent(10.0)  # however late the answer is checked
     assert not host.is_silent(10.0 + 0.9 * SILENCE_S)
     assert host.is_silent(10.0 + SILENCE_S)
     assert host.is_silent(20.0)
@@ -97,7 +97,7 @@ def test_who_becomes_silent_is_so_until_it_comes_back(refusing, answers_once, mo
 
 
 def ranks_on(*hosts):
-    """Ranks on hosts of these names; the first one of each says where its host refuses."""
+    """Return ranks on hosts of these names; the first of each has the address at which its host refuses."""
     return [
         ConnectReply(
             rank=rank,

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(autouse=True, scope="module")
 def ipython_directory(tmp_path_factory):
-    """Where profiles are, for the tests of this module."""
+    """The directory of the profiles for this module's tests."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         directory = tmp_path_factory.mktemp("ipython")
         monkeypatch.setenv("IPYTHONDIR", str(directory))

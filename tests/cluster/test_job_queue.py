@@ -1,4 +1,4 @@
-"""What a queue says of a job, with scripts in the place of Slurm's programs."""
+"""A queue's messages about a job, with scripts in place of Slurm's programs."""
 
 import pytest
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher, SlurmEngineSetLauncher

@@ -1,4 +1,4 @@
-"""An engine that ends while the doors to all of them are opened; no process needed."""
+"""An engine that ends while the doors to all engines are opened; needs no processes."""
 
 import pytest
 
@@ -10,7 +10,7 @@ ENGINES = ("engine a", "engine b")
 
 
 class FakePlace:
-    """Has two engines; it knows the end of a process itself, or the controller alone does."""
+    """A place with two engines; either it knows the end of a process, or only the controller does."""
 
     tells_ends, deadline = True, 0.0
 
@@ -38,7 +38,7 @@ class FakePlace:
 
 @pytest.fixture(params=[True, False], ids=["its process ended", "the controller found it gone"])
 def losses(request, monkeypatch):
-    """What is known of lost ranks if engine b, rank 1, ends just before its door is open."""
+    """The losses that are known if engine b, rank 1, ends just before its door is open."""
     place = FakePlace(knows_ends=request.param)
     cluster = Cluster(2, "cpu")
 

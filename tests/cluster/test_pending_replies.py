@@ -1,4 +1,4 @@
-"""Answers of several ranks, without any rank."""
+"""Replies of several ranks, without any ranks."""
 
 import pytest
 

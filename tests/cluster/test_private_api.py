@@ -1,4 +1,4 @@
-"""What _ipyparallel.py uses of ipyparallel and ipykernel is still there."""
+"""The parts of ipyparallel and ipykernel that _ipyparallel.py uses still exist."""
 
 import asyncio
 import inspect
@@ -80,7 +80,7 @@ def test_the_repair_of_await_is_still_needed():
 
 
 class FakeKernel:
-    """As much of a kernel as its control channel needs; ``served`` and ``processed`` are what came to whom."""
+    """The parts of a kernel that its control channel needs; ``served`` and ``processed`` list the messages."""
 
     def __init__(self):
         self.session, self.control_stream = Session(key=b"known to both"), "stream"
@@ -95,7 +95,7 @@ class FakeKernel:
 
 
 def frames(session, kind):
-    """A message of ``session`` as it comes out of a socket."""
+    """Return a message of ``session`` in the form in which a socket delivers it."""
     sent = session.serialize(session.msg(kind, {"word": "look"}), ident=b"who asks")
     return [zmq.Frame(part) for part in sent]
 

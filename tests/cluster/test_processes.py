@@ -1,4 +1,4 @@
-"""Cores, environments, and ending what belongs to a cluster."""
+"""Cores, environments, and ending the processes of a cluster."""
 
 import os
 import subprocess
@@ -84,7 +84,7 @@ def test_everything_that_belongs_is_ended_and_nothing_else():
         known = [psutil.Process(adopted.pid)]
         found = processes.belonging(cluster_id, known)
         assert {marked.pid, adopted.pid} < {process.pid for process in found}
-        assert len(found) == 3  # a child of the adopted one, too
+        assert len(found) == 3  # including a child of the adopted one
         assert processes.end(cluster_id, known, grace_s=0.1)
         assert not any(map(processes.is_running, found))
         assert (marked.wait(), adopted.wait()) == (-9, -15)
@@ -95,7 +95,7 @@ def test_everything_that_belongs_is_ended_and_nothing_else():
 def test_a_process_that_has_ended_does_not_run():
     with start("print('up', flush=True)") as process:
         known = psutil.Process(process.pid)
-        wait_until(lambda: not processes.is_running(known))  # before anybody has waited for it
+        wait_until(lambda: not processes.is_running(known))  # before its parent has waited for it
         assert processes.has_ended(known)
         process.wait()
         assert not processes.is_running(known)

@@ -1,4 +1,4 @@
-"""Which engine becomes which rank, from what engines say of themselves."""
+"""The assignment of ranks to engines, from the engines' information."""
 
 import json
 from dataclasses import replace
@@ -147,12 +147,12 @@ def test_no_torch_anywhere_is_said_of_each_host():
     ]
 
 
-# ---- what an engine says
+# ---- the engine's information
 
 
 @pytest.fixture
 def registered_at(monkeypatch):
-    """Has this process be an engine that registered at a controller's address."""
+    """Makes this process look like an engine that registered at a controller's address."""
     from ipyparallel.engine.app import IPEngine
 
     def register(host):
@@ -184,7 +184,7 @@ def test_the_address_is_that_of_the_route_to_the_controller(registered_at, monke
     )
     registered_at("10.9.8.7")
     assert (said().address, said().interface) == ("10.9.0.2", "eth1")
-    registered_at("127.0.0.1")  # here, or through a tunnel
+    registered_at("127.0.0.1")  # on this machine, or through a tunnel
     assert (said().address, said().interface) == ("192.168.0.3", "eth0")
     assert (said(interface="lo").address, said(interface="lo").interface) == ("127.0.0.1", "lo")
     assert (said(interface="ib0").address, said(interface="ib0").interface) == ("", "")

@@ -1,4 +1,4 @@
-"""The means by which ranks are freed, one after the other, and to whom each is applied."""
+"""The escalating means to free ranks, and the ranks that each is applied to."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from workbench.protocol.rank_messages import GiveUp, Shut
 
 
 class Ranks:
-    """Doors of ranks of which some end what they do at the means ``by``."""
+    """Doors of ranks, some of which end their work at the means ``by``."""
 
     def __init__(self, **by):
         self.answers = {rank: Answer() for rank in range(3)}

@@ -1,4 +1,4 @@
-"""Questions to the control thread of the ranks."""
+"""Requests to the control thread of the ranks."""
 
 import threading
 

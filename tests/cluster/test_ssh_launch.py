@@ -1,4 +1,4 @@
-"""Engines of other hosts, ended in one connection: with a shell of this machine in the place of ssh."""
+"""Engines of other hosts, ended over one connection; a local shell replaces ssh."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_launchers_of_a_host_are_together_and_those_of_windows_are_left_out():
 
 @pytest.fixture
 def engines():
-    """Two processes, of which one is deaf to SIGTERM, that have started another one each."""
+    """Two processes, each with a child; one ignores SIGTERM."""
     made = [
         subprocess.Popen([sys.executable, "-c", ENGINE, how], stdout=subprocess.PIPE, start_new_session=True)
         for how in ("ends", "deaf")

@@ -1,4 +1,4 @@
-"""Starting, stopping, and what is left afterwards; requests that cannot be."""
+"""Start, stop, and what is left afterwards; impossible requests."""
 
 import os
 import re
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture
 def private(tmp_path, monkeypatch):
-    """Where clusters of this test keep their private files."""
+    """The folder of the private files of this test's clusters."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -57,7 +57,7 @@ def test_a_stop_leaves_nothing_but_what_is_kept(make_cluster, private):
     assert list(private.iterdir()) == []
     assert not cluster.is_started
     assert cluster.alive() == (False, False)
-    cluster.stop()  # once more does nothing
+    cluster.stop()  # a second stop has no effect
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_sockets_are_on_the_loopback_interface_and_files_are_private(make_cluste
         (root,) = private.iterdir()
         assert stat.S_IMODE(root.stat().st_mode) == 0o700
         keys = (root / "profile" / "security" / "ipcontroller-client.json").read_text()
-        # after it has written that file the controller changes its mode
+        # the controller changes its mode after writing that file
         its_own = root / "profile" / "security" / "ipcontroller-engine.json"
         assert its_own.read_text() == (root / "engine.json").read_text()
         assert stat.S_IMODE((root / "engine.json").stat().st_mode) == 0o600
@@ -151,7 +151,7 @@ def test_sockets_are_on_the_loopback_interface_and_files_are_private(make_cluste
 
 
 def listening(processes):
-    """Addresses that some processes listen on."""
+    """Return the addresses on which some processes listen."""
     return {
         connection.laddr
         for process in processes
@@ -232,7 +232,7 @@ def test_a_rank_side_that_fails_at_boot_is_named(private):
 
 
 def replace_rank_1(monkeypatch, code):
-    """Have ``code`` run where the engine of rank 1 should, in a process that is not forked."""
+    """Run ``code`` in place of the engine of rank 1, in a process that is not forked."""
     monkeypatch.setattr(local_launch, "can_fork", lambda device: False)
     real = local_launch.engine_command
 

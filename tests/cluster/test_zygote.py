@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process: each is a process of its own, and none is left behind."""
+"""Ranks forked from one process: each is a separate process, and none is left behind."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", r
 
 
 def processes_of(cluster):
-    """The zygote and the ranks, as psutil knows them."""
+    """Return the zygote and the ranks as psutil processes."""
     return cluster._place._zygote.process, [psutil.Process(info.pid) for info in cluster.rank_info]
 
 
@@ -84,7 +84,7 @@ def test_ranks_that_are_not_forked_work_as_well(make_cluster, monkeypatch):
 
 
 def with_arguments(monkeypatch, *more):
-    """Have the engine of rank 1 get further arguments."""
+    """Add arguments to the engine of rank 1."""
     real = local_launch.engine_arguments
     monkeypatch.setattr(
         local_launch,

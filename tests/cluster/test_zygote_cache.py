@@ -1,4 +1,4 @@
-"""What is kept of a cluster that was stopped: the next start has it sooner, and finds nothing of the one before."""
+"""What is kept of a stopped cluster: the next start is faster, and finds nothing of the previous one."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def zygote_of(cluster):
 
 
 def said(cluster, code):
-    """What each rank prints in a cell."""
+    """Return the output of each rank for a cell."""
     cell = cluster.run_cell(code)
     cell.results(PATIENCE_S)
     return [texts(cell, rank) for rank in range(cluster.num_ranks)]
@@ -103,7 +103,7 @@ def umask(mask):
 
 @contextlib.contextmanager
 def on_core(number):
-    """Run on one core alone, the given one of those there are."""
+    """Restrict this process to one core, by index among its cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(before)[number]})
     try:
@@ -121,7 +121,7 @@ def variable(name):
 
 @pytest.fixture
 def take(tmp_path):
-    """Takes a zygote that is asked for nothing."""
+    """Takes a zygote, and requests nothing from it."""
     taken = []
 
     def take_one(*preload):
@@ -233,7 +233,7 @@ if os.fork() == 0:
 
 @pytest.mark.thorough
 def test_what_a_rank_forked_and_left_behind_is_ended_with_its_cluster(make_cluster):
-    for _ in range(2):  # with a new zygote, and with one that was kept
+    for _ in range(2):  # with a new zygote, and with a kept one
         cluster = make_cluster(1)
         cluster.start()
         said(cluster, LOST)
@@ -265,7 +265,7 @@ exec(sys.argv[1])
         "os.kill(os.getpid(), signal.SIGKILL)",
         "os.kill(os.getpid(), signal.SIGTERM)",
         "KEEPER.processes[1].kill(); os._exit(3)",  # its reaper is gone
-        "KEEPER.processes[0].suspend(); os._exit(3)",  # it does nothing by itself
+        "KEEPER.processes[0].suspend(); os._exit(3)",  # it is suspended
     ],
 )
 def test_what_is_kept_does_not_outlive_the_kernel(ending):

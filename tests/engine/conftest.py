@@ -1,4 +1,4 @@
-"""Nothing may be left over by a test of the engine: no rank, no process group, no probe, no cancellation."""
+"""No test of the engine may leave behind a rank, process group, probe or cancellation."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from workbench.engine import cancellable_waits, probe, process_groups
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What two ranks show is left to CI on four: these cost twice as much."""
+    """Leave the larger world sizes of a test that also runs on two ranks to CI: they cost twice as much."""
     sizes: dict[str, set[int]] = {}
     on_ranks = [item for item in items if isinstance(item, pytest.Function) and _world_size(item)]
     for item in on_ranks:
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _world_size(item: pytest.Function) -> int:
-    """Return on how many ranks a test runs that is parametrized by it, else 0."""
+    """Return the world size a test is parametrized with, else 0."""
     size = item.callspec.params.get("world_size", 0) if hasattr(item, "callspec") else 0
     return size if isinstance(size, int) else 0
 
@@ -43,7 +43,7 @@ def nothing_left_over() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ranks_that_stay(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests share the ranks that stay, but for those that patch something here, which only a fork sees."""
+    """Share long-lived ranks between tests, except those that patch this process: only a forked rank sees the patch."""
     POOL.is_open = "monkeypatch" not in request.fixturenames and request.node.get_closest_marker("fresh_ranks") is None
     yield
     POOL.is_open = False
@@ -51,6 +51,6 @@ def ranks_that_stay(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def over_gloo() -> Iterator[None]:
-    """Tests say themselves when ranks are to use shared memory: there, staging and its bytes are others."""
+    """Use gloo unless a test asks for shared memory, whose staging buffers and byte counts differ."""
     with patch.dict(os.environ, WORKBENCH_COMM="gloo"):
         yield

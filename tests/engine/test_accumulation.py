@@ -1,4 +1,4 @@
-"""Gradient accumulation, the setters, unshard and reshard by hand."""
+"""Gradient accumulation, the setters, and manual unshard and reshard."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ MICRO_BATCHES = 3
 
 
 def accumulate(prepare: Callable[[nn.Module, int], None]) -> Recording:
-    """Two steps of three micro-batches; ``prepare`` sets the sharded model up before each micro-batch."""
+    """Run two steps of three micro-batches; ``prepare`` sets up the sharded model before each micro-batch."""
     plain = make_net(**NET)
     with recording() as record:
         sharded = shard_net(copy.deepcopy(plain))
@@ -70,7 +70,7 @@ def test_accumulated_gradients_equal_the_reference(world_size, prepare):
     if prepare is sync_blocks_always:
         reduced |= dict.fromkeys(UNITS[1:], MICRO_BATCHES)
     assert record.count(Kind.REDUCE_SCATTER) == reduced
-    # kept after backward: gathered again only in the first forward, and in each backward as the policy says
+    # kept after backward: gathered only in the first forward; each backward follows the policy
     kept = prepare is sync_last_and_keep
     root_gathers = 1 if kept else MICRO_BATCHES
     block_gathers = 2 * MICRO_BATCHES - (MICRO_BATCHES - 1 if kept else 0)
@@ -124,7 +124,7 @@ def test_gradients_without_sync_stay_full_and_are_counted_once():
 
 
 def most_without_sync() -> int:
-    """Return the most bytes of full parameters and full gradients at once, in a backward without sync."""
+    """Return the peak bytes of full parameters plus full gradients in a backward without sync."""
     together = (Category.UNSHARDED_PARAMS, Category.UNSHARDED_GRADS)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with recording() as record:
@@ -186,7 +186,7 @@ def test_a_change_of_what_units_announce_is_announced_and_nothing_else():
 
 def set_before_the_first_forward() -> dict[str, int]:
     model = shard_net(make_net(**NET))
-    model.set_reshard_after_forward(True)  # the root too: nothing is left to decide when it finds out it is one
+    model.set_reshard_after_forward(True)  # the root too, so that it has no choice of its own to make
     with recording() as record:
         loss_of(model, batch(0, 0)).backward()
     return dict(record.count(Kind.ALL_GATHER))
@@ -205,8 +205,8 @@ def by_hand(async_op: bool) -> list[str]:
         handle = model.blocks[0].unshard(async_op=async_op)
         if async_op:
             assert isinstance(handle, UnshardHandle)
-            assert isinstance(model.blocks[0].norm.weight, DTensor)  # not before it is waited for
-            assert model.blocks[0].unshard(async_op=True) is not None  # once is enough
+            assert isinstance(model.blocks[0].norm.weight, DTensor)  # still sharded until the wait
+            assert model.blocks[0].unshard(async_op=True) is not None  # a second call is allowed
             handle.wait()
         else:
             assert handle is None
@@ -214,10 +214,10 @@ def by_hand(async_op: bool) -> list[str]:
             assert not isinstance(param, DTensor)
             assert torch.equal(param, full[name])
         if async_op:
-            handle.wait()  # nothing left to do
-        assert isinstance(model.embed.weight, DTensor)  # its own unit only
+            handle.wait()  # no-op
+        assert isinstance(model.embed.weight, DTensor)  # only its own unit
         model.blocks[0].reshard()
-        model.blocks[0].reshard()  # likewise
+        model.blocks[0].reshard()  # a second call is allowed
         assert isinstance(model.blocks[0].norm.weight, DTensor)
     return [event for event in record.events if event.startswith(("UNSHARD", "RESHARD"))]
 
@@ -234,7 +234,7 @@ def resharded_before_it_was_waited_for() -> dict[Category, int]:
         model = shard_net(make_net(**NET))
         handle = model.unshard(async_op=True)
         model.reshard()
-        handle.wait()  # given up meanwhile: does nothing
+        handle.wait()  # no-op: the reshard cancelled it
         assert isinstance(model.embed.weight, DTensor)
         alive = record.alive
         loss_of(model, batch(0, 0)).backward()
@@ -255,7 +255,7 @@ def unsharded_ahead(run_before: bool) -> dict[str, int]:
     with recording() as record:
         for unit in (model, *model.blocks):
             unit._get_fsdp_state()._fsdp_param_group.announce()
-            unit.unshard(async_op=True)  # all at once, ahead of the forward
+            unit.unshard(async_op=True)  # start all at once, ahead of the forward
         model.unshard()
         loss_of(model, batch(0, 0)).backward()
     return dict(record.count(Kind.ALL_GATHER))

@@ -1,4 +1,4 @@
-"""The engine beside torch's own fully_shard: same model, same data, same numbers."""
+"""The engine next to torch's fully_shard: same model, same data, same numbers."""
 
 import copy
 
@@ -52,7 +52,6 @@ def five_steps(reshard: bool | None, tied: bool) -> None:
         assert_same_shard(value, states[1][name])
 
 
-@pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(("reshard", "tied"), [(None, True), (True, False), (False, False)])
 def test_five_steps_beside_torchs_own(world_size, reshard, tied):

@@ -1,4 +1,4 @@
-"""Ranks that hold different things after a failed step: one sentence on all of them, and the next step works."""
+"""When the ranks' state differs after a failed step, all raise the same error, and the next step works."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -55,13 +55,13 @@ GATHERS_NO_GRADS, GATHERS_NO_STATE = {"optimizer state"}, {"clip", "clip by the 
 
 
 def no_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One rank has dropped its gradients: the others have not."""
+    """Drop the gradients on one rank only."""
     if dist.get_rank() == ODD:
         optimizer.zero_grad()
 
 
 def no_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One rank has not taken the optimizer's first step."""
+    """Undo the optimizer's first step on one rank only."""
     if dist.get_rank() == ODD:
         optimizer.state.clear()
 
@@ -78,7 +78,7 @@ def another_dtype(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def mended(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Do what the sentences say."""
+    """Follow the advice of the error messages."""
     optimizer.zero_grad()
     optimizer.state.clear()
 
@@ -105,7 +105,7 @@ def made(api: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def refused_alike(api: str) -> dict[tuple[str, str], str]:
-    """Return the sentence of each operation after each difference, having shown that nothing was changed."""
+    """Return the message of each operation after each difference; check that nothing has changed."""
     found = {}
     for operation, call in (FULLY_SHARD if api == "fully_shard" else CLASSIC).items():
         for difference, (differ, _) in DIFFERENCES.items():
@@ -185,12 +185,12 @@ def test_what_one_rank_cannot_do_no_rank_does():
 
 
 class Interrupted(Exception):
-    """Stands for whatever ends a collective."""
+    """Any exception that ends a collective."""
 
 
 @contextmanager
 def failing(module: Any, name: str, number: int) -> Iterator[list[int]]:
-    """Let the call of this number of a module's function raise; yields how often it was called."""
+    """Make call ``number`` of a module's function raise; yield the number of calls so far."""
     calls, original = [0], getattr(module, name)
 
     @functools.wraps(original)
@@ -215,7 +215,7 @@ WAYS: dict[str, tuple[str, Callable[..., Any], Any, str]] = {
 
 
 def interrupted_everywhere(way: str) -> int:
-    """Interrupt an operation at every one of its collectives; each time the model trains as if nothing had been."""
+    """Interrupt an operation at each of its collectives; the model must train on as if nothing had happened."""
     api, call, module, name = WAYS[way]
     number = 0
     while True:
@@ -244,7 +244,7 @@ def test_interrupted_at_any_collective_the_model_is_as_it_was(way):
 
 
 def interrupted_before_the_exchange(way: str) -> str:
-    """The odd rank has gathered everything and is interrupted; the other is ready already, and waits."""
+    """Interrupt the odd rank after it has gathered everything, while the other one is ready and waits."""
     api, call, *_ = WAYS[way]
     model, optimizer = made(api)
     step(model, optimizer)
@@ -274,7 +274,7 @@ def test_no_rank_exchanges_anything_if_one_is_interrupted_before(way):
 
 
 def interrupted_too_late() -> bool:
-    """The odd rank votes first and is interrupted while it waits, when the other one has decided: it finishes."""
+    """Interrupt the odd rank after its vote, when the other rank has decided: the operation still finishes."""
     model, optimizer = made("fully_shard")
     step(model, optimizer)
     settle, sleep, interrupted = agreement._Vote.settle, cancellation.sleep, []
@@ -306,7 +306,7 @@ def test_an_interrupt_that_comes_when_all_are_ready_comes_too_late():
 
 
 def of_two_roots(api: str) -> list[str]:
-    """Parts that are sharded by themselves have parameters of the same names; a difference is in the first of them."""
+    """Two independently sharded parts have the same parameter names; they differ in the first part."""
     models = [made(api) for _ in range(2)]
     around = nn.ModuleList(model for model, _ in models)
     for model, _ in models:

@@ -1,8 +1,8 @@
-"""Programs made up by chance: whatever is unsharded when, and recomputed or not, the numbers are an unsharded model's.
+"""Random programs: whatever is unsharded or recomputed, the numbers equal those of an unsharded model.
 
-What a step does is drawn anew for every step, so that orders and overlaps come up that no earlier iteration had. Half
-of the programs train torch's engine too. In these no block runs twice: torch's gives wrong gradients where one of the
-two is checkpointed with reentrant autograd.
+Each step draws a new plan, so that it has orders and overlaps that no earlier iteration had. Half of the programs
+also train torch's engine. In these no block runs twice: torch's engine computes wrong gradients when one of the two
+runs is checkpointed with reentrant autograd.
 """
 
 import copy
@@ -24,23 +24,22 @@ from tests.helpers.small_models import Block, adamw
 from tests.helpers.unsharded_copy import DIM, data
 from workbench.engine.fsdp_state import states_below, units_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's checkpoint warns of inputs without gradients
 COUNT, STEPS = 5, 8
 HOW = ("plainly", "plainly", "side by side", "reentrant", "not reentrant")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step does.
+    """The operations of a step.
 
     Attributes:
         regions: blocks that run together, and how.
-        in_forward, in_backward: per block, which one its forward and its backward unshard beside it, if any.
-        ahead: per block, the lists of what it gathers ahead in forward and in backward.
+        in_forward, in_backward: for a block, the block that its forward or backward also unshards, if any.
+        ahead: for a block, its forward and backward prefetch lists.
         by_hand: units that are unsharded before the forward, and before the backward; 0 is the root.
         given_up: units that are resharded before the backward.
         num_forwards: forwards before the first backward.
-        oldest_first: in which order their backwards come.
+        oldest_first: whether the backwards run in the order of their forwards.
     """
 
     regions: tuple[tuple[tuple[int, ...], str], ...]
@@ -79,7 +78,7 @@ def drawn(chance: random.Random, *, repeats: bool) -> Plan:
 
 
 class Wanderer(nn.Module):
-    """Runs its blocks as the plan says."""
+    """Runs its blocks according to the plan."""
 
     plan: Plan
 
@@ -114,7 +113,7 @@ class Wanderer(nn.Module):
 
 
 def one_step(model: Wanderer, plan: Plan, step: int) -> torch.Tensor:
-    """Do what the plan says; returns the losses."""
+    """Run the plan's step; return the losses."""
     model.plan = plan
     units = (model, *model.blocks)
     for block, (forward, backward) in plan.ahead.items():
@@ -132,7 +131,7 @@ def one_step(model: Wanderer, plan: Plan, step: int) -> torch.Tensor:
     while losses:
         tell(model, "set_is_last_backward", len(losses) == 1)
         losses.pop(0 if plan.oldest_first else -1).backward()
-    for unit in units:  # what was unsharded for nothing: torch's would read it after the optimizer's step
+    for unit in units:  # unsharded but never used: torch's engine would read stale values after the optimizer step
         tell(unit, "reshard")
     return values
 

@@ -1,4 +1,4 @@
-"""One class for each kind of device: which there are, and that a new one is all that another kind needs."""
+"""One backend class per kind of device: the existing ones, and a new kind that needs only its class."""
 
 from collections import Counter
 
@@ -40,8 +40,8 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     ("accelerator", "c10d", "usual"),
     [
         ("cuda", "cpu:gloo,cuda:nccl", "cuda"),
-        ("cuda", "cpu:gloo,cuda:gloo", "cpu"),  # its collectives are NCCL's
-        ("mps", "cpu:gloo,cuda:gloo", "cpu"),  # no kind of ours
+        ("cuda", "cpu:gloo,cuda:gloo", "cpu"),  # its collectives would need NCCL
+        ("mps", "cpu:gloo,cuda:gloo", "cpu"),  # the engine has no backend for it
         (None, "cpu:gloo,cuda:nccl", "cpu"),
     ],
 )
@@ -74,7 +74,7 @@ asked: Counter[str] = Counter()
 
 
 class NotedStreams(Streams):
-    """Streams that note what they are asked."""
+    """Streams that count the calls to them."""
 
     are_there = True
 
@@ -91,7 +91,7 @@ class NotedStreams(Streams):
 
 
 class Simulated(Backend):
-    """A device of which the engine knows nothing but this class: it computes on the host."""
+    """A device that the engine knows only by this class; it computes on the host."""
 
     is_host = True
 
@@ -120,7 +120,7 @@ def test_a_simulated_device_takes_one_class(monkeypatch):
     assert set(asked_of) == {"memory", "pair", "gathering", "reducing", "join"}
 
 
-# ---- the contract of all of them
+# ---- the contract of all backends
 
 
 def on_cuda() -> Backend:
@@ -130,7 +130,7 @@ def on_cuda() -> Backend:
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # whatever torch's own warn of
+    pytest.mark.filterwarnings("ignore"),  # warnings of torch's engine
 ]
 KINDS = {
     "host": lambda: Cpu(torch.device("cpu")),
@@ -161,7 +161,7 @@ def test_memory_is_there_between_fill_and_empty_and_its_views_last(backend):
 def test_what_is_copied_in_comes_out_again(backend, dtype):
     layouts = [ShardLayout(torch.Size(shape), dim, 3) for shape, dim in (((7, 2), 0), ((2, 6), 1), ((3,), 0))]
     grads = [torch.rand(layout.shape, device=backend.device) for layout in layouts]
-    for some in ([0, 1, 2], [0, 2]):  # along dim 0 alone, a device may do all by one kernel
+    for some in ([0, 1, 2], [0, 2]):  # if all shards are along dim 0, a device may copy them with one kernel
         of, full = [layouts[i] for i in some], [[grads[i]] for i in some]
         by_rows = [ByRows(layout) for layout in of]
         chunks = torch.empty(3, sum(la.slot_numel for la in of), dtype=dtype, device=backend.device)
@@ -201,7 +201,7 @@ def test_a_clock_belongs_to_a_device_that_goes_on_while_its_host_does(backend):
 
 
 class Ends:
-    """A collective that ended as it was said."""
+    """A collective that has ended, with ``error`` if given."""
 
     def __init__(self, error: str = "") -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""Which module a call belongs to: wrappers that forward attributes, containers, torch's ``replicate``."""
+"""The module that a call belongs to: wrappers that forward attributes, containers, torch's ``replicate``."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -22,11 +22,11 @@ from workbench import engine
 from workbench.engine.fsdp_state import state_of, states_below
 from workbench.engine.unsharding import plain_copy
 
-# ---- wrappers that show the attributes of what they wrap
+# ---- wrappers that forward the attributes of the wrapped module
 
 
 class Forwarding(nn.Module):
-    """Like torch's and PEFT's wrappers: what it lacks is looked for inside."""
+    """Forwards missing attributes to the inner module, as torch's and PEFT's wrappers do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def registered_twice() -> None:
     engine.register_fsdp_forward_method(inner, "encode")
     first = inner.encode
     engine.register_fsdp_forward_method(inner, "encode")
-    assert inner.encode is first  # its own: once
+    assert inner.encode is first  # registering it twice changes nothing
     outer = engine.fully_shard(Forwarding(inner))
     engine.register_fsdp_forward_method(outer, "encode")
     assert vars(outer)["encode"] is not first
@@ -165,7 +165,7 @@ def test_a_container_without_one_is_refused(make):
 
 
 def devices() -> list[str]:
-    """Shard the root on a mesh of the meta device, which is the only one beside the CPU that is everywhere."""
+    """Shard the root on a mesh of the meta device, the only device besides the CPU that always exists."""
     model = nn.Sequential(Block(DIM), Block(DIM))
     for block in model:
         engine.fully_shard(block)
@@ -182,7 +182,7 @@ def test_a_root_without_parameters_communicates_on_the_device_of_its_mesh():
 
 
 def replicated(where: str) -> dict[str, torch.Tensor]:
-    """Train a model of which a part is replicated; returns the full parameters of ours and torch's."""
+    """Train a partly replicated model; return the full parameters of both engines."""
     trained = {}
     for api in APIS:
         model = double_net(num_blocks=2)

@@ -1,4 +1,4 @@
-"""Waits that can be given up, and what is left after that."""
+"""Waits that can be cancelled, and the state after a cancellation."""
 
 import copy
 import os
@@ -30,7 +30,7 @@ REDUCE = Collective("reduce-scatter", "", 4)
 
 
 class FakeWork:
-    """A collective that ends when the test says so."""
+    """A collective that ends when the test completes its future."""
 
     def __init__(self, error: str = "") -> None:
         self.future = torch.futures.Future()
@@ -69,7 +69,7 @@ def test_a_wait_ends_with_the_collective():
 
 
 class Slices:
-    """Stands for the end of a collective that never ends; somebody cancels in the second slice of the wait."""
+    """An end event that is never set; cancels in the second slice of the wait."""
 
     def __init__(self) -> None:
         self.seconds = []
@@ -97,7 +97,7 @@ def test_a_wait_may_be_cancelled_from_another_thread():
         pending.block()
     thread.join()
     with pytest.raises(StepAborted):
-        pending.block()  # later waits too, though the collective has not ended
+        pending.block()  # later waits abort too, although the collective has not ended
     cancellation.reset()
     cancellation.check()
 
@@ -106,7 +106,7 @@ def test_a_failed_collective_says_which_one():
     work = FakeWork("Connection closed by peer\n  some C++ frames")
     pending = PendingWork(work, Collective("all-gather", "blocks.4", 8))
     work.future.set_exception(RuntimeError("gone"))
-    pending.block()  # failing is a way of ending
+    pending.block()  # a failed collective has ended
     with pytest.raises(
         CollectiveFailed, match=r"^all-gather of unit blocks\.4 failed: Connection closed by peer$"
     ) as failed:
@@ -117,7 +117,7 @@ def test_a_failed_collective_says_which_one():
 
 @pytest.mark.parametrize("when", ["before", "a moment later"])
 def test_a_collective_that_an_abort_broke_reports_the_abort(when, monkeypatch):
-    """The word of the abort may come after the sockets are gone: a failure waits for it a little."""
+    """The cancellation may arrive after the sockets are closed, so a failed collective waits for it briefly."""
     monkeypatch.setattr(cancellable_waits, "GRACE_S", 60)
     work = FakeWork("Connection closed by peer")
     pending = PendingWork(work, REDUCE)
@@ -147,7 +147,7 @@ def test_a_wait_is_not_begun_after_an_abort_even_if_the_collective_has_ended():
 
 
 def rejoin(generation: int) -> None:
-    """What recovery does: new process groups for everyone, under a fresh prefix of the store."""
+    """Make new process groups for all ranks, under a new store prefix, as recovery does."""
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore(f"again{generation}", store), rank=rank, world_size=size)
@@ -155,7 +155,7 @@ def rejoin(generation: int) -> None:
 
 
 def cancel_at_wait(kind: Kind) -> Callable:
-    """Return an event listener that has another thread cancel this rank when it starts to wait for a ``kind``."""
+    """Return an event listener that cancels this rank from another thread when its wait for a ``kind`` begins."""
     issued = []
 
     def listen(event_kind, edge, *_):
@@ -168,7 +168,7 @@ def cancel_at_wait(kind: Kind) -> Callable:
 
 
 def give_up(model: nn.Module, kind: Kind) -> None:
-    """Run a step that the other rank does not run, until this one is cancelled."""
+    """Run a step that the other rank does not run, until this rank is cancelled."""
     with recording() as record:
         record.event = cancel_at_wait(kind)
         record.memory = lambda *_: None  # recording starts in the middle
@@ -184,7 +184,7 @@ def abandoned(where: str) -> int:
         train_both(plain, model, 1)
     if dist.get_rank() == 0:
         if where == "first forward":
-            is_waited_for = cancellation._cancelled._cond._waiters  # for the other rank to say what it will do
+            is_waited_for = cancellation._cancelled._cond._waiters  # waits for the other rank's vote
             thread = in_a_thread(lambda: (eventually(lambda: bool(is_waited_for)), cancellation.cancel("now")))
             with pytest.raises(StepAborted, match=r"^now$"):
                 model(batch(0, 7))
@@ -203,11 +203,11 @@ def abandoned(where: str) -> int:
 @pytest.mark.parametrize("where", ["first forward", "a later forward"])
 def test_a_rank_that_waits_for_one_that_never_comes_is_freed_and_all_go_on(where):
     unfinished, _ = run_ranks(2, abandoned, where)
-    assert (unfinished > 0) == (where != "first forward")  # at first nothing is issued before all ranks agree
+    assert (unfinished > 0) == (where != "first forward")  # a first forward issues nothing before all ranks agree
 
 
 def abandoned_in_backward() -> tuple[int, list[Category]]:
-    """Both ranks gather and run forward; only rank 0 runs backward, whose first reduction nobody joins."""
+    """Both ranks run the forward; only rank 0 runs backward, whose first reduction no other rank joins."""
     plain = make_net(num_blocks=2)
     with recording() as record:
         model = shard_net(copy.deepcopy(plain), reshard_after_forward=False)
@@ -277,7 +277,7 @@ def counted() -> list[int]:
     model = shard_net(make_net(num_blocks=2))
     units = (model, *model.blocks)
     for handle in [unit.unshard(async_op=True) for unit in units]:
-        handle.wait()  # all ranks agree on the order once: from then on nobody waits for a late one to say
+        handle.wait()  # all ranks agree on the order once; after that no rank waits for another one's vote
     for unit in units:
         unit.reshard()
     process_groups.end_iteration([process_groups.group_of((0, 1))])
@@ -285,7 +285,7 @@ def counted() -> list[int]:
     if dist.get_rank() == 0:
         handles = [unit.unshard(async_op=True) for unit in units]
         counts.append(process_groups.num_unfinished())
-        dist.barrier()  # only now the other rank joins
+        dist.barrier()  # the other rank joins only now
     else:
         dist.barrier()
         handles = [unit.unshard(async_op=True) for unit in units]
@@ -303,7 +303,7 @@ def dropped_by_a_reset() -> list[int]:
     model = shard_net(make_net(num_blocks=2))
     loss_of(model, batch(0, 0)).backward()
     model.unshard(async_op=True)
-    model.reset_iter_state()  # nobody waits for it any more, but it ends well by itself
+    model.reset_iter_state()  # no rank waits for it any more, but it completes
     assert eventually(lambda: process_groups.num_unfinished() == 0)
     loss_of(model, batch(0, 0)).backward()
     return process_groups.num_unfinished()
@@ -314,14 +314,14 @@ def test_a_collective_that_ended_by_itself_is_not_unfinished():
 
 
 class NoFuture(FakeWork):
-    """What gloo's reduce-scatter returns."""
+    """The work of gloo's reduce-scatter."""
 
     def get_future(self) -> torch.futures.Future:
         raise RuntimeError("Work::getFuture not implemented.")
 
 
 class Bare:
-    """The least that a custom comm's work can be."""
+    """The minimal work of a custom comm."""
 
     def __init__(self, error: str) -> None:
         self.wait = FakeWork(error).wait
@@ -350,7 +350,7 @@ def test_a_collective_that_was_synchronous_has_ended():
 
 
 class DeviceWork(FakeWork):
-    """Work in order on a stream; ``wait`` is for the stream."""
+    """Work in stream order; ``wait`` makes the stream wait."""
 
     waits = 0
     is_done = False
@@ -366,13 +366,13 @@ class DeviceWork(FakeWork):
 def test_no_host_thread_waits_for_work_on_a_device():
     work = DeviceWork()
     pending = StreamWork(work, REDUCE)
-    pending.block()  # lets the stream wait; the device is not done
+    pending.block()  # the stream waits; the device has not finished
     assert not pending.has_ended
     pending.finish()
     assert work.waits == 1
     work.is_done = True
     assert pending.has_ended
-    assert pending.end_ns == 0  # nobody on the host saw it
+    assert pending.end_ns == 0  # the host did not observe the end
     cancellation.cancel("aborted")
     with pytest.raises(StepAborted, match=r"^aborted$"):
         pending.block()
@@ -384,7 +384,7 @@ def test_work_on_a_device_that_cannot_tell_counts_as_ended():
 
 
 class Watcher:
-    """Sees a difference when it looks for the second time."""
+    """Finds a difference on the second look."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -458,7 +458,7 @@ def refused_until_rebuilt() -> list[str]:
         with pytest.raises(RuntimeError, match="was aborted") as refused:
             model(batch(0, 0))
         messages.append(str(refused.value))
-    process_groups.end_iteration([process_groups.group_of((0, 1))])  # nothing to end
+    process_groups.end_iteration([process_groups.group_of((0, 1))])  # no iteration to end
     process_groups.rebuild_all()
     model.reset_iter_state()
     train_both(plain, model, 2)
@@ -475,11 +475,11 @@ def test_after_an_abort_nothing_is_issued_until_the_groups_are_built_anew():
         assert all(re.fullmatch(said, message) for message in messages)
 
 
-# ---- others than the engine that let streams wait
+# ---- stream waits outside the engine
 
 
 class WorkOfC10d(dist.Work):
-    """Work that anybody may let streams wait for."""
+    """Work for which any stream may wait."""
 
     def wait(self, *_: object) -> bool:
         return True
@@ -490,7 +490,7 @@ def test_streams_of_others_wait_for_c10ds_own_work_alone(monkeypatch):
     wait = StreamWork(work, REDUCE).lets_stream_wait
     assert wait is not None
     assert wait() is True
-    assert StreamWork(DeviceWork(), REDUCE).lets_stream_wait is None  # a custom comm's
+    assert StreamWork(DeviceWork(), REDUCE).lets_stream_wait is None  # of a custom comm
     assert PendingWork(FakeWork(), REDUCE).lets_stream_wait is None  # on the host
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # the host would wait where the collective is issued
     assert StreamWork(work, REDUCE).lets_stream_wait is None

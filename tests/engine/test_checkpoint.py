@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint and the state dict functions that go with it: what some ranks save, others load."""
+"""torch.distributed.checkpoint and its state dict functions: save on some ranks, load on others."""
 
 import copy
 from collections.abc import Callable
@@ -33,14 +33,14 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def mesh_of(kind: str) -> DeviceMesh:
-    """All ranks as "1-D", or as 2 replicas ("HSDP")."""
+    """Return a mesh of all ranks ("1-D") or of 2 replicas ("HSDP")."""
     if kind == "1-D":
         return init_device_mesh("cpu", (dist.get_world_size(),))
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
 def make_plain(seed: int = 0) -> nn.Module:
-    """Blocks that split evenly over 2 and 4 ranks, an embedding that does not; float64: ways of adding up agree."""
+    """Blocks split evenly over 2 and 4 ranks, the embedding does not; float64 hides the order of sums."""
     return make_net(seed, dim=8, num_blocks=2, vocab=7).double()
 
 
@@ -62,7 +62,7 @@ def sharded(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Train on the same batches, however many ranks share them; returns the mean losses over all ranks."""
+    """Train on the same batches, split over any number of ranks; return the mean losses over all ranks."""
     losses = []
     for step in steps:
         rows = batch(0, step, size=4).chunk(dist.get_world_size())[dist.get_rank()]
@@ -80,11 +80,11 @@ def assert_close(losses: list[float], expected: list[float]) -> None:
     torch.testing.assert_close(torch.tensor(losses, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
 
 
-# ---- saved by some ranks, loaded by others
+# ---- saved on some ranks, loaded on others
 
 
 def save_on_the_way(kind: str, folder: Path) -> list[float]:
-    """Train, save in every way, train on; returns the losses after the checkpoint."""
+    """Train, save in every way, train on; return the losses after the checkpoint."""
     model, optimizer = sharded(kind)
     train(model, optimizer, BEFORE)
     functions = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -102,9 +102,9 @@ def load_functions(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
 
 
 def load_plain(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    train(model, optimizer, range(1))  # a state dict to load into; what it trained is overwritten
+    train(model, optimizer, range(1))  # creates a state dict to load into; loading overwrites the values
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)  # into the parameters themselves, whose storage it is
+    dcp.load(state, checkpoint_id=folder)  # loads in place, into the parameters' storage
     optimizer.load_state_dict(state["optimizer"])
 
 
@@ -123,16 +123,16 @@ def load_and_go_on(way: str, kind: str, folder: Path) -> list[float]:
 
 
 def go_on_from_each(kind: str, folders: dict[str, Path]) -> dict[tuple[str, str], list[float]]:
-    """Load every checkpoint in every way; returns the losses after it, by the mesh that saved it and the way.
+    """Load every checkpoint in every way; return the losses after it, by the mesh that saved it and the way.
 
-    All on the same ranks, one after another: how an operation acts on DTensors each process works out once.
+    All cases run on the same ranks, because each process must learn once how an operation acts on DTensors.
     """
     return {(saved, way): load_and_go_on(way, kind, folder) for saved, folder in folders.items() for way in WAYS}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> tuple[dict[str, Path], dict[str, list[float]]]:
-    """Folders of what 4 ranks saved, by the mesh they were on, and their losses after that."""
+    """Return the checkpoint folders of 4 ranks by mesh, and the losses after each checkpoint."""
     folders = {kind: tmp_path_factory.mktemp("checkpoint") for kind in ("1-D", "HSDP")}
     expected = {}
     for kind, folder in folders.items():
@@ -144,7 +144,7 @@ def checkpoints(tmp_path_factory) -> tuple[dict[str, Path], dict[str, list[float
 
 @pytest.fixture(scope="module", params=quick([(4, "1-D"), (4, "HSDP"), (2, "1-D"), (1, "1-D")], [(1, "1-D")]), ids=str)
 def gone_on(request, checkpoints) -> list[dict[tuple[str, str], list[float]]]:
-    """What :func:`go_on_from_each` returns on each rank of a mesh."""
+    """Return the result of :func:`go_on_from_each` on each rank of a mesh."""
     world_size, kind = request.param
     return run_ranks(world_size, go_on_from_each, kind, checkpoints[0])
 
@@ -175,7 +175,7 @@ def full_state_on_rank_0(kind: str, path: Path) -> None:
     expected = train(model, optimizer, AFTER)
 
     other, other_optimizer = sharded(kind, seed=1)
-    # rank 0 alone reads, and runs nothing that the file says
+    # only rank 0 reads the file; weights_only runs no code from it
     states = ({}, {}) if dist.get_rank() else torch.load(path, weights_only=True)
     set_model_state_dict(other, states[0], options=FROM_RANK_0)
     set_optimizer_state_dict(other, other_optimizer, states[1], options=FROM_RANK_0)
@@ -204,7 +204,7 @@ def full_state_into_meta(kind: str) -> None:
     assert_same_shards(model, whole)
 
 
-# torch looks up by itself, in a way that it warns of, where values for a model on meta should lie
+# to choose a device for a meta model's values, torch makes a deprecated call
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
 @pytest.mark.parametrize(("world_size", "kind"), [(4, "HSDP"), (2, "1-D")])
@@ -212,7 +212,7 @@ def test_a_model_on_meta_takes_its_values_from_rank_0(world_size, kind):
     run_ranks(world_size, full_state_into_meta, kind)
 
 
-# ---- between the engine and torch's own
+# ---- between our engine and torch's
 
 
 def moves_over(folder: Path) -> None:
@@ -244,7 +244,7 @@ def kept_state_dict(kind: str) -> None:
     kept = model.state_dict()
     before = pointers(kept)
     train(model, optimizer, BEFORE)
-    assert pointers(dict(model.named_parameters())) == before  # it shows what training made of the values
+    assert pointers(dict(model.named_parameters())) == before  # training updates its tensors in place
     other = {name: value.clone() for name, value in shard(make_plain(1), kind).state_dict().items()}
     model.load_state_dict(other)
     for name, value in model.state_dict().items():
@@ -286,7 +286,7 @@ def saved_by_each_rank(kind: str, folder: Path) -> None:
     train(model, optimizer, BEFORE)
     path = folder / f"{dist.get_rank()}.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    average = copy.deepcopy(model.state_dict())  # as one would begin an average over the steps
+    average = copy.deepcopy(model.state_dict())  # as for the start of an average over the steps
     expected = train(model, optimizer, AFTER)
     state = torch.load(path, weights_only=True)
     for name, value in state["model"].items():

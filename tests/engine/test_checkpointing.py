@@ -1,4 +1,4 @@
-"""Activation checkpointing: a forward that is run again within backward."""
+"""Activation checkpointing: backward recomputes a forward."""
 
 import functools
 from collections import Counter
@@ -19,13 +19,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.helpers.forked_ranks import run_cases, run_ranks
+from tests.helpers.known_warnings import OF_TORCHS_FSDP2, ignoring_warnings
 from tests.helpers.recording_probe import ROOT, Recording, recording
 from tests.helpers.small_models import Block
 from tests.helpers.unsharded_copy import DIM, compare, data, squares
 from workbench import engine
 from workbench.events import Category, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's checkpoint warns of inputs without gradients
 COUNT = 4
 UNITS = (ROOT, *(f"blocks.{i}" for i in range(COUNT)))
 STEPS = 3
@@ -34,7 +34,7 @@ Again = Callable[..., torch.Tensor]
 
 
 class Checkpointed(nn.Module):
-    """Blocks in regions that are run again together; ``again(function, x)`` runs a region."""
+    """Blocks in regions that are recomputed together; ``again(function, x)`` runs a region."""
 
     def __init__(self, again: Again, region: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Checkpointed(nn.Module):
 
 
 class InnerCheckpoint(nn.Module):
-    """A block that runs its own middle again."""
+    """A block that recomputes its own middle."""
 
     def __init__(self, again: Again) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def wrap(model: Checkpointed, reentrant: bool) -> None:
 
 
 def wrapped_outside(api: ModuleType, model: Checkpointed, reentrant: bool) -> None:
-    """The wrapper runs the unit again."""
+    """The wrapper recomputes the unit."""
     for block in model.blocks:
         api.fully_shard(block)
     wrap(model, reentrant)
@@ -125,8 +125,9 @@ KINDS = {
 }
 
 
+@ignoring_warnings(*OF_TORCHS_FSDP2)
 def beside_torchs(kind: str, reentrant: bool) -> Recording:
-    """Train ours and torch's alike: the same bits, and collectives; returns our last step's record."""
+    """Train on both engines and compare bits and collectives; return the record of our last step."""
     make, shard = KINDS[kind]
     steps: list[list[tuple[Counter[object], list[torch.Tensor]]]] = []
     with recording() as record:
@@ -146,31 +147,31 @@ def beside_torchs(kind: str, reentrant: bool) -> Recording:
                 optimizer.step()
                 optimizer.zero_grad()
     for step, (theirs, ours) in enumerate(zip(*steps, strict=True)):
-        if step > 0:  # before the first forward ranks tell each other of their units
+        if step > 0:  # before the first forward our ranks compare their units
             assert ours[0] == theirs[0]
         assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
     return record
 
 
 def by_block(counts: Counter[str]) -> dict[str, int]:
-    """The same by the names that units have without wrappers."""
+    """Rename the units to their names without wrappers."""
     return {name.removesuffix("._checkpoint_wrapped_module"): count for name, count in counts.items()}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_what_is_run_again_is_gathered_as_often_as_by_torch(reentrant, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_COMM", "default")  # the calls of c10d that torch's makes
+    monkeypatch.setenv("WORKBENCH_COMM", "default")  # the c10d calls that torch's engine makes
     cases = {kind: functools.partial(beside_torchs, kind, reentrant) for kind in KINDS}
     for found in run_cases(2, cases):
         for kind, record in found.items():
             assert by_block(record.count(Kind.ALL_GATHER)) == dict.fromkeys(UNITS, 2) | {ROOT: 1}, kind
             assert by_block(record.count(Kind.REDUCE_SCATTER)) == dict.fromkeys(UNITS, 1), kind
-            assert set(record.alive) == {Category.SHARDED_PARAMS}, kind  # zero_grad came last
+            assert set(record.alive) == {Category.SHARDED_PARAMS}, kind  # zero_grad has freed the gradients
 
 
 def order_of_gathers(reentrant: bool) -> list[str]:
-    """Return the all-gathers and the beginnings of backwards in the third step's backward."""
+    """Return the starts of all-gathers and backwards in the third step's backward."""
     with recording() as record:
         model = regions(1, reentrant)
         shard_blocks(engine, model)
@@ -185,14 +186,14 @@ def order_of_gathers(reentrant: bool) -> list[str]:
 def test_the_block_before_is_gathered_ahead_of_it(reentrant):
     events = run_ranks(2, order_of_gathers, reentrant)[0]
     events.remove("BACKWARD BEGIN root")
-    expected = [f"ALL_GATHER BEGIN blocks.{COUNT - 1}"]  # while the root's own backward runs
+    expected = [f"ALL_GATHER BEGIN blocks.{COUNT - 1}"]  # during the root's own backward
     for i in reversed(range(1, COUNT)):
         expected += [f"ALL_GATHER BEGIN blocks.{i - 1}", f"BACKWARD BEGIN blocks.{i}"]
     assert events == [*expected, "BACKWARD BEGIN blocks.0"]
 
 
 class ByUnits(nn.Module):
-    """As in training: with a loss of its own around a region that is more than a unit."""
+    """Recomputes regions that contain more than a unit, as in training with a loss around each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ def test_a_region_that_is_more_than_a_unit(world_size):
 
 
 def whole_model_again() -> Counter[str]:
-    """Nothing but the model itself is in the graph: its first hook runs in the backward within the backward."""
+    """Only the model itself is in the graph: its first hook runs in the nested backward."""
     with recording() as record:
         torch.manual_seed(0)
         model = plain(True)
@@ -238,7 +239,7 @@ def test_a_model_that_is_run_again_as_a_whole():
 
 
 def whole_recomputation() -> dict[str, int]:
-    with set_checkpoint_early_stop(False):  # the recomputed forward runs to its end
+    with set_checkpoint_early_stop(False):  # recompute the whole forward
         record = compare(functools.partial(regions, 1, False), functools.partial(shard_blocks, engine), squares)
     return dict(record.count(Kind.FORWARD))
 

@@ -1,4 +1,4 @@
-"""Ranks that are about to do different things are told, all of them, before any byte moves; equal ranks never are."""
+"""Ranks that are about to diverge all raise before any byte moves; equal ranks never raise."""
 
 import copy
 import tempfile
@@ -35,7 +35,7 @@ def no_cancellation_left():
 
 @pytest.fixture(autouse=True)
 def nobody_answers_late(monkeypatch):
-    """However slow a rank is, its part is in the message; who waited in vain would not come back within a test."""
+    """Wait long enough that even a slow rank's part is in the message; a wait in vain would exceed the test."""
     monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)
 
 
@@ -51,7 +51,7 @@ def test_how_a_call_reads():
 
 
 class Memory:
-    """A store in this process that counts what is done with it."""
+    """A store in this process that counts operations and votes."""
 
     def __init__(self) -> None:
         self.values = {}
@@ -88,7 +88,7 @@ class Memory:
 
 
 class Rank:
-    """A rank that issues calls as long as the others join in: it can be one ahead, like with a prefetch."""
+    """A rank that issues calls while the others join; it may be one call ahead, as with a prefetch."""
 
     looks_on = True
 
@@ -107,7 +107,7 @@ class Rank:
             self.wait_for(len(self.issued))
             self.said = "done"
             while self.looks_on and any(rank.said == "running" for rank in self.ranks):
-                self.order.look()  # as in its next collective
+                self.order.look()  # as before its next collective
             if self.looks_on:
                 self.order.look()
         except RanksDisagreeError as error:
@@ -131,7 +131,7 @@ PLACES = (4, 7)
 
 
 def go(programs: list[list[Collective]], store=None) -> list[Rank]:
-    """Run one program on each of two ranks, which are 4 and 7 of a larger world."""
+    """Run one program on each of two ranks, ranks 4 and 7 of a larger world."""
     ranks: list[Rank] = []
     store = store or Memory()
     ranks += [Rank(store, number, ranks, program) for number, program in enumerate(programs)]
@@ -148,7 +148,7 @@ def both(program: list[Collective], store=None) -> list[str]:
 
 
 def asked(*iterations: list[Collective]) -> list[int]:
-    """How often a rank without peers asks in each iteration."""
+    """Return the number of questions that a lone rank asks in each iteration."""
     store = Memory()
     counts = []
     lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
@@ -168,7 +168,7 @@ def test_who_follows_the_known_order_asks_nobody():
 
 def test_a_known_branch_is_asked_about_where_it_begins_only():
     train, evaluate = [A, B, C, D], [A, B]
-    # first: its calls and its end; the first evaluation: its end; then one question each, behind B
+    # first: its calls and its end; first evaluation: its end; then one question each, after B
     assert asked(train, evaluate, train, evaluate, train) == [5, 1, 1, 1, 1]
 
 
@@ -177,7 +177,7 @@ def test_a_branch_that_no_one_takes_any_more_is_forgotten():
     assert counts[:2] == [4, 2]
     assert set(counts[2:-2]) == {1}
     assert counts[-2:] == [0, 0]
-    assert asked([A], *[[A, B]] * (collective_order.REMEMBERED + 3))[-1] == 0  # one that ends on the way of another
+    assert asked([A], *[[A, B]] * (collective_order.REMEMBERED + 3))[-1] == 0  # a sequence that ends along another one
 
 
 def test_an_iteration_without_calls_is_none():
@@ -205,7 +205,7 @@ def test_every_kind_of_store_serves(kind):
     assert "rank 4 all-gather of unit b (64 bytes); rank 7 all-gather of unit c" in go([[A, B], [A, C]], store)[0].said
 
 
-MESSAGES = [  # programs of two ranks, and what both are told
+MESSAGES = [  # programs of two ranks, and the message on both
     ([A, B], [A, C], "collective 2 of this iteration: rank 4 {b}; rank 7 {c}."),
     ([A, END, A, B], [A, END, A, END], "collective 2 of this iteration: rank 4 {b}; rank 7 end of the iteration."),
     ([A, B, END] * 2, [A, B, END, A, C, END], "collective 2 of this iteration: rank 4 {b}; rank 7 {c}."),
@@ -242,7 +242,7 @@ def test_all_are_told_the_same(first, second, said, exchanged):
 def test_who_asks_for_more_is_told_though_the_other_never_looks_again(monkeypatch):
     monkeypatch.setattr(Rank, "looks_on", False)
     said = [rank.said for rank in go([[A, END, A, B], [A, END, A, END]])]
-    assert said[1] in {"done", said[0]}  # it looks once more if the other was first
+    assert said[1] in {"done", said[0]}  # it looks once more if the other rank was first
     assert "rank 4 all-gather of unit b (64 bytes); rank 7 end of the iteration." in said[0]
 
 
@@ -264,7 +264,7 @@ def test_law_equal_ranks_are_never_told_off(program):
 @settings(max_examples=60, deadline=None)
 @given(PROGRAMS, PROGRAMS, PROGRAMS)
 def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, second):
-    """Two programs that begin alike and then part, at their end if not before."""
+    """Run two programs with a common start that then diverge, at the latest at their end."""
     ranks = go([iterations_of([*alike, *first, [D]]), iterations_of([*alike, *second, [D, D]])])
     joined = min(len(rank.issued) for rank in ranks)
     assert ranks[0].issued[:joined] == ranks[1].issued[:joined]
@@ -272,11 +272,11 @@ def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, secon
     assert ranks[0].said.startswith("ranks disagree on collective")
 
 
-# ---- what it costs
+# ---- cost
 
 
 class Crowd:
-    """Ranks that are threads, of which none looks again before all the others have done what they can."""
+    """Ranks as threads; none polls again before all others wait too."""
 
     def __init__(self, size: int) -> None:
         self.store = Memory()
@@ -321,7 +321,7 @@ class Crowd:
 
 
 SIZES = [2, 4, 8, 16, 32]
-EACH = 13  # a vote; where it is, a deletion; and at most three looks of three reads while the others come
+EACH = 13  # operations per question: a vote, a deletion where due, at most three polls of three reads
 
 
 def done_by_each(monkeypatch, size: int, do) -> tuple[float, list]:
@@ -329,7 +329,7 @@ def done_by_each(monkeypatch, size: int, do) -> tuple[float, list]:
     monkeypatch.setattr(collective_order, "_pause", crowd.pause)
     crowd.run(lambda mine: mine.ask(D))
     before = crowd.store.num_done
-    assert before <= (EACH + 10) * size  # with what they need to meet
+    assert before <= (EACH + 10) * size  # includes the rendezvous
     again = Crowd(size)
     monkeypatch.setattr(collective_order, "_pause", again.pause)
     results = again.run(lambda mine: (mine.ask(D), do(mine))[1])
@@ -338,7 +338,7 @@ def done_by_each(monkeypatch, size: int, do) -> tuple[float, list]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_a_rank_does_with_the_store_does_not_grow_with_their_number(monkeypatch, size):
-    """A first iteration, in which all calls are asked about, and a second, in which none is."""
+    """Run an iteration that asks about every call, then one that asks about none."""
 
     def iterate(mine: OrderCheck) -> bool:
         for _ in range(2):
@@ -350,7 +350,7 @@ def test_what_a_rank_does_with_the_store_does_not_grow_with_their_number(monkeyp
 
     each, results = done_by_each(monkeypatch, size, iterate)
     assert results == [True] * size
-    assert each <= 5 * EACH + 6  # and two looks, and a note
+    assert each <= 5 * EACH + 6  # plus two looks and a note
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -398,7 +398,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
         lone.before(A)
     thread.join()
     cancellation.reset()
-    # it says B, and a third rank never says anything
+    # rank 1 is at B, and rank 2 never answers
     monkeypatch.setattr(collective_order, "ANSWERS_S", 0.0)
     store = Memory()
     store.values = {"note/2": "[]", "left": 0}
@@ -423,7 +423,7 @@ def test_a_store_that_has_gone_is_a_failure():
     for use in (lambda: board.pin("[]"), board.meet, board.question, lambda: board.tally(0)):
         with pytest.raises(CollectiveFailed, match=r"^cannot reach the ranks' store: Broken pipe; the process"):
             use()
-    board.take_down()  # what it held has gone with it
+    board.take_down()  # its keys died with the store
 
 
 def test_a_dispute_older_than_what_is_remembered_is_one_all_the_same():
@@ -446,7 +446,7 @@ def test_a_dispute_older_than_what_is_remembered_is_one_all_the_same():
 
 
 class Unlike(nn.Module):
-    """What one rank does otherwise: the blocks in another order, fewer or more of them, or no gradients."""
+    """One rank deviates: another order of blocks, fewer or more of them, or no gradients."""
 
     def __init__(self, *, unequal: bool) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ def unlike(model: nn.Module, how: str):
 
 def steps(model: nn.Module) -> None:
     step(model)
-    step(model)  # whoever was through first waits for the others here
+    step(model)  # a rank that has finished the first step waits for the others here
 
 
 def step(model: nn.Module) -> None:
@@ -537,7 +537,7 @@ def test_four_ranks_too(how, num_before):
 
 
 def iterations(num: int) -> int:
-    """Train and evaluate in turn, with several forwards before a backward now and then; returns the store's keys."""
+    """Train and evaluate in turn, sometimes with several forwards per backward; return the number of store keys."""
     model = shard_net(make_net(num_blocks=2))
     for number in range(num):
         with torch.set_grad_enabled(number % 3 != 0):
@@ -550,11 +550,11 @@ def iterations(num: int) -> int:
 
 def test_the_store_does_not_grow_and_ranks_that_do_alike_are_never_told_off():
     short, long = run_ranks(2, iterations, 3), run_ranks(2, iterations, 30)
-    assert max(long) <= max(short) + 1  # who looks for a question makes its tally
+    assert max(long) <= max(short) + 1  # a rank that looks for a question creates its tally
 
 
 def notes_left() -> list[dict[str, set[str]]]:
-    """The names of keys by incarnation of the group, after each of three."""
+    """Return the key names by incarnation of the group, for each of three incarnations."""
     model = shard_net(make_net(num_blocks=1))
     left = []
     for _ in range(3):
@@ -577,7 +577,7 @@ def test_a_rebuild_leaves_nothing_of_before_in_the_store():
 
 
 def gather(group: CommGroup, unit: str) -> list[float]:
-    """All-gather this rank's number; waits for it."""
+    """All-gather this rank's number and wait for the result."""
     own, rows = torch.full((4,), float(dist.get_rank())), torch.zeros(group.size, 4)
     pending = group.start(
         lambda pg: dist.all_gather(list(rows.unbind(0)), own, group=pg, async_op=True),
@@ -624,7 +624,7 @@ def test_who_waits_in_another_group_for_a_rank_that_was_told_is_told_as_well():
 
 
 def groups_of_their_own() -> dict[tuple[int, ...], tuple[int, list[float]]]:
-    """Some ranks have made more groups than others when they make one together."""
+    """Make a group on ranks that have made different numbers of groups before."""
     rank = dist.get_rank()
     members = [m for m in ((0, 1), (0, 1, 2, 3), (0, 2), (1, 2, 3)) if rank in m]
     mine = [process_groups.group_of(ranks) for ranks in members]
@@ -644,7 +644,7 @@ def test_incarnations_are_equal_on_all_members_whatever_other_groups_they_have()
 
 
 def interrupted_while_asking() -> list[str]:
-    """An interrupt while a rank waits for the others to say: they may have issued it meanwhile."""
+    """Interrupt a rank that waits for votes; the others may have issued the collective meanwhile."""
     group = process_groups.group_of((0, 1))
     if dist.get_rank() == 0:
         real = collective_order._pause

@@ -1,4 +1,4 @@
-"""The two pairs of collectives, which one is taken, and groups over a part of the ranks."""
+"""The two pairs of collectives, the choice between them, and groups of some of the ranks."""
 
 import functools
 
@@ -34,7 +34,7 @@ PAIRS = {
 
 
 def collect(name: str, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Gather and reduce numbers that only this rank knows; returns both results, and the bytes of staging."""
+    """Gather and reduce this rank's random numbers; return both results and the staging bytes."""
     gather, reduce = (cls() for cls in PAIRS[name])
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     generator = torch.Generator().manual_seed(rank)
@@ -83,7 +83,7 @@ def test_what_the_collectives_compute(world_size, name, numel, dtype):
 
 
 def most_allocated_in_a_gather(numel: int) -> int:
-    """Return the bytes that gathering so many elements takes beside its output, in any thread."""
+    """Return the bytes that an all-gather of ``numel`` elements allocates besides its output, over all threads."""
     gather, size = GlooAllGather(), dist.get_world_size()
     output = gather.allocate((numel * (size - 1),), dtype=torch.float32, device=CPU)
     shard = torch.zeros(numel)
@@ -93,7 +93,7 @@ def most_allocated_in_a_gather(numel: int) -> int:
         gather(output, shard, dist.group.WORLD, async_op=True).wait()
         dist.barrier()
     found = totals(profiler.profiler.kineto_results.experimental_event_tree())
-    return max((total for _, total in found), default=0)  # they begin at 0
+    return max((total for _, total in found), default=0)  # the totals start at 0
 
 
 @pytest.mark.parametrize(("world_size", "numel", "num_copies"), [(2, 100_000, 0), (3, 100_000, 2), (3, 140_000, 0)])
@@ -138,7 +138,7 @@ def test_training_is_the_same_with_either_pair(monkeypatch):
 
 
 def on_part_of_the_ranks() -> list[tuple[int, ...]]:
-    """Two models side by side, each sharded over one row of a 2 x 2 mesh."""
+    """Train two models, each sharded over one row of a 2 x 2 mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     seen = []
     with recording() as record:
@@ -190,7 +190,7 @@ def rebuilt() -> list[int]:
             indices.append(group.index)
         assert list(record.groups.items()) == [(index, (0, 1)) for index in indices[1:]]
     assert group.process_group is not old
-    assert group.next_comm().seq == 0  # counted anew in every generation
+    assert group.next_comm().seq == 0  # each generation counts from 0
     train_both(make_net(num_blocks=1), model, 1)
     return indices
 

@@ -1,4 +1,4 @@
-"""Tensors in containers of every kind: found in what a module takes and returns, cast, and put back as they were."""
+"""Tensors in containers of every kind: found in module inputs and outputs, cast, and put back in place."""
 
 import copy
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
@@ -22,8 +22,6 @@ from tests.helpers.wrapped_models import CPU, OURS, THEIRS
 from workbench import engine
 from workbench.engine.tensor_trees import cast_floats, differentiable_in, map_tensors, tensors_in
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
-
 DIM = 4
 
 
@@ -32,7 +30,7 @@ class Dict(dict):
 
 
 class Attributes(dict):
-    """Items are attributes, by way of methods."""
+    """Items are attributes, through methods."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,7 +42,7 @@ class Attributes(dict):
 
 
 class Itself(dict):
-    """Items are attributes, as it is its own ``__dict__``."""
+    """Items are attributes, because it is its own ``__dict__``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -89,7 +87,7 @@ Pair = namedtuple("Pair", "y n")
 
 
 class NamedPair(Pair):
-    """One with attributes as well."""
+    """A named tuple with a ``__dict__``."""
 
 
 @dataclass
@@ -160,7 +158,7 @@ def test_a_container_is_copied_as_what_it_is_with_other_tensors(kind):
     before = str(value)
     found = cast_floats(value, torch.half)
     assert type(found) is type(value)
-    assert [t.dtype for t in tensors_in(found)] == [torch.half]  # one, in every place where that was
+    assert [t.dtype for t in tensors_in(found)] == [torch.half]  # one tensor, in every place of the original
     assert [t is y for t in tensors_in(value)] == [True]
     assert str(found) == before.replace("torch.float64", "torch.float16")
     assert cast_floats(value, torch.double) is value
@@ -224,7 +222,7 @@ def test_a_tensor_that_comes_twice_is_changed_once():
 
 
 class Holds(nn.Module):
-    """Takes a container and returns one."""
+    """Takes and returns a container."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -270,7 +268,7 @@ def whole_grads(model: nn.Module) -> list[torch.Tensor]:
 
 
 def contained(kinds: tuple[str, ...], precise: bool) -> dict[tuple, str]:
-    """Return what went wrong, by case."""
+    """Return the failures by case."""
     wrong = {}
     for kind in kinds:
         base = Model(MAKE[kind])
@@ -304,7 +302,7 @@ def test_units_take_and_return_containers_of_every_kind(precise):
 
 
 def as_torchs() -> dict[str, bool]:
-    """Whether our gradients are torch's, for the kinds that torch's own looks into."""
+    """Return whether our gradients equal torch's, for the kinds of containers that torch's engine looks into."""
     found = {}
     for kind in (
         "dict",

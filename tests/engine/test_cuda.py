@@ -1,7 +1,7 @@
-"""What only a GPU can show: NCCL, streams, no host synchronisation in a step, pinned memory, peak memory.
+"""Behaviour that needs a GPU: NCCL, streams, no host synchronisation in a step, pinned memory, peak memory.
 
-One rank is enough for most of it: a mesh of one rank has no collective, so that the copies and the streams are seen
-alone. Two ranks show the collectives; where there is one device they share it.
+One rank is enough for most tests: a mesh of one rank has no collectives, so that copies and streams are seen alone.
+Two ranks show the collectives; if there is only one device, they share it.
 """
 
 import copy
@@ -39,7 +39,7 @@ from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # whatever NCCL and torch's own warn of
+    pytest.mark.filterwarnings("ignore"),  # warnings of NCCL and of torch's engine
 ]
 RANKS = [1, 2]
 DIM, VOCAB, LENGTH = 256, 64, 32
@@ -47,7 +47,7 @@ DIM, VOCAB, LENGTH = 256, 64, 32
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_stay():
-    """The module has ranks of its own, and what starts them: the first test starts them, the last one ends them."""
+    """The module has its own ranks: its first test starts them, its last one ends them."""
     yield
     ON_GPUS.end()
 
@@ -78,7 +78,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Within the body whatever makes the host wait for the device raises."""
+    """Raise if the body makes the host wait for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -130,7 +130,7 @@ def test_equals_an_unsharded_copy(world_size, options, tolerance):
 
 
 def divided() -> None:
-    """The user's factor also holds where no reduce-scatter could apply it."""
+    """The user's factor applies even where there is no reduce-scatter to apply it."""
     model, twin = shard(make()), shard(make())
     for block in twin.blocks:
         block.set_gradient_divide_factor(4 * dist.get_world_size())
@@ -193,21 +193,21 @@ def test_offloaded_shards_are_pinned_and_come_and_go_in_place(world_size, is_fus
 
 
 def copied_beside_backward() -> None:
-    """No copy to the host is waited for before backward has ended; then all are there, however far the device lags."""
+    """Backward waits for no copy to the host; after it all copies are complete, however far the device lags."""
     offloading, twin = shard(make(), offload_policy=CPUOffloadPolicy()), shard(make())
     for step in range(4):
         for model in (offloading, twin):
             loss = loss_of(model, tokens(step))
             torch.cuda._sleep(20_000_000)
-            if step:  # the first step asks the other ranks and fills the allocators
+            if step:  # the first step waits for the other ranks and fills the allocators
                 with no_synchronisation():
                     loss.backward()
             else:
                 loss.backward()
         for param, wanted in zip(offloading.parameters(), twin.parameters(), strict=True):
             assert param.grad.to_local().is_pinned()
-            assert torch.equal(param.grad.to_local(), wanted.grad.to_local().cpu())  # read before anything waits again
-        if step < 2:  # then gradients add up
+            assert torch.equal(param.grad.to_local(), wanted.grad.to_local().cpu())  # no wait since backward
+        if step < 2:  # from then on gradients accumulate
             offloading.zero_grad()
             twin.zero_grad()
 
@@ -218,7 +218,7 @@ def test_offloaded_gradients_are_copied_beside_backward(world_size):
 
 
 def brought_without_waiting() -> None:
-    """Shards go to the device in one copy each, for which the host does not wait, on a single rank too."""
+    """Shards go to the device in one copy each; the host does not wait for it, even with a single rank."""
     model = shard(make(), offload_policy=CPUOffloadPolicy())
     for step in range(2):
         loss_of(model, tokens(step)).backward()
@@ -234,7 +234,7 @@ def test_the_host_does_not_wait_for_offloaded_shards(world_size):
 
 
 def stepped_within_backward() -> None:
-    """A hook that steps reads the gradient on the host."""
+    """A hook that steps within backward reads the gradient on the host."""
     seen: dict[str, torch.Tensor] = {}
     model, twin = shard(make(), offload_policy=CPUOffloadPolicy()), shard(make())
     for name, param in model.named_parameters():
@@ -259,7 +259,7 @@ def asynchronous(options: dict[str, object]) -> None:
     model = shard(make(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for step in range(2):
-        loss_of(model, tokens(step)).backward()  # the first step asks the other ranks and fills the allocator
+        loss_of(model, tokens(step)).backward()  # the first step waits for the other ranks and fills the allocator
         optimizer.step()
         optimizer.zero_grad()
     batch = tokens(2)
@@ -276,7 +276,7 @@ def test_a_step_never_lets_the_host_wait_for_the_device(world_size, options):
 
 
 def recorded() -> None:
-    """Each event is told of once, after it was handed over; the host waits for the device as little as without."""
+    """Each event gets one device time, after it was issued; recording adds no synchronisation."""
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = Recorder(Header(world_size=dist.get_world_size()))
     recorder.device_clock = backend_of(device).clock()
@@ -313,7 +313,7 @@ def test_the_device_tells_when_it_came_to_what(world_size):
 
 
 def lagging_device() -> None:
-    """The device sleeps, so that whatever is not ordered by streams is read too early or overwritten too soon."""
+    """The device sleeps, so that data without stream ordering would be read too early or overwritten too soon."""
     plain = make()
     sharded = shard(copy.deepcopy(plain))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, sharded)]
@@ -330,7 +330,7 @@ def lagging_device() -> None:
             torch.cuda._sleep(20_000_000)
             optimizer.step()
             optimizer.zero_grad()
-        sharded.unshard()  # by hand, right after the step
+        sharded.unshard()  # manually, right after the step
         sharded.reshard()
     for value, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(value.full_tensor(), wanted, **CLOSE)
@@ -357,7 +357,7 @@ def stream_of_each_gather() -> None:
     ctx, compute = model._get_fsdp_state()._comm_ctx, torch.cuda.current_stream()
     loss_of(model, tokens(1)).backward()
     blocks = [f"blocks.{i}" for i in range(4)]
-    assert [name for name, _ in seen] == ["", *blocks, *blocks[::-1]]  # forward, then backward one ahead
+    assert [name for name, _ in seen] == ["", *blocks, *blocks[::-1]]  # forward, then backward one unit ahead
     assert {stream for _, stream in seen} == {ctx.streams.copy_in}
     assert ctx.streams.copy_in != compute != ctx.streams.reduce
 
@@ -379,7 +379,7 @@ def test_each_context_has_three_streams_beside_the_one_that_computes():
 
 def kernels_of(body: Callable[[], object]) -> int:
     """Count the kernels, copies and fills that ``body`` launches."""
-    body()  # whatever is set up once
+    body()  # one-time setup
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         body()
         torch.cuda.synchronize()
@@ -399,11 +399,11 @@ def test_many_parameters_are_copied_by_few_kernels():
         assert torch.equal(layout.full_view(full), grad)
 
 
-# ---- given up
+# ---- aborted
 
 
 def spinning_kernel() -> None:
-    """Rank 1 does not come to the last all-gather; rank 0's kernel waits for it until the group is let go."""
+    """Rank 1 does not join the last all-gather; rank 0's kernel waits for it until the group is released."""
     group = engine.groups.group_of((0, 1), "cuda")
     own, rows = torch.ones(4, device="cuda"), torch.empty(8, device="cuda")
     call = Collective("all-gather", "a", rows.nbytes)
@@ -414,7 +414,7 @@ def spinning_kernel() -> None:
             torch.cuda.synchronize()
             engine.groups.end_iteration([group])
     engine.groups.rebuild_all()
-    torch.cuda.synchronize()  # else for ever
+    torch.cuda.synchronize()  # would hang otherwise
     pending = group.start(lambda pg: dist.all_gather_into_tensor(rows, own, group=pg, async_op=True), call)
     pending.block()  # the stream waits, not the host
     pending.finish()
@@ -429,7 +429,7 @@ def test_a_kernel_that_waits_for_a_peer_ends_with_its_group():
 
 
 def peaks() -> None:
-    """Bytes of the allocator at the peak of a settled step, ours and torch's, of the same model."""
+    """Compare our allocator peak in a settled step with that of torch's engine on the same model."""
     peak = {}
     for api in (fsdp, engine):
         model = shard(make(num_blocks=8), api.fully_shard)

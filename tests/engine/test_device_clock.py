@@ -1,4 +1,4 @@
-"""One contract of clocks of devices, for the real one and the one that tests use in its place; and what CUDA rounds."""
+"""The contract of device clocks, for the real one and the tests' fake; and the rounding of CUDA."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Counted:
 
 
 class OnFake:
-    """The fake with work to do."""
+    """The fake device, with work."""
 
     def __init__(self) -> None:
         self.device = FakeDevice()
@@ -53,7 +53,7 @@ class OnFake:
 
 
 class OnCuda:
-    """A GPU with work to do: a kernel that spins."""
+    """A GPU, with a spinning kernel as work."""
 
     def __init__(self) -> None:
         self.device = Cuda(torch.device("cuda", torch.cuda.current_device()))
@@ -86,7 +86,7 @@ class OnCuda:
             marks=[
                 pytest.mark.gpu,
                 pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-                pytest.mark.filterwarnings("ignore"),  # whatever torch's own warn of
+                pytest.mark.filterwarnings("ignore"),  # warnings of torch's engine
             ],
         ),
     ],
@@ -109,7 +109,7 @@ def test_a_mark_lies_where_the_device_comes_to_it_and_the_host_does_not_wait(on)
     on.work(40)
     last = clock.mark()
     numbered(first, last)
-    assert last not in clock.read()  # 40 ms have not passed, and nobody waited for them
+    assert last not in clock.read()  # 40 ms have not passed, and the host did not wait
     on.device.synchronize()
     end_ns = on.now_ns()
     clock.read()
@@ -197,7 +197,7 @@ def test_an_idle_device_gives_a_new_reference_and_a_busy_one_does_not(on):
     clock.compare_if_idle()
     assert clock._reference is before
     on.device.synchronize()
-    for _ in range(100):  # one of them is as quick as the first ones were
+    for _ in range(100):  # one comparison is as quick as the first ones
         clock.compare_if_idle()
     assert clock._reference is not before
     (mark,) = numbered(clock.mark())
@@ -206,11 +206,11 @@ def test_an_idle_device_gives_a_new_reference_and_a_busy_one_does_not(on):
     assert mark.made_ns <= mark.t_ns <= on.now_ns()
 
 
-# ---- what only a clock that can be moved shows
+# ---- only with a clock that can be moved
 
 
 def worst_error_ns(clock, device, host, num_steps, step_ns) -> int:
-    """How far off the worst mark is of a loop that keeps the device busy all the time."""
+    """Return the largest error of a mark in a loop that keeps the device busy throughout."""
     worst_ns = 0
     for _ in range(num_steps):
         at_ns = max(device.compute.until_ns, host.ns + LATENCY_NS)
@@ -227,7 +227,7 @@ def test_32_bit_milliseconds_stay_exact_in_a_loop_that_never_waits():
     device = FakeDevice(host)
     clock = DeviceClock(device, host)
     assert worst_error_ns(clock, device, host, 12_000, 77_777_777) < clock.error_ns + 6_000
-    assert device.compute.until_ns > 400 * REBASE_NS  # a quarter of an hour: one reference would be off by 30 us
+    assert device.compute.until_ns > 400 * REBASE_NS  # a quarter of an hour: a single reference would be off by 30 us
 
 
 @given(st.floats(0.9999, 1.0001), st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), max_size=30))

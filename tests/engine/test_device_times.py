@@ -1,4 +1,4 @@
-"""Steps of real ranks whose streams are those of a device that lags behind: what it did of them, and when."""
+"""Steps of real ranks with the streams of a lagging device: its operations and their times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workbench.runtime.recorder import Recorder
 from workbench.trace import RankTrace, Trace, check
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, RankInfo
 
-LAG_NS = 20_000_000  # that the device takes for each forward: far more than its host
+LAG_NS = 20_000_000  # device time of each forward, far more than its host time
 
 
 def rows_of(drained):
@@ -32,7 +32,7 @@ def rows_of(drained):
 
 
 def run(num_steps: int, drains: bool = False) -> tuple[Header, np.ndarray, list[str]]:
-    """Train, and return what was recorded, and the threads in which the host waited for the device within a step."""
+    """Train; return the header, the recorded rows, and the threads that waited for the device within a step."""
     device, waited = FakeDevice(time.monotonic_ns), []
     recorder = Recorder(Header(world_size=dist.get_world_size()))
     recorder.device_clock = clock = device.clock()
@@ -79,7 +79,7 @@ def ranks():
 
 
 def told(header, rows):
-    """``(row it tells of, stream, time)`` of all that the device told, in the order of what was handed over."""
+    """Return ``(row, stream, time)`` for each device time, in the order of issue."""
     tells = rows[rows["kind"] == Kind.DEVICE]
     found = [(rows[int(row["value"])], header.strings[row["module"]], int(row["t_ns"])) for row in tells]
     return sorted(found, key=lambda each: each[0]["seq"])
@@ -92,7 +92,7 @@ def of_device(header, rows):
 
 def test_everything_is_told_once_and_after_it_was_handed_over(ranks):
     for header, rows, _ in ranks:
-        assert check(Trace(header, (RankTrace(header.ranks[0].rank, rows),))) == []  # not before, and not twice
+        assert check(Trace(header, (RankTrace(header.ranks[0].rank, rows),))) == []  # neither early nor twice
         events = rows["seq"][~of_kind(rows, BESIDE)]
         assert [row["seq"] for row, _, _ in told(header, rows)] == events.tolist()
         assert rows["step"].max() == 2
@@ -118,7 +118,7 @@ def test_work_is_where_the_engine_puts_it(ranks):
         assert where[Kind.ALL_GATHER, Edge.BEGIN] == {"copy-in"}
         assert where[Kind.REDUCE_SCATTER, Edge.BEGIN] == {"reduce"}
         assert where[Kind.ALL_GATHER, Edge.END] == where[Kind.REDUCE_SCATTER, Edge.END] == {COMMUNICATION}
-        assert where[Kind.COPY_IN, Edge.BEGIN] == {"reduce"}  # float32 shards are gathered as they lie
+        assert where[Kind.COPY_IN, Edge.BEGIN] == {"reduce"}  # float32 shards are gathered in place
 
 
 def test_collectives_pair_and_compute_waits_for_each_of_them(ranks):
@@ -141,7 +141,7 @@ def test_the_device_runs_behind_and_its_host_does_not_wait_within_a_step(ranks):
         step = spans(rows, (Kind.STEP,))
         device = spans(of_device(header, rows).part.rows, (Kind.STEP,))
         assert (device.end_ns - device.begin_ns >= LAG_NS).all()
-        assert device.end_ns[-1] > step.end_ns[-1]  # the host was done before
+        assert device.end_ns[-1] > step.end_ns[-1]  # the host finished first
 
 
 def test_a_drain_in_the_middle_of_a_step_loses_nothing():

@@ -1,4 +1,4 @@
-"""The engine's source: errors are raised, never asserted, and each has a test that quotes it."""
+"""The engine's source raises errors instead of asserting, and a test quotes each error."""
 
 import ast
 import functools

@@ -1,7 +1,7 @@
-"""Every refusal of the public surface: the right exception, what came, what is allowed, and nothing half-applied.
+"""Every refusal of the public API: the right exception, the bad value, the allowed values, and no partial effect.
 
-``test_errors.py`` has the modules, parameters and trees that cannot be sharded; here are the arguments, the setters,
-and what is found out at the first forward. Each row gives the words a message must hold, in any order.
+``test_errors.py`` covers modules, parameters and trees that cannot be sharded. This file covers the arguments, the
+setters and the checks at the first forward. Each row lists words that the message must contain, in any order.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Words = tuple[str, ...]
 
 
 def refused(call: Callable[[], object], error: type[Exception], words: Words, module: nn.Module) -> None:
-    """Expect ``error`` exactly, with every word in its message, and ``module`` as it was."""
+    """Expect exactly ``error``, with every word in its message and ``module`` unchanged."""
     before = fingerprint(module)
     with pytest.raises(error) as caught:
         call()
@@ -140,7 +140,7 @@ def wrong_argument(case: str) -> None:
     with simulated_rank(1, 4):
         model = Pair()
         refused(lambda: fully_shard(model, **options), error, words, model)
-        fully_shard(model)  # the refusal left nothing behind that stands in the way
+        fully_shard(model)  # the refusal leaves nothing behind
 
 
 WRONG_MESHES = {

@@ -1,4 +1,4 @@
-"""Every error the engine raises for a mistake: what came, what is allowed, which parameter or unit, and the fix."""
+"""Every error for a user mistake: the value, the allowed values, the parameter or unit, and the fix."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ from workbench.engine import FSDPModule, fully_shard, unshard_module
 
 
 def fingerprint(module: nn.Module) -> dict[str, object]:
-    """Everything that a refused call must leave as it was."""
+    """Return everything that a refused call must leave unchanged."""
     return {
         "classes": [type(m) for m in module.modules()],
         "params": [(name, id(p), p.data_ptr(), p.requires_grad) for name, p in module.named_parameters()],
@@ -124,7 +124,7 @@ REFUSED = {
 
 
 def refuses(error: type[Exception], said: str) -> AbstractContextManager:
-    """Expect ``error`` whose message holds ``said``, where only ``.*`` is special."""
+    """Expect ``error`` whose message contains ``said``, in which only ``.*`` is special."""
     return pytest.raises(error, match=".*".join(map(re.escape, said.split(".*"))))
 
 
@@ -247,7 +247,7 @@ def test_parameters_still_on_meta():
     fully_shard(model.b)
     fully_shard(model)
     said = "still on the meta device: a.weight, a.bias, b.weight, b.bias; call module.to_empty(device=...) and"
-    for _ in range(2):  # and again, when it was not mended
+    for _ in range(2):  # repeats until fixed
         with refuses(RuntimeError, said):
             model(torch.ones(1, 2))
     model.to_empty(device="cpu")
@@ -376,7 +376,7 @@ def test_backward_through_a_forward_from_before_unshard_module():
 
 @simulating
 def test_an_unknown_choice_of_communication():
-    os.environ["WORKBENCH_COMM"] = "fastest"  # of this process, which ends with the test
+    os.environ["WORKBENCH_COMM"] = "fastest"  # only in this process, which ends with the test
     with simulated_rank(0, 2):
         model = fully_shard(Pair())
         with refuses(ValueError, "unknown WORKBENCH_COMM='fastest'; use 'gloo' .*, 'default' .*, or unset it"):

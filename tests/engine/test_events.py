@@ -1,4 +1,4 @@
-"""What a rank announces during a step, event by event, and how often it communicates."""
+"""The events of a rank during a step, and how often it communicates."""
 
 import functools
 
@@ -24,7 +24,7 @@ POLICIES = (None, True, False)
 
 
 def one_step(reshard: bool | None, steps: int = 1) -> Recording:
-    """Train; the record starts after the first step, when nothing is first any more."""
+    """Train; recording starts after the first step, so that it contains no one-time events."""
     with recording() as record:
         model = shard_net(make_net(**NET), reshard_after_forward=reshard)
         for step in range(steps + 1):
@@ -34,7 +34,7 @@ def one_step(reshard: bool | None, steps: int = 1) -> Recording:
 
 
 def expected_forward(reshard: bool | None, *, alone: bool) -> list[str]:
-    """The all-gather of the unit that ran next the last time starts before a unit's forward."""
+    """Each unit's forward is preceded by the start of the all-gather of the unit that ran next last time."""
     inner = reshard is not False
     begin = functools.partial(begin_unshard, alone=alone)
     end = functools.partial(end_unshard, alone=alone)
@@ -145,7 +145,7 @@ def test_collectives_are_numbered_alike_on_all_ranks_and_end_at_their_true_time(
             for kind, edge, _, _, comm, _ in record.rows
             if edge is Edge.BEGIN and kind in {Kind.ALL_GATHER, Kind.REDUCE_SCATTER}
         ]
-        # two steps before this one, each 2G - 1 + G collectives, G = 3; the comparison of models is not counted
+        # two earlier steps, each 2G - 1 + G collectives, G = 3; the comparison of models is not counted
         assert comms == [(next(iter(record.groups)), seq) for seq in range(16, 24)]
         ends = [row for row in record.rows if row[1] is Edge.END and row[0] in {Kind.ALL_GATHER, Kind.REDUCE_SCATTER}]
         assert all(t_ns > 0 for *_, t_ns in ends)

@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """Reads, as some language models do, the parameter of another module in its own forward."""
+    """Reads another module's parameter in its own forward, as some language models do."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Tied(nn.Module):
 
 
 class Keeps(nn.Module):
-    """Keeps a view of its parameter, made while that is whole."""
+    """Keeps a view of its parameter, made while the parameter is unsharded."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ranks find out before and during the first iteration costs no collective: whoever counts sees torch's number."""
+"""The checks that ranks make before and during the first iteration cost no collective: counts equal torch's."""
 
 import math
 from collections import Counter
@@ -25,14 +25,14 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def count(api: ModuleType, shape: tuple[int, ...]) -> list[tuple[dict[str, int], int]]:
-    """Per iteration: what CommDebugMode counts, by operation, and how many collectives the profiler sees."""
+    """Return, per iteration, CommDebugMode's counts by operation and the profiler's number of collectives."""
     model = shard_net_with(api, make_net(num_blocks=2), mesh=mesh_of(shape))
     seen = []
     for step in range(NUM_ITERATIONS):
         with profile() as profiled, CommDebugMode() as debug:
             loss_of(model, batch(dist.get_rank(), step)).backward()
         counts = Counter({str(op): n for op, n in debug.get_comm_counts().items()})
-        events = profiled.kineto_results.events()  # as recorded: to make a tree of them takes longer than the training
+        events = profiled.kineto_results.events()  # raw events: building a tree of them takes longer than the training
         seen.append((dict(counts), sum(event.name().startswith("gloo:") for event in events)))
     return seen
 
@@ -45,12 +45,12 @@ def ours(shape: tuple[int, ...], choice: str) -> list[tuple[dict[str, int], int]
 
 @pytest.fixture(scope="module", params=quick([(1,), (2,), (4,), (2, 2)], [(1,), (2,)]), ids=str)
 def measured(request) -> tuple[tuple[int, ...], list[list[tuple[dict[str, int], int]]]]:
-    """A mesh's shape, and what each rank counts of torch's own on it: no choice of ours has a part in that."""
+    """Return a mesh's shape and each rank's counts with torch's engine, which are the same for every choice of comm."""
     return request.param, run_ranks(math.prod(request.param), count, fsdp, request.param)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own, on a model of integer inputs
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # torch's, of torch's
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # of torch's engine
 @pytest.mark.parametrize("choice", ["default", "gloo", ""])
 def test_no_iteration_has_more_collectives_than_torchs(measured, choice):
     shape, of_torch = measured

@@ -1,4 +1,4 @@
-"""Gradients: by what they are divided, how many reductions fly, who is told, what takes no part."""
+"""Gradients: their divisor, reductions in flight, hooks, and parameters that take no part."""
 
 import copy
 from collections import Counter
@@ -30,17 +30,16 @@ from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
 from workbench.events import Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 # ---- the divisor
 
 
 def divided(api: ModuleType, factor: float | None, only_root: bool, force_sum: bool) -> None:
-    """Each unit's gradient is the sum over ranks divided by its own factor, the number of ranks if none is set."""
+    """Each unit's gradient is the sum over ranks divided by the unit's factor, by default the number of ranks."""
     plain = double_net()
     model = shard_net_with(api, copy.deepcopy(plain))
     told = [model] if only_root else list(units_below(model))
     for unit in units_below(model):
-        # gloo cannot do what torch's own would ask of it for a factor of one's own
+        # for a custom factor torch's engine needs an operation that gloo does not have
         unit.set_force_sum_reduction_for_comms(force_sum or (api is not engine and factor is not None))
     if factor is not None:
         for unit in told:
@@ -54,7 +53,7 @@ def divided(api: ModuleType, factor: float | None, only_root: bool, force_sum: b
     assert_same_shards(model, plain, **CLOSE)
 
 
-@pytest.mark.parametrize(("api", "world_size"), [(engine, 1), (engine, 2), (fsdp, 2)])  # torch's alone divides twice
+@pytest.mark.parametrize(("api", "world_size"), [(engine, 1), (engine, 2), (fsdp, 2)])  # one-rank torch divides twice
 @pytest.mark.parametrize(("factor", "only_root"), [(None, False), (1.0, False), (3.0, False), (3.0, True)])
 def test_gradients_are_divided_by_the_units_factor(api, world_size, factor, only_root):
     run_ranks(world_size, divided, api, factor, only_root, False)
@@ -89,7 +88,7 @@ def test_the_divisor_counts_both_axes_of_a_hybrid_mesh_once(api):
 
 
 def most_in_flight(record: Recording) -> int:
-    """Return how many reductions had begun and not ended at once."""
+    """Return the largest number of reductions in flight at once."""
     now = most = 0
     for kind, edge, *_ in record.rows:
         if kind is Kind.REDUCE_SCATTER:
@@ -139,7 +138,7 @@ def test_other_numbers_of_input_buffers_are_refused(value, error):
 
 
 def hooks_fired(api: ModuleType) -> list[Counter[str]]:
-    """How often each parameter's hook fires in a micro-batch without sync, with sync, and with a second sync."""
+    """Count each parameter's hook calls in a micro-batch without sync, one with sync, and a second one with sync."""
     model = shard_net_with(api, make_net(**NET))
     fired: Counter[str] = Counter()
 
@@ -222,7 +221,7 @@ def test_one_rank_communicates_with_nobody(hybrid):
 
 
 def freeze_in_turn(model: nn.Module, step: int) -> None:
-    """Nothing, the embedding, a block, the embedding and the other block are frozen, then nothing again."""
+    """Freeze nothing, the embedding, a block, the embedding and the other block, then nothing again."""
     frozen = [(), ("embed",), ("blocks.0",), ("embed", "blocks.1"), ()][step]
     for name, module in model.named_children():
         if name != "blocks":
@@ -266,7 +265,7 @@ def test_only_what_is_trained_is_reduced():
     )
 
 
-# ---- outputs that are used in part
+# ---- outputs that are used partly
 
 
 class TwoOutputs(nn.Module):
@@ -279,7 +278,7 @@ class TwoOutputs(nn.Module):
 
 
 class UsesSome(nn.Module):
-    """Steps through: both outputs, the left, the right one, none of the second fork."""
+    """Uses in turn both outputs of the second fork, the left one, the right one, or none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""What a user holds of a parameter's memory stays the parameter's, whatever becomes of the model in between.
+"""The user's references to a parameter's memory stay valid, whatever happens to the model meanwhile.
 
-The oracle of each step is an unsharded copy that takes the same ones.
+The oracle of each step is an unsharded copy that takes the same steps.
 """
 
 import copy
@@ -54,7 +54,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def train(model: nn.Module, plain: nn.Module, num_steps: int = 2) -> None:
-    """Step both by hand; an optimizer would hold parameters too."""
+    """Step both models manually; an optimizer would hold parameters too."""
     for _ in range(num_steps):
         for each in (model, plain):
             each(torch.linspace(-1, 1, 12).view(3, 4)).square().mean().backward()
@@ -65,7 +65,7 @@ def train(model: nn.Module, plain: nn.Module, num_steps: int = 2) -> None:
 
 
 def locals_of(plain: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what this rank should have of each parameter."""
+    """Return the expected local shard of each parameter."""
     likes = model.state_dict()
     return {
         name: distribute_tensor(value.clone(), likes[name].device_mesh, likes[name].placements).to_local()
@@ -74,7 +74,7 @@ def locals_of(plain: nn.Module, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def taken_from(model: nn.Module) -> Handles:
-    """Return every kind of handle on every parameter, as plain tensors over the memory that it has."""
+    """Return every kind of reference to every parameter, as plain tensors over its memory."""
     params = dict(model.named_parameters())
     handles = {
         "state_dict": {name: value.to_local() for name, value in model.state_dict().items()},
@@ -89,30 +89,30 @@ def taken_from(model: nn.Module) -> Handles:
 
 
 def assert_live(handles: Handles, model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
-    """Check that every handle shows the values that the model has, and lies where it does."""
+    """Check that every reference shows the model's values and points to the model's memory."""
     for kind, tensors in handles.items():
         for name, tensor in tensors.items():
             local = model.get_parameter(name).to_local()
             said = f"{kind} of {name}"
-            found = tensor.data.view(local.shape)  # autograd forbids to compute with what is stepped in place
+            found = tensor.data.view(local.shape)  # autograd forbids computing with a tensor that was stepped in place
             torch.testing.assert_close(found, wanted[name], msg=lambda m, s=said: f"{s}: {m}")
             assert not local.numel() or tensor.data_ptr() == local.data_ptr(), said
 
 
-# ---- what happens to the model in between
+# ---- events in between
 
 
 def nothing(_model: nn.Module) -> None:
-    """After fully_shard, or after the steps so far."""
+    """Do nothing, so that references are taken after fully_shard or after the steps so far."""
 
 
 def new_groups(_model: nn.Module) -> None:
-    """As after an abort."""
+    """Rebuild the groups, as after an abort."""
     rebuild_groups()
 
 
 def given_up(model: nn.Module) -> None:
-    """An iteration that raised, and new groups."""
+    """Raise within an iteration, then rebuild the groups."""
     handle = model[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(torch.ones(1, 4))
@@ -130,7 +130,7 @@ def one_unit_changed(model: nn.Module) -> None:
 
 
 def another_precision(model: nn.Module) -> None:
-    """Cast for a step, and not afterwards."""
+    """Change the precision for one step only."""
     reshard_module(model, mp_policy=MixedPrecisionPolicy(torch.float64, torch.float64))
     with torch.no_grad():
         model(torch.ones(1, 4, dtype=torch.float64))
@@ -196,7 +196,7 @@ def test_handles_follow_the_training_from_any_moment_on(world_size, over):
     run_ranks(world_size, in_turn, {happens.__name__: lambda h=happens: follows(h) for happens in MOMENTS})
 
 
-# ---- memory of the user's own
+# ---- the user's own memory
 
 
 def assigned(model: nn.Module, values: dict[str, DTensor]) -> None:
@@ -209,7 +209,7 @@ def assigned_one_by_one(model: nn.Module, values: dict[str, DTensor]) -> None:
 
 
 def one_assigned(model: nn.Module, values: dict[str, DTensor]) -> None:
-    """The others stay where they are."""
+    """Assign one value; the other parameters keep their memory."""
     name, value = next(iter(values.items()))
     for other in list(values)[1:]:
         with torch.no_grad():
@@ -270,7 +270,7 @@ def test_memory_that_the_user_has_put_in_place_is_where_training_goes_on(world_s
 
 
 def put_on_one_rank() -> None:
-    """Only rank 0 has memory of its own in place: the ranks come to one answer, and to the right values."""
+    """Only rank 0 assigns memory: the ranks must agree on the comm and compute the right values."""
     plain = plain_net()
     model = shard(copy.deepcopy(plain))
     if dist.get_rank() == 0:
@@ -286,7 +286,7 @@ def test_ranks_agree_where_only_one_has_memory_of_its_own(over):
 
 
 def filled_and_converted() -> None:
-    """``to_empty`` and ``.to`` make new memory, in which shards lie together again, and share pages."""
+    """``to_empty`` and ``.to`` allocate new memory, in which shards are contiguous again and share pages."""
     plain = plain_net()
     with torch.device("meta"):
         model = shard(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4)))
@@ -444,7 +444,7 @@ def wrapper_converted(*, orig: bool) -> None:
 
 
 def data_of_the_users(model_dtype: torch.dtype) -> None:
-    """The flat parameter's data is replaced by the user's, which training then goes on in, as with torch's wrapper."""
+    """The user replaces the flat parameter's data, and training continues in it, as with torch's wrapper."""
     plain = plain_net()
     model = wrap(copy.deepcopy(plain), orig=False)
     (param,) = model.parameters()
@@ -465,7 +465,7 @@ def test_a_converted_wrapper_and_one_with_memory_of_the_users(world_size, over):
     run_ranks(world_size, in_turn, cases)
 
 
-# ---- what is left behind
+# ---- leftovers
 
 
 def mapped() -> set[str]:
@@ -484,7 +484,7 @@ def gone_after() -> None:
     unshard_module(model)
     process_groups.forget_all()
     del model
-    assert torch.equal(held, value)  # of nobody's any more, and still there
+    assert torch.equal(held, value)  # no longer any model's memory, but still valid
     del held
     gc.collect()
     assert mapped() == set()

@@ -1,4 +1,4 @@
-"""Ranks on several hosts: memory within each, gloo between them, in one collective; and what crosses."""
+"""Ranks on several hosts: shared memory within each host and gloo between them; and the traffic between hosts."""
 
 import copy
 import functools
@@ -56,7 +56,7 @@ def seats(network: ranks_on_hosts.Network, *num_ranks: int) -> list[ranks_on_hos
     return network.seats(*num_ranks, *[0] * (3 - len(num_ranks)))
 
 
-# ---- how ranks are arranged
+# ---- the arrangement of ranks
 
 
 @given(num_hosts=st.integers(2, 5), num_local=st.integers(2, 5))
@@ -76,11 +76,11 @@ def test_other_ranks_are_not(identities):
     assert ranks_per_host(identities) == 0
 
 
-# ---- what the collectives compute
+# ---- results of the collectives
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers that only one rank has; of very different sizes, so that the order of a sum shows."""
+    """Return random numbers that depend on the rank; their sizes vary so much that the order of a sum shows."""
     generator = torch.Generator().manual_seed(rank)
     return (torch.randn(count, generator=generator) * 2.0 ** torch.randint(0, 12, (count,), generator=generator)).to(
         dtype
@@ -94,7 +94,7 @@ def connected() -> Hosts:
 
 
 def collect(numels: list[int], dtype: torch.dtype, at_once: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gather and reduce units of so many elements, some issued before the first is waited for."""
+    """Gather and reduce units of the given sizes, some issued before the first wait."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), connected()
     gather, reduce = HostsAllGather(found, dtype), HostsReduceScatter(found, dtype, at_once)
     results, under_way = [], []
@@ -103,12 +103,12 @@ def collect(numels: list[int], dtype: torch.dtype, at_once: int) -> list[tuple[t
         gathering, output, reducing, total = under_way.pop(0)
         gathering.wait()
         reducing.wait()
-        reducing.wait()  # once more does nothing
+        reducing.wait()  # a second wait is a no-op
         results.append((output.clone(), total))
         gather.free(output)
 
     for numel in numels:
-        if len(under_way) == min(at_once, 2):  # the stages of all-gathers
+        if len(under_way) == min(at_once, 2):  # the number of all-gather stages
             end()
         output = gather.allocate([size * numel], dtype=dtype, device=CPU)
         row = output.view(size, numel)[rank].copy_(numbers(rank, numel, dtype))
@@ -120,7 +120,7 @@ def collect(numels: list[int], dtype: torch.dtype, at_once: int) -> list[tuple[t
 
 
 def sum_over_hosts(num_hosts: int, num_local: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """``[F, S]``: over the ranks of each host in order, then over the hosts in order."""
+    """Return ``[F, S]``: sums over the ranks of each host in order, then over the hosts in order."""
     size = num_hosts * num_local
     given = torch.stack([numbers(rank, size * numel, dtype) for rank in range(size)]).unflatten(0, (-1, num_local))
     of_hosts = [functools.reduce(torch.add, ranks) for ranks in given]
@@ -153,11 +153,11 @@ def test_reductions_that_nobody_waits_for_do_no_harm(network):
     assert run_on(seats(network, 2, 2), dropped) == [[0.0, 12.0, 24.0]] * 4
 
 
-# ---- the turns of the second steps
+# ---- the order of the second steps
 
 
 class Steps:
-    """A group on which steps are issued; their work ends when the test says so."""
+    """A group that issues steps; a test ends their work."""
 
     index = 0
 
@@ -169,7 +169,7 @@ class Steps:
 
 
 def start(relay: Relay, name: str) -> tuple[FakeWork, FakeWork, Any]:
-    """Start a collective; returns the work of both steps, and its own."""
+    """Start a collective; return the work of both steps, and the collective's own."""
     first, second = FakeWork(), FakeWork()
 
     def issue(group: Steps) -> FakeWork:
@@ -267,7 +267,7 @@ def test_training_equals_an_unsharded_copys(network, counts, name, reshard):
 
 
 def trained_in_bf16() -> list[torch.Tensor]:
-    """Two models by turns, of which one has several reductions under way; return the parameters' shards."""
+    """Train two models in turn, one of them with several reductions in flight; return the parameters' shards."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     models = [shard_net(make_net(seed), mp_policy=policy) for seed in (1, 2)]
     models[1].set_reduce_scatter_max_input_buffers(3)
@@ -327,7 +327,7 @@ def test_events_are_those_of_gloo_but_that_shards_are_copied_to_where_they_are_g
             expected.append(event)
         assert events == expected
         assert {unit.comm for unit in record.units.values()} == {PER_HOST}
-        assert list(record.groups.values()) == [(0, 1, 2, 3)]  # steps within its collectives are nobody's
+        assert list(record.groups.values()) == [(0, 1, 2, 3)]  # its inner steps are not recorded
 
 
 @on_hosts
@@ -337,9 +337,9 @@ def test_bytes_by_formula(network):
     largest = max(root, block)
     aligned = -(-largest * (size - 1) * FP32 // mmap.PAGESIZE) * mmap.PAGESIZE
     for _, record in run_on(seats(network, num_local, num_local), recorded_step):
-        gathered = 2 * size * largest // num_local * FP32  # two stages, which the ranks of a host have together
-        reduced = 2 * aligned  # two stages, which nobody uses between two units
-        in_use = largest * (size - 1 + num_hosts - 1) * FP32  # its input, and what comes from the other host
+        gathered = 2 * size * largest // num_local * FP32  # two stages, shared by the ranks of a host
+        reduced = 2 * aligned  # two stages, unused between two units
+        in_use = largest * (size - 1 + num_hosts - 1) * FP32  # its input, and the data from the other host
         pages = size * largest * FP32  # of full parameters, spare between two units
         assert record.peak[Category.RESERVED] == gathered + reduced + pages
         assert record.peak[Category.REDUCE_SCATTER_BUFFERS] == in_use
@@ -352,7 +352,7 @@ LARGE = {"dim": 64, "num_blocks": 4, "vocab": 100}
 
 
 def issued(num_copies: int) -> list[tuple[Kind, tuple[int, ...], int, str]]:
-    """Train 3 steps; returns kind, ranks, payload and carrier of each collective that this rank issued."""
+    """Train 3 steps; return kind, ranks, payload and carrier of each collective that this rank issued."""
     mesh = init_device_mesh(
         "cpu", (num_copies, dist.get_world_size() // num_copies), mesh_dim_names=("copies", "ranks")
     )
@@ -392,19 +392,19 @@ def test_what_crosses_between_hosts_is_what_the_formula_says(network, monkeypatc
     expected: Counter[str] = Counter()
     for rank, collectives in enumerate(ranks):
         for kind, members, payload, carrier in collectives:
-            if rank == members[0]:  # of each collective once
+            if rank == members[0]:  # count each collective once
                 names = [str(hosts_of_ranks[member]) for member in members]
                 expected.update(crossing_bytes(kind, payload, names, carrier))
     for host in range(len(counts)):
         payload = expected[str(host)]
-        assert payload < sent[host] < 1.15 * payload + 400_000  # headers; what a start says through the store
+        assert payload < sent[host] < 1.15 * payload + 400_000  # headers, and store traffic at the start
 
 
-# ---- given up, and refused
+# ---- aborted, and refused
 
 
 def aborted_and_gone_on() -> None:
-    """Rank 3 does not come to a step, the others are freed; then all train on."""
+    """Rank 3 skips a step and the others are aborted; then all train on."""
     plain = make_net(num_blocks=2)
     model = shard_net(copy.deepcopy(plain))
     optimizers = [adamw(m.parameters()) for m in (plain, model)]
@@ -444,7 +444,7 @@ def test_a_step_that_was_given_up_leaves_nothing_that_could_come_later(network):
 
 
 def without_memory(host: str) -> set[str]:
-    """The ranks of one host get no memory beyond the first page."""
+    """On one host, shared memory fails beyond the first page."""
     if shared_memory.host == host:
         create = shared_memory._create
 

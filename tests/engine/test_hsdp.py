@@ -1,4 +1,4 @@
-"""Hybrid sharding: sharded over one mesh axis, replicated over the other; 2 x 2 ranks unless said otherwise."""
+"""Hybrid sharding: sharded over one mesh axis, replicated over the other; 2 x 2 ranks by default."""
 
 import copy
 from types import ModuleType
@@ -31,7 +31,6 @@ from workbench import engine
 from workbench.engine import collective_order
 from workbench.events import Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 F = R = 2
 KINDS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
@@ -107,7 +106,7 @@ def last_of_two_steps(replicas: int, shards: int, reduce: torch.dtype | None) ->
 
 
 def by_unit(record: Recording, kind: Kind) -> dict[str, int]:
-    """Bytes that each unit's ``kind`` began with."""
+    """Return the bytes that each unit's ``kind`` began with."""
     return {record.name(unit): n for k, edge, unit, n, *_ in record.rows if (k, edge) == (kind, Edge.BEGIN)}
 
 
@@ -165,12 +164,12 @@ def test_an_axis_of_one_rank_gives_the_same_numbers(replicas, shards):
 
 
 def reduce_now_replicate_later(model: nn.Module, step: int) -> None:
-    """Three micro-batches of which only the last is reduced over the replicas."""
+    """Run three micro-batches; reduce only the last one over the replicas."""
     for micro in range(3):
         tell(model, "set_requires_all_reduce", micro == 2)
         one_batch(model, 3 * step + micro)
         if micro < 2 and isinstance(model.scale, DTensor):
-            assert all(p.grad is None for p in model.parameters())  # half a gradient is no gradient
+            assert all(p.grad is None for p in model.parameters())  # a partial gradient is not visible
 
 
 def without_any_sync(model: nn.Module, step: int) -> None:
@@ -205,7 +204,7 @@ def test_accumulation_over_micro_batches(run, reduced, replicated):
 
 
 class Experts(nn.Module):
-    """Experts of which each micro-batch uses one, and an inner unit that a micro-batch may leave out."""
+    """Experts of which each micro-batch uses one, and an inner unit that a micro-batch may skip."""
 
     def __init__(self, *hidden: int) -> None:
         super().__init__()
@@ -217,7 +216,7 @@ class Experts(nn.Module):
         return self.inner(x) if with_inner else x
 
 
-# per replica: which expert each micro-batch uses; and which micro-batches use the inner unit
+# per replica: the expert of each micro-batch; and whether each micro-batch uses the inner unit
 USES = {
     "one after the other": (((0, 1), (0, 1)), (True, True)),
     "again": (((0, 1, 1, 0), (0, 1, 1, 0)), (True, True, True, True)),
@@ -229,7 +228,7 @@ USES = {
 
 
 def replicate_at_last(hidden: tuple[int, ...], uses: str) -> None:
-    """Two steps whose micro-batches use different parameters of a unit; only the last one is all-reduced."""
+    """Run two steps whose micro-batches use different parameters of a unit; all-reduce only in the last micro-batch."""
     experts, inner = USES[uses]
     torch.manual_seed(0)
     plain = Experts(*hidden).double()
@@ -259,7 +258,7 @@ def test_half_reduced_gradients_belong_to_their_parameters(uses, hidden):
 
 
 def replicas_disagree() -> str:
-    """Each replica uses another expert: as many bytes, and other parameters."""
+    """Each replica uses another expert: as many bytes, but other parameters."""
     torch.manual_seed(0)
     model = engine.fully_shard(Experts(5, 5), mesh=grid())
     with pytest.raises(engine.RanksDisagreeError) as refused:
@@ -268,14 +267,14 @@ def replicas_disagree() -> str:
 
 
 def test_replicas_that_use_different_parameters_are_told_which(monkeypatch):
-    monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # however slow a rank is, its part is in the message
+    monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # wait for a slow rank's part of the message
     for what in run_ranks(4, replicas_disagree):
         assert "all-reduce without experts.1.0.weight, experts.1.0.bias, experts.1.1.weight, experts.1.1.bias (" in what
         assert "all-reduce without experts.0.0.weight" in what
 
 
 def dropped_by_a_reset() -> None:
-    """What was reduced and not yet replicated belongs to the iteration that is given up."""
+    """A reset drops gradients that are reduced but not yet replicated."""
     plain = double_net()
     model = shard_net_with(engine, copy.deepcopy(plain), mesh=grid())
     model.set_requires_all_reduce(False)
@@ -292,11 +291,11 @@ def test_a_reset_drops_half_reduced_gradients():
     run_ranks(4, dropped_by_a_reset)
 
 
-# ---- the user's own all-reduce
+# ---- the user's all-reduce
 
 
 def hooked(api: ModuleType) -> list[int]:
-    """A hook after the all-reduce sees each unit's shard once and may change it; returns its sizes in elements."""
+    """A hook after the all-reduce sees each unit's shard once and may change it; return the sizes in elements."""
     plain = double_net()
     model = shard_net_with(api, copy.deepcopy(plain), mesh=grid())
     seen = []
@@ -323,7 +322,7 @@ def test_an_all_reduce_hook_gets_each_units_shard(api):
 
 
 def replicated_by_hand(api: ModuleType) -> None:
-    """Plain sharding over a row and an all-reduce of one's own over the column is hybrid sharding."""
+    """Sharding over a row plus a manual all-reduce over the column equals hybrid sharding."""
     mesh = grid()
     plain = double_net()
     model = shard_net_with(api, copy.deepcopy(plain), mesh=mesh["shard"])

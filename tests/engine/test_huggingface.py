@@ -1,4 +1,4 @@
-"""Models nobody here wrote: the engine beside torch's own fully_shard and the unsharded model."""
+"""Third-party models: the engine next to torch's fully_shard and the unsharded model."""
 
 import copy
 import math
@@ -21,19 +21,19 @@ from workbench.engine import MixedPrecisionPolicy, fully_shard, register_fsdp_fo
 
 pytestmark = pytest.mark.exhaustive
 
-# 1e-4: some gradients are zero but for rounding (a key's bias); Adam must not make a step of them
+# 1e-4: a few gradients (a key's bias) are zero except for rounding, which Adam must not turn into a step
 ADAMW = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}
-VIEWS = "ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"  # torch's own says it of a T5 block
+VIEWS = "ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"  # torch's engine warns about a T5 block
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_once():
-    transformers()  # a rank is forked: it has the package already
+    transformers()  # ranks are forked, so they inherit the import
 
 
 def assert_same_as_torchs(ours: nn.Module, theirs: nn.Module) -> None:
-    """Shards of the gradients are equal."""
+    """Check that the shards of the gradients are equal."""
     for (name, a), (their_name, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert name == their_name
         assert (a.grad is None) == (b.grad is None), name
@@ -80,7 +80,7 @@ def five_steps(name: str, reshard: bool | None) -> list[float]:
 
 
 def tied(model: nn.Module) -> set[tuple[str, ...]]:
-    """Names of parameters that are one."""
+    """Return the groups of names that share a parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -93,7 +93,7 @@ def test_five_steps_beside_torchs_own_and_the_unsharded_model(name):
     first, second = run_cases(2, {reshard: partial(five_steps, name, reshard) for reshard in (None, False)})
     for reshard, losses in first.items():
         assert all(math.isfinite(loss) for loss in losses)
-        assert losses != second[reshard]  # each rank has data of its own
+        assert losses != second[reshard]  # each rank has its own data
 
 
 def with_precision(name: str) -> list[float]:
@@ -119,12 +119,12 @@ def generates(name: str) -> None:
     plain = make(name).eval()
     sharded = shard(copy.deepcopy(plain), fully_shard)
     if plain.config.is_encoder_decoder:
-        register_fsdp_forward_method(sharded, "generate")  # it runs the encoder past the model's own forward
+        register_fsdp_forward_method(sharded, "generate")  # it runs the encoder outside the model's forward
     prompt = batch(dist.get_rank(), 0, size=1, length=5)
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}  # every rank must do as many forwards
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}  # all ranks must run as many forwards
     expected, written = (model.generate(prompt, **options) for model in (plain, sharded))
     assert torch.equal(written, expected)
-    loss_of(sharded.train(), batch(dist.get_rank(), 1)).backward()  # and can be trained afterwards
+    loss_of(sharded.train(), batch(dist.get_rank(), 1)).backward()  # trains afterwards
 
 
 @pytest.mark.filterwarnings(VIEWS)
@@ -136,12 +136,12 @@ def test_five_steps_in_bfloat16_beside_torchs_own_and_what_the_unsharded_model_g
 
 
 def few_tokens(step: int) -> torch.Tensor:
-    """Two tokens [1, 2]: they do not reach every expert."""
+    """Return two tokens [1, 2]: they do not reach every expert."""
     return batch(dist.get_rank(), step, size=1, length=2)
 
 
 def average_with_zeros(model: nn.Module) -> list[bool]:
-    """The mean over ranks of every gradient, an absent one counted as zero; returns which this rank had."""
+    """Average every gradient over ranks, an absent one as zero; return which gradients this rank had."""
     had = [parameter.grad is not None for parameter in model.parameters()]
     for parameter in model.parameters():
         if parameter.grad is None:
@@ -156,7 +156,7 @@ def experts_in_one_parameter() -> None:
     unused = 0
     for step in range(3):
         for model in (plain, sharded):
-            model.set_experts_implementation("eager")  # a loop over the experts that are hit
+            model.set_experts_implementation("eager")  # loops over the experts in use
             loss_of(model, few_tokens(step)).backward()
         unused += sum((layer.mlp.experts.down_proj.grad == 0).all((1, 2)).sum().item() for layer in blocks(plain))
         average_grads(plain)
@@ -171,7 +171,7 @@ def test_stacked_experts_that_no_token_of_a_rank_reaches():
 
 
 def experts_of_their_own() -> list[list[bool]]:
-    """Which parameters this rank had a gradient of, step by step."""
+    """Return, step by step, which parameters had a gradient on this rank."""
     plain = make("Switch")
     ours, theirs = (shard(copy.deepcopy(plain), wrap) for wrap in (fully_shard, torch_fully_shard))
     for sharded in (ours, theirs):

@@ -1,4 +1,4 @@
-"""Ranks that train a model of their own while others are idle."""
+"""Ranks that train a model while others are idle."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ def make_wrapped(mesh: DeviceMesh) -> torch.nn.Module:
 def trained_beside_idle(
     make: Callable[[DeviceMesh], torch.nn.Module], gather: Callable[[torch.nn.Module], None]
 ) -> list[float]:
-    """All ranks gather once; ranks 0 and 1 train another model, and rank 2 waits for them; then all train the first."""
+    """All ranks gather once; then ranks 0 and 1 train another model while rank 2 waits; then all train the first."""
     everyone = make(DeviceMesh("cpu", [0, 1, 2]))
     gather(everyone)
     pair = DeviceMesh("cpu", [0, 1])

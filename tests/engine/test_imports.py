@@ -1,4 +1,4 @@
-"""What the engine imports, and what importing it loads."""
+"""The engine's imports, and the modules that importing it loads."""
 
 import ast
 import subprocess
@@ -10,12 +10,12 @@ import pytest
 import workbench.engine
 
 SOURCES = sorted(Path(workbench.engine.__file__).parent.rglob("*.py"))
-# torch's own FSDP is never used; pictures, notebooks and the other parts of the workbench are not known here
+# the engine uses neither torch's FSDP nor plots, notebooks or other parts of the workbench
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "plotly", "ipywidgets", "IPython", "numpy")
 
 
 def imported_by(path: Path) -> set[str]:
-    """Every module a file names in an import, ``from a import b`` as a.b."""
+    """Return every module that a file imports, ``from a import b`` as a.b."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

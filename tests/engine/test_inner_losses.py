@@ -1,4 +1,4 @@
-"""Losses of tensors made inside a model, passes that raise, and parts of a graph: torch's gradients in every case."""
+"""Losses of inner tensors, passes that raise, and partial graphs: the gradients equal torch's in every case."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -22,15 +22,13 @@ from workbench import engine
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.explain import explain
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
-
 DIM = 8
 Grads = list[torch.Tensor | None]
-STALE = "modified by an inplace operation"  # what backward needs lay in a unit that is sharded again
+STALE = "modified by an inplace operation"  # the values that backward needs were in a unit that is resharded
 
 
 class Layers(nn.Module):
-    """Four layers in a row, which keep what is between them."""
+    """Four layers in a row; the module keeps the intermediate tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +41,7 @@ class Layers(nn.Module):
 
 
 class Shallow(Layers):
-    """What is in the middle needs no values of the outermost unit in backward."""
+    """The intermediate tensors need no values of the outermost unit in backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.low = torch.tanh(self.l1(x))
@@ -88,7 +86,7 @@ def is_same(ours: Grads, wanted: Grads) -> bool:
 
 
 def tried(model: nn.Module, run: Callable[[nn.Module], None], wanted: Grads, grads: Callable = grads_of) -> str:
-    """Run, and return ``same``, ``raised`` or ``differs``; another error than that values are gone is raised."""
+    """Run; return ``same``, ``raised`` or ``differs``. Raise errors that are not about freed values."""
     try:
         run(model)
     except RuntimeError as error:
@@ -117,7 +115,7 @@ UNITS = ((), ("l2",), ("l2", "l3"), ("l1", "l2", "l3"))
 
 
 def accumulate(model: nn.Module, loss: str, **options: Any) -> None:
-    """Two micro-batches, of which the first is not reduced."""
+    """Run two micro-batches; do not reduce the first one."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(False)
     step(model, loss, seed=1, **options)
@@ -127,7 +125,7 @@ def accumulate(model: nn.Module, loss: str, **options: Any) -> None:
 
 
 def table() -> list[tuple[tuple, str, str, str]]:
-    """Return (case, torch's result, ours, ours of an ordinary step after it)."""
+    """Return (case, torch's result, our result, our result of an ordinary step after it)."""
     torch.manual_seed(0)
     found = []
     cases = [
@@ -154,7 +152,7 @@ def test_the_loss_can_be_any_tensor_made_inside():
         assert not [row for row in rank if row[3] != "same"]
         results = [(theirs, ours) for _, theirs, ours, _ in rank]
         assert results.count(("same", "same")) > 70
-        # within a unit that is sharded again, reached through none of its outputs
+        # only losses inside a resharded unit that bypass its outputs
         raised = {case[:3] for case, _, ours, _ in rank if ours == "raised"}
         assert raised
         assert all("kept" not in case and "auto" not in case for case in raised)
@@ -172,7 +170,7 @@ def fail(*_: object) -> None:
 
 
 def places(model: Layers) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield where a pass can raise, and what registers a hook that does."""
+    """Yield each place where a pass can raise, and a function that registers a raising hook there."""
     yield "forward of a unit", lambda: model.l2.register_forward_pre_hook(fail)
     yield "forward of the root", lambda: model.l3.register_forward_hook(fail)
     yield "the last of forward", lambda: model.register_forward_hook(fail)
@@ -182,7 +180,7 @@ def places(model: Layers) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def broken_off(policy: str, units: tuple[str, ...]) -> dict[str, bool]:
-    """Return whether the step after one that raised on all ranks is right, by where it raised."""
+    """Raise on all ranks at each place; return whether the next step is right, by place."""
     torch.manual_seed(0)
     base = Layers().double()
     model = shard(engine, copy.deepcopy(base), units, **policies(engine)[policy])
@@ -208,7 +206,7 @@ def test_the_step_after_one_that_raised_is_right_without_a_reset():
 
 
 def skipped(where: str) -> list[str]:
-    """Rank 1 raises after its last collective, all ranks skip the batch; returns what follows of three steps."""
+    """Rank 1 raises after its last collective and all ranks skip the batch; return the results of three steps."""
     torch.manual_seed(0)
     base = Layers().double()
     model = shard(engine, copy.deepcopy(base), ("l2", "l3"))
@@ -238,7 +236,7 @@ def test_a_batch_that_raised_on_one_rank_can_be_skipped_by_all(where):
 
 
 def parted() -> bool:
-    """Rank 1 raises in the middle of backward and goes on with the next step, which both refuse."""
+    """Rank 1 raises in the middle of backward and continues with the next step, which both ranks refuse."""
     torch.manual_seed(0)
     base = Layers().double()
     model = shard(engine, copy.deepcopy(base), ("l2",))
@@ -349,7 +347,7 @@ USES = (
 
 
 def used(model: nn.Module, use: Callable, wanted: Grads, values: Grads) -> str:
-    """Return ``same``, ``differs``, or what was raised."""
+    """Return ``same``, ``differs``, or the error's message."""
     try:
         found = use(model, example(0, differentiable=True)) or []
     except RuntimeError as error:
@@ -359,7 +357,7 @@ def used(model: nn.Module, use: Callable, wanted: Grads, values: Grads) -> str:
 
 
 def uses(policy: str, units: tuple[str, ...], use: Callable) -> tuple[str, str, str]:
-    """Return torch's result, ours, and ours of an ordinary step after it."""
+    """Return torch's result, our result, and our result of an ordinary step after it."""
     torch.manual_seed(0)
     base = Layers().double()
     plain = copy.deepcopy(base)
@@ -397,7 +395,7 @@ def penalty_with_params_kept() -> str:
     def use(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         found = penalty(model, x)
         for unit in (model, model.l2):
-            unit.reshard()  # gradients are those of the shards, which are on the modules again
+            unit.reshard()  # the gradients belong to the shards; put those back on the modules
         return found
 
     return used(model, use, grads_of(plain), values)

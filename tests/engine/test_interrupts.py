@@ -1,4 +1,4 @@
-"""A probe may hold a rank at any event and let an interrupt out there: nothing may be left behind by it."""
+"""A probe may hold a rank at any event and raise an interrupt there; this must leave nothing behind."""
 
 import copy
 import gc
@@ -18,11 +18,11 @@ from workbench.events import Category
 
 
 class Interrupt(BaseException):
-    """What a person's Ctrl-C becomes."""
+    """Stands for the user's Ctrl-C."""
 
 
 def interrupted_at(number: int, record: Recording, model: nn.Module, micro_batches: int) -> bool:
-    """Run micro-batches, the last with sync, and interrupt at the ``number``-th event; False if there are fewer."""
+    """Run micro-batches, the last with sync; interrupt at the ``number``-th event. Return False if there are fewer."""
     left = [number]
 
     def event(kind, edge, *_):
@@ -43,7 +43,7 @@ def interrupted_at(number: int, record: Recording, model: nn.Module, micro_batch
 
 
 def interrupted_everywhere(reshard: bool | None, micro_batches: int) -> int:
-    gc.freeze()  # what is there already is not looked at again and again
+    gc.freeze()  # the repeated collections below skip existing objects
     plain = make_net(**NET)
     number = 0
     with recording() as record:
@@ -53,11 +53,11 @@ def interrupted_everywhere(reshard: bool | None, micro_batches: int) -> int:
         average_grads(plain)
         while interrupted_at(number, record, model, micro_batches):
             number += 1
-            # every rank was stopped at the same event: what it had issued ends by itself
+            # every rank stopped at the same event, so its issued collectives complete
             assert eventually(lambda: process_groups.num_unfinished() == 0)
             model.reset_iter_state()
             model.zero_grad()
-            gc.collect()  # the interrupt's traceback holds on to gradients
+            gc.collect()  # the interrupt's traceback holds gradients
             assert record.alive == at_rest, number
             if number % 5 == 0:
                 model.set_requires_gradient_sync(True)

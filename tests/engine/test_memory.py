@@ -1,4 +1,4 @@
-"""Bytes by category, to the byte, and what is really freed."""
+"""Bytes by category, exactly, and the memory that is freed."""
 
 import gc
 import weakref
@@ -72,7 +72,7 @@ def peaks_of_a_step(reshard: bool | None) -> tuple[dict[Category, int], dict[Cat
 
 
 def used(peak: dict[Category, int]) -> dict[Category, int]:
-    """The peaks of what is used; what pools keep beside has tests of its own."""
+    """Return the peaks without the pools' spare memory, which has its own tests."""
     return {category: num_bytes for category, num_bytes in peak.items() if category is not Category.RESERVED}
 
 
@@ -80,17 +80,17 @@ def used(peak: dict[Category, int]) -> dict[Category, int]:
 @pytest.mark.parametrize("reshard", POLICIES)
 def test_peak_of_each_category(world_size, reshard):
     root, block = slots(world_size, ROOT_SHAPES), slots(world_size, BLOCK_SHAPES)
-    at_once = BLOCKS if reshard is False else 1  # blocks that are full at the same time
-    full, others = world_size * FP32, (world_size - 1) * FP32  # bytes of all ranks' slots of one element
+    at_once = BLOCKS if reshard is False else 1  # full blocks at the same time
+    full, others = world_size * FP32, (world_size - 1) * FP32  # per element of a slot: bytes on all ranks
     expected_forward = {
         SHARDS: model_slots(world_size) * FP32,
         Category.UNSHARDED_PARAMS: (root + at_once * block) * full,
-        # what arrives; among more than two ranks each other one is sent a copy
+        # the received data; with more than two ranks, plus a copy of the shard for each other rank
         Category.ALL_GATHER_BUFFERS: max(root, block) * others * (1 if world_size == 2 else 2),
     }
     reduction = {
         Category.UNSHARDED_GRADS: max(numel(ROOT_SHAPES), numel(BLOCK_SHAPES)) * FP32,
-        Category.REDUCE_SCATTER_BUFFERS: 2 * max(root, block) * others,  # what is sent, and what arrives
+        Category.REDUCE_SCATTER_BUFFERS: 2 * max(root, block) * others,  # sent and received
         Category.SHARDED_GRADS: model_slots(world_size) * FP32,
     }
     for forward, step in run_ranks(world_size, peaks_of_a_step, reshard):
@@ -117,7 +117,7 @@ def test_a_single_rank_needs_no_communication_buffers():
 
 
 def gradients_in_flight() -> list[tuple[str, dict[Category, int]]]:
-    """Return what is alive when the only unit's reduction has been issued and before it is waited for."""
+    """Return the live bytes at each event of a backward with a single unit."""
     seen = []
     with recording() as record:
         unit = fully_shard(nn.Linear(3, 5, bias=False))
@@ -152,7 +152,7 @@ def reset_in_the_middle(where: str) -> dict[Category, int]:
         if where == "forward":
             handle = model.blocks[1].mlp.register_forward_hook(fail)
         else:
-            # the root's backward has begun, the all-gather of blocks.1 is on its way
+            # the root's backward has begun; the all-gather of blocks.1 is in flight
             handle = model.head.register_full_backward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="by the user"):
             loss_of(model, batch(0, 0)).backward()
@@ -180,7 +180,7 @@ def undone() -> dict[Category, int]:
         loss_of(model, batch(0, 0)).backward()
         model.zero_grad()
         unshard_module(model)
-        eventually(lambda: not record.alive)  # gloo lets go of the last input from a thread of its own
+        eventually(lambda: not record.alive)  # a gloo thread frees the last input
     return record.alive
 
 
@@ -225,7 +225,7 @@ def test_full_originals_die_without_the_garbage_collector(world_size):
 
 
 def bytes_by_profiler() -> tuple[int, int, int]:
-    """Running total of the allocator's own events after building and after sharding, and bytes mapped for shards."""
+    """Return the allocator's total before and after sharding, by its own events, and the bytes mapped for shards."""
     gc.disable()
     totals = []
     for shard in (False, True):
@@ -247,7 +247,7 @@ def test_process_memory_after_sharding_is_the_shards():
     sharded = slots(2, ((129, 64), (129,))) * FP32
     for before, after, shards in run_ranks(2, bytes_by_profiler):
         assert (before, shards) == (plain, sharded)
-        assert 0 <= after <= 1024  # a few small tensors of torch's own; shards are not the allocator's
+        assert 0 <= after <= 1024  # a few small tensors of torch's; shards are not from the allocator
 
 
 def meta_then_real() -> list[dict[Category, int]]:

@@ -1,4 +1,4 @@
-"""``dp_mesh_dims``: parameters that are DTensors on the whole mesh, of which some axes are the data-parallel ones."""
+"""``dp_mesh_dims``: parameters are DTensors on the whole mesh, and some of its axes are data-parallel."""
 
 import copy
 import inspect
@@ -19,7 +19,7 @@ from tests.helpers.pairwise import quick
 from tests.helpers.small_models import adamw
 from workbench.engine import DataParallelMeshDims, fully_shard
 
-DIM, HIDDEN, ROWS = 6, 20, 4  # 20 rows: halves, and halves of halves, are even; of 6 rows four ranks have 2, 2, 2, 0
+DIM, HIDDEN, ROWS = 6, 20, 4  # 20 rows halve evenly twice; of 6 rows four ranks have 2, 2, 2, 0
 OVER_TP = {"0.weight": 0, "0.bias": 0, "2.weight": 1}  # the dim that tensor parallelism splits
 MESHES = {
     "one axis": ({"dp": 2}, {"shard": "dp"}),
@@ -44,7 +44,7 @@ def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
 
 
 def on_mesh(mesh: DeviceMesh) -> nn.Module:
-    """The model as DTensors on ``mesh``: split along "tp", whole along the other axes."""
+    """Return the model as DTensors on ``mesh``: split along "tp", replicated along the other axes."""
     model = make()
     for name, param in list(model.named_parameters()):
         split = [
@@ -56,18 +56,18 @@ def on_mesh(mesh: DeviceMesh) -> nn.Module:
 
 
 def placed_data(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Every axis but "tp" has rows of its own."""
+    """Return the data's placements: each axis except "tp" has its own rows."""
     return tuple(Replicate() if axis == "tp" else Shard(0) for axis in mesh.mesh_dim_names)
 
 
 def all_data(mesh: DeviceMesh, step: int) -> torch.Tensor:
-    """Input [ROWS * data-parallel ranks, DIM]."""
+    """Return the input [ROWS * data-parallel ranks, DIM]."""
     ranks = math.prod(mesh.size(axis) for axis, name in enumerate(mesh.mesh_dim_names) if name != "tp")
     return torch.randn(ROWS * ranks, DIM, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Mean over this rank's rows."""
+    """Return the mean over this rank's rows."""
     out = model(distribute_tensor(all_data(mesh, step).to(dtype), mesh, placed_data(mesh)))
     return out.redistribute(placements=placed_data(mesh)).to_local().square().mean()
 
@@ -107,9 +107,9 @@ def beside_torchs(case: str) -> None:
             losses.append(loss)
             counts.append(sum(mode.get_comm_counts().values()))
         torch.testing.assert_close(*losses, rtol=1e-12, atol=0.0)
-        if step:  # before the first one ranks compare what they have
+        if step:  # before the first step ranks compare their units
             saved = counts[1] - counts[0]
-            assert saved == 0 or (saved > 0 and 1 in sizes.values()), counts  # torch's reduces over one rank as well
+            assert saved == 0 or (saved > 0 and 1 in sizes.values()), counts  # torch's engine reduces over one rank too
         for (name, a), b, p in zip(ours.named_parameters(), theirs.parameters(), plain.parameters(), strict=True):
             assert_same(a, b)
             assert_same(a.grad, b.grad)
@@ -122,8 +122,8 @@ def beside_torchs(case: str) -> None:
 
 
 @newer_torch
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # CommDebugMode's, which follows modules
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # torch's own says it
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # CommDebugMode's, from its module hooks
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # of torch's engine
 @pytest.mark.parametrize("case", quick(MESHES, ["one axis", "hybrid", "replicas alone"]))
 def test_three_steps_beside_torchs_and_the_plain_model(case):
     run_ranks(math.prod(MESHES[case][0].values()), beside_torchs, case)
@@ -227,7 +227,7 @@ def decoder(api: ModuleType, mesh: DeviceMesh) -> nn.Module:
     for module in model.modules():
         if isinstance(module, api.FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo only sums
     return model
 
 
@@ -251,6 +251,6 @@ def as_torchtitan() -> None:
 
 @pytest.mark.thorough
 @newer_torch
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # torch's own says it
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # of torch's engine
 def test_the_calls_of_torchtitan_train_as_with_torchs_engine():
     run_ranks(4, as_torchtitan)

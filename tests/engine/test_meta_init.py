@@ -1,4 +1,4 @@
-"""What may happen between ``fully_shard`` and the first forward: filling meta parameters, converting, replacing."""
+"""Between ``fully_shard`` and the first forward: filling meta parameters, converting, replacing."""
 
 import copy
 import gc
@@ -21,12 +21,12 @@ from tests.helpers.unsharded_copy import train_both
 from tests.helpers.waiting import eventually
 from workbench.engine import fully_shard
 
-# torch says so at the first random initialisation of a DTensor on CPU
+# torch's warning at the first random initialisation of a DTensor on CPU
 WITHOUT_A_CPU_RNG = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 
 
 class WithBuffers(nn.Module):
-    """A block whose buffers are used, changed by the forward, and of several kinds."""
+    """A block with buffers of several kinds, which its forward uses and changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def assigned(strict: bool) -> None:
     shards = as_shards(full, model)
     if strict:
         model.load_state_dict(shards, assign=True)
-    else:  # in pieces
+    else:  # one parameter at a time
         for name, shard in shards.items():
             model.load_state_dict({name: shard}, assign=True, strict=False)
     assert_all_on(model, "cpu")
@@ -183,7 +183,7 @@ def buffers_untouched() -> None:
     assert [(name, id(b), b.data_ptr(), b.dtype, b.shape) for name, b in model.named_buffers()] == before
     x = torch.randn(4, 5)
     for _ in range(2):
-        torch.testing.assert_close(model(x), plain(x))  # batch norm changes its statistics in place
+        torch.testing.assert_close(model(x), plain(x))  # batch norm updates its statistics in place
     assert [(name, id(b), b.data_ptr(), b.dtype, b.shape) for name, b in model.named_buffers()] == before
     for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, msg=name)
@@ -201,7 +201,7 @@ def test_buffers_stay_the_same_objects_with_the_same_storage(world_size):
 
 @contextmanager
 def swapping() -> Iterator[None]:
-    """Make ``nn.Module`` swap tensors, not set ``.data``, when it converts or loads."""
+    """Make ``nn.Module`` swap tensors when it converts or loads, instead of setting ``.data``."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield
@@ -267,7 +267,7 @@ def test_a_parameter_exchanged_before_the_first_forward(world_size, replace):
 
 
 def in_the_sharded_places() -> None:
-    """What is put in place of a tied parameter is put into both places by the user; one of them is enough to load."""
+    """Loading swaps a tied parameter; it must stay tied."""
     plain = make_net(num_blocks=1, tied=True)
     model = shard_net(copy.deepcopy(plain))
     full = make_net(9, num_blocks=1, tied=True).state_dict()
@@ -289,7 +289,7 @@ def test_a_tied_parameter_stays_tied_when_it_is_swapped(world_size):
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """What is freed inside is freed by its last reference."""
+    """Inside, only the last reference frees an object."""
     gc.disable()
     try:
         yield
@@ -298,7 +298,7 @@ def no_collector() -> Iterator[None]:
 
 
 def held_after(shard: Callable[[nn.Module], object], model: nn.Module) -> list[str]:
-    """Return the names of parameters of which the object or the storage outlives ``shard(model)``."""
+    """Return the names of parameters whose object or storage outlives ``shard(model)``."""
     named = [(name, weakref.ref(p), StorageWeakRef(p.untyped_storage())) for name, p in model.named_parameters()]
     shard(model)
     return [name for name, param, storage in named if param() is not None or not storage.expired()]
@@ -350,7 +350,7 @@ def split_freed_at_once() -> None:
         model = parallelize_module(nn.Linear(4, 6), mesh["tp"], ColwiseParallel())
         locals_ = [StorageWeakRef(p.to_local().untyped_storage()) for p in model.parameters()]
         fully_shard(model, mesh=mesh["dp"])
-        # gloo, which has scattered them, lets go of them in threads of its own
+        # gloo threads release the scattered tensors later
         assert eventually(lambda: [ref.expired() for ref in locals_] == [True, True])
 
 
@@ -359,7 +359,7 @@ def test_the_parts_of_tensor_parallelism_are_freed_too():
 
 
 def freed_on_refusal() -> None:
-    """A refused call keeps nothing either: the model it was given can go."""
+    """A refused call keeps no reference to the model."""
     with no_collector():
         model = make_net(num_blocks=1)
         model.head.gain = nn.Parameter(torch.tensor(1.0))

@@ -1,4 +1,4 @@
-"""Several forwards and backwards to one optimizer step: sync, keep, say which is last, pipeline order."""
+"""Several forwards and backwards per optimizer step: sync, keep, is_last_backward, pipeline order."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -16,7 +16,6 @@ from tests.helpers.small_models import batch, loss_of, make_net
 from workbench import engine
 from workbench.events import Category, Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 MICRO_BATCHES = 3
 
 # ---- micro-batches
@@ -52,7 +51,7 @@ def all_three(model: nn.Module, step: int) -> None:
 
 
 def one_forward_one_backward(model: nn.Module, step: int) -> None:
-    """Pipeline order: two micro-batches are under way at any time."""
+    """Pipeline order: two micro-batches are in flight at any time."""
     losses: list[torch.Tensor] = []
     for micro in range(2 * MICRO_BATCHES):
         losses.append(loss_of(model, batch(dist.get_rank(), 2 * MICRO_BATCHES * step + micro)))
@@ -93,7 +92,7 @@ def accumulated(run: Callable[[nn.Module, int], None], reshard: bool | None) -> 
 
     record = train_all(double_net, shard, run, 2)
     assert record.count(Kind.REDUCE_SCATTER) == record.count(Kind.REDUCE_SCATTER, Edge.END)
-    assert set(record.alive) <= {Category.SHARDED_PARAMS, Category.RESERVED}  # zero_grad came last
+    assert set(record.alive) <= {Category.SHARDED_PARAMS, Category.RESERVED}  # zero_grad has freed the gradients
     return dict(record.count(Kind.REDUCE_SCATTER))
 
 

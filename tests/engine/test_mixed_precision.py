@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype computes, travels, adds up and comes out, beside torch's own."""
+"""Mixed precision: the dtypes of compute, communication, sums and outputs, next to torch's engine."""
 
 import copy
 from collections import namedtuple
@@ -22,11 +22,10 @@ from workbench import engine
 from workbench.events import Category, Kind
 
 BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 
 
 def itemsize(*dtypes: torch.dtype | None) -> int:
-    """Bytes of the first dtype that is set."""
+    """Return the bytes per element of the first dtype that is set."""
     return next(dtype for dtype in (*dtypes, F32) if dtype is not None).itemsize
 
 
@@ -34,7 +33,7 @@ def itemsize(*dtypes: torch.dtype | None) -> int:
 
 
 def low_precision_grads(plain: nn.Module, param: torch.dtype | None, reduce: torch.dtype | None, step: int) -> None:
-    """Give ``plain`` the mean gradient of copies that compute in ``param``, added up in ``reduce``."""
+    """Give ``plain`` the mean gradient of copies that compute in ``param``, summed in ``reduce``."""
     low = copy.deepcopy(plain).to(param or F32)
     loss_of(low, batch(dist.get_rank(), step)).backward()
     for master, p in zip(plain.parameters(), low.parameters(), strict=True):
@@ -44,7 +43,7 @@ def low_precision_grads(plain: nn.Module, param: torch.dtype | None, reduce: tor
 
 
 def three_steps(param: torch.dtype | None, reduce: torch.dtype | None) -> tuple[int, int]:
-    """Train beside the reference and torch's; returns what our last step gathered and reduced, in bytes."""
+    """Train next to the reference and torch's engine; return the bytes that our last step gathered and reduced."""
     plain = make_net(**NET)
     with recording() as record:
         models = [copy.deepcopy(plain) for _ in APIS]
@@ -57,7 +56,7 @@ def three_steps(param: torch.dtype | None, reduce: torch.dtype | None) -> tuple[
             for model in models:
                 loss_of(model, batch(dist.get_rank(), step)).backward()
                 assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {F32}
-                # fp16 is divided before it is added up: what is tiny loses bits
+                # fp16 is divided before the sum, so that tiny values lose bits
                 close = {"rtol": 2e-3, "atol": 1e-6} if itemsize(reduce, param) == 2 else {"rtol": 1e-6, "atol": 1e-8}
                 assert_same_shards(model, plain, **(close if FP16 in {reduce, param} else SAME))
             for optimizer in optimizers:
@@ -78,7 +77,7 @@ def test_a_step_in_low_precision_equals_the_reference_and_counts_its_bytes(param
 
 
 class Weighed(nn.Module):
-    """A parameter whose gradient is whatever it is told."""
+    """A parameter whose gradient is its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,10 +99,10 @@ def reduced_gradient(api: ModuleType, per_rank: list[float], reduce: torch.dtype
     ("per_rank", "reduce", "expected"),
     [
         ([1 + 2**-10] * 2, None, 1 + 2**-10),
-        ([1 + 2**-10] * 2, BF16, 1.0),  # eight bits of it are left
-        ([2.0**30, 1.0, -(2.0**30), 1.0], F64, 0.5),  # a sum that fp32 loses
+        ([1 + 2**-10] * 2, BF16, 1.0),  # eight bits are left
+        ([2.0**30, 1.0, -(2.0**30), 1.0], F64, 0.5),  # fp32 loses this sum
         ([3.0] * 4, FP16, 3.0),
-        ([60000.0] * 2, FP16, 60000.0),  # the sum alone would overflow
+        ([60000.0] * 2, FP16, 60000.0),  # the bare sum would overflow
     ],
 )
 def test_gradients_are_added_up_in_the_reduce_dtype(api, per_rank, reduce, expected):
@@ -111,8 +110,8 @@ def test_gradients_are_added_up_in_the_reduce_dtype(api, per_rank, reduce, expec
 
 
 def accumulated(api: ModuleType, reduce: torch.dtype | None) -> tuple[float, float, int]:
-    """Four micro-batches, the first three without sync; returns the gradient, its exact value, bytes before sync."""
-    factors = [1.0, 2.0**-9, 2.0**-9, 2.0**-9]  # each is a bf16 number, no sum of them is
+    """Run four micro-batches, the last with sync; return the gradient, its exact value, and the bytes before sync."""
+    factors = [1.0, 2.0**-9, 2.0**-9, 2.0**-9]  # each is a bf16 number, but no sum of them is
     with recording() as record:
         model = api.fully_shard(Weighed(), mp_policy=api.MixedPrecisionPolicy(BF16, reduce))
         for factor in factors[:-1]:
@@ -136,13 +135,13 @@ def test_accumulation_without_sync_adds_up_in_the_reduce_dtype(api, reduce):
             assert held == 4 * 3 * itemsize(reduce, BF16)
 
 
-# ---- what modules get and give
+# ---- inputs and outputs of modules
 
 Point = namedtuple("Point", "x y")
 
 
 class Sees(nn.Module):
-    """Remembers the dtypes it was called with."""
+    """Records the dtypes of its inputs."""
 
     def __init__(self, dim: int = DIM) -> None:
         super().__init__()
@@ -157,7 +156,7 @@ class Sees(nn.Module):
 
 
 def dtypes_of(value: object) -> object:
-    """Return the structure with a dtype in place of each tensor."""
+    """Return the structure with each tensor replaced by its dtype."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, dict):
@@ -168,7 +167,7 @@ def dtypes_of(value: object) -> object:
 
 
 def inputs() -> tuple[tuple, dict]:
-    """Return positional and keyword inputs, nested, of several dtypes, some that need gradients."""
+    """Return nested positional and keyword inputs of several dtypes; some need gradients."""
     x = torch.ones(2, DIM, requires_grad=True)
     args = ([torch.ones(1), (torch.ones(1, dtype=F64), torch.ones(1, dtype=torch.int32))], Point(torch.ones(1), "text"))
     return (x, *args), {"mask": torch.ones(1, dtype=torch.bool), "deep": {"a": [torch.ones(1, dtype=FP16), None]}}
@@ -194,7 +193,7 @@ def test_inputs_are_cast_wherever_they_lie(api, cast):
 
 
 class Answers(nn.Module):
-    """Gives tensors in containers of every kind, one an integer."""
+    """Returns tensors in containers of every kind, one of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +259,7 @@ def shard_with_norms_in_fp32(api: ModuleType, model: nn.Module) -> None:
 
 
 def norms_in_fp32() -> dict[str, int]:
-    """Beside a plain model that casts by hand; returns the bytes each unit gathers in its forward."""
+    """Train next to a plain model with manual casts; return the bytes each unit gathers in its forward."""
     torch.manual_seed(0)
     plain = nn.Sequential(Block(DIM), Block(DIM))
     models = [copy.deepcopy(plain) for _ in APIS]
@@ -356,7 +355,7 @@ def test_bytes_follow_the_dtypes():
     assert run_ranks(2, alive_after_another_forward)[0] == {
         Category.SHARDED_PARAMS: (root + BLOCKS * block) * FP32,
         Category.SHARDED_GRADS: (root + BLOCKS * block) * FP32,
-        Category.UNSHARDED_PARAMS: 2 * root * BF16.itemsize,  # after forward: the root alone
+        Category.UNSHARDED_PARAMS: 2 * root * BF16.itemsize,  # after forward: only the root
     }
 
 

@@ -1,4 +1,4 @@
-"""Ranks that built different models are told so, all of them, before anything hangs."""
+"""Ranks that built different models all raise before anything hangs."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def shard_blocks(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-CASES = {  # what ranks 0 and 1 have, and what rank 2 has
+CASES = {  # the parts of ranks 0 and 1, and of rank 2
     another_shape: (6, "'1: 1.norm.weight [4] float32'", "'1: 1.norm.weight [5] float32'"),
     another_name: (2, "'0: 0.mlp.0.weight [13, 4] float32'", "'0: 0.linear.0.weight [13, 4] float32'"),
     another_order: (0, "'(root): weight [4, 4] float32, kept after forward'", "'(root): bias [4] float32, kept after"),
@@ -85,7 +85,7 @@ def disagree(build) -> tuple[list[str], float]:
             model(torch.ones(1, DIM))
         messages.append(str(refused.value))
     assert process_groups.num_unfinished() == 0
-    dist.barrier()  # nobody is stuck, and the same groups go on
+    dist.barrier()  # no rank is stuck, and the same groups still work
     good = shard_net(make_net(num_blocks=1))
     loss = loss_of(good, batch(0, 0))
     loss.backward()

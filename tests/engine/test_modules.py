@@ -1,4 +1,4 @@
-"""Modules of every shape: lists, shared, nested, reused, with odd inputs and outputs, recomputed."""
+"""Modules of every kind: in lists, shared, nested, reused, with unusual inputs and outputs, recomputed."""
 
 import copy
 
@@ -36,7 +36,7 @@ def test_a_list_of_modules_is_one_unit(world_size):
     assert record.count(Kind.FORWARD) == {"0, 2": 1, "1": 1}
     assert record.count(Kind.FORWARD, Edge.END) == record.count(Kind.FORWARD)
     if world_size > 1:
-        # one reduction though its backward comes in two parts, and kept in between
+        # one reduction although its backward has two parts, and kept in between
         assert record.count(Kind.REDUCE_SCATTER) == {"0, 2": 1, "1": 1}
         assert record.count(Kind.ALL_GATHER) == {"0, 2": 2, "1": 2}
 
@@ -151,7 +151,7 @@ def two_forwards(model: nn.Module, step: int) -> torch.Tensor:
 
 def retained(model: nn.Module, step: int) -> torch.Tensor:
     loss = squares(model, step)
-    loss.backward(retain_graph=True)  # the caller's is the second
+    loss.backward(retain_graph=True)  # the caller runs the second one
     return loss
 
 
@@ -188,7 +188,7 @@ def test_backwards_in_another_order_than_the_forwards(world_size):
 
 
 def warmed_up(reshard: bool | None) -> tuple[int, int, int]:
-    """Run the root without autograd, then an inner method that reads the root's own parameters, then train."""
+    """Run the root without autograd, then inner modules that read the root's own parameters, then train."""
     plain = make_net(num_blocks=2)
     model = shard_net(copy.deepcopy(plain), reshard_after_forward=reshard)
     tokens = batch(dist.get_rank(), 0)
@@ -197,7 +197,7 @@ def warmed_up(reshard: bool | None) -> tuple[int, int, int]:
             model(tokens)
         kept = record.alive.get(Category.UNSHARDED_PARAMS, 0)
         if reshard is None:
-            with torch.no_grad():  # not through the root's forward
+            with torch.no_grad():  # bypasses the root's forward
                 logits = model.head(model.blocks[1](model.embed(tokens)) * model.scale)
                 torch.testing.assert_close(logits, plain.head(plain.blocks[1](plain.embed(tokens)) * plain.scale))
         unit = fully_shard.state(model)._fsdp_param_groups[0]
@@ -215,7 +215,7 @@ def warmed_up(reshard: bool | None) -> tuple[int, int, int]:
 @pytest.mark.parametrize("reshard", [None, True])
 def test_a_root_keeps_its_parameters_after_a_forward_without_gradients_until_a_backward(reshard):
     for kept, full, after in run_ranks(2, warmed_up, reshard):
-        assert kept == (full if reshard is None else 0)  # it is told of, and views show it
+        assert kept == (full if reshard is None else 0)  # the root's parameters count as live bytes
         assert after == 0
 
 
@@ -243,6 +243,6 @@ def without_gradients(reshard: bool | None, inference: bool) -> Recording:
 def test_forward_without_gradients(reshard, inference):
     (record, _) = run_ranks(2, without_gradients, reshard, inference)
     blocks = {"blocks.0": 1, "blocks.1": 1}
-    # kept, by the root for itself or all by the policy, they are there for the second forward
+    # kept by the root, or all by the policy, they need no gather in the second forward
     assert record.count(Kind.ALL_GATHER) == {None: blocks, True: {ROOT: 1, **blocks}, False: {}}[reshard]
     assert record.count(Kind.BACKWARD) == {}

@@ -1,4 +1,4 @@
-"""The public names are torch's, with torch's arguments; the concepts keep the field's names."""
+"""Public names and arguments equal torch's; the engine's concepts have the field's names."""
 
 import ast
 import enum
@@ -17,7 +17,7 @@ from tests.helpers.both_engines import IS_OLDER_TORCH, newer_torch
 from tests.helpers.forked_ranks import on_one_rank, run_ranks
 from workbench import engine
 
-# ---- what `from workbench.engine import ...` gives, and torch has as well
+# ---- public names that torch also has
 
 SHARED_WITH_TORCH = [
     "CPUOffloadPolicy",
@@ -61,13 +61,13 @@ def test_a_public_name_is_there(name):
 
 
 def arguments(function: object) -> dict[str, object]:
-    """Argument names in order, with their defaults, ``self`` left out; classes by their repr."""
+    """Return argument names in order with their defaults, without ``self``; classes by their repr."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default if p.default is p.empty else repr(p.default) for p in parameters if p.name != "self"}
 
 
 def by_position(function: object) -> list[str]:
-    """Arguments that may be given without their name."""
+    """Return the arguments that may be positional."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
@@ -80,7 +80,7 @@ def test_a_setter_takes_torchs_arguments(name):
     ours, theirs = (getattr(module, name) for module in (engine.FSDPModule, torch_fsdp.FSDPModule))
     assert list(arguments(ours)) == list(arguments(theirs))
     assert arguments(ours) == arguments(theirs)
-    # what torch takes by position, ours does; ENGINE.md's `recurse` is by name or by position
+    # our arguments may be positional where torch's may; ENGINE.md allows both for `recurse`
     assert set(by_position(theirs)) <= set(by_position(ours))
 
 
@@ -115,7 +115,7 @@ def test_an_unshard_handle_waits():
     assert arguments(engine.UnshardHandle.wait) == arguments(torch_fsdp.UnshardHandle.wait) == {}
 
 
-# ---- concepts, reached through the class wherever it is written
+# ---- concepts, found wherever their class is defined
 
 
 def modules() -> list[ModuleType]:
@@ -234,7 +234,7 @@ def test_what_a_sharded_module_leads_to():
     model = engine.fully_shard(nn.Sequential(engine.fully_shard(nn.Linear(2, 2)), nn.Linear(2, 1)))
     state = model._get_fsdp_state()
     assert engine.fully_shard.state(model) is state
-    assert engine.fully_shard.state(model[1]) is None  # as torch's
+    assert engine.fully_shard.state(model[1]) is None  # as with torch's
     assert isinstance(state, concept("FSDPState"))
     inner = engine.fully_shard.state(model[0])
     assert inner is not state
@@ -271,7 +271,7 @@ def test_setters_exist_on_a_sharded_module():
     assert [name for name in SETTERS if not callable(getattr(linear, name, None))] == []
 
 
-# ---- a script that moves over by changing its import
+# ---- a script ported by changing its import
 
 SCRIPT = """
 import torch

@@ -1,6 +1,6 @@
-"""CPUOffloadPolicy: shards, gradients and optimizer state are on the CPU. Here everything is, and nothing may differ.
+"""CPUOffloadPolicy puts shards, gradients and optimizer state on the CPU. On a CPU mesh it must change nothing.
 
-What only a GPU can show (pinned memory, copies beside compute) is in ``test_cuda.py``.
+``test_cuda.py`` tests what needs a GPU: pinned memory, and copies in parallel with compute.
 """
 
 import pytest
@@ -44,7 +44,7 @@ def accumulated(model: nn.Module, step: int, *, sync: bool) -> list[float]:
 
 
 def run(policy: OffloadPolicy, mp_policy: MixedPrecisionPolicy, sync: bool | None, **options: object) -> object:
-    """Train; return losses, values, gradients and moments of this rank, and what was announced."""
+    """Train; return this rank's losses, values, gradients and moments, and the recorded events."""
     model = shard_net(make_net(tied=True), offload_policy=policy, mp_policy=mp_policy, **options)
     optimizer, losses, grads = optimizer_of(model), [], []
     for step in range(4):

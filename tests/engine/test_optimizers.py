@@ -47,7 +47,7 @@ def trains(make_optimizer: functools.partial, clip: float | None) -> list[float]
         assert_same_shards(sharded, plain)
     for param in sharded.parameters():
         for value in optimizers[1].state[param].values():
-            # state is as large as the rank's own rows, or a single number
+            # state has the size of the rank's own rows, or is a single number
             assert value.numel() == 1 or value.to_local().shape == param.to_local().shape
     return norms
 
@@ -84,7 +84,7 @@ def collectives_of_clipping(hsdp: bool, foreach: bool) -> dict[str, int]:
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize(("world_size", "hsdp"), [(2, False), (4, True)])
 def test_clipping_takes_one_all_reduce_over_the_shards(world_size, hsdp, foreach):
-    """However many parameters there are; replicas have the same gradients and need none."""
+    """One all-reduce for any number of parameters; replicas have equal gradients and need none."""
     assert run_ranks(world_size, collectives_of_clipping, hsdp, foreach) == [{"all_reduce": 1}] * world_size
 
 
@@ -133,7 +133,7 @@ def forward_between_backward_and_step(keep: str) -> None:
         for model in (plain, sharded):
             loss_of(model, batch(dist.get_rank(), step)).backward()
             with torch.set_grad_enabled(keep == "root"):
-                loss_of(model, batch(0, 0))  # a look at the loss: full parameters stay
+                loss_of(model, batch(0, 0))  # a forward for logging: full parameters stay
         average_grads(plain)
         other.step()
         assert not isinstance(sharded.embed.weight, DTensor)

@@ -16,7 +16,7 @@ from workbench.events import Edge, Kind
 
 
 class Containers(nn.Module):
-    """Outputs of every kind, one of them never used."""
+    """Outputs of every kind; one of them is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_forward_without_inputs(world_size):
 
 
 class NoParameters(nn.Module):
-    """A root that has nothing of its own to shard."""
+    """A root without parameters of its own."""
 
     def __init__(self) -> None:
         super().__init__()

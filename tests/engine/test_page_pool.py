@@ -1,4 +1,4 @@
-"""Memory that is emptied under tensors which still point to it, and filled with the pages of others."""
+"""Memory that is emptied under tensors that still point to it, and filled with the pages of others."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def test_what_points_to_empty_memory_reads_as_nan_and_to_filled_memory_what_was_
 
 @pytest.mark.parametrize("numel", SIZES)
 def test_memory_that_is_filled_at_the_same_time_is_nobody_elses(numel, moves, spare):
-    """Whatever the order: sizes differ, so a range also gets a part of another one's pages."""
+    """Fill and empty in every order; sizes differ, so that a range also gets part of another one's pages."""
     memories = [PageRange(max(0, numel - i % 3), torch.float32) for i in range(4)]
     for turn in range(3):
         order = memories[turn:] + memories[:turn]
@@ -77,7 +77,7 @@ def test_what_is_written_to_empty_memory_harms_nobody(moves, spare):
 @pytest.mark.skipif(not page_pool._can_move(), reason="this system cannot move pages")
 @on_one_rank
 def test_memory_that_is_filled_after_another_was_emptied_needs_no_fresh_page():
-    spare, numel = SparePages(), page_pool._ALIGNMENT // 8  # too few bytes for huge pages, which would be few faults
+    spare, numel = SparePages(), page_pool._ALIGNMENT // 8  # too small for huge pages, which would cause few faults
     memories = [PageRange(numel, torch.float32) for _ in range(3)]
     num_pages = memories[0].tensor.nbytes // os.sysconf("SC_PAGE_SIZE")
 
@@ -93,7 +93,7 @@ def test_memory_that_is_filled_after_another_was_emptied_needs_no_fresh_page():
 
 
 def advice(address: int) -> list[str]:
-    """Return the flags of the mapping that begins at an address, see proc(5)."""
+    """Return the flags of the mapping at an address, see proc(5)."""
     found = re.search(rf"^{address:x}-.*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.M | re.S)
     assert found is not None
     return found[1].split()
@@ -134,9 +134,9 @@ def test_spare_pages_are_as_many_as_were_used_at_once_and_count_while_nobody_use
         for memory in (large, small):
             memory.empty(spare)
         assert record.reserved == 40
-        small.fill(spare)  # the smallest that are enough
+        small.fill(spare)  # takes the smallest spare pages that suffice
         assert record.reserved == 32
-        larger.fill(spare)  # none are enough: the most make room for them
+        larger.fill(spare)  # none suffice: the largest spare pages make room
         assert record.reserved == 0
         larger.empty(spare)
         small.empty(spare)
@@ -144,7 +144,7 @@ def test_spare_pages_are_as_many_as_were_used_at_once_and_count_while_nobody_use
         large.fill(spare)
         assert record.reserved == 72 - 32
         spare.release()
-        assert record.reserved == 64 - 32  # of what is used
+        assert record.reserved == 64 - 32  # of the ranges in use
         large.empty(spare)
         assert record.reserved == 64
         del spare._free[:]
@@ -159,7 +159,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_says_how_much(monkeypatch
         memory.fill(spare)
 
 
-# ---- what is in flight
+# ---- buffers in flight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -177,7 +177,7 @@ def test_a_buffer_is_nobody_elses_until_it_is_given_back(size, dtype):
 
 @on_one_rank
 def test_a_buffer_of_the_size_of_the_one_before_needs_no_fresh_page():
-    buffers, numel = Buffers(), page_pool._ALIGNMENT - 5  # too few bytes for huge pages, which would be few faults
+    buffers, numel = Buffers(), page_pool._ALIGNMENT - 5  # too small for huge pages, which would cause few faults
     num_pages = numel // os.sysconf("SC_PAGE_SIZE")
 
     def use(wanted: int) -> int:
@@ -199,7 +199,7 @@ def test_buffers_count_while_nobody_uses_them_and_not_once_they_are_dropped():
         buffers.give_back(given)
         assert record.reserved == 40
         smaller = buffers.take((4,), torch.float32)
-        assert record.reserved == 24  # of the same pages
+        assert record.reserved == 24  # from the same pages
         del dropped
         assert record.reserved == 24
         buffers.give_back(smaller)

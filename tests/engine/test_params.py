@@ -22,7 +22,7 @@ def tied_within_a_unit() -> None:
     model = shard_net(make_net(tied=True))
     assert model.embed.weight is model.head.weight
     assert isinstance(model.embed.weight, DTensor)
-    assert len(model._get_fsdp_state()._fsdp_param_group.fsdp_params) == 2  # the tied one, and scale
+    assert len(model._get_fsdp_state()._fsdp_param_group.fsdp_params) == 2  # the tied parameter and scale
     model.unshard()
     assert model.embed.weight is model.head.weight
     assert not isinstance(model.embed.weight, DTensor)
@@ -63,7 +63,7 @@ def frozen_payload() -> dict[str, int]:
     model = make_net(num_blocks=2)
     model.blocks[1].mlp.requires_grad_(False)
     model.embed.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)  # no gradient goes below blocks.1: its backward needs no all-gather
+    model.blocks[0].requires_grad_(False)  # no gradient goes below blocks.1, so that its backward needs no all-gather
     shard_net(model)
     with recording() as record:
         for step in range(2):
@@ -97,7 +97,7 @@ def ignored() -> None:
         if name in kept:
             assert p is kept[name]
             assert p.data_ptr() == storage[name]
-            torch.testing.assert_close(p.grad, reference.grad)  # this rank's own gradient, not the mean
+            torch.testing.assert_close(p.grad, reference.grad)  # this rank's gradient, not the mean
     average_grads(plain)
     torch.testing.assert_close(sharded.head.weight.grad.full_tensor(), plain.head.weight.grad)
 
@@ -108,7 +108,7 @@ def test_ignored_parameters_are_neither_touched_nor_moved(world_size):
 
 
 class PartlyUsed(nn.Module):
-    """A parameter, and a whole block, that only some forwards use."""
+    """A parameter and a block that only some forwards use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def unused_input() -> None:
     for model in (plain, sharded):
         model(torch.ones(2, 4)).sum().backward()
     assert plain.right.weight.grad is None
-    assert sharded.right.weight.grad is None  # and not zeros, on which weight decay would act
+    assert sharded.right.weight.grad is None  # not zeros, which weight decay would act on
     assert_same_shards(sharded, plain)
 
 
@@ -189,7 +189,7 @@ def converted(convert: str) -> None:
     elif convert == "after a step":
         train_both(plain, sharded, 1)
         plain.double(), sharded.double()
-    else:  # a conversion of something that fully_shard knows nothing of
+    else:  # a conversion that bypasses fully_shard
         train_both(plain, sharded, 1)
         for model in (plain, sharded):
             for module in model.blocks[1].children():
@@ -232,10 +232,10 @@ def held_full_parameter() -> list[tuple[int, ...]]:
         shapes.append(tuple(held.shape))
         loss.backward()
         shapes.append(tuple(held.shape))
-        assert repr(held) == "Parameter containing:\ntensor(nan, requires_grad=True)"  # reading it kills nobody
+        assert repr(held) == "Parameter containing:\ntensor(nan, requires_grad=True)"  # reading it does not crash
         with pytest.raises(RuntimeError):
             held @ torch.ones(5)
-        assert held.square().sum().isnan()  # never a number one could take for a result
+        assert held.square().sum().isnan()  # never a plausible number
     return shapes
 
 

@@ -1,4 +1,4 @@
-"""The numbers: a sharded model trains as its unsharded copy does, on 1, 2 and 4 ranks."""
+"""A sharded model trains as its unsharded copy does, on 1, 2 and 4 ranks."""
 
 import functools
 
@@ -23,7 +23,7 @@ def test_tied_weights_and_clipping(world_size):
 
 
 def noticed(damaged_rank: int) -> list[str]:
-    """Names of the parameters of which this rank noticed that one number is wrong; each is damaged in turn."""
+    """Damage each parameter in turn; return the names of those for which this rank noticed the wrong number."""
     plain, sharded = make_net(), shard_net(make_net())
     assert_same_shards(sharded, plain)
     found = []

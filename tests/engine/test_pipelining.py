@@ -1,6 +1,6 @@
-"""torch.distributed.pipelining over sharded stages: one script, torch's engine and ours.
+"""torch.distributed.pipelining over sharded stages: one script on torch's engine and ours.
 
-The two are compared bit by bit: losses of the micro-batches, gradients, full parameters, number of collectives.
+Compares losses of the micro-batches, gradients, full parameters and numbers of collectives bit by bit.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from tests.helpers.small_models import Block
 from tests.helpers.unsharded_copy import DIM
 
 BATCH, MICRO_BATCHES, STEPS = 8, 4, 3
-SINGLE = (ScheduleGPipe, Schedule1F1B)  # one stage a rank; the others have two
+SINGLE = (ScheduleGPipe, Schedule1F1B)  # one stage per rank; the others have two
 ZERO_BUBBLE = (
     ScheduleInterleavedZeroBubble,
     pytest.param(
@@ -40,7 +40,7 @@ ZERO_BUBBLE = (
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the calls of c10d; CommDebugMode hooks parameters, which a backward for inputs alone does not allow."""
+    """Counts c10d calls. CommDebugMode hooks parameters, which a backward for inputs only forbids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Stage(nn.Module):
 
 
 def stages_of(kind: type, position: int, num_ranks: int) -> tuple[int, ...]:
-    """Return which stages the rank at ``position`` of the pipeline has."""
+    """Return the stages of the rank at ``position`` of the pipeline."""
     if kind in SINGLE:
         return (position,)
     return (position, (2 * num_ranks - 1 - position) if kind is ScheduleZBVZeroBubble else position + num_ranks)
@@ -90,7 +90,7 @@ def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(api: ModuleType, kind: type, world: DeviceMesh, reshard: bool | None) -> list[Any]:
-    """Return of each step: losses, counts of collectives, full gradients; in the end full parameters."""
+    """Return losses, counts of collectives and full gradients of each step, then the full parameters."""
     line, shard = world["pipeline"], world["shard"]
     indices = stages_of(kind, line.get_local_rank(), line.size())
     last = line.size() * len(indices) - 1
@@ -123,7 +123,7 @@ def train(api: ModuleType, kind: type, world: DeviceMesh, reshard: bool | None) 
 def both(kind: type, reshard: bool | None) -> list[bool]:
     world = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pipeline", "shard"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_COMM", "default")  # the calls of c10d that torch's makes
+        patch.setenv("WORKBENCH_COMM", "default")  # the c10d calls that torch's engine makes
         ours, theirs = (train(api, kind, world, reshard) for api in APIS)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, **SAME)

@@ -1,4 +1,4 @@
-"""``shard_placement_fn``: which dim of a parameter is split, and over which mesh."""
+"""``shard_placement_fn``: the dim along which a parameter is split, and the mesh."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ def default(param: nn.Parameter) -> None:
 
 
 def second(param: nn.Parameter) -> Shard | None:
-    """Matrices by column, vectors as they come."""
+    """Split matrices by column, vectors by default."""
     return Shard(1) if param.ndim > 1 else None
 
 
@@ -44,14 +44,14 @@ def negative_first(param: nn.Parameter) -> Shard:
 
 
 def mixed(param: nn.Parameter) -> Shard | None:
-    """Wide matrices by column, tall ones by row, vectors as they come."""
+    """Split wide matrices by column, tall ones by row, vectors by default."""
     if param.ndim == 1:
         return None
     return Shard(1) if param.shape[1] > param.shape[0] else Shard(0)
 
 
 def even_net() -> Net:
-    """Like the parity tests' model, with columns that 2 and 4 ranks divide; rows are uneven (7)."""
+    """Like the parity tests' model, but 2 and 4 ranks divide the columns; the number of rows (7) is uneven."""
     net = make_net(dim=8, num_blocks=1)
     net.blocks[0].mlp[0], net.blocks[0].mlp[2] = nn.Linear(8, 12), nn.Linear(12, 8)
     return net
@@ -110,20 +110,20 @@ def test_the_function_is_asked_for_every_managed_parameter_and_no_other():
     params = dict(model.named_parameters())
     fully_shard(model.blocks[0])
     fully_shard(model, shard_placement_fn=asked.append, ignored_params={model.scale})
-    assert {id(p) for p in asked} == {id(params["embed.weight"])}  # tied: one parameter; not the inner unit's
+    assert {id(p) for p in asked} == {id(params["embed.weight"])}  # once per tied parameter; not the inner unit's
 
 
 # ---- a placement with its own mesh
 
 
 class Experts(nn.Module):
-    """A router that all ranks share, and an expert per group of ranks."""
+    """A router shared by all ranks, and an expert per group of ranks."""
 
     def __init__(self, group: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.router, self.out = nn.Linear(5, 6), nn.Linear(6, 5)
-        torch.manual_seed(group)  # ranks of one group start with the same expert
+        torch.manual_seed(group)  # ranks of a group start with the same expert
         self.expert = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Experts(nn.Module):
 
 
 def groups_of_ranks(per_group: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """All ranks on one axis, and the axis of those that hold the same expert."""
+    """Return the mesh of all ranks, and the mesh of the ranks with the same expert."""
     world = dist.get_world_size()
     both = init_device_mesh("cpu", (world // per_group, per_group), mesh_dim_names=("ep", "efsdp"))
     return init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",)), both["efsdp"]
@@ -150,7 +150,7 @@ def place_experts(model: Experts, mesh: DeviceMesh, dim: int) -> Placer:
 
 
 def reduce_as_placed(plain: Experts, mesh: DeviceMesh) -> None:
-    """Mean over the ranks of the parameter's own mesh."""
+    """Average each gradient over the ranks of the parameter's own mesh."""
     inside = set(plain.expert.parameters())
     for param in plain.parameters():
         dist.all_reduce(param.grad, group=mesh.get_group() if param in inside else None)
@@ -202,7 +202,7 @@ def test_experts_on_a_smaller_mesh(per_group, own_unit):
 
 
 def even_experts() -> None:
-    """Experts split by column: 6 and 8 inner features over 2 ranks."""
+    """Split experts by column: 6 and 8 inner features over 2 ranks."""
     everyone, own = groups_of_ranks(2)
     model = Experts(dist.get_rank() // 2)
     model.expert = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
@@ -219,7 +219,7 @@ def test_experts_split_by_column_on_a_smaller_mesh():
 
 
 def one_on_a_replicated_mesh() -> None:
-    """One parameter sharded over pairs of ranks and replicated between the pairs, the others over all ranks."""
+    """Shard one parameter over pairs of ranks and replicate it between pairs; shard the others over all ranks."""
     plain = even_net()
     sharded = copy.deepcopy(plain)
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -252,7 +252,7 @@ def refused(module: nn.Module, place: Placer, *words: str) -> None:
 
 
 class Inner(nn.Module):
-    """Two parameters, so that a refusal of the second would find the first one done."""
+    """Two parameters: when the second is refused, the first must stay unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def test_a_dim_that_a_parameter_has_not_is_refused(ndim, dim):
     refused(nn.Linear(4, 4), lambda p: Shard(dim) if p.ndim == ndim else None, f"Shard({dim})", name, last)
 
 
-# ---- the law: whatever the shape, dtype, dim and number of ranks, who holds what
+# ---- the law: shards of any shape, dtype, dim and number of ranks
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -286,7 +286,7 @@ FEW_RANKS, MANY_RANKS = st.integers(1, 8), st.sampled_from([13, 32, 64, 100, 128
 
 @st.composite
 def placed(draw: st.DrawFn, sizes: st.SearchStrategy[int]) -> tuple[tuple[int, ...], int, int]:
-    """Return a shape, the number of ranks and the dim to split, even if it is not dim 0."""
+    """Return a shape, the number of ranks and the dim to split; a dim other than 0 divides evenly."""
     shape, num_ranks = draw(SHAPES), draw(sizes)
     dim = draw(st.integers(-len(shape), len(shape) - 1))
     if dim % len(shape):
@@ -295,12 +295,12 @@ def placed(draw: st.DrawFn, sizes: st.SearchStrategy[int]) -> tuple[tuple[int, .
 
 
 def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of this shape that counts from 1, modulo what the dtype can tell apart."""
+    """Return a tensor that counts from 1, modulo 251, which every dtype represents exactly."""
     return (torch.arange(math.prod(shape)) % 251 + 1).to(dtype).view(shape)
 
 
 def shard_of(full: torch.Tensor, rank: int, num_ranks: int, dim: int) -> torch.Tensor:
-    """Return what simulated ``rank`` holds; its size is checked against torch's own formula."""
+    """Return the shard of a simulated ``rank``, after checking its size against torch's formula."""
     with simulated_rank(rank, num_ranks):
         module = nn.Module()
         module.p = nn.Parameter(full.clone())
@@ -319,7 +319,7 @@ def shard_of(full: torch.Tensor, rank: int, num_ranks: int, dim: int) -> torch.T
 @simulating
 @settings(max_examples=60, deadline=None)
 @given(placed(FEW_RANKS), DTYPES)
-@example(((0, 4), 4, 1), torch.float32)  # no rows to split the columns of
+@example(((0, 4), 4, 1), torch.float32)  # no rows to split by column
 @example(((3, 0), 4, 0), torch.float32)
 @example(((1,), 8, -1), torch.bfloat16)
 def test_shards_put_together_are_the_parameter(case, dtype):

@@ -1,4 +1,4 @@
-"""A plain copy of a sharded model copies what is on its modules once, and shares only what refuses to be copied."""
+"""A plain copy of a sharded model copies each attribute of its modules once, and shares only those that refuse it."""
 
 import functools
 
@@ -12,7 +12,7 @@ from workbench.engine.unsharding import plain_copy
 
 
 class Counted:
-    """Counts how often it is copied; ``refusing`` cannot be."""
+    """Counts its copies; ``refusing`` makes copying fail."""
 
     def __init__(self, *, refusing=False):
         self.copies, self.refusing = 0, refusing

@@ -1,4 +1,4 @@
-"""Which all-gathers start ahead of time: by the order of the last iteration, or by the user's lists."""
+"""All-gathers that start ahead: in the order of the last iteration, or by the user's lists."""
 
 import functools
 from itertools import pairwise
@@ -20,14 +20,13 @@ from tests.helpers.small_models import Net, batch, loss_of, make_net
 from workbench import engine
 from workbench.events import Category, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
 COUNT = 4
 FORWARD = (ROOT, *(f"blocks.{i}" for i in range(COUNT)))
 BACKWARD = (ROOT, *reversed(FORWARD[1:]))
 
 
 def ahead(record: Recording) -> tuple[list[int], list[int]]:
-    """Per unit of each pass, in its order: how many later units' all-gathers began before its own compute."""
+    """Return per pass, for each unit in order, how many later units' all-gathers began before its compute."""
     events = record.events
     middle = events.index("FORWARD END root")
     return (
@@ -53,7 +52,7 @@ def nothing_is_left(record: Recording) -> bool:
     return {Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS}.isdisjoint(record.alive)
 
 
-# ---- by itself
+# ---- automatic
 
 
 def by_itself(reshard: bool | None) -> list[tuple[list[int], list[int]]]:
@@ -80,7 +79,7 @@ def test_kept_parameters_are_not_gathered_ahead_in_backward():
 
 
 class AnyOrder(Net):
-    """Runs its blocks in the order it is told."""
+    """Runs its blocks in the given order."""
 
     order: tuple[int, ...] = ()
 
@@ -149,7 +148,7 @@ def without_gradients() -> list[list[int]]:
             record.clear()
             torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens))
             seen.append(_ahead(record.events, "FORWARD BEGIN", FORWARD))
-            model.reshard()  # the root alone: a forward leaves it full
+            model.reshard()  # only the root, which a forward leaves unsharded
             assert sharded(model)
             assert nothing_is_left(record)
     return seen
@@ -165,7 +164,7 @@ def test_forwards_without_backwards_are_iterations_too():
 
 
 def set_ahead(model: Net, k: int) -> None:
-    """Give each unit the next ``k`` of each pass."""
+    """Give each unit the next ``k`` units of each pass."""
     forward = (model, *model.blocks)
     backward = (model, *reversed(model.blocks))
     for order, setter in ((forward, "set_modules_to_forward_prefetch"), (backward, "set_modules_to_backward_prefetch")):
@@ -213,7 +212,7 @@ def test_without_lists_it_is_left_to_the_engine_again():
 
 
 class Noted:
-    """A collective that writes down whose it is before it is issued."""
+    """A collective that logs its unit before it is issued."""
 
     def __init__(self, plain: object, said: str, sequence: list[str]) -> None:
         self.plain, self.said, self.sequence = plain, said, sequence
@@ -227,7 +226,7 @@ class Noted:
 
 
 def sequence_of(api: ModuleType, k: int | None, reshard: bool | None, micro_batches: int) -> list[str]:
-    """Train three steps; returns every all-gather and reduce-scatter. ``k`` None: torch's own order."""
+    """Train three steps; return the sequence of all-gathers and reduce-scatters. ``k`` None: torch's default order."""
     model, sequence = double_net(num_blocks=COUNT), []
     shard_net_with(api, model, reshard_after_forward=reshard)
     for name, unit in zip(FORWARD, (model, *model.blocks), strict=True):
@@ -256,7 +255,7 @@ def test_all_gathers_and_reduce_scatters_come_in_torchs_order(k, reshard, micro_
 
 
 def gathers_of_two_backwards(api: ModuleType) -> list[list[str]]:
-    """Two backwards of one forward; returns what began in each."""
+    """Run two backwards of one forward; return the gathers and backwards that began in each."""
     model = shard_net_with(api, make_net(num_blocks=COUNT))
     begun = []
     with recording() as record:
@@ -275,7 +274,7 @@ def test_the_second_backward_of_a_forward_gathers_ahead_as_the_first():
         for unit, ahead_of_it in pairwise(BACKWARD[1:]):
             begun += [f"ALL_GATHER BEGIN {ahead_of_it}", f"BACKWARD BEGIN {unit}"]
         assert first == [*begun, f"BACKWARD BEGIN {BACKWARD[-1]}"]
-        assert second == [f"ALL_GATHER BEGIN {ROOT}", *first]  # the first has given the root up
+        assert second == [f"ALL_GATHER BEGIN {ROOT}", *first]  # the first backward has resharded the root
 
 
 def far_ahead(model: nn.Module, step: int) -> None:
@@ -284,7 +283,7 @@ def far_ahead(model: nn.Module, step: int) -> None:
 
 
 def mistaken(model: Net, step: int) -> None:
-    """Lists in the wrong direction, of the unit itself, of the same one twice, of the root."""
+    """Lists with the wrong direction, the unit itself, a repeated unit, or the root."""
     blocks = list(model.blocks)
     lists = [list(reversed(blocks)), [blocks[0]], [blocks[1]] * 2, [model, blocks[2]]][step]
     for unit in (model, *blocks):
@@ -327,7 +326,7 @@ def test_only_sharded_modules_can_be_prefetched(setter):
 
 
 def wrapped_net() -> Net:
-    """A net whose blocks are recomputed by a wrapper around each."""
+    """Return a net whose blocks each have a checkpoint wrapper."""
     model = double_net(num_blocks=3)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = checkpoint_wrapper(block)

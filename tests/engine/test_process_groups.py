@@ -1,4 +1,4 @@
-"""Process groups of the engine: which backend they have, and what becomes of one with a collective unfinished."""
+"""The engine's process groups: their backends, and groups released with an unfinished collective."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ MIXED = "cpu:gloo,cuda:nccl"
 
 
 def pretend_mixed() -> None:
-    """Let the default group be one of ``init_process_group("cpu:gloo,cuda:nccl")``, as far as its name tells."""
+    """Rename the default group's backend as if ``init_process_group("cpu:gloo,cuda:nccl")`` had made it."""
     default = distributed_c10d._get_default_group()
     distributed_c10d._world.pg_map[default] = (MIXED, distributed_c10d._world.pg_map[default][1])
     distributed_c10d._world.pg_backend_config[default] = MIXED
@@ -47,7 +47,7 @@ def test_a_cpu_mesh_shares_memory_whatever_the_default_group_has_for_cuda():
 
 
 def mixed_and_interrupted() -> None:
-    """Rank 1 does not come to the last all-gather."""
+    """Rank 1 skips the last all-gather."""
     pretend_mixed()
     group = process_groups.group_of((0, 1))
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_a_cpu_mesh_is_interruptible_whatever_the_default_group_has_for_cuda():
 
 
 def made_alone(may_come) -> list[float]:
-    """Rank 0 makes a group to which rank 1 does not come, is freed, and makes it once more."""
+    """Rank 0 makes a group without rank 1, is cancelled, and makes it again."""
     if dist.get_rank() == 0:
         waiting = cancellation._cancelled._cond._waiters
         canceller = threading.Thread(target=lambda: (eventually(lambda: bool(waiting)), cancellation.cancel("enough")))
@@ -90,17 +90,17 @@ def test_a_rank_that_makes_a_group_alone_can_be_freed():
 
 
 class Spinning:
-    """A collective on a device whose peer does not come."""
+    """A collective on a device whose peer never joins."""
 
     def wait(self) -> None:
-        """The stream waits, not the host."""
+        """Make only the stream wait, not the host."""
 
     def is_completed(self) -> bool:
         return False
 
 
 def unfinished(transport: Transport) -> tuple[list[str], int]:
-    """Return what was done with a process group that was let go with a collective unfinished, and how many kept it."""
+    """Return the calls on a group released with an unfinished collective, and the change in references to it."""
     group = process_groups.CommGroup((0,))
     done: list[str] = []
     group.process_group = dropped = SimpleNamespace(abort=lambda: done.append("abort"))
@@ -136,10 +136,10 @@ def with_one_peer_dead_and_one_that_never_comes(begun, is_free) -> list[object] 
     begun.set()
     pending.block()
     with pytest.raises(CollectiveFailed, match="broadcasts failed: "):
-        pending.finish()  # and does not wait for rank 1
+        pending.finish()  # does not wait for rank 1
     group.finished(pending)
     found = [pending.has_ended, group.num_unfinished]
-    group.let_go()  # nor does this, in a thread that still waits for it
+    group.let_go()  # does not wait for rank 1 either; only a gloo thread does
     is_free.set()
     return found
 

@@ -1,4 +1,4 @@
-"""Ranks that stay run each function as ranks do that were just forked; whatever cannot be put back ends them."""
+"""Long-lived ranks run each function as freshly forked ranks do; a change that cannot be undone ends them."""
 
 import multiprocessing
 import os
@@ -55,7 +55,7 @@ def test_ranks_are_forked_where_the_test_says_so():
     assert not set(pids()) & set(pids())
 
 
-# ---- what a rank is sent
+# ---- what is sent to a rank
 
 
 def test_inner_functions_lambdas_modules_and_parts_are_sent():
@@ -105,17 +105,17 @@ def test_ranks_that_stay_have_the_environment_and_the_filters_of_the_test():
             assert run_ranks(2, warns) == [(0, "set")] * 2
     finally:
         del os.environ["WORKBENCH_TESTS_MARK"]
-    assert outcomes(2, warns)[0][0] == "UserWarning: again"  # as pytest's filters have it
+    assert outcomes(2, warns)[0][0] == "UserWarning: again"  # pytest's filters apply again
     with pytest.raises(RankFailure, match="UserWarning: again"):
         run_ranks(2, warns)
     assert not set(pids()) & set(stays)
 
 
-# ---- what is put back
+# ---- what is restored
 
 
 def change() -> None:
-    """Change what tests change, in every way that is put back."""
+    """Change everything that tests change and that is restored."""
     globals()["here"] = "changed"
     Marked.mark = "changed"
     Marked.more = "added"
@@ -172,7 +172,7 @@ forgets_meshes = pytest.mark.skipif(
 
 
 def learn(shape: tuple[int, ...]) -> list[object]:
-    """Let DTensor work on a mesh, and say what its answer refers to."""
+    """Run DTensor operations on a mesh; return the sum and the ranks of the result's mesh."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
     total = (distribute_tensor(torch.ones(4, 2), mesh) * 2).sum()
     assert isinstance(total, DTensor)
@@ -198,7 +198,7 @@ def test_each_function_has_a_store_of_its_own():
     assert {tuple(sorted(run_ranks(2, count, "visits"))) for _ in range(2)} == {(1, 2)}
 
 
-# ---- what ends a world
+# ---- what ends the ranks
 
 
 def train_and_leave_nothing() -> None:
@@ -241,7 +241,7 @@ def test_a_thread_or_a_process_that_is_left_fails_the_test_and_ends_the_ranks(le
 
 
 def keep_the_group() -> None:
-    signal.kept_by_the_test = dist.distributed_c10d._get_default_group()  # of a module that is not put back
+    signal.kept_by_the_test = dist.distributed_c10d._get_default_group()  # in a module that is not restored
 
 
 def test_a_process_group_that_something_keeps_ends_the_ranks():

@@ -1,4 +1,4 @@
-"""Over shared memory nobody writes a shard that another rank still reads, whoever the writer is."""
+"""Over shared memory no writer changes a shard that another rank still reads."""
 
 import multiprocessing
 import os
@@ -20,11 +20,11 @@ from workbench.engine.cancellable_waits import cancellation
 FORK = multiprocessing.get_context("fork")
 
 
-# ---- the numbers
+# ---- the counters
 
 
 class Group:
-    """A group of two, as far as readers know it."""
+    """The part of a group of two that readers use."""
 
     ranks = (4, 7)
 
@@ -34,7 +34,7 @@ class Group:
         self.given_up = []
 
     def look(self) -> None:
-        """Nobody disagrees."""
+        """Report no disagreement."""
 
     def give_up(self, error: BaseException) -> None:
         self.given_up.append(error)
@@ -53,7 +53,7 @@ def no_cancellation_left():
 
 
 def waits(readers: Readers) -> bool:
-    """Tell whether it would have to wait; it is freed if so."""
+    """Return whether ``readers`` would have to wait; cancel the wait."""
     cancellation.cancel("enough")
     try:
         readers.wait()
@@ -67,11 +67,11 @@ def waits(readers: Readers) -> bool:
 def test_who_has_read_waits_for_those_who_have_not(two):
     first, second = two
     numbers = [(first.issue(), second.issue()) for _ in range(2)]
-    assert not waits(first)  # it has read nothing: what the other reads was not written for it either
+    assert not waits(first)  # it has read nothing, so the other one's reads do not concern its shard
     first.done(numbers[0][0])
     assert waits(first)
     assert not waits(second)
-    second.done(numbers[1][1])  # another one
+    second.done(numbers[1][1])  # another all-gather
     second.done(numbers[0][1])
     assert not waits(first)
     assert first._group.given_up
@@ -107,7 +107,7 @@ def test_a_rebuilt_group_begins_anew(two):
     first.done(0)
     assert waits(first)
     second.done(0)
-    second.done(0)  # once more is nothing
+    second.done(0)  # a second call is a no-op
     assert not waits(first)
 
 
@@ -120,14 +120,14 @@ def test_a_rank_that_has_ended_is_not_waited_for(two, monkeypatch):
     first.done(first.issue())
     second.issue()
     with pytest.raises(CollectiveFailed, match=r"^rank 7 ended before it read its gathered parameters$"):
-        first.wait()  # it has not been asked for its exit code yet
+        first.wait()  # the child has not been reaped
     child.join()
     with pytest.raises(CollectiveFailed, match=r"^rank 7 ended"):
         first.wait()
     child.close()
     assert not shared_memory._has_ended(os.getpid())
     monkeypatch.setattr(os, "pidfd_open", lambda _: os.open("/nowhere", os.O_RDONLY))
-    assert not shared_memory._has_ended(os.getpid())  # a system that cannot tell
+    assert not shared_memory._has_ended(os.getpid())  # the system cannot tell
 
 
 def test_a_rank_that_does_something_else_is_told(two, monkeypatch):
@@ -182,7 +182,7 @@ def loaded(model: nn.Module) -> None:
 
 
 def read_late(act, write, may_read) -> bool:
-    """Rank 1 is slow to copy out what it gathered last; rank 0 is through and writes its shards."""
+    """Rank 1 is slow to copy out its last all-gather; rank 0 is done and writes its shards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORKBENCH_COMM", "")
         model = shard_net(make_net(num_blocks=2))
@@ -199,12 +199,12 @@ def read_late(act, write, may_read) -> bool:
 
         last, unchanged = -1, []
         patch.setattr(unit_collectives, "foreach_all_gather_copy_out", copy_out)
-        act(model)  # a root stays full after the first forward
+        act(model)  # a root stays unsharded after the first forward
         copies.clear()
         act(model)
         last = len(copies)
         copies.clear()
-        if dist.get_rank() == 0:  # once it waits for readers, there is nothing that it still writes
+        if dist.get_rank() == 0:  # a wait for readers means that it writes nothing yet
             patch.setattr(shared_memory, "cancellation", SimpleNamespace(sleep=lambda _: may_read.set()))
         act(model)
         write(model)

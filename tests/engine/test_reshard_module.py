@@ -1,4 +1,4 @@
-"""reshard_module: another wrap, mesh, schedule, precision or offloading for a live, trained model."""
+"""reshard_module: change wrap, mesh, schedule, precision or offloading of a live, trained model."""
 
 import copy
 import gc
@@ -58,7 +58,7 @@ def nothing(module: nn.Module) -> bool:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with two groups, as users make them."""
+    """Return an AdamW with two groups, as is common."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     return adamw([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}])
@@ -80,7 +80,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> L
 
 
 def assert_equal(model: nn.Module, twin: nn.Module) -> None:
-    """Both have the same names, values and gradients, to the bit, however they are sharded."""
+    """Check that names, values and gradients are bitwise equal, for any sharding."""
     for (name, value), (twin_name, wanted) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
         assert name == twin_name
         assert torch.equal(value.full_tensor(), wanted.full_tensor()), name
@@ -93,7 +93,7 @@ def unit_names(model: nn.Module) -> list[str]:
     return [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
 
 
-# ---- changes that do not touch numbers
+# ---- changes that keep all numbers
 
 CHANGES = {
     "one unit": {"wrap": nothing},
@@ -108,7 +108,7 @@ CHANGES = {
 
 
 def changed_midway(change: dict[str, object]) -> None:
-    """Beside a twin that stays as it was: the change comes between a backward and its optimizer step."""
+    """Change the model between a backward and its optimizer step, next to an unchanged twin."""
     model, twin = shard_net(make_net(num_blocks=2)), shard_net(make_net(num_blocks=2))
     optimizers = [optimizer_of(m) for m in (model, twin)]
     assert train(model, optimizers[0], range(2)) == train(twin, optimizers[1], range(2))
@@ -144,7 +144,7 @@ def test_training_goes_on_bit_identically_on_four_ranks_with_empty_shards(change
 def over_shared_memory(change: dict[str, object]) -> None:
     import os
 
-    os.environ.pop("WORKBENCH_COMM", None)  # of this process, which ends with the test
+    os.environ.pop("WORKBENCH_COMM", None)  # only in this process, which ends with the test
     changed_midway(change)
 
 
@@ -161,7 +161,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def there_and_back(shape: tuple[int, ...], offload: bool = False) -> None:
-    """1-D, then (replicate, shard), then 1-D again; HSDP sums in another order, which is all that differs."""
+    """Reshard 1-D to (replicate, shard) and back; only HSDP's order of sums may make a difference."""
     options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
     model, twin = shard_net(make_net(tied=True), **options), shard_net(make_net(tied=True), **options)
     optimizers = [optimizer_of(m) for m in (model, twin)]
@@ -203,7 +203,7 @@ def test_another_mesh_of_an_offloaded_model():
 
 
 def moved_bits() -> None:
-    """A mesh of the same ranks under another name: every tensor is gathered and split again, and nothing else."""
+    """Move to a renamed mesh of the same ranks: every tensor is gathered and split again, but no number changes."""
     model, twin = shard_net(make_net()), shard_net(make_net())
     optimizers = [optimizer_of(m) for m in (model, twin)]
     assert train(model, optimizers[0], range(2)) == train(twin, optimizers[1], range(2))
@@ -224,7 +224,7 @@ def test_a_mesh_that_sums_in_the_same_order_changes_no_bit(world_size):
 
 
 def precision_changed() -> None:
-    """As if undone, sharded again with the other precision, and the optimizer carried along by hand."""
+    """Compare with a twin that is unsharded, sharded again with the other precision, and remapped by hand."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, twin = shard_net(make_net()), shard_net(make_net())
     optimizers = [optimizer_of(m) for m in (model, twin)]
@@ -242,7 +242,7 @@ def precision_changed() -> None:
 
 
 def precision_of_each() -> None:
-    """A function says it for each module, also for those that are wrapped by the same call, and knows what they had."""
+    """A function chooses each module's precision, also for modules that the call wraps, and receives the old one."""
     model, had = fully_shard(make_net()), {}
     result = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     inner = MixedPrecisionPolicy(torch.bfloat16)
@@ -275,7 +275,7 @@ def test_another_precision_and_back(world_size):
 
 
 class Counting(DefaultAllGather):
-    """An all-gather of the user's."""
+    """The user's all-gather."""
 
     calls = 0
 
@@ -376,7 +376,7 @@ def settings_of_new_units() -> None:
         "blocks.1.mlp.0": (None, True),
         "blocks.1.mlp.2": (None, True),
     }
-    assert model._get_fsdp_state().forward_prefetch == ()  # the block is no unit any more
+    assert model._get_fsdp_state().forward_prefetch == ()  # the block is no longer a unit
     backward(model, 1)
 
 
@@ -479,7 +479,7 @@ def test_a_model_on_the_meta_device():
 
 
 class Stages(nn.Module):
-    """Its two layers are one unit, a third module has no parameters."""
+    """Its two layers are one unit; a third module has no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -501,7 +501,7 @@ def lists() -> None:
     assert model.first._get_fsdp_state() is model.second._get_fsdp_state()
     torch.testing.assert_close(model(torch.ones(2, 3)), expected)
     before = fingerprint(model)
-    roots.discard(model._get_fsdp_state())  # as if the list were a root of its own
+    roots.discard(model._get_fsdp_state())  # as if the list were a separate root
     with pytest.raises(ValueError, match="bias would be in no unit, because they are not below the"):
         reshard_module(model.first, wrap=nothing)
     roots.add(model._get_fsdp_state())
@@ -549,7 +549,7 @@ def experts() -> None:
     assert len(model._get_fsdp_state()._fsdp_param_groups) == 2
     with torch.no_grad():
         assert torch.equal(model(torch.ones(2, 4)), expected)
-    model.reshard()  # a root keeps its parameters after a forward
+    model.reshard()  # a root stays unsharded after a forward
     values = {name: p.full_tensor() for name, p in model.named_parameters()}
     unshard_module(model)
     assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
@@ -616,7 +616,7 @@ def test_a_number_of_ranks_is_refused_for_tensor_parallel_parameters():
     run_ranks(4, int_with_tensor_parallelism)
 
 
-# ---- refused, or failed in the middle: nothing has changed
+# ---- refused, or failed midway: nothing changes
 
 
 def still_as_it_was(model: nn.Module, twin: nn.Module, before: dict[str, object], step: int) -> None:
@@ -716,7 +716,7 @@ def test_only_a_whole_root():
 
 
 def one_unit() -> None:
-    """Units within others, beside a twin that stays as it was."""
+    """Change units within others, next to an unchanged twin."""
     model, twin = make_net(num_blocks=2), make_net(num_blocks=2)
     for net in (model, twin):
         for block in net.blocks:
@@ -776,7 +776,7 @@ def test_what_is_no_unit_or_not_to_be_changed_now():
 
 
 def kept_shards() -> None:
-    """Reduced over the shard axis, but not yet over the replicas: nobody else holds these gradients."""
+    """Gradients reduced over the shard axis only: no other rank holds them."""
     model = shard_net(make_net(num_blocks=1), mesh=mesh_of((2, 1)))
     model.set_requires_all_reduce(False)
     backward(model, 0)
@@ -793,7 +793,7 @@ def test_gradients_that_wait_for_their_all_reduce_are_not_lost():
 
 
 def fails_midway(at: int) -> None:
-    """Fail in the ``at``-th tensor."""
+    """Fail at the ``at``-th tensor."""
     model, twin = shard_net(make_net()), shard_net(make_net())
     optimizers = [optimizer_of(m) for m in (model, twin)]
     assert train(model, optimizers[0], range(2)) == train(twin, optimizers[1], range(2))
@@ -827,7 +827,7 @@ def test_a_failure_in_the_middle_puts_back_what_was(at):
 
 
 def fails_at_the_optimizer() -> None:
-    """The last thing that can fail, when every unit is there and initialised."""
+    """Fail at the last step that can fail, after every unit is initialised."""
     model, twin = shard_net(make_net(num_blocks=1)), shard_net(make_net(num_blocks=1))
     optimizers = [optimizer_of(m) for m in (model, twin)]
     assert train(model, optimizers[0], range(2)) == train(twin, optimizers[1], range(2))
@@ -875,7 +875,7 @@ def test_a_graph_from_before_fails_and_says_so():
 
 
 def bytes_meanwhile(change: str) -> tuple[int, int, int, int]:
-    """Return bytes of shards before, at the peak and after, and of gradients after."""
+    """Return the bytes of shards before, at the peak and after, and the bytes of gradients after."""
     gc.disable()
     with recording() as record:
         model = shard_net(Net(**NET))
@@ -907,7 +907,7 @@ def refused_replicas() -> str:
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match="has an all-reduce hook with a stream") as refused:
         reshard_module(model, mesh=replicas)
-    dist.barrier()  # refused before anything collective: the rank with the store must not leave first
+    dist.barrier()  # refused before any collective: the rank with the store must not leave first
     assert fingerprint(model) == before
     return str(refused.value)
 

@@ -1,4 +1,4 @@
-"""Who starts and ends a pass: forwards under other names, several roots, exceptions in the middle."""
+"""The start and end of a pass: forwards under other names, several roots, exceptions midway."""
 
 import copy
 from collections.abc import Callable
@@ -28,8 +28,6 @@ from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
 from workbench.events import Category
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
-
 # ---- forwards under another name
 
 
@@ -43,7 +41,7 @@ class Coder(nn.Module):
         return self.out(self._through(x))
 
     def encode(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
-        """Return what comes before the last layer, which it looks at as well."""
+        """Return the input of the last layer, plus that layer's bias."""
         return scale * self._through(x) + self.out.bias
 
     def _through(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +71,7 @@ def encode_alone(model: Coder, step: int) -> None:
 def own_forward() -> None:
     plain = nn.Linear(DIM, DIM)
     for api in APIS:
-        api.register_fsdp_forward_method(plain, "extra_repr")  # no FSDP module: nothing to do
+        api.register_fsdp_forward_method(plain, "extra_repr")  # no-op for a plain module
         assert "extra_repr" not in vars(plain)
         with pytest.raises(ValueError, match="decode"):
             api.register_fsdp_forward_method(api.fully_shard(Coder()), "decode")
@@ -89,7 +87,7 @@ def test_another_method_can_be_a_forward(world_size):
 
 
 class Stages(nn.Module):
-    """Two roots, as stages of a pipeline are."""
+    """Two roots, like the stages of a pipeline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +110,7 @@ def shard_stages(api: ModuleType, model: Stages) -> None:
 
 
 def in_stages(model: Stages, step: int) -> None:
-    """Two micro-batches: backward of the last stage as soon as it can, then of the first stage."""
+    """Run two micro-batches: the last stage's backward as early as possible, then the first stage's."""
     first, last = model.stages
     outs, ins = [], []
     for micro in range(2):
@@ -124,7 +122,7 @@ def in_stages(model: Stages, step: int) -> None:
 
 
 def in_stages_told_which_is_last(model: Stages, step: int) -> None:
-    """The same, and each stage is told when its own last backward comes."""
+    """Like :func:`in_stages`, and announce each stage's last backward."""
     first, last = model.stages
     outs, ins = [], []
     for micro in range(2):
@@ -151,14 +149,14 @@ def stages(run: Callable[[nn.Module, int], None], apis: tuple[ModuleType, ...]) 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     ("run", "apis"),
-    # torch's own forgets the first stage's order when the last stage has ended: an IndexError, or a stale prefetch
+    # when the last stage ends, torch's engine forgets the first one's order: an IndexError, or a stale prefetch
     [(in_stages, (engine,)), (in_stages_told_which_is_last, (engine,)), (in_one_graph, APIS)],
 )
 def test_roots_that_share_a_context(world_size, run, apis):
     assert all(run_ranks(world_size, stages, run, apis))
 
 
-# ---- exceptions in the middle
+# ---- exceptions midway
 
 
 class ByTheUser(Exception):

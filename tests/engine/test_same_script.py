@@ -1,4 +1,4 @@
-"""Odd things a script does around its model: ours does what torch's does, or what the plain model does."""
+"""Unusual things that scripts do with a model: the result equals torch's, or the plain model's."""
 
 import copy
 import os
@@ -59,7 +59,7 @@ def test_modules_in_a_tuple_come_back_in_it(api):
 
 
 class TakesTheNames(nn.Linear):
-    """Has attributes of its own under names an engine might like."""
+    """Its attributes have names that an engine might use."""
 
     def __init__(self) -> None:
         super().__init__(DIM, DIM)
@@ -77,7 +77,7 @@ def test_attributes_of_the_users_stay_the_users():
 
 
 class Watches(nn.Linear):
-    """Wants to know what is assigned to it, as recurrent layers do."""
+    """Records assignments to its attributes, as recurrent layers do."""
 
     def __setattr__(self, name: str, value: object) -> None:
         vars(self).setdefault("seen", []).append((name, isinstance(value, DTensor)))
@@ -103,7 +103,7 @@ def test_a_module_that_watches_its_attributes_sees_the_parameters_come_and_go():
 @simulating
 def test_under_torchrun_the_process_group_need_not_be_made():
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(reserved_port())}
-    os.environ.update(place, TORCHELASTIC_RUN_ID="1")  # of this process, which ends with the test
+    os.environ.update(place, TORCHELASTIC_RUN_ID="1")  # only in this process, which ends with the test
     model = fully_shard(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     assert dist.is_initialized()
@@ -167,13 +167,13 @@ class WritesToWhatItGot(nn.Module):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_view_that_is_written_to_still_brings_the_backward(world_size):
-    """Hooks of a view are lost by that; torch warns of wrong gradients there."""
+    """The write drops the view's hooks; torch warns of wrong gradients there."""
     record = run_ranks(world_size, compare, WritesToWhatItGot, shard_each, squares)[0]
     assert record.count(Kind.BACKWARD) == {"first": 1, "second": 1, "last": 1}
 
 
 def inference(reshard: bool, first: int) -> None:
-    """Evaluate in inference mode before every step from ``first`` on; nothing of it may be in the way of training."""
+    """Evaluate in inference mode before every step from ``first`` on; training must not be affected."""
 
     def shard(model: nn.Module) -> None:
         for child in model:
@@ -196,7 +196,7 @@ def test_forwards_in_inference_mode_between_steps(reshard, first):
 
 
 def compiled() -> None:
-    """torch's own way: hooks stay eager, what lies between is compiled."""
+    """As torch does it: hooks stay eager, and the code between them is compiled."""
     plain = blocks(2)
     model = shard_each(copy.deepcopy(plain))
     for block in model:
@@ -212,7 +212,7 @@ def compiled() -> None:
         torch.testing.assert_close(value.grad.full_tensor(), wanted.grad / 2)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads .grad
 def test_compiled_blocks():
     run_ranks(2, compiled)
 
@@ -229,7 +229,7 @@ def test_inputs_are_moved_to_the_device_that_computes():
     assert (moved.device.type, number, more["more"][0].device.type, more["more"][1]) == ("meta", 3, "meta", None)
 
 
-# ---- an inner module by itself
+# ---- a separate call of an inner module
 
 
 def inner_alone() -> None:
@@ -239,7 +239,7 @@ def inner_alone() -> None:
     comms = model._get_fsdp_state()._comm_ctx.comms
     with torch.no_grad():
         before = model[0](data(1))
-    assert not comms.has_readers  # so the shards may be written now, by whatever
+    assert not comms.has_readers  # the shards may be written now
     with torch.no_grad():
         for param in model[0].parameters():
             param.mul_(2)
@@ -257,19 +257,19 @@ def test_an_inner_module_may_be_evaluated_alone_and_its_shards_be_written_then()
 def test_an_event_stands_for_one_optimizer_step():
     model = shard_each(blocks(2))
     root = model._get_fsdp_state()._root
-    model.set_post_optim_event(None)  # what a script that knows no streams passes on the CPU
+    model.set_post_optim_event(None)  # as a script without streams does on the CPU
     assert root.post_optim_event is None
     model.set_post_optim_event(SimpleNamespace(wait=lambda: None))
     assert root.post_optim_event is not None
     model(data(0))
-    assert model._get_fsdp_state()._root.post_optim_event is None  # else the next forward would not see the next step
+    assert model._get_fsdp_state()._root.post_optim_event is None  # else the next forward would ignore the next step
 
 
 # ---- frozen parameters of other dtypes
 
 
 class Quantised(nn.Module):
-    """Frozen integers and bfloat16 beside what is trained."""
+    """Frozen integers and bfloat16 next to trained parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,13 +308,13 @@ def quantised() -> dict[str, object]:
 
 
 def test_frozen_parameters_of_other_dtypes_have_an_all_gather_of_theirs_and_no_reduction():
-    trained = 2 * (2 * 3 * DIM + 2 * 3 + 2 * 3 * 7 + 2 * 3)  # two blocks; rows in pairs of three; elements
-    frozen = 2 * (2 * 4 * DIM * 1 + 2 * 3 * 2)  # int8 table, bfloat16 gain; bytes
+    trained = 2 * (2 * 3 * DIM + 2 * 3 + 2 * 3 * 7 + 2 * 3)  # elements; two blocks; rows in pairs of three
+    frozen = 2 * (2 * 4 * DIM * 1 + 2 * 3 * 2)  # bytes; int8 table, bfloat16 gain
     assert (
         run_ranks(2, quantised)
         == [
             {
-                "gathers": {"0": 6, "1": 6},  # of trained, int8 and bfloat16; in forward and in backward
+                "gathers": {"0": 6, "1": 6},  # trained, int8 and bfloat16, in forward and in backward
                 "reductions": {"0": 1, "1": 1},
                 "gathered": 2 * (4 * trained + frozen),
                 "reduced": 4 * trained,
@@ -325,12 +325,12 @@ def test_frozen_parameters_of_other_dtypes_have_an_all_gather_of_theirs_and_no_r
 
 
 def staging() -> list[object]:
-    os.environ.pop("WORKBENCH_COMM", None)  # of this process, which ends with the test
+    os.environ.pop("WORKBENCH_COMM", None)  # only in this process, which ends with the test
     model = make_quantised()
     shard_with(engine, model)
     squares(model, 0).backward()
     keys = model._get_fsdp_state()._comm_ctx.comms._reducers
-    dist.barrier()  # rank 0 holds the store
+    dist.barrier()  # rank 0 hosts the store
     return sorted((str(dtype), reducer.num_bytes > 0) for (_, dtype), reducer in keys.items())
 
 
@@ -354,7 +354,7 @@ def own_comm(api: ModuleType) -> list[str]:
     api.fully_shard(model)
     model.set_custom_all_gather(Gather())
     squares(model, 0)
-    dist.barrier()  # rank 0 holds the store
+    dist.barrier()  # rank 0 hosts the store
     return sorted(seen)
 
 
@@ -366,7 +366,7 @@ def test_one_object_of_the_users_gathers_all_dtypes_of_a_mesh():
 
 
 def half_reduced(api: ModuleType, reset: Callable[[nn.Module], None]) -> list[object]:
-    """With replicas: two micro-batches, the first without an all-reduce, ``reset`` in between."""
+    """Run two micro-batches with replicas, the first without an all-reduce, and ``reset`` in between."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = api.fully_shard(nn.Linear(DIM, DIM), mesh=mesh)

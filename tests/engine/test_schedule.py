@@ -1,4 +1,4 @@
-"""When parameters are full and through what they travel: smaller meshes, handles, own collectives, pooled buffers."""
+"""When parameters are unsharded, and how: smaller meshes, handles, custom collectives, pooled buffers."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -27,18 +27,16 @@ from workbench import engine
 from workbench.engine._torch import reduce_scatter_single
 from workbench.events import Category, Edge, Kind
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # whatever torch's own warns of
-
 # ---- a smaller mesh after forward
 
 
 def on_pairs(api: ModuleType, model: nn.Module) -> nn.Module:
-    """After forward each pair of ranks holds the parameters once; so does the root's pair."""
+    """After forward each pair of ranks holds one copy of the parameters, including the root's."""
     return shard_net_with(api, model, reshard_after_forward=2)
 
 
 def trained_on_pairs() -> tuple[dict[str, int], set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """Return the last step's all-gathers, and the ranks of those in forward and in backward."""
+    """Return the last step's all-gathers, and their ranks in forward and in backward."""
     record = train_all(double_net, on_pairs)
     gathers = [row for row in record.rows if row[:2] == (Kind.ALL_GATHER, Edge.BEGIN)]
     seen: dict[bool, set[tuple[int, ...]]] = {False: set(), True: set()}
@@ -133,7 +131,7 @@ def test_the_events_of_a_step_on_a_smaller_mesh_are_in_order():
 
 
 def shard_embedding_apart(api: ModuleType, model: Net) -> None:
-    """Make the embedding a unit of its own, whose backward needs no weight."""
+    """Make the embedding a separate unit, whose backward needs no weight."""
     api.fully_shard(model.embed).set_unshard_in_backward(False)
     shard_net_with(api, model)
 
@@ -152,7 +150,7 @@ def test_a_unit_can_stay_sharded_in_backward():
 
 
 def started_ahead(model: nn.Module, step: int) -> None:
-    """All units' all-gathers start before the forward; half of the handles are waited for."""
+    """Start all units' all-gathers before the forward; wait for half of the handles."""
     handles = [unit.unshard(async_op=True) for unit in units_below(model)]
     for handle in handles[::2]:
         handle.wait()
@@ -170,7 +168,7 @@ def test_all_gathers_started_by_hand_are_used_by_the_forward():
     assert run_ranks(2, with_handles) == [(dict.fromkeys(UNITS, 2) | {ROOT: 1}, True)] * 2
 
 
-# ---- collectives of one's own, written for torch's interface
+# ---- custom collectives, written for torch's interface
 
 
 class Allocates:
@@ -196,7 +194,7 @@ class OwnReduceScatter(Allocates):
 
 
 class SyncAllGather(OwnAllGather):
-    """Has done its work when it returns."""
+    """Completes before it returns."""
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         super().__call__(output_tensor, input_tensor, group)
@@ -252,7 +250,7 @@ def test_a_backend_that_allocates_nothing_goes_on_as_before():
 
 
 def released() -> tuple[list[int], int]:
-    """Return what the pools keep after each of four forwards, and after giving it up in the second step."""
+    """Return the pools' bytes after each of four forwards, and after their release in the second step."""
     with recording() as record:
         plain, model = make_net(**NET), shard_net_with(engine, make_net(**NET))
         reserved, after_release = [], 0
@@ -301,7 +299,7 @@ def test_buffers_in_use_are_kept(steps_before):
 def stale() -> bool:
     model = shard_net_with(engine, make_net(num_blocks=4))
     for step in range(2):
-        one_batch(model, step)  # from the second on blocks share their memory
+        one_batch(model, step)  # from the second step on blocks share memory
     first, *others = model.blocks
     first.unshard()
     kept = first.mlp[0].weight
@@ -319,7 +317,7 @@ def test_a_full_parameter_kept_beyond_its_time_holds_nan_rather_than_anothers_va
 
 
 def backward_after_a_reshard_by_hand() -> str:
-    """A graph whose parameters were given up, and whose unit is not told of the backward, must not compute."""
+    """A backward through resharded parameters must fail if their unit has no hook in the graph."""
     model = shard_net_with(engine, make_net(num_blocks=4))
     for step in range(2):
         one_batch(model, step)

@@ -1,4 +1,4 @@
-"""What the setters of an FSDP module refuse, and that it trains on as if nothing had been said."""
+"""Values that the setters of an FSDP module refuse; a refusal changes nothing."""
 
 import pytest
 import torch
@@ -153,7 +153,7 @@ def test_a_wrong_setting(case):
     fully_shard(model.b)
     fully_shard(model)
     refused(lambda: getattr(model, setter)(*values), error, words, model)
-    model(torch.ones(1, 2)).sum().backward()  # and it trains as if nothing had been said
+    model(torch.ones(1, 2)).sum().backward()  # the refusal changes nothing
 
 
 @pytest.mark.parametrize("setter", ["set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"])
@@ -170,7 +170,7 @@ def test_an_unknown_forward_method():
     model = fully_shard(Pair())
     words = ("'generate'", "Pair", "has no method")
     refused(lambda: register_fsdp_forward_method(model, "generate"), ValueError, words, model)
-    register_fsdp_forward_method(Pair(), "generate")  # not sharded: nothing to do, as in torch
+    register_fsdp_forward_method(Pair(), "generate")  # not sharded: a no-op, as in torch
 
 
 @on_one_rank

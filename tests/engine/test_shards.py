@@ -1,4 +1,4 @@
-"""Who holds which rows: laws over shapes and world sizes, on ranks simulated one after another."""
+"""Which rank holds which rows: laws over shapes and world sizes, on ranks simulated in turn."""
 
 import math
 from contextlib import contextmanager
@@ -26,14 +26,14 @@ WORLD_SIZES = st.integers(1, 8)
 
 
 def numbered(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Tensors of these shapes that hold 1, 2, 3 ..., all different."""
+    """Return tensors of these shapes that hold 1, 2, 3 ..., all different."""
     ends = torch.tensor([0, *(math.prod(shape) for shape in shapes)]).cumsum(0).tolist()
     return [torch.arange(a + 1.0, b + 1.0).view(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)]
 
 
 @contextmanager
 def kernels(fused: bool):
-    """Copy with the kernels that a device has for many pieces at once, or with one copy each."""
+    """Copy with a device's kernels for many pieces at once, or with one copy each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cpu, "fuses_copies", fused)
         yield
@@ -87,7 +87,7 @@ def in_flat_order_of(unit: FSDPParamGroup, tensors: list[torch.Tensor]) -> list[
 def test_every_parameter_is_aligned_as_its_own_size_is(shapes, world_size):
     for unit in units_of_all_ranks(numbered(shapes), world_size):
         slots = sum(p.slot_numel for p in unit.fsdp_params)
-        assert unit.shards.flat.numel() == unit.shards.numel == slots  # and not a byte more
+        assert unit.shards.flat.numel() == unit.shards.numel == slots  # no padding beyond the slots
         padded_fulls = unit._usual.padded_fulls
         for param, slot, full in zip(unit.fsdp_params, unit.shards._slots(), padded_fulls, strict=True):
             aligned = min(math.gcd(param.slot_numel, 32) * 4, 64)  # bytes; torch allocates at multiples of 64
@@ -103,13 +103,13 @@ def test_slots_of_odd_sizes_come_last():
 
 
 def with_a_scale_in_front() -> None:
-    """A parameter of one element is defined before all others, and none of them suffers."""
+    """A one-element parameter defined first does not misalign the others."""
     module = nn.Module()
     for name, shape in {"scale": (1,), "weight": (64, 32), "bias": (64,), "odd": (3, 5)}.items():
         module.register_parameter(name, nn.Parameter(torch.ones(shape)))
     module.forward = lambda x: sum((p * x).sum() for p in module.parameters())
     fully_shard(module)
-    for _ in range(3):  # in memory of its own, in a slot
+    for _ in range(3):  # in its own memory, then in a slot
         module(torch.ones(1)).backward()
     module.unshard()
     full = [p.data_ptr() for p in (module.weight, module.bias, module.odd)]
@@ -133,7 +133,7 @@ def test_gathering_the_flat_shards_gives_the_parameters(shapes, world_size, fuse
     units = units_of_all_ranks(tensors, world_size)
     assert [u.shards.flat.numel() for u in units] == [units[0].shards.numel] * world_size
     gathered = torch.stack([u.shards.flat for u in units])
-    assert gathered.count_nonzero() == sum(map(math.prod, shapes))  # the rest is padding, and zero
+    assert gathered.count_nonzero() == sum(map(math.prod, shapes))  # the padding is zero
     params = units[0].fsdp_params
     fulls = [torch.full((p.slot_numel * world_size,), math.nan) for p in params]
     targets = [p.layout.by_rank(full) for p, full in zip(params, fulls, strict=True)]
@@ -173,7 +173,7 @@ def test_bytes_of_a_unit(shapes):
 
 
 def empty_parameters(shapes: list[tuple[int, ...]]) -> list[float]:
-    """Train a module whose parameters include some without elements."""
+    """Train a module that has parameters without elements."""
     module = nn.Module()
     for i, shape in enumerate(shapes):
         module.register_parameter(f"p{i}", nn.Parameter(torch.ones(shape)))

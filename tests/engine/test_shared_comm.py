@@ -1,4 +1,4 @@
-"""The collectives over shared memory: equal to gloo's bit for bit, without a copy, and what they refuse."""
+"""The collectives over shared memory: bit for bit equal to gloo's, without a copy; and their refusals."""
 
 import mmap
 import multiprocessing
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 SUM = dist.ReduceOp.SUM
 
 
-# ---- the same bits as gloo's
+# ---- the same bits as gloo
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Case:
     seed: int
 
     def numbers(self, count: int) -> torch.Tensor:
-        """Numbers only this rank has; of very different sizes, so that the order of a sum shows."""
+        """Return random numbers that depend on the rank; their sizes vary so much that the order of a sum shows."""
         generator = torch.Generator().manual_seed(self.seed * 8 + dist.get_rank())
         if not self.dtype.is_floating_point:
             return torch.randint(-128, 128, (count,), generator=generator).to(self.dtype)
@@ -56,7 +56,7 @@ CASES = st.builds(
     Case,
     dtype=st.sampled_from(DTYPES),
     numel=st.sampled_from([0, 1, 2, 7, 63, 64, 65, 1000, 4097]),
-    magnitude=st.integers(1, 20),  # in float16 some sums overflow, and become NaN
+    magnitude=st.integers(1, 20),  # in float16 some sums overflow to NaN
     seed=st.integers(0, 2**20),
 )
 
@@ -74,7 +74,7 @@ def gloo_gather(shard: torch.Tensor) -> torch.Tensor:
 def begin(
     reduce: SharedMemoryReduceScatter, numbers: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[Any, torch.Tensor]:
-    """Issue the reduction of this rank's ``numbers`` ``[F * S]``; returns it, and where the sum will be."""
+    """Issue the reduction of this rank's ``numbers`` ``[F * S]``; return it and the tensor for the sum."""
     rank, rows = dist.get_rank(), numbers.view(dist.get_world_size(), -1)
     others = torch.cat([rows[:rank], rows[rank + 1 :]]).flatten()
     chunks = reduce.allocate([len(others)], dtype=numbers.dtype, device=CPU)
@@ -94,7 +94,7 @@ def gloo_reduce(chunks: torch.Tensor) -> torch.Tensor:
 
 
 def share(gather: SharedMemoryAllGather, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Let the other ranks read a new shard, and return it."""
+    """Share a new shard with the other ranks and return it."""
     region = Region(numel, dtype)
     gather.share(region, numel, dtype)
     return region.tensor
@@ -147,7 +147,7 @@ def shards() -> None:
     shared = connected()
     gather = SharedMemoryAllGather(shared)
     kept = []
-    for dtype in (torch.float32, torch.bfloat16):  # a unit may get new memory: another policy
+    for dtype in (torch.float32, torch.bfloat16):  # a unit gets new memory when its policy changes
         shard = share(gather, 1000, dtype)
         assert shard.nbytes == gather.num_bytes == 1000 * dtype.itemsize
         output = gather.allocate([2000], dtype=dtype, device=CPU)
@@ -158,7 +158,7 @@ def shards() -> None:
         assert len(set(mapped())) == len(kept)
     del gather, output, kept
     assert len(mapped()) == 1
-    assert shard.eq(1).all()  # a shard keeps its memory without anybody's help
+    assert shard.eq(1).all()  # a shard keeps its memory alive alone
     del shard
     assert mapped() == []
 
@@ -178,10 +178,10 @@ def stages_grow() -> list[int]:
     sizes.append(reduce.num_bytes)
     reduce.reserve(30)
     small, large = begin_with(10), begin_with(5000)
-    assert len(mapped()) == 4  # the outstanding one keeps its stages, and who has read them
+    assert len(mapped()) == 4  # the outstanding one keeps its stages and its reader counters
     for (work, total), numel in ((small, 10), (large, 5000)):
         work.wait()
-        work.wait()  # once more does nothing
+        work.wait()  # a second wait is a no-op
         assert total.tolist() == [2 * numel] * numel
     assert len(mapped()) == 2
     del small, large, work, total
@@ -226,11 +226,11 @@ def test_units_that_are_cast_share_their_memory(monkeypatch):
     assert run_ranks(2, mapped_with_casts, 5) == run_ranks(2, mapped_with_casts, 2)
 
 
-# ---- ranks that are late: shards
+# ---- slow ranks: shards
 
 
 def overwritten_after(ordered: bool, has_read, has_written) -> list[float]:
-    """A forward without backward, then rank 1 writes its shard; rank 0 reads late."""
+    """After a forward without backward, rank 1 writes its shard while rank 0 reads late."""
     shared = connected()
     gather = SharedMemoryAllGather(shared)
     shard = share(gather, 1).fill_(1 + dist.get_rank())
@@ -261,7 +261,7 @@ def test_a_writer_can_wait_for_slow_readers(ordered, seen):
 
 
 def casts_in_turn(numels: list[int], at_once: int) -> list[bool]:
-    """Gather units of so many elements over and over, some before the first is read; says which came out right."""
+    """Gather units of the given sizes, some before the first is read; return which came out right."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     gather = SharedMemoryCastAllGather(connected(), torch.bfloat16)
     gather.reserve(max(numels))
@@ -296,7 +296,7 @@ def test_casts_are_gathered_in_two_stages_however_many_wait_to_be_read(world_siz
 
 
 def cast_read_late(has_read, waits_for_readers) -> list[float]:
-    """Rank 0 reads its first all-gather only once rank 1, two all-gathers further, waits for that."""
+    """Rank 0 reads its first all-gather only when rank 1 waits for that read, two all-gathers later."""
     rank, group = dist.get_rank(), dist.group.WORLD
     gather = SharedMemoryCastAllGather(connected(), torch.bfloat16)
     gather.reserve(1)
@@ -323,11 +323,11 @@ def test_a_stage_is_not_written_while_another_rank_reads_it():
     assert run_ranks(2, cast_read_late, FORK.Event(), FORK.Event()) == [[0.0, 1.0], []]
 
 
-# ---- given up, and refused
+# ---- aborted, and refused
 
 
 def after_a_rebuild() -> list[float]:
-    """Rank 0 issues a reduction more than rank 1; on new process groups they count together again."""
+    """Rank 0 issues one reduction more than rank 1; new process groups reset the counters."""
     shared = connected()
     group = shared.group
     reduce = SharedMemoryReduceScatter(shared, torch.float32)
@@ -354,10 +354,10 @@ def test_after_an_abandoned_reduction_new_groups_count_anew():
 
 
 def drop_some(reduce: SharedMemoryReduceScatter) -> list[float]:
-    """All ranks were interrupted at the same place, again and again: nobody waits for what they issued."""
+    """Issue reductions and drop most of them, as if all ranks were interrupted at the same place."""
     size, totals = dist.get_world_size(), []
     for number in range(7):
-        reduce.allocate([size - 1], dtype=torch.float32, device=CPU).fill_(-1)  # not even issued
+        reduce.allocate([size - 1], dtype=torch.float32, device=CPU).fill_(-1)  # never issued
         work, total = begin(reduce, torch.full((size,), float(number)))
         if number % 3 == 0:
             work.wait()

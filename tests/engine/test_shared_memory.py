@@ -1,4 +1,4 @@
-"""Memory that ranks share: who sees what, when there is none, and that nothing of it is left behind."""
+"""Memory that ranks share: its visibility, failures to get it, and its cleanup."""
 
 import errno
 import multiprocessing
@@ -45,40 +45,40 @@ def meet(shared: SharedMemory) -> None:
 
 
 OF_READERS: set[str] = set()
-"""Names of what this process maps as long as it is connected, to say what it has read."""
+"""Names of the reader counters that this process maps while it is connected."""
 
 
 def mapped() -> list[str]:
-    """Names of the shared memory this process has mapped, but for :data:`OF_READERS`."""
+    """Return the names of the shared memory that this process maps, except :data:`OF_READERS`."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     names = [line.split("memfd:")[1].split()[0] for line in lines if "memfd:workbench-" in line]
     return [name for name in names if name not in OF_READERS]
 
 
 def open_files() -> list[str]:
-    """What the descriptors of this process point to, as far as it is shared memory."""
+    """Return the shared memory files among this process's descriptors."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         try:
             found.append(os.readlink(link))
-        except FileNotFoundError:  # the one with which the folder is read
+        except FileNotFoundError:  # the descriptor that lists the folder
             continue
     return [target for target in found if "memfd:" in target]
 
 
 def holders(name: str) -> list[str]:
-    """Processes of this machine that hold the memory of that name."""
+    """Return the processes of this machine that map the memory of that name."""
     found = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             if name in maps.read_text():
                 found.append(maps.parent.name)
         except OSError:
-            continue  # it has ended, or is not ours to look at
+            continue  # it has ended, or belongs to another user
     return found
 
 
-# ---- what it is
+# ---- properties
 
 
 def written_and_read(numel: int) -> list[list[float]]:
@@ -90,7 +90,7 @@ def written_and_read(numel: int) -> list[list[float]]:
         assert rows.dtype == dtype
         assert rows.data_ptr() % 4096 == 0
         assert not rows.any()
-        meet(shared)  # all have seen the zeros
+        meet(shared)  # all ranks have seen the zeros
         rows[shared.group.rank] = shared.group.rank + 1
         meet(shared)
         seen.append(rows[:, -1].tolist())
@@ -106,7 +106,7 @@ def written_and_read(numel: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_sees_what_each_has_written_to_its_row(world_size):
-    numel = 2049  # of int8: rows begin in the middle of a page, and of a cache line
+    numel = 2049  # of int8: rows begin in the middle of a page and of a cache line
     wanted = [float(rank + 1) for rank in range(world_size)]
     assert run_ranks(world_size, written_and_read, numel) == [[wanted] * len(DTYPES)] * world_size
 
@@ -124,7 +124,7 @@ def test_rows_without_elements():
 
 
 def side_by_side() -> list[float]:
-    """Each row and each column of a 2 x 2 mesh shares memory of its own."""
+    """Share separate memory in each row and each column of a 2 x 2 mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     seen = []
     for axis in ("shard", "replicate"):
@@ -142,7 +142,7 @@ def test_groups_side_by_side_share_apart():
 
 @pytest.mark.parametrize("there", [True, False])
 def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
-    """Another process may have the same numbers there: the name tells."""
+    """Another host's process may have the same pid and descriptor; the name differs."""
     with (tmp_path / "file").open("wb") as file:
         fd = file.fileno() if there else 10_000
         error, said = (
@@ -157,11 +157,11 @@ def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
             shared_memory._map(f"{os.getpid()} {fd} workbench-0123 ", 8)
 
 
-# ---- when there is none
+# ---- failures
 
 
 def answer_without(damage: Callable[[pytest.MonkeyPatch], None], damaged_rank: int) -> list[bool]:
-    """Connect while one rank is damaged and once more when it is not; return whether it went."""
+    """Connect with one rank damaged, then with none; return whether each attempt succeeded."""
     went = []
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == damaged_rank:
@@ -200,7 +200,7 @@ def elsewhere(patch: pytest.MonkeyPatch) -> None:
 
 
 def on_another_host(patch: pytest.MonkeyPatch) -> None:
-    """It sees the others' processes all the same, as in a network namespace of its own."""
+    """It still sees the other ranks' processes, as in another network namespace."""
     patch.setattr(shared_memory, "host", "was told another identity")
 
 
@@ -259,7 +259,7 @@ def test_the_memory_of_this_machine_is_known():
 
 
 def alone(goes_on) -> int:
-    """Rank 1 does not come: rank 0 is told to give up."""
+    """Rank 1 does not connect; rank 0's wait is cancelled."""
     group = all_ranks()
     if dist.get_rank() == 1:
         assert goes_on.wait(60)
@@ -293,7 +293,7 @@ def killed(victim: int, peer_is_past_the_barrier) -> tuple[str, float]:
     pending.block()
     with pytest.raises(CollectiveFailed, match=r"^barrier failed: "):
         pending.finish()
-    total = float(rows.sum())  # also what the dead rank wrote, and made
+    total = float(rows.sum())  # includes the rows that the dead rank wrote and created
     assert open_files() == []
     del rows
     assert mapped() == []
@@ -312,7 +312,7 @@ def test_a_killed_rank_leaves_nothing_and_its_peers_keep_what_they_share(victim)
 
 
 def test_who_holds_memory_is_found():
-    name = f"workbench-{os.getpid()}"  # nobody else's on this machine
+    name = f"workbench-{os.getpid()}"  # unique on this machine
     fd = os.memfd_create(name)
     os.posix_fallocate(fd, 0, 1)
     own = shared_memory._map(f"{os.getpid()} {fd} {name} ", 1)
@@ -328,7 +328,7 @@ def test_who_holds_memory_is_found():
 def no_file_is_made() -> tuple[set[str], int]:
     before = len(os.listdir("/proc/self/fd"))
     shared = connected()
-    descriptors = len(os.listdir("/proc/self/fd")) - before  # of the group's sockets
+    descriptors = len(os.listdir("/proc/self/fd")) - before  # sockets of the group
     kept = [shared.rows(10, dtype) for dtype in DTYPES]
     assert len(os.listdir("/proc/self/fd")) - before == descriptors
     assert len(mapped()) == len(kept)

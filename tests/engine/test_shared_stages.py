@@ -1,4 +1,4 @@
-"""Ranks that are late: how many stages keep a slow rank from summing later numbers; and bytes of the stages."""
+"""Slow ranks: the number of stages that keeps a rank from summing later numbers; and the bytes of the stages."""
 
 import ctypes
 import errno
@@ -38,8 +38,8 @@ class Plan:
     """Reductions in a row.
 
     Attributes:
-        reads_first: the oldest is waited for before the next is written, not after.
-        empties: after every third nothing is outstanding, and the stages are emptied.
+        reads_first: wait for the oldest reduction before, not after, writing the next.
+        empties: after every third reduction, wait for all and empty the stages.
     """
 
     num_outstanding: int
@@ -54,7 +54,7 @@ def value(rank: int, number: int) -> torch.Tensor:
 
 
 def reductions(shared: SharedMemory, plan: Plan, written: Callable[[int], Any], reading: Callable[[int], Any]) -> bool:
-    """Go through ``plan`` as an engine does; returns whether all sums are right."""
+    """Run ``plan`` as the engine would; return whether all sums are right."""
     n, rank = plan.num_outstanding, dist.get_rank()
     reduce = SharedMemoryReduceScatter(shared, torch.float32, n, plan.num_stages)
     outstanding, totals = [], [value(rank, number).view(2, 4)[rank].clone() for number in range(plan.number)]
@@ -91,10 +91,10 @@ def nothing(_number: int) -> None:
 
 
 def slow_reader(plan: Plan, slow: int, may_read, in_wait: str) -> bool:
-    """The slow rank reads its first sum only when the other is as far ahead as it can come.
+    """Make the slow rank read its first sum only when the other rank can get no further ahead.
 
-    That is: has overwritten the stage 2 n later (``in_wait`` is ""), or waits for the right to do so: then the wait of
-    ``allocate`` goes on ("wait") or is skipped ("skip").
+    The other rank has then overwritten the stage 2 n later (``in_wait`` is ""), or waits in ``allocate`` for permission
+    to do so. That wait continues ("wait") or is skipped ("skip").
     """
     shared = connected()
     if dist.get_rank() == slow:
@@ -128,7 +128,7 @@ def test_with_fewer_stages_allocate_waits_for_the_slow_rank(num_outstanding, num
 
 @pytest.mark.parametrize(("num_outstanding", "num_stages"), [(1, 2), (2, 4), (3, 6)])
 def test_without_that_wait_the_slow_rank_would_sum_later_numbers(num_outstanding, num_stages):
-    """So 2 n + 1 is exact: n + 2 stages are too few for n = 2."""
+    """This proves that 2 n + 1 is exact: n + 2 stages are too few for n = 2."""
     plan = Plan(num_outstanding, num_stages)
     assert run_ranks(2, slow_reader, plan, 0, FORK.Event(), "skip") == [False, True]
 
@@ -176,7 +176,7 @@ def all_plans(plans: list[Plan]) -> list[bool]:
 
 
 def resident(mapping: torch.Tensor) -> int:
-    """Bytes of a mapping of which this process has a page in memory."""
+    """Return the resident bytes of a mapping in this process."""
     address = f"{mapping.data_ptr():x}-"
     _, _, rest = Path("/proc/self/smaps").read_text().partition(f"\n{address}")
     found = re.search(r"\nRss: +(\d+) kB", rest)
@@ -185,7 +185,7 @@ def resident(mapping: torch.Tensor) -> int:
 
 
 def bytes_of_a_step(num_blocks: int) -> tuple[int, int, int, int, int]:
-    """Return bytes of the stages (all, used in a backward, told and resident after it), the largest unit's numel."""
+    """Return the bytes of the stages (all, used in backward, recorded and resident after it) and the largest numel."""
     plain = {"dim": 64, "num_blocks": num_blocks, "vocab": 100}
     with recording() as record:
         model = shard_net(make_net(**plain))
@@ -196,7 +196,7 @@ def bytes_of_a_step(num_blocks: int) -> tuple[int, int, int, int, int]:
         reduce = unit.pair.reduce
         largest = max(u.shard_numel for u in (model._get_fsdp_state()._fsdp_param_group, unit))
         told = 0 if reduce.lease is None else reduce.num_bytes
-        dist.barrier()  # others have given their part back as well
+        dist.barrier()  # the other ranks have returned their part too
         return reduce.num_bytes, record.peak[Category.REDUCE_SCATTER_BUFFERS], told, resident(reduce._stages), largest
 
 
@@ -239,7 +239,7 @@ def test_lack_of_memory_is_an_error_and_an_old_system_takes_page_by_page(monkeyp
 
 
 def one_is_slow(has_looked: Any) -> list[bool]:
-    """Rank 0 sums only when rank 1 has looked, in vain, whether it may give back what is to be summed."""
+    """Rank 0 sums only after rank 1 has checked in vain whether it may return the pages."""
     rank, group = dist.get_rank(), dist.group.WORLD
     reduce = SharedMemoryReduceScatter(connected(), torch.float32, 1, 2)
     chunks = reduce.allocate([4], dtype=torch.float32, device=CPU).fill_(1.0 + rank)

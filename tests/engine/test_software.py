@@ -1,4 +1,4 @@
-"""Trainers and adapters that others wrote, on our engine and on torch's own: Accelerate's FSDP2 path, and PEFT."""
+"""Third-party trainers and adapters on our engine and on torch's: Accelerate's FSDP2 path, and PEFT."""
 
 import importlib
 import os
@@ -20,11 +20,11 @@ from workbench.ports import LOOPBACK
 NAMES = ("FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "fully_shard")
 pytestmark = [
     newer_torch,
-    # CommDebugMode's, which follows modules
+    # CommDebugMode's, from its module hooks
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
     pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),  # torch's own
-    # PEFT asks transformers
+    # PEFT reads this attribute of transformers
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 TORCHS = {name: getattr(fsdp, name) for name in NAMES}
@@ -38,13 +38,13 @@ def imported_once():
 
 
 def swap(api: ModuleType) -> None:
-    """Let what imports torch's engine from now on in this process, which is the test's own, get ``api``'s."""
+    """Make later imports of torch's engine in this process, which ends with the test, return ``api``'s."""
     for name in NAMES:
         setattr(fsdp, name, TORCHS[name] if api is fsdp else getattr(api, name))
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, backward) -> list[object]:
-    """Three steps: losses, collectives of the last one, gradients after it, and then all parameters, whole."""
+    """Train three steps; return losses, the last step's number of collectives and gradients, and full parameters."""
     losses = []
     for step in range(3):
         optimizer.zero_grad()
@@ -72,7 +72,7 @@ def accelerated(checkpointing: bool) -> None:
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": "1",
         "OMP_NUM_THREADS": "1",
-    }  # wanted, and not used: the process group is there
+    }  # required but unused: the process group exists
     os.environ.update({name: str(value) for name, value in (place | met).items()})
     found = []
     for api in (engine, fsdp):
@@ -84,7 +84,7 @@ def accelerated(checkpointing: bool) -> None:
             activation_checkpointing=checkpointing,
         )
         accelerator = Accelerator(cpu=True)
-        accelerator.state.distributed_type = DistributedType.FSDP  # it chooses this path on GPUs only
+        accelerator.state.distributed_type = DistributedType.FSDP  # Accelerate would choose this path only on GPUs
         accelerator.state.fsdp_plugin = plugin
         model = huggingface_models.make("Llama")
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

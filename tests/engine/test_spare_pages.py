@@ -1,4 +1,4 @@
-"""Pages of full parameters that one unit leaves to the next: how many are kept, and what happens on another order."""
+"""Pages of full parameters that one unit passes to the next: the number kept, and deviations from the learnt order."""
 
 import gc
 
@@ -45,7 +45,7 @@ def step(model: nn.Module, number: int) -> float:
 
 
 def kept_in_steps(build: str) -> set[tuple[int, int]]:
-    """Bytes of pages that nobody uses, between forward and backward and between steps."""
+    """Return the bytes of spare pages between forward and backward, and between steps."""
     found = set()
     with recording() as record:
         model = BUILDERS[build]()
@@ -59,7 +59,7 @@ def kept_in_steps(build: str) -> set[tuple[int, int]]:
 
 
 def neighbours_at_once() -> nn.Module:
-    """Each block makes the next one full before it runs itself."""
+    """Each block unshards the next one before it runs."""
     model = shard_net(make_net(**NET))
     for block, following in zip(model.blocks, model.blocks[1:], strict=False):
         block.register_forward_pre_hook(lambda *_, ahead=following: ahead.unshard())
@@ -93,7 +93,7 @@ def test_pages_are_kept_for_as_many_blocks_as_were_full_at_once_until_none_is_ga
 
 
 def test_a_unit_inside_of_another_needs_pages_of_its_own():
-    kept = 2 * slots_of(UsesInner()) * FP32  # of the two in the middle only one at a time
+    kept = 2 * slots_of(UsesInner()) * FP32  # only one of the two middle units at a time
     assert run_ranks(2, kept_in_steps, "nested") == [{(kept, 0)}] * 2
 
 
@@ -108,7 +108,7 @@ def with_and_without() -> None:
     runs = []
     for moves in (True, False):
         if not moves:
-            page_pool._can_move = lambda: False  # in this process, which ends with the test
+            page_pool._can_move = lambda: False  # only in this process, which ends with the test
         model = shard_net(make_net(**NET))
         optimizer = adamw(model.parameters())
         losses = []
@@ -133,7 +133,7 @@ def test_where_pages_cannot_be_moved_fresh_ones_give_the_same_bits(world_size):
 
 
 def allocated(model: nn.Module) -> int:
-    """Bytes of full parameters' pages, whether used or not, and of the storages of what is communicated."""
+    """Return the bytes of full parameters' pages, used or spare, and of communication buffers."""
     ctx = model._get_fsdp_state()._comm_ctx
     full = [unit._home.memory._memory._kept for unit in units(model) if unit._home.memory.is_held]
     free = (*ctx.pages._free, *backend_of(torch.device("cpu"))._buffers._spare._free)
@@ -147,7 +147,7 @@ def allocated(model: nn.Module) -> int:
 
 
 def sums(policy: MixedPrecisionPolicy) -> list[tuple[str, int, int]]:
-    """Return moments at which the classes did not add up to what is allocated."""
+    """Return the events at which the categories do not add up to the allocated bytes."""
     wrong, counted = [], 0
     with recording() as record:
         model = shard_net(make_net(**NET), mp_policy=policy)
@@ -181,16 +181,16 @@ def test_the_classes_add_up_to_what_is_allocated_at_every_moment(world_size, pol
     assert run_ranks(world_size, sums, policy) == [[]] * world_size
 
 
-# ---- another order than the one that was learnt
+# ---- deviations from the learnt order
 
 
 def forward_deviates() -> None:
-    """In the forward of one block another is unsharded by hand, which no iteration did before."""
+    """One block's forward unshards another block, for the first time."""
     model, twin = shard_net(make_net(**NET)), shard_net(make_net(**NET))
     for number in range(3):
         same_step(model, twin, number)
     for _ in range(2):
-        model(batch(0, 0))  # a graph that is dropped
+        model(batch(0, 0))  # its graph is dropped
     handle = model.blocks[0].register_forward_pre_hook(lambda *_: model.blocks[2].unshard())
     same_step(model, twin, 3)
     handle.remove()
@@ -204,7 +204,7 @@ def test_a_unit_that_is_needed_beside_another_in_forward_changes_no_bit(world_si
 
 
 def backward_deviates(ahead: int, needed: int) -> None:
-    """In the backward of one block another is unsharded by hand, which no iteration did before."""
+    """One block's backward unshards another block, for the first time."""
     model, twin = shard_net(make_net(**NET)), shard_net(make_net(**NET))
     for number in range(3):
         same_step(model, twin, number)
@@ -218,7 +218,7 @@ def backward_deviates(ahead: int, needed: int) -> None:
 
 
 def same_step(model: nn.Module, twin: nn.Module, number: int) -> None:
-    """Do a step of both: the same loss and gradients, bit by bit."""
+    """Run a step of both models and compare loss and gradients bit by bit."""
     grads = []
     for m in (model, twin):
         loss = loss_of(m, batch(dist.get_rank(), number))
@@ -237,7 +237,7 @@ def test_a_unit_that_is_needed_beside_another_in_backward_finds_its_values_where
 
 
 def all_by_hand(where: str) -> None:
-    """All blocks are full at once, before forward, between, or within a backward: where pages of one were enough."""
+    """Unshard all blocks before forward, between the passes, or in backward, when spare pages suffice for one."""
     model, twin = shard_net(make_net(**NET)), shard_net(make_net(**NET))
     for number in range(3):
         same_step(model, twin, number)
@@ -276,7 +276,7 @@ def test_all_units_may_be_full_at_once_at_any_time(where):
 
 
 def retained() -> None:
-    """A graph is kept over later iterations, and more than once: its backward finds the values where they were."""
+    """Keep a graph over later iterations and run it repeatedly: its backward must find its values in place."""
     model = shard_net(make_net(**NET))
     loss = loss_of(model, batch(0, 0))
     grads = []
@@ -293,7 +293,7 @@ def test_a_retained_graph_runs_backward_again():
 
 
 def waiting_graph() -> None:
-    """Two forwards before their backwards, in the other order."""
+    """Run two forwards, then their backwards in reverse order."""
     model, twin = shard_net(make_net(**NET)), shard_net(make_net(**NET))
     expected = [step(twin, number) for number in (0, 1, 2, 3)]
     assert step(model, 0) == expected[0]
@@ -310,7 +310,7 @@ def test_two_forwards_may_wait_for_their_backwards():
     run_ranks(2, waiting_graph)
 
 
-# ---- references, several models, the end
+# ---- references, several models, deletion
 
 
 def kept_reference() -> None:
@@ -321,7 +321,7 @@ def kept_reference() -> None:
         step(model, number)
         handle.remove()
         assert kept[-1].shape == ()
-        assert kept[-1].isnan()  # and not what lies in the memory now
+        assert kept[-1].isnan()  # not the memory's current content
     assert kept[0] is kept[2]
     model.blocks[0].unshard()
     assert kept[0].shape == (16, 5)
@@ -356,7 +356,7 @@ def test_two_models_keep_pages_of_their_own():
 
 
 def deleted(how: str) -> tuple[dict[Category, int], int]:
-    """Return bytes that are left of a model, at once or after the garbage collector."""
+    """Return the bytes that remain of a model, recorded at once or after a collection."""
     gc.disable()
     with recording() as record:
         model = shard_net(make_net(**NET))
@@ -374,12 +374,12 @@ def deleted(how: str) -> tuple[dict[Category, int], int]:
 @pytest.mark.parametrize("how", ["undone", "deleted"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_is_left_of_a_model(world_size, how):
-    """An undone one goes at once; a deleted one with the collector: hooks and modules refer to each other."""
+    """Undoing frees at once; deletion needs the collector, because hooks and modules refer to each other."""
     assert run_ranks(world_size, deleted, how) == [({}, 0)] * world_size
 
 
 def interrupted() -> None:
-    """What an iteration that raised had taken from the pools is not counted for ever."""
+    """Pool memory of an iteration that raised does not stay counted."""
     with recording() as record:
         model = shard_net(make_net(**NET))
         for number in range(3):

@@ -52,9 +52,9 @@ def round_trip(assign: bool, unsharded_first: bool) -> None:
             at_rest = {Category.SHARDED_PARAMS: sum(value.to_local().nbytes for value in state.values())}
         if unsharded_first:
             with torch.no_grad():
-                model(batch(0, 0))  # all units are full, and stay so: the policy says it
+                model(batch(0, 0))  # the policy keeps all units full
         assert model.load_state_dict(state, assign=assign).missing_keys == []
-    assert record.alive == at_rest  # what was replaced is gone, and what took its place has no padding
+    assert record.alive == at_rest  # the replaced values are freed, and the new ones have no padding
     assert_same_shards(model, source)
     wanted = [v.to_local().data_ptr() for v in state.values()] if assign else pointers
     assert [p.to_local().data_ptr() for p in model.parameters()] == wanted
@@ -127,7 +127,7 @@ def of_an_optimizer() -> None:
     first, second = (adamw(m.parameters()) for m in models)
     trained(models[0], first, range(2))
     models[1].load_state_dict(models[0].state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))  # an optimizer takes tensors over as they are
+    second.load_state_dict(copy.deepcopy(first.state_dict()))  # an optimizer loads tensors without copying them
     trained(models[0], first, range(2, 4))
     trained(models[1], second, range(2, 4))
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):

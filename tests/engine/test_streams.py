@@ -1,4 +1,4 @@
-"""What runs after what on a device, by streams that only note who waits for whom."""
+"""The order of work on a device, from streams that only log their waits."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ COMPUTE = "compute"
 
 
 class Device(StreamBackend):
-    """A device whose streams are names; notes what each was given, in order."""
+    """A device whose streams are names; logs the work of each in order."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -75,7 +75,7 @@ def device() -> Device:
 
 
 class Step:
-    """A reduction of which every part says where it runs."""
+    """A reduction whose parts log their stream."""
 
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name = device, name
@@ -153,11 +153,11 @@ def test_on_the_cpu_there_are_none():
         streams.join_all()
 
 
-# ---- what is gathered ahead
+# ---- prefetched all-gathers
 
 
 def order_of_a_forward() -> tuple[list[str], list[str]]:
-    """Order of all-gathers and copies of the second forward, on the CPU and where streams order memory."""
+    """Return the order of all-gathers and copies in the second forward, on the CPU and with streams."""
     orders = []
     for are_there in (False, True):
         with pytest.MonkeyPatch.context() as patch, recording() as record:
@@ -179,7 +179,7 @@ def test_an_all_gather_ahead_does_not_wait_for_the_copy_before_it_on_a_device():
         assert on_device.index(ahead) < on_device.index(copied)
 
 
-# ---- a single rank that offloads
+# ---- a single rank with offloading
 
 
 def test_a_flat_shard_goes_to_the_device_in_one_piece():
@@ -197,7 +197,7 @@ def test_a_flat_shard_goes_to_the_device_in_one_piece():
 
 @on_one_rank
 def test_a_single_rank_copies_from_what_was_brought_to_the_device():
-    """Pretend that the shards of a unit are elsewhere."""
+    """Pretend that a unit's shards are on another device."""
     model = shard_net(make_net(num_blocks=1))
     loss_of(model, batch(0, 0))
     model.reset_iter_state()

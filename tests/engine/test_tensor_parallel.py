@@ -1,4 +1,4 @@
-"""Tensor parallelism below: FSDP+TP on a 2-D mesh, HSDP+TP on a 3-D one, strided shards where both split one dim."""
+"""FSDP on top of tensor parallelism: 2-D and 3-D meshes, and strided shards where both split the same dim."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ from workbench.engine import fully_shard
 
 FSDP_TP = (("dp", "tp"), (2, 2))
 HSDP_TP = ("replicate", "shard", "tp")
-DIM, VOCAB, HIDDEN, LENGTH = 6, 10, 10, 4  # tensor parallelism halves evenly; halves again: 5 rows are 3 + 2
+DIM, VOCAB, HIDDEN, LENGTH = 6, 10, 10, 4  # tensor parallelism halves evenly, FSDP halves again: 5 rows become 3 + 2
 
 
 class Block(nn.Module):
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Every parameter has a place in the plan, as :func:`torch.nn.utils.clip_grad_norm_` wants one mesh."""
+    """Every parameter is in the plan, because :func:`torch.nn.utils.clip_grad_norm_` needs a single mesh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def make() -> Decoder:
 
 
 def split(model: Decoder, tp: DeviceMesh) -> Decoder:
-    """Tensor parallelism with the activations between the blocks split over the sequence."""
+    """Apply tensor parallelism; activations between the blocks are split over the sequence."""
     over_sequence = Shard(1)
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=over_sequence),
@@ -75,13 +75,13 @@ def shard(model: Decoder, dp: DeviceMesh, by: Callable[..., nn.Module], **option
 
 
 def meshes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the data-parallel part of the mesh, 1-D or 2-D, and its tensor-parallel axis, the last one."""
+    """Return the data-parallel part of the mesh, 1-D or 2-D, and its last axis, the tensor-parallel one."""
     whole = init_device_mesh("cpu", shape, mesh_dim_names=names)
     return (whole[names[:-1]] if len(names) > 2 else whole[names[0]]), whole[names[-1]]
 
 
 def loss_of(model: nn.Module, step: int, dp: DeviceMesh) -> torch.Tensor:
-    """Loss of tokens [2, LENGTH] that differ between steps and data-parallel ranks, but not along "tp"."""
+    """Return the loss of tokens [2, LENGTH] that differ between steps and data-parallel ranks, but not along "tp"."""
     place = sum(at * 10**i for i, at in enumerate(dp.get_coordinate()))
     generator = torch.Generator().manual_seed(1000 * step + place)
     tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=generator)
@@ -95,7 +95,7 @@ def in_pairs(sharded: nn.Module, plain: nn.Module) -> Iterator[tuple[str, nn.Par
 
 
 def assert_whole(found: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-    """Each DTensor, put together, is the plain tensor of its name; collective."""
+    """Check that each full DTensor equals the plain tensor of its name; collective."""
     pairs = {}
     for name, dtensor, plain in found:
         assert isinstance(dtensor, DTensor), name
@@ -115,7 +115,7 @@ def three_steps(
         reference, loss = (loss_of(m, step, dp) for m in (plain, sharded))
         torch.testing.assert_close(loss, reference)
         reference.backward(), loss.backward()
-        average_grads(plain)  # over all ranks: every batch is there once per "tp" rank
+        average_grads(plain)  # over all ranks: each "tp" rank has every batch once
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), clip) for m in (plain, sharded)]
         torch.testing.assert_close(norms[1].full_tensor(), norms[0])
         assert (norms[0] > clip) == (clip < 1)
@@ -145,7 +145,7 @@ def test_hsdp_with_tensor_parallelism_on_eight_ranks_where_nothing_is_clipped():
     run_ranks(8, partial(three_steps, HSDP_TP, (2, 2, 2), clip=100.0))
 
 
-# ---- the layout beside torch's own
+# ---- the layout next to torch's
 
 
 def layout(param: DTensor) -> dict[str, object]:
@@ -177,7 +177,7 @@ def both_layouts(names: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, di
     }
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's own warns of a view as output
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's engine warns of a view as output
 def test_meshes_placements_and_shards_are_torchs():
     cases = (FSDP_TP, (HSDP_TP, (2, 1, 2)), (HSDP_TP, (1, 2, 2)))
     for (names, _), found in run_cases(4, {case: partial(both_layouts, *case) for case in cases})[0].items():
@@ -191,7 +191,7 @@ def test_meshes_placements_and_shards_are_torchs():
 
 
 class PartlySplit(nn.Module):
-    """A unit in which tensor parallelism splits only one of the parameters."""
+    """A unit of which tensor parallelism splits only one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def test_a_unit_with_split_and_whole_parameters():
     run_cases(4, {frozen: partial(partly_split, frozen) for frozen in (False, True)})
 
 
-# ---- who registers what, when
+# ---- registered parameters by phase
 
 
 def forms() -> list[tuple[str, str]]:
@@ -273,7 +273,7 @@ def test_unsharded_a_split_parameter_is_the_dtensor_that_tensor_parallelism_made
 
 
 def split_by_hand(full: torch.Tensor, dim: int, tp: DeviceMesh) -> nn.Parameter:
-    """Return ``full`` as tensor parallelism over dim ``dim`` leaves it on this rank; no communication."""
+    """Return ``full`` as tensor parallelism over ``dim`` leaves it on this rank, without communication."""
     local = full.chunk(tp.size(), dim)[tp.get_local_rank()].contiguous()
     return nn.Parameter(DTensor.from_local(local, tp, [Shard(dim)], run_check=False))
 

@@ -1,11 +1,10 @@
-"""What the engine takes from torch's inside: each piece does what the engine relies on, or a test here fails."""
+"""The torch internals that the engine uses: a test here fails if one no longer does what the engine needs."""
 
 import ast
 import copy
 import functools
 import subprocess
 import sys
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -31,6 +30,7 @@ from torch.distributed.pipelining import schedules, stage
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.known_warnings import SHARDED_TENSOR, ignoring_warnings
 from workbench.engine import _torch
 from workbench.engine._torch import (
     BatchNorm,
@@ -109,7 +109,7 @@ def test_every_batch_norm_is_one():
 
 
 class Scaler(GradScalerWithFlags):
-    """Raises every flag, and keeps what they were."""
+    """Records the flags it gets, then raises all of them."""
 
     def share_flags(self, flags, device):
         self.were = [(flag.item(), flag.dtype, flag.shape) for flag in flags]
@@ -175,7 +175,7 @@ def test_every_private_piece_has_a_test_here():
 
 
 def sharded(rows: int = 3) -> DTensor:
-    """A DTensor [rows, 2] over all ranks, uneven on two."""
+    """Return a DTensor [rows, 2] over all ranks, uneven on two."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     full = torch.arange(rows * 2.0).view(rows, 2)
     local = list(full.chunk(mesh.size()))[mesh.get_local_rank()].clone()
@@ -198,7 +198,7 @@ def test_the_final_callback_runs_once_all_gradients_are_there():
     assert seen == [[5, 5]]
     x.grad = None
     (x * 2).sum().backward()
-    assert seen == [[5, 5]]  # it was for that backward only
+    assert seen == [[5, 5]]  # the callback was for that backward only
 
 
 @on_one_rank
@@ -217,7 +217,7 @@ def checks_of_dtensors() -> None:
     assert (made.shape, made.stride(), made.dtype) == (reference.shape, reference.stride(), reference.dtype)
     assert (made.placements, made.device_mesh) == (reference.placements, reference.device_mesh)
     assert torch.equal(made.full_tensor(), torch.full((3, 2), 7.0))
-    reference.grad = made  # as the engine does with every gradient
+    reference.grad = made  # as the engine sets every gradient
     torch.optim.SGD([reference], lr=1).step()
     assert torch.equal(reference.full_tensor(), torch.arange(6.0).view(3, 2) - 7)
 
@@ -226,7 +226,7 @@ def checks_of_dtensors() -> None:
     view.copy_(local_of(reference))
     set_local(reference, view)
     assert local_of(reference) is view
-    assert spec_of(reference) is spec_of(nn.Parameter(reference))  # the same object where the dtype is the same
+    assert spec_of(reference) is spec_of(nn.Parameter(reference))  # the same object if the dtype is the same
     with torch.no_grad():
         reference.mul_(2)
     assert torch.equal(storage[: local.numel()].view(local.shape), reference.to_local())
@@ -253,7 +253,7 @@ def specs() -> None:
     assert (other.mesh, other.placements, spec.tensor_meta.dtype) == (mesh, spec.placements, torch.bfloat16)
     param = nn.Parameter(made)
     set_local(param, local_of(param).float())
-    assert spec_of(param) == other  # what a conversion has to leave behind
+    assert spec_of(param) == other  # the result a conversion must have
     assert param.to_local().dtype is torch.float32
     assert param.full_tensor().dtype is torch.float32
 
@@ -264,7 +264,7 @@ def test_a_description_of_a_dtensor_and_its_dtype(world_size):
 
 
 def strided() -> list[object]:
-    """Rows split over "tp" first, then over "dp": what fully_shard does to a column-parallel weight."""
+    """Split rows over "tp" first, then over "dp", as fully_shard does with a column-parallel weight."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = world["dp"], world["tp"]
     full = torch.arange(10.0).view(10, 1)
@@ -280,7 +280,7 @@ def strided() -> list[object]:
     made = dtensor_of(mine, make_spec(joined, (outer, Shard(0)), full))
     assert torch.equal(made.full_tensor(), full)
     split = distribute_tensor(full, joined, made.placements, src_data_rank=None)
-    assert torch.equal(local_of(split), mine)  # optimizer state is split again like that
+    assert torch.equal(local_of(split), mine)  # optimizer state is split again like this
     assert strided_shard(1, 1) == Shard(1)
     assert outer != Shard(0)
     return [mine.flatten().tolist()]
@@ -324,7 +324,7 @@ def conversions() -> None:
     set_parameter(module, "weight", nn.Parameter(sharded()))
     param, local = module.weight, local_of(module.weight)
     module.double()
-    assert module.weight is param  # torch swaps what is inside: the engine looks at both
+    assert module.weight is param  # torch swaps the contents, so the engine compares both
     assert local_of(param) is not local
     assert local_of(param).dtype == torch.float64
 
@@ -343,7 +343,7 @@ def test_a_parameter_is_exchanged_where_modules_look_for_it(exchange):
     assert module.weight is parameter_of(module, "weight") is plain
     assert parameter_of(module, "no such") is None
     assert dict(module.named_parameters())["weight"] is plain
-    assert list(module.state_dict()) == ["weight", "bias"]  # in the old place
+    assert list(module.state_dict()) == ["weight", "bias"]  # in the old order
     assert copy.deepcopy(module)(torch.ones(1, 2)).shape == (1, 2)
 
 
@@ -443,14 +443,14 @@ def test_a_parameter_can_be_emptied_and_filled_again_under_autograds_saved_tenso
     full.untyped_storage().resize_(4 * 4)
     full.fill_(3)
     param.data = view
-    assert param._version == version  # what autograd saved does not look changed
+    assert param._version == version  # to autograd, the saved tensor looks unchanged
     y.backward()
     assert torch.equal(param.grad, torch.full((2, 2), 2 * 3 + 1.0))
 
 
 @on_one_rank
 def test_autograd_notices_a_version_that_is_another_one_and_not_one_that_is_set_back():
-    """Why refilled memory passes for what was saved, and a backward without an unshard fails."""
+    """This is why refilled memory passes as the saved tensor, and why a backward without an unshard fails."""
     param = nn.Parameter(torch.ones(2))
     version = param._version
     y = (param * param).sum()
@@ -490,7 +490,7 @@ def test_post_accumulate_grad_hooks_can_be_called_by_hand():
     assert [p is param for p in seen] == [True, True]
     assert handle.id not in param._post_accumulate_grad_hooks
     assert not has_post_accumulate_hooks(nn.Parameter(torch.ones(1)))
-    call_post_accumulate_hooks(nn.Parameter(torch.ones(1)))  # has none
+    call_post_accumulate_hooks(nn.Parameter(torch.ones(1)))  # without hooks
 
 
 @on_one_rank
@@ -498,18 +498,18 @@ def test_post_accumulate_grad_hooks_can_be_shared_and_are_still_called_by_autogr
     old, seen = hooked()
     new, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     share_post_accumulate_hooks(old, new)
-    share_post_accumulate_hooks(other, new)  # which has none
+    share_post_accumulate_hooks(other, new)  # without hooks
     handle = old.register_post_accumulate_grad_hook(lambda p: seen.append(None))
     (new * 2).sum().backward()
     assert [p is new for p in seen] == [True, False]
-    handle.remove()  # the handle the user has goes on working
+    handle.remove()  # the user's handle still works
     (new * 2).sum().backward()
     assert [p is new for p in seen] == [True, False, True]
 
 
 def allocators() -> None:
     group = new_group([0], "one")
-    assert group_allocator(group, torch.device("cpu")) is None  # gloo allocates nothing
+    assert group_allocator(group, torch.device("cpu")) is None  # gloo has no allocator
     assert group_allocator(None, torch.device("cpu")) is None
 
 
@@ -518,7 +518,7 @@ def test_gloo_allocates_no_memory_for_collectives():
 
 
 class Backend:
-    """What the engine asks of a backend that does."""
+    """The interface that the engine needs of a backend with an allocator."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, torch.dtype]] = []
@@ -540,7 +540,7 @@ def test_a_backend_that_allocates_is_asked():
     assert allocate(3, dtype=torch.float16, device=cpu).shape == (3,)
     assert backend.asked == [(3, torch.float16)]
     for name in ("supports_tensor_alloc", "allocate_tensor"):
-        assert callable(getattr(torch._C._distributed_c10d.Backend, name)), name  # as c10d's have it
+        assert callable(getattr(torch._C._distributed_c10d.Backend, name)), name  # c10d's backend has them
 
 
 @pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "_make_nccl_premul_sum"), reason="torch without NCCL")
@@ -551,7 +551,7 @@ def test_a_sum_that_multiplies_first_is_an_operation_of_its_own():
 
 
 def stores_and_groups() -> list[object]:
-    """Make groups under names of our own on ranks that have made different numbers of groups; take the store anew."""
+    """Make named groups on ranks that have made different numbers of groups; then make a new default store."""
     rank, store = dist.get_rank(), default_store()
     dist.PrefixStore("x", store).set(str(rank), "here")
     store.wait([f"x/{r}" for r in range(3)])
@@ -576,7 +576,7 @@ def stores_and_groups() -> list[object]:
 
 
 def names() -> None:
-    """Groups by name, the default one first; numbers that were passed over are no names of later ones."""
+    """Check that the default group is first by name, and that later groups skip reserved numbers."""
     mine, theirs = new_group([0], "mine"), dist.new_group([0])
     (default, world), *rest = named_groups().items()
     assert world is dist.group.WORLD
@@ -585,7 +585,7 @@ def names() -> None:
     assert name_groups_from(number + 5) == name_groups_from(0) == number + 5
     later = dist.new_group([0])
     assert list(named_groups().items())[-1] == (str(number + 5), later)
-    assert distributed_c10d._resolve_process_group("mine") is mine  # as a mesh finds it
+    assert distributed_c10d._resolve_process_group("mine") is mine  # as a mesh looks it up
     dist.destroy_process_group(theirs)
     assert str(number - 1) not in named_groups()
     assert default in named_groups()
@@ -596,7 +596,7 @@ def test_groups_are_known_by_name():
 
 
 def backends() -> list[str]:
-    """A default group for several kinds of device: a group for one of them has that one's backend alone."""
+    """With a default group for several kinds of device, a new group has only its own device's backend."""
     default = distributed_c10d._get_default_group()
     store = distributed_c10d._world.pg_map[default][1]
     distributed_c10d._world.pg_map[default] = ("cpu:gloo,cuda:nccl", store)
@@ -635,7 +635,7 @@ def test_reading_can_be_forbidden_where_torch_can_and_is_allowed_again():
     tensor = torch.ones(4)
     alias = tensor.view(2, 2).detach()
     forbid_reading(tensor, "too late")
-    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):  # CUDA builds
+    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):  # only in CUDA builds
         for read in (alias.clone, alias.sum, alias.numpy, lambda: repr(alias)):
             with pytest.raises(RuntimeError, match="too late"):
                 read()
@@ -653,7 +653,7 @@ def test_pipelining_takes_modules_of_a_kind_it_was_told_of_for_sharded_ones():
         patch.object(schedules, "FSDPModule", FSDPModule),
     ):
         module = nn.Linear(1, 1)
-        for _ in range(2):  # once is enough
+        for _ in range(2):  # a second call is allowed
             tell_pipelining(Ours, {module: "state"}.get)
             for place in (stage, schedules):
                 assert isinstance(Ours(), place.FSDPModule)
@@ -672,7 +672,7 @@ def test_pipelining_asks_for_nothing_else():
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id in {"fsdp_module", "distributed_state", "fully_shard", "fsdp_param_group"}
     }
-    assert asked | {"post_backward"} == {  # torch 2.11 asks a state's only unit for it, which has no name there
+    assert asked | {"post_backward"} == {  # torch 2.11 calls it on a state's only unit, under another name
         "set_is_last_backward",
         "set_reshard_after_backward",
         "set_requires_gradient_sync",
@@ -706,7 +706,7 @@ def test_a_placement_splits_one_dim():
 
 
 class Asked(nn.Module):
-    """Notes who asks for names."""
+    """Records whether checkpoints ask for names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -739,7 +739,7 @@ def test_it_is_known_when_checkpoints_ask():
 
 
 class Wrapper(nn.Module):
-    """What checkpoints are to treat as a wrapper."""
+    """A module that checkpoints must treat as a wrapper."""
 
     sharding_strategy = process_group = None
 
@@ -753,7 +753,7 @@ class Wrapper(nn.Module):
 
 
 class Answers(Checkpointed):
-    """For :class:`Wrapper`; notes what it is asked."""
+    """Answers for :class:`Wrapper`; records the calls."""
 
     asked: ClassVar[list[object]] = []
 
@@ -809,7 +809,7 @@ def test_a_parameter_that_is_none_of_the_modules_is_in_no_checkpoint():
     assert module.own is own
     assert dict(module.named_parameters()).keys() == {"weight", "own"}
     given = {"weight": torch.ones(1, 1)}
-    options = StateDictOptions(full_state_dict=True, strict=False)  # what is not given and was seen is kept
+    options = StateDictOptions(full_state_dict=True, strict=False)  # non-strict: a missing value is kept
     assert set_model_state_dict(module, dict(given), options=options) == (["own"], [])
     drop_own_parameter(module, "own")
     drop_own_parameter(module, "own")
@@ -821,8 +821,8 @@ def test_old_shards_are_gathered():
     run_ranks(2, gathers_old_shards)
 
 
+@ignoring_warnings(*SHARDED_TENSOR)
 def gathers_old_shards():
-    warnings.simplefilter("ignore")  # in this rank; whatever touches a ShardedTensor warns of it
     rank, cpu = dist.get_rank(), torch.device("cpu")
     for whole in (torch.tensor([[-0.0, 1.5], [2.0, -3.0], [4.0, 5.0]]), torch.tensor([[True], [False], [True]])):
         part = whole[:2] if rank == 0 else whole[2:]

@@ -1,4 +1,4 @@
-"""Units have their names once they are sharded, before a first forward makes a root."""
+"""Units have names once sharded, before a first forward makes a root."""
 
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +18,7 @@ def are_named():
     model = make_net(num_blocks=2)
     for block in model.blocks:
         fully_shard(block)
-    assert names_of(model)[0] == ["", ""]  # each is called from itself, until a model around them is sharded
+    assert names_of(model)[0] == ["", ""]  # each name is relative to the unit, until a model around them is sharded
     fully_shard(model)
     before = names_of(model)
     assert sorted(before[0]) == ["", "blocks.0", "blocks.1"]

@@ -1,4 +1,4 @@
-"""What a user holds of full parameters after their unit was resharded: NaN, never the end of the process."""
+"""A reference to full parameters reads as NaN after their unit is resharded, and never crashes the process."""
 
 import copy
 from collections.abc import Callable
@@ -30,7 +30,7 @@ ALIASES: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 class Kept(nn.Module):
-    """Keeps what it sees of its weight while it runs."""
+    """Keeps references to its weight while it runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Kept(nn.Module):
 
 
 def read(kept: dict[str, object]) -> dict[str, bool]:
-    """Read all of each; True if none of it is a number."""
+    """Read every value; return which are all NaN."""
     values = {name: torch.as_tensor(value).detach() for name, value in kept.items()}
     assert all(repr(value) and value.clone() is not None for value in values.values())
     return {name: bool(value.isnan().all()) for name, value in values.items()}
@@ -59,7 +59,7 @@ def kept_by_a_forward(recorded: bool) -> None:
     assert read(model.kept) == dict.fromkeys(ALIASES, True)
     if recorded:
         del model.kept["in the graph"]
-        loss.backward()  # what autograd saved is there again
+        loss.backward()  # autograd's saved tensors are filled again
         plain(data(0)).square().mean().backward()
         average_grads(plain)
         assert_same_shards(model, plain)
@@ -91,7 +91,7 @@ def test_what_is_kept_of_a_parameter_whose_pages_others_use_reads_as_nan():
 
 
 def inner_state_dict(reshard: bool) -> None:
-    """Ask an inner module for its state dict while its unit is unsharded, train, and read it."""
+    """Get an inner module's state dict while its unit is unsharded, train, then read the state dict."""
     torch.manual_seed(0)
     plain = nn.Sequential(Block(DIM), Block(DIM))
     model = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""unshard_module, plain_copy and remap_optimizer: the way back."""
+"""unshard_module, plain_copy and remap_optimizer: back to a plain model."""
 
 import copy
 
@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, p
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with two groups, as users make them."""
+    """Return an AdamW with two groups, as is common."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     return adamw([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}])
@@ -87,7 +87,7 @@ def test_the_plain_module_is_back(world_size):
 
 
 def goes_on_bit_identically() -> None:
-    """Sharded for a while, then plain: on one rank, and with gradients averaged by hand on two, the same bits."""
+    """Shard for a while, then train unsharded; with gradients averaged manually on two ranks, all bits are equal."""
     reference, model = make_net(), shard_net(make_net())
     optimizers = [optimizer_of(m) for m in (reference, model)]
     expected = train(reference, optimizers[0], range(6), plain=True)
@@ -107,7 +107,7 @@ def test_training_goes_on_bit_identically(world_size):
 
 
 def there_and_back() -> Recording:
-    """Shard, undo, shard again, with the optimizer carried along both ways."""
+    """Shard, undo, shard again, and carry the optimizer along each time."""
     reference, model = make_net(), make_net()
     optimizers = [optimizer_of(m) for m in (reference, model)]
     expected = train(reference, optimizers[0], range(6), plain=True)
@@ -150,14 +150,14 @@ def test_undone_before_it_ever_ran(world_size):
 def part_of_a_plain_module() -> None:
     model = make_net(num_blocks=2)
     for block in model.blocks:
-        fully_shard(block)  # each is a root of its own, below a plain module
+        fully_shard(block)  # each is a separate root below a plain module
     loss_of(model, batch(0, 0)).backward()
     assert len(roots) == 2
     unshard_module(model.blocks[0])
     assert type(model.blocks[0].norm.weight) is nn.Parameter
     assert isinstance(model.blocks[1].norm.weight, DTensor)
     unshard_module(model)
-    assert len(roots) == 0  # recovery must not meet what was undone
+    assert len(roots) == 0  # recovery must not see undone roots
     loss_of(model, batch(0, 0)).backward()
 
 
@@ -178,13 +178,13 @@ def test_undone_on_meta(world_size):
 
 
 def hooked() -> None:
-    """Post-accumulate-grad hooks go along, and the handles the user has go on removing them."""
+    """Post-accumulate-grad hooks move along, and the user's handles still remove them."""
     model, called = shard_net(make_net(num_blocks=1)), []
     handle = model.scale.register_post_accumulate_grad_hook(called.append)
     loss_of(model, batch(0, 0)).backward()
     sharded = list(model.parameters())
     unshard_module(model)
-    assert all(p.grad is None for p in sharded)  # gradients have moved
+    assert all(p.grad is None for p in sharded)  # the gradients have moved
     assert all(p.grad is not None for p in model.parameters())
     loss_of(model, batch(0, 0)).backward()
     assert [p is model.scale for p in called] == [False, True]
@@ -240,7 +240,7 @@ def test_what_is_no_list_of_optimizers_is_refused():
 
 
 def other_state() -> None:
-    """State of another shape than the parameter's is repeated, not split; counters stay as they are."""
+    """State with another shape than its parameter is replicated, not split; counters do not change."""
     model = shard_net(make_net(num_blocks=1))
     factor = distribute_tensor(torch.arange(5.0), model.scale.device_mesh, [Shard(0)], src_data_rank=None)
     weight = model.head.weight
@@ -257,7 +257,7 @@ def other_state() -> None:
     split = unsharding.state_like(target, whole)
     assert split.placements == target.placements
     assert torch.equal(split.full_tensor(), whole)
-    assert split.to_local().untyped_storage().nbytes() == split.to_local().nbytes  # a part, not a view of the whole
+    assert split.to_local().untyped_storage().nbytes() == split.to_local().nbytes  # not a view of the whole
 
 
 def test_state_of_any_shape_follows_its_parameter():
@@ -282,7 +282,7 @@ def copied(reshard: bool | None) -> None:
         assert type(value) is nn.Parameter
         assert torch.equal(value, wanted)
         torch.testing.assert_close(value.grad, wanted.grad)
-    # the original is as it was, and trains on
+    # the original is unchanged, and trains on
     assert (hooks_of(model), [type(m) for m in model.modules()]) == (hooks, classes)
     assert_same_shards(model, plain)
     for m in (plain, twin, model):

@@ -34,7 +34,7 @@ def make() -> OneOfTwo:
 
 
 def data() -> torch.Tensor:
-    """Input [3, 5], different for every rank."""
+    """Return the input [3, 5], different on every rank."""
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
@@ -49,8 +49,8 @@ def each_its_own() -> str:
 
 
 def test_ranks_that_use_different_parameters_are_told_which(monkeypatch):
-    """Both ranks have as many bytes: without this, one expert would silently get the other's gradient."""
-    monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # however slow a rank is, its part is in the message
+    """Both ranks have equally many bytes: without the check, one expert would silently get the other's gradient."""
+    monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # wait for a slow rank's part of the message
     for what in run_ranks(2, each_its_own):
         for rank, unused in enumerate(("experts.1.weight, experts.1.bias", "experts.0.weight, experts.0.bias")):
             assert f"rank {rank} reduce-scatter without {unused} (no gradient; " in what
@@ -99,7 +99,7 @@ def accounted_for() -> None:
         model.zero_grad()
         record.clear()
         backward(model, dist.get_rank())
-    assert record.alive == at_rest  # the zeros are gone
+    assert record.alive == at_rest  # the zeros are freed
     assert record.payload(Kind.REDUCE_SCATTER) == 2 * 3 * 4 * (3 * 5 + 3)  # ranks, rows, bytes, weights and biases
 
 
@@ -110,7 +110,7 @@ def test_the_zeros_are_reduced_and_freed():
 def unused_everywhere() -> None:
     plain = make()
     sharded = fully_shard(copy.deepcopy(plain))
-    for expert in (0, 1, 0):  # which one may change, if it does on every rank
+    for expert in (0, 1, 0):  # the choice may change if it changes on every rank
         for model in (plain, sharded):
             backward(model, expert)
         for expected, ours in zip(plain.parameters(), sharded.parameters(), strict=True):

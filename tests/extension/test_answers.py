@@ -1,4 +1,4 @@
-"""The front end's tests are of what Python sends: an example of each answer, made of its declaration."""
+"""The front end's tests use what Python sends: an example of each answer, made from its declaration."""
 
 from typing import get_args
 

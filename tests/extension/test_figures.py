@@ -1,4 +1,4 @@
-"""Figures in JupyterLab's and Notebook's cells: laid out for the width that these have, and kept as they were made."""
+"""Figures in cells of JupyterLab and Notebook: laid out for the cell's width, and saved as they were made."""
 
 import json
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.browser, pytest.mark.lasting_b
 CELLS = ["%load_ext workbench\n%fsdp open run.trace", "%fsdp timeline"]
 OPEN, DRAW = 0, 1
 
-# the words of the title's lines, how far they are from the end of what is seen of the cell, and what is to be scrolled
+# text of the title's lines, their distance from the visible end of the cell, and the height to scroll
 SEEN = """() => {
     const graph = document.querySelector(".js-plotly-plot"), around = graph.parentElement;
     const title = graph.querySelector(".gtitle");
@@ -30,12 +30,12 @@ SEEN = """() => {
 
 
 NARROW = {"JupyterLab": {"width": 700, "height": 1000}, "Notebook": {"width": 400, "height": 1000}}
-"""A window in which a cell is some 300 pixels wide: one has a panel open, the other has none."""
+"""Windows in which a cell is some 300 pixels wide: JupyterLab has a panel open, Notebook has none."""
 
 
 @pytest.fixture(scope="module", params=NARROW)
 def book(request, tmp_path_factory, chromium):
-    """A notebook on a record, its first cell run."""
+    """A notebook with a trace, its first cells run."""
     folder = tmp_path_factory.mktemp("figures")
     save(example_trace(), folder / "run.trace")
     serve = jupyterlab if request.param == "JupyterLab" else notebook7
@@ -48,7 +48,7 @@ def book(request, tmp_path_factory, chromium):
 
 
 def seen(book, condition):
-    """Wait until a figure is drawn in such a way, and return how."""
+    """Wait until a figure is drawn and ``condition`` holds; return its measures."""
     book.cell(DRAW).locator(".js-plotly-plot .gtitle").scroll_into_view_if_needed()
     return book.page.wait_for_function(f"() => {{ const f = ({SEEN})(); return f && {condition} && f; }}").json_value()
 

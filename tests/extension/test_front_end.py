@@ -1,4 +1,4 @@
-"""Everything that runs in a browser is typed and linted: the panel's TypeScript and the widgets' JavaScript."""
+"""All browser code is typed and linted: the panel's TypeScript and the widgets' JavaScript."""
 
 import re
 
@@ -8,7 +8,7 @@ from tests.helpers.built_panel import run_script
 from tests.helpers.package_source import REPO
 from tests.helpers.pairwise import quick
 
-pytestmark = pytest.mark.timeout(600)  # the first time of a checkout fetches the compilers
+pytestmark = pytest.mark.timeout(600)  # the first run of a checkout fetches the compilers
 
 SWITCHED_OFF = re.compile(r"@ts-(?:ignore|nocheck|expect-error)|eslint-disable|@type \{any\}|\bas any\b|: any\b")
 

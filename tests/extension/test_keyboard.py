@@ -1,4 +1,4 @@
-"""Panel and dashboard by keyboard alone, and what a screen reader has of them, in JupyterLab; names hold HTML."""
+"""Keyboard and screen reader access to the panel and dashboard in JupyterLab; names contain HTML."""
 
 import re
 from itertools import pairwise
@@ -55,7 +55,7 @@ def train_step():
 """
 CELLS = ["%load_ext workbench", f"{MODEL}{UNHURRIED}", "%fsdp shard model --wrap Block"]
 
-# of what has the focus: its name, its place on the page, and how that is shown
+# of the focused element: its name, its position on the page, and how the focus is shown
 FOCUSED = """() => {
   const found = document.activeElement, box = found.getBoundingClientRect(), style = getComputedStyle(found);
   const panel = document.querySelector(".fsdp-Panel");
@@ -65,7 +65,7 @@ FOCUSED = """() => {
     isShown: style.outlineStyle !== "none"};
 }"""
 
-# what live regions below an element say from now on, each sentence as often as it is said anew
+# record the texts of live regions below an element from now on, with repetitions
 LISTEN = """(selector) => {
   const said = (window.said = []), regions = document.querySelector(selector).querySelectorAll("[role=status]");
   for (const region of regions) {
@@ -77,7 +77,7 @@ LISTEN = """(selector) => {
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
-    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded the workbench."""
+    """A JupyterLab with the panel open, on a notebook whose kernel has loaded the workbench."""
     expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("lab")
     with (
@@ -98,13 +98,13 @@ def press(lab, *keys):
 
 
 def enter(button):
-    """Press Enter on a button once it does something then: while the kernel says nothing it does not."""
+    """Press Enter on a button once it is enabled: it is disabled until the kernel answers."""
     expect(button).to_be_enabled()
     button.press("Enter")
 
 
 def nameless(lab, selector):
-    """Roles of all below an element that can have the focus and have no name, as the browser tells them to readers."""
+    """Return the roles of focusable elements without a name below an element, from the browser's accessibility tree."""
     devtools = lab.page.context.new_cdp_session(lab.page)
     root = devtools.send("DOM.getDocument")["root"]["nodeId"]
     node = devtools.send("DOM.querySelector", {"nodeId": root, "selector": selector})["nodeId"]
@@ -120,7 +120,7 @@ def nameless(lab, selector):
 
 
 def to(lab, name):
-    """Press Tab until what is called ``name`` has the focus."""
+    """Press Tab until the element called ``name`` has the focus."""
     seen = []
     while not (now := focused(lab))["name"].startswith(name):
         assert len(seen) < 60, f"{name} is not among {seen}"
@@ -132,7 +132,7 @@ def test_ranks_are_started_by_keyboard_and_the_focus_is_not_lost(lab):
     press(lab, "Escape", "Control+Alt+f")
     expect(tool(lab, "Start 4 ranks")).to_be_enabled()
     to(lab, "Ranks")
-    press(lab, "Control+a", "2", "Tab", "c", "Tab", "Tab")  # over what is under More
+    press(lab, "Control+a", "2", "Tab", "c", "Tab", "Tab")  # skips the fields under More
     assert focused(lab)["name"] == "Start 2 ranks"
     enter(tool(lab, "Start 2 ranks"))
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
@@ -153,7 +153,7 @@ def test_tab_goes_as_one_reads_and_shows_where_it_is(lab):
         found.append(now)
         press(lab, "Tab")
     assert len(found) > 15
-    scrolled = [each for each in found if each["height"] < 100]  # a tree's item has all below it
+    scrolled = [each for each in found if each["height"] < 100]  # a tree's item includes all items below it
     for before, after in pairwise(scrolled):
         is_below = after["y"] >= before["y"] + before["height"] / 2
         assert is_below or after["x"] > before["x"], (before, after)
@@ -220,7 +220,7 @@ def test_a_screen_reader_hears_once_what_is_the_case_and_not_each_step(lab):
         expect(headline(lab)).not_to_have_text(before)
     enter(tool(lab, "Pause inside the step"))
     expect(panel(lab).get_by_role("status", name="state of the ranks")).to_contain_text(" stopped ")
-    assert focused(lab)["name"] == "Pause inside the step"  # it can do nothing now, and has it still
+    assert focused(lab)["name"] == "Pause inside the step"  # it is disabled now, and keeps the focus
     said = [words for words in lab.page.evaluate("said") if "step 100000" in words or " stopped " in words]
     assert len(said) == len(set(said)) <= 4, said
     assert [" stopped " in words for words in said].count(True) == 1
@@ -242,11 +242,11 @@ def test_the_dashboard_has_names_keeps_the_focus_and_is_calm_for_readers(lab):
     run(lab, "fsdp:open-dashboard")
     expect(dashboard(lab).locator(".fw-badge")).to_contain_text("stopped")
     assert nameless(lab, ".fsdp-Dashboard") == []
-    expect(dashboard(lab)).to_contain_text(EVIL)  # its breakpoint
+    expect(dashboard(lab)).to_contain_text(EVIL)  # of its breakpoint
     lab.page.evaluate(LISTEN, ".fsdp-Dashboard .fw-head")
     following = dashboard(lab).get_by_role("button", name="next")
     for _ in range(3):
-        expect(tool(lab, "Run to the next event")).to_be_enabled()  # the stop is known to the notebook too
+        expect(tool(lab, "Run to the next event")).to_be_enabled()  # the notebook has the stop, too
         where = dashboard(lab).locator(".fw-why").inner_text()
         enter(following)
         expect(dashboard(lab).locator(".fw-why")).not_to_have_text(where)

@@ -1,4 +1,4 @@
-"""The panel's model, its connection and its words, in Node: see ``extension/tests``."""
+"""The panel's model, connection and texts, in Node: see ``extension/tests``."""
 
 import pytest
 

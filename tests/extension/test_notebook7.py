@@ -22,7 +22,7 @@ pytestmark = [
 CELLS = [f"%%fsdp{CELL}{UNHURRIED}", "%fsdp dashboard"]
 MODEL, WIDGET = 0, 1
 OF_NOTEBOOK = "Cannot read properties of undefined (reading 'schema')"
-"""What Notebook 7.6 complains of when it loads its settings, with the panel and without."""
+"""Error of Notebook 7.6 when it loads its settings, with the panel and without."""
 
 COLOURS = """((place) => {
   const canvas = document.querySelector(`${place} .fw-timeline canvas`);
@@ -56,12 +56,12 @@ def test_a_model_is_sharded_and_trains_and_the_ranks_are_shown_live(book):
     book.do(MODEL)
     expect(section(book, "Shard")).to_contain_text("model (Net)")
     status = section(book, "Shard").get_by_role("status")
-    expect(status).to_contain_text("each rank sends per step")  # it moves what is below it
+    expect(status).to_contain_text("each rank sends per step")  # it shifts what is below it
     submit = section(book, "Shard").locator("button[type=submit]")
     submit.click()
     expect(section(book, "Commands")).to_contain_text("%fsdp shard model")
-    expect(submit).to_have_text("Reshard")  # which is offered, as a step is, once the ranks have done it
-    expect(submit).to_be_disabled()  # nothing is changed
+    expect(submit).to_have_text("Reshard")  # offered, like a step, once the ranks have finished
+    expect(submit).to_be_disabled()  # nothing has changed
     expect(tool(book, "Train 1 step")).to_be_enabled()
     panel(book).get_by_label("Training steps").fill("100000")
     tool(book, "Train 100000 steps").click()
@@ -93,7 +93,7 @@ def test_the_dashboard_is_a_widget_of_a_cell_as_well(book):
 
 
 def draws(book, place):
-    """Wait until the dashboard in ``place`` has drawn something, and then later times than it had."""
+    """Wait until the dashboard in ``place`` has drawn something, and later a later time."""
     view = f"document.querySelector('{place} .fw-dashboard').dashboard"
     book.page.wait_for_function(f"() => {view}.hasBegun && {COLOURS}('{place}') > 3")
     end = book.page.evaluate(f"{view}.end")

@@ -1,4 +1,4 @@
-"""What pip makes of the workbench: with the panel wherever it can be had, without it and with a sentence elsewhere."""
+"""What pip builds of the workbench: with the panel where Node is available, otherwise without it and with a message."""
 
 import os
 import shutil
@@ -28,13 +28,13 @@ def panel():
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of what is under version control; the panel is not built in it."""
+    """A copy of the files under version control, without a built panel."""
     ignored = shutil.ignore_patterns(*NOT_SOURCES, ".venv-torch-*", ".*_cache")
     return Path(shutil.copytree(REPO, tmp_path / "clone", ignore=ignored, symlinks=True))
 
 
 def packed(kind, source, out, **env):
-    """Build a distribution without an environment of its own; returns the file and what was said."""
+    """Build a distribution without build isolation; return its file and the output."""
     command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(
         command, env=with_node() | {"WORKBENCH_PANEL": "auto"} | env, capture_output=True, text=True, check=False
@@ -45,7 +45,7 @@ def packed(kind, source, out, **env):
 
 
 def of_the_panel(wheel):
-    """Names of the panel's files in a wheel, below the folder where JupyterLab looks."""
+    """Return the names of the panel's files in a wheel, below the folder where JupyterLab looks."""
     place = f".data/data/{hatch_build.SHARE}/"
     return {name.partition(place)[2] for name in zipfile.ZipFile(wheel).namelist() if place in name}
 
@@ -58,7 +58,7 @@ def test_it_is_small(panel):
 def test_a_source_distribution_carries_it_and_its_wheel_installs_where_no_node_is(panel, tmp_path):
     sdist, _ = packed("sdist", REPO, tmp_path / "sdist")
     (tmp_path / "unpacked").mkdir()
-    ran(["tar", "-xzf", sdist, "-C", tmp_path / "unpacked"], tmp_path, None)  # tarfile's filters are not in 3.11.2
+    ran(["tar", "-xzf", sdist, "-C", tmp_path / "unpacked"], tmp_path, None)  # Python 3.11.2 lacks tarfile's filters
     (source,) = (tmp_path / "unpacked").iterdir()
     assert not (source / "extension" / "node_modules").exists()
     wheel, _ = packed("wheel", source, tmp_path / "wheel", PATH=NO_NODE, WORKBENCH_PANEL="require")
@@ -78,20 +78,20 @@ def test_a_source_distribution_carries_it_and_its_wheel_installs_where_no_node_i
 
 
 def ran(command, folder, env):
-    """Run a command that must end well."""
+    """Run a command that must succeed."""
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def empty_environment(folder):
-    """An environment with nothing in it, and the packages of this one lent; returns its interpreter."""
+    """Make an empty environment that can import this one's packages; return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = ran([python, "-c", ask], folder, os.environ).stdout.strip()
     lent = sysconfig.get_path("purelib")
-    (Path(own) / "lent.pth").write_text(f"import sys; sys.path.append({lent!r})\n")  # not the .pth files in there
+    (Path(own) / "lent.pth").write_text(f"import sys; sys.path.append({lent!r})\n")  # ignores the .pth files in there
     return str(python)
 
 

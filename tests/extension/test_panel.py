@@ -1,4 +1,4 @@
-"""The panel in JupyterLab, in a real browser, on real ranks: nobody types a magic but the one that defines a model."""
+"""The panel in JupyterLab, in a real browser, on real ranks; the only magic typed defines a model."""
 
 import re
 from contextlib import suppress
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser, pytest.mark.clus
 
 CELLS = [f"%%fsdp{CELL}{UNHURRIED}"]
 
-# how many lines the headline has in a panel of 250 pixels, and how many of them are not seen
+# number of lines of the headline in a panel of 250 pixels, and how many of them are hidden
 IN_A_NARROW_PANEL = """(line) => {
     const panel = line.closest(".fsdp-Panel-body");
     panel.style.width = "250px";
@@ -26,7 +26,7 @@ IN_A_NARROW_PANEL = """(line) => {
     return [clientHeight, scrollHeight - clientHeight].map((pixels) => Math.round(pixels / height));
 }"""
 
-# whether the lower right end of the picture in a tab, which is larger than that, can be scrolled to
+# whether the lower right end of a figure larger than its tab can be scrolled to
 SEEN_BY_SCROLLING = """() => {
     const tab = document.querySelector(".fsdp-Picture"), figure = tab.querySelector(".main-svg");
     if (tab.scrollHeight <= tab.clientHeight || tab.scrollWidth <= tab.clientWidth) return false;
@@ -39,7 +39,7 @@ SEEN_BY_SCROLLING = """() => {
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
-    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing; there is another notebook."""
+    """A JupyterLab with the panel open, on a notebook whose kernel has loaded nothing; there is another notebook."""
     folder = tmp_path_factory.mktemp("lab")
     expect.set_options(timeout=PATIENCE_MS)
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
@@ -64,7 +64,7 @@ def test_ranks_are_started_by_a_form_in_a_notebook_that_has_loaded_nothing(lab):
 
 def test_until_ranks_have_been_stopped_no_others_can_be_started(lab):
     process = process_of(lab, 1)
-    process.suspend()  # it takes a while to stop such a one
+    process.suspend()  # makes stopping the ranks take a while
     tool(lab, "Stop the ranks").click()
     expect(panel(lab)).to_contain_text("The ranks are stopping.")
     expect(tool(lab, re.compile("^Start"))).to_be_disabled()
@@ -92,15 +92,15 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     shard.get_by_label("Prefetch").fill("2")
     shot(lab, "shard")
     shard.locator("button[type=submit]").click()
-    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)  # blocks, which is no unit, as well
+    expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(5)  # including blocks, which is not a unit
     expect(section(lab, "Commands")).to_contain_text("%fsdp shard model")
     expect(reply(lab)).to_contain_text("4 units")
     submit = shard.locator("button[type=submit]")
     expect(submit).to_have_text("Reshard")
     expect(submit).to_have_attribute("title", "No setting has changed.")
-    shard.get_by_label("Prefetch").press("Enter")  # which changes nothing either
+    shard.get_by_label("Prefetch").press("Enter")  # changes nothing either
     expect(section(lab, "Commands")).not_to_contain_text("%fsdp reshard")
-    expect(shard.get_by_role("row").first).to_have_text("units4")  # what a reshard that changes nothing comes to
+    expect(shard.get_by_role("row").first).to_have_text("units4")  # the preview of a reshard without changes
 
 
 def test_a_sharded_model_is_shown_as_it_is_and_what_is_changed_alone_is_sent(lab):
@@ -136,8 +136,8 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
     section(lab, "Units").get_by_role("button", name="blocks.1.norm.weight").click()
     expect(section(lab, "Commands")).to_contain_text("%fsdp inspect blocks.1.norm.weight")
     said = section(lab, "Commands").get_by_role("region", name="Result of %fsdp inspect blocks.1.norm.weight")
-    expect(said).to_have_css("white-space", "pre")  # a table: its columns stay one below the other
-    said.focus()  # and keys scroll it
+    expect(said).to_have_css("white-space", "pre")  # a table: its columns stay aligned
+    said.focus()  # so that keys scroll it
     expect(said).to_be_focused()
     tab = lab.page.get_by_role("tab", name="FSDP: inspect")
     expect(tab).to_be_visible()
@@ -150,7 +150,7 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
 
 
 def test_a_breakpoint_is_set_on_a_unit_turned_off_and_cleared(lab):
-    tool(lab, "Pause inside the step").click()  # set while they run, it may come too late for one of them
+    tool(lab, "Pause inside the step").click()  # set while the ranks run, it may come too late for one of them
     expect(headline(lab)).to_contain_text("2 ranks stopped")
     unit = section(lab, "Units").locator("[data-fsdp-unit='blocks.2'] .fsdp-Unit-row")
     unit.click(button="right")
@@ -186,7 +186,7 @@ def test_a_unit_is_shown_in_the_layout_in_a_tab_of_its_own(lab):
     shot(lab, "layout_narrow")
     lab.page.set_viewport_size({"width": 1400, "height": 1100})
     lab.page.get_by_role("tab", name="FSDP: layout").locator(".lm-TabBar-tabCloseIcon").click()
-    expect(headline(lab)).to_contain_text("of 100000 steps")  # training went on
+    expect(headline(lab)).to_contain_text("of 100000 steps")  # training continued
 
 
 def test_what_a_button_does_can_be_copied_as_a_line(lab):

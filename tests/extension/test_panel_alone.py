@@ -1,4 +1,4 @@
-"""A person who types nothing: an example, its steps, every view, a record, all from the panel in a real browser."""
+"""A user who types nothing: an example, its steps, every view, a trace, all from the panel in a real browser."""
 
 import re
 
@@ -19,9 +19,9 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-NARROW = 250  # pixels of the panel
+NARROW = 250  # width of the panel in pixels
 
-# a class whose name is longer than the panel is wide
+# a class with a name longer than the panel is wide
 LONG = """%%fsdp
 from torch import nn
 class TransformerDecoderLayerWithCrossAttentionAndMixtureOfExperts(nn.Module):
@@ -36,7 +36,7 @@ wide = nn.Sequential(*(TransformerDecoderLayerWithCrossAttentionAndMixtureOfExpe
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
-    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing; there is another notebook."""
+    """A JupyterLab with the panel, on a notebook whose kernel has loaded nothing; there is another notebook."""
     expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("lab")
     with jupyterlab(folder, [LONG], panel=built_panel(), has_one_kernel=False) as url:
@@ -62,8 +62,8 @@ def test_a_start_says_that_it_works_and_can_be_cancelled(lab):
     tool(lab, "Start 2 ranks").click()
     expect(tool(lab, "Starting\u2026")).to_be_disabled()
     tool(lab, "Cancel").click()
-    expect(reply(lab)).to_contain_text(re.compile("[Cc]ancelled|2 ranks started"))  # where it was quicker
-    expect(reply(lab)).not_to_have_class(re.compile("fsdp-mod-bad"))  # it was asked for
+    expect(reply(lab)).to_contain_text(re.compile("[Cc]ancelled|2 ranks started"))  # if the start was quicker
+    expect(reply(lab)).not_to_have_class(re.compile("fsdp-mod-bad"))  # the user asked for it
     if panel(lab).get_by_role("button", name="Stop the ranks").count():
         tool(lab, "Stop the ranks").click()
     expect(tool(lab, "Start 2 ranks")).to_be_enabled()
@@ -86,7 +86,7 @@ def test_few_cores_are_told_of_before_many_ranks_are_started(lab):
 def test_a_button_that_can_do_nothing_says_why(lab):
     step = tool(lab, "Train 1 step")
     expect(step).to_have_attribute("title", "Train 1 step: Define a model in a %%fsdp cell.")
-    step.click(force=True)  # for Playwright it is disabled; for a person it can be pressed
+    step.click(force=True)  # disabled for Playwright, but users can press it
     expect(reply(lab)).to_contain_text("Define a model in a %%fsdp cell.")
 
 
@@ -108,7 +108,7 @@ def test_a_long_name_of_a_class_does_not_push_the_form_out_of_the_panel(lab):
 def test_an_example_is_put_into_the_notebook_and_run(lab):
     run(lab, "fsdp:example")
     expect(lab.page.locator(".jp-CodeCell")).to_have_count(2)
-    run(lab, "fsdp:example")  # which finds it there
+    run(lab, "fsdp:example")  # finds the existing one
     expect(lab.page.locator(".jp-CodeCell")).to_have_count(2)
     run(lab, "notebook:run-cell")
     expect(section(lab, "Shard")).to_contain_text("model (GPT)")
@@ -141,7 +141,7 @@ def test_every_view_has_a_button_a_command_and_a_tab(lab, word):
     expect(tab).to_be_visible()
     expect(lab.page.locator(".fsdp-Picture:visible .js-plotly-plot .main-svg").first).to_be_visible()
     run(lab, f"fsdp:view-{word}")
-    expect(tab).to_have_count(1)  # the same one again
+    expect(tab).to_have_count(1)  # the same tab is reused
     shot(lab, f"view_{word}")
     tab.locator(".lm-TabBar-tabCloseIcon").click()
 

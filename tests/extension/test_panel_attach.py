@@ -1,4 +1,4 @@
-"""Engines that somebody else started, from the panel: attached, left, looked at from another notebook."""
+"""Engines of a running cluster in the panel: attached, detached, viewed from another notebook."""
 
 import re
 
@@ -28,7 +28,7 @@ CELLS = [f"%%fsdp{CELL}{UNHURRIED}", "%fsdp shard model --wrap Block", "%fsdp st
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium, profile):
-    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing; there is another notebook."""
+    """A JupyterLab with the panel open, on a notebook whose kernel has loaded nothing; there is another notebook."""
     expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("lab")
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
@@ -44,7 +44,7 @@ def ranks(lab):
 
 
 def attach(lab, **fields):
-    """Fill in the form and send it."""
+    """Fill in the form and submit it."""
     panel(lab).get_by_role("combobox", name="From").select_option("attach")
     for label, text in fields.items():
         panel(lab).get_by_label(label.replace("_", " "), exact=True).fill(text)
@@ -52,7 +52,7 @@ def attach(lab, **fields):
 
 
 def copies(lab, button, line):
-    """The context menu of a button copies the line that one could have typed."""
+    """Check that a button's context menu copies the equivalent line."""
     button.click(button="right")
     lab.page.get_by_text("Copy as %fsdp Line").click()
     lab.page.wait_for_function("async (line) => (await navigator.clipboard.readText()) === line", arg=line)
@@ -106,7 +106,7 @@ def test_engines_of_a_profile_become_ranks_and_train(lab):
     for number in range(3):
         lab.do(number)
     expect(headline(lab)).to_contain_text("of 1000000 steps")
-    expect(tool(lab, "Detach")).to_be_disabled()  # they are at work
+    expect(tool(lab, "Detach")).to_be_disabled()  # the ranks are at work
     shot(lab, "attached")
 
 
@@ -143,7 +143,7 @@ def test_ranks_that_become_free_are_taken_by_one_click(lab):
     expect(ranks(lab)).to_have_count(0)
     to(lab, "other.ipynb")
     expect(headline(lab)).to_contain_text("These ranks are free now.")
-    expect(reply(lab)).to_have_count(0)  # that of the attach says that they can only be viewed
+    expect(reply(lab)).to_have_count(0)  # the reply to the attach, which says view only
     shot(lab, "free")
     tool(lab, "Take these ranks").click()
     expect(headline(lab)).to_contain_text("2 ranks, idle")

@@ -1,4 +1,4 @@
-"""The classic API from the panel's form, in a browser on real ranks: shard, train, go over to fully_shard, train on."""
+"""The classic API in the panel's form, in a browser on real ranks: shard, train, reshard to fully_shard, train."""
 
 import re
 
@@ -26,7 +26,7 @@ RESHARD = "%fsdp reshard model --reshard-after-forward auto --api fully_shard"
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
-    """A JupyterLab with the panel, open, on two ranks that have a plain model."""
+    """A JupyterLab with the panel open, on two ranks that have a plain model."""
     expect.set_options(timeout=PATIENCE_MS)
     with (
         jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel()) as url,
@@ -44,7 +44,7 @@ def form(lab):
 
 
 def amount(form, name):
-    """What the form says beforehand of ``name``."""
+    """Return the form's preview of ``name``."""
     return form.get_by_role("row").filter(has_text=name).get_by_role("cell")
 
 
@@ -118,14 +118,14 @@ def test_a_flat_parameter_is_shown_with_what_lies_in_it(lab):
 def test_it_goes_over_to_fully_shard_and_trains_on(lab, form):
     form.get_by_label("API").select_option("fully_shard")
     after_forward = form.get_by_label("After forward")
-    expect(after_forward).to_have_value("false")  # what is like SHARD_GRAD_OP
+    expect(after_forward).to_have_value("false")  # like SHARD_GRAD_OP
     expect(form.get_by_role("row").first).to_have_text("units4")
     kept = amount(form, "each rank sends per step").inner_text()
     after_forward.select_option("auto")
     expect(amount(form, "each rank sends per step")).not_to_have_text(kept)
     shot(lab, "classic_to_fully_shard")
     form.locator("button[type=submit]").click()
-    expect(section(lab, "Commands")).to_contain_text(RESHARD)  # from its begin on
+    expect(section(lab, "Commands")).to_contain_text(RESHARD)  # the beginning of the line
     expect(reply(lab)).to_contain_text("resharded in place")
     expect(section(lab, "Units")).to_contain_text("blocks")
     expect(form.get_by_label("API")).to_have_value("fully_shard")

@@ -1,4 +1,4 @@
-"""Ranks on several hosts in the panel: by host, and when one of these loses its cable."""
+"""Ranks on several hosts in the panel: grouped by host, and with the cable of one unplugged."""
 
 import re
 
@@ -27,7 +27,7 @@ CELLS = [f"%%fsdp{CELL}", "%fsdp shard model --wrap Block --mesh hosts", "%fsdp 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium, running):
-    """A JupyterLab with the panel, open, where the controller is."""
+    """A JupyterLab with the panel open, on the controller's machine."""
     expect.set_options(timeout=PATIENCE_MS)
     with (
         jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel(), has_one_kernel=False) as url,
@@ -38,13 +38,13 @@ def lab(tmp_path_factory, chromium, running):
 
 
 def ranks_on(lab, host):
-    """The rows of the ranks of a host."""
+    """Return the rows of the ranks of a host."""
     group = section(lab, "Ranks").get_by_role("group", name=f"ranks on {host}")
     return group.get_by_role("listitem")
 
 
 def in_both_themes(lab, name):
-    """Keep a picture of the page, light and dark."""
+    """Save a screenshot of the page in both themes."""
     for theme in ("Light", "Dark"):
         lab.change_theme(theme)
         shot(lab, f"{name}_{theme.lower()}")
@@ -73,7 +73,7 @@ def test_a_host_that_loses_its_cable_is_named_with_its_ranks(lab, network):
             expect(where).to_contain_text(lost)
         expect(status_bar(lab)).to_have_class("fsdp-mod-bad")
         in_both_themes(lab, "host_lost")
-        expect(tool(lab, "Abort")).to_be_disabled()  # the step is over; else it is asked whether to stop
+        expect(tool(lab, "Abort")).to_be_disabled()  # the step is over; otherwise a dialog asks whether to stop
         tool(lab, "Stop the ranks").click()
         expect(section(lab, "Ranks")).to_have_count(0)
 

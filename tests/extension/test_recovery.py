@@ -1,4 +1,4 @@
-"""What the panel, the status bar and the dashboard say when something is lost: the truth again, and in words."""
+"""Panel, status bar and dashboard after a loss: they show the true state again, and explain it."""
 
 import re
 
@@ -39,15 +39,15 @@ CELLS = [
 ]
 LOAD, MODEL, SHARD, STEP = range(4)
 SOCKETS = "**/api/kernels/*/channels*"
-"""Between a page and its kernels."""
+"""Addresses of the sockets between a page and its kernels."""
 LOST = 3000
-"""Code of a socket that is lost. A browser itself says 1006, which nobody else may."""
+"""Close code of a lost socket. Browsers report 1006 themselves; nobody else may send it."""
 ON_PURPOSE = 1001
-"""Code of one that is closed on purpose: JupyterLab does not open it again."""
+"""Close code of an intentional close: JupyterLab does not reconnect."""
 
 
 class Sockets:
-    """The sockets between the page and its kernels; they can be cut, as they are while a laptop is asleep."""
+    """The sockets between the page and its kernels; the test can cut them, as when a laptop sleeps."""
 
     def __init__(self, page):
         self._open = []
@@ -65,18 +65,18 @@ class Sockets:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
-    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing."""
+    """A JupyterLab with the panel open, on a notebook whose kernel has loaded nothing."""
     expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("lab")
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url, opened(url, chromium) as lab:
         lab.sockets = Sockets(lab.page)
-        begin(lab.page, url)  # with sockets that can be cut
+        begin(lab.page, url)  # reload, with sockets that can be cut
         lab.page.evaluate(f"() => {SHOW}")
         yield lab
 
 
 def train(lab):
-    """Start two ranks with the form, and let them train in the background."""
+    """Start two ranks with the form, and train in the background."""
     panel(lab).get_by_role("spinbutton", name="Ranks").fill("2")
     panel(lab).get_by_role("combobox", name="Device").select_option("cpu")
     tool(lab, "Start 2 ranks").click()
@@ -89,7 +89,7 @@ def train(lab):
 
 
 def rank_1_is_said_to_be_gone(lab):
-    """Wait until all three say so."""
+    """Wait until panel, status bar and dashboard report the loss of rank 1."""
     expect(headline(lab)).to_contain_text("rank 1 died: the process was killed by SIGKILL")
     expect(row(lab, 0)).not_to_contain_text("gone")
     expect(row(lab, 1)).to_contain_text("gone")
@@ -122,7 +122,7 @@ def test_a_rank_that_is_killed_is_named_everywhere_and_the_status_bar_is_red(lab
     )
     assert red > 2 * max(green, blue)
     shot(lab, "killed")
-    expect(tool(lab, "Abort")).to_be_disabled()  # the step has failed on rank 0 too; else it is asked whether to stop
+    expect(tool(lab, "Abort")).to_be_disabled()  # the step has failed on rank 0 too; otherwise a dialog asks
     tool(lab, "Stop the ranks").click()
     expect(section(lab, "Commands")).to_contain_text("Ranks stopped.")
     expect(section(lab, "Ranks")).to_have_count(0)

@@ -1,4 +1,4 @@
-"""A step that is stopped, and what may happen to it: the panel tells the truth, and nothing is left running."""
+"""Trouble during a stopped step: the panel shows the true state, and nothing is left running."""
 
 from contextlib import suppress
 
@@ -46,7 +46,7 @@ LOAD, START, MODEL, SHARD, STEP, STOP, MINE = range(7)
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
-    """A JupyterLab with the panel, open, on a notebook whose kernel has loaded nothing; there is another one alike."""
+    """A JupyterLab with the panel open, on a notebook whose kernel has loaded nothing; there is a second one."""
     expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("lab")
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
@@ -57,7 +57,7 @@ def lab(tmp_path_factory, chromium):
 
 
 def train(lab):
-    """Start two ranks in the notebook that is in front, and let them train in the background."""
+    """Start two ranks in the front notebook, and train in the background."""
     for number in (LOAD, START, MODEL, SHARD, STEP):
         lab.do(number)
     expect(headline(lab)).to_contain_text("of 1000000 steps")
@@ -74,7 +74,7 @@ def ranks_of(lab):
 
 
 def all_of(lab):
-    """The processes of the notebook in front: its kernel, what that has started, and the ranks."""
+    """Return the processes of the front notebook: its kernel, the kernel's children, and the ranks."""
     lab.do(MINE)
     said = lab.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-OutputArea-output").filter(has_text="mine ")
     _, *pids = said.last.inner_text().split()
@@ -86,13 +86,13 @@ def all_of(lab):
 
 
 def assert_over(processes):
-    """They have ended, or do at once."""
+    """Check that the processes have ended, or end soon."""
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_MS / 1000)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def close(lab):
-    """Close the notebook in front, and shut its kernel down."""
+    """Close the front notebook, and shut its kernel down."""
     lab.page.evaluate(
         """async () => {
             const panel = window.jupyterapp.shell.currentWidget;

@@ -1,4 +1,4 @@
-"""Steps that are aborted, put into a trace as the runtime records it: no END row, then each unit is reset."""
+"""Traces with an aborted step, as the runtime records them: no END row, then a RESET of each unit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE
 
 IDLE_NS = 3_000_000_000
-"""Time from the last row of an aborted step until its units are reset."""
+"""Time from the last row of an aborted step to the reset of its units."""
 
 
 def aborted(trace: Trace, step: int, share: float) -> Trace:
     """Return the trace in which every rank aborts ``step`` after the given share of its rows.
 
-    Later rows follow as they were, each later by what the reset took; the bytes that the step had allocated stay.
+    Later rows are kept, shifted by the time of the reset; the bytes that the step had allocated are not freed.
     """
     return Trace(trace.header, tuple(_aborted(r, step, share, len(trace.header.units)) for r in trace.ranks))
 

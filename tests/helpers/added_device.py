@@ -1,7 +1,7 @@
-"""A kind of device that is added to the workbench in one place, and a notebook that starts ranks on it.
+"""Add a kind of device to the workbench in one place, and start ranks on it from a notebook.
 
-Run as ``python -m tests.helpers.added_device`` where :data:`LINE` is in the text of ``workbench/devices.py`` that is
-imported. Nothing else is changed.
+Run as ``python -m tests.helpers.added_device``, with :data:`LINE` inserted in the imported ``workbench/devices.py`` and
+nothing else changed.
 """
 
 import time
@@ -16,7 +16,7 @@ LINE = '    "lagging": Device("tests.helpers.added_device:Lagging"),\n'
 
 
 class Lagging(FakeDevice):
-    """A device that computes on the CPU, and says that it was later."""
+    """A device that computes on the CPU and reports later times."""
 
     def __init__(self, _device: torch.device) -> None:
         super().__init__(time.monotonic_ns)

@@ -1,7 +1,7 @@
-"""A program that adds two kinds of events to the workbench, a row each, and finds them wherever kinds are treated.
+"""Add two kinds of events to the workbench, one row each, and check every part that treats kinds.
 
-Run as ``python -m tests.helpers.added_kinds``: the rows are put into the text of ``workbench/events.py`` before
-anything else imports it. Nothing else is changed.
+Run as ``python -m tests.helpers.added_kinds``. It inserts the rows in the text of ``workbench/events.py`` before
+anything else imports it, and changes nothing else.
 """
 
 import sys
@@ -19,7 +19,7 @@ ROWS = """
 
 
 def with_rows(text: str) -> str:
-    """The text of ``workbench/events.py`` with the rows at the end of its kinds."""
+    """Return the text of ``workbench/events.py`` with the rows added to its kinds."""
     before, rest = text.split("\nclass Kind(Word):", 1)
     kinds, after = rest.split("\n\n\n", 1)
     known: dict = {"__name__": "known"}
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def record():
-    """A step of one rank in which both kinds happen."""
+    """Return the trace of one rank with a step in which both kinds occur."""
     from workbench.events import Category, Comm, Edge, Kind, Phase, Unit
     from workbench.runtime.recorder import Recorder
     from workbench.trace.builder import TraceBuilder
@@ -76,7 +76,7 @@ def record():
 
 
 def check_trace(trace) -> None:
-    """Rules, file, pairs, states, other rows that it is compared with."""
+    """Check invariants, the file, begin/end pairs, states and the alignment with another trace."""
     from workbench.events import Kind
     from workbench.replay.alignment import align
     from workbench.replay.collectives import table
@@ -95,7 +95,7 @@ def check_trace(trace) -> None:
 
 
 def check_stops() -> None:
-    """Breakpoints, completion, and where ranks stand in words."""
+    """Check breakpoints, completion, and the text of a stop position."""
     from workbench.events import Edge, Kind
     from workbench.magics.shell import EVENTS
     from workbench.protocol.breakpoints import parse_event, split_event
@@ -109,7 +109,7 @@ def check_stops() -> None:
 
 
 def check_pictures(trace) -> None:
-    """The views and the live timeline."""
+    """Check the views and the live timeline."""
     from workbench.events import Kind
     from workbench.generate_front_end import EVENTS, programs
     from workbench.live.live_spans import RankSpans

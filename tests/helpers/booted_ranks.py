@@ -1,4 +1,4 @@
-"""Runs a function on N forked ranks that are booted as the cluster boots them, with a small model to train."""
+"""Run a function on N forked ranks, booted as the cluster boots them, with a small model to train."""
 
 import multiprocessing
 import sys
@@ -26,9 +26,10 @@ def namespace():
 
 
 def prepare(dim=16, clip=None, **options):
-    """Put a model, an optimizer made from it, and ``train_step`` among the cells' variables.
+    """Add a model, its optimizer and ``train_step`` to the cells' variables.
 
-    ``clip`` is the norm that gradients are cut to. How that is done to DTensors every rank of every test learns anew.
+    ``clip`` is the norm that gradients are clipped to. Every rank of every test works out again how
+    DTensors are clipped.
     """
     ns = namespace()
     ns["model"] = make_net(dim=dim, **options)
@@ -54,7 +55,7 @@ def execute(command):
 
 
 def drain(next_seq=0, version=0):
-    """What the rank recorded since: as it came, and the rows unpacked."""
+    """Return the rank's reply with what it recorded since ``next_seq``, and its rows unpacked."""
     known = {namespace()["rank"]: RecordSummary(next_seq=next_seq, header_version=version)}
     recorded = _reply(*rank_module.side_door(encode(Drain(known=known))))
     return recorded, [from_wire(recorded.rows)]
@@ -65,7 +66,7 @@ def _reply(data, buffers):
 
 
 def boot_of(rank, world_size, device="cpu"):
-    """What makes this process one of ``world_size`` ranks on this host."""
+    """Return the message that makes this process one of ``world_size`` ranks on this host."""
     here = HostInfo(name="here", identity="this host", address=LOOPBACK, interface=LOOPBACK_INTERFACE)
     return Boot(
         rank=rank,
@@ -86,16 +87,16 @@ def _main(rank, world_size, port, ask, job):
             port.send(address)
         rank_module.connect(encode(Connect(address=Address(**ask.recv()))))
         result = ("ok", fn(*args))
-    except BaseException as error:  # noqa: BLE001 - everything goes to the parent
+    except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
         result = (f"{type(error).__name__}: {error}", traceback.format_exc())
     port.send(result)
     if result[0] == "ok":
-        ask.recv()  # until all have answered: others may still be making a group with this rank
+        ask.recv()  # until all ranks have answered: others may still be creating a group with this rank
     rank_module.shutdown()
 
 
 def run(world_size, fn, *args, timeout_s=120):
-    """Return ``fn(*args)`` of every rank in order; raise with the traceback if one raised."""
+    """Return ``fn(*args)`` of every rank, in order; if a rank raised, fail with its traceback."""
     answers = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
     asks = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
@@ -133,7 +134,7 @@ def _result(answer, process, rank, deadline):
 
 
 def assert_refused(said, parts):
-    """Each message is that of a UsageError, and has the part that stands at its place."""
+    """Check that each message is that of a UsageError and contains the part at the same index."""
     for message, part in zip(said, parts, strict=True):
         assert message.startswith(f"{UsageError.__name__}: "), message
         assert part in message

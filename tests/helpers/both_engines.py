@@ -1,9 +1,10 @@
-"""One script for both engines, ours and torch's, beside a plain copy of the model.
+"""Run one script on both engines, ours and torch's, and on a plain copy of the model.
 
-A script takes ``api``, the module whose names it uses: that it runs on both is what "change one import" means.
+A script takes ``api``, the module whose names it uses. Running on both shows that changing one import is enough.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import ModuleType
@@ -11,31 +12,30 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.expected_sizes import NET
-from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.parity import assert_same_shards, one_batch, train_beside
 from tests.helpers.recording_probe import Recording, recording
-from tests.helpers.small_models import Net, adamw, batch, loss_of, make_net
+from tests.helpers.small_models import Net, make_net
 from workbench import engine
 
 APIS = (engine, fsdp)
 IS_OLDER_TORCH = torch.__version__ < "2.13"
-"""Torch's own engine lacks some of what ours has, and its users have now."""
+"""Older versions of torch's own engine lack some features that ours has."""
 NEWER_APIS = APIS[:1] if IS_OLDER_TORCH else APIS
 newer_torch = pytest.mark.skipif(IS_OLDER_TORCH, reason="torch's own engine has nothing to compare with before 2.13")
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: what is left is the order of a sum
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: the remaining difference is the order of summation
 SAME = {"rtol": 0.0, "atol": 0.0}
 
 Shard = Callable[[ModuleType, nn.Module], object]
-Run = Callable[[nn.Module, int], None]
+Run = Callable[[nn.Module, int], object]
 
 
 def double_net(**options: Any) -> Net:
-    """A net in float64, where a wrong gradient cannot hide behind rounding."""
+    """Return a net in float64, where rounding cannot hide a wrong gradient."""
     return make_net(**(NET | options)).double()
 
 
@@ -51,10 +51,6 @@ def tell(model: nn.Module, setter: str, *args: object, **kwargs: object) -> None
         getattr(model, setter)(*args, **kwargs)
 
 
-def one_batch(model: nn.Module, step: int) -> None:
-    loss_of(model, batch(dist.get_rank(), step)).backward()
-
-
 def train_all(
     make: Callable[[], nn.Module],
     shard: Shard,
@@ -62,41 +58,33 @@ def train_all(
     steps: int = 3,
     apis: tuple[ModuleType, ...] = APIS,
 ) -> Recording:
-    """Train a plain copy, ours and torch's alike, compare after each backward; returns our last step's record.
-
-    ``run(model, step)`` does a step's forwards and backwards; the plain copy's gradients are averaged after it.
-    """
+    """Train a plain copy, ours and torch's alike, in float64; returns our last step's record. See ``train_beside``."""
     plain = make()
     with recording() as record:
         models = [copy.deepcopy(plain) for _ in apis]
         for api, model in zip(apis, models, strict=True):
             shard(api, model)
-        optimizers = [adamw(m.parameters()) for m in (plain, *models)]
-        for step in range(steps):
-            record.clear()
-            for model in (plain, *models):
-                run(model, step)
-            average_grads(plain)
-            for model in models:
-                assert_same_shards(model, plain, **CLOSE)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    for model in models:
-        assert_same_shards(model, plain, **CLOSE)
+
+        def run_recorded(model: nn.Module, step: int) -> object:
+            if model is plain:  # the first one
+                record.clear()
+            return run(model, step)
+
+        same = functools.partial(assert_same_shards, **CLOSE)
+        train_beside(plain, models, steps, run_recorded, assert_same=same)
     return record
 
 
 def units_below(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that were given to fully_shard, parents first; none of a plain model."""
+    """Yield the modules that fully_shard was applied to, parents first; none for a plain model."""
     return (m for m in model.modules() if hasattr(m, "_get_fsdp_state"))
 
 
 def in_order(events: list[str], *wanted: str) -> bool:
-    """Tell whether the first of each wanted event come one after another."""
+    """Return whether the first occurrences of the wanted events are in this order."""
     return all(first < second for first, second in pairwise(events.index(event) for event in wanted))
 
 
 def sharded(model: nn.Module) -> bool:
-    """Tell whether every registered parameter is a DTensor."""
+    """Return whether every registered parameter is a DTensor."""
     return all(isinstance(p, DTensor) for p in model.parameters())

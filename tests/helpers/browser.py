@@ -1,4 +1,4 @@
-"""A headless Chromium without a network, and what it complains about."""
+"""A headless Chromium without a network, and the errors and warnings of its pages."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ import psutil
 from playwright.sync_api import Browser, Page, sync_playwright
 
 PATIENCE_MS = 240_000
-"""How long a browser may take for one thing: a machine may be busy with others."""
+"""Timeout of one browser operation: long, as the machine may be busy."""
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _MAC = (
@@ -35,12 +35,12 @@ FLAGS = [
 
 
 def find_chromium() -> str | None:
-    """Path of the browser to use, None if there is none: the machine's, or what playwright installed for this user."""
+    """Return the path of the browser to use, None if there is none: the machine's, or playwright's own."""
     return _first("WORKBENCH_CHROMIUM", _NAMES, _MAC) or _of_playwright()
 
 
 def find_firefox() -> str | None:
-    """As above; Puppeteer, which drives it, cannot drive playwright's, which is another program."""
+    """Return the path of Firefox, None if there is none; Puppeteer cannot drive playwright's build of it."""
     return _first("WORKBENCH_FIREFOX", _FIREFOX, _FIREFOX_MAC)
 
 
@@ -52,7 +52,7 @@ def _first(variable: str, names: tuple[str, ...], elsewhere: tuple[str, ...]) ->
 
 @functools.cache
 def _of_playwright() -> str | None:
-    """Return the path of playwright's own Chromium; None: it, or its driver, does not run here."""
+    """Return the path of playwright's own Chromium; None if it or its driver does not run here."""
     ask = "import playwright.sync_api as p\nwith p.sync_playwright() as asked: print(asked.chromium.executable_path)"
     try:
         found = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
@@ -73,7 +73,7 @@ def _launched(chromium: str) -> Iterator[Browser]:
 
 
 class SharedBrowser:
-    """A browser for all pages of a file of tests: a start costs as much as five pages."""
+    """A browser for all pages of a test file: a start costs as much as five pages."""
 
     def __init__(self) -> None:
         self._last = ExitStack()
@@ -82,23 +82,23 @@ class SharedBrowser:
 
     @property
     def processes(self) -> frozenset[psutil.Process]:
-        """Those of the browser, which starts helpers when it likes, and of its driver."""
+        """The processes of the driver and of the browser, which starts helpers at any time."""
         return frozenset(self._drivers).union(*(driver.children(recursive=True) for driver in self._drivers))
 
     def begin(self, chromium: str) -> None:
-        """Start it; it lasts until :meth:`end`."""
+        """Start the browser; it runs until :meth:`end`."""
         before = set(psutil.Process().children())
         self._browser = self._last.enter_context(_launched(chromium))
         self._drivers = set(psutil.Process().children()) - before
 
     def end(self) -> None:
-        """End it, if it runs."""
+        """End the browser, if it runs."""
         self._last.close()
         self._browser, self._drivers = None, set()
 
     @contextmanager
     def browser(self, chromium: str) -> Iterator[Browser]:
-        """Give it, or where none runs a browser that ends with the body."""
+        """Yield the shared browser, or a temporary one if none runs."""
         if self._browser is not None:
             yield self._browser
             return
@@ -111,7 +111,7 @@ SHARED = SharedBrowser()
 
 @dataclass
 class Opened:
-    """A page, every address it asked for, and every complaint of its console."""
+    """A page, the addresses that it requested, and the errors and warnings of its console."""
 
     page: Page
     requests: list[str] = field(default_factory=list)
@@ -119,13 +119,13 @@ class Opened:
 
     @property
     def outside(self) -> list[str]:
-        """Requests for anything but files and what the page itself holds."""
+        """Requests other than for files and for data within the page."""
         return [url for url in self.requests if not url.startswith(("file:", "data:", "blob:"))]
 
 
 @contextmanager
 def open_offline(chromium: str, file: Path) -> Iterator[Opened]:
-    """Open a local file with the network off, in a fresh profile."""
+    """Open a local file in a fresh profile, with the network off."""
     with SHARED.browser(chromium) as browser:
         context = browser.new_context(offline=True, viewport={"width": 1280, "height": 900})
         context.set_default_timeout(PATIENCE_MS)
@@ -151,14 +151,14 @@ _FIGURES = """() => [...document.querySelectorAll(".plotly-graph-div")].map(div 
 
 
 def figures(page: Page) -> list[dict[str, float]]:
-    """Of each plotly figure on the page, once all are drawn: its size in pixels and how many marks it drew."""
+    """Return the size in pixels and the number of drawn marks of each plotly figure, once all are drawn."""
     page.wait_for_function(f"() => ({_FIGURES})().every(({{marks}}) => marks > 0)")
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
     return page.evaluate(_FIGURES)
 
 
 NARROW = {"width": 300, "height": 900}
-"""A window that is narrower than figures are made for."""
+"""A window that is narrower than figures are designed for."""
 
 _LINES = """() => [...document.querySelectorAll(".gtitle")].map((title) => {
     const {right, width} = title.getBoundingClientRect();
@@ -167,7 +167,7 @@ _LINES = """() => [...document.querySelectorAll(".gtitle")].map((title) => {
 
 
 def titles_follow_the_width(page: Page) -> bool:
-    """Whether the title of every figure gets more lines, and stays in sight, when the window becomes narrow."""
+    """Return whether every figure's title wraps to more lines, and stays visible, when the window becomes narrow."""
     wide = page.evaluate(_LINES)
     page.set_viewport_size(NARROW)
     more = f"(wide) => ({_LINES})().every(({{lines, isSeen}}, place) => isSeen && lines > wide[place].lines)"

@@ -13,17 +13,17 @@ import hatch_build
 from tests.helpers.package_source import REPO
 
 HERE = str(Path(sys.executable).parent)
-"""Where the Node that the tests brought is, if the machine has none."""
+"""Folder of the Node that the tests' environment installs, for a machine that has none."""
 
 
 def with_node() -> dict[str, str]:
-    """Return the environment with a Node to be found."""
+    """Return the environment with Node on its PATH."""
     return os.environ | {"PATH": os.pathsep.join((os.environ.get("PATH", os.defpath), HERE))}
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """No other process of the tests works in ``extension/`` meanwhile."""
+    """Lock ``extension/`` against the other test processes."""
     (REPO / "build").mkdir(exist_ok=True)
     with (REPO / "build" / "panel.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -31,18 +31,18 @@ def alone() -> Iterator[None]:
 
 
 def built_panel() -> Path:
-    """Return the folder of the built panel; it is built if its sources are newer."""
+    """Return the folder of the built panel; build it first if its sources are newer."""
     with alone():
         hatch_build.build_panel(REPO, with_node())
     return hatch_build.panel_folder(REPO)
 
 
 def bundle_bytes(panel: Path) -> int:
-    """Return the size of the scripts of a built panel."""
+    """Return the size of the scripts of a built panel, in bytes."""
     return sum(path.stat().st_size for path in (panel / "static").glob("*.js"))
 
 
 def run_script(name: str) -> None:
-    """Run a script of ``extension/package.json``; raises with what it said if it fails."""
+    """Run a script of ``extension/package.json``; if it fails, raise with its output."""
     with alone():
         hatch_build.run_script(REPO, name, with_node())

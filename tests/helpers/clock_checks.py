@@ -1,4 +1,4 @@
-"""What must be true of the times of ranks that took part in the same collective, whatever their clocks showed."""
+"""A check of the times of ranks in the same collective, whatever their clocks showed."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from workbench.trace.columns import Trace
 
 
 def late_ends(trace: Trace, kinds: Sequence[Kind]) -> list[tuple[int, int]]:
-    """Return the collectives, as (group, number), that ended on a rank before another one had issued them.
+    """Return the collectives, as (group, number), that ended on one rank before another rank issued them.
 
-    That cannot be, as each rank needs something of each other one; by less than the clocks' error it may be told.
+    This is impossible, as each rank needs data of every other; differences below the clocks' error are ignored.
     """
     issued, ended = defaultdict(list), defaultdict(list)
     for rank in trace.ranks:

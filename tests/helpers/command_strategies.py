@@ -1,4 +1,4 @@
-"""Commands of any word of ``%fsdp``, for laws: made of what the word declares, so that a new one needs nothing here."""
+"""Hypothesis strategies for every command of ``%fsdp``, derived from its declaration: a new one needs no code here."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ ODD = (
     ),
     *("a\nb", "a\r\n", "é{n}", "\0", "true", "False", "None", "4", "1,2"),
 )
-"""Texts that mean something to somebody on the way: a shell, argparse, format strings, or a magic."""
+"""Texts with a special meaning to a shell, argparse, format strings or a magic."""
 
 CODE = (
     *("x['a'] - 1", 'f"{x}"', "x.sum() -  rank", "[i for i in range(3)]", "a -t b", "x -t 0", "x --frame 1", "-t 0"),
@@ -56,7 +56,7 @@ CODE = (
     ),
     *("x -t {n}", "x['-t 0']", "'''a\nb'''"),
 )
-"""Code, some of which begins or ends as a flag does."""
+"""Code, some of which begins or ends like a flag."""
 
 LIMIT = 2**63 - 1
 
@@ -72,14 +72,14 @@ _precisions = st.builds(
 
 @cache
 def commands(word: type[Command]) -> st.SearchStrategy[Command]:
-    """Return all commands of one word that can be made, and whose arguments can be read."""
+    """Return a strategy of the valid commands of one class."""
     hints, example = get_type_hints(word), parse_line(word.example)
     values = {f.name: _values(f, hints[f.name], example) for f in dataclasses.fields(word)}
     return st.fixed_dictionaries(values).map(lambda fields: word(**fields) if _goes(word, **fields) else example)
 
 
 def _goes(make: Callable[..., object], *given: object, **fields: object) -> bool:
-    """Whether something is made, not refused."""
+    """Return whether the call succeeds without a ValueError."""
     try:
         make(*given, **fields)
     except ValueError:
@@ -88,9 +88,9 @@ def _goes(make: Callable[..., object], *given: object, **fields: object) -> bool
 
 
 def _values(declared: dataclasses.Field[Any], hint: Any, example: Command) -> st.SearchStrategy[Any]:
-    """Return what an argument may be; choices need not go together with the other arguments of the example.
+    """Return a strategy of an argument's values; choices need not fit the other arguments of the example.
 
-    What is refused gives way to what the example has: a filter would refuse most of what is drawn for some arguments.
+    An invalid value is replaced by the example's: a filter would reject most draws of some arguments.
     """
     known = argument_of(declared)
     kinds = get_args(hint) if get_origin(hint) in {UnionType, Union} else (hint,)

@@ -1,4 +1,4 @@
-"""CPU time that tests use, which says what they cost however busy the machine is."""
+"""CPU time that tests use: a measure of their cost that does not depend on how busy the machine is."""
 
 from contextlib import suppress
 
@@ -6,13 +6,13 @@ import psutil
 
 
 class CpuTime:
-    """CPU time of this process and of all below it; an ended process counts in the one that waited for it."""
+    """CPU time of this process and its descendants; an ended process counts in the one that waited for it."""
 
     def __init__(self) -> None:
         self._last_s = _now_s()
 
     def since_last(self) -> float:
-        """Return the seconds since the last call; without what a process used that lost its parent and ended."""
+        """Return the seconds since the last call, without those of orphaned processes that ended."""
         last_s, self._last_s = self._last_s, _now_s()
         return max(0.0, self._last_s - last_s)
 
@@ -23,7 +23,7 @@ def _now_s() -> float:
 
 
 def _used_s(process: psutil.Process) -> float:
-    with suppress(psutil.Error):  # it ends at this moment
+    with suppress(psutil.Error):  # the process just ended
         times = process.cpu_times()
         return times.user + times.system + times.children_user + times.children_system
     return 0.0

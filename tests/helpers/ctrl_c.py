@@ -1,18 +1,18 @@
-"""Pressing Ctrl-C when something is the case, not after some time."""
+"""Press Ctrl-C at a condition, not after a delay."""
 
 import os
 import signal
 
 TOGETHER = "import torch.distributed as dist\ndist.barrier()\nprint('begins', flush=True)\n"
-"""First lines of a cell that all ranks are in once the first output arrives."""
+"""First lines of a cell: once its first output arrives, all ranks are in the cell."""
 
 
 class Pressing:
-    """Given as ``on_progress`` or ``on_output``: presses once steps were done, or once something was written.
+    """A callback for ``on_progress`` or ``on_output`` that presses Ctrl-C after a step is done, or at the first output.
 
     Args:
-        times: how often it presses, at once.
-        anyway: whether it presses at the first call, whatever that says.
+        times: how often it presses, in immediate succession.
+        anyway: whether it presses at the first call, whatever its argument.
     """
 
     def __init__(self, times=1, *, anyway=False):

@@ -1,7 +1,7 @@
-"""A trace of ranks that compute on devices, from one of ranks that compute themselves.
+"""Convert a trace of CPU ranks to one of ranks that compute on devices.
 
-What the ranks did becomes what their devices did, at the same times; their hosts hand all of a step over in a third of
-the time that it takes, and wait for it at its end, where they read the loss. Devices tell of a step in the next one.
+The devices do what the ranks did, at the same times. The host issues all of a step in a third of the step's time and
+waits for the device at the end, where it reads the loss. The device rows of a step are recorded in the next step.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from workbench.trace.schema import Rows
 
 ERROR_NS = 6_000
 STREAMS = (COMPUTE_STREAM, "copy-in", "reduce", "communication")
-_SHARE = 0.35  # of a step's time that its host takes
+_SHARE = 0.35  # the host's share of a step's time
 
 
 def on_devices(trace: Trace, *, tells: bool = True) -> Trace:
-    """Return the trace; without what devices tell, unless it ``tells``."""
+    """Return the trace on devices; without device rows unless it ``tells``."""
     ranks = (replace(r, device=f"cuda:{r.rank}", device_error_ns=ERROR_NS) for r in trace.header.ranks)
     header = replace(trace.header, ranks=tuple(ranks), strings=(*trace.header.strings, *STREAMS))
     return Trace(header, tuple(_with_device(r, len(trace.header.strings), tells=tells) for r in trace.ranks))
 
 
 def hung(trace: Trace, rank: int, row: int) -> Trace:
-    """Return a trace of devices in which that of ``rank`` never comes to a row, nor its host to the end of the step."""
+    """Return a device trace in which the device of ``rank`` never reaches ``row``, nor its host the end of the step."""
     whole = trace.rank(rank)
     rows = whole.rows
     tells, number = rows["kind"] == Kind.DEVICE, np.arange(len(rows))
@@ -51,7 +51,7 @@ def _with_device(rank_trace: RankTrace, first_string: int, *, tells: bool) -> Ra
     parts, at = [], 0
     for step in np.unique(rows["step"][rows["step"] >= 0]):
         here = np.flatnonzero(rows["step"] == step)
-        cut = int(here[len(here) // 3])  # what the device did of the step before is told here
+        cut = int(here[len(here) // 3])  # the device rows of the previous step are recorded here
         tells_now = device[told["step"] == step - 1]
         tells_now["step"] = step
         parts += [rows[at:cut], tells_now]
@@ -63,7 +63,7 @@ def _with_device(rank_trace: RankTrace, first_string: int, *, tells: bool) -> Ra
 
 
 def _numbered(parts: list[Rows], first: int) -> Rows:
-    """The rows numbered anew, and what tells of others telling of their new numbers."""
+    """Return the rows renumbered, with the device rows referring to the new numbers."""
     rows = np.concatenate(parts)
     told = rows["kind"] == Kind.DEVICE
     number = np.zeros(rows["seq"].max(initial=first) - first + 1, np.int64)
@@ -86,7 +86,7 @@ def _host_ns(rows: Rows) -> np.ndarray:
 
 
 def _streams(rows: Rows) -> np.ndarray:
-    """Which stream each row is in: as the engine has them."""
+    """Return the index of each row's stream in STREAMS, as the engine assigns it."""
     stream = np.zeros(len(rows), np.int64)
     reduces = rows["phase"] == Phase.POST_BACKWARD
     copies = np.isin(rows["kind"], (Kind.COPY_IN, Kind.OFFLOAD)) | (reduces & (rows["kind"] == Kind.COPY_OUT))

@@ -1,4 +1,4 @@
-"""The documents as data: README.md and the files beside it and in docs/, their tables, blocks of code and links.
+"""The documents as data: tables, code blocks and links of README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.
 
 ``python -m tests.helpers.documents`` writes the tables of commands that :data:`COMMAND_TABLES` lists.
 """
@@ -17,18 +17,18 @@ README = REPO / "README.md"
 
 @cache
 def documents() -> dict[Path, str]:
-    """Text of each document, by its path."""
+    """Return the text of each document, by path."""
     paths = [README, REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md"))]
     return {path: path.read_text(encoding="utf-8") for path in paths}
 
 
 def text() -> str:
-    """Text of all documents."""
+    """Return the text of all documents."""
     return "\n\n".join(documents().values())
 
 
 def table(first_column: str) -> list[list[str]]:
-    """Rows of the only table whose first column has this title, each a list of its cells' text."""
+    """Return the rows of the only table with this title of its first column, each a list of cell texts."""
     found = [rows for each in documents().values() for rows in _tables(each, first_column)]
     if len(found) != 1:
         raise LookupError(f"{len(found)} tables in README.md and docs/ have the first column {first_column!r}, not 1")
@@ -47,29 +47,29 @@ def _tables(document: str, first_column: str) -> list[list[list[str]]]:
 
 
 def code(text_of_cell: str) -> list[str]:
-    """Everything between backticks."""
+    """Return everything between backticks."""
     return re.findall(r"`([^`]+)`", text_of_cell)
 
 
 def inline_code(document: str | None = None) -> list[str]:
-    """Everything between backticks outside of fenced blocks, of all documents or of one."""
+    """Return everything between backticks outside fenced blocks, of all documents or of one."""
     return code(re.sub(r"^```.*?^```$", "", text() if document is None else document, flags=re.MULTILINE | re.DOTALL))
 
 
 def blocks(language: str, document: str | None = None) -> list[str]:
-    """Fenced blocks of code in a language, of all documents or of one."""
+    """Return the fenced code blocks in a language, of all documents or of one."""
     pattern = rf"^```{language}\n(.*?)^```$"
     return re.findall(pattern, text() if document is None else document, re.MULTILINE | re.DOTALL)
 
 
 def links(document: str) -> list[tuple[str, str]]:
-    """Links of a document to other documents and files, each as (path, heading); both may be empty."""
+    """Return a document's links to other documents and files, each as (path, heading); both may be empty."""
     targets = re.findall(r"\]\(([^)\s]+)\)", document)
     return [(path, heading) for path, _, heading in (t.partition("#") for t in targets if "://" not in t)]
 
 
 def headings(document: str) -> set[str]:
-    """Names by which links find the headings of a document: ``## A kind of event`` -> ``a-kind-of-event``."""
+    """Return the anchors of a document's headings: ``## A kind of event`` -> ``a-kind-of-event``."""
     titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", document, flags=re.MULTILINE | re.DOTALL), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -89,11 +89,11 @@ COMMAND_TABLES: dict[str, tuple[Path, Callable[[type[Command]], str]]] = {
     "line": (README, summary),
     "command": (REPO / "docs" / "commands.md", _in_full),
 }
-"""First column of each table of commands, its document, and what it says of a command."""
+"""First column of each table of commands: its document, and the function that describes a command."""
 
 
 def command_rows(first_column: str) -> list[list[str]]:
-    """Rows that a table of commands has to have."""
+    """Return the rows that a table of commands must have."""
     _, says = COMMAND_TABLES[first_column]
     return [[f"`%fsdp {word.example}`", says(word)] for word in command_lines.WORDS.values()]
 

@@ -1,6 +1,6 @@
 """One example of each answer to a panel, for the tests of the front end: ``extension/tests/answers.ts``.
 
-``python -m tests.helpers.example_answers`` writes it again after a message has changed.
+``python -m tests.helpers.example_answers`` rewrites the file after a message has changed.
 """
 
 from __future__ import annotations
@@ -187,11 +187,11 @@ EXAMPLES: tuple[PanelAnswer, ...] = (
     CommandHistory(number=8, commands=(PastCommand(line="%fsdp start", source="panel", t_s=1.5),)),
     Refused(number=9, text="No such question."),
 )
-"""One of each word; every list in them holds something."""
+"""One of each class of answer; every list in them has an item."""
 
 
 def program() -> str:
-    """Return what the file has to hold."""
+    """Return the contents of the file."""
     answers = json.dumps({answer.word: encode(answer) for answer in EXAMPLES}, indent=2)
     kinds = '{ readonly [W in PanelAnswer["word"]]: AnswerOf<W> }'
     return f"{_HEADING}\nexport const ANSWERS = {answers} as const satisfies {kinds};\n"

@@ -12,10 +12,10 @@ NET = {"dim": DIM, "num_blocks": BLOCKS, "vocab": VOCAB}
 
 
 def numel(shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Elements of the parameters themselves."""
+    """Return the number of elements of the parameters, without padding."""
     return sum(torch.Size(shape).numel() for shape in shapes)
 
 
 def slots(world_size: int, shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Elements one rank stores for them: padded rows (d0 / F, rounded up) times what is in a row."""
+    """Return the elements that one rank stores: padded rows (d0 / F, rounded up) times the elements of a row."""
     return sum(-(-shape[0] // world_size) * torch.Size(shape[1:]).numel() for shape in shapes)

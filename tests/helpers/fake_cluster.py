@@ -1,4 +1,4 @@
-"""A cluster in this process: ranks follow a script, and what they record is a simulated training job."""
+"""A cluster in this process: its ranks follow a script and record a simulated training job."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from workbench.trace.schema import Header, KeyFrame
 R = TypeVar("R")
 
 Act = Callable[["FakeCluster", int, Answer], None]
-"""What one rank does with a front-door request: it settles the answer, or leaves that to a later side-door request."""
+"""What one rank does with a front-door request: settle the answer now, or leave it to a later side-door request."""
 
 
 def gives(value: Any) -> Act:
@@ -77,13 +77,13 @@ def dies(cluster: FakeCluster, rank: int, answer: Answer) -> None:
 
 
 def blocks(cluster: FakeCluster, rank: int, answer: Answer) -> None:
-    """Sits in a collective: an abort frees it."""
+    """Block in a collective: an abort ends it."""
     cluster.unfinished[rank] = 1
     cluster.on_abort[rank] = lambda reason: settle(answer.future, rank_error(rank, "StepAborted", reason))
 
 
 def computes(cluster: FakeCluster, rank: int, answer: Answer) -> None:
-    """Is busy in Python: an abort does nothing, SIGINT ends it."""
+    """Be busy in Python: an abort has no effect, SIGINT ends it."""
     cluster.on_interrupt[rank] = lambda: settle(answer.future, rank_error(rank, "KeyboardInterrupt", ""))
 
 
@@ -103,10 +103,10 @@ def prints(text: str, then: Act = returns) -> Act:
 
 
 class FakeGate:
-    """The gate of one rank: steps through a program of events as it is told to, at each question one event further.
+    """The gate of one rank: it steps through a program of events, at most one event per request for its position.
 
-    ``program`` holds, per event, its kind, edge and unit's index. A ``late`` rank comes to no event while it is late,
-    and one that ``waits`` does so at the end of the program, for whoever is not there.
+    ``program`` holds the kind, edge and unit index of each event. While ``late``, the rank reaches no further event;
+    while ``waits``, it waits at the end of the program for absent ranks.
     """
 
     def __init__(self, rank: int, program: list[tuple[str, str, int]], units: dict[int, str]) -> None:
@@ -131,7 +131,7 @@ class FakeGate:
         self.breakpoints = tuple(b for b in self.breakpoints if not b.once)
 
     def advance(self) -> None:
-        """Come to the next event: hold there, or pass it."""
+        """Reach the next event: hold there, or pass it."""
         if self.answer is None or self.held or self.late or self.waits:
             return
         if self.ordinal == len(self.program):
@@ -211,7 +211,7 @@ class FakeGate:
 
 
 def checked(breakpoints: tuple[Breakpoint, ...]) -> tuple[Breakpoint, ...]:
-    """The same, of which every rank knows the event and can read the condition."""
+    """Return the breakpoints; raise unless their events are known and their conditions parse."""
     for breakpoint_ in breakpoints:
         split_event(breakpoint_.event)
         if breakpoint_.when is not None:
@@ -220,7 +220,7 @@ def checked(breakpoints: tuple[Breakpoint, ...]) -> tuple[Breakpoint, ...]:
 
 
 def text_of(job: Job) -> str:
-    """What a job is about: its expression, its cell, or the name of its parameter."""
+    """Return the subject of a job: its expression, its cell, or the name of its parameter."""
     (text,) = (getattr(job.work, name) for name in ("expr", "code", "fqn") if hasattr(job.work, name))
     return str(text)
 
@@ -242,14 +242,14 @@ PROGRAM = [
 
 
 def inside(cluster: FakeCluster, rank: int, answer: Answer) -> None:
-    """A step of the events of PROGRAM: may be stopped inside, and aborted."""
+    """Run a step with the events of PROGRAM; it may be stopped inside, and aborted."""
     gate = cluster.gates[rank]
     gate.begin(answer)
     cluster.on_abort[rank] = lambda reason: gate.end(rank_error(rank, "StepAborted", reason))
 
 
 class FakeRank:
-    """The recorder of one rank: what was recorded so far is a growing part of a simulated job."""
+    """The recorder of one rank: its record is a growing part of a simulated job."""
 
     def __init__(self, whole: RankTrace, header: Header) -> None:
         self.whole, self.full_header = whole, header
@@ -281,8 +281,8 @@ class FakeRank:
 class FakeCluster:
     """See the module docstring; has the methods of :class:`workbench.cluster.Cluster`.
 
-    ``script`` holds, by the word of a command or ``"cell"`` or ``"recover"``, what each rank does; a list is one act
-    per rank. ``log`` is what was asked, in order.
+    ``script`` holds what each rank does, by the word of a command or ``"cell"`` or ``"recover"``; a list has one act
+    per rank. ``log`` holds the requests, in order.
     """
 
     def __init__(self, num_ranks: int = 4, **settings: Any) -> None:
@@ -296,7 +296,7 @@ class FakeCluster:
         self.dead: set[int] = set()
         self.open: dict[int, list[Answer]] = {rank: [] for rank in range(num_ranks)}
         self.silent: set[int] = set()
-        self.patience: list[tuple[str, float]] = []  # what was asked at the side door, and the seconds it was given
+        self.patience: list[tuple[str, float]] = []  # (word, timeout in seconds) of each side-door request
         self.unfinished: dict[int, int] = {}
         self.lines: dict[int, CellLine] = {}
         self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
@@ -340,7 +340,7 @@ class FakeCluster:
         return ""
 
     def lose(self, rank: int) -> None:
-        """Have a rank die."""
+        """Make a rank die."""
         self.dead.add(rank)
         for answer in self.open[rank]:
             settle(answer.future, self._loss(rank))
@@ -444,7 +444,7 @@ class FakeCluster:
 
     def _planned(self, rank: int, request: ListModels | Plan) -> Any:
         if isinstance(request, ListModels):
-            units = tuple(unit.index for unit in self.ranks[rank].header.units)  # those of the first
+            units = tuple(unit.index for unit in self.ranks[rank].header.units)  # those of the first model
             whole = totals(shards(self.job.header))
             held = {"num_elements": whole.num_elements, "num_bytes": whole.bytes_unsharded}
             return tuple(
@@ -471,12 +471,12 @@ class FakeCluster:
     # ---- scripts that take a while
 
     def sharded(self) -> None:
-        """From now on the ranks have units."""
+        """Give the ranks units from now on."""
         for rank in self.ranks:
             rank.shard()
 
     def trains(self, steps: int = 3) -> Act:
-        """Every drain finds one more step recorded, and after ``steps`` the ranks answer."""
+        """Record one more step at every drain; after ``steps``, the ranks answer."""
         waiting: list[Answer] = []
         done = 0
 

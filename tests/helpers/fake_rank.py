@@ -1,4 +1,4 @@
-"""A rank side without torch: what tests put behind the two doors. Runs in the engines."""
+"""A rank side without torch, for tests of the two doors; it runs in the engines."""
 
 import os
 import socket
@@ -55,7 +55,7 @@ def shutdown():
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """Whether the main thread is kept, who answers, and some bytes."""
+    """Whether the main thread is held, the thread that answers, and some bytes."""
 
     held: bool
     thread: str
@@ -98,7 +98,7 @@ class Variable(RankRequest[Any]):
 
 @dataclass(frozen=True)
 class Answer(RankRequest[None]):
-    """Asks for an answer that is none: one that cannot be sent, or one of another type."""
+    """Requests an invalid answer: one that cannot be sent, or one of another type."""
 
     word: ClassVar[str] = "answer"
     amiss: str
@@ -153,7 +153,7 @@ def call_user_function(name):
 
 
 def spin():
-    """Keep the main thread busy in Python until the side door says otherwise."""
+    """Keep the main thread busy in Python until the side door gets a Release."""
     RELEASED.clear()
     HELD.set()
     turns = 0
@@ -164,7 +164,7 @@ def spin():
 
 
 def hold():
-    """Keep the main thread in a lock until the side door says otherwise."""
+    """Keep the main thread in a lock until the side door gets a Release."""
     RELEASED.clear()
     HELD.set()
     try:
@@ -179,7 +179,7 @@ def let_the_late_one_go():
 
 
 def fork_and_print(text):
-    """Have a forked process print ``text``."""
+    """Print ``text`` from a forked process."""
     pid = os.fork()
     if pid == 0:
         sys.stdout.write(f"{text}\n")

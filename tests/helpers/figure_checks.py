@@ -1,4 +1,4 @@
-"""What tests ask of a figure: its words, its axes, its size."""
+"""What tests read from a figure: its text, its axes, its size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 
 def strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every (name of the field, text) in a figure's JSON; category names are fields too."""
+    """Yield (field name, text) of every string in a figure's JSON; keys count as text, as category names are keys."""
     if isinstance(value, str):
         if key != "bdata":  # an array of numbers
             yield key, value
@@ -23,7 +23,7 @@ def strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def as_json(figure: go.Figure) -> dict[str, object]:
-    """Return the figure as the browser gets it, without the template that all share."""
+    """Return the figure as the browser gets it, without the template that all figures share."""
     content = json.loads(figure.to_json())
     content["layout"].pop("template", None)
     return content

@@ -1,6 +1,6 @@
-"""Run a function on N forked ranks with a process group: torch is imported once, and ranks stay for the next.
+"""Run a function on N forked ranks with a process group: torch is imported once, and the ranks are reused.
 
-Ranks on GPUs are forked from a process that never uses CUDA, which cannot be used in a child of one that does.
+Ranks on GPUs are forked from a process that never uses CUDA: a child of one that does cannot use it.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import torch
-import torch._dynamo  # the first DTensor loads it: once here, not 0.6 s in every rank
+import torch._dynamo  # the first DTensor imports it: 0.6 s once here, not in every rank
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -48,7 +48,7 @@ def _rank_main(
     device: str,
 ) -> None:
     for parent, _ in pipes:
-        parent.close()  # or the end of the test run would not be seen
+        parent.close()  # otherwise the ranks would not notice the end of the test run
     ports = [child for _, child in pipes]
     torch.set_num_threads(1)
     if seats:
@@ -64,8 +64,8 @@ def _rank_main(
 
 
 def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device: str = "cpu") -> bool:
-    """Call the function in a process group that is made for it; return whether it came to its end."""
-    # gloo would otherwise ask the network for the address of this host, and listen there
+    """Call the function in a new process group; return whether it succeeded."""
+    # gloo would otherwise look up this host's address on the network and listen there
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     fn, args = job
     try:
@@ -73,13 +73,13 @@ def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device:
             gpu_ranks.take(rank, len(ports))
         store = _store(rank, ports[rank], address)
         dist.init_process_group(gpu_ranks.BACKENDS[device], store=store, rank=rank, world_size=len(ports))
-        dist.barrier()  # a rank that fails at once would leave those that are still connecting to it
+        dist.barrier()  # a rank that fails at once would leave the others connecting to it
         result = ("ok", fn(*args))
-    except BaseException as error:  # noqa: BLE001 - everything goes to the parent
+    except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
         result = (f"{type(error).__name__}: {error}", traceback.format_exc())
     ports[rank].send_bytes(pickle.dumps(result))  # plain pickle: tensors by value, not by a file of this process
     if result[0] == "ok":
-        ports[rank].recv()  # until all have answered: others may still be making a group with this rank
+        ports[rank].recv()  # until all ranks have answered: others may still be creating a group with this rank
     process_groups.forget_all()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -87,15 +87,15 @@ def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device:
 
 
 def sit_down(seat: Seat) -> None:
-    """Be on a host of its own, as far as network and shared memory go."""
+    """Simulate a host for this rank, as far as network and shared memory go."""
     seat.take()
     tell_host(seat.namespace)
 
 
 def _store(rank: int, port: Connection, address: str) -> dist.Store:
-    """Rank 0 listens on a free port of ``address``, its host's, and tells the parent, which tells the others."""
+    """Return this rank's store; rank 0 listens on a free port of ``address`` and sends it to all via the parent."""
     if rank == 0:
-        # a listener of torch's own takes IPv6 too: it then asks the network for the name of every rank that connects
+        # torch's own listener takes IPv6 too: it then looks up the name of every rank that connects
         listener = socket.create_server((address, 0))
         number = listener.getsockname()[1]
         port.send(number)
@@ -105,7 +105,7 @@ def _store(rank: int, port: Connection, address: str) -> dist.Store:
 
 
 class World:
-    """Forked ranks on devices of one type, for one job that they inherit, or for one after another that they are sent.
+    """Forked ranks on devices of one type, for one job that they inherit, or for a series of jobs that they receive.
 
     Attributes:
         processes: of the ranks.
@@ -131,9 +131,9 @@ class World:
             port.send_bytes(message)
 
     def outcomes(self, timeout_s: float) -> list[tuple[str, Any]]:
-        """Return what became of the job; see :func:`outcomes`."""
+        """Return the outcome of the job per rank; see :func:`outcomes`."""
         deadline = time.monotonic() + timeout_s
-        with suppress(EOFError, OSError):  # of a rank that died
+        with suppress(EOFError, OSError):  # a rank died
             number = self._ports[0].recv()
             for port in self._ports[1:]:
                 port.send(number)
@@ -154,14 +154,14 @@ class World:
         return ("died" if ready else "timed out", f"exit code {process.exitcode}")
 
     def left(self) -> list[tuple[list[str], list[str]]]:
-        """Return what each rank was left with after a job; see :meth:`RankState.put_back`."""
+        """Return the leftovers of a job on each rank; see :meth:`RankState.put_back`."""
         return [port.recv() for port in self._ports]
 
     def end(self) -> None:
-        """End the ranks, by force if it takes them long."""
+        """End the ranks, by force after 10 s."""
         for port in self._ports:
             with suppress(OSError):
-                port.send_bytes(b"")  # processes that were forked later hold the pipe, too: closing it ends nothing
+                port.send_bytes(b"")  # processes forked later hold the pipe too: closing it ends nothing
             port.close()
         for process in self._ranks:
             process.join(10)
@@ -172,10 +172,10 @@ class World:
 
 
 class Pool:
-    """Worlds that stay, one of each size, as most of what a short test costs is a rank's first time.
+    """Reusable worlds, one per size: most of the cost of a short test is the first run on a rank.
 
     Attributes:
-        is_open: whether they may be used now: what a test has patched in this process they would not see.
+        is_open: whether they may be used now; they do not see what a test patches in this process.
     """
 
     SIZES = (1, 2, 4)
@@ -187,11 +187,11 @@ class Pool:
 
     @property
     def processes(self) -> frozenset[psutil.Process]:
-        """Those of all ranks."""
+        """The processes of all ranks."""
         return frozenset().union(*(world.processes for world in self._worlds.values()))
 
     def outcomes(self, world_size: int, message: bytes) -> list[tuple[str, Any]]:
-        """Run a job on the world of a size; one that is not as it was before is not kept."""
+        """Run a job on the world of a size; discard the world unless the job left it unchanged."""
         if world_size not in self._worlds:
             self._worlds[world_size] = World(world_size, device=self._device)
         world, is_kept = self._worlds[world_size], False
@@ -224,7 +224,7 @@ for each in (POOL, ON_GPUS):
 
 
 def run_on_gpus(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """As :func:`run_ranks`, on GPUs, which ranks share where there are fewer; the ranks are kept for the module."""
+    """Like :func:`run_ranks`, on GPUs, which ranks share if there are fewer; the ranks are kept for the module."""
     message = packed((fn, args))
     assert message is not None
     return _all_ok(ON_GPUS.outcomes(world_size, message))
@@ -233,9 +233,9 @@ def run_on_gpus(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any
 def outcomes(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, seats: Sequence[Seat] = ()
 ) -> list[tuple[str, Any]]:
-    """Return per rank ("ok", result) or ("Name: message", traceback), of ranks that are forked for this.
+    """Return per rank ("ok", result) or ("Name: message", traceback), from ranks forked for this job.
 
-    ``seats``: where each is, if not here.
+    ``seats``: the simulated host of each rank, if not this one.
     """
     world = World(world_size, (fn, args), seats)
     try:
@@ -247,7 +247,7 @@ def outcomes(
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
     """Call ``fn(*args)`` on every rank and return its results in rank order; raise if any rank did.
 
-    The ranks are those of :data:`POOL`; ``fresh``: they are forked for this, as something will be left of it.
+    The ranks are those of :data:`POOL`; with ``fresh``, new ones are forked, for a job that leaves something behind.
     """
     if POOL.is_open and not fresh and world_size in POOL.SIZES and (message := packed((fn, args))) is not None:
         return _all_ok(POOL.outcomes(world_size, message))
@@ -255,7 +255,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, fresh: bool =
 
 
 def run_on(seats: Sequence[Seat], fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """As :func:`run_ranks`, with a rank on each seat."""
+    """Like :func:`run_ranks`, with a rank on each seat."""
     return _all_ok(outcomes(len(seats), fn, *args, seats=seats))
 
 
@@ -267,10 +267,9 @@ def _all_ok(results: Sequence[tuple[str, Any]]) -> list[Any]:
 
 
 def run_cases(world_size: int, cases: Mapping[Any, Callable[[], Any]]) -> list[dict[Any, Any]]:
-    """Call every case on every rank, one after another in the same processes; returns results per rank, by name.
+    """Call every case on every rank, in sequence in the same processes; return the results per rank, by name.
 
-    What a rank works out once, such as how DTensor acts on an operation, it does for all of them. An error says in
-    which case it was.
+    The cases share what a rank works out once, such as DTensor's sharding of an operation. An error names its case.
     """
     return run_ranks(world_size, in_turn, cases)
 
@@ -288,7 +287,7 @@ def in_turn(cases: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
 
 
 def on_one_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Make a test run on a rank of its own: whatever autograd, hooks or counters it leaves behind go with it."""
+    """Run a test on a rank, so that its leftovers in autograd, hooks and counters do not affect other tests."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -298,9 +297,9 @@ def on_one_rank(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def simulating(test: Callable[[], None]) -> Callable[[], None]:
-    """Make a test run in a process of its own, where it may be :func:`simulated_rank` of one world after another.
+    """Run a test in a new process, where it may be :func:`simulated_rank` of several worlds in sequence.
 
-    DTensor caches what it found out for a mesh without regard to the rank: no other test may inherit that.
+    DTensor caches results per mesh without regard to the rank: no other test may inherit them.
     """
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Stops put into a trace as the runtime records them: every rank held before the same event, for as long as asked."""
+"""Stops in a trace, as the runtime records them: every rank is held before the same event, for a given time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HOLD_NS = 17_900_000_000
 
 
 def stopped(trace: Trace, places: Mapping[int, int], hold_ns: int = HOLD_NS) -> Trace:
-    """Return the trace of ranks that were held before some rows and let go together.
+    """Return the trace of ranks that were held before some rows and released together.
 
     Args:
-        trace: of ranks that nobody stopped.
-        places: by rank, the position of the row it was held before.
+        trace: of ranks that were never stopped.
+        places: by rank, the position of the row that it was held before.
         hold_ns: from the last arrival on.
     """
     arrivals_ns = {rank: _arrival_ns(trace.rank(rank), place) for rank, place in places.items()}
@@ -59,13 +59,13 @@ def _held(rank_trace: RankTrace, place: int, arrival_ns: int, go_ns: int) -> Ran
 
 
 def aborted(trace: Trace, step: int, part: float, idle_ns: int = HOLD_NS) -> Trace:
-    """Return the trace of ranks that gave up a step on the way, were idle, and went on with the step behind it.
+    """Return the trace of ranks that aborted a step midway, were idle, and continued with the step after it.
 
     Args:
-        trace: of ranks that nobody stopped, which has ``step``.
+        trace: of ranks that were never stopped; it has ``step``.
         step: the step that is aborted.
-        part: how much of its rows each rank has, 0 to 1; the first row is always among them.
-        idle_ns: from the last row of any rank on, to the reset of all units.
+        part: share of the step's rows that each rank keeps, 0 to 1; the first row is always kept.
+        idle_ns: from the last row of any rank to the reset of all units.
     """
     kept = {}
     for rank_trace in trace.ranks:

@@ -1,6 +1,6 @@
-"""Hugging Face models nobody here wrote: tiny, from random configs, nothing is downloaded.
+"""Hugging Face models that we did not write: tiny, from random configs, without downloads.
 
-The package is imported when the first model is made: no other test pays for it.
+The package is imported when the first model is made: other tests do not pay for the import.
 """
 
 import importlib
@@ -15,7 +15,7 @@ VOCAB = 61
 CAUSAL = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "intermediate_size": 52,  # grouped products want rows of whole 16 bytes
+    "intermediate_size": 52,  # grouped products need rows of a multiple of 16 bytes
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -30,11 +30,11 @@ PLUGIN = {
     "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
     "cpu_ram_efficient_loading": False,
 }
-"""Arguments of Accelerate's plugin for the Llama, with either API."""
+"""Arguments of Accelerate's plugin for the Llama, for either API."""
 
 
 def transformers() -> ModuleType:
-    """The package, imported with its network switched off."""
+    """Import and return the package, with its network switched off."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     return importlib.import_module("transformers")
 
@@ -46,7 +46,7 @@ def _llama() -> nn.Module:
 
 def _checkpointed_llama() -> nn.Module:
     model = _llama()
-    model.activation_checkpointing_enable()  # around each block's __call__: its hooks run again in backward
+    model.activation_checkpointing_enable()  # wraps each block's __call__: its hooks run again in backward
     return model
 
 
@@ -96,24 +96,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Llama, checkpointed": _checkpointed_llama,
     "GPT-2": _gpt2,  # head tied to the embedding
     "Mixtral": _mixtral,  # experts stacked in one parameter
-    "T5": _t5,  # encoder and decoder, embedding shared by three modules, position bias handed from block to block
-    "Switch": _switch,  # T5 with experts, each a module of its own
+    "T5": _t5,  # encoder and decoder; three modules share the embedding; blocks pass on the position bias
+    "Switch": _switch,  # T5 with experts, each its own module
 }
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
-    """A model in training mode, the same on every rank."""
+    """Return a model in training mode, the same on every rank."""
     torch.manual_seed(seed)
     return MODELS[name]().train()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers one would wrap, in order: what the package itself says must not be split."""
+    """Return the layers that a user would wrap, in order: those that the package says must not be split."""
     return [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
 
 
 def shard(model: nn.Module, fully_shard: Callable[..., object], **options: object) -> nn.Module:
-    """Make every block a unit, and the rest one."""
+    """Make every block a unit, and the rest of the model another."""
     for block in blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -121,12 +121,12 @@ def shard(model: nn.Module, fully_shard: Callable[..., object], **options: objec
 
 
 def batch(rank: int, step: int, size: int = 2, length: int = 12) -> torch.Tensor:
-    """Tokens [B, T], none of them padding, different for every rank and step."""
+    """Return tokens [B, T] without padding, different for every rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(3, VOCAB, (size, length), generator=generator)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own loss; an encoder-decoder is asked for the tokens backwards."""
+    """Return the model's own loss; an encoder-decoder has to reverse the tokens."""
     labels = tokens.flip(1) if model.config.is_encoder_decoder else tokens
     return model(input_ids=tokens, labels=labels).loss

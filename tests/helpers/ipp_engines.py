@@ -1,4 +1,4 @@
-"""Engines of ipyparallel that belong to nobody yet, on several hosts."""
+"""Engines of ipyparallel that are not attached yet, on several hosts."""
 
 import subprocess
 import sys
@@ -19,9 +19,9 @@ LONG_S, GRACE_S = 60.0, 3.0
 
 @contextmanager
 def engines_on(namespaces: Sequence[str], address: str) -> Iterator[AttachTarget]:
-    """Let an engine of ipyparallel run in each of some network namespaces, and their controller here, on ``address``.
+    """Run an ipyparallel engine in each network namespace, and their controller here, on ``address``.
 
-    Each namespace is a host, and called by its name there.
+    Each namespace simulates a host of the same name.
     """
     with tempfile.TemporaryDirectory(prefix="engines-") as folder, ExitStack() as last:
         security = Path(folder) / "profile_test" / "security"
@@ -37,7 +37,7 @@ def engines_on(namespaces: Sequence[str], address: str) -> Iterator[AttachTarget
 
 
 def _run(last: ExitStack, module: str, *words: str, in_namespace: str = "") -> None:
-    """Run a module in a process of its own, in a network namespace or here, until the end."""
+    """Run a module in a new process, in a network namespace or here, until ``last`` closes."""
     command = [sys.executable, "-m", module, *words]
     if in_namespace:
         named = f'hostname {in_namespace} && exec "$@"'
@@ -55,11 +55,11 @@ def _run(last: ExitStack, module: str, *words: str, in_namespace: str = "") -> N
             *command,
         ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    last.callback(end, process, GRACE_S)  # a rank that waits for others in a collective does not hear of SIGTERM
+    last.callback(end, process, GRACE_S)  # a rank that waits in a collective does not react to SIGTERM
 
 
 def wait_for_engines(client_file: Path, num_engines: int) -> None:
-    """Wait until so many engines have registered with the controller that writes this file."""
+    """Wait until this number of engines has registered with the controller that writes the file."""
     wait_until(lambda: is_complete(client_file), LONG_S)
     with ipyparallel.Client(str(client_file)) as client:
         client.wait_for_engines(num_engines, timeout=LONG_S, interactive=False)

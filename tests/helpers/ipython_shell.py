@@ -13,7 +13,7 @@ from traitlets.config import Config
 
 @contextmanager
 def ipython_shell() -> Iterator[InteractiveShell]:
-    """Give the shell that ``get_ipython()`` returns meanwhile; it writes nothing outside a temporary folder."""
+    """Yield the shell that ``get_ipython()`` returns within the body; it writes only to a temporary folder."""
     InteractiveShell.clear_instance()
     with tempfile.TemporaryDirectory() as folder:
         config = Config(HistoryManager={"enabled": False}, InteractiveShell={"colors": "nocolor"})

@@ -1,4 +1,4 @@
-"""A JupyterLab or a Notebook 7 of its own on a notebook, and a page of it in a real browser."""
+"""A JupyterLab or a Notebook 7 server with a notebook, and its page in a real browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HERE = ("http://127.0.0.1", "http://localhost", "data:", "blob:")
 def jupyterlab(
     folder: Path, cells: Sequence[str], *, panel: Path | None = None, has_one_kernel: bool = True
 ) -> Iterator[str]:
-    """Address of a JupyterLab on a notebook with ``cells``; it has the panel that is built in the folder ``panel``."""
+    """Yield the address of a JupyterLab with a notebook of ``cells`` and the panel built in the folder ``panel``."""
     notebook = write_notebook(folder / "run.ipynb", cells)
     fixed = ports.of_a_kernel() if has_one_kernel else {}
     extra = ["--LabApp.expose_app_in_browser=True", *(f"--KernelManager.{name}={port}" for name, port in fixed.items())]
@@ -41,7 +41,7 @@ def jupyterlab(
 
 @contextmanager
 def notebook7(folder: Path, cells: Sequence[str], *, panel: Path) -> Iterator[str]:
-    """Address of a Notebook 7 on a notebook with ``cells``, with the panel that is built in the folder ``panel``."""
+    """Yield the address of a Notebook 7 with a notebook of ``cells`` and the panel built in the folder ``panel``."""
     write_notebook(folder / "run.ipynb", cells)
     extra = [
         "--ServerApp.ip=127.0.0.1",
@@ -54,7 +54,7 @@ def notebook7(folder: Path, cells: Sequence[str], *, panel: Path) -> Iterator[st
 
 @contextmanager
 def _server(folder: Path, command: Sequence[str], panel: Path | None) -> Iterator[str]:
-    """Address of what ``command`` serves, its configuration and what it writes down below ``folder``."""
+    """Yield the address of the server that ``command`` starts, with its configuration and files in ``folder``."""
     runtime = folder / "runtime"
     pages = folder / "config" / "labconfig" / "page_config.json"
     pages.parent.mkdir(parents=True)
@@ -69,35 +69,35 @@ def _server(folder: Path, command: Sequence[str], panel: Path | None) -> Iterato
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
     try:
         address = wait_until(lambda: process.poll() is not None or _address(runtime), timeout_s=90)
-        assert isinstance(address, str), (folder / "log").read_text()[-2000:]  # it has ended
+        assert isinstance(address, str), (folder / "log").read_text()[-2000:]  # the server has ended
         yield address
     finally:
-        end(process, 60)  # it stops its kernels, and now and then waits for ever for a thread of AnyIO's after that
+        end(process, 60)  # it stops its kernels; afterwards it sometimes waits forever for a thread of AnyIO
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> Path:
     """Write a notebook with ``cells``."""
     import nbformat
 
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # else JupyterLab asks for one
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}  # otherwise JupyterLab asks for a kernel
     made = [nbformat.v4.new_code_cell(cell) for cell in cells]
     nbformat.write(nbformat.v4.new_notebook(cells=made, metadata=kernel), path)
     return path
 
 
 def _address(runtime: Path) -> str | None:
-    """Address that the server has written down, once it answers there; else None."""
+    """Return the address that the server has written, once it answers there; otherwise None."""
     try:
         url = json.loads(next(runtime.glob("jpserver-*.json")).read_text())["url"]
         with urllib.request.urlopen(f"{url}api?token={TOKEN}"):
             return url
-    except (StopIteration, ValueError, OSError):  # not written yet, half written, or not listening yet
+    except (StopIteration, ValueError, OSError):  # not written yet, partly written, or not listening yet
         return None
 
 
 @dataclass
 class Opened:
-    """A page, every address it asked for, and every error of its console."""
+    """A page, the addresses that it requested, and the errors of its console."""
 
     page: Page
     requests: list[str] = field(default_factory=list)
@@ -109,11 +109,11 @@ class Opened:
         return [url for url in self.requests if not url.startswith(HERE)]
 
     def cell(self, number: int):
-        """A cell of the notebook."""
+        """Return a cell of the notebook."""
         return self.page.locator(".jp-CodeCell").nth(number)
 
     def run(self, number: int) -> None:
-        """Start a cell and go on at once."""
+        """Start a cell and return at once."""
         self.page.evaluate(
             """(number) => {
                 const panel = window.jupyterapp.shell.currentWidget, runs = (window.runs ??= {});
@@ -126,18 +126,18 @@ class Opened:
         )
 
     def ends(self, number: int) -> None:
-        """Wait until a cell that was run has ended: this time, not an earlier one."""
+        """Wait until the current run of a cell has ended."""
         self.page.wait_for_function("(number) => window.runs[number] === 'has ended'", arg=number)
 
     def do(self, number: int) -> None:
-        """Run a cell, and wait until it has ended."""
+        """Run a cell and wait until it has ended."""
         self.run(number)
         self.ends(number)
 
     def change_theme(self, name: str) -> None:
-        """Change to the theme ``"Light"`` or ``"Dark"``, and wait until the page is through with it.
+        """Change to the theme ``"Light"`` or ``"Dark"``, and wait until the page has applied it.
 
-        JupyterLab takes its splash screen away 200 ms after each change: after two of them at once, one too often.
+        JupyterLab removes its splash screen 200 ms after each change: after two quick changes, it removes it twice.
         """
         theme, is_over = f"JupyterLab {name}", "() => document.getElementById('jupyterlab-splash') === null"
         self.page.wait_for_function(is_over)
@@ -147,19 +147,19 @@ class Opened:
         self.page.wait_for_function(is_over)
 
     def reads(self, number: int, words: str) -> None:
-        """Wait until a cell's output, brought into view, says ``words``; a page draws them after the cell has ended."""
+        """Wait until a cell's output, which is drawn after the cell has ended, contains ``words``; scroll to it."""
         output = self.cell(number).locator(".jp-OutputArea-output")
         output.filter(has_text=words).first.scroll_into_view_if_needed()
 
 
 def _is_ours(said: ConsoleMessage) -> bool:
-    """Whether it is an error, other than that of JupyterLab's debugger when a kernel ends while it asks it."""
+    """Return whether it is an error, other than that of JupyterLab's debugger when a kernel ends during its request."""
     return said.type == "error" and not said.text.startswith("Could not restore the debugger state: Canceled future")
 
 
 @contextmanager
 def opened(url: str, chromium: str) -> Iterator[Opened]:
-    """The notebook in the browser, its kernel ready."""
+    """Yield the notebook in the browser, with its kernel ready."""
     with SHARED.browser(chromium) as browser:
         found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
         try:
@@ -170,11 +170,11 @@ def opened(url: str, chromium: str) -> Iterator[Opened]:
             begin(found.page, url)
             yield found
         finally:
-            found.page.close()  # and all else of its profile
+            found.page.close()  # with the rest of its profile
 
 
 def begin(page: Page, url: str) -> None:
-    """Load the notebook anew, and wait until its kernel is ready."""
+    """Reload the notebook, and wait until its kernel is ready."""
     page.goto(url)
     page.wait_for_selector(".jp-CodeCell")
     page.click(".jp-CodeCell .cm-content")

@@ -1,11 +1,12 @@
-"""What a test may leave behind: nothing.
+"""Leak checks: a test may leave nothing behind.
 
-A census counts what belongs to this test run: processes below this one (also those that lost their parent: they carry
-a marker in their environment), threads, listening ports, torch's process group. What is kept for the next start of a
-cluster, or for the next test, is not counted while it is.
-``tests/conftest.py`` compares the census before and after every test, every test module, and all of them, when nothing
-is kept any more; processes that lost their parent are looked for after every module (it means to read the environment
-of every process of the machine).
+A census lists what belongs to this test run: processes below this one and orphans (found by a marker in their
+environment), threads, listening ports, torch's process group. It excludes what is kept for the next start of a cluster
+or for the next test.
+
+``tests/conftest.py`` compares the census before and after every test, every test module, and the whole run, after which
+nothing is kept. It checks for orphans only after every module, as this reads the environment of every process of the
+machine.
 """
 
 import os
@@ -26,7 +27,7 @@ from workbench.runtime.sockets import open_sockets
 
 MARKER = "WORKBENCH_TEST_RUN"
 KEPT = []
-"""What else keeps processes for the next test: each has ``processes``, and ``end()``."""
+"""Other keepers of processes for the next test: each has ``processes`` and ``end()``."""
 _INTERNET = {socket.AF_INET, socket.AF_INET6}
 
 
@@ -38,7 +39,7 @@ class Census:
     groups: frozenset
 
     def describe_beyond(self, before):
-        """Name everything that is in this census and not in the one before."""
+        """Return a description of everything in this census that is not in ``before``."""
         return [
             *(f"process {p.pid}: {_command(p)}" for p in self.processes - before.processes),
             *(f"thread {t.name}" for t in self.threads - before.threads),
@@ -48,7 +49,7 @@ class Census:
 
 
 def mark():
-    """Mark this test run; processes started from now on carry the marker."""
+    """Mark this test run: processes started from now on inherit the marker."""
     os.environ[MARKER] = uuid.uuid4().hex
 
 
@@ -64,7 +65,7 @@ def census(*, with_orphans=True):
 
 
 def left_over(before, deadline_s=30.0, *, with_orphans=True):
-    """Return what is there and was not ``before``; what is just ending gets ``deadline_s`` seconds to do so."""
+    """Return the new items since ``before``; those that are ending have ``deadline_s`` seconds to do so."""
     deadline = time.monotonic() + deadline_s
     while (left := census(with_orphans=with_orphans).describe_beyond(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -73,7 +74,7 @@ def left_over(before, deadline_s=30.0, *, with_orphans=True):
 
 @contextmanager
 def guard(*, with_orphans=True):
-    """Fail when the body leaves something behind."""
+    """Fail if the body leaves something behind."""
     before = census(with_orphans=with_orphans)
     yield
     left = left_over(before, with_orphans=with_orphans)
@@ -82,8 +83,8 @@ def guard(*, with_orphans=True):
 
 
 def _descendants():
-    """Ask the kernel: psutil looks at every process of the machine, and that twice a test adds up."""
-    if not Path("/proc/thread-self/children").exists():  # no Linux
+    """Return all descendants from /proc: psutil reads every process of the machine, which adds up at twice per test."""
+    if not Path("/proc/thread-self/children").exists():  # not Linux
         return set(psutil.Process().children(recursive=True))
     found, asked = set(), [os.getpid()]
     while asked:
@@ -96,8 +97,8 @@ def _descendants():
 
 def _children(pid):
     found = []
-    with suppress(OSError):  # it ends
-        for thread in os.listdir(f"/proc/{pid}/task"):  # a glob takes twice as long, and every test asks this
+    with suppress(OSError):  # the process is ending
+        for thread in os.listdir(f"/proc/{pid}/task"):  # a glob takes twice as long, and every test runs this
             with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as children:
                 found += map(int, children.read().split())
     return found
@@ -115,12 +116,12 @@ def _orphans():
 
 
 def _listening():
-    """Ask this process's own sockets: the list that psutil reads is of the whole machine, which takes 10 ms."""
+    """Yield this process's listening ports from its sockets: psutil's list covers the whole machine and takes 10 ms."""
     return {port for fd in open_sockets() if (port := _port_of(fd)) is not None}
 
 
 def _port_of(fd):
-    """The port at which a socket listens; None if it does not."""
+    """Return the port on which a socket listens; None if it does not listen."""
     try:
         with socket.socket(fileno=os.dup(fd)) as found:
             listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

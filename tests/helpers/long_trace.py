@@ -1,4 +1,4 @@
-"""A trace as long as wanted, made of copies of a short one, each later than the one before."""
+"""A trace of any length, made of copies of a short one, each later than the one before."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from workbench.trace.columns import RankTrace, Trace
 
 
 def long_trace(num_ranks=8, rows_per_rank=200_000, num_units=6):
-    """A job of ``num_ranks``, each with about ``rows_per_rank`` rows: what its second and third step did, repeated."""
+    """Return a job of ``num_ranks``, each with about ``rows_per_rank`` rows: its second step, repeated."""
     short = simulate(Setup(num_ranks=num_ranks, num_units=num_units, steps=3))
     return Trace(short.header, tuple(_repeated(rank_trace, rows_per_rank) for rank_trace in short.ranks))
 
@@ -19,12 +19,12 @@ def _repeated(rank_trace, count):
 
 
 class Repeated:
-    """What a rank did in its second step, as often as wanted: each copy is a step, and later than the one before.
+    """Copies of a rank's second step, each a step of its own and later than the one before.
 
     Attributes:
-        before: its rows up to then.
+        before: the rank's rows before this step.
         num_rows: of one step.
-        step_ns: how long it takes.
+        step_ns: duration of one step.
     """
 
     def __init__(self, rank_trace):
@@ -33,11 +33,11 @@ class Repeated:
         self.before, self._once = rows[:first], rows[first:last]
         self.num_rows = len(self._once)
         self.step_ns = int(rows["t_ns"][last] - rows["t_ns"][first])
-        seqs = self._once["comm_seq"][self._once["comm_seq"] >= 0]  # none on one rank
+        seqs = self._once["comm_seq"][self._once["comm_seq"] >= 0]  # empty on one rank
         self._num_comms = len(np.unique(seqs))
 
     def copies(self, begin, end):
-        """The rows of the copies ``begin`` to ``end - 1``, counted from 0."""
+        """Return the rows of the copies ``begin`` to ``end - 1``, counted from 0."""
         many = np.tile(self._once, end - begin)
         copy = begin + np.arange(len(many)) // self.num_rows
         many["step"] += copy.astype(many["step"].dtype) * (many["step"] >= 0)

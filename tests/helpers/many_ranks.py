@@ -1,8 +1,8 @@
-"""What a job of many ranks on many hosts records: the rows of a few ranks that are played, for all of them.
+"""The trace of a job of many ranks on many hosts, made of the rows of a few simulated ranks.
 
-Three ranks of it are not like the others: one is late all along, of one the record ends in the middle of the last step,
-and one holds half as much again of whole parameters. ``WIDE`` has as many units as a large model, ``LONG`` as many
-steps as a longer look at a small one. Both at once would be 600 M rows, 32 GB: no file holds more than a thirtieth.
+Three ranks are odd: one is always late, the record of one ends in the middle of the last step, and one holds half as
+much again of unsharded parameters. ``WIDE`` has as many units as a large model, ``LONG`` as many steps as a longer run
+of a small one. Both at once would be 600 M rows, 32 GB: no file holds more than a thirtieth of that.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ClockReading, Header, HostClock, Rows
 
 _PLAYED = 16
-_APART_NS = 300  # by which clocks of ranks differ that are made of the same one
+_APART_NS = 300  # between the clocks of ranks that are copies of the same simulated rank
 _CLOCK_OFFSET_NS, _CLOCK_ERROR_NS = 10**13, 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the job is, and which ranks are odd: late, ended early, with more memory. ``copies``: see Setup."""
+    """The size of the job, and the odd ranks: late, ended early, with more memory. ``copies``: see Setup."""
 
     num_ranks: int = 512
     ranks_per_host: int = 8
@@ -43,7 +43,7 @@ LONG = Scale(copies=64, num_units=3, steps=200)
 
 
 def trace_of(scale: Scale) -> Trace:
-    """Return the trace; equal scales give equal ones."""
+    """Return the trace; equal scales give equal traces."""
     played = min(_PLAYED, scale.num_ranks)
     setup = Setup(
         num_ranks=scale.num_ranks,
@@ -79,7 +79,7 @@ def _rank(scale: Scale, rank: int, played: list[Rows], groups: np.ndarray) -> Ra
 
 
 def _losses(rows: Rows) -> np.ndarray:
-    """The column ``value`` with a loss that falls over all steps."""
+    """Return the column ``value`` with a loss that falls over all steps."""
     losses = 1.5 + 3.0 * np.exp(-0.02 * rows["step"])
     return np.where(rows["kind"] == Kind.METRIC, losses, math.nan)
 
@@ -96,7 +96,7 @@ def _on_hosts(header: Header, scale: Scale) -> Header:
 
 
 def _groups(setup: Setup) -> np.ndarray:
-    """Of each rank, which communication group it is in where a played one has another of that role; the last is -1."""
+    """Return per rank and simulated group the rank's own group of the same role; the last column is -1."""
     roles = [setup.ranks_of(role) for role in setup.roles]
     firsts = np.cumsum([0, *(len(groups) for groups in roles)])
     found = np.full((setup.num_ranks, firsts[-1] + 1), -1, np.int16)

@@ -1,8 +1,8 @@
-"""Several hosts on one machine: network namespaces that a switch joins, with a name, an address and an sshd each.
+"""Several simulated hosts on one machine: network namespaces joined by a switch.
 
-Each is a host to whatever looks at the network: of the others it reaches what listens on their address, and nothing of
-their loopback interface. So it is to whatever looks at the clock, as each is in a time namespace in which the machine
-was started some hours earlier. Files, memory and processes are those of the machine.
+Each has a name, an address and an sshd. On the network, each behaves as a host: it reaches what listens on the others'
+addresses, and nothing of their loopback interface. Its clock differs too: in its time namespace, the machine was booted
+some hours earlier. Files, memory and processes are those of the machine.
 """
 
 import fcntl
@@ -24,14 +24,17 @@ from tests.helpers.network_switch import DEVICE, Cables, Port, joined
 from tests.helpers.waiting import wait_until
 
 NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "unshare")
-NETWORK = "10.203.7"  # of a private range; no route of the machine is touched but the one to it
+NETWORK = "10.203.7"  # a private range; the machine's only new route is the one to it
 PORT = 22
 INTERFACE = "wbtest0"
-"""Of this machine, to them. It stays until :func:`take_away`: a browser whose machine loses an address gives up what it
-is fetching (ERR_NETWORK_CHANGED), and others test pages meanwhile."""
+"""This machine's interface to the hosts; it stays until :func:`take_away`.
+
+A browser aborts its requests when its machine loses an address (ERR_NETWORK_CHANGED), and other tests use pages
+meanwhile.
+"""
 LOCK = Path("/run/lock/workbench-test-hosts")
 HOURS = (7, 3, 26)
-"""How far the clocks of the first hosts are ahead of this machine's, and of those that follow likewise."""
+"""Hours by which the clocks of the hosts are ahead of this machine's, repeated for further hosts."""
 
 SSHD = """
 Port {port}
@@ -61,7 +64,7 @@ Host {network}.*
 
 @functools.cache
 def why_not(needed: tuple[str, ...] = NEEDED) -> str:
-    """Say what of this machine prevents it, ``needed`` being the programs it takes; empty: nothing."""
+    """Return why this machine cannot simulate hosts, empty if it can; ``needed``: the programs required."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if os.getuid() != 0:
@@ -73,7 +76,7 @@ def why_not(needed: tuple[str, ...] = NEEDED) -> str:
         os.close(os.open(DEVICE, os.O_RDWR))
     except OSError as error:
         return f"no network interface can be made here: {error}"
-    name = f"wbtry{os.getpid()}"  # several may try at the same time
+    name = f"wbtry{os.getpid()}"  # several processes may try at the same time
     tried = subprocess.run([find("ip") or "ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if tried.returncode:
         return f"no network namespace can be made here: {tried.stderr.strip()}"
@@ -83,13 +86,13 @@ def why_not(needed: tuple[str, ...] = NEEDED) -> str:
 
 
 def ahead_by(hours: int) -> list[str]:
-    """Return with what a command begins whose clock is to be ahead of this machine's."""
+    """Return the beginning of a command whose clock is to be ahead of this machine's."""
     seconds = str(3600 * hours)
     return ["unshare", "--time", "--fork", "--kill-child", "--monotonic", seconds, "--boottime", seconds]
 
 
 def find(program: str) -> str | None:
-    """Return the path of a program; those of administrators count."""
+    """Return the path of a program, also in the folders for administrators; None if it is not installed."""
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
@@ -99,11 +102,11 @@ class Hosts:
 
     Attributes:
         names: host name of each.
-        addresses: address of each on the network that joins them, by which ssh reaches it.
+        addresses: address of each on the network that joins them; ssh uses it.
         here: address of this machine on that network.
         interface: name of this machine's interface to it.
-        cables: what joins them; its port 0 is this machine's, the others are theirs in their order.
-        ssh_config: file for ``ssh -F``, with which ssh reaches them without a password.
+        cables: the switch; its port 0 is this machine's, the others are the hosts' in order.
+        ssh_config: file for ``ssh -F``, which gives access without a password.
     """
 
     names: tuple[str, ...]
@@ -115,17 +118,17 @@ class Hosts:
 
     @contextmanager
     def unplugged(self, name: str) -> Iterator[None]:
-        """Take away the cable of a host: what runs there runs on."""
+        """Unplug the cable of a host; its processes continue to run."""
         with self.cables.unplugged(1 + self.names.index(name)):
             yield
 
 
 @contextmanager
 def network_of(num_hosts: int, directory: Path) -> Iterator[Hosts]:
-    """Make hosts, and leave nothing of them but :data:`INTERFACE`."""
+    """Create hosts; afterwards remove all but :data:`INTERFACE`."""
     names = tuple(f"wbhost{number}" for number in range(1, num_hosts + 1))
     addresses = tuple(f"{NETWORK}.{number + 1}" for number in range(1, num_hosts + 1))
-    Path("/run/sshd").mkdir(exist_ok=True)  # where sshd's children are confined; of its package
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd confines its children there; its package normally creates it
     for key in ("host_key", "key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key))
     config = directory / "ssh_config"
@@ -150,7 +153,7 @@ def _have_interface() -> None:
         _run("ip", "neighbour", "flush", "dev", INTERFACE)  # other hosts had these addresses
         return
     _run("ip", "tuntap", "add", "dev", INTERFACE, "mode", "tap")
-    _run("ip", "link", "set", INTERFACE, "addrgenmode", "none")  # it would have a further address while it is joined
+    _run("ip", "link", "set", INTERFACE, "addrgenmode", "none")  # otherwise it gets a further address while joined
     bring_up(INTERFACE, f"{NETWORK}.1")
 
 
@@ -159,15 +162,15 @@ def _has_interface() -> bool:
 
 
 def _is_joined() -> bool:
-    """Whether a switch has the interface."""
+    """Return whether a switch has the interface open."""
     try:
         return Path("/sys/class/net", INTERFACE, "carrier").read_text() == "1\n"
-    except OSError:  # there is none, or it is not up
+    except OSError:  # it does not exist, or is not up
         return False
 
 
 def take_away() -> None:
-    """Take away the interface, if there is one and no process has hosts."""
+    """Remove the interface, if it exists and no process has hosts."""
     if not _has_interface():
         return
     with LOCK.open("wb") as lock, suppress(BlockingIOError):
@@ -176,13 +179,13 @@ def take_away() -> None:
 
 
 def bring_up(interface: str, address: str, *where: str) -> None:
-    """Give an interface its address; as many frames as TCP ever sends may wait there for the switch."""
+    """Set an interface's address; its queue for the switch has room for as many frames as TCP ever sends."""
     _run("ip", *where, "address", "add", f"{address}/24", "dev", interface)
     _run("ip", *where, "link", "set", interface, "txqueuelen", "10000", "up")
 
 
 def _serve(last: ExitStack, name: str, address: str, directory: Path, hours: int) -> None:
-    """Start an sshd on the host ``name``, which has this name of its own."""
+    """Start an sshd on the host ``name``, with this host name."""
     config = directory / f"sshd_config.{name}"
     config.write_text(SSHD.format(port=PORT, address=address, directory=directory))
     serve = f"hostname {name} && exec {find('sshd')} -D -e -f {config}"
@@ -196,10 +199,10 @@ def _serve(last: ExitStack, name: str, address: str, directory: Path, hours: int
 
 
 def _clear() -> None:
-    """Take away all hosts there are, of a process that was killed as well."""
-    wait_until(lambda: not _is_joined())  # the switch of a process that was killed goes a moment later
+    """Remove all hosts, including those of a killed process."""
+    wait_until(lambda: not _is_joined())  # the switch of a killed process ends a moment later
     for name in sorted(each.name for each in Path("/run/netns").glob("wbhost*")):
-        # what runs there would keep the namespace
+        # running processes would keep the namespace alive
         for pid in pids_on(name):
             if psutil.pid_exists(pid):
                 psutil.Process(pid).kill()
@@ -207,7 +210,7 @@ def _clear() -> None:
 
 
 def pids_on(name: str) -> list[int]:
-    """Return the processes that run on a host, its sshd among them."""
+    """Return the ids of the processes on a host, its sshd included."""
     found = subprocess.run([find("ip") or "ip", "netns", "pids", name], capture_output=True, text=True, check=True)
     return sorted(map(int, found.stdout.split()))
 
@@ -221,7 +224,7 @@ def _is_open(address: str) -> bool:
 
 
 def _end(process: psutil.Process, popen: subprocess.Popen[bytes]) -> None:
-    """End a process of ours and all below it."""
+    """End one of our processes and its descendants."""
     for each in (*process.children(recursive=True), process):
         if each.is_running():
             each.kill()

@@ -1,11 +1,11 @@
-"""A switch in user space that joins network namespaces, over links that have a rate, a delay, and lose frames.
+"""A switch in user space that joins network namespaces over links with a rate, a delay and loss.
 
-It needs of Linux no more than TAP devices: what the kernel can do of it, netem, is a module that many lack. A port is a
-TAP device that the switch, a process of its own, makes in a namespace; what leaves the namespace by it the switch
-reads, and writes to the port of whoever it is for. As long as nothing is to be lost, TCP hands over up to 64 kB in one
-frame, so that a link of 1 Gbit/s takes some 2,000 frames a second.
+It needs only TAP devices from Linux: the kernel's own means, netem, is a module that many machines lack. A port is a
+TAP device that the switch, a separate process, creates in a namespace. The switch reads the frames that leave the
+namespace through it and writes each to the port of its receiver. Without loss, TCP passes up to 64 kB in one frame, so
+a link of 1 Gbit/s has some 2,000 frames a second.
 
-The process runs this file alone, without the packages of the environment, and ends with the one that started it.
+The process runs this file alone, without the packages of the environment, and ends with its parent.
 """
 
 import contextlib
@@ -30,32 +30,32 @@ from pathlib import Path
 from typing import Any
 
 DEVICE = Path("/dev/net/tun")
-_NEW_NET = 0x40000000  # CLONE_NEWNET of Linux; os.setns is there from Python 3.12 on
+_NEW_NET = 0x40000000  # CLONE_NEWNET of Linux; os.setns exists only from Python 3.12 on
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
-# of linux/if_tun.h
+# from linux/if_tun.h
 _SET_INTERFACE, _SET_OFFLOAD, _SET_CARRIER = 0x400454CA, 0x400454D0, 0x400454E2
 _TAP, _NO_PROTOCOL, _WITH_HEADER = 0x0002, 0x1000, 0x4000
 _CHECKSUMS, _SEGMENTS = 0x01, 0x02 | 0x04
 
 HEADER = 10
-"""Bytes before a frame: what its reader has still to do, such as to cut it into segments (struct virtio_net_hdr)."""
+"""Bytes before a frame: work left to its reader, such as segmentation (struct virtio_net_hdr)."""
 _LARGEST = HEADER + 14 + 2**16
 _SOME = 16
-"""Frames that are read from a port before the others have their turn."""
+"""Frames that are read from a port before the other ports have their turn."""
 
 AHEAD_S = 0.002
-"""So long before it can leave a frame is taken from a port: a switch that wakes up late loses nothing of the rate."""
+"""The switch takes a frame this long before it can leave: waking up late then costs no throughput."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What is between a host and another.
+    """The connection between two hosts.
 
     Attributes:
-        rate_mbit: Mbit/s out of each, and into each.
-        delay_ms: on the way from one to another.
-        loss: share of the frames that do not arrive; each has then one segment, of the MTU at most.
+        rate_mbit: Mbit/s, out of each and into each.
+        delay_ms: one way.
+        loss: share of the frames that are lost; each frame is then one segment, of the MTU at most.
     """
 
     rate_mbit: float = inf
@@ -63,17 +63,17 @@ class Link:
     loss: float = 0.0
 
     def __str__(self) -> str:
-        """What it does."""
+        """Return the link's properties."""
         lost = f", {self.loss:.3g} of the frames lost" if self.loss else ""
         return f"{self.rate_mbit:g} Mbit/s, {self.delay_ms:g} ms{lost}"
 
 
 class Switch:
-    """What is on its way between ports. It has neither devices nor a clock: times are told, in seconds.
+    """The frames on their way between ports. It has neither devices nor a clock: the caller passes times, in seconds.
 
     Attributes:
-        taken: bytes of frames that were taken from each port.
-        num_lost: frames that were lost.
+        taken: bytes of the frames taken from each port.
+        num_lost: number of lost frames.
     """
 
     def __init__(self, num_ports: int) -> None:
@@ -81,19 +81,19 @@ class Switch:
         self.num_lost = 0
         self._unplugged: frozenset[int] = frozenset()
         self._is_free_s = [0.0] * num_ports  # when the last frame has left a port's host
-        self._is_through_s = [0.0] * num_ports  # when the last one to it is through; how far that is comes on top
+        self._is_through_s = [0.0] * num_ports  # when the last frame to a port is through; without the delay
         self._under_way: list[deque[tuple[float, bytes]]] = [deque() for _ in range(num_ports)]
-        self._ports: dict[bytes, int] = {}  # by the hardware address that was seen there
+        self._ports: dict[bytes, int] = {}  # by source hardware address
         self.become(Link())
 
     def become(self, link: Link, unplugged: Sequence[int] = ()) -> None:
-        """Be such links from now on, but of the ports ``unplugged``; which frames are lost is the same each time."""
+        """Use such links from now on, except for the ports ``unplugged``; the same frames are lost each time."""
         self._link = link
         self._unplugged = frozenset(unplugged)
         self._draws = [random.Random(port) for port in range(len(self.taken))]
 
     def opens_s(self, port: int) -> float:
-        """When the next frame may be taken from ``port``."""
+        """Return when the next frame may be taken from ``port``."""
         return self._is_free_s[port] - AHEAD_S
 
     def take(self, port: int, frame: bytes, now_s: float) -> None:
@@ -110,7 +110,7 @@ class Switch:
             return
         self._ports[frame[HEADER + 6 : HEADER + 12]] = port
         for target in self._targets(port, frame[HEADER : HEADER + 6]):
-            # segments of a frame go on while others still come: it takes that long once, not for each end of the way
+            # segments of a frame are sent on while others still arrive: the frame's time counts once, not at both ends
             self._is_through_s[target] = max(begin_s, self._is_through_s[target]) + takes_s
             self._under_way[target].append((self._is_through_s[target] + self._link.delay_ms / 1e3, frame))
 
@@ -120,22 +120,22 @@ class Switch:
         return [target for target in found if target != port and target not in self._unplugged]
 
     def due(self, now_s: float) -> Iterator[tuple[int, bytes]]:
-        """Give port and frame of what arrives by now."""
+        """Yield the port and frame of each arrival up to now."""
         for port, frames in enumerate(self._under_way):
             while frames and frames[0][0] <= now_s:
                 yield port, frames.popleft()[1]
 
     def next_s(self) -> float:
-        """When the next frame arrives."""
+        """Return when the next frame arrives."""
         return min((frames[0][0] for frames in self._under_way if frames), default=inf)
 
 
 @dataclass(frozen=True)
 class Port:
-    """Where a cable ends.
+    """The end of a cable.
 
     Attributes:
-        namespace: the network namespace; empty: this process's own.
+        namespace: the network namespace; empty for this process's own.
         interface: name of the device.
     """
 
@@ -144,21 +144,21 @@ class Port:
 
 
 class Cables:
-    """The switch as those see it who started it."""
+    """The interface of the parent process to the switch."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self._link = Link()
-        self._answer()  # its devices are there
+        self._answer()  # its devices exist
 
     def become(self, link: Link) -> None:
-        """Let all links be so from now on."""
+        """Give all links these properties from now on."""
         self._link = link
         self._ask({"link": asdict(link), "unplugged": []})
 
     @contextmanager
     def over(self, link: Link) -> Iterator[None]:
-        """Let all links be so for a while."""
+        """Give all links these properties temporarily."""
         before = self._link
         self.become(link)
         try:
@@ -168,7 +168,7 @@ class Cables:
 
     @contextmanager
     def unplugged(self, port: int) -> Iterator[None]:
-        """Take away the cable of a port: it has no carrier."""
+        """Unplug the cable of a port, so that it has no carrier."""
         self._ask({"link": asdict(self._link), "unplugged": [port]})
         try:
             yield
@@ -176,11 +176,11 @@ class Cables:
             self.become(self._link)
 
     def sent(self) -> list[int]:
-        """Return the bytes that each port has sent so far, headers of frames included."""
+        """Return the bytes that each port has sent so far, including frame headers."""
         return self._ask({})["sent"]
 
     def num_lost(self) -> int:
-        """Return how many frames have been lost so far."""
+        """Return the number of frames lost so far."""
         return self._ask({})["lost"]
 
     def _ask(self, what: dict[str, object]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Cables:
 
 @contextmanager
 def joined(ports: Sequence[Port]) -> Iterator[Cables]:
-    """Let a switch join network namespaces; its devices go with it."""
+    """Join network namespaces with a switch; its devices are removed with it."""
     words = [json.dumps([astuple(port) for port in ports])]
     command = [sys.executable, "-I", "-S", __file__, *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -211,7 +211,7 @@ def joined(ports: Sequence[Port]) -> Iterator[Cables]:
 
 
 def enter(namespace: str) -> None:
-    """Be in a network namespace from now on, this thread and those it starts.
+    """Move this thread, and those that it starts, to a network namespace.
 
     Raises:
         OSError: there is no such namespace.
@@ -222,10 +222,10 @@ def enter(namespace: str) -> None:
 
 
 def main(ports: Sequence[Port]) -> None:
-    """Be the switch, until standard input ends."""
+    """Run the switch until standard input ends."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     with contextlib.suppress(PermissionError):
-        os.nice(-20)  # cables take no turns with what computes on the hosts
+        os.nice(-20)  # cables must not wait for the computation on the hosts
     switch = Switch(len(ports))
     devices = [_device(port) for port in ports]
     _obey(switch, devices, {"link": asdict(Link()), "unplugged": []})
@@ -234,7 +234,7 @@ def main(ports: Sequence[Port]) -> None:
         now_s = time.monotonic()
         waits = {device: port for port, device in enumerate(devices) if closed_s[port] <= now_s}
         wake_s = min([switch.next_s(), *(at_s for at_s in closed_s.values() if at_s > now_s)])
-        # select alone counts in microseconds
+        # select alone has microsecond resolution
         ready, _, _ = select.select([0, *waits], [], [], None if wake_s == inf else max(0.0, wake_s - now_s))
         for device in ready:
             if device in waits:
@@ -248,7 +248,7 @@ def main(ports: Sequence[Port]) -> None:
 
 
 def _device(port: Port) -> int:
-    """Make the device of a port; returns its file descriptor."""
+    """Create the device of a port and return its file descriptor."""
     enter(port.namespace or f"/proc/{os.getppid()}/ns/net")
     device = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK)
     flags = _TAP | _NO_PROTOCOL | _WITH_HEADER
@@ -257,7 +257,7 @@ def _device(port: Port) -> int:
 
 
 def _obey(switch: Switch, devices: Sequence[int], order: dict[str, Any]) -> None:
-    """Do what the process that started this one says, and answer what was sent and lost so far."""
+    """Carry out an order of the parent process, and answer with the bytes sent and the frames lost so far."""
     if order:
         link, unplugged = Link(**order["link"]), order["unplugged"]
         switch.become(link, unplugged)
@@ -279,7 +279,7 @@ def _write(device: int, frame: bytes) -> None:
     try:
         os.write(device, frame)
     except OSError as error:
-        if error.errno != errno.EIO:  # the interface is not up: nobody hears it
+        if error.errno != errno.EIO:  # the interface is not up: drop the frame
             raise
 
 

@@ -1,4 +1,4 @@
-"""Cells that the tests run on real ranks: a small model, its optimizer, a step."""
+"""Cells that the tests run on real ranks: a small model, its optimizer, a training step."""
 
 CELL = """
 import torch
@@ -47,18 +47,18 @@ def train_step():
     time.sleep(0.05)  # else the ranks take the processors from the page that is tested
     return as_fast_as_it_can()
 """
-"""After such a cell: a step that is long, as large models have them, and computes as little as before."""
+"""A cell to run after CELL: makes the step as long as a large model's, without more computation."""
 
 
 def fresh_cell(*, optimizer: str, synced: str, clip: str) -> str:
     """Return a cell that makes the same model and optimizer again, and a step of two micro-batches.
 
-    A step that is given up is done again with the same data.
+    The step that follows an aborted one uses the same data.
 
     Args:
         optimizer: options of AdamW.
-        synced: a context for the micro-batch ``micro``, whose gradients are reduced with it if it is the last one.
-        clip: what limits the gradients' norm.
+        synced: context manager for the micro-batch ``micro``; it enables gradient reduction for the last one only.
+        clip: statement that limits the norm of the gradients.
     """
     return f"""
 import contextlib

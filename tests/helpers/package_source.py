@@ -1,4 +1,4 @@
-"""The package as syntax trees: what the tests of style and of layers read."""
+"""The package as syntax trees, for the tests of style and of layers."""
 
 import ast
 from dataclasses import dataclass, field

@@ -9,24 +9,24 @@ import pytest
 Row = tuple[Any, ...]
 
 pairs_and_rest = pytest.mark.parametrize("part", ["pairs", pytest.param("rest", marks=pytest.mark.exhaustive)])
-"""Runs a test with the rows that :func:`pairwise` chooses, and apart from that with all others; see :func:`rows_of`."""
+"""Runs a test with the rows that :func:`pairwise` chooses, and separately with all others; see :func:`rows_of`."""
 
 
 def quick(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
-    """Return ``values`` for ``parametrize``; those that are not ``chosen`` are marked `thorough`: CI runs them."""
+    """Return ``values`` for ``parametrize``; those not in ``chosen`` are marked `thorough` and run in CI."""
     return [value if value in chosen else _thorough(value) for value in values]
 
 
 def quick_rows(rows: Iterable[Row], chosen: Container[Row]) -> list[Any]:
-    """Return ``rows`` for a ``parametrize`` of several names, as :func:`quick` does values of one."""
+    """Return ``rows`` for a ``parametrize`` of several names; like :func:`quick` for one name."""
     return [row if row in chosen else _thorough(*row) for row in rows]
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Row]:
-    """Return rows, one value of each axis in a row, such that every two values of two axes are in a row together.
+    """Return rows with one value of each axis, such that every two values of different axes share a row.
 
-    Greedy, and the same at every call: a row begins with the first pair that is not covered yet; each further axis adds
-    the value that covers most pairs, and of several the one that is in the fewest rows so far.
+    Greedy and deterministic: a row starts with the first uncovered pair; each further axis adds the value that covers
+    the most pairs, and among equals the one in the fewest rows so far.
     """
     numbers = [range(len(axis)) for axis in axes]
     places = list(itertools.combinations(range(len(axes)), 2))
@@ -62,7 +62,7 @@ def rows_of(part: str, *axes: Sequence[Any]) -> list[Row]:
 
 
 def _thorough(*values: Any) -> Any:
-    """Return a marked ``pytest.param``; a single value may be one already, whose marks stay."""
+    """Return a marked ``pytest.param``; a single value may already be one, and keeps its marks."""
     param = pytest.param(*values, marks=pytest.mark.thorough)
     [first, *others] = values
     if isinstance(first, type(param)) and not others:

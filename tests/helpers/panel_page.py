@@ -1,4 +1,4 @@
-"""Where the parts of the panel are in a page, for all tests that look at it."""
+"""Locators of the panel's parts in a page, for all tests of the panel."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def section(lab: Opened, name: str) -> Locator:
 
 
 def row(lab: Opened, rank: int) -> Locator:
-    """A rank in the list of them."""
+    """Return a rank's entry in the list of ranks."""
     return section(lab, "Ranks").get_by_role("listitem").nth(rank)
 
 
 def process_of(lab: Opened, rank: int) -> psutil.Process:
-    """The process of a rank, of which the panel tells."""
+    """Return the process of a rank, from the id that the panel shows."""
     return psutil.Process(int((row(lab, rank).get_attribute("title") or "").rsplit(maxsplit=1)[1]))
 
 
@@ -34,12 +34,12 @@ def tool(lab: Opened, name: str) -> Locator:
 
 
 def reply(lab: Opened) -> Locator:
-    """The newest reply, under the buttons."""
+    """Return the newest reply, below the buttons."""
     return panel(lab).locator(".fsdp-Reply")
 
 
 def headline(lab: Opened) -> Locator:
-    """How the ranks are, in one line of the panel."""
+    """Return the line of the panel that summarizes the ranks."""
     return lab.page.locator(".fsdp-Headline")
 
 
@@ -48,24 +48,24 @@ def status_bar(lab: Opened) -> Locator:
 
 
 def dashboard(lab: Opened) -> Locator:
-    """The dashboard in its tab."""
+    """Return the dashboard in its tab."""
     return lab.page.locator(".fsdp-Dashboard")
 
 
 def shot(lab: Opened, name: str) -> None:
-    """Keep a picture of the page."""
+    """Save a screenshot of the page."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     (SHOTS / f"panel_{name}.png").write_bytes(lab.page.screenshot())
 
 
 def run(lab: Opened, command: str, **args: object) -> None:
-    """Do a command of JupyterLab, and return when it has ended."""
+    """Run a command of JupyterLab and return when it has ended."""
     script = "async ([command, args]) => { await window.jupyterapp.commands.execute(command, args); }"
     lab.page.evaluate(script, [command, args])
 
 
 def to(lab: Opened, name: str) -> None:
-    """Have a notebook in front, its kernel ready."""
+    """Bring a notebook to the front, and wait until its kernel is ready."""
     run(lab, "docmanager:open", path=name)
     lab.page.wait_for_function(
         """(name) => {

@@ -1,8 +1,8 @@
-"""The one parity helper: a sharded model against an unsharded copy that sees every rank's data."""
+"""Sharded models are trained beside an unsharded copy that sees every rank's data."""
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def shard_net(model: nn.Module, **options: object) -> nn.Module:
 
 
 def average_grads(model: nn.Module) -> None:
-    """What the reduction should give: the mean over ranks of every gradient, in one collective for each dtype."""
+    """Average every gradient over the ranks, as the reduction should, in one collective per dtype."""
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         alike = [grad for grad in grads if grad.dtype == dtype]
@@ -34,7 +34,7 @@ def average_grads(model: nn.Module) -> None:
 
 
 def part_of(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
-    """This rank's part of ``whole``, cut as ``sharded`` says that it is, in DTensor's way: that of torch.chunk."""
+    """Return this rank's part of ``whole``, split as ``sharded`` is, in DTensor's way: that of torch.chunk."""
     mesh = sharded.device_mesh
     for size, index, placement in zip(mesh.shape, mesh.get_coordinate(), sharded.placements, strict=True):
         if isinstance(placement, Shard):
@@ -44,9 +44,10 @@ def part_of(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
 
 
 def beside(sharded: DTensor, plain: torch.Tensor) -> Pair:
-    """What shows that all of a sharded tensor is ``plain``, when every rank asks: each compares what it holds.
+    """Return the pair to compare, per rank, to check that all of a sharded tensor equals ``plain``.
 
-    Where the parts are not simply one after another, DTensor puts the whole together, which takes much longer.
+    Ranks compare their shards, unless the layout is not one of consecutive parts: then they compare the full tensor,
+    which DTensor takes much longer to assemble.
     """
     if all(type(placement) in (Shard, Replicate) for placement in sharded.placements):
         return sharded.to_local(), part_of(plain, sharded)
@@ -54,15 +55,15 @@ def beside(sharded: DTensor, plain: torch.Tensor) -> Pair:
 
 
 def assert_equals(sharded: DTensor, plain: torch.Tensor, **tolerance: float) -> None:
-    """All of a sharded tensor is ``plain``; see :func:`beside`."""
+    """Check that all of a sharded tensor equals ``plain``; see :func:`beside`."""
     torch.testing.assert_close(*beside(sharded, plain), **tolerance)
 
 
 def assert_all_close(pairs: Mapping[str, Pair], **tolerance: float) -> None:
-    """Both of every pair have the same shape and dtype, and are close.
+    """Check that both tensors of every pair have the same shape and dtype, and are close.
 
-    All are compared at once, as one comparison takes as long as what small tensors are computed with. Of different
-    dtypes the finest one's tolerance holds then; where that is not met each pair is compared for itself.
+    All pairs are compared at once, as one comparison takes as long as a small tensor's computation. With several dtypes
+    the tolerance is that of the finest; if the check fails, the pairs are compared one by one.
     """
     for name, (ours, theirs) in pairs.items():
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
@@ -79,7 +80,7 @@ def assert_all_close(pairs: Mapping[str, Pair], **tolerance: float) -> None:
 
 
 def assert_same_shards(sharded: nn.Module, plain: nn.Module, **tolerance: float) -> None:
-    """Names, order, values and gradients of every parameter equal the plain copy's."""
+    """Check that names, order, values and gradients of all parameters equal the plain copy's."""
     pairs = {}
     for (name, s), (plain_name, p) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
         assert name == plain_name
@@ -94,8 +95,58 @@ def assert_same_shards(sharded: nn.Module, plain: nn.Module, **tolerance: float)
     assert_all_close(pairs, **tolerance)
 
 
+def one_batch(model: nn.Module, step: int) -> torch.Tensor:
+    """A step's forward and backward on this rank's data; returns the loss."""
+    loss = loss_of(model, batch(dist.get_rank(), step))
+    loss.backward()
+    return loss.detach()
+
+
+def train_beside(
+    plain: nn.Module,
+    models: Sequence[nn.Module],
+    steps: int = 3,
+    run: Callable[[nn.Module, int], torch.Tensor | None] = one_batch,
+    *,
+    before_update: Callable[[Sequence[nn.Module]], object] = lambda models: None,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = adamw,
+    assert_same: Callable[[nn.Module, nn.Module], object] = assert_same_shards,
+) -> list[torch.Tensor]:
+    """Train a plain copy and other models alike; compare losses, and after each backward and in the end the models.
+
+    Args:
+        plain: its gradients are averaged over ranks after each backward.
+        models: sharded in any way.
+        steps: number of optimizer steps.
+        run: does the forwards and backwards of one step; may return the loss.
+        before_update: called with the plain model and the others when all have their gradients.
+        make_optimizer: of parameters.
+        assert_same: compares one of ``models`` with the plain one.
+
+    Returns:
+        The losses of the last of ``models``, one for each step, if ``run`` returns them.
+    """
+    everyone = (plain, *models)
+    optimizers = [make_optimizer(model.parameters()) for model in everyone]
+    losses = []
+    for step in range(steps):
+        values = [run(model, step) for model in everyone]
+        torch.testing.assert_close(values[1:], values[:1] * len(models))
+        average_grads(plain)
+        before_update(everyone)
+        for model in models:
+            assert_same(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses += [value for value in values[-1:] if value is not None]
+    for model in models:
+        assert_same(model, plain)
+    return losses
+
+
 def clip_dtensors(model: nn.Module, clip: float) -> torch.Tensor:
-    """Clip as a script does whose parameters are DTensors, and return the norm."""
+    """Clip as a script with DTensor parameters does, and return the norm."""
     return torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()
 
 
@@ -108,25 +159,14 @@ def check_parity(
     clip_sharded: Callable[[nn.Module, float], torch.Tensor] = clip_dtensors,
     assert_same: Callable[[nn.Module, nn.Module], None] = assert_same_shards,
 ) -> list[float]:
-    """Train both with AdamW for ``steps`` and compare after each; returns this rank's losses."""
+    """Train both with AdamW for ``steps``, gradients clipped to the norm ``clip``; returns this rank's losses."""
     plain = make()
     sharded = shard(copy.deepcopy(plain))
-    optimizers = [adamw(m.parameters()) for m in (plain, sharded)]
-    losses = []
-    for step in range(steps):
-        tokens = batch(dist.get_rank(), step)
-        reference, loss = loss_of(plain, tokens), loss_of(sharded, tokens)
-        reference.backward()
-        average_grads(plain)
-        loss.backward()
-        torch.testing.assert_close(loss, reference)
+
+    def clip_both(_models: Sequence[nn.Module]) -> None:
         if clip is not None:
             expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
             torch.testing.assert_close(clip_sharded(sharded, clip), expected)
-        assert_same(sharded, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    assert_same(sharded, plain)
-    return losses
+
+    losses = train_beside(plain, [sharded], steps, before_update=clip_both, assert_same=assert_same)
+    return [loss.item() for loss in losses]

@@ -1,7 +1,7 @@
-"""A second source of events: fully sharded training by hand, in plain Python, of ranks that take turns in one thread.
+"""A second source of events: fully sharded training in plain Python, by ranks that take turns in one thread.
 
-The model multiplies a vector by the weights of one unit after the other, element by element. It knows the words of
-``workbench.events`` and the probes it is given, and nothing else of the workbench.
+The model multiplies a vector element by element by the weights of each unit in turn. Of the workbench, it uses only the
+words of ``workbench.events`` and the probes that it gets.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class PlainLoop:
     Attributes:
         losses: of each step, the mean over ranks.
         live: bytes alive on one rank, by class, as the loop itself counts them.
-        peak: most of them together.
+        peak: maximum of their sum.
     """
 
     def __init__(self, probes: list[Probe], *, layers: int = 3, rows: int = 8, reshard_after_forward: bool = True):
@@ -89,7 +89,7 @@ class PlainLoop:
         )
 
     def tensors(self, rank: int, unit: int) -> dict[str, ParamTensors]:
-        """What a rank has of the weights of a unit."""
+        """Return the tensors of a unit's weights on a rank."""
         if unit not in range(len(self._shards)):
             return {}
         grad = self._grads[unit][rank] if unit in self._grads else None
@@ -103,7 +103,7 @@ class PlainLoop:
         )
         return {_fqn(_name(unit)): held}
 
-    # ---- told to every rank's probe
+    # ---- the probes of all ranks
 
     def _tell(self, what: str, *args: object) -> None:
         for probe in self._probes:
@@ -120,7 +120,7 @@ class PlainLoop:
     # ---- training
 
     def step(self) -> None:
-        """One forward, backward and step of the optimizer."""
+        """Run one forward, backward and optimizer step."""
         self._tell("begin_step")
         inputs, outputs = self._forward()
         losses = [sum((y - 1) ** 2 for y in output) / self._rows for output in outputs]
@@ -135,7 +135,7 @@ class PlainLoop:
         self._tell("end_step")
 
     def _forward(self) -> tuple[dict[int, list[list[float]]], list[list[float]]]:
-        """What each unit was given on each rank, and the outputs; the root's own weights come last."""
+        """Return the inputs of each unit on each rank, and the outputs; the root's own weights are applied last."""
         self._tell("phase", Phase.FORWARD)
         self._gather(0)
         self._event(Kind.FORWARD, Edge.BEGIN, 0)

@@ -1,7 +1,7 @@
-"""The state of a rank that runs one test's function after another: what each finds is what the first one found.
+"""The state of a rank that runs the functions of several tests: every function starts from the same state.
 
-The process group, the store and the threads of c10d are made anew for each function. All else that one may leave behind
-is put back here, or named: a rank that has changed in a way that cannot be put back is not used again.
+Each function gets a new process group, store and c10d threads. All other leftovers are undone here or reported: a rank
+that changed in a way that cannot be undone is not reused.
 """
 
 import functools
@@ -34,11 +34,11 @@ SETTLE_S = 1.0
 _MISSING = object()
 
 
-# ---- what a rank is sent
+# ---- the message to a rank
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles by value what a forked rank would inherit: lambdas and inner functions, and modules by name."""
+    """Pickles by value what a forked rank would inherit: lambdas and inner functions; and modules by name."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType):
@@ -71,9 +71,9 @@ def _function(code: bytes, module: str, name: str, defaults: Any, kwdefaults: An
 
 
 def packed(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes | None:
-    """Return a function, its arguments, and the surroundings that a fork would inherit; None: only a fork can.
+    """Return a function, its arguments, and the environment that a fork would inherit.
 
-    Among the latter are locks and events, memory that ranks share, and classes that a function has made.
+    Returns None if only a fork can pass them: locks and events, memory that ranks share, classes defined in a function.
     """
     surroundings = dict(os.environ), os.getcwd(), warnings.filters
     file = io.BytesIO()
@@ -85,21 +85,21 @@ def packed(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes | None:
 
 
 def unpacked(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Take on the surroundings, and return the function and its arguments."""
+    """Set the environment, and return the function and its arguments."""
     job, (environment, directory, filters) = pickle.loads(message)
     os.environ.clear()
     os.environ |= environment
     os.chdir(directory)
-    warnings.resetwarnings()  # what was warned of once may be again
+    warnings.resetwarnings()  # warnings shown once may be shown again
     warnings.filters[:] = filters
     return job
 
 
-# ---- what it is between two functions
+# ---- the state between two functions
 
 
 def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Modules and their classes, with their variables."""
+    """Yield modules and their classes, with their variables."""
     for name, module in tuple(sys.modules.items()):
         if isinstance(module, types.ModuleType) and name.startswith(_PACKAGES):
             yield module, vars(module).copy()
@@ -108,10 +108,10 @@ def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _are_the_same(owner: Any, before: dict[str, Any]) -> bool:
-    """Tell at C's speed whether no variable was set; values with an ``__eq__`` of their own are compared by it."""
+    """Return whether no variable was set: one fast comparison, which uses values' own ``__eq__``."""
     try:
         return bool(vars(owner) == before)
-    except Exception:  # noqa: BLE001 - of a value that was set
+    except Exception:  # noqa: BLE001 - from the __eq__ of a value that was set
         return False
 
 
@@ -130,11 +130,11 @@ class RankState:
         gc.freeze()
 
     def put_back(self) -> tuple[list[str], list[str]]:
-        """Return the process to this state, once its process groups are destroyed.
+        """Restore this state, once the process groups are destroyed.
 
         Returns:
-            What it was left with that no test may leave: threads, processes, process groups. And what else makes it
-            unfit for another test.
+            The leftovers that no test may leave (threads, processes, process groups), and everything that makes the
+            process unfit for another test.
         """
         cancellable_waits.cancellation.reset()
         backends._chosen.clear()
@@ -145,7 +145,7 @@ class RankState:
             signal.signal(number, handler)
         sys.path[:] = self._path
         gc.collect()
-        gc.freeze()  # what stays is passed over from now on, as in a rank that was just forked
+        gc.freeze()  # later collections skip what stays, as in a newly forked rank
         return self._left()
 
     def _put_back_variables(self) -> None:
@@ -184,7 +184,7 @@ class RankState:
         return replace(now, ports=self._census.ports).describe_beyond(self._census)
 
     def _open(self) -> list[str]:
-        """Name the sockets of process groups that something keeps."""
+        """Describe the sockets of process groups that are still referenced."""
         more = len(open_sockets()) - self._num_sockets
         return [f"{more} sockets"] if more > 0 else []
 
@@ -201,7 +201,7 @@ def _set(owner: Any, name: str, value: object) -> None:
 
 
 def _caches(namespaces: dict[Any, dict[str, Any]]) -> Iterator[Any]:
-    """What DTensor keeps of operations refers to meshes, and so to process groups."""
+    """Yield DTensor's caches of operations: they refer to meshes, and so to process groups."""
     for owner, variables in namespaces.items():
         if (owner.__module__ if isinstance(owner, type) else owner.__name__).startswith("torch.distributed"):
             values = (value.__func__ if type(value) is staticmethod else value for value in variables.values())
@@ -209,7 +209,7 @@ def _caches(namespaces: dict[Any, dict[str, Any]]) -> Iterator[Any]:
 
 
 def _global_hooks() -> Iterator[dict[Any, Any]]:
-    """Torch's hooks of all modules and of all optimizers."""
+    """Yield torch's hooks of all modules and of all optimizers."""
     for module in (torch.nn.modules.module, sys.modules[torch.optim.Optimizer.__module__]):
         for name, hooks in vars(module).items():
             if name.startswith("_global_") and name.endswith("hooks"):

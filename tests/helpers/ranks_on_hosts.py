@@ -1,7 +1,7 @@
-"""Forked ranks on several hosts: network namespaces that a switch joins, over links as bad as one likes.
+"""Forked ranks on several simulated hosts: network namespaces joined by a switch, over links of any quality.
 
-What :mod:`tests.helpers.network_hosts` has besides, an sshd and a way from this machine, ranks that are forked here do
-not need: a network is there in a tenth of a second, and several can be there at once.
+Forked ranks need neither the sshd nor the route from this machine of :mod:`tests.helpers.network_hosts`: a network
+takes a tenth of a second to create, and several can exist at once.
 """
 
 import os
@@ -17,24 +17,24 @@ from tests.helpers.network_switch import Cables, Link, Port, enter, joined
 
 NEEDED = ("ip",)
 INTERFACE = "eth0"
-_NETWORK = "10.203.8"  # nobody else sees it
+_NETWORK = "10.203.8"  # visible only in the namespaces
 MEASURED_ON = Link(rate_mbit=1000, delay_ms=2)
 LOSSY = replace(MEASURED_ON, loss=0.01)
 HOST = "WORKBENCH_TESTS_HOST"
-"""Environment variable of a rank that sits somewhere: the identity of its host."""
+"""Environment variable of a rank on a seat: the identity of its host."""
 
 
 def why_not() -> str:
-    """Say what of this machine prevents it; empty: nothing."""
+    """Return why this machine cannot simulate hosts; empty if it can."""
     return network_hosts.why_not(NEEDED)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank is.
+    """The host of a rank.
 
     Attributes:
-        namespace: the network namespace that is its host.
+        namespace: the network namespace that simulates the host.
         address: of that host.
     """
 
@@ -42,10 +42,10 @@ class Seat:
     address: str
 
     def take(self) -> None:
-        """Be there from now on, this thread and those it starts; gloo listens there, and variables say so.
+        """Move this thread, and those that it starts, to the host; set the variables for gloo and the host's identity.
 
         Raises:
-            OSError: there is no such namespace any more.
+            OSError: the namespace no longer exists.
         """
         enter(self.namespace)
         os.environ |= {"GLOO_SOCKET_IFNAME": INTERFACE, HOST: self.namespace}
@@ -57,20 +57,20 @@ class Network:
 
     Attributes:
         hosts: a seat on each.
-        cables: what joins them, a port for each in their order.
+        cables: the switch, with a port per host, in order.
     """
 
     hosts: tuple[Seat, ...]
     cables: Cables
 
     def seats(self, *num_ranks: int) -> list[Seat]:
-        """Return where each rank sits, if so many are on each host."""
+        """Return the seat of each rank, given the number of ranks on each host."""
         return [seat for seat, count in zip(self.hosts, num_ranks, strict=True) for _ in range(count)]
 
 
 @contextmanager
 def network_of(num_hosts: int) -> Iterator[Network]:
-    """Make hosts, and leave nothing of them; whoever took a seat has to have ended by then."""
+    """Create hosts and remove them afterwards; processes on a seat must have ended by then."""
     names = [f"wb{os.getpid()}-{number}" for number in range(1, num_hosts + 1)]
     seats = [Seat(name, f"{_NETWORK}.{number}") for number, name in enumerate(names, 1)]
     with ExitStack() as last:

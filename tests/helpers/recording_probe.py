@@ -1,4 +1,4 @@
-"""A probe that writes down everything, and the words to say what it should have written."""
+"""A probe that records everything, and helpers to write the expected events."""
 
 import threading
 from collections import Counter
@@ -12,7 +12,7 @@ ROOT = "root"
 
 
 class Recording:
-    """What a rank announced.
+    """The events that a rank announced.
 
     Attributes:
         rows: (kind, edge, unit index, num_bytes, comm, t_ns) in order.
@@ -34,7 +34,7 @@ class Recording:
         self.live: Counter[Category] = Counter()
 
     def clear(self) -> None:
-        """Forget the rows so far; what is alive stays known, and peaks start from it."""
+        """Discard the rows so far; live bytes are kept, and peaks start from them."""
         self.rows: list[tuple[Kind, Edge, int, int, Comm | None, int | None]] = []
         self.deltas: list[tuple[Category, int, int]] = []
         self.phases: list[Phase] = []
@@ -45,7 +45,7 @@ class Recording:
 
     def memory(self, category, unit, delta_bytes) -> None:
         assert delta_bytes
-        with self._lock:  # a lease may end in whatever thread collects garbage, and within this very block
+        with self._lock:  # a lease may end in any thread that collects garbage, even within this block
             self.deltas.append((category, unit, delta_bytes))
             self.live[category] += delta_bytes
             assert self.live[category] >= 0, f"{category.name} below zero"
@@ -74,21 +74,21 @@ class Recording:
         return [f"{kind.name} {edge.name} {self.name(unit)}" for kind, edge, unit, *_ in self.rows]
 
     def count(self, kind: Kind, edge: Edge = Edge.BEGIN) -> Counter[str]:
-        """How often each unit announced ``kind``."""
+        """Count how often each unit announced ``kind``."""
         return Counter(self.name(unit) for k, e, unit, *_ in self.rows if (k, e) == (kind, edge))
 
     def payload(self, kind: Kind, edge: Edge = Edge.BEGIN) -> int:
-        """Sum of the bytes of every ``kind``."""
+        """Return the sum of the bytes of every ``kind``."""
         return sum(num_bytes for k, e, _, num_bytes, *_ in self.rows if (k, e) == (kind, edge))
 
     @property
     def alive(self) -> dict[Category, int]:
-        """The categories that hold bytes, and how many; without what pools keep, see :attr:`reserved`."""
+        """Bytes alive per category, without empty ones and without those that pools keep: see :attr:`reserved`."""
         return {c: num_bytes for c, num_bytes in self.live.items() if num_bytes and c is not Category.RESERVED}
 
     @property
     def reserved(self) -> int:
-        """Bytes that pools keep and nobody uses."""
+        """Bytes that pools keep unused."""
         return self.live[Category.RESERVED]
 
     def __getstate__(self) -> dict[str, object]:
@@ -110,12 +110,12 @@ def span(kind: str, unit: str) -> list[str]:
 
 
 def begin_unshard(unit: str, *, alone: bool = False) -> list[str]:
-    """An unshard is started; ``alone``: on a single rank."""
+    """Return the events of the start of an unshard; ``alone``: on a single rank."""
     return [f"UNSHARD BEGIN {unit}"] if alone else [f"UNSHARD BEGIN {unit}", f"ALL_GATHER BEGIN {unit}"]
 
 
 def end_unshard(unit: str, *, alone: bool = False) -> list[str]:
-    """An unshard is waited for."""
+    """Return the events of the wait for an unshard."""
     waited = [] if alone else [*span("WAIT", unit), f"ALL_GATHER END {unit}"]
     return [*waited, *span("COPY_OUT", unit), f"UNSHARD END {unit}"]
 

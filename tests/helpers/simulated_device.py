@@ -1,8 +1,8 @@
-"""A device without a device: streams are queues on a clock of their own, that lags behind the host that fills them.
+"""A simulated device: its streams are queues on a clock that lags behind the host that fills them.
 
-What it is given takes as long as it is told, and begins when its stream is free and the host has come to it. It is a
-backend, and behaves as CUDA's does: both pass one contract (``engine/test_backends.py``,
-``engine/test_device_clock.py``). What ranks train on it is computed on the CPU: it only says when.
+Each piece of work takes the given time; it begins when its stream is free and the host has issued it. The device is a
+backend that behaves as CUDA's does: both pass one contract (``engine/test_backends.py``,
+``engine/test_device_clock.py``). The CPU computes what ranks train on the device, which only provides the times.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from workbench.engine.backends.device_clock import DeviceClock
 from workbench.engine.backends.streams import StreamBackend, StreamTransport
 from workbench.engine.shard_layout import ShardLayout
 
-LATENCY_NS = 3_000  # from the host's call until an idle device comes to it
+LATENCY_NS = 3_000  # from the host's call until an idle device starts the work
 COLLECTIVE_NS = 1_000_000
 
 
 @dataclass
 class HostClock:
-    """A clock that stands still until it is moved, or the device is waited for."""
+    """A clock that stands still until it is moved, or until the host waits for the device."""
 
     ns: int = 10**9
-    tick_ns: int = 500  # that each look at it takes
+    tick_ns: int = 500  # per reading
 
     def __call__(self) -> int:
         self.ns += self.tick_ns
@@ -39,7 +39,7 @@ class HostClock:
 
 @dataclass(eq=False)
 class FakeStream:
-    """Attributes: until_ns: when it will have done what it was given so far."""
+    """Attributes: until_ns: when the stream finishes its work so far."""
 
     device: FakeDevice
     until_ns: int = 0
@@ -56,7 +56,7 @@ class FakeStream:
         return event
 
     def give(self, duration_ns: int) -> None:
-        """Give it something to do that takes so long."""
+        """Add work of the given duration."""
         self.until_ns = max(self.until_ns, self.device.now_ns() + LATENCY_NS) + duration_ns
 
     def query(self) -> bool:
@@ -65,7 +65,7 @@ class FakeStream:
 
 @dataclass(eq=False)
 class FakeEvent:
-    """Attributes: at_ns: when the device passes it; -1 before it was recorded."""
+    """Attributes: at_ns: when the device passes the event; -1 before it is recorded."""
 
     device: FakeDevice
     at_ns: int = -1
@@ -81,14 +81,14 @@ class FakeEvent:
         self.device.wait_until(self.at_ns)
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
-        """Milliseconds as CUDA has them: 32 bits, of the device's clock; it refuses what has not happened yet."""
+        """Return milliseconds of the device's clock, in 32 bits as in CUDA; raise unless both events have happened."""
         if min(self.at_ns, end_event.at_ns) < 0 or not (self.query() and end_event.query()):
             raise RuntimeError("device not ready")
         return float(np.float32((end_event.at_ns - self.at_ns) * self.device.rate / 1e6))
 
 
 class OnStream(dist.Work):
-    """A collective that begins where the stream that issues it is; the stream that waits for it waits from there."""
+    """A collective that begins at the time of the issuing stream; a stream that waits for it continues at its end."""
 
     def __init__(self, work: dist.Work, device: FakeDevice) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class OnStream(dist.Work):
         self.until_ns = max(device.current.until_ns, device.now_ns()) + COLLECTIVE_NS
 
     def wait(self, *_: object) -> bool:
-        self.work.wait()  # tensors are on the CPU: they must be there
+        self.work.wait()  # the tensors are on the CPU: they must be complete
         self.device.current.until_ns = max(self.device.current.until_ns, self.until_ns)
         return True
 
@@ -116,20 +116,20 @@ class FakeTransport(StreamTransport):
 
 @dataclass(frozen=True)
 class ByRows:
-    """A parameter that a backend copies gradients in for, split as ``fully_shard`` splits it."""
+    """The parameter that a backend copies gradients in for, split as ``fully_shard`` splits it."""
 
     layout: ShardLayout
 
     def copy_in_pairs(self, grads, slots, first_rank):
-        """Yield where its only gradient goes."""
+        """Yield the destinations of its only gradient."""
         (grad,) = grads
         return self.layout.copy_in_pairs(grad, slots, first_rank)
 
 
 class FakeDevice(StreamBackend):
-    """Attributes: now_ns: the host's clock; rate: of the device's clock; events: how many were made."""
+    """Attributes: now_ns: the host's clock; rate: of the device's clock; events: number of events made."""
 
-    is_host = True  # that is where what it computes with lies
+    is_host = True  # its data is in the host's memory
 
     def __init__(self, now_ns: Callable[[], int] | None = None, rate: float = 1.0) -> None:
         super().__init__(torch.device("cpu"))
@@ -139,7 +139,7 @@ class FakeDevice(StreamBackend):
         self.compute = self.current = FakeStream(self)
         self.all_streams = [self.compute]
 
-    # ---- what a backend says
+    # ---- the backend
 
     def make_stream(self, *, is_urgent: bool) -> FakeStream:
         self.all_streams.append(FakeStream(self))
@@ -176,10 +176,10 @@ class FakeDevice(StreamBackend):
     def synchronize(self) -> None:
         self.wait_until(max(stream.until_ns for stream in self.all_streams))
 
-    # ---- what is done with it
+    # ---- the tests' control of the device
 
     def give(self, duration_ns: int) -> None:
-        """Give the current stream something to do that takes so long."""
+        """Add work of the given duration to the current stream."""
         self.current.give(duration_ns)
 
     def wait_until(self, t_ns: int) -> None:
@@ -191,7 +191,7 @@ class FakeDevice(StreamBackend):
 
 @contextmanager
 def computing_on(backend: backends.Backend) -> Iterator[None]:
-    """Within the body the engine takes the CPU for another device."""
+    """Within the body, make the engine use ``backend`` for the CPU."""
     backends.take_for("cpu", lambda _device: backend)
     try:
         yield

@@ -1,8 +1,8 @@
-"""A pretend FSDP training job that writes the rows a real one would, in the real order, with plausible times.
+"""A simulated FSDP training job: it writes a real job's rows, in the real order, with plausible times.
 
-All ranks run the same program, so each operation is played on every rank at once; a collective ends when the slowest
-rank has joined it. Times are a fixed model plus a jitter from ``Setup.seed``: equal setups give equal traces. Of a
-large job the first ranks alone may be played.
+All ranks run the same program, so each operation is simulated on every rank at once; a collective ends when the slowest
+rank has joined it. Times are a fixed model plus a jitter from ``Setup.seed``: equal setups give equal traces. For a
+large job, only the first ranks may be simulated.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ NS_PER_WIRE_BYTE = 0.8
 NS_PER_COPIED_BYTE = 0.1
 NS_PER_PARAM = 12.0  # forward compute of one parameter element
 TICK_NS = 600  # host work between two rows
-LATE = 1.4  # times as long a late rank computes
-BASELINE_BYTES = 2**26  # of a process that has sharded nothing yet
+LATE = 1.4  # factor of a late rank's compute time
+BASELINE_BYTES = 2**26  # of a process that has not sharded anything yet
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is trained how. ``num_units`` counts the root, which is the last unit; ``copies`` divides ``num_ranks``.
+    """The job and its policy. ``num_units`` counts the root, which is the last unit; ``copies`` divides ``num_ranks``.
 
-    ``played`` is how many ranks, the first ones, write rows (0: all); ``late`` is one whose compute takes longer.
+    ``played`` is the number of ranks, the first ones, that write rows (0: all); ``late`` is a rank whose compute takes
+    longer.
     """
 
     num_ranks: int = 4
@@ -42,11 +43,11 @@ class Setup:
     num_units: int = 4
     steps: int = 3
     passes: int = 1  # of forward and backward in a step
-    reduces: bool = True  # in each pass; else gradients accumulate, and the last pass reduces them
+    reduces: bool = True  # in each pass; otherwise gradients accumulate, and the last pass reduces them
     reshard_after_forward: bool | int = True
     compute_itemsize: int = ITEMSIZE
     reduce_itemsize: int = ITEMSIZE
-    reshard_root: bool = False  # the engine keeps a root unsharded unless told otherwise
+    reshard_root: bool = False  # by default, the engine keeps a root unsharded
     prefetch: bool = True
     activations: bool = False
     samples: bool = False  # of the process's memory
@@ -57,16 +58,16 @@ class Setup:
 
     @property
     def num_played(self) -> int:
-        """Ranks that write rows."""
+        """The number of ranks that write rows."""
         return self.played or self.num_ranks
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share one copy."""
+        """The number of ranks that share one copy."""
         return self.num_ranks // self.copies
 
     def ranks_of(self, role: str) -> list[tuple[int, ...]]:
-        """The groups of ranks that communicate for a role; each rank is in one of them."""
+        """Return the groups of ranks that communicate for a role; each rank is in one of them."""
         size, num_ranks = self.shard_size, self.num_ranks
         if role == "replicate":
             return [tuple(range(i, num_ranks, size)) for i in range(size)]
@@ -75,13 +76,13 @@ class Setup:
 
     @property
     def roles(self) -> list[str]:
-        """What ranks communicate for: within a copy, between copies, and among few ranks after forward."""
+        """The roles of communication: within a copy, between copies, and among fewer ranks after forward."""
         is_number = type(self.reshard_after_forward) is int
         return ["shard", *(["replicate"] if self.copies > 1 else []), *(["after forward"] if is_number else [])]
 
 
 def make_header(setup: Setup) -> Header:
-    """The header of a small GPT: blocks 0.. and a root with the embeddings."""
+    """Return the header of a small GPT: blocks 0.. and a root with the embeddings."""
     root = setup.num_units - 1
     d = setup.width
     units = [
@@ -110,7 +111,7 @@ def _block_shapes(d: int, heads: int) -> dict[str, tuple[int, ...]]:
     return {
         "norm1.weight": (d,),
         "attn.qkv.weight": (3 * d, d),
-        "attn.scale": (heads,),  # so few rows that some ranks may hold none
+        "attn.scale": (heads,),  # has so few rows that some ranks may hold none
         "attn.proj.weight": (d, d),
         "norm2.weight": (d,),
         "mlp.up.weight": (4 * d, d),
@@ -154,22 +155,22 @@ def _param(fqn: str, shape: tuple[int, ...], num_shards: int) -> Param:
 
 
 def full_bytes(unit: Unit) -> int:
-    """Bytes of a unit's whole parameters, without padding."""
+    """Return the bytes of a unit's unsharded parameters, without padding."""
     return sum(math.prod(p.shape) * p.itemsize for p in unit.params)
 
 
 def padded_bytes(unit: Unit) -> int:
-    """Bytes of all shards of a unit with their padding, as they are at rest."""
+    """Return the bytes of all shards of a unit at rest, with padding."""
     return sum(p.padded_rows * math.prod(p.shape[1:]) * p.itemsize for p in unit.params) * unit.shard_size
 
 
 def padded_elements(unit: Unit, num_ranks: int) -> int:
-    """Elements of a unit with the padding that a split over so many ranks takes."""
+    """Return the elements of a unit, with the padding for this number of ranks."""
     return sum(math.ceil(p.shape[0] / num_ranks) * num_ranks * math.prod(p.shape[1:]) for p in unit.params)
 
 
 def payload_bytes(unit: Unit, kind: Kind, role: str = "shard") -> int:
-    """Payload of one of a unit's collectives, in the dtype it travels in."""
+    """Return the payload of one of a unit's collectives, in bytes of the dtype that it sends."""
     fewer = int(unit.reshard_after_forward) if role == "after forward" else unit.shard_size
     elements = padded_elements(unit, fewer)
     if kind == Kind.ALL_GATHER:
@@ -178,7 +179,7 @@ def payload_bytes(unit: Unit, kind: Kind, role: str = "shard") -> int:
 
 
 def owned_elements(unit: Unit, rank: int) -> int:
-    """Elements of a unit that really are ``rank``'s."""
+    """Return the number of a unit's elements on ``rank``, without padding."""
     return sum(p.rows_per_rank[rank] * math.prod(p.shape[1:]) for p in unit.params)
 
 
@@ -192,7 +193,7 @@ class Recorder:
         self.step, self.phase = -1, Phase.IDLE
 
     def put(self, kind: Kind, edge: Edge, *, rank: int, t_ns: int | None = None, **columns: float) -> None:
-        """Write one row on one rank; ``t_ns`` only if it is not now."""
+        """Write one row on one rank; ``t_ns`` is by default the current time."""
         c = {"num_bytes": 0, "value": math.nan, "module": -1, "comm_seq": -1, "unit": -1, "comm_group": -1} | columns
         self.clock[rank] += TICK_NS
         self.rows[rank].append(
@@ -210,7 +211,7 @@ class Recorder:
             self.put(kind, edge, rank=rank, **columns)
 
     def move(self, category: Category, unit: int, num_bytes: int) -> None:
-        """Bytes of ``category`` come to life (positive) or die (negative) on every rank."""
+        """Allocate (positive) or free (negative) bytes of ``category`` on every rank."""
         if num_bytes:
             kind = Kind.ALLOC if num_bytes > 0 else Kind.FREE
             self.all(kind, Edge.INSTANT, category=category, unit=unit, num_bytes=num_bytes)
@@ -222,14 +223,14 @@ class Recorder:
         self.all(kind, Edge.END, unit=unit, num_bytes=num_bytes)
 
     def pass_time(self, duration_ns: float) -> None:
-        """Every rank works for about ``duration_ns``."""
+        """Let about ``duration_ns`` pass on every rank."""
         for rank in range(len(self.clock)):
             factor = LATE if rank == self.late else 1.0
             self.clock[rank] += int(duration_ns * factor * self.random.uniform(0.97, 1.08))
 
 
 class Job:
-    """The program of the ranks; its methods are an FSDP engine's."""
+    """The program of the ranks; its methods are those of an FSDP engine."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.header = setup, make_header(setup)
@@ -240,9 +241,9 @@ class Job:
         self.reducing: dict[int, int] = {}
         self.ends_ns: list[int] = []  # of each collective, by comm_seq
         self.has_grads: set[int] = set()
-        self.accumulated: set[int] = set()  # units whose whole gradients stay for the next pass
+        self.accumulated: set[int] = set()  # units that keep their unsharded gradients for the next pass
         self.reduces = True
-        # which group a rank is in, per role
+        # a rank's group, per role
         names, places = [g.name for g in self.header.comm_groups], range(setup.num_played)
         self.groups = {
             role: [names.index(f"{role}: {next(g for g in setup.ranks_of(role) if r in g)}") for r in places]
@@ -304,7 +305,7 @@ class Job:
         self.out.phase = Phase.IDLE
 
     def sample(self) -> None:
-        """Tell the memory of the process, if it is to be."""
+        """Record the memory of the process, if the setup samples it."""
         if self.setup.samples:
             self.out.all(Kind.RESIDENT, Edge.INSTANT, num_bytes=2 * BASELINE_BYTES + len(self.unsharded))
 
@@ -355,7 +356,7 @@ class Job:
         self.has_grads.clear()
 
     def take_grads(self, unit: int) -> None:
-        """Keep the rank's part of the gradients, or add it to that of the pass before."""
+        """Keep the rank's shard of the gradients, or add it to that of the previous pass."""
         if unit not in self.has_grads:
             self.out.move(Category.SHARDED_GRADS, unit, padded_bytes(self.units[unit]) // self.setup.shard_size)
         self.has_grads.add(unit)
@@ -369,7 +370,7 @@ class Job:
     # unsharding
 
     def gather_buffer_bytes(self, unit: int) -> int:
-        """The rank's own shard and the output."""
+        """Return the bytes of the rank's shard and the output."""
         payload = payload_bytes(self.units[unit], Kind.ALL_GATHER)
         return payload + payload // self.setup.shard_size
 
@@ -407,7 +408,7 @@ class Job:
     # reduction
 
     def reduce_buffer_bytes(self, unit: int) -> int:
-        """The input and the rank's part of the output."""
+        """Return the bytes of the input and the rank's part of the output."""
         return self.gather_buffer_bytes(unit)
 
     def reduce(self, unit: int) -> None:
@@ -441,7 +442,7 @@ class Job:
     # collectives
 
     def issue(self, kind: Kind, unit: int, role: str) -> int:
-        """Begin a collective; it moves once the slowest rank is there and the one before it is through."""
+        """Begin a collective; it transfers once the slowest rank has joined and the previous one is done."""
         comm_seq, payload = len(self.ends_ns), payload_bytes(self.units[unit], kind, role)
         self.role_of[comm_seq] = role
         self.put_all(kind, Edge.BEGIN, comm_seq, unit=unit, num_bytes=payload)
@@ -450,7 +451,7 @@ class Job:
         return comm_seq
 
     def wait(self, kind: Kind, unit: int, comm_seq: int) -> None:
-        """Wait on every rank; the collective's END carries its true time, which may lie before the wait."""
+        """Wait on every rank; the END row carries the collective's true end, which may be before the wait."""
         end_ns = self.ends_ns[comm_seq]
         self.put_all(Kind.WAIT, Edge.BEGIN, comm_seq, unit=unit)
         self.out.clock = [max(now, end_ns) for now in self.out.clock]
@@ -459,13 +460,13 @@ class Job:
         self.put_all(kind, Edge.END, comm_seq, t_ns=end_ns, unit=unit, num_bytes=payload)
 
     def put_all(self, kind: Kind, edge: Edge, comm_seq: int, **columns: float) -> None:
-        """Write a row of a collective on every rank, each with the group it is in."""
+        """Write a row of a collective on every rank, with its own group."""
         for rank, group in enumerate(self.groups[self.role_of[comm_seq]]):
             self.out.put(kind, edge, rank=rank, comm_seq=comm_seq, comm_group=group, **columns)
 
 
 def simulate(setup: Setup) -> Trace:
-    """Return the trace of the job ``setup`` describes."""
+    """Return the trace of the job that ``setup`` describes."""
     return Job(setup).train()
 
 

@@ -1,4 +1,4 @@
-"""A Slurm of this machine alone: its three daemons, with files and ports of their own, started and ended here."""
+"""A Slurm cluster of this machine alone: its three daemons, with their own files and ports, started and ended here."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ PartitionName=closed Nodes={host} MaxTime=INFINITE State=DOWN
 
 
 def why_not() -> str:
-    """Say what of this machine prevents it; empty: nothing."""
+    """Return why this machine cannot run Slurm; empty if it can."""
     if sys.platform != "linux":
         return "Slurm is for Linux"
     if os.getuid() != 0:
@@ -58,10 +58,10 @@ def why_not() -> str:
 
 @contextmanager
 def slurm(directory: Path) -> Iterator[Path]:
-    """Run a Slurm of one node with 8 places and two partitions, of which ``closed`` begins no job.
+    """Run a Slurm of one node with 8 slots and two partitions; one of them, ``closed``, starts no jobs.
 
     Yields:
-        Its configuration: for the variable ``SLURM_CONF``.
+        The path of its configuration, for the variable ``SLURM_CONF``.
     """
     for name in ("state", "spool"):
         (directory / name).mkdir()
@@ -82,7 +82,7 @@ def slurm(directory: Path) -> Iterator[Path]:
     munge = [f"--{option}={directory}/munge.{name}" for option, name in files.items()]
     with ExitStack() as last:
         run = functools.partial(_serve, last, directory, {**os.environ, "SLURM_CONF": str(config)})
-        # pytest's directories are for one user, and so are all who ask here
+        # --force, as munged objects to pytest's directories, which are for one user; all clients here are that user
         run("munged", "--foreground", "--force", *munge)
         wait_until((directory / "munge.socket").exists)
         run("slurmctld", "-D", "-i")
@@ -92,7 +92,7 @@ def slurm(directory: Path) -> Iterator[Path]:
 
 
 def jobs(config: Path) -> list[str]:
-    """Return the jobs that wait, run, or are being ended."""
+    """Return the ids of the jobs that wait, run or are ending."""
     return _says(config, "squeue", "--noheader", "--format=%A").split()
 
 

@@ -41,21 +41,21 @@ def make_net(seed: int = 0, **options: object) -> Net:
 
 
 def batch(rank: int, step: int, vocab: int = 7, size: int = 4, length: int = 6) -> torch.Tensor:
-    """Tokens [B, T], different for every rank and step."""
+    """Return tokens [B, T], different for every rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(vocab, (size, length), generator=generator)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Next-token cross entropy."""
+    """Return the next-token cross entropy."""
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def adamw(params: Iterable[object], lr: float = 1e-2, **options: float) -> torch.optim.AdamW:
-    """AdamW in one operation for all of ``params``, tensors or groups of them.
+    """Return AdamW in one operation for all of ``params``: tensors or groups of them.
 
-    How an operation acts on DTensors every rank works out anew, once for each operation and shape; with more than one
-    operation a step that was most of the time of a small test. ``test_optimizers.py`` takes the others.
+    Every rank works out the sharding of each operation on DTensors once per operation and shape. With more than one
+    operation a step, this took most of the time of a small test. ``test_optimizers.py`` covers the other variants.
     """
     return torch.optim.AdamW(params, lr=lr, fused=True, **options)

@@ -1,4 +1,4 @@
-"""What the notebook's side does while a rank's step is stopped: requests at the side door from a thread beside it."""
+"""The notebook's side while a rank's step is stopped: side-door requests from another thread."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ class Door:
         return self(Locate())
 
     def until(self, condition):
-        """Ask where the rank stands until ``condition`` holds; returns the answer for which it held."""
+        """Poll the rank's position until ``condition`` holds; return that position."""
         seen = []
 
         def holds():
@@ -50,7 +50,7 @@ class Door:
         assert self(Job(ticket=ticket, work=work, **company))
 
     def job(self, work, **company):
-        """Have the held thread do ``work``, and return how it ended."""
+        """Run ``work`` on the held thread and return its outcome."""
         ticket = f"t{next(self._tickets)}"
         self.send(ticket, work, **company)
         done = self.until(lambda where: ticket in where.tickets).tickets[ticket]
@@ -75,7 +75,10 @@ class Door:
 
 
 def beside(script, command):
-    """Run ``command`` here and ``script(door)`` in a thread; returns what both gave, or what the command raised."""
+    """Run ``command`` here and ``script(door)`` in a thread; return the results of both.
+
+    If the command raises, its exception is its result.
+    """
     door, said = Door(), []
 
     def run():
@@ -91,7 +94,7 @@ def beside(script, command):
     thread.start()
     try:
         outcome = execute(command)
-    except BaseException as error:  # noqa: BLE001 - the test asks which one
+    except BaseException as error:  # noqa: BLE001 - the test checks which one
         outcome = error
     thread.join()
     if isinstance(said[0], BaseException):
@@ -100,7 +103,7 @@ def beside(script, command):
 
 
 class Meeting:
-    """Lets the scripts of several ranks wait for each other and compare positions; make it before the ranks."""
+    """Lets the scripts of several ranks wait for each other and compare positions; create it before the ranks."""
 
     def __init__(self, world_size):
         self._barrier = _FORK.Barrier(world_size)

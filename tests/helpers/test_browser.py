@@ -1,4 +1,4 @@
-"""The browser of the tests: one for all pages of a module, and a profile for each of them."""
+"""The tests' browser: one for all pages of a module, with a profile for each page."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""CPU time of tests: of this process, of one that runs below it, and of one that has ended."""
+"""CPU time of tests: of this process, of a running child, and of an ended child."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from tests.helpers.cpu_time import CpuTime
 BURNT_S = 0.1
 BURN = f"import time\nwhile time.process_time() < {BURNT_S}: pass\nprint('done', flush=True)\ninput()"
 TICK_S = 0.05
-"""The kernel counts in ticks."""
+"""The kernel counts CPU time in ticks."""
 
 
 def test_what_this_process_uses_counts_once():

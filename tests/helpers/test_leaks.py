@@ -1,4 +1,4 @@
-"""The leak fixture sees what it must see."""
+"""The leak fixture detects every kind of leak."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""What the switch does to frames: told times by themselves, and in a process between two namespaces."""
+"""The switch: alone with times from the test, and as a process between two namespaces."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ def number_of(found):
 
 
 def acquainted(num_ports, link):
-    """Return a switch that knows where everybody is."""
+    """Return a switch that knows the port of every address."""
     switch = Switch(num_ports)
     for port in range(num_ports):
         switch.take(port, frame(port, None), -1.0)
@@ -49,7 +49,7 @@ def acquainted(num_ports, link):
 
 
 def arrivals(switch):
-    """Give when and where each frame arrives, with its number, as if the clock went from one to the next."""
+    """Yield the time, port and number of each frame's arrival, with the clock moved from one to the next."""
     while (at_s := switch.next_s()) < inf:
         for port, found in switch.due(at_s):
             yield at_s, port, number_of(found)
@@ -131,11 +131,11 @@ def network():
 
 @pytest.fixture
 def ends(network):
-    """Sockets for datagrams, one on each host, that have heard of each other."""
+    """Datagram sockets, one on each host, each connected to the other."""
     with ExitStack() as last:
         found = [last.enter_context(on(seat, lambda: socket.socket(type=socket.SOCK_DGRAM))) for seat in network.hosts]
         for each, seat in zip(found, network.hosts, strict=True):
-            each.setsockopt(socket.SOL_SOCKET, 33, 2**26)  # SO_RCVBUFFORCE: everything has room that is sent here
+            each.setsockopt(socket.SOL_SOCKET, 33, 2**26)  # SO_RCVBUFFORCE: room for everything that is sent here
             each.settimeout(PATIENCE_S)
             each.bind((seat.address, 5000))
         for each, other in (found, reversed(found)):
@@ -145,7 +145,7 @@ def ends(network):
 
 
 def on(seat, make):
-    """Make something on a host: a socket stays where it was made."""
+    """Make something on a host: a socket stays in the namespace where it was made."""
 
     def made():
         enter(seat.namespace)
@@ -163,14 +163,14 @@ def echo(here, there):
 
 
 def pour(here, there):
-    """Send many datagrams one way; returns the numbers of those that arrived, in their order."""
+    """Send many datagrams one way; return the numbers of those that arrive, in order of arrival."""
     for number in range(MANY):
         here.send(number.to_bytes(4, "big").ljust(1400, b"."))
     end = os.urandom(8)
-    for _ in range(20):  # not all of them will be lost
+    for _ in range(20):  # some of them will arrive
         here.send(end)
     said = iter(lambda: there.recv(2000), end)
-    return [int.from_bytes(each[:4], "big") for each in said if len(each) == 1400]  # without an end of before
+    return [int.from_bytes(each[:4], "big") for each in said if len(each) == 1400]  # skip earlier end marks
 
 
 @between
@@ -225,7 +225,7 @@ def test_without_its_cable_a_host_has_no_carrier_and_hears_nothing(network, ends
 
 
 def answered(here, there):
-    """Whether a datagram came through, both ends having had their carrier back for long enough."""
+    """Return whether a datagram came through: both ends have their carrier again."""
     here.send(b"again")
     there.settimeout(0.1)
     try:

@@ -1,4 +1,4 @@
-"""The law of a covering array: no pair of values is missing, however many axes there are."""
+"""A covering array contains every pair of values, for any number of axes."""
 
 import itertools
 

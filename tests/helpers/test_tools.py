@@ -1,4 +1,4 @@
-"""Without a tool its tests are left out, the last lines say so, and in CI they fail."""
+"""Without a tool its tests are skipped, the last lines report it, and in CI they fail."""
 
 import os
 import re
@@ -16,7 +16,7 @@ MISSING = {"WORKBENCH_FIREFOX": "/nowhere"}
 
 
 def run(*flags, **variables):
-    """Run the one file of tests that needs Firefox, and return its exit code and what it wrote."""
+    """Run the test file that needs Firefox, and return its exit code and output."""
     environment = {name: value for name, value in os.environ.items() if name not in {"CI", NO_BROWSER}}
     command = [sys.executable, "-m", "pytest", "-m", "", "-p", "no:cacheprovider", "--color=no", *flags, FILE]
     done = subprocess.run(

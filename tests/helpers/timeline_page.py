@@ -1,4 +1,4 @@
-"""A page with a timeline and nothing else, in a real browser: what tests and the bench look at."""
+"""A page with only a timeline in a real browser, for tests and benchmarks."""
 
 import base64
 import json
@@ -72,7 +72,7 @@ function made(perTrack, numRanks) {
 
 @contextmanager
 def open_page(chromium, folder):
-    """Open the page: see its function ``draw``."""
+    """Open the page; its function ``draw`` draws a timeline."""
     alone = {name: joined(f"{name}.js") for name in ("timeline", "track", "look", "format")}
     given = {**alone, "options": {}}
     page = folder / "page.html"
@@ -82,6 +82,6 @@ def open_page(chromium, folder):
 
 
 def as_sent(message):
-    """A message and its buffers, as the page's ``model.receive`` takes them."""
+    """Return a message and its buffers as the page's ``model.receive`` takes them."""
     content, buffers = message
     return [content, [base64.b64encode(buffer).decode() for buffer in buffers]]

@@ -1,8 +1,8 @@
-"""What tests need beside Python: how each tool is found, and the command that brings it where it is missing.
+"""Tools other than Python packages that tests need: how each is found, and the command that installs it.
 
-A test names the tools that it needs with ``@pytest.mark.needs("slurm")``, or has a fixture of a tool's name, such as
-``chromium``. Without one of them the test is left out, and the last lines of the run say how many were, and why. With
-``CI`` set such a test fails: there nothing is left out.
+A test names the tools that it needs with ``@pytest.mark.needs("slurm")``, or uses a fixture of a tool's name, such as
+``chromium``. If a tool is missing, the test is skipped; the last lines of the run report how many were, and why. With
+``CI`` set, such a test fails.
 """
 
 import functools
@@ -19,7 +19,7 @@ from tests.helpers import browser, network_hosts, ranks_on_hosts, slurm
 
 NO_BROWSER = "WORKBENCH_NO_BROWSER"
 LEFT_OUT = "left out for"
-"""The property of a test's report that has the tool."""
+"""Name of the property of a test's report that holds the tool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class Tool:
     """A tool.
 
     Attributes:
-        name: what it is called in a sentence.
-        why_not: says what of this machine prevents its use; empty: nothing.
-        packages: Debian's packages that it is in.
-        otherwise: the command that brings it where Debian's packages cannot be had.
+        name: its name within a sentence.
+        why_not: returns why this machine cannot use it; empty if it can.
+        packages: Debian packages that contain it.
+        otherwise: the command that installs it where Debian's packages are not available.
         is_for_root: whether only root can use it.
-        is_browser: whether :data:`NO_BROWSER` leaves it out.
+        is_browser: whether :data:`NO_BROWSER` excludes it.
     """
 
     name: str
@@ -44,15 +44,15 @@ class Tool:
 
     @property
     def is_unwanted(self) -> bool:
-        """Whether the user leaves it out."""
+        """Whether the user excludes it."""
         return self.is_browser and bool(os.environ.get(NO_BROWSER))
 
     def missing(self) -> str:
-        """Say why it cannot be used; empty: it can."""
+        """Return why it cannot be used; empty if it can."""
         return f"{NO_BROWSER} is set" if self.is_unwanted else self.why_not()
 
     def command(self) -> str:
-        """Return the line that brings it; empty: none does."""
+        """Return the command that makes it available; empty if there is none."""
         if self.is_unwanted:
             return f"unset {NO_BROWSER}"
         sudo = "" if os.getuid() == 0 else "sudo "
@@ -134,7 +134,7 @@ def needed(item: pytest.Item) -> list[str]:
 
 
 def leave_out(item: pytest.Item) -> None:
-    """Leave a test out if tools are missing that it needs; with ``CI`` set it fails."""
+    """Skip a test if tools that it needs are missing; with ``CI`` set, fail it."""
     missing = {name: why_not for name in needed(item) if (why_not := TOOLS[name].missing())}
     if "CI" in os.environ:
         for name, why_not in missing.items():
@@ -147,7 +147,7 @@ def leave_out(item: pytest.Item) -> None:
 
 
 def left_out(names: list[str]) -> list[str]:
-    """Return lines about tests that were left out, of which ``names`` has the tool of each."""
+    """Return lines about skipped tests; ``names`` has the missing tool of each."""
     lines = []
     for name in dict.fromkeys(names):
         tool, number = TOOLS[name], names.count(name)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of traces and their parts, and :func:`example_trace` for tests that want one fixed trace."""
+"""Hypothesis strategies of traces and their parts, and :func:`example_trace`, one fixed trace."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 
-@functools.cache  # Hypothesis looks at a strategy anew, which takes longer than to draw from it
+@functools.cache  # Hypothesis validates every new strategy, which takes longer than drawing from it
 def setups(*, max_ranks: int = 4, max_units: int = 4, max_steps: int = 2) -> st.SearchStrategy[Setup]:
-    """Small training jobs of every policy; world size 1 and no step at all included."""
+    """Small training jobs of every policy, including world size 1 and no steps."""
     meshes = [(copies, size) for copies in (1, 2) for size in range(1, max_ranks + 1) if copies * size <= max_ranks]
     return st.sampled_from(meshes).flatmap(lambda mesh: _setups(*mesh, max_units, max_steps))
 
@@ -93,12 +93,12 @@ _fields = st.tuples(*[_ints(64)] * 3, st.floats(), *[_ints(32)] * 3, *[_ints(16)
 
 
 def any_packed_rows(max_size: int = 8) -> st.SearchStrategy[list[bytes]]:
-    """Packed rows of any content: what the formats must carry, whatever it means."""
+    """Packed rows of any content, meaningful or not: the formats must preserve all."""
     return st.lists(_fields.map(lambda fields: ROW.pack(*fields)), max_size=max_size)
 
 
 def rows_from(packed: list[bytes]) -> Rows:
-    """The rows as an array."""
+    """Return the rows as an array."""
     return np.frombuffer(b"".join(packed), dtype=ROW_DTYPE)
 
 
@@ -153,7 +153,7 @@ _clocks = st.builds(HostClock, ranks=_sizes, readings=st.lists(_readings, max_si
 
 
 def any_headers() -> st.SearchStrategy[Header]:
-    """Headers of any content: any text, any numbers, whether or not they fit together."""
+    """Headers of any content: any text and numbers, consistent or not."""
     return st.builds(
         Header,
         producer=_names,
@@ -182,7 +182,7 @@ def any_key_frames() -> st.SearchStrategy[KeyFrame]:
 
 @st.composite
 def any_traces(draw: st.DrawFn) -> Trace:
-    """Traces of any content, valid or not: what the file format must carry."""
+    """Traces of any content, valid or not: the file format must preserve all."""
     ranks = draw(st.lists(st.integers(0, 2000), unique=True, max_size=3))
     parts = [RankTrace(rank, rows_from(draw(any_packed_rows())), draw(any_key_frames()), draw(_size)) for rank in ranks]
     return Trace(draw(any_headers()), tuple(parts))

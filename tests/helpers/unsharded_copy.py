@@ -1,22 +1,23 @@
-"""Train a module sharded in any way beside an unsharded copy of it."""
+"""Modules made of blocks, trained beside an unsharded copy, and what the engine announced of it."""
 
 import copy
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.parity import one_batch, train_beside
 from tests.helpers.recording_probe import Recording, recording
-from tests.helpers.small_models import Block, adamw, batch, loss_of
+from tests.helpers.small_models import Block, adamw
 from workbench.engine import fully_shard
 
 DIM = 5
 
 
 def data(step: int) -> torch.Tensor:
-    """Input [4, DIM], different for every rank and step."""
+    """Return an input [4, DIM], different for every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(4, DIM, generator=generator)
 
@@ -27,42 +28,37 @@ def compare(
     loss: Callable[[nn.Module, int], torch.Tensor],
     steps: int = 2,
 ) -> Recording:
-    """Train a plain and a sharded copy alike, compare after each backward; returns the last step's record."""
+    """Train a plain and a sharded copy alike; returns the last step's record."""
     torch.manual_seed(0)
     plain = make()
     sharded = copy.deepcopy(plain)
+
+    def run(model: nn.Module, step: int) -> torch.Tensor:
+        record.clear()
+        value = loss(model, step)
+        value.backward()
+        return value.detach()
+
     with recording() as record:
         shard(sharded)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, sharded)]
-        for step in range(steps):
-            reference = loss(plain, step)
-            reference.backward()
-            average_grads(plain)
-            record.clear()
-            value = loss(sharded, step)
-            value.backward()
-            torch.testing.assert_close(value, reference)
-            assert_same_shards(sharded, plain)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_same_shards(sharded, plain)
+        train_beside(
+            plain,
+            [sharded],
+            steps,
+            run,
+            make_optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        )
     return record
 
 
-def train_both(plain: nn.Module, sharded: nn.Module, steps: int = 3, between=lambda model, step: None) -> None:
-    """Train both alike and compare after each backward and at the end; ``between(model, step)`` runs before a step."""
-    optimizers = [adamw(m.parameters(), weight_decay=0.1) for m in (plain, sharded)]
-    for step in range(steps):
-        for model in (plain, sharded):
-            between(model, step)
-            loss_of(model, batch(dist.get_rank(), step)).backward()
-        average_grads(plain)
-        assert_same_shards(sharded, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_shards(sharded, plain)
+def train_both(plain: nn.Module, sharded: nn.Module, steps: int = 3, before=lambda model, step: None) -> None:
+    """Train both alike, with weight decay; ``before(model, step)`` is called before each step. See ``train_beside``."""
+
+    def run(model: nn.Module, step: int) -> torch.Tensor:
+        before(model, step)
+        return one_batch(model, step)
+
+    train_beside(plain, [sharded], steps, run, make_optimizer=functools.partial(adamw, weight_decay=0.1))
 
 
 def blocks(count: int = 3) -> nn.Sequential:

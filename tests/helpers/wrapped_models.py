@@ -1,8 +1,7 @@
-"""Wrapped models for the tests: ours and torch's by the same call, and what is compared of them."""
+"""Wrapped models for the tests: ours and torch's by the same call, and comparisons of them."""
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
@@ -17,24 +16,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import parity
+from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.small_models import Block, adamw, batch, loss_of
 from workbench.engine import classic
 from workbench.engine._torch import gather_old_shards, is_of_old_shards
 
 OURS = SimpleNamespace(**{name: getattr(classic, name) for name in classic.__all__})
 THEIRS = SimpleNamespace(**{**vars(their_policies), **vars(theirs)})
-"""Where a script takes names from: a test that is given both compares them."""
+"""The modules that a script may take names from: a test that gets both compares them."""
 
 Way = tuple[int, bool]
-"""How a step is made: of so many micro-batches, and whether all but the last of them are in ``no_sync``."""
+"""A step: the number of micro-batches, and whether all but the last of them are in ``no_sync``."""
 
 CPU = torch.device("cpu")
 SAME = {"rtol": 0.0, "atol": 0.0}
-"""As a tolerance: the same bits."""
+"""A tolerance: the same bits."""
 
 
 def kept(value: Any) -> Any:
-    """A copy that no later step changes, with what is split whole; collective where something is."""
+    """Return a copy that no later step changes, with sharded values gathered; collective if there are any."""
     if isinstance(value, Mapping):
         return {key: kept(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -47,13 +47,13 @@ def kept(value: Any) -> Any:
 
 
 def assert_same_tree(ours: Any, theirs: Any) -> None:
-    """Dicts and lists hold the same keys and lengths, and at their ends the same values, tensors bit by bit."""
+    """Check that both trees have the same keys, lengths and leaf values, with tensors equal bit by bit."""
     differ = list(differences(ours, theirs, ""))
     assert not differ, "\n".join(differ[:20])
 
 
 def differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
-    """Say where two trees differ."""
+    """Yield the differences of two trees."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         if ours.keys() != theirs.keys():
             yield f"{path}: keys {list(ours)}, torch's {list(theirs)}"
@@ -72,19 +72,19 @@ def differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
-    """One whose numbers do not depend on how elements are spread over tensors, as a fused one's do."""
+    """Return an optimizer that, unlike a fused one, computes the same however elements are spread over tensors."""
     return torch.optim.AdamW(params, lr=1e-2, foreach=True)
 
 
 @functools.cache
 def copies_of_shards() -> DeviceMesh:
-    """Made once on a rank; with one rank to shard over torch's leaves copies unreduced: there it is no oracle."""
+    """Return the mesh of copies, cached; with one shard rank, torch leaves copies unreduced and is no oracle."""
     size = dist.get_world_size()
     return dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)))
 
 
 def wrap_net(api: SimpleNamespace, model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
-    """One wrapper around each block and one around the whole."""
+    """Wrap each block, and the whole."""
     return api.FullyShardedDataParallel(
         model,
         auto_wrap_policy=api.ModuleWrapPolicy({Block}),
@@ -94,7 +94,7 @@ def wrap_net(api: SimpleNamespace, model: nn.Module, strategy: str = "FULL_SHARD
 
 
 def whole(wrapped: nn.Module, *, with_grads: bool = False) -> dict[str, torch.Tensor]:
-    """Every whole parameter, or its gradient, by its name without wrappers; collective."""
+    """Return every unsharded parameter, or its gradient, by its name without wrappers; collective."""
     with type(wrapped).summon_full_params(wrapped, with_grads=with_grads):
         found = wrapped.named_parameters()
         return {name: (p.grad if with_grads else p).detach().clone() for name, p in found}
@@ -106,14 +106,14 @@ def check_parity(
     steps: int = 10,
     clip: float | None = None,
 ) -> None:
-    """Train a wrapped model and a plain copy that sees every rank's data; their whole parameters stay equal."""
+    """Train a wrapped model and a plain copy that gets every rank's data; their unsharded parameters stay equal."""
     parity.check_parity(
         make, wrap, steps, clip, clip_sharded=lambda m, norm: m.clip_grad_norm_(norm), assert_same=assert_same_values
     )
 
 
 def assert_same_values(wrapped: nn.Module, plain: nn.Module, **tolerance: float) -> None:
-    """Names and whole values equal the plain model's."""
+    """Check that names and unsharded values equal the plain model's."""
     values, wanted = whole(wrapped), dict(plain.named_parameters())
     assert values.keys() == wanted.keys()
     parity.assert_all_close({name: (value, wanted[name]) for name, value in values.items()}, **tolerance)
@@ -127,14 +127,14 @@ def steps_of(
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
     before_update: Callable[[nn.Module], object] = lambda model: None,
 ) -> Iterator[torch.Tensor]:
-    """Train a model for ever; yields this rank's losses of each step, one for each of its micro-batches.
+    """Train a model forever; yield this rank's losses of each step, one per micro-batch.
 
     Args:
         model: wrapped by ours or by torch's, or plain.
-        ways: of one step after another, over and over.
+        ways: of consecutive steps, repeated forever.
         loss: of a model and the tokens of a rank.
         make_optimizer: of parameters.
-        before_update: called when the gradients of a step are there.
+        before_update: called when the gradients of a step are complete.
     """
     optimizer = make_optimizer(model.parameters())
     number = itertools.count()
@@ -159,20 +159,19 @@ def compare_with_torchs(
     tolerance: Mapping[str, float] = MappingProxyType({}),
     **how: Any,
 ) -> None:
-    """Train the same with our wrapper and with torch's: losses and whole parameters stay equal.
+    """Train the same model with our wrapper and with torch's: losses and unsharded parameters stay equal.
 
     Args:
-        make: the same model each time.
+        make: returns the same model each time.
         wrap: called with :data:`OURS` or :data:`THEIRS`, and a model.
         steps: of Adam.
-        ready: called with the API and the wrapped model before it is trained.
-        tolerance: as of ``assert_close``; none: as for the dtype.
-        how: as of :func:`steps_of`.
+        ready: called with the API and the wrapped model before training.
+        tolerance: as in ``assert_close``; by default, that of the dtype.
+        how: as in :func:`steps_of`.
     """
     runs = []
     for api in (OURS, THEIRS):
-        with warnings.catch_warnings():  # torch's own, of NO_SHARD and of what it takes for that
-            warnings.simplefilter("ignore")
+        with ignoring_warnings(*NO_SHARD):
             model = wrap(api, make())
         ready(api, model)
         runs.append((list(itertools.islice(steps_of(model, **how), steps)), whole(model)))

@@ -1,4 +1,4 @@
-"""What tests on real ranks need when the machine is busy with others."""
+"""Fixtures for real ranks on a busy machine."""
 
 import pytest
 
@@ -8,5 +8,5 @@ from workbench.session import pause_protocol
 
 @pytest.fixture
 def every_rank_comes(monkeypatch):
-    """A pause waits for every rank; it would name one that the machine does not let run for a moment as late."""
+    """Make a pause wait long for every rank; otherwise one that the busy machine delays would be reported as late."""
     monkeypatch.setattr(pause_protocol, "PAUSE_S", PATIENCE_S)

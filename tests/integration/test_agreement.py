@@ -1,4 +1,4 @@
-"""After a step that failed on one rank: every command is right, or says on every rank alike what to type first."""
+"""After a step that failed on one rank: every command works, or all ranks report the same command to run first."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks that train on engines which somebody else started: left, found again with all they have, and let go."""
+"""Ranks on engines of a running cluster: detached, attached again with their variables, and stopped."""
 
 import subprocess
 import sys
@@ -51,24 +51,24 @@ def bench(profile):
 
 
 def again():
-    """The ranks that were left, for another notebook."""
+    """Attach to the ranks that were left, as another notebook."""
     return Workbench.attach(profile="running", device="cpu")
 
 
 def given_up(bench):
-    """Stop ranks inside a step and give it up."""
+    """Stop ranks inside a step and abort it."""
     bench.step(1, until="forward")
     bench.abort()
 
 
 def trains(bench):
-    """Wait until steps come to their end."""
+    """Wait until further steps end."""
     num_rows = bench.pulse().trace.num_rows
     wait_until(lambda: bench.pulse().trace.num_rows > num_rows + 1000)
 
 
 def optimizer_rows(bench):
-    """How often each rank recorded that an optimizer began or ended."""
+    """Return how many begins and ends of optimizers each rank recorded."""
     return [int((rank.rows["kind"] == Kind.OPTIMIZER).sum()) for rank in bench.trace.ranks]
 
 
@@ -87,12 +87,12 @@ def test_a_model_goes_on_training_after_its_ranks_were_left(profile):
         assert again.trace.num_rows >= num_rows
         losses += again.step(2).losses
         recorded = optimizer_rows(again)
-    with Workbench.attach(2, profile="running", device="cpu") as anew:  # they were let go
+    with Workbench.attach(2, profile="running", device="cpu") as anew:  # the ranks were stopped
         assert anew.status().models == ()
         anew.run_cell(CELL)
         anew.shard("model", wrap="Block")
         assert list(anew.step(4).losses) == pytest.approx(losses)
-        assert optimizer_rows(anew) == recorded  # nothing of the ranks that they were still listens
+        assert optimizer_rows(anew) == recorded  # no listener of the earlier ranks is left
 
 
 def test_ranks_at_work_are_not_left(profile):
@@ -109,7 +109,7 @@ def test_each_notebook_may_give_steps_up(bench):
     given_up(bench)
     bench.detach()
     with again() as other:
-        given_up(other)  # its ranks meet by another name than they did for the first one
+        given_up(other)  # its process group has a different name from the first one's
         assert len(other.step(2).losses) == 2
 
 
@@ -134,7 +134,7 @@ def test_ranks_that_block_when_they_are_stopped_become_ranks_again(bench):
 
 @pytest.fixture
 def left_at_work(profile):
-    """Two ranks that train for a notebook that was killed."""
+    """Two ranks that train for a killed notebook."""
     command, pipe = [sys.executable, "-c", AT_WORK], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as notebook:
         assert notebook.stdout.readline() == "it trains\n"
@@ -149,7 +149,7 @@ def test_what_ranks_do_for_a_notebook_that_is_gone_is_given_up_by_the_next(left_
                 match=r"still run %fsdp step of the previous notebook: wait, or .*%fsdp abort",
             ):
                 ask()
-        trains(bench)  # nothing was done to them
+        trains(bench)  # they still train
         assert bench.pulse().under_way.words == "%fsdp step of the previous notebook"
         assert str(bench.abort()) == "aborted the request of the previous notebook"
         assert len(bench.step(2).losses) == 2

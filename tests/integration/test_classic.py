@@ -1,4 +1,4 @@
-"""A model of the classic wrapper, by the words of ``%fsdp`` on real ranks: stopped, looked at, given up, taken over."""
+"""A classic wrapped model on real ranks, through ``%fsdp`` commands: stopped, inspected, aborted, resharded."""
 
 import os
 import signal
@@ -67,12 +67,12 @@ STRATEGIES = {
     "grad": ("--strategy grad", "reduce_scatter:blocks.1"),
     "none": ("--strategy none", COPIES),
 }
-"""Flags, and a collective that each of them has."""
+"""Flags of each strategy, and a collective that it has."""
 
 
 @pytest.fixture(scope="module")
 def wb():
-    """Two ranks that know the model's classes."""
+    """Two ranks with the model's classes."""
     with Workbench(2, device="cpu") as bench:
         bench.run_cell(CELL)
         yield bench
@@ -83,7 +83,7 @@ def say(wb, line):
 
 
 def fresh(wb, strategy):
-    """The same model, optimizer and data as the last time, whatever the test before left."""
+    """Make the same model, optimizer and data again, whatever the previous test left."""
     if wb._session.request is not None:
         wb.abort()
     wb.break_clear()
@@ -93,7 +93,7 @@ def fresh(wb, strategy):
 
 @pytest.fixture(scope="module")
 def undisturbed(wb):
-    """Of each strategy losses of the steps, and what became of the parameters."""
+    """Losses of the steps and final parameters, by strategy."""
     found = {}
     for strategy in STRATEGIES:
         fresh(wb, strategy)
@@ -102,7 +102,7 @@ def undisturbed(wb):
 
 
 def newest(wb):
-    """The four units of the model that was sharded last; one before it may be held yet, as by an error's traceback."""
+    """Return the four units of the last sharded model; an error's traceback may keep an earlier one alive."""
     return live_units(wb.trace.header)[-4:]
 
 

@@ -1,4 +1,4 @@
-"""Ranks whose clocks show other times, as those of other machines do: in time namespaces, which are hours apart."""
+"""Ranks with different clocks, like those of different machines: in time namespaces, hours apart."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from workbench.trace import load
 from workbench.workbench import Workbench
 
 HOURS = (5, 0, 26)
-"""How far the clock of each rank is ahead of this process's."""
+"""Hours that the clock of each rank is ahead of this process's."""
 
 S = 10**9
 
@@ -29,16 +29,16 @@ pytestmark = [pytest.mark.thorough, pytest.mark.cluster, pytest.mark.needs("cloc
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    """Ranks on engines that were started one after the other, each with a clock of its own."""
+    """Ranks on engines that were started one after the other, each with its own clock."""
     with pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as last:
         directory = tmp_path_factory.mktemp("ipython")
         monkeypatch.setenv("IPYTHONDIR", str(directory))
         (directory / "profile_clocks" / "startup").mkdir(parents=True)
         file = directory / "profile_clocks" / "security" / "ipcontroller-client.json"
-        last.callback(start(last, [], "controller").terminate)  # it has processes of its own
+        last.callback(start(last, [], "controller").terminate)  # it starts further processes
         wait_until(lambda: is_complete(file))
         for number, hours in enumerate(HOURS):
-            last.callback(start(last, ahead_by(hours) if hours else [], "engine").kill)  # unshare lets SIGTERM pass by
+            last.callback(start(last, ahead_by(hours) if hours else [], "engine").kill)  # unshare ignores SIGTERM
             wait_until(lambda number=number: len(ipyparallel_ids(file)) == number + 1)
         with Workbench.attach(profile="clocks", device="cpu") as attached:
             attached.run_cell(CELL)
@@ -65,7 +65,7 @@ def test_what_is_found_of_each_clock_is_as_exact_as_it_says(bench):
 
 def test_rows_of_all_ranks_are_on_one_clock(bench):
     trace = bench.trace
-    assert late_ends(trace, REDUCTIONS) == []  # memory that is shared is gathered without waiting
+    assert late_ends(trace, REDUCTIONS) == []  # shared memory is gathered without waiting
     begins = [int(rank.rows["t_ns"][rank.rows["kind"] == Kind.STEP][0]) for rank in trace.ranks]
     assert max(begins) - min(begins) < 3600 * S
 
@@ -85,7 +85,7 @@ def test_clocks_are_compared_again_while_ranks_are_in_a_step(bench, monkeypatch)
     monkeypatch.setattr(clock_sync, "EVERY_S", 0.0)
     bench.step(1, until="forward")
 
-    def were_all_compared():  # in turn, whenever rows are collected and answers are as quick as before
+    def were_all_compared():  # in turn, at each collection whose replies are as quick as before
         return all(len(clock.readings) > count for clock, count in zip(bench.trace.header.clocks, before, strict=True))
 
     try:

@@ -1,4 +1,4 @@
-"""Ranks of which none is left: killed one by one, or with the process that all of them need."""
+"""The loss of all ranks: killed one by one, or with a process that all need."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ KILLED = "was killed by SIGKILL (as when memory runs out)"
 
 
 def victims_of(bench, who):
-    """Process ids, and how the loss of each rank reads."""
+    """Return process ids, and the text for the loss of each rank."""
     launch = bench._session.cluster._place
     ranks = [status.pid for status in bench.status().ranks]
     return {
@@ -76,7 +76,7 @@ def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(
             bench.stop()
             assert bench.trace.num_rows == recorded
         else:
-            bench.start()  # instead of the dead
+            bench.start()  # replaces the dead ranks
             assert bench.run_cell("print('well')").texts == dict.fromkeys(range(num_ranks), "well\n")
             assert bench.trace.num_rows == 0
 

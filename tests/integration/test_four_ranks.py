@@ -1,6 +1,6 @@
-"""Four real ranks that stop, look around, go on or give up: what they compute is what they compute undisturbed.
+"""Four real ranks that stop, inspect, continue or abort compute the same as undisturbed ones.
 
-Gradients are accumulated over two micro-batches, and two units are gathered ahead.
+Gradients are accumulated over two micro-batches, and two units are prefetched.
 """
 
 import itertools
@@ -35,14 +35,14 @@ STOPS = {
 
 @pytest.fixture(scope="module")
 def wb():
-    """Four ranks that know the model's classes."""
+    """Four ranks with the model's classes."""
     with Workbench(4, device="cpu") as bench:
         bench.run_cell(CELL)
         yield bench
 
 
 def fresh(wb):
-    """The same model, optimizer and data as the last time, whatever the test before left."""
+    """Make the same model, optimizer and data again, whatever the previous test left."""
     if wb._session.request is not None:
         wb.abort()
     wb.break_clear()
@@ -52,7 +52,7 @@ def fresh(wb):
 
 @pytest.fixture(scope="module")
 def undisturbed(wb):
-    """Losses of the steps, and what became of the parameters."""
+    """Losses of the steps and final parameters."""
     fresh(wb)
     return wb.step(STEPS).losses, wb.run_cell(WEIGHTS).texts
 
@@ -106,7 +106,7 @@ def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, event):
 
 
 def test_folds_over_what_was_drained_live_equal_folds_over_the_saved_trace(wb, tmp_path):
-    """The prefix law on a recorded run: replay(a + b) == continue(replay(a), b) for every piece that arrived."""
+    """For every piece of a recorded run as it arrived: replay(a + b) == continue(replay(a), b)."""
     fresh(wb)
     ends = [{rank.rank: rank.end_seq for rank in wb.trace.ranks}]
 
@@ -124,7 +124,7 @@ def test_folds_over_what_was_drained_live_equal_folds_over_the_saved_trace(wb, t
     note()
     wb.export(tmp_path / "run.trace")
     saved = load(tmp_path / "run.trace")
-    assert saved == wb._session.trace  # as it was then: memory that the garbage collector frees is recorded at any time
+    assert saved == wb._session.trace  # at that time: garbage collection may record freed memory at any moment
     assert check(saved) == []
     for rank in saved.ranks:
         live = {"key": rank.start, "states": states.start(rank.start), "memory": memory.start(rank.start)}

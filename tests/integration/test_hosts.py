@@ -1,4 +1,4 @@
-"""Three hosts that a network joins, two ranks on each, started over SSH: the same training as on one machine."""
+"""Three hosts on a network, two ranks on each, started over SSH: the same training as on one machine."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.thorough,
     pytest.mark.cluster,
     pytest.mark.needs("hosts"),
-    pytest.mark.timeout(900),  # SSH starts one engine after the other, each with three Pythons before it
+    pytest.mark.timeout(900),  # SSH starts the engines one by one, each after three other Python processes
 ]
 
 CONFIG = """
@@ -37,7 +37,7 @@ c.SSHEngineSetLauncher.environment = {environment!r}
 """
 
 TRIES = 3
-"""ipyparallel gives a host 10 s for its first word, which a busy machine may need for itself."""
+"""ipyparallel waits 10 s for a host's first reply, which a busy machine may exceed."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def network(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def profile(network, tmp_path_factory):
-    """The directory of a profile that says how the hosts are reached."""
+    """The directory of a profile with the addresses of the hosts."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         ipython = tmp_path_factory.mktemp("ipython")
         monkeypatch.setenv("IPYTHONDIR", str(ipython))
@@ -159,7 +159,7 @@ def test_collectives_of_hosts_whose_clocks_are_hours_apart_are_at_the_same_time(
 
 def test_copies_are_across_hosts_and_shards_within(bench):
     losses_of(bench, mesh="hosts")
-    newest = bench.trace.header.units[-4:]  # those of the tests before are there as well
+    newest = bench.trace.header.units[-4:]  # units of earlier tests come first
     assert {(unit.replicate_size, unit.shard_size) for unit in newest} == {(3, 2)}
 
 
@@ -197,7 +197,7 @@ def test_an_interrupt_reaches_a_rank_of_another_host(bench):
     pending = cluster.run_cell("import time\nwhile True: time.sleep(0.01)", [5])
     cluster.interrupt([5])
     while not pending.wait(1.0):
-        cluster.interrupt([5])  # it may have been too early, before the cell began
+        cluster.interrupt([5])  # the first may have come before the cell began
     assert pending.error(5).ename == "KeyboardInterrupt"
 
 

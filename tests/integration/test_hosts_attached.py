@@ -1,4 +1,4 @@
-"""Hosts of a cluster that somebody else started, whose controller would miss one after half a minute."""
+"""Lost hosts of a cluster started elsewhere, whose controller would notice them only after half a minute."""
 
 import psutil
 import pytest
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 SOON_S = 15.0
-"""Much more than the 2 s that it takes, and less than the 30 s that ipyparallel would take by itself."""
+"""Much more than the 2 s that it takes, and less than the 30 s that ipyparallel alone would take."""
 
 
 network = test_hosts.network
@@ -27,7 +27,7 @@ network = test_hosts.network
 
 @pytest.fixture(scope="module")
 def running(network):
-    """The cluster, whose controller is here, with two engines on each host."""
+    """The cluster, with its controller here and two engines on each host."""
     with engines_on([name for name in network.names for _ in range(2)], network.here) as target:
         yield target
 
@@ -44,14 +44,14 @@ def bench(running):
 
 
 def goes_on(bench):
-    """Wait until it has trained some more."""
+    """Wait until the ranks have trained further."""
     num_rows = bench.pulse().trace.num_rows
     wait_until(lambda: bench.pulse().trace.num_rows > num_rows + 1000 or bench.losses)
     assert bench.losses == {}
 
 
 def long(wait):
-    """A cell that waits for much longer than a host may be silent."""
+    """Return a cell that waits for much longer than a host may be silent."""
     return wait.format(round(3 * SILENCE_S))
 
 
@@ -63,7 +63,7 @@ def test_hosts_whose_ranks_are_busy_or_stand_still_are_not_lost(bench):
         bench.run_cell(long("import time; time.sleep({})"), [0])
     finally:
         standing.resume()
-    bench.run_cell(long("import ctypes; ctypes.PyDLL(None).sleep({})"))  # which keeps the interpreter
+    bench.run_cell(long("import ctypes; ctypes.PyDLL(None).sleep({})"))  # with the GIL held
     assert bench.losses == {}
 
 
@@ -83,7 +83,7 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, runni
         assert {rank: how.partition(",")[0] for rank, how in bench.losses.items()} == dict.fromkeys(
             gone, f"died: the process on {host} has ended"
         )
-        wait_until(lambda: set(looking.losses()) == gone)  # though it asks for nothing
+        wait_until(lambda: set(looking.losses()) == gone)  # although it asks the ranks nothing
         wait_until(lambda: bench.pulse().under_way is None)
         assert f"without ranks {min(gone)}-{max(gone)} no step is possible" in bench.pulse().ended.text
         left = sorted({*range(6)} - gone)

@@ -36,14 +36,14 @@ def trained():
 
 @pytest.fixture(scope="module")
 def lasting():
-    """Ranks of several tests, each of which leaves all of them alive."""
+    """Ranks shared by several tests, each of which leaves all of them alive."""
     with trained() as wb:
         yield wb
 
 
 @pytest.fixture
 def living(lasting):
-    """The same, ready for the next request whatever the test before did."""
+    """The same ranks, ready for the next request whatever the previous test did."""
     if lasting._session.request is not None:
         lasting.abort()
     return lasting
@@ -51,13 +51,13 @@ def living(lasting):
 
 @pytest.fixture
 def bench():
-    """Ranks of one test alone, which may kill them."""
+    """Ranks of one test, which may kill them."""
     with trained() as wb:
         yield wb
 
 
 def newest_events(wb):
-    """Of each rank, in words, as the dashboard has them."""
+    """Return the texts of the ranks' newest events, as the dashboard shows them."""
     trace = wb.trace
     return {describe(trace.header, chosen(r.rows, ~of_kind(r.rows, BESIDE))[-1]) for r in trace.ranks}
 

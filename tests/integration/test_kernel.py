@@ -1,4 +1,4 @@
-"""A Jupyter kernel with ranks of its own: whatever happens to it, nothing stays."""
+"""A Jupyter kernel with its own ranks: whatever happens to it, nothing is left."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ print("family", *(p.pid for p in psutil.Process().children(recursive=True)))
 
 @pytest.fixture
 def kernel():
-    """A fresh IPython kernel of this Python and a client of it."""
+    """A fresh IPython kernel of this Python, and a client of it."""
     manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
     manager.start_kernel()
     client = manager.blocking_client()
@@ -39,7 +39,7 @@ def kernel():
 
 
 def execute(client, code, heard=lambda text: None):
-    """Run a cell; return its status, and what it wrote and showed. ``heard`` is told of each piece as it comes."""
+    """Run a cell; return its status and output. ``heard`` gets each piece of output as it arrives."""
     texts = []
 
     def keep(message):
@@ -52,14 +52,14 @@ def execute(client, code, heard=lambda text: None):
 
 
 def run(client, code):
-    """Run a cell that must not raise, and return what it wrote and showed."""
+    """Run a cell that must not raise, and return its output."""
     status, text = execute(client, code)
     assert status == "ok", text
     return text
 
 
 def family(client):
-    """Processes that the kernel started."""
+    """Return the processes that the kernel started."""
     line = next(line for line in run(client, SETUP).splitlines() if line.startswith("family"))
     return [psutil.Process(int(pid)) for pid in line.split()[1:]]
 
@@ -103,7 +103,7 @@ def train_step():
 
 
 def test_a_person_presses_stop(kernel):
-    """Ctrl-C as a notebook sends it: in a step that an absent rank holds up, and in a cell; `%fsdp stop` inside."""
+    """Ctrl-C as a notebook sends it: in a step that an absent rank delays, and in a cell; `%fsdp stop` in a step."""
     manager, client = kernel
     family(client)
     shard(client)
@@ -116,7 +116,7 @@ def test_a_person_presses_stop(kernel):
     status, text = execute(client, "%fsdp step", press)
     assert (status, text.count("begins")) == ("ok", 1), text
     assert "rank 1 stops at the next event" in text
-    # one that the machine does not let run for a moment is said not to answer
+    # a rank that the machine delays for a moment is reported as not answering
     wait_until(lambda: "rank 0 held; rank 1 running" in run(client, "%fsdp where"))
     assert "The ranks are idle again" in run(client, "%fsdp abort")
     status, text = execute(client, f"%%fsdp\n{TOGETHER}time.sleep(60)", press)
@@ -126,6 +126,6 @@ def test_a_person_presses_stop(kernel):
     assert "stopped before optimizer" in run(client, "%fsdp step --until optimizer")
     assert "Ranks stopped. The trace is kept" in run(client, "%fsdp stop")
     left = psutil.Process(manager.provisioner.pid).children(recursive=True)
-    assert len(left) == 2  # those that stay for the next start
+    assert len(left) == 2  # those kept for the next start
     assert all(str(process.pid) in run(client, "%fsdp status") for process in left)
     assert "No ranks are running. Start them with %fsdp start" in execute(client, "%fsdp continue")[1]

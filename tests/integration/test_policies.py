@@ -1,4 +1,4 @@
-"""Two real ranks whose policy changes, after an aborted step and to the classic wrapper: what a dashboard says."""
+"""Two real ranks whose policy changes after an aborted step and to the classic wrapper: what a dashboard shows."""
 
 import time
 

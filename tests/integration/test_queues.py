@@ -1,4 +1,4 @@
-"""Ranks that a queue starts, with the real Slurm, and ranks that MPI starts."""
+"""Ranks that a queue, a real Slurm, starts, and ranks that MPI starts."""
 
 import os
 import re
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.cluster, pytest.mark.timeout(600
 
 @pytest.fixture(scope="module")
 def ipython(tmp_path_factory):
-    """The directory in which profiles are."""
+    """The directory of the profiles."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         directory = tmp_path_factory.mktemp("ipython")
         monkeypatch.setenv("IPYTHONDIR", str(directory))
@@ -39,7 +39,7 @@ def queue(tmp_path_factory, ipython):
 
 @pytest.fixture
 def of_profile(ipython, monkeypatch, tmp_path):
-    """Makes a workbench of two ranks whose profile has this configuration; its files are where it is started."""
+    """Makes a workbench of two ranks whose profile has the given configuration; no files remain in its start folder."""
     made = []
     monkeypatch.chdir(tmp_path)
 
@@ -159,7 +159,7 @@ def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(queue, of_prof
 
 
 def engines_of_jobs():
-    """The engines of this machine that Slurm has started: not ``srun``, whose arguments are an engine's command."""
+    """Return this machine's engines that Slurm started, without ``srun``, whose arguments are an engine's command."""
     found = psutil.process_iter(["cmdline", "environ"])
     return [
         each

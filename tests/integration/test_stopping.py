@@ -1,4 +1,4 @@
-"""Stopping inside a step on real ranks: pause, breakpoints, looking around, going on, Ctrl-C, background, stop."""
+"""Stopping inside a step on real ranks: pause, breakpoints, inspection, continue, Ctrl-C, background, stop."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def wb():
 
 @pytest.fixture
 def ready(wb):
-    """The same between requests, whatever the test before did."""
+    """The same ranks between requests, whatever the previous test did."""
     if wb._session.request is not None:
         wb.abort()
     wb.break_clear()
@@ -42,13 +42,13 @@ def ready(wb):
 
 
 def places(report):
-    """Where the ranks stand: one entry if all stand at the same event."""
+    """Return the positions of the ranks: one entry if all are stopped at the same event."""
     assert isinstance(report, StopReport), report
     return {p.held.place for p in report.stop.positions.values()}
 
 
 def states(bench):
-    """What ranks are doing, each state once; a busy machine may leave one without an answer for a moment."""
+    """Return the set of the ranks' states; on a busy machine a rank may briefly not answer."""
     return {row.state for row in bench.where().rows}
 
 
@@ -226,7 +226,7 @@ def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready, every_ra
 
 @pytest.mark.parametrize("event", ["wait.end", "reduce_scatter:blocks.1", "copy_out.end:(root)", "optimizer"])
 def test_a_step_that_was_given_up_leaves_no_memory_behind(ready, event):
-    ready.run_cell("import gc; gc.collect()")  # what the tests before have left in circles may go at any time
+    ready.run_cell("import gc; gc.collect()")  # reference cycles of earlier tests may be freed at any time
     ready.step(1)
     before = in_use(ready)
     for _ in range(2):
@@ -237,12 +237,12 @@ def test_a_step_that_was_given_up_leaves_no_memory_behind(ready, event):
 
 
 def in_use(bench):
-    """Bytes of each rank by category, after its last event."""
+    """Return the bytes of each rank by category, after its last event."""
     return [advance(rank.start, rank.rows).bytes_by_category for rank in bench.trace.ranks]
 
 
 def test_gradients_of_a_step_that_was_given_up_are_told(ready):
-    ready.step(1)  # which drops those that the test before may have left
+    ready.step(1)  # drops those that the previous test may have left
     ready.step(1, until="forward:blocks.1")
     assert "gradients" not in ready.abort().headline  # there are none yet
     ready.step(1, until="optimizer")
@@ -269,7 +269,7 @@ def test_a_loop_of_the_user_s_own_stops_as_well(ready):
 
 
 def test_back_moves_the_cursor_and_nothing_else(ready):
-    ready.run_cell("import gc; gc.collect()")  # what the tests before have left in circles may go at any time
+    ready.run_cell("import gc; gc.collect()")  # reference cycles of earlier tests may be freed at any time
     ready.step(1)
     live = ready.states()
     assert "before the newest" in str(ready.back(30))

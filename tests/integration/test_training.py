@@ -1,4 +1,4 @@
-"""Real ranks, from cell to picture: what is trained, what is recorded, and that the two say the same."""
+"""Real ranks, from cell to figure: training and its record agree."""
 
 import numpy as np
 import psutil
@@ -36,7 +36,7 @@ def test_every_rank_has_its_names(trained):
 
 
 def test_all_that_listens_does_so_on_this_machine_alone(trained):
-    """The store and gloo ask nobody who connects for a key: docs/security.md says so."""
+    """The store and gloo do not authenticate connections: see docs/security.md."""
     processes = trained._session.cluster._place._zygote.process, *psutil.Process().children(recursive=True)
     addresses = {
         (process.pid, connection.laddr.ip)
@@ -80,7 +80,7 @@ def test_after_a_step_only_shards_and_optimizer_state_are_alive(trained):
         live = np.zeros(len(Category), np.int64)
         moves = rows[np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))]
         np.add.at(live, moves["category"], moves["num_bytes"])
-        kept = {Category(c) for c in np.flatnonzero(live)} - {Category.RESERVED}  # what is kept for the next
+        kept = {Category(c) for c in np.flatnonzero(live)} - {Category.RESERVED}  # buffers kept for reuse
         assert kept == {Category.SHARDED_PARAMS, Category.OPTIMIZER_STATE}
 
 
@@ -164,7 +164,7 @@ def test_the_policy_changes_collectives_and_memory(trained):
 
 def test_a_saved_trace_is_the_one_recorded(trained, tmp_path):
     trained.export(tmp_path / "run.trace")
-    # as it was then: memory that the garbage collector frees is recorded at any time
+    # at that time: garbage collection may record freed memory at any moment
     assert load(tmp_path / "run.trace") == trained._session.trace
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong between hosts: it is named, the other ranks are freed, and nothing is left."""
+"""Failures between hosts: they are named, the other ranks are freed, and nothing is left."""
 
 import os
 import signal
@@ -30,18 +30,18 @@ c.SSHEngineSetLauncher.engines = dict.fromkeys({addresses!r}, 1)
 c.SSHEngineSetLauncher.engine_cmd = ["env", "-u", {marker!r}, {python!r}, "-m", "ipyparallel.engine"]
 c.SSHEngineSetLauncher.engine_args = ["--IPEngine.max_heartbeat_misses={misses}"]
 """
-"""As on hosts of their own, what runs there cannot be found from here by its environment."""
+"""As on separate hosts, the environment of remote processes cannot be searched from here."""
 
 MISSES = 8
-"""After so many heartbeats, of about a second each, engines end by themselves here."""
+"""Engines end after this number of missed heartbeats, at about one per second."""
 
 SOON_S = 15.0
-"""Much more than the 2 s that it takes, and less than the 30 s that ipyparallel would take by itself."""
+"""Much more than the 2 s that it takes, and less than the 30 s that ipyparallel alone would take."""
 
 
 @pytest.fixture
 def one_each(network, profile):
-    """The profile starts a rank on each host."""
+    """Make the profile start one rank on each host."""
     config = profile / "ipcluster_config.py"
     before = config.read_text()
     more = ONE_EACH.format(addresses=network.addresses, marker=MARKER, python=sys.executable, misses=MISSES)
@@ -52,7 +52,7 @@ def one_each(network, profile):
 
 @pytest.fixture
 def bench(network, one_each):
-    """A rank on each host, in the middle of many steps."""
+    """One rank on each host, in the middle of many steps."""
     bench = Workbench(len(network.names), device="cpu", profile="hosts", engines="ssh")
     test_hosts.start(bench)
     bench.run_cell(CELL)
@@ -73,7 +73,7 @@ def text_of_the_end(bench):
 
 
 def files_in_memory():
-    """Return the names of files in shared memory that no process has: those that one has are of other tests."""
+    """Return the files in shared memory that no process has open: open ones belong to other tests."""
     return {name for name in os.listdir("/dev/shm") if not holders(f"/dev/shm/{name}")}
 
 
@@ -92,8 +92,8 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, netwo
         left = bench.stop()
         assert left.startswith(f"{network.addresses[lost]} was not reached: engines there exit after")
         wait_until(lambda: not any(engines[rank].is_running() for rank in others))
-        wait_until(lambda: not engines[lost].is_running())  # though it waits for the others in a collective
-    wait_until(lambda: files_in_memory() <= in_memory)  # others make theirs meanwhile
+        wait_until(lambda: not engines[lost].is_running())  # although it waits for the others in a collective
+    wait_until(lambda: files_in_memory() <= in_memory)  # other tests create files meanwhile
 
 
 def test_a_controller_that_dies_is_named_and_no_rank_stays(bench):
@@ -121,7 +121,7 @@ def test_a_stop_ends_all_hosts_at_once_in_one_connection_each(bench, network, mo
         connections.extend(address for address in network.addresses if address in command)
         run(self, command, *more, **options)
 
-    os.kill(cluster.controller.pid, signal.SIGKILL)  # it cannot tell the engines
+    os.kill(cluster.controller.pid, signal.SIGKILL)  # it cannot tell the engines to end
     wait_until(lambda: len(bench.losses) == 3, SOON_S)
     monkeypatch.setattr(ssh_launch, "end_there", end_with_the_others)
     monkeypatch.setattr(subprocess.Popen, "__init__", counted)
@@ -161,9 +161,9 @@ def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(network, profile, 
             kernel.kill()
             wait_until(lambda: not any(map(is_running, (controller, *engines))))
     wait_until(lambda: pids_on_hosts(network) <= there)
-    # what an engine wrote is removed by whom it is ended by
+    # the process that ends an engine removes the engine's output
     wait_until(lambda: not [path for path in files_in(profile) - before if is_reached or path.suffix != ".out"])
-    wait_until(lambda: files_in_memory() <= in_memory)  # others make theirs meanwhile
+    wait_until(lambda: files_in_memory() <= in_memory)  # other tests create files meanwhile
 
 
 def pids_on_hosts(network):
@@ -178,7 +178,7 @@ def files_in(profile):
     ("host", "said"),
     [
         ("no-such-host.invalid", r"could not start 3 engines on no-such-host.invalid: .*Could not resolve hostname"),
-        ("192.0.2.7", r"could not start 3 engines on 192.0.2.7: "),  # nobody has it: as if a port were filtered
+        ("192.0.2.7", r"could not start 3 engines on 192.0.2.7: "),  # an unused address: like a filtered port
     ],
 )
 def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_left(profile, host, said):

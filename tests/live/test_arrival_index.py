@@ -1,4 +1,4 @@
-"""When rows were known, whatever pieces the trace came in."""
+"""The arrival time of rows, for any division of the trace into pieces."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Increments add up to the whole, whatever the pieces; thinned ones keep counts, peaks and ends."""
+"""Increments add up to the whole for any division into pieces; thinned ones keep counts, peaks and ends."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ TABLES = ("spans", "memory", "states", "steps")
 
 
 def prefix(trace, ends):
-    """The trace when each rank had recorded only the first of its rows."""
+    """Return the trace with only the first rows of each rank."""
     return Trace(
         trace.header, tuple(RankTrace(r.rank, r.rows[:n], r.start) for r, n in zip(trace.ranks, ends, strict=True))
     )
@@ -29,7 +29,7 @@ def prefix(trace, ends):
 
 @st.composite
 def growing(draw, *, whole=True):
-    """A trace and some of its prefixes, each longer than the one before, the last one the trace itself."""
+    """Draw a trace and some of its prefixes, each longer than the one before; the last is the trace itself."""
     trace = draw(traces(whole=whole))
     parts = draw(st.lists(st.lists(st.floats(0, 1), min_size=len(trace.ranks), max_size=len(trace.ranks)), max_size=4))
     steps, ends = [], [0] * len(trace.ranks)
@@ -40,7 +40,7 @@ def growing(draw, *, whole=True):
 
 
 def add_up(prefixes, max_bytes=1 << 24):
-    """What a view knows after it took the prefixes one by one."""
+    """Return the tables that a view has after taking the prefixes one by one."""
     feed, known = FeedView(), {}
     for trace in prefixes:
         new = feed.take(trace, max_bytes)
@@ -247,7 +247,7 @@ def test_columns_are_read_back():
 @settings(max_examples=25)
 @given(growing(), st.integers(0, 2))
 def test_what_is_told_of_a_stopped_run_is_what_is_shown_of_it(prefixes, number):
-    """Whatever the pieces it comes in: told times are those of the trace without the holds, as the static views say."""
+    """For any division into pieces, the times are those of the trace without the holds, as in the static views."""
     whole = prefixes[-1]
     counts = [int(((r.rows["kind"] == Kind.BACKWARD) & (r.rows["edge"] == Edge.BEGIN)).sum()) for r in whole.ranks]
     if min(counts, default=0) <= number:
@@ -259,7 +259,7 @@ def test_what_is_told_of_a_stopped_run_is_what_is_shown_of_it(prefixes, number):
     cut = without_holds(held)[0]
     told, shown = add_up(pieces), add_up([cut])
     assert told["spans"]["end_ns"].max() == shown["spans"]["end_ns"].max()
-    if groups_of(pieces) == groups_of([cut]):  # who stands for whom may have been settled by what was known first
+    if groups_of(pieces) == groups_of([cut]):  # the first rows known may have decided which rank represents a group
         assert set(told["memory"]["t_ns"].tolist()) == set(shown["memory"]["t_ns"].tolist())
 
 

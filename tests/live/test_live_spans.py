@@ -1,4 +1,4 @@
-"""What a rank did, read column by column, is what one reads row by row."""
+"""A rank's spans: reading by columns gives the same as reading row by row."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -25,7 +25,7 @@ WAITS = NUMBER[Track.WAIT]
 
 
 class Reader:
-    """Reads a whole trace of a rank one row after the other."""
+    """Reads a rank's trace one row after the other."""
 
     def __init__(self, rank_trace):
         self.open, self.since, self.compute = [], None, []
@@ -59,7 +59,7 @@ class Reader:
             del self.open[mine]
 
     def goes_by(self, t_ns):
-        """Time up to now belongs to what began last."""
+        """Assign the time up to now to the newest open span."""
         if self.open and t_ns > self.since:
             (kind, unit, _), num_bytes = self.open[-1]
             if kind not in (Kind.STEP, Kind.WAIT):
@@ -103,7 +103,7 @@ def test_a_long_trace_is_a_valid_one():
     assert check(long_trace(num_ranks=2, rows_per_rank=4_000)) == []
 
 
-# ---- as in the other pictures
+# ---- compared with the static timeline
 
 
 def drawn(trace):
@@ -196,7 +196,7 @@ def test_an_abort_ends_what_was_open(share, goes_on, data):
 
 
 def as_listed(parts):
-    """Spans in the order of their tracks and begins."""
+    """Return spans in the order of their tracks and begins."""
     found = np.concatenate(parts)
     return sorted(found[COLUMNS].tolist())
 

@@ -1,4 +1,4 @@
-"""What is to be seen at a glance, in words and numbers."""
+"""The overview: status, reason and key numbers."""
 
 import time
 from dataclasses import replace
@@ -120,7 +120,7 @@ def resharded(trace, **changes):
 def test_what_was_turned_is_named():
     before = knobs(TRACE.header.units)
     assert turned(before, before) == ""
-    changed = resharded(TRACE, reshard_after_forward=False, offload=True)  # the root's was false before
+    changed = resharded(TRACE, reshard_after_forward=False, offload=True)  # the root's was already false
     said = "reshard after forward: true → false (blocks.0, blocks.1, blocks.2); offloaded: false → true"
     assert turned(before, knobs(changed.header.units)) == said
     assert turned(before, knobs(TRACE.header.units[:2])) == "4 units → 2"
@@ -135,7 +135,7 @@ PLAIN, OFFLOADED, KEPT = (
 
 
 def change_told(parts):
-    """Return the last policy change that a view shows; each part is a number of steps and the policies known then."""
+    """Return the last policy change that a view shows; each part is a step number and the policies known then."""
     answers, change = DashboardView(), None
     steps = LONG.rank(0).rows["step"]
     for until, policies in parts:
@@ -147,14 +147,14 @@ def change_told(parts):
 
 
 def cost_of(first, last):
-    """Median time of some steps in ms."""
+    """Return the median time of some steps in ms."""
     told = Steps().take(LONG)
     return float(np.median(told["step_ns"][(told["step"] >= first) & (told["step"] <= last)])) / 1e6
 
 
 @pytest.mark.parametrize("looks", [(12,), (4, 12), (6, 8, 12), tuple(range(1, 13))])
 def test_a_change_of_policy_is_told_with_its_step_whenever_a_view_looks(looks):
-    """The last of two changes, after steps 4 and 8; no average is over steps of two policies."""
+    """The last of two changes, after steps 4 and 8; no average mixes steps of two policies."""
     known = [(0, PLAIN), (5, OFFLOADED), (9, KEPT)]
     change = change_told([(until, [policy for policy in known if policy[0] < max(until, 1)]) for until in looks])
     offload = "offloaded: true → false"
@@ -187,5 +187,5 @@ def test_how_far_a_command_is_and_why_ranks_stopped():
     stopped = replace(held, under_way=ActiveRequest(words="%fsdp step 40", reasons=("breakpoint 1: all_gather",)))
     assert status(stopped, 0.0).why.endswith("before all-gather of blocks.1, step 1 (breakpoint 1: all_gather)")
     assert not status(held, 0.0).can_go_on
-    assert not status(stopped, 0.0).can_go_on  # the notebook does not know yet that they stand
+    assert not status(stopped, 0.0).can_go_on  # the notebook does not know yet that the ranks are stopped
     assert status(replace(stopped, under_way=replace(stopped.under_way, is_stopped=True)), 0.0).can_go_on

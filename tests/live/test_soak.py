@@ -1,4 +1,4 @@
-"""A run that lasts: once the record is full, what the kernel keeps for a view grows no more."""
+"""A long run: once the trace has its full size, the kernel's memory per view stops growing."""
 
 import gc
 import itertools
@@ -13,11 +13,11 @@ from workbench.trace.columns import RankTrace, Trace
 
 KEPT, STEP, LOOKS = 2_000, 400, 30
 MAY_GROW = 64 * 1024
-"""Bytes, over the last two thirds of the looks."""
+"""In bytes, over the last two thirds of the looks."""
 
 
 def states_of_a_record(trace):
-    """The record as it is again and again: of each rank the last KEPT rows, and the state before them."""
+    """Yield the trace at successive times: the last KEPT rows of each rank, and the state before them."""
     starts = {r.rank: r.start for r in trace.ranks}
     for end in range(KEPT, KEPT + LOOKS * STEP, STEP):
         ranks = []
@@ -32,7 +32,7 @@ def states_of_a_record(trace):
 def test_of_a_full_record_a_view_keeps_no_more_and_no_more():
     answers, ticks, sizes = DashboardView(), itertools.count(), []
     records = states_of_a_record(long_trace(num_ranks=2, rows_per_rank=KEPT + LOOKS * STEP))
-    gc.freeze()  # what other tests and imports left is not looked at again with each collection
+    gc.freeze()  # garbage collections skip objects of other tests and imports
     tracemalloc.start()
     try:
         for number, trace in enumerate(records):

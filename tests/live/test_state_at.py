@@ -1,4 +1,4 @@
-"""The cluster at one moment is what the replay says it was."""
+"""The cluster's state at one moment matches the replay."""
 
 import numpy as np
 from hypothesis import given
@@ -26,7 +26,7 @@ def test_any_row_is_as_the_replay_says(trace, data):
     mine = next(shown for shown in told["ranks"] if rank.rank in shown["ranks"])
     times = np.maximum.accumulate(rank.rows["t_ns"])
     if mine["ranks"][0] == rank.rank:
-        last = rank.start.seq + int((times <= times[seq - rank.start.seq]).sum()) - 1  # known when row ``seq`` was
+        last = rank.start.seq + int((times <= times[seq - rank.start.seq]).sum()) - 1  # known when row ``seq`` arrived
         found = states.at(rank, last)
         assert mine["units"] == tuple(int(found[unit.index]) for unit in trace.header.units)
         assert mine["bytes"] == advance(rank.start, rank.rows[: last + 1 - rank.start.seq]).bytes_by_category
@@ -67,7 +67,7 @@ def test_arrow_keys_go_event_by_event_and_stop_at_the_ends():
     memory_row = int(rows["seq"][rows["kind"] == Kind.ALLOC][5])
     after, before = (found.beside(trace, 0, memory_row, by)["seq"] for by in (1, -1))
     assert before < memory_row < after
-    assert events.index(after) == events.index(before) + 2  # the one between is what the memory row belongs to
+    assert events.index(after) == events.index(before) + 2  # skips the event that the memory row belongs to
     assert found.beside(trace, 9, 0, 1) is None
 
 

@@ -1,4 +1,4 @@
-"""What is drawn of a part of time is what the numbers say of every moment in it."""
+"""The drawing of a time window matches the numbers at every moment in it."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from workbench.trace.columns import Trace
 
 @st.composite
 def windows(draw):
-    """A trace, its groups, and a part of its time that may reach beyond both ends."""
+    """Draw a trace, its groups, and a time window that may extend beyond both ends."""
     trace = draw(traces())
     times = [r.rows["t_ns"] for r in trace.ranks if len(r.rows)]
     low, high = (int(min(t.min() for t in times)), int(max(t.max() for t in times))) if times else (0, 1)
@@ -32,25 +32,25 @@ def windows(draw):
 
 
 def known_ns(trace, rank):
-    """When each row was known."""
+    """Return the arrival time of each row."""
     return np.maximum.accumulate(trace.rank(rank).rows["t_ns"])
 
 
 def drawn_bytes(found, group, t_ns):
-    """The staircase of memory of a group at a time."""
+    """Return a group's drawn bytes at a time."""
     mine = found.memory[found.memory["group"] == group]
     return tuple(mine["num_bytes"][np.searchsorted(mine["t_ns"], t_ns, side="right") - 1].tolist())
 
 
 def drawn_units(found, group, t_ns, num_units):
-    """The states of all units of a group at a time, as the bars show them."""
+    """Return the drawn states of all units of a group at a time."""
     mine = found.states[found.states["group"] == group]
     at = {unit: mine[mine["unit"] == unit] for unit in range(num_units)}
     return tuple(int(u["state"][np.searchsorted(u["t_ns"], t_ns, side="right") - 1]) for u in at.values())
 
 
 def numbers(told, rank):
-    """What a moment says of a rank."""
+    """Return a rank's numbers at a moment."""
     mine = next(shown for shown in told["ranks"] if rank in shown["ranks"])
     return tuple(mine["bytes"]), mine["units"]
 
@@ -69,7 +69,7 @@ def test_at_every_event_in_the_window_what_is_drawn_is_what_the_numbers_say(draw
         for seq in rows["seq"][(times >= begin_ns) & (times <= end_ns)].tolist():
             told = kept.at_row(trace, rank, seq)
             mine = next(shown for shown in told["ranks"] if rank in shown["ranks"])
-            if mine["ranks"][0] == rank:  # else another rank speaks for it, which may differ by ALIKE
+            if mine["ranks"][0] == rank:  # otherwise another rank represents it, which may differ by ALIKE
                 drawn_there = (
                     drawn_bytes(found, place, told["t_ns"]),
                     drawn_units(found, place, told["t_ns"], num_units),
@@ -175,4 +175,4 @@ def test_of_a_long_run_only_steps_that_reach_into_it_are_read(part):
 
 def test_events_are_what_arrow_keys_stop_at():
     rows = simulate(Setup(num_ranks=2, steps=1)).rank(0).rows
-    assert (~np.isin(rows["kind"], BESIDE)).sum() > 20  # so the law above looks at many
+    assert (~np.isin(rows["kind"], BESIDE)).sum() > 20  # so the test above checks many

@@ -14,7 +14,7 @@ from workbench.workbench import Workbench
 
 @dataclass
 class Cell:
-    """What came of running a cell."""
+    """The results of running a cell."""
 
     out: str
     err: str
@@ -24,7 +24,7 @@ class Cell:
 
 @dataclass
 class Notebook:
-    """A real IPython shell with the magics, on fake clusters; ``fake`` is the newest of them."""
+    """A real IPython shell with the magics, on fake clusters; ``fake`` is the newest one."""
 
     shell: InteractiveShell
     fakes: list[FakeCluster] = field(default_factory=list)
@@ -76,6 +76,6 @@ def bare(monkeypatch):
 
 @pytest.fixture
 def notebook(bare):
-    """With four ranks started."""
+    """A notebook with four ranks started."""
     bare.ok("%fsdp start -n 4")
     return bare

@@ -1,4 +1,4 @@
-"""``%fsdp compare`` from the line to the picture."""
+"""``%fsdp compare``, from the command line to the figure."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The magics in a real kernel, on a fake cluster: what a saved notebook holds."""
+"""The magics in a real kernel, on a fake cluster: the contents of a saved notebook."""
 
 import nbformat
 import pytest
@@ -34,7 +34,7 @@ CELLS = {
 
 @pytest.fixture(scope="module")
 def cells():
-    """Outputs of each cell, by its name, and the whole notebook under ``notebook``."""
+    """Outputs of each cell by name, and the whole notebook under ``notebook``."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
     for name, cell in zip(CELLS, notebook.cells, strict=True):
         cell.metadata["tags"] = ["raises-exception"] if name in {"failing", "usage"} else []

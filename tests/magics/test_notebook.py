@@ -1,4 +1,4 @@
-"""The one place where commands are done, and what it remembers of them."""
+"""The one place where commands are carried out, and its history."""
 
 import threading
 
@@ -23,7 +23,7 @@ def run(workbench, command):
 
 
 def test_whoever_asks_for_a_command_its_line_is_in_the_history(notebook):
-    notebook.run("%fsdp   shard  model --wrap 'Block'")  # which the ranks refuse; it was asked for all the same
+    notebook.run("%fsdp   shard  model --wrap 'Block'")  # the ranks refuse it, but it is in the history
     magics = notebook.shell.magics_manager.registry["FsdpMagics"]
     magics.notebook.do(Status(), "panel", run, lambda said: None)
     (shown,) = notebook.ok("%fsdp history").shown
@@ -92,7 +92,7 @@ def test_a_start_or_attach_is_given_up_by_abort_and_says_meanwhile_what_it_waits
     assert said == ["Cancelled: no ranks are started or attached"]
     assert one.exchange == ""
     monkeypatch.setattr(Workbench, method, lambda self, *, on_wait, **settings: on_wait("again"))
-    one.do(command, "cell", run, said.append)  # the next one is not given up
+    one.do(command, "cell", run, said.append)  # the next one is not cancelled
 
 
 def test_more_ranks_than_cores_can_serve_are_warned_of_before_they_start(one):

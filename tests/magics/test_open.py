@@ -1,4 +1,4 @@
-"""``%fsdp open``: a record is shown again, and no rank is needed for it."""
+"""``%fsdp open`` shows a trace again, without ranks."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from workbench.workbench import Workbench
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A record of 4 ranks and 3 steps in the working directory."""
+    """A trace of 4 ranks and 3 steps in the working directory."""
     monkeypatch.chdir(tmp_path)
     save(example_trace(), "run.trace")
 

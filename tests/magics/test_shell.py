@@ -186,7 +186,7 @@ def test_a_cell_streams_one_rank_and_compares_the_rest(notebook):
     assert notebook.ok("%%fsdp\nprint('hello')").out == "hello\n--- 4 ranks agree\n"
     notebook.fake.script["cell"] = [prints(f"{rank}\n") for rank in range(4)]
     cell = notebook.ok("%%fsdp -t 1,3\nprint(rank)")
-    (shown,) = cell.shown  # what would be renewed in its place is for notebooks
+    (shown,) = cell.shown  # displays that are updated in place are for notebooks only
     assert (cell.out, shown["text/plain"]) == ("", "--- rank 1:\n1\n--- rank 3:\n3")
 
 
@@ -283,11 +283,11 @@ def test_units_complete_the_model_that_is_resharded(sharded):
     assert sharded.complete("%fsdp reshard model.") == units
     assert sharded.complete("%fsdp reshard model.b") == units
     assert sharded.complete("%fsdp reshard --mp bf16 model.blocks.1") == units[1:]
-    sharded.fake.modules[1] = ["model", "teacher"]  # of several models too, each its own
+    sharded.fake.modules[1] = ["model", "teacher"]  # with several models, each completes its own units
     assert sharded.complete("%fsdp reshard model.blocks.") == units
     assert sharded.complete("%fsdp reshard teacher.") == []
     assert set(sharded.complete("%fsdp unshard ")) >= {"model", "teacher"}
-    assert sharded.complete("%fsdp unshard model.") == []  # only a whole one can be
+    assert sharded.complete("%fsdp unshard model.") == []  # only a whole model can be unsharded
 
 
 def test_completion_in_a_fresh_shell_and_after_nonsense(bare):

@@ -1,4 +1,4 @@
-"""The words that stop inside a step, in a real IPython shell."""
+"""The commands that stop inside a step, in a real IPython shell."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The demo, run once on four ranks and once on two, for all tests that look at what it made."""
+"""The demo, run once on four ranks and once on two, for all tests of its results."""
 
 import contextlib
 import os
@@ -12,21 +12,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-MARK = "WORKBENCH_TEST_MARK"  # in the environment of everything that a run starts
+MARK = "WORKBENCH_TEST_MARK"  # in the environment of all processes of a run
 TIMEOUT_S = 800
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """What a run of ``workbench demo`` left.
+    """The results of a run of ``workbench demo``.
 
     Attributes:
-        folder: where it wrote.
+        folder: its output folder.
         code: its exit code.
-        stdout: what it said.
-        stderr: what it complained about.
-        peak_bytes: most memory that it and all it started had at once; what they share is counted once.
-        survivors: command lines of what was still running some time later.
+        stdout: its output.
+        stderr: its error output.
+        peak_bytes: peak memory of all its processes together; shared memory counts once.
+        survivors: command lines of processes that still run some time later.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ def _run(folder: Path, num_ranks: int) -> DemoRun:
 
 
 def _survivors(mark: str, within_s: float = 30) -> tuple[str, ...]:
-    """Processes that carry ``mark``, once they had time to end."""
+    """Return the processes with ``mark`` in their environment, after some time to end."""
     deadline = time.monotonic() + within_s
     while (found := _marked(mark)) and time.monotonic() < deadline:
         psutil.wait_procs(found, timeout=0.2)
@@ -98,4 +98,4 @@ def _own_bytes(process: psutil.Process) -> int:
         memory = process.memory_full_info()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return 0
-    return getattr(memory, "pss", memory.uss)  # macOS knows no proportional share
+    return getattr(memory, "pss", memory.uss)  # macOS has no proportional share

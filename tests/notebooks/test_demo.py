@@ -1,4 +1,4 @@
-"""How the demo runs a notebook and reads what came out; no ranks needed."""
+"""How the demo runs a notebook and reads its results; needs no ranks."""
 
 import dataclasses
 import subprocess
@@ -28,7 +28,7 @@ def printed(*texts):
 
 
 def without_one_gather(trace):
-    """``trace``, as if rank 1 had skipped one all-gather."""
+    """Return ``trace`` as if rank 1 had skipped one all-gather."""
     rows = trace.rank(1).rows
     first = (rows["kind"] == Kind.ALL_GATHER) & (rows["edge"] == Edge.BEGIN)
     gone = (rows["comm_seq"] == rows["comm_seq"][first][0]) & (rows["kind"] == Kind.ALL_GATHER)
@@ -75,7 +75,7 @@ with socket.create_server((ports.LOOPBACK, 0)) as taken:
 
 @pytest.mark.thorough
 def test_a_kernel_that_does_not_start_is_told_and_leaves_nothing_to_say_at_the_exit(tmp_path):
-    """What the kernel itself says goes to the same place; it never comes to the words that must not be there."""
+    """The kernel writes to the same streams, but never the texts that must not appear."""
     done = subprocess.run([sys.executable, "-c", UNSTARTED], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "before the first cell\nthe notebook's kernel failed: Kernel died" in done.stdout
     assert "atexit" not in done.stderr

@@ -1,4 +1,4 @@
-"""The notebook about stopping inside a step: as it is kept, and run on two ranks."""
+"""The notebook about stopping inside a step: as stored, and run on two ranks."""
 
 import re
 
@@ -27,7 +27,7 @@ def words_of(path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """What each ``%fsdp`` line said, in order."""
+    """The output of each ``%fsdp`` line, in order."""
     notebook = nbformat.read(INSIDE, as_version=4)
     execute(notebook, tmp_path_factory.mktemp("inside"))
     return [
@@ -49,7 +49,7 @@ def test_it_is_kept_without_outputs():
 
 
 def test_the_notebooks_together_show_every_word():
-    elsewhere = {"attach", "detach"}  # they need engines that somebody else has started
+    elsewhere = {"attach", "detach"}  # they need a running cluster
     assert set(command_lines.WORDS) - words_of(TOUR) - words_of(INSIDE) == {"status", "help"} | elsewhere
 
 
@@ -74,7 +74,7 @@ def test_it_goes_on_in_small_steps_and_to_the_end(ran):
 
 def test_a_step_in_the_background_is_paused_and_given_up(ran):
     both, late = r"2 ranks stopped ", r"rank (\d) stopped .*; rank (?!\1)\d (stopped|waits|stops at the next event)"
-    assert re.search(f"{both}|{late}", said(ran, "%fsdp pause"))  # a rank that computes is waited for 0.4 s
+    assert re.search(f"{both}|{late}", said(ran, "%fsdp pause"))  # a pause waits 0.4 s for a computing rank
     assert "The ranks are idle again" in said(ran, "%fsdp abort")
 
 

@@ -39,9 +39,9 @@ IS_LARGE = "(figure) => { const box = figure.getBoundingClientRect(); return box
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, chromium):
-    """The notebook in the browser, with the panel, after all its cells were run."""
+    """The notebook in the browser, with the panel, after all its cells have run."""
     with jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel()) as url, opened(url, chromium) as lab:
-        lab.page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")  # waits for their ends
+        lab.page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")  # waits until they end
         words = lab.page.locator(".jp-Notebook").inner_text()
         assert lab.page.evaluate(NUMBER_OF_THE_LAST) == len(CELLS), words[-2000:]
         yield lab
@@ -58,7 +58,7 @@ def test_every_view_is_drawn(ran, name):
     (SHOTS / f"lab_{name}.png").write_bytes(cell.screenshot())
 
 
-# of each text of a figure on the page: itself, the colour in which it is seen, and that which is below it
+# for each text of a figure on the page: the text, its visible colour, and the colour behind it
 TEXTS = """([cell, wanted]) => {
     const pen = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
     const seen = (...colours) => {

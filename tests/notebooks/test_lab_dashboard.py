@@ -1,4 +1,4 @@
-"""The live dashboard in JupyterLab, in a real browser: it lives while a cell runs, and its cursor drives all panels."""
+"""The live dashboard in JupyterLab, in a real browser: it updates while a cell runs; its cursor drives all panels."""
 
 import pytest
 
@@ -25,7 +25,7 @@ CELLS = [
     "%fsdp back 60",
     "%fsdp back 0",
     "import threading\nfor widget in (early, dash, canvas): widget.close()\n"
-    "for t in threading.enumerate(): t.name == 'dashboard: abort' and t.join()\n"  # it has told us, and is about to end
+    "for t in threading.enumerate(): t.name == 'dashboard: abort' and t.join()\n"  # it has reported and will end soon
     "print([t.name for t in threading.enumerate() if 'dash' in t.name])",
     "%fsdp stop",
 ]
@@ -36,7 +36,7 @@ TIMELINE = "document.querySelector('.fw-canvas').dashboard.timeline"
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
-    """The notebook, its dashboard shown and a long step running."""
+    """The notebook, with its dashboard shown and a long step running."""
     with jupyterlab(tmp_path_factory.mktemp("lab"), CELLS) as url, opened(url, chromium) as lab:
         for number in range(STEP):
             do(lab, number)
@@ -54,31 +54,31 @@ def do(lab, number):
 
 
 def show(lab):
-    """Bring the dashboard into view: out of sight it does not ask."""
+    """Bring the dashboard into view: out of sight it requests nothing."""
     dash = lab.page.locator(".fw-dashboard").nth(1)
     dash.scroll_into_view_if_needed()
     return dash
 
 
 def waits(lab, what, then="true"):
-    """Wait until something is so of the dashboard; returns what is asked for at that very moment."""
+    """Wait until the condition ``what`` holds for the dashboard; return the value of ``then`` at that moment."""
     question = f"() => {{ const d = {VIEW}; return d && (d.{what}) && {{found: {then}}}; }}"
     return lab.page.wait_for_function(question, polling=POLL_MS).evaluate("(answer) => answer.found")
 
 
 def get(lab, what):
-    """Something of the dashboard."""
+    """Return the value of an expression on the dashboard."""
     return lab.page.evaluate(f"() => {{ const d = {VIEW}; return {what}; }}")
 
 
-POLL_MS = 20  # not with the frames: what is told between two of them would never be found drawn
+POLL_MS = 20  # not per frame: an update between two frames would never be found drawn
 IS_ANSWERED = "isWaiting === false && !d.wanted && d.frame === 0 && !d.closeup.asked && !d.closeup.wanted"
 
 
 def settles(lab, then="true"):
-    """Wait until what the dashboard knows is drawn, in all its panels, and what it asked of the cursor is answered.
+    """Wait until all panels are drawn from the dashboard's current data, and the cursor's requests are answered.
 
-    Returns what is asked for at a moment at which that is so.
+    Returns the value of ``then`` at such a moment.
     """
     waits(lab, IS_ANSWERED)
     lab.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
@@ -86,7 +86,7 @@ def settles(lab, then="true"):
 
 
 def says(lab, words):
-    """Wait until the dashboard says so."""
+    """Wait until the dashboard contains ``words``."""
     lab.page.wait_for_function(
         "(words) => document.querySelectorAll('.fw-dashboard')[1].innerText.includes(words)", arg=words
     )
@@ -100,7 +100,7 @@ def shoot(lab, name):
 
 
 def look(lab, panel):
-    """The pixels of a panel."""
+    """Return the pixels of a panel."""
     return get(lab, f"d.root.querySelector('{panel}').toDataURL()")
 
 
@@ -109,7 +109,7 @@ PANELS = (".fw-memory", ".fw-states", ".fw-timeline canvas")
 
 def test_one_that_was_opened_before_the_start_shows_the_ranks_that_came(lab):
     early = lab.page.locator(".fw-dashboard").first
-    early.scroll_into_view_if_needed()  # out of sight it does not ask
+    early.scroll_into_view_if_needed()  # out of sight it requests nothing
     early.filter(has_text="ranks 0-1").filter(has_text="running").wait_for()
     early.filter(has_text="live").wait_for()
     assert "%fsdp start" not in early.inner_text()
@@ -133,7 +133,7 @@ def test_it_is_told_what_happens_while_the_cell_runs(lab):
 NOTE_HINTS = """(() => {
     d.hinted = new Set([d.memory.hint.textContent]);
     new MutationObserver(() => d.hinted.add(d.memory.hint.textContent)).observe(d.memory.hint, {childList: true});
-})()"""  # on a slow machine it is soon gone again
+})()"""  # on a slow machine it soon disappears again
 STEPS_DONE = "(cell) => Number(cell.textContent.match(/step ([\\d,]+) of/)?.[1].replaceAll(',', ''))"
 
 
@@ -180,7 +180,7 @@ def test_the_cursor_holds_the_view_and_every_panel_shows_that_event(lab):
     before = [look(lab, panel) for panel in PANELS]
     assert first["cursors"][0] == first["cursors"][1]
     count, later = 0, first
-    while count < 5 or abs(later["pixel"] - first["pixel"]) < 2:  # several events may lie within a pixel
+    while count < 5 or abs(later["pixel"] - first["pixel"]) < 2:  # several events may share a pixel
         dash.press("ArrowRight")
         waits(lab, f"moment.seq > {later['seq']}")
         count, later = count + 1, settles(lab, SHOWN)
@@ -190,7 +190,7 @@ def test_the_cursor_holds_the_view_and_every_panel_shows_that_event(lab):
     assert [old == new for old, new in zip(before, after, strict=True)] == [False] * 3
     shoot(lab, "cursor")
     dash.press("ArrowLeft")
-    waits(lab, f"moment.seq < {later['seq']}")  # by row: an arrival bears an earlier time than the row before it
+    waits(lab, f"moment.seq < {later['seq']}")  # by row: an arrival's time is before that of the preceding row
 
 
 DRAWN = """(() => {
@@ -210,7 +210,7 @@ DRAWN = """(() => {
 
 
 def drawn_at_cursor(lab):
-    """What is drawn where the cursor stands; it must be what the numbers say."""
+    """Return what is drawn at the cursor, after checking it against the numbers."""
     zoom_in(lab)
     drawn = settles(lab, DRAWN)
     assert drawn["isExact"]
@@ -223,7 +223,7 @@ def drawn_at_cursor(lab):
 
 
 def zoom_in(lab):
-    """Look as closely as the dashboard advises: if steps take very different times, many may be in view."""
+    """Zoom in as far as the dashboard suggests: if step times vary a lot, many steps may be in view."""
     for _ in range(20):
         if not settles(lab, "d.memory.hint.textContent"):
             return
@@ -231,13 +231,13 @@ def zoom_in(lab):
 
 
 def in_bytes(text):
-    """``"1.50 KiB"`` -> 1536."""
+    """Convert a text to bytes: ``"1.50 KiB"`` -> 1536."""
     number, unit = text.split()
     return float(number) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
 
 
 def drawn_one_event_on(lab, key):
-    """What is drawn after an arrow key."""
+    """Return what is drawn after an arrow key."""
     seq = settles(lab, "d.moment.seq")
     show(lab).press(key)
     waits(lab, f"moment.seq !== {seq}")
@@ -253,7 +253,7 @@ def test_what_is_drawn_under_the_cursor_is_what_the_numbers_say(lab):
         if len(seen) < 20:
             seen += [drawn_one_event_on(lab, key) for key in ("ArrowLeft", "ArrowLeft", "ArrowRight")]
         elif min(len({tuple(drawn[what]) for drawn in seen}) for what in ("bytes", "units")) > 2:
-            break  # else all that may have been one long wait
+            break  # otherwise all may have been one long wait
     assert len({tuple(drawn["bytes"]) for drawn in seen}) > 2
     assert len({tuple(drawn["units"]) for drawn in seen}) > 2
 
@@ -283,7 +283,7 @@ def test_dark_it_is_as_legible(lab):
 
 
 def theme(lab, name):
-    """Change JupyterLab's theme; it loads anew, and all draw themselves again."""
+    """Change JupyterLab's theme; it is reloaded, and all dashboards are drawn again."""
     lab.change_theme(name)
     dark = ".fw-dark" if name == "Dark" else ":not(.fw-dark)"
     lab.page.wait_for_function(f"() => document.querySelectorAll('.fw-dashboard{dark}').length === 3")
@@ -297,10 +297,10 @@ STAND = (
 def test_buttons_stop_inside_the_running_step(lab):
     dash = show(lab)
     dash.locator(".fw-pause").click()
-    lab.ends(STEP)  # the ranks stand: the cell has returned, the step has not
+    lab.ends(STEP)  # the ranks are stopped: the cell has returned, the step has not
     show(lab)
     where = waits(lab, STAND, "d.health.find(({state}) => state === 'held').where")
-    assert where.startswith(("before ", "while waiting "))  # as it happens to stand
+    assert where.startswith(("before ", "while waiting "))  # wherever the rank happens to be
     says(lab, f"held {where}")
     shoot(lab, "held")
     place = waits(lab, STAND, "JSON.stringify(d.health)")
@@ -322,7 +322,7 @@ def test_the_word_moves_the_cursor_and_lets_it_go(lab):
     zoom_out_until(lab, "memory.hint.textContent.startsWith('simplified: zoom in')")
     shoot(lab, "simplified")
     seq = get(lab, "d.moment.seq")
-    dash.press("ArrowRight")  # the person's hand is worth as much
+    dash.press("ArrowRight")  # user input counts as much
     waits(lab, f"moment.seq > {seq}")
     assert not get(lab, "d.isLive")
     do(lab, NEWEST)
@@ -334,7 +334,7 @@ def test_the_word_moves_the_cursor_and_lets_it_go(lab):
 
 
 def zoom_out_until(lab, what):
-    """Turn the wheel over the timeline until something is so of the dashboard."""
+    """Turn the wheel over the timeline until the condition ``what`` holds for the dashboard."""
     box = show(lab).locator(".fw-timeline canvas").bounding_box()
     lab.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 60)
     for _ in range(30):

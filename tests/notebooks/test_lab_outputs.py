@@ -1,4 +1,4 @@
-"""What ranks print, in JupyterLab, in a real browser: once where they agree, in tabs where they differ."""
+"""What ranks print, in JupyterLab, in a real browser: shown once if they agree, in tabs if they differ."""
 
 import os
 
@@ -42,12 +42,12 @@ def cells(folder):
 
 
 def outputs(cell):
-    """The texts of a cell's outputs that can be seen."""
+    """Return the visible texts of a cell's outputs."""
     return [output.inner_text() for output in cell.locator(".jp-OutputArea-output").all()]
 
 
 def seen(cell):
-    """The texts of the panes that can be seen."""
+    """Return the texts of the visible panes."""
     return [pane.inner_text() for pane in cell.locator("section pre").all() if pane.is_visible()]
 
 
@@ -56,7 +56,7 @@ def tab(cell, name):
 
 
 def marks(cell):
-    """What stands behind the name of each tab."""
+    """Return the mark after the name of each tab."""
     return cell.locator("fieldset label").evaluate_all(
         "(tabs) => tabs.map((tab) => getComputedStyle(tab, '::after').content)"
     )
@@ -64,7 +64,7 @@ def marks(cell):
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
-    """The notebook with its ranks started, and what lets the ranks of the waiting cell go on."""
+    """The notebook with its ranks started, and a function that lets the ranks of the waiting cell continue."""
     folder = tmp_path_factory.mktemp("lab")
     for rank in range(NUM_RANKS):
         for turn in range(2):

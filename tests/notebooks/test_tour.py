@@ -1,4 +1,4 @@
-"""The tour: as it is kept, as ``workbench demo`` runs it on four ranks, and the page that it writes."""
+"""The tour: as stored, as ``workbench demo`` runs it on four ranks, and the page that it writes."""
 
 import re
 
@@ -13,7 +13,7 @@ from workbench.magics import command_lines
 from workbench.replay import collectives, shards, training
 from workbench.trace import check, load, steps
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first test that looks at a run waits for it
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first test of a run waits for it
 
 TOUR = REPO / "notebooks" / "01_tour.ipynb"
 RANKS = 4
@@ -114,7 +114,7 @@ def test_the_knob_changes_the_number_of_all_gathers(trace):
     def gathers(step):
         return sum(c.calls for c in collectives.counts(trace, step) if c.kind == Kind.ALL_GATHER and c.rank == 0)
 
-    assert [gathers(step) for step in (0, 1, 39, 40, 42)] == [8, 9, 9, 5, 5]  # the loss before left the root full
+    assert [gathers(step) for step in (0, 1, 39, 40, 42)] == [8, 9, 9, 5, 5]  # the loss before left the root unsharded
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""A panel on a fake cluster, over a comm that keeps what it is sent."""
+"""A panel on a fake cluster, over a comm that records its messages."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from workbench.workbench import Workbench
 
 @dataclass
 class FakeComm:
-    """A comm without a browser: ``sent`` is what it was sent, with its buffers."""
+    """A comm without a browser: ``sent`` has the messages to the browser, with their buffers."""
 
     comm_id: str = "a"
     sent: list = field(default_factory=list)
@@ -36,7 +36,7 @@ class FakeComm:
 
 @dataclass
 class Browser:
-    """Asks a panel, and waits for its answers."""
+    """Sends requests to a panel, and waits for its answers."""
 
     notebook: Notebook
     panel: Client
@@ -49,7 +49,7 @@ class Browser:
         return self.fakes[-1]
 
     def ask(self, word, **fields):
-        """The answer to a question."""
+        """Return the answer to a request."""
         self.asked += 1
         self.comm.receive({"word": word, "number": self.asked, **fields})
         return self.answer_to(self.asked)
@@ -73,7 +73,7 @@ class Browser:
 
 @pytest.fixture
 def browser():
-    """One that has said hello."""
+    """A browser that has said hello."""
     fakes = []
 
     def factory(*args, **settings):
@@ -92,6 +92,6 @@ def browser():
 
 @pytest.fixture
 def started(browser):
-    """With four ranks."""
+    """A browser with four ranks."""
     assert not browser.do("start", num_ranks=4)["is_error"]
     return browser

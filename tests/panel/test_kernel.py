@@ -29,7 +29,7 @@ print("left:", len(comm.get_comm_manager().comms), sorted(set(comm.get_comm_mana
 
 
 class Kernel:
-    """A kernel, and what a browser does with it; with ``subshell`` questions are answered while a cell runs."""
+    """A kernel, and a browser's requests to it; with ``subshell``, they are answered while a cell runs."""
 
     def __init__(self, client):
         self.client = client
@@ -47,7 +47,7 @@ class Kernel:
         return comm_id
 
     def ask(self, comm_id, data, is_answer=lambda answer: True):
-        """The next message of a comm that is the answer to ``data``."""
+        """Return the next message of a comm that answers ``data``."""
         self.send("comm_msg", comm_id=comm_id, data=data)
         while True:
             message = self.client.get_iopub_msg(timeout=60)
@@ -95,7 +95,7 @@ def kernel():
 
 def test_from_load_to_unload(kernel):
     comm_id = kernel.open(TARGET)
-    assert kernel.ask(comm_id, {"word": "look", "number": 1}) is None  # closed: nobody is there before %load_ext
+    assert kernel.ask(comm_id, {"word": "look", "number": 1}) is None  # closed: there is no panel before %load_ext
     kernel.run(f"%load_ext workbench\n{FAKE}")
     first, second = kernel.panel(), kernel.panel()
     said = kernel.question(first, "do", command={"word": "start", "num_ranks": 2})
@@ -105,7 +105,7 @@ def test_from_load_to_unload(kernel):
     assert "2 ranks" in kernel.run("%fsdp status")
     assert "%fsdp start -n 2" in kernel.run("%fsdp history")
 
-    reloaded = [kernel.panel() for _ in range(MAX_COMMS)]  # each leaves the one before without a word
+    reloaded = [kernel.panel() for _ in range(MAX_COMMS)]  # each replaces the previous one without closing it
     assert kernel.question(reloaded[-1], "look")["cluster"]["is_running"]
     assert kernel.run(LEFT).startswith(f"left: {MAX_COMMS} ")
     dashboard = kernel.open(TARGET)

@@ -1,4 +1,4 @@
-"""What a panel is answered, on a fake cluster."""
+"""The answers of a panel, on a fake cluster."""
 
 import json
 import math
@@ -186,7 +186,7 @@ def test_a_loss_that_is_not_finite_is_sent_as_text(loss, sent):
     trace = with_loss(example_trace(num_ranks=2, steps=2), 1, loss)
     state = state_at(ClusterSnapshot(trace=trace))
     assert state.training.loss == sent
-    json.dumps(encode(state), allow_nan=False)  # as Jupyter packs it, unless it has to guess
+    json.dumps(encode(state), allow_nan=False)  # as Jupyter packs it, without its fallback
     assert decode(TrainingSummary, encode(state.training), "training") == state.training
 
 
@@ -228,7 +228,7 @@ def test_a_flat_parameter_is_told_with_what_lies_in_it_on_each_rank():
     assert params_of(header, 1) == ()
     parts = (flat.parts[0], replace(flat.parts[1], global_shape=(8,)))
     split = Header(units=(make_unit(replace(flat, parts=parts, global_shape=(11,))),), world_size=4)
-    whole, first, second = params_of(split, 0)  # tensor parallelism has split the second one
+    whole, first, second = params_of(split, 0)  # tensor parallelism has sharded the second one
     assert [param.shape for param in (whole, first, second)] == [(11,), (3,), (8,)]
     assert [param.bytes_unsharded for param in (whole, first, second)] == [44, 12, 32]
     assert second.rows_per_rank == (1, 3)
@@ -265,7 +265,7 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
         assert (told["is_running"], told["exchange"]) == (False, "stop")
         assert state["said"] == "The ranks are stopping; the trace is kept."
         assert "being started or stopped" in started.do("start")["text"]
-        assert exchange() == "stop"  # what was refused is not what is under way
+        assert exchange() == "stop"  # the refused command is not under way
         go_on.set()
         wait_until(lambda: exchange() == "")
     seen = []

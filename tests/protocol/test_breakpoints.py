@@ -133,7 +133,7 @@ OPERATORS = st.sampled_from(
 @given(st.lists(st.tuples(OPERATORS, OPERANDS), max_size=3), OPERANDS, st.sampled_from(["", "not ", "-", "~"]))
 def test_what_is_not_refused_can_be_asked_of_every_event(more, first, before):
     when = before + " ".join([first, *(f"{operator} {operand}" for operator, operand in more)])
-    with warnings.catch_warnings(action="ignore"):  # Python's own, of what is compared
+    with warnings.catch_warnings(action="ignore"):  # Python's own, about the comparison
         try:
             condition = Condition.parse(when, 0)
         except UsageError:

@@ -1,4 +1,4 @@
-"""Every request and every reply arrives as it was sent, and nothing else is read."""
+"""Every request and every reply arrives as it was sent, and nothing else is accepted."""
 
 import dataclasses
 import json
@@ -28,11 +28,11 @@ PLAIN = {
     },
 }
 
-CHECKED = {word: commands(word) for word in (Next, Shard, Reshard, Evaluate)}  # what refuses some values
+CHECKED = {word: commands(word) for word in (Next, Shard, Reshard, Evaluate)}  # commands that refuse some values
 
 
 def of(kind):
-    """Any value of a type that a message may hold."""
+    """Return a strategy of the values of a type that a message may hold."""
     origin, args = get_origin(kind), get_args(kind)
     if kind in CHECKED:
         return CHECKED[kind]

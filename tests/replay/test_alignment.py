@@ -17,14 +17,14 @@ def aligned(a: Trace, b: Trace, rank: int = 0):
 
 
 def without(trace: Trace, place: int) -> Trace:
-    """The trace without one row of rank 0."""
+    """Return the trace without one row of rank 0."""
     rows = np.delete(trace.rank(0).rows, place)
     rows["seq"] = np.arange(len(rows))
     return Trace(trace.header, (RankTrace(0, rows), *trace.ranks[1:]))
 
 
 def later(trace: Trace) -> Trace:
-    """The same, told by a slower clock that started elsewhere."""
+    """Return the same trace on a slower clock with another start."""
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()

@@ -13,7 +13,7 @@ from workbench.trace.schema import ClockReading, GroupInfo, Header, HostClock
 
 
 def issued(*issue_ns):
-    """The collectives that a rank issued in group 0, one after the other."""
+    """Return the collectives that a rank issued in group 0, in sequence."""
     none = np.full(len(issue_ns), -1)
     columns = dict.fromkeys(Collectives.__dataclass_fields__, none)
     here = {"comm_group": np.zeros(len(issue_ns), np.int64), "comm_seq": np.arange(len(issue_ns))}
@@ -28,7 +28,7 @@ def header_of(num_ranks, *clocks):
 
 
 def told(header, found, error_ns=0):
-    """``(rank, after_ns)`` of each collective, which all ranks are told alike."""
+    """Return ``(rank, after_ns)`` of each collective, the same for all ranks."""
     results = last_to_come(header, found, error_ns)
     pairs = {tuple(zip(last.rank.tolist(), last.after_ns.tolist(), strict=True)) for last in results.values()}
     (result,) = pairs
@@ -58,11 +58,11 @@ def test_where_not_all_that_take_part_are_known_nobody_is_named():
 
 @given(st.data())
 def test_nobody_is_named_whom_the_clocks_may_have_made_late(data):
-    """However far the clocks are off, within their error, whoever is named came last in truth."""
+    """For any clock errors within the limit, the named rank really came last."""
     num_ranks = data.draw(st.integers(2, 6))
     clock_of = [0, *(data.draw(st.integers(0, 2)) for _ in range(num_ranks - 1))]
     error_ns = data.draw(st.integers(0, 60))
-    off_ns = [data.draw(st.integers(0, error_ns)) for _ in range(3)]  # so any two are off by no more
+    off_ns = [data.draw(st.integers(0, error_ns)) for _ in range(3)]  # so any two differ by at most error_ns
     true_ns = [data.draw(st.integers(0, 100)) for _ in range(num_ranks)]
     clocks = [tuple(rank for rank in range(num_ranks) if clock_of[rank] == clock) for clock in (1, 2)]
     header = header_of(num_ranks, *filter(None, clocks))

@@ -48,10 +48,10 @@ def test_of_each_rank_with_another_clock_than_rank_0s_it_is_told_how_exact_that_
 @pytest.mark.parametrize(
     ("begin_ns", "end_ns", "expected_ns"),
     [
-        (2 * S, 3 * S, 300 + 50),  # the clock drifted by 300 meanwhile
-        (12 * S, 13 * S, 80),  # it did not
+        (2 * S, 3 * S, 300 + 50),  # the clock drifted by 300 in this time
+        (12 * S, 13 * S, 80),  # it did not drift
         (5 * S, 15 * S, 300 + 50),
-        (22 * S, 22 * S, 80 + DRIFT * 2 * S),  # nobody knows yet
+        (22 * S, 22 * S, 80 + DRIFT * 2 * S),  # the next reading is unknown
         (-20 * S, -S, 40 + DRIFT * 20 * S),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_time_is_as_exact_as_the_readings_around_it(begin_ns, end_ns, expected
 
 @given(st.lists(st.integers(-500, 500), min_size=2, max_size=6), st.data())
 def test_whatever_a_clock_drifts_to_between_readings_is_within_the_error(steps_ns, data):
-    """Times from a reading on are converted by what it found; the clock drifts evenly to where it is found next."""
+    """A reading converts the times after it; the clock drifts evenly until the next reading."""
     offsets = np.cumsum([0, *steps_ns]).tolist()
     errors = [data.draw(st.integers(0, 300)) for _ in offsets]
     clock = clock_of(*((place * S, o, e) for place, (o, e) in enumerate(zip(offsets, errors, strict=True))))

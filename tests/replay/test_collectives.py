@@ -64,7 +64,7 @@ def test_a_wait_is_exposed_time_of_its_collective(setup: Setup):
     for rank in simulate(setup).ranks:
         found, rows = table(rank), rank.rows
         waits = rows["kind"] == Kind.WAIT
-        t_ns = rows["t_ns"][waits].reshape(-1, 2)  # a wait holds nothing else: its ends are neighbours
+        t_ns = rows["t_ns"][waits].reshape(-1, 2)  # a wait contains no other rows: its ends are neighbours
         assert found.wait_ns.sum() == (t_ns[:, 1] - t_ns[:, 0]).sum()
         by_identity = dict(zip(rows["comm_seq"][waits][::2].tolist(), t_ns.tolist(), strict=True))
         for comm_seq, begin, end in zip(found.comm_seq, found.wait_begin_ns, found.wait_end_ns, strict=True):
@@ -100,6 +100,18 @@ def test_a_collective_that_has_not_ended_lasts_to_the_last_row():
     assert found.time_ns[0] == last - found.issue_ns[0]
 
 
+def test_of_several_waits_for_a_collective_the_first_is_its_wait():
+    rank = example_trace(steps=1).ranks[0]
+    first = table(rank)
+    wait = rank.rows[(rank.rows["kind"] == Kind.WAIT) & (rank.rows["comm_seq"] == first.comm_seq[0])][:2]
+    again = np.concatenate([rank.rows, wait])
+    again["seq"] = np.arange(len(again)) + rank.start.seq
+    again["t_ns"][-2:] += 10**9
+    found = table(RankTrace(rank.rank, again, rank.start))
+    assert (found.wait_begin_ns[0], found.wait_end_ns[0]) == tuple(wait["t_ns"])
+    assert found.wait_begin_ns.tolist() == first.wait_begin_ns.tolist()
+
+
 def test_a_wait_for_a_collective_issued_before_the_trace_belongs_to_none():
     rank = example_trace(steps=1).ranks[0]
     issued = int(np.flatnonzero(rank.rows["kind"] == Kind.ALL_GATHER)[0])
@@ -120,12 +132,12 @@ def test_time_held_at_a_gate_is_neither_time_nor_exposed():
     gate["comm_seq"] = gate["comm_group"] = gate["unit"] = -1
     held = np.concatenate([rows[:place], gate, rows[place:]])
     held["seq"] = np.arange(len(held))
-    held["t_ns"][place + 1 :] += 1_000_000 * (held["t_ns"][place + 1 :] >= gate["t_ns"][0])  # not true ends before it
+    held["t_ns"][place + 1 :] += 1_000_000 * (held["t_ns"][place + 1 :] >= gate["t_ns"][0])  # not earlier true ends
     assert table(RankTrace(0, held)).wait_ns.tolist() == table(rank).wait_ns.tolist()
     assert table(RankTrace(0, held)).time_ns.tolist() == table(rank).time_ns.tolist()
 
 
-# -- counts, the closed form and both beside each other
+# -- counts, the closed form, and their comparison
 
 
 @given(setups())
@@ -156,7 +168,7 @@ def test_passes_of_a_step_are_counted_and_expected(setup: Setup, num_passes: int
 
 @given(traces(whole=True), st.integers(0, 10**9))
 def test_a_part_is_never_more_than_its_whole(trace: Trace, late_ns: int):
-    """Exposed time is no longer than the collective, however late compute wakes up; that no longer than its step."""
+    """Exposed time is at most the collective's time, however late compute resumes, and that is at most its step's."""
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
@@ -186,12 +198,12 @@ def test_what_stays_full_after_a_pass_is_not_gathered_in_the_next_one():
         (True, (looks, last), (1 + 2, 1)),
         (False, (looks, last), (1, 1)),
         (False, (looks,), (1, 0)),
-        (True, (kept,), (2, 1)),  # gradients that nothing reduces are a difference
+        (True, (kept,), (2, 1)),  # gradients that are not reduced make a difference
     ]:
         header = Header(units=(dataclasses.replace(unit, reshard_after_forward=policy),))
         assert tuple(e.calls for e in closed_form(header, (), {0: seen})) == calls
     (whole,) = (e for e in closed_form(header, (0,), {0: (kept,)}) if e.kind == Kind.ALL_GATHER)
-    assert whole.calls == 1  # full as the step begins
+    assert whole.calls == 1  # unsharded as the step begins
 
 
 @given(setups())
@@ -378,7 +390,7 @@ def test_a_flat_parameter_is_padded_once_for_all_that_are_in_it(numels: tuple[in
     assert (reduce.calls, reduce.num_bytes) == (1, padded * 4)
 
 
-# -- what crosses between hosts
+# -- bytes between hosts
 
 CARRIERS = (GLOO, PER_HOST, C10D, "")
 
@@ -417,7 +429,7 @@ def test_no_way_sends_less_between_hosts_than_each_needs_of_the_others_and_none_
 
 
 def on_hosts(trace: Trace, hosts: str, comm: str) -> Trace:
-    """The same, with rank r on host ``hosts[r]``, and units that ``comm`` carries."""
+    """Return the trace with rank r on host ``hosts[r]``, and units that communicate over ``comm``."""
     ranks = tuple(dataclasses.replace(info, host=hosts[info.rank]) for info in trace.header.ranks)
     units = tuple(dataclasses.replace(unit, comm=comm) for unit in trace.header.units)
     return Trace(dataclasses.replace(trace.header, ranks=ranks, units=units), trace.ranks)

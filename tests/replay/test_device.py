@@ -1,4 +1,4 @@
-"""What devices did, in the place of when their hosts handed it over."""
+"""Spans on devices, instead of the times at which their hosts issued them."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ TRACE = on_devices(TRUE)
 
 
 def part_of(trace, step):
-    """A rank and its rows of a step."""
+    """Return a rank and its rows of a step."""
     whole = trace.rank(1)
     return whole, window(trace, step, 1).stateless(whole)
 

@@ -13,7 +13,7 @@ from workbench.trace.columns import RankTrace, Trace
 
 
 def holding_on(trace: Trace, unit: int, ranks: tuple[int, ...]) -> Trace:
-    """The trace with the full parameters of ``unit`` kept from forward to backward on ``ranks``, gathered or not."""
+    """Return the trace with the unsharded parameters of ``unit`` kept from forward to backward on ``ranks``."""
     return Trace(trace.header, tuple(_held(r, unit) if r.rank in ranks else r for r in trace.ranks))
 
 
@@ -27,7 +27,7 @@ def _held(rank: RankTrace, unit: int) -> RankTrace:
 
 
 def slower(trace: Trace, kind: Kind, unit: int, by_ns: int, steps: Collection[int] | None = None) -> Trace:
-    """The trace with every span of ``kind`` of ``unit`` (of ``steps`` alone) ``by_ns`` longer, the rest later."""
+    """Make every span of ``kind`` of ``unit`` (in ``steps`` only) ``by_ns`` longer, and delay the rest."""
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
@@ -117,7 +117,7 @@ def test_what_was_there_before_is_nobodys_in_particular():
 
 @given(traces(whole=True), st.data())
 def test_of_ranks_that_did_the_same_one_is_looked_at(trace, data):
-    """The rank that is found is the one that would be if each of them were."""
+    """The rank that is chosen is the same as if each rank had been compared."""
     odd = data.draw(st.sampled_from([None, *(rank.rank for rank in trace.ranks)]))
     other = Trace(trace.header, tuple(with_more_bytes(rank) if rank.rank == odd else rank for rank in trace.ranks))
     alone = [found for rank in trace.ranks if (found := differences(trace, other, rank.rank)) is not None]

@@ -13,13 +13,13 @@ from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame
 
 @st.composite
 def pooled(draw: st.DrawFn) -> Trace:
-    """Traces of jobs whose unsharded parameters come from a pool that keeps what is given back, or not."""
+    """Draw traces of jobs whose unsharded parameters come from a pool that keeps freed memory, or not."""
     trace = draw(traces())
     return trace if draw(st.booleans()) else with_pool(trace)
 
 
 def with_pool(trace: Trace) -> Trace:
-    """The trace with OTHER rows for a pool: what UNSHARDED_PARAMS give back becomes RESERVED, and is taken again."""
+    """Add rows of a pool to the trace: bytes that UNSHARDED_PARAMS free become RESERVED, and are reused."""
     return Trace(trace.header, tuple(_with_pool(rank) for rank in trace.ranks))
 
 
@@ -41,7 +41,7 @@ def _with_pool(rank: RankTrace) -> RankTrace:
 
 
 def live_by_hand(rank: RankTrace) -> list[tuple[int, tuple[int, ...]]]:
-    """(seq, live bytes per class) before the first row and after each row."""
+    """Return (seq, live bytes per class) before the first row and after each row."""
     live = list(rank.start.bytes_by_category)
     found = [(rank.start.seq - 1, tuple(live))]
     for row in rank.rows:
@@ -135,7 +135,7 @@ def test_peak_in_words():
 
 
 def rows_of(*entries):
-    """Rows of (kind, edge, unit, phase, category, num_bytes)."""
+    """Return rows of (kind, edge, unit, phase, category, num_bytes)."""
     rows = np.zeros(len(entries), ROW_DTYPE)
     rows["seq"] = rows["t_ns"] = np.arange(len(entries))
     rows["comm_group"] = rows["comm_seq"] = -1

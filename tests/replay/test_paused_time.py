@@ -16,7 +16,7 @@ STEP, GATE, WAIT = Kind.STEP, Kind.GATE, Kind.WAIT
 
 
 def rank_of(rank, *entries):
-    """A rank's rows of (kind, edge, t_ns), all of step 0, the last STEP END included."""
+    """Return a rank's rows of (kind, edge, t_ns), all of step 0 except RESET."""
     rows = np.zeros(len(entries), ROW_DTYPE)
     rows["seq"], rows["unit"] = np.arange(len(entries)), -1
     rows["comm_group"] = rows["comm_seq"] = -1
@@ -52,7 +52,7 @@ def test_time_in_which_others_wait_for_the_held_rank_is_cut_as_well():
 def test_time_in_which_another_rank_works_is_not_cut():
     held = [(STEP, BEGIN, 0), (GATE, BEGIN, 10), (GATE, END, 90), (STEP, END, 100)]
     works = [(STEP, BEGIN, 0), (WAIT, BEGIN, 30), (WAIT, END, 40), (STEP, END, 70)]
-    assert pairs(cuts(trace_of(held, works))) == [(30, 40), (70, 90)]  # and when its step is over, it does not
+    assert pairs(cuts(trace_of(held, works))) == [(30, 40), (70, 90)]  # a rank whose step is over does not work
 
 
 def test_a_rank_that_is_still_held_is_held_until_the_newest_row_of_any():
@@ -85,7 +85,7 @@ def test_a_trace_without_a_stop_is_left_as_it_is():
 
 @given(trace=traces(whole=True), number=st.integers(0, 3), hold_ns=st.integers(0, 10**12))
 def test_a_stopped_run_is_shown_as_if_nobody_had_stopped_it(trace, number, hold_ns):
-    """But for the time between the first and the last arrival at the stop."""
+    """Except for the time between the first and the last arrival at the stop."""
     backwards = [(r.rows["kind"] == Kind.BACKWARD) & (r.rows["edge"] == BEGIN) for r in trace.ranks]
     if min((int(b.sum()) for b in backwards), default=0) <= number:
         return
@@ -96,7 +96,7 @@ def test_a_stopped_run_is_shown_as_if_nobody_had_stopped_it(trace, number, hold_
     assert hold_ns <= found.lengths_ns.sum() <= hold_ns + spread
     for before, after in zip(trace.ranks, shown.ranks, strict=True):
         kept, t_ns = after.rows[after.rows["kind"] != GATE], before.rows["t_ns"]
-        in_order = t_ns == np.maximum.accumulate(t_ns)  # an end that is told late may be put into the stop itself
+        in_order = t_ns == np.maximum.accumulate(t_ns)  # a row with an earlier true time may be within the stop itself
         assert np.abs(kept["t_ns"] - t_ns)[in_order].max() <= spread
 
 
@@ -105,7 +105,7 @@ _steps = st.lists(st.tuples(st.sampled_from([WAIT, GATE]), st.integers(0, 5), st
 
 @st.composite
 def jobs(draw):
-    """Ranks that wait, are held, and work, for any time, in one step each."""
+    """Draw ranks that wait, are held, and work, for any durations, in one step each."""
     ranks = []
     for _ in range(draw(st.integers(1, 4))):
         t_ns = draw(st.integers(0, 10))
@@ -119,7 +119,7 @@ def jobs(draw):
 
 
 def by_hand(trace):
-    """Every nanosecond that is to be cut, one by one."""
+    """Return every nanosecond that must be cut, one by one."""
     last = max(int(r.rows["t_ns"][-1]) for r in trace.ranks)
     return {t for t in range(last) if _stands(trace, t)}
 
@@ -164,7 +164,7 @@ def test_a_trace_that_grows_has_the_same_cuts_and_moves_nothing_that_was_shown(t
 
 
 def grows(growing, trace, times):
-    """Give ``growing`` more and more of a trace; nothing that was shown moves."""
+    """Pass ever more of a trace to ``growing``; no time that was shown moves."""
     seen = []
     for until in [*sorted(times), 10**6]:
         part = Trace(trace.header, tuple(_until(r, until) for r in trace.ranks))
@@ -184,7 +184,7 @@ IDLE = 10
 
 
 def idle_by_hand(trace):
-    """Every nanosecond of idle time that is long enough, one by one."""
+    """Return every nanosecond of idle time in runs of at least IDLE, one by one."""
     first, last = (edge(t for r in trace.ranks for t in r.rows["t_ns"].tolist()) for edge in (min, max))
     idle = [t for t in range(first, last) if all(_is_away(r, t) for r in trace.ranks)]
     runs = np.split(idle, np.flatnonzero(np.diff(idle) > 1) + 1) if idle else []
@@ -200,7 +200,7 @@ def _is_away(rank_trace, t_ns):
 
 @st.composite
 def runs(draw):
-    """Ranks that take steps, rest between them for any time, and abort some."""
+    """Draw ranks that take steps, pause between them for any duration, and abort some."""
     ranks = []
     for _ in range(draw(st.integers(1, 3))):
         entries, t_ns = [], draw(st.integers(0, 20))
@@ -225,7 +225,7 @@ def test_exactly_the_idle_time_is_removed_that_is_long(trace):
 
 @given(trace=runs(), times=st.lists(st.integers(0, 200), max_size=5))
 def test_idle_time_of_a_trace_that_grows_moves_nothing_that_was_shown(trace, times):
-    """Of what was idle when it was shown, less than the least length stays."""
+    """For each prefix shown, less than IDLE of its idle time remains."""
     growing = GrowingCuts(IDLE)
     grows(growing, trace, times)
     cut = {t for begin, end in pairs(growing.cuts.joined()) for t in range(begin, end)}

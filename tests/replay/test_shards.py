@@ -32,7 +32,7 @@ def make_param(shape, num_shards, shard_dim=0, itemsize=4, fqn="w"):
 
 
 def make_flat(numels, num_ranks, **options):
-    """A flat parameter of vectors ``p0``, ``p1``, ... of so many elements."""
+    """Return a flat parameter of vectors ``p0``, ``p1``, ... with these numbers of elements."""
     parts = tuple(
         FlatPart(fqn=f"p{i}", shape=(n,), global_shape=(n,), first=sum(numels[:i])) for i, n in enumerate(numels)
     )

@@ -26,7 +26,7 @@ from workbench.trace.schema import ROW_DTYPE
 
 
 def rows_of(*entries):
-    """Rows of (kind, edge, unit, t_ns)."""
+    """Return rows of (kind, edge, unit, t_ns)."""
     rows = np.zeros(len(entries), ROW_DTYPE)
     rows["seq"] = np.arange(len(entries))
     rows["comm_group"] = rows["comm_seq"] = -1
@@ -108,9 +108,9 @@ def test_after_an_abort_nothing_is_open(num_ranks, step, part, prefetch):
         until = rank.rows[: first_reset + 3]
         found = end_aborted(spans(until, SPANS), until)
         assert (found.end_seq >= 0).all()
-        assert found.end_ns.max() <= until["t_ns"][:first_reset].max()  # nobody is busy until the reset
+        assert found.end_ns.max() <= until["t_ns"][:first_reset].max()  # no rank is busy until the reset
         whole = end_aborted(spans(rank.rows, SPANS), rank.rows)
-        assert (whole.end_seq >= 0).all()  # nor does a span reach into a later step
+        assert (whole.end_seq >= 0).all()  # and no span extends into a later step
         assert (whole.end_ns >= whole.begin_ns).all()
         mine = whole.step == step
         assert not mine.any() or whole.end_ns[mine].max() <= until["t_ns"][:first_reset].max()

@@ -11,7 +11,7 @@ from workbench.trace.schema import ROW_DTYPE, KeyFrame
 
 
 def states_by_hand(rank: RankTrace, unit: int) -> list[UnitState]:
-    """State of one unit before the first row and after each row."""
+    """Return the state of one unit before the first row and after each row."""
     params = rank.start.unit_states.get(unit, UnitState.SHARDED)
     reducing = rank.start.reducing.get(unit, 0)
     found = [UnitState.REDUCING if reducing else params]

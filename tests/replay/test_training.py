@@ -77,7 +77,7 @@ def forward(unit, step):
 
 
 def of_models(*units_and_losses, header):
-    """One step per (unit whose forward comes first, loss)."""
+    """Return a trace with one step per (unit of the first forward, loss)."""
     rows = []
     for step, (unit, loss) in enumerate(units_and_losses):
         rows += step_rows(step, 100 * step, 100 * step + 10 * (unit + 1), forward(unit, step), logged(loss, step=step))

@@ -14,19 +14,19 @@ TRACE = example_trace(num_ranks=2, num_units=2, steps=2)
 
 
 def logical(rank_trace):
-    """The logical events of a rank: kind, edge, unit, step, in their order."""
+    """Return the logical events of a rank, in order: kind, edge, unit, step."""
     rows = rank_trace.rows[~np.isin(rank_trace.rows["kind"], BESIDE)]
     return rows[["kind", "edge", "unit", "step"]].tolist()
 
 
 def moments(rank_trace):
-    """The logical events up to each moment of a rank: of those known together, there is one moment after the last."""
+    """Return the number of logical events up to each moment of a rank; events that arrive together share one moment."""
     known = np.maximum.accumulate(rank_trace.rows["t_ns"])[~np.isin(rank_trace.rows["kind"], BESIDE)]
     return [place + 1 for place in range(len(known)) if place + 1 == len(known) or known[place] < known[place + 1]]
 
 
 def on_other_clocks(trace, draw):
-    """What rank 0 did, done by three ranks at different speeds, one of which began late."""
+    """Return rank 0's events on three ranks at different speeds, one of which began late."""
     rows = trace.rank(0).rows
     ranks = [trace.rank(0)]
     for rank in (1, 2):
@@ -51,7 +51,7 @@ def test_ranks_that_did_the_same_are_cut_at_the_same_logical_event(setup, data, 
 
 @given(setups(), st.data())
 def test_what_is_left_of_a_trace_is_cut_at_the_same_event_too(setup, data):
-    """The builder keeps as many of each rank's rows, which need not be the same ones."""
+    """The builder keeps equally many rows of each rank, which need not be the same ones."""
     trace = on_other_clocks(simulate(setup), data.draw)
     ranks = [r.cut(data.draw(st.integers(0, r.end_seq)), r.end_seq) for r in trace.ranks]
     trace = Trace(trace.header, tuple(ranks))
@@ -89,7 +89,7 @@ def test_back_goes_event_by_event_and_stays_at_the_first():
 
 @given(setups(), st.integers(1, 60))
 def test_a_cursor_is_a_time_as_well(setup, count):
-    """What the lowest rank had told by then is what is shown of it: a line drawn there divides it nowhere else."""
+    """A line at the cursor's time divides the lowest rank's rows, by arrival, exactly at the cursor."""
     trace = simulate(setup)
     cursor, _ = back(trace, None, count)
     assume(cursor is not None)

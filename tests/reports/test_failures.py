@@ -172,7 +172,7 @@ def test_other_tracebacks_stay_whole(text):
 
 
 def test_ipython_still_renders_a_cells_frame_like_this():
-    """IPython's rendering is read with a regular expression: notice when it changes."""
+    """A regular expression reads IPython's rendering: this test notices a change of it."""
     with ipython_shell() as shell, contextlib.redirect_stdout(io.StringIO()) as out:
         shell.run_cell("def f():\n    1 / 0\nf()", store_history=True)
     assert place_of(Failure(rank=0, traceback=out.getvalue())) == "line 2, in f"

@@ -26,7 +26,7 @@ EVIL = "</pre><script>alert(1)</script><style>*{}</style>&amp;'\""
 
 
 class Page(HTMLParser):
-    """What a browser finds in a page: its elements with their attributes, and the text outside of style sheets."""
+    """The content of a page: its elements with their attributes, and the text outside of style sheets."""
 
     def __init__(self, page):
         super().__init__()
@@ -128,7 +128,7 @@ def test_a_pane_for_each_text_that_its_ranks_tabs_show(is_live):
         assert f"\n:has(#wb-1-r{rank}:checked) ~ * #wb-1-panes > :not(.r{rank}) {{display: none}}" in text
     assert "\nlabel:has(> #wb-1-r1)::after {content" in text
     assert ("column-reverse" in text) == is_live
-    assert not re.search(r"(html|body|:root):has", text)  # a browser would style all of the page at each change of it
+    assert not re.search(r"(html|body|:root):has", text)  # a browser would restyle the whole page at each change of it
 
 
 def test_what_ranks_wrote_is_text():

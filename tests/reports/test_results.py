@@ -203,7 +203,7 @@ def test_status_names_the_processes_that_stay_for_the_next_start():
 
 
 def units_of_two_models():
-    """The units of a model of which there are two copies, and of a plain one; names do not come in order."""
+    """Return the units of a model with two copies, and of one without; the names are not in order."""
     hybrid = {"replicate_size": 2, "compute_dtype": "bfloat16", "reduce_dtype": "bfloat16", "shard_size": 2}
     first = [make_unit(i, 0, name=name, **hybrid) for i, name in enumerate(("", "layers.10", "layers.2"))]
     second = [make_unit(3, 3, name=""), make_unit(4, 3, name="layers.2")]
@@ -251,7 +251,7 @@ def test_parts_that_are_sharded_each_for_itself_are_one_model_in_a_file_too():
 
 
 def model_info(name, *units):
-    """A variable with a model that has these units."""
+    """Return a variable with a model that has these units."""
     counts = {"num_params": 1, "num_elements": 1, "num_bytes": 4}
     return ModelInfo(name=name, class_name="M", is_sharded=True, classes=(), suggested=(), units=units, **counts)
 
@@ -294,7 +294,7 @@ def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
 
 
 def test_verify_of_nothing_but_nan_says_no_difference():
-    """A difference of 0 beside no equal parameter would be a riddle."""
+    """A difference of 0 without any equal parameter would be confusing."""
     nan = math.nan
     alike = replace(VERIFY, num_params=2, not_finite=("a", "b"), equal_bits=0, loss_sharded=nan, loss_reference=nan)
     facts = dict(alike.facts())
@@ -404,7 +404,7 @@ _SEEN = """() => {
 THEMES = {
     "theme-light": ":root {color-scheme: light}",
     "theme-dark": ":root {color-scheme: dark}",
-    "": ":root {color-scheme: light dark}",  # a page that is no JupyterLab's
+    "": ":root {color-scheme: light dark}",  # a page outside of JupyterLab
 }
 
 

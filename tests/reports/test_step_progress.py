@@ -12,7 +12,7 @@ from workbench.trace.schema import ROW_DTYPE, Header
 
 
 def prefix(trace, share):
-    """The first ``share`` of every rank's rows."""
+    """Return the first ``share`` of every rank's rows."""
     return Trace(trace.header, tuple(r.cut(r.start.seq, r.start.seq + int(len(r.rows) * share)) for r in trace.ranks))
 
 

@@ -1,4 +1,4 @@
-"""Breakpoints, conditions and the events that ``next`` goes to, without any rank."""
+"""Breakpoints, conditions and the events that ``next`` stops at, without any ranks."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The classic wrapper on real ranks: ``shard --api classic``, what is recorded, planned and said of it."""
+"""The classic wrapper on real ranks: ``shard --api classic``, its record, its plan and its reports."""
 
 import io
 import warnings
@@ -103,7 +103,7 @@ def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
 
 
 def wrapped_in_a_cell():
-    """By the user, not by ``shard``: before the first step everything has its name, and nothing is in the way."""
+    """Train a model that the user wrapped: units have their names before the first step, and training works."""
     ns = prepare()
     ns["model"] = model = FullyShardedDataParallel(
         ns["model"],
@@ -127,7 +127,7 @@ def test_what_a_cell_wraps_is_known_by_its_names_before_the_first_step():
 
 
 def warned(command):
-    """The lines that a rank prints of what it is warned of."""
+    """Return the lines that a rank prints as warnings."""
     said = io.StringIO()
     with warnings.catch_warnings(), redirect_stderr(said):
         warnings.simplefilter("always")
@@ -349,14 +349,14 @@ RESHARDS = [
     (("fully_shard", "", "4", 2, False), {"api": "classic", "strategy": "full"}),
     (("classic", "full", "4", "auto", False), {}),
 ]
-"""What a model says, each as it is or of the other API what is like it, and what it gets then, one after another."""
+"""The policy that a model reports, with the other API's equivalents, and the change made next; in sequence."""
 
 REFUSED = (1, 16)
-"""Which of them are refused: there is no mesh of copies, and no strategy like it."""
+"""Indices of refused changes: there is no mesh of copies, and no equivalent strategy."""
 
 
 def outcome(job, *args):
-    """What a job returns, or how it is refused."""
+    """Return a job's result, or the text of its UsageError."""
     try:
         return job(*args)
     except UsageError as error:
@@ -474,7 +474,7 @@ def train_on(model, optimizer, tokens):
 @pytest.mark.parametrize(("strategy", "orig_params"), [("full", False), ("full", True), ("none", False)])
 def test_a_model_on_the_meta_device_begins_alike_on_all_ranks_and_its_optimizer_trains_it(strategy, orig_params):
     (begun, then), *others = run(2, without_values, strategy, orig_params)
-    torch.manual_seed(0)  # what rank 0 draws, unit by unit from the inside out
+    torch.manual_seed(0)  # rank 0 draws the values unit by unit, from the innermost on
     inner, outer = nn.Linear(4, 7, bias=False), nn.Embedding(7, 4)
     torch.testing.assert_close((begun["2.weight"], begun["0.weight"]), (inner.weight.data, outer.weight.data))
     assert all(not torch.equal(before, then[name]) for name, before in begun.items())
@@ -518,7 +518,7 @@ def refused():
 
 
 def assert_refused(command, error, says):
-    """What a command that is refused says is known before, in the same words."""
+    """Check that the plan of a command and the command itself are refused with the same text."""
     with pytest.raises(error, match=says) as before:
         shard_planning.plan(command, namespace()["world_size"])
     with pytest.raises(error, match=says) as done:
@@ -530,11 +530,11 @@ def test_what_an_optimizer_or_the_other_api_cannot_have_is_refused_and_all_is_as
     run(2, refused)
 
 
-# ---- on parameters that tensor parallelism has split
+# ---- on parameters that tensor parallelism has sharded
 
 
 def train_in_parallel(orig_params, clips):
-    """Tensor parallelism in each block, and wrappers over the other axis that a cell has made."""
+    """Train with tensor parallelism in each block, and wrappers made in a cell over the other axis."""
     ns = namespace()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Commands on real ranks: what they answer, what they refuse, and what they leave behind."""
+"""Commands on real ranks: replies, refusals, and leftovers."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def trace_of(content, buffers):
 def refused(command):
     try:
         execute(command)
-    except Exception as error:  # noqa: BLE001 - the test asks which one
+    except Exception as error:  # noqa: BLE001 - the test checks which one
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
@@ -72,7 +72,7 @@ def loaded_by_a_first_shard():
 
 @pytest.mark.thorough
 def test_what_sharding_needs_is_loaded_before_ranks_are_forked():
-    """In a process of its own: other tests load more than the ranks' module does."""
+    """In a new process: other tests import more than the ranks' module does."""
     code = (
         "from tests.helpers import booted_ranks; from tests.runtime import test_commands as t;"
         "print(*booted_ranks.run(2, t.loaded_by_a_first_shard))"
@@ -92,7 +92,7 @@ def test_shard_step_verify_unshard(world_size):
         assert out["verify"]["ok"]
         assert out["verify"]["max_abs_diff"] < 1e-6
         assert out["verify"]["loss_sharded"] == pytest.approx(out["verify"]["loss_reference"], abs=1e-6)
-        # verify left parameters, optimizer and the data's random numbers as they were
+        # verify left parameters, optimizer and the random state of the data unchanged
         assert out["next"]["losses"] == [out["verify"]["loss_sharded"]]
         assert out["rules"] == []
         assert out["steps"] == [0, 1, 2, 3]
@@ -250,7 +250,7 @@ def test_the_user_s_own_loop_is_recorded_in_steps():
     for steps, broken, last in run(2, own_loop):
         assert steps == [0, 0, 1, 1]
         assert broken == []
-        assert last == -1  # evaluation is no step
+        assert last == -1  # an evaluation is not a step
 
 
 def returns(kind):
@@ -277,7 +277,7 @@ def test_a_loss_that_is_a_dtensor_is_refused():
 
 
 def made_again():
-    """Run what a cell does that makes a model, twice: units in use after each, and after a step."""
+    """Run a cell that makes a model, twice; return the units in use after each, and after a step."""
     found = []
     for _ in range(2):
         prepare()
@@ -319,7 +319,7 @@ def test_the_side_door_tells_where_a_rank_is_and_what_it_has():
 
 
 class Trainee(torch.nn.Linear):
-    """Calls backward within its own forward, if asked to."""
+    """Calls backward within its own forward if ``is_inside``."""
 
     is_inside = False
 
@@ -331,7 +331,7 @@ class Trainee(torch.nn.Linear):
 
 
 def missed_gradients():
-    """Return what steps say whose backward runs inside of forward, or whose gradients are kept on purpose, or not."""
+    """Return the replies of steps whose backward runs inside of forward, or that keep gradients, on purpose or not."""
     ns = namespace()
     ns["model"] = model = Trainee(4, 4)
     x = torch.ones(2, 4)
@@ -361,7 +361,7 @@ def test_a_step_says_which_gradients_no_reduction_took():
 
 
 class Adapted(torch.nn.Module):
-    """Has a parameter that is left out, and a buffer that ranks draw for themselves."""
+    """Has an ignored parameter, and a buffer with different values on each rank."""
 
     def __init__(self, rank):
         super().__init__()
@@ -374,7 +374,7 @@ class Adapted(torch.nn.Module):
 
 
 def evaluated(api, orig_params):
-    """What is said to be in no unit, and the sizes, after an evaluation, which leaves the root unsharded."""
+    """Return the parameters reported in no unit, and the sizes, after an evaluation that leaves the root unsharded."""
     ns = namespace()
     ns["model"] = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 2)))
     execute(Shard(model="model", wrap=("Sequential",), api=api, orig_params=orig_params))
@@ -394,7 +394,7 @@ def test_an_unsharded_root_does_not_have_its_parameters_in_no_unit(api, orig_par
 
 
 def hooked(api, orig_params):
-    """What is said of hooks that are never called: before and after an evaluation, and once they are removed."""
+    """Return the hooks reported as never called: before and after an evaluation, and after their removal."""
     ns = namespace()
     ns["model"] = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Sequential(torch.nn.Linear(4, 2)))
     execute(Shard(model="model", wrap=("Sequential",), api=api, orig_params=orig_params))

@@ -1,4 +1,4 @@
-"""What a rank finds in its environment: what torchrun would have set."""
+"""The environment variables of a rank: those that torchrun would set."""
 
 import os
 
@@ -17,7 +17,7 @@ def found():
 
 def before_and_after_it_leaves():
     before = found()
-    dist.barrier()  # a rank that leaves first closes the connection that the other one may still be making
+    dist.barrier()  # a rank that leaves first closes the connection that the other may still be opening
     rank_module.shutdown()
     return before, found()
 
@@ -29,7 +29,7 @@ def test_ranks_have_the_variables_of_torchrun_while_they_are_ranks(monkeypatch):
     for rank, (during, after) in enumerate(results):
         assert during[:6] == [str(rank), "2", str(rank), "2", LOOPBACK, LOOPBACK_INTERFACE]
         assert during[6].isdecimal()
-        assert during[7] is None  # NCCL finds its own way within a host
+        assert during[7] is None  # NCCL finds its interface within a host
         assert after == [None] * 8
     assert len({during[6] for during, _ in results}) == 1
 

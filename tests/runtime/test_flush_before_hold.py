@@ -1,4 +1,4 @@
-"""What happens between the decision to hold a rank and the announcement that it is held."""
+"""The steps between the decision to hold a rank and the report that it is held."""
 
 import sys
 import threading
@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
 class Accelerator(Backend):
-    """A device that is waited for as a test says."""
+    """A device with the given function to synchronise."""
 
     def __init__(self, synchronise):
         super().__init__(CUDA)
@@ -26,7 +26,7 @@ class Accelerator(Backend):
 
 
 class Stream:
-    """A stdout that keeps what it was given until it is told to write it out."""
+    """A stdout that keeps its text until it is flushed."""
 
     def __init__(self):
         self.kept, self.written = [], []
@@ -49,7 +49,7 @@ def test_only_an_accelerator_is_waited_for_and_what_was_printed_is_written_out(m
 
 
 def on_a_device(script, synchronise):
-    """Run a step with a breakpoint at a backward, on a rank that thinks its device is a GPU."""
+    """Run a step with a breakpoint at a backward, on a rank whose device appears to be a GPU."""
     sharded()
     Door().break_at({"event": "backward", "unit": "blocks.1"})
     rank_module._this_rank().gate._quiet = FlushBeforeHold(Accelerator(synchronise))

@@ -1,4 +1,4 @@
-"""Ranks that stop within a step: where, all at the same event, and what is left of it in numbers and rows."""
+"""Ranks that stop within a step: where, all at the same event, and the effect on numbers and rows."""
 
 import itertools
 import os
@@ -76,7 +76,7 @@ def stopped_everywhere():
     names = {u.index: u.name or "(root)" for u in trace.header.units}
     stops = [(held, names.get(held.unit, ""), said) for held, said in stops]
     rows = trace.ranks[0].rows
-    rows = rows[~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))]  # the garbage collector's may be anywhere
+    rows = rows[~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE))]  # frees by garbage collection may be anywhere
     gates = np.flatnonzero((rows["kind"] == Kind.GATE) & (rows["edge"] == Edge.END))
     after = [(Kind(r["kind"]).name.lower(), Edge(r["edge"]).name.lower()) for r in rows[gates + 1]]
     return losses, weights(ns), stops, check(trace), after
@@ -101,7 +101,7 @@ def test_all_ranks_stop_at_the_same_event_and_numbers_are_those_of_an_undisturbe
 
 
 def paused_again_and_again(meeting, times):
-    """In each 13 steps a pause is asked for, in the last of them at the latest: so long the step waits for it."""
+    """Request a pause in every 13 steps; the last of the 13 waits for the request."""
     ns = sharded()
     rank, step = ns["rank"], ns["train_step"]
     numbers, asked = itertools.count(1), [threading.Event() for _ in range(times)]
@@ -168,7 +168,7 @@ def one_rank_only(meeting):
 
     def script(door):
         if ns["rank"] != 1:
-            # in step 1 and for that unit: other waits end by themselves
+            # in step 1 and for that unit: other waits end without help
             where = door.until(lambda where: where.waiting and where.place.step == 1 and is_awaited(where.newest))
             meeting.wait()
             meeting.wait()
@@ -200,14 +200,14 @@ def test_a_breakpoint_of_one_rank_leaves_the_others_waiting():
 
 
 def looks_from_now():
-    """What grows whenever this rank looks up from a wait."""
+    """Return a list that grows whenever this rank reaches a stop point during a wait."""
     looks, look = [], cancellable_waits.stop_point
     cancellable_waits.stop_point = lambda: (looks.append(None), look())
     return looks
 
 
 def paused_before_a_collective_of_the_users_own(meeting):
-    """Rank 0 has done its part of the backward and waits for rank 1, without an event; both then limit the norm."""
+    """Rank 0 has finished its backward and waits for rank 1, without an event; then both clip the norm."""
     ns = prepare(clip=1.0)
     execute(Shard(model="model", wrap=("Block",)))
     execute(Step())
@@ -224,7 +224,7 @@ def paused_before_a_collective_of_the_users_own(meeting):
         door(Pause())
         looks = looks_from_now()
         if not ns["rank"]:
-            door.until(lambda where: where.held or len(looks) > 1)  # it has looked up from its wait, and come back
+            door.until(lambda where: where.held or len(looks) > 1)  # it was at a stop point, and waits again
         meeting.wait()
         door(RunTo(place=furthest))
         held = door.until_held()
@@ -237,7 +237,7 @@ def paused_before_a_collective_of_the_users_own(meeting):
 
 
 def clipped_after_a_sum(params, max_norm):
-    """A collective of the engine's that no event tells of, such as a grad scaler's, then one of the user's own."""
+    """An engine collective without an event, like a grad scaler's, then one of the user's."""
     all_reduce(torch.ones(()), dist.ReduceOp.SUM, dist.group.WORLD, "all-reduce")
     clip_grad_norm_(params, max_norm)
 
@@ -386,7 +386,7 @@ def test_nothing_holds_a_rank_outside_of_steps():
 
 
 def until():
-    """Two steps that stop once, though breakpoints are exchanged meanwhile; then one that comes to the event again."""
+    """Two steps that stop once, although breakpoints are replaced meanwhile; then one that reaches the event again."""
     sharded()
 
     def script(door):
@@ -405,7 +405,7 @@ def test_until_comes_with_its_steps_stops_once_and_goes_with_them():
 
 
 def own_loop():
-    """A training loop in a cell: it is no command, yet it stops."""
+    """A training loop in a cell: it is not a command, yet it stops."""
     ns = sharded()
     door = Door()
     door.break_at({"event": "optimizer"})

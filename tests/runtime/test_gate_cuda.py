@@ -1,6 +1,6 @@
-"""A rank on a GPU that stops in its backward, which runs in autograd's own thread: its device has nothing left to do.
+"""A rank on a GPU that stops in its backward, in autograd's own thread: its device has no work left.
 
-The same on the CPU, where nothing is waited for, shows that the test itself works.
+The same on the CPU, which has no device to wait for, checks the test itself.
 """
 
 import json
@@ -25,7 +25,7 @@ GPU = pytest.param(
     marks=[
         pytest.mark.gpu,
         pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        pytest.mark.filterwarnings("ignore"),  # whatever NCCL and torch's own warn of
+        pytest.mark.filterwarnings("ignore"),  # any warnings of NCCL and torch
     ],
 )
 WIDTH = 64
@@ -53,7 +53,7 @@ def script(door):
 
 
 def main(device):
-    """Be that rank, and print what was seen."""
+    """Run that rank, and print what it saw."""
     address = Address(**rank_module.boot(encode(boot_of(0, 1, device))))
     rank_module.connect(encode(Connect(address=address)))
     try:
@@ -69,7 +69,7 @@ def main(device):
 @pytest.mark.thorough
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_a_rank_that_stops_in_backward_has_waited_for_its_device(device):
-    code = f"from tests.runtime.test_gate_cuda import main; main({device!r})"  # CUDA cannot be used in a forked child
+    code = f"from tests.runtime.test_gate_cuda import main; main({device!r})"  # a forked child cannot use CUDA
     command = [sys.executable, "-c", code]
     child = subprocess.run(command, check=False, cwd=REPO, capture_output=True, text=True, timeout=120)
     assert child.returncode == 0, child.stderr

@@ -1,4 +1,4 @@
-"""What a held rank runs: expressions, cells and inspections, in the stopped step's own thread."""
+"""Jobs on a held rank: expressions, cells and inspections, in the thread of the stopped step."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from workbench.trace.invariants import check
 
 
 def stopped_at(event, unit, script, *, steps=1, **options):
-    """Run ``script(door, ns)`` while a step is stopped there for the first time in the last of ``steps`` steps."""
+    """Run ``script(door, ns)`` at the event's first stop in the last of ``steps`` steps."""
     ns = sharded(**options)
     ns["torch"] = torch
     if steps > 1:
@@ -69,11 +69,11 @@ def test_expressions_see_the_cells_and_the_stopped_function_in_its_own_thread_an
 
 
 def step_with_locals(ns, forward):
-    """A step with variables of its own, called by a function with others."""
+    """Return a step with its own local variables, called by a function with others."""
 
     def one_step():
         batch = torch.randint(7, (4, 6), generator=ns["generator"])
-        x = torch.ones(3, 2)  # as the modules call theirs
+        x = torch.ones(3, 2)  # the name that the modules use
         loss = forward(lambda: loss_of(ns["model"], batch))
         loss.backward()
         ns["opt"].step()
@@ -134,7 +134,7 @@ def test_a_frame_is_chosen_and_a_wrong_name_brings_the_nearest_and_the_frames():
     number = next(number for number, text in users.items() if " in one_step" in text)
     assert shapes[0] == "[4, 5, 16]"
     assert shapes[number] == "[3, 2]"
-    assert shapes[number + 1] == ""  # not looked for in what was called
+    assert shapes[number + 1] == ""  # not searched for in the functions that it called
     assert unknown.error.ename == "NameError"
     said = unknown.error.evalue
     assert said.startswith("name 'batsh' is not defined; nearest: batch")
@@ -146,7 +146,7 @@ def test_a_frame_is_chosen_and_a_wrong_name_brings_the_nearest_and_the_frames():
 
 
 def in_another_thread():
-    """Autograd runs hooks of a device in a thread of its own, while the main one waits."""
+    """Autograd runs the hooks of a device in a separate thread while the main thread waits."""
     ns = sharded()
 
     def elsewhere(forward):
@@ -400,7 +400,7 @@ def test_inspect_finds_full_and_sharded_gradients():
 
 def stacks_while_held():
     def script(door, ns):
-        door.evaluate("rank")  # it counts as held a moment before it stands in the gate's loop
+        door.evaluate("rank")  # a rank counts as held a moment before it is in the gate's loop
         return door(Stacks())
 
     return stopped_at("backward", "blocks.1", script)
@@ -414,4 +414,4 @@ def test_stacks_begin_with_the_main_thread_and_show_where_it_stands():
     assert " in _next_message: " in next(f.text for f in frames if "gate.py" in f.text)
     users = [f for f in frames if f.number is not None]
     assert [f.number for f in users] == list(range(len(users)))
-    assert " in train_step: loss.backward()" in users[0].text  # what ran forward has returned
+    assert " in train_step: loss.backward()" in users[0].text  # the code that ran forward has returned

@@ -1,4 +1,4 @@
-"""Meshes and groups: those of copies x shards, and that these and the user's own outlive a rebuild of all groups."""
+"""Meshes and groups, the workbench's and the user's, survive a rebuild of all groups."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def groups_of(mesh):
 
 
 def use(mesh):
-    """What the mesh's own collectives give: a gathered tensor, a sum over copies, and a norm over both axes."""
+    """Return results of the mesh's collectives: a gathered tensor, a sum over copies, and a norm over both axes."""
     rank = namespace()["rank"]
     shard = DTensor.from_local(torch.full((2,), float(rank % mesh.size(1))), mesh, [Replicate(), Shard(0)])
     total = torch.ones(1)
@@ -43,7 +43,7 @@ def life_of_a_mesh(shape):
     results = []
     for generation in ("1", "2"):
         rank_module.recover(generation)
-        runtime.groups.mesh_of((1, dist.get_world_size()))  # another mesh, another order of making
+        runtime.groups.mesh_of((1, dist.get_world_size()))  # another mesh, another order of creation
         results.append((groups_of(mesh), use(mesh)))
     return same, first, results, mesh.mesh_dim_names
 
@@ -73,7 +73,7 @@ def test_a_shape_of_one_axis_is_the_mesh_of_all_ranks():
 
 
 def life_of_a_users_groups():
-    """Tensor parallelism on a mesh of a cell's, and groups among the variables."""
+    """Tensor parallelism on a cell's mesh, and groups in variables."""
     ns = namespace()
     ns["pair"] = dist.new_group([1, 2])
     ns["old_world"] = dist.group.WORLD
@@ -83,7 +83,7 @@ def life_of_a_users_groups():
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     inputs = torch.ones(2, 4)
     before = model(inputs).tolist()
-    name_groups_from(9 + ns["rank"])  # as if some had made groups that others had not, as an error came in between
+    name_groups_from(9 + ns["rank"])  # as if an error had let only some ranks make groups
     for generation in ("1", "2"):
         rank_module.recover(generation)
         assert model(inputs).tolist() == before
@@ -102,7 +102,7 @@ def test_groups_of_the_user_outlive_a_rebuild_of_all_groups():
 
 
 def half_made():
-    """A group that two of its three ranks know is none: nobody waits for the third."""
+    """A group that only two of its three ranks know is dropped: no rank waits for the third."""
     ns = namespace()
     groups = rank_module._this_rank().groups
     ranks = dist.get_process_group_ranks

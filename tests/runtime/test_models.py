@@ -1,4 +1,4 @@
-"""Which steps trained which model, as ranks record it."""
+"""Records of which steps trained which model."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Variables of a rank, looked at while a cell makes new ones."""
+"""Reading a rank's variables while a cell makes new ones."""
 
 import linecache
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from workbench.runtime import namespace, rank, user_frame
 
 
 class Making:
-    """Whoever asks what it is has a new variable made, as a cell in another thread may."""
+    """Adds a variable whenever its class is read, as a cell in another thread may."""
 
     def __init__(self, variables):
         self._variables = variables
@@ -50,5 +50,5 @@ def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(mon
     assert cell["here"] == CellLine(line=3, function="<module>", text="here, there = ask(), f()")
     assert cell["there"] == CellLine(line=2, function="f", text="return ask()")
     assert ask() is None
-    exec("command = ask()", cell)  # as ipyparallel calls a command: in the namespace of cells, and in no cell
+    exec("command = ask()", cell)  # as ipyparallel runs a command: in the namespace of cells, but in no cell
     assert cell["command"] is None

@@ -1,4 +1,4 @@
-"""Models of which parts are sharded, each for itself, and no module around them all: one model to every command."""
+"""Models whose parts are sharded separately, without a module around them: one model to every command."""
 
 import copy
 
@@ -27,7 +27,7 @@ UNITS = {"classic": ["decoder", "encoder"], "fully_shard": ["decoder", "encoder"
 
 
 class Coder(nn.Module):
-    """Two parts with parameters of the same names, and a parameter that is in none of them."""
+    """Two parts with equal parameter names, and a parameter outside both."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ def make():
 
 
 def shard_parts(model, api, of=None):
-    """Shard each part; ``of``: with torch's own."""
+    """Shard each part; ``of``: torch's API to use instead of ours."""
     if api == "classic":
         wrap = (of or classic).FullyShardedDataParallel
         model.encoder, model.decoder = wrap(model.encoder, device_id=CPU), wrap(model.decoder, device_id=CPU)
@@ -64,7 +64,7 @@ def train(model, opt, generator):
 
 
 def prepare(api):
-    """As a cell does: nothing but the model is among the variables."""
+    """Prepare as a cell does: of the modules, only the model is a variable."""
     ns = namespace()
     ns["model"] = model = shard_parts(make(), api)
     ns["opt"] = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
@@ -105,7 +105,7 @@ def commanded(api):
 
 
 def of_torch(api):
-    """The losses of torch's own of the same."""
+    """Return the losses of torch's API for the same training."""
     ns = namespace()
     model = shard_parts(make(), api, theirs)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
@@ -139,7 +139,7 @@ def test_parts_are_called_by_their_path_and_commands_take_the_model(api):
 
 
 def one_by_one(api):
-    """A part is resharded, to the other API too, and keeps its name; the step goes on as if nothing had been done."""
+    """Reshard single parts, one to the other API; they keep their names, and the step continues undisturbed."""
     ns = prepare(api)
     ns["opt"] = torch.optim.AdamW(ns["model"].parameters(), lr=1e-2, foreach=False)  # in the end it has both kinds
     execute(Step(count=1))
@@ -168,7 +168,7 @@ def test_a_part_is_resharded_by_its_path_and_keeps_its_name(api):
 
 
 class Tied(Coder):
-    """Reads a parameter of a part outside of the forward of that."""
+    """Reads a part's parameter outside of that part's forward."""
 
     def forward(self, x):
         return functional.linear(x, self.encoder[0].weight)
@@ -187,7 +187,7 @@ def test_errors_name_a_unit_by_its_path():
 
 
 def around_on_one_rank(api):
-    """One rank has a module around the model, as for an evaluation of its own: all train on, whatever they call it."""
+    """Train while one rank has a module around the model, as for an evaluation: names differ, training continues."""
     ns = prepare(api)
     execute(Step(count=1))
     if ns["rank"] == 0:
@@ -206,7 +206,7 @@ def test_what_ranks_compare_does_not_depend_on_what_a_unit_is_called(api):
 
 
 def inner_variables(api):
-    """The step calls a part by a variable of its own."""
+    """Train with a step that calls a part through its own variable."""
     ns = prepare(api)
     ns["encode"], ns["decode"] = ns["model"].encoder, ns["model"].decoder
 

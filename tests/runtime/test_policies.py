@@ -1,4 +1,4 @@
-"""Policies on real ranks: ``shard`` and ``reshard`` with each option, what is recorded of them, and ``verify``."""
+"""Policies on real ranks: ``shard`` and ``reshard`` with each option, their records, and ``verify``."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ POLICIES = {
 
 
 def ranks_for(*policies):
-    """Four where a policy makes two groups of them, otherwise two."""
+    """Return 4 ranks if a policy makes two groups of them, otherwise 2."""
     return 4 if any("mesh" in policy or policy.get("reshard_after_forward") == 2 for policy in policies) else 2
 
 
@@ -71,7 +71,7 @@ def train(policy):
 
 
 def planned(unit):
-    """What of a unit is known before it is made."""
+    """Return a unit with only the fields known before it is made."""
     return replace(unit, index=0, root=-1, comm="")
 
 
@@ -127,7 +127,7 @@ def test_a_policy_is_put_in_words(name):
 
 
 def change(first, second, clip):
-    """Losses of two steps, a change, two steps, another change back, two steps."""
+    """Return losses and state of two steps, a reshard, two steps, an unshard, a step."""
     ns = prepare(clip=clip)
     execute(Shard(model="model", wrap=("Block",), **first))
     losses = execute(Step(count=2))["losses"]
@@ -163,7 +163,7 @@ CHANGES = [
 
 
 def unchanged(policy, clip):
-    """Losses of as many steps with the first policy alone."""
+    """Return the losses of as many steps with the first policy alone."""
     prepare(clip=clip)
     execute(Shard(model="model", wrap=("Block",), **policy))
     return execute(Step(count=5))["losses"]
@@ -210,14 +210,14 @@ def reshards_by_plan():
 
 
 def policies_told():
-    """After each of RESHARDS, what the model says of its policy, and what it comes to to give it that again."""
+    """Return the model's policy after each of RESHARDS, and the plans for setting the same policy again."""
     ns = prepare()
     execute(Shard(model="model", wrap=("Block",), prefetch=2))
     found = []
     for changes in [{}, *RESHARDS, {"prefetch": 0}]:
         execute(Reshard(model="model", **changes))
         (model,) = shard_planning.models()
-        told = vars(model.policy) | {"strategy": ""}  # which the other API has
+        told = vars(model.policy) | {"strategy": ""}  # a field of the other API
         again, kept = Reshard(model="model", **told), Reshard(model="model")
         found.append((model.policy, [shard_planning.plan(command, ns["world_size"]) for command in (again, kept)]))
     return found
@@ -256,7 +256,7 @@ def reshards_that_cannot_be():
     def tried(**changes):
         try:
             shard_planning.plan(Reshard(model="model", **changes), ns["world_size"])
-        except Exception as error:  # noqa: BLE001 - the test asks which one
+        except Exception as error:  # noqa: BLE001 - the test checks which one
             said.append(f"{type(error).__name__}: {error}")
 
     tried()
@@ -284,7 +284,7 @@ UNITS = [
     ({"reshard_after_forward": "auto", "mp": "off"}, (True, "float32", False)),
     ({"offload": True, "reshard_after_forward": "false"}, (False, "float32", True)),
 ]
-"""What one unit is given, and then is."""
+"""Changes of one unit, and its policy afterwards."""
 
 
 def reshards_of_a_unit():
@@ -350,7 +350,7 @@ PRECISIONS = [
     ),
     ("model", {"mp": "off"}, ["off"] * 4),
 ]
-"""What is given to the whole or to a unit, and the precision then of the whole, ``blocks.0``, ``blocks.1``, a layer."""
+"""Changes of the model or a unit, and the precision afterwards of the model, ``blocks.0``, ``blocks.1``, a layer."""
 
 
 def precisions_field_by_field():
@@ -384,7 +384,7 @@ def wrong_units():
     def refuse(**given):
         try:
             execute(Reshard(**given))
-        except Exception as error:  # noqa: BLE001 - the test asks which one
+        except Exception as error:  # noqa: BLE001 - the test checks which one
             said.append(f"{type(error).__name__}: {error}")
 
     refuse(model="model.blocks.1", reshard_after_forward="false")
@@ -470,7 +470,7 @@ def wrong_policies():
     def refuse(command):
         try:
             execute(command)
-        except Exception as error:  # noqa: BLE001 - the test asks which one
+        except Exception as error:  # noqa: BLE001 - the test checks which one
             said.append(f"{type(error).__name__}: {error}")
 
     refuse(Reshard(model="model"))

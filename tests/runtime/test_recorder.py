@@ -258,7 +258,7 @@ def test_units_that_no_source_has_any_more_are_gone():
     for index in range(3):
         recorder.unit(dataclasses.replace(example_trace().header.units[0], index=index))
     recorder.note_gone()
-    assert all(unit.in_use for unit in recorder.header.units)  # there is nobody to know better
+    assert all(unit.in_use for unit in recorder.header.units)  # without a source, units count as in use
     recorder.source(first)
     recorder.source(second)
     version = recorder.header_version
@@ -295,7 +295,7 @@ def test_a_reset_leaves_the_unit_sharded():
 
 
 def told_after_a_reset(recorder):
-    """What is recorded of three units that recovery resets: sharded, unsharded, and with an all-gather in flight."""
+    """Return the rows of a reset of three units by recovery: sharded, unsharded, and with an all-gather in flight."""
     recorder.give_up_step()
     known = recorder.drain()
     for unit in range(3):
@@ -335,7 +335,7 @@ def test_what_was_under_way_is_said_to_be_aborted_also_when_it_is_given_up_twice
 
 
 def on_device() -> tuple[Recorder, FakeDevice]:
-    """A recorder of a device that does nothing by itself."""
+    """Return a recorder, and its device without work."""
     device = FakeDevice()
     recorder = Recorder(Header(world_size=2))
     recorder.device_clock = device.clock()
@@ -348,13 +348,13 @@ def tell_one(recorder, kind, edge=Edge.INSTANT, comm=None, num_bytes=0):
 
 
 def told(rows):
-    """When the device came to each row, and in which stream, by the row's number."""
+    """Return when the device reached each row, and in which stream, by the row's number."""
     found = rows[rows["kind"] == Kind.DEVICE]
     return {int(row["value"]): (int(row["t_ns"]), int(row["module"])) for row in found}
 
 
 def gather(recorder, device, *, ends=True):
-    """An all-gather in a stream of its own that takes longer than the host takes to wait for it."""
+    """Run an all-gather in a separate stream that takes longer than the host's wait."""
     side = device.new_stream("nccl")
     side.wait_stream(device.current)
     tell_one(recorder, Kind.ALL_GATHER, Edge.BEGIN, comm=COMM, num_bytes=8)
@@ -370,7 +370,7 @@ def gather(recorder, device, *, ends=True):
 
 
 def checked(recorder):
-    """All that was recorded, which obeys the rules of a trace."""
+    """Return all recorded rows, after checking them against the invariants of a trace."""
     rows = rows_of(recorder.drain())
     assert check(Trace(recorder.header, (RankTrace(0, rows),))) == []
     return rows
@@ -386,7 +386,7 @@ def test_the_device_tells_of_every_event_when_it_has_come_to_it_and_the_host_goe
     recorder.optimizer_edge(Edge.END)
     recorder.end_step()
     early = rows_of(recorder.drain())
-    assert sorted(told(early)) == [0, 1]  # the host has done all, the device begins its forward
+    assert sorted(told(early)) == [0, 1]  # the host has finished, the device begins its forward
     recorder.wait_for_device(device.synchronize)
     rows = checked(recorder)
     times = told(rows)
@@ -407,7 +407,7 @@ def test_a_collective_ends_where_the_device_ends_it_and_compute_waits_until_then
     assert kinds[:4] == [Kind.ALL_GATHER, Kind.WAIT, Kind.WAIT, Kind.ALL_GATHER]
     assert ended[0] == pytest.approx(issued[0] + 50_000_000, abs=100_000)
     assert recorder.header.strings[ended[1]] == "communication"
-    assert waited[0] >= ended[0] > waits[0] > begin  # what compute waited for is what is exposed
+    assert waited[0] >= ended[0] > waits[0] > begin  # the time that compute waited is the exposed time
     assert rows["t_ns"][3] < ended[0]  # the host had passed it long before
 
 
@@ -420,7 +420,7 @@ def test_a_step_given_up_claims_no_end_that_was_not():
     rows = checked(recorder)
     assert sorted(told(rows)) == [0, 1]
     assert [Edge(edge) for edge in rows["edge"][:2]] == [Edge.BEGIN, Edge.BEGIN]
-    tell_one(recorder, Kind.ALL_GATHER, Edge.END, comm=COMM)  # of an older one, told after all
+    tell_one(recorder, Kind.ALL_GATHER, Edge.END, comm=COMM)  # of an older one, announced later
     recorder.wait_for_device(device.synchronize)
     assert len(told(checked(recorder))) == 3
 

@@ -1,4 +1,4 @@
-"""A rank that fails or is aborted: the others are freed, and all go on afterwards."""
+"""A rank that fails or is aborted: the others are freed, and all continue afterwards."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def in_clipping(ns):
 
 
 def blocked_in_torch(ns, call):
-    """Make ``call`` the step, which no flag can reach; returns what waits until it is called, and that it blocks."""
+    """Make ``call``, which no flag can interrupt, the step; return a wait for its begin, and True."""
     ns["begun"] = False
 
     def train_step():
@@ -43,7 +43,7 @@ def blocked_in_torch(ns, call):
 
 
 def free(door, until_blocked, is_in_torch, others):
-    """Do what the notebook's side does when rank 1 has failed: abort the others, then shut those that still run."""
+    """Free a rank as the notebook's side does after rank 1 failed: abort the others, then shut those that still run."""
     until_blocked(door)
     door(GiveUp(reason=REASON))
     others.wait()  # a rank that is not aborted yet would take the end of the others for a failure
@@ -60,7 +60,7 @@ def fail_and_go_on(blocked, others, everyone):
     if ns["rank"] != 1:
         how = blocked(ns)
         error, _ = beside(lambda door: free(door, *how, others), Step(count=1))
-    everyone.wait()  # groups are built anew when nobody is in the old ones any more
+    everyone.wait()  # groups are rebuilt once no rank uses the old ones
     ns["train_step"] = step
     ns["opt"].zero_grad()
     rank_module.recover(1)

@@ -14,7 +14,7 @@ has_statm = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="o
 
 
 class Clock:
-    """A clock that is moved by hand, in nanoseconds."""
+    """A clock that the test sets, in nanoseconds."""
 
     now = 0
 
@@ -67,7 +67,7 @@ def test_it_is_what_psutil_says():
 
 
 def num_open(path):
-    """Count the descriptors of this process that are for this file: others come and go at any time."""
+    """Count this process's descriptors of the file: other descriptors may change at any time."""
     found = Path("/proc/self/fd").iterdir()
     return sum(os.path.realpath(link) == str(path) for link in found)
 

@@ -1,4 +1,4 @@
-"""What is recorded of a source that is not our engine: it calls a probe, and everything works on what it told."""
+"""Recording a source other than our engine: it calls a probe, and everything works on its events."""
 
 import subprocess
 import sys
@@ -113,7 +113,7 @@ def test_it_is_saved_exported_and_drawn_live(recorded, tmp_path):
 
 
 def stopped_before(event, unit, look=lambda gate: None):
-    """Train a step; where rank 0 stops first, ``look`` and let it go on. Returns what it gave, and the recorders."""
+    """Train a step; at rank 0's first stop, call ``look`` and continue. Return its result, and the recorders."""
     made = recorders()
     gate = Gate(made[0], 0)
     loop = PlainLoop([gate, made[1]])

@@ -1,4 +1,4 @@
-"""Only the sockets opened in the tracked body are shut, and never a listening one or the store's."""
+"""Only sockets opened in the tracked body are shut, never a listening one or the store's."""
 
 import os
 import socket
@@ -46,7 +46,7 @@ def test_the_store_s_connections_are_left_alone(listener):
     client.sendall(b"x")
     assert accepted.recv(1) == b"x"
     assert sockets.shut_store() == 2
-    assert client.recv(1) == b""  # whoever waits for an answer of a store that is gone
+    assert client.recv(1) == b""  # a client that waits for an answer of the closed store
     client.close()
     accepted.close()
 

@@ -1,4 +1,4 @@
-"""Bars of tqdm.auto in a process that has ipykernel, as a rank's has."""
+"""Bars of tqdm.auto in a process with ipykernel, like a rank's."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The traceback that IPython renders of what a cell raised on a rank."""
+"""IPython's traceback of an exception in a rank's cell."""
 
 import linecache
 import re
@@ -33,7 +33,7 @@ def in_a_library():
 
 @pytest.fixture
 def rendered(monkeypatch):
-    """Returns the traceback of a call in a cell, as IPython renders it in a mode, without colours."""
+    """Returns IPython's traceback of a call in a cell, rendered in a mode without colours."""
     cell = {"__name__": "__main__"}
     file = "/tmp/ipykernel_1/1.py"
     monkeypatch.setitem(linecache.cache, file, (len(CELL), None, CELL.splitlines(keepends=True), file))
@@ -46,7 +46,7 @@ def rendered(monkeypatch):
         monkeypatch.setattr(tracebacks, "user_namespace", lambda: cell)
         tracebacks.install()
         tracebacks.install()  # a process may become a rank twice
-        with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever it is
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - any exception
             cell[name](*args)
         error = caught.value
         before = error.__traceback__, error.__cause__ and error.__cause__.__traceback__

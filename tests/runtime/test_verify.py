@@ -1,4 +1,4 @@
-"""What ``verify`` does is not the run: no view, no count and no curve shows it."""
+"""``verify`` does not count as part of the run: no view, count or curve shows it."""
 
 import copy
 import functools
@@ -27,23 +27,23 @@ from workbench.trace.schema import ROW_DTYPE
 from workbench.views import VIEWS, draw
 
 LEAVES = (Kind.ALLOC, Kind.FREE, Kind.RESHARD, Kind.UNSHARD)
-"""Kinds of rows that say what verify left changed."""
+"""Kinds of rows that record the changes that verify leaves."""
 
 
 def recorded():
-    """What this rank recorded so far, as plain data, and the state after it."""
+    """Return what this rank recorded so far, as plain data, and the state after it."""
     content, (rows,) = drain()
     return content.header, rows, key_frame_from_dict(content.key_frame)
 
 
 def joined(results):
-    """Put what ``recorded`` returned on each rank into one trace."""
+    """Join the results of ``recorded`` on each rank into one trace."""
     parts = [RankTrace(rank, np.frombuffer(rows, ROW_DTYPE)) for rank, (_, rows, _) in enumerate(results)]
     return Trace(header_from_dict(results[0][0]), tuple(parts))
 
 
 def with_and_without_verify(reshard, warm):
-    """Steps, a verify, steps; returns the record before verify, after it, and at the end."""
+    """Run steps, a verify, and steps; return the record before verify, after it, and at the end."""
     prepare()
     execute(Shard(model="model", wrap=("Block",), reshard_after_forward=reshard))
     if warm:
@@ -80,7 +80,7 @@ def test_nothing_that_is_shown_changes_by_verify(reshard, warm):
             assert draw(name, after).to_json() == draw(name, before).to_json()
     for with_it, without in zip(end.ranks, plain.ranks, strict=True):
         assert memory.peak(with_it).num_bytes == memory.peak(without).num_bytes
-        assert sorted(_events(with_it)) == sorted(_events(without))  # the engine gathers ahead from its second step on
+        assert sorted(_events(with_it)) == sorted(_events(without))  # the engine prefetches from its second step on
     assert _losses(end) == _losses(plain)
     for (*_, (*_, frame)), (*_, expected) in zip(results, results_without, strict=True):
         assert frame.bytes_by_category == expected.bytes_by_category
@@ -92,7 +92,7 @@ def _losses(trace):
 
 
 def _events(rank_trace):
-    """What a rank did in its steps, without times and numbers of collectives."""
+    """Return a rank's events within steps, without times and collective numbers."""
     rows = rank_trace.rows
     rows = rows[(rows["step"] >= 0) & ~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE, Kind.RESIDENT))]
     return rows[["kind", "edge", "unit", "num_bytes", "step", "phase"]].tolist()
@@ -215,7 +215,7 @@ def test_a_model_that_keeps_what_deepcopy_refuses_is_verified(api):
 
 
 def train_in_parallel(dim, mp_policy):
-    """Tensor parallelism in each block, ``fully_shard`` over the other axis, and a loop's variable that is left."""
+    """Use tensor parallelism in each block, ``fully_shard`` over the other axis, and a leftover loop variable."""
     ns = namespace()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -239,7 +239,7 @@ def train_in_parallel(dim, mp_policy):
     ns["train_step"] = train_step
     execute(Step(count=2))
     right = execute(Verify())
-    assert right == execute(Verify(model="model"))  # everything is as before
+    assert right == execute(Verify(model="model"))  # everything is unchanged
     losses = execute(Step(count=2))["losses"]
     return right, losses
 

@@ -21,10 +21,10 @@ HOUR = 3600 * S
 
 @dataclass
 class Hosts:
-    """Hosts whose clocks were started at other times and run at other rates; a question and its answer take a while.
+    """Hosts whose clocks started at different times and run at different rates; messages take time.
 
-    ``now_ns`` is the true time, which the notebook's clock shows; by host, what its clock was ahead at 0, and by how
-    much of the time it is faster; ``silent`` ranks do not answer.
+    ``now_ns`` is the true time, that of the notebook's clock. By host, ``ahead_ns`` is how far its clock was ahead at
+    0, and ``faster`` by what share it runs faster. ``silent`` ranks do not answer.
     """
 
     host_of: dict[int, str]
@@ -37,7 +37,7 @@ class Hosts:
     asked: list[tuple[int, ...]] = field(default_factory=list)
 
     def shows(self, rank, t_ns=None):
-        """What the clock of a rank shows at a true time."""
+        """Return the time of a rank's clock at a true time."""
         host, t_ns = self.host_of[rank], self.now_ns if t_ns is None else t_ns
         return t_ns + self.ahead_ns.get(host, 0) + round(self.faster.get(host, 0.0) * t_ns)
 
@@ -125,7 +125,7 @@ def test_of_a_rank_whose_clock_is_not_known_nothing_is_collected_yet():
     assert [len(r.rows) for r in collector.trace.ranks] == [50, 50]
     (clock,) = collector.trace.header.clocks
     assert clock.ranks == (1,)
-    (reading,) = clock.readings  # the fake rank's clock shows 0 always
+    (reading,) = clock.readings  # the fake rank's clock always shows 0
     moved = collector.trace.rank(1).rows["t_ns"] - cluster.ranks[1].whole.rows["t_ns"][:50]
     assert set(moved.tolist()) == {-reading.offset_ns}
 
@@ -172,7 +172,7 @@ def test_readings_of_many_hours_stay_few(monkeypatch):
     pauses=st.lists(st.sampled_from([20_000_000, S, 11 * S, HOUR]), min_size=1, max_size=12),
 )
 def test_whatever_clocks_do_times_are_within_the_error_and_in_their_order(seed, faster, ahead_ns, pauses):
-    """Of two ranks of another host, which record at any time, and are collected after any pause."""
+    """Two ranks of another host record at any time, and are drained after any pause."""
     hosts = Hosts({0: "here", 1: "a", 2: "a"}, {"a": ahead_ns}, {"a": faster}, random=Random(seed))
     found, told = hosts.clocks(), {1: [], 2: []}
     for pause_ns in pauses:

@@ -11,7 +11,7 @@ PNG = Output("display", data={"image/png": "...", "text/plain": "<Figure>"})
 
 
 class Job:
-    """A request whose ranks write when the test says so, and what was handed on of it."""
+    """A request whose ranks write when the test lets them, and its forwarded output."""
 
     def __init__(self, num_ranks=3, first=0):
         self.now = 0.0
@@ -20,13 +20,13 @@ class Job:
         self.heard = []
 
     def write(self, texts, **more):
-        """``texts``: of all ranks, or by rank."""
+        """Write ``texts``: of all ranks, or by rank."""
         for rank, text in (texts if isinstance(texts, dict) else dict.fromkeys(self.answers, texts)).items():
             self.answers[rank].outputs.append(text if isinstance(text, Output) else Output("stdout", text=text))
         return self.look(**more)
 
     def look(self, after_s=0.0):
-        """What is handed on now."""
+        """Return the output forwarded now."""
         self.now += after_s
         return self.said(self.stream.forward)
 
@@ -54,7 +54,7 @@ def plain(output):
 
 
 def tabs(outputs):
-    """The two displays of which the outputs are."""
+    """Return the two displays of the outputs."""
     upper, lower = outputs
     assert [output.display_id.rpartition("-")[2] for output in outputs] == ["tabs", "panes"]
     assert upper.is_draft
@@ -62,7 +62,7 @@ def tabs(outputs):
 
 
 def marked(lower):
-    """The ranks of which the lower display marks the tabs."""
+    """Return the ranks whose tabs the lower display marks."""
     (marks, *_) = re.findall(r"^(label.*)::after \{content", lower.data["text/html"], re.MULTILINE) or [""]
     return [int(rank) for rank in re.findall(r"-r(\d+)\)", marks)]
 
@@ -96,7 +96,7 @@ def test_it_waits_for_nobody_who_has_ended():
 def test_what_others_wrote_first_is_no_difference():
     job = Job()
     assert job.write({1: "a\nb\n", 2: "a\n"}) == []
-    assert texts(job.write({0: "a\nb\n"})) == []  # rank 2 may write something else yet
+    assert texts(job.write({0: "a\nb\n"})) == []  # rank 2 may still write something else
     assert texts(job.write({2: "b\n"})) == ["a\nb\n"]
 
 
@@ -257,7 +257,7 @@ def test_ranks_that_differ_in_an_empty_line_are_told_apart():
 
 @given(st.lists(PIECES, min_size=2, max_size=4), st.data())
 def test_nothing_is_lost_and_all_agree_or_every_rank_is_named(written, data):
-    """However what ranks write arrives."""
+    """For any order of arrival of the ranks' output."""
     job = Job(len(written))
     left = {rank: list(pieces) for rank, pieces in enumerate(written)}
     while any(left.values()):
@@ -295,7 +295,7 @@ def test_a_part_of_a_text_in_pieces_is_that_of_the_whole(pieces, data):
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_much_output_of_many_ranks_is_looked_at_once_each(differs):
-    """The letters that are compared or shown are as many as were written, not their square."""
+    """The characters compared or shown are linear in those written, not quadratic."""
     job, looked = Job(64), []
     part = _Text.part
 
@@ -314,7 +314,7 @@ def test_much_output_of_many_ranks_is_looked_at_once_each(differs):
     assert size < 400_000
 
 
-# ---- bars, which each rank draws in its own time
+# ---- bars, which each rank draws at its own pace
 
 
 def bar(percent, speed, more=""):
@@ -352,7 +352,7 @@ def test_bars_that_end_elsewhere_are_told_apart_at_the_end(end):
         _, lower = tabs([output for output in job.heard if output.display_id][:2])
         assert "loss=1" in plain(lower)
         assert "loss=2" in plain(lower)
-    else:  # nothing of them is seen any more
+    else:  # nothing of them is visible any more
         assert texts(found)[-1] == "--- 2 ranks agree\n"
 
 

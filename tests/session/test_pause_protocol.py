@@ -1,4 +1,4 @@
-"""When ranks count as stopped: a door that answers from a table, and a clock that is set by hand."""
+"""When ranks count as stopped: with a door that answers from a table, and a clock that the test sets."""
 
 from workbench.events import Edge, Kind
 from workbench.protocol.commands import Next, Pause
@@ -47,7 +47,7 @@ def test_a_pause_lets_all_run_to_the_furthest():
     assert stopper.eager
     assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None
     assert door.asked == [(Pause(), (0, 1)), (RunTo(place=StepPosition(0, 5)), (0, 1))]
-    assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None  # rank 0 has not noticed yet
+    assert stopper.look({0: at(3), 1: at(5)}, {0, 1}) is None  # rank 0 has not reacted yet
     assert stopper.look({0: at(5, since=2), 1: at(5)}, {0, 1}).held == (0, 1)
     assert len(door.asked) == 2
     assert not stopper.eager
@@ -61,7 +61,7 @@ def test_a_rank_that_blocks_lets_the_others_come_after_a_moment():
     clock.now = ALIGN_S
     stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1})
     assert door.asked[-1] == (RunTo(place=StepPosition(0, 6)), (0, 1))
-    assert stopper.look({0: at(6, since=2), 1: at(7, since=2)}, {0, 1}) is None  # it went past in between
+    assert stopper.look({0: at(6, since=2), 1: at(7, since=2)}, {0, 1}) is None  # it passed the event in between
     assert door.asked[-1] == (RunTo(place=StepPosition(0, 7)), (0, 1))
     assert stopper.look({0: at(7, since=3), 1: at(7, since=2)}, {0, 1})
 
@@ -147,7 +147,7 @@ def test_a_rank_that_has_ended_does_not_count():
 
 
 def test_a_rank_that_was_seen_held_is_not_asked_again_until_it_is_let_go():
-    """Of many ranks on few cores some are late to each question: they need not all answer the same one."""
+    """With many ranks on few cores, some answer each poll late: they need not all answer the same one."""
     stopper, door, _ = setup()
     ranks = set(range(64))
     stopper.release(ranks, {rank: at(3) for rank in ranks}, "collective")

@@ -10,7 +10,7 @@ HELD = Hold(place=StepPosition(0, 1), kind=Kind.FORWARD, edge=Edge.BEGIN)
 
 
 class Door:
-    """Answers with what is in ``where``, one entry per question and rank."""
+    """Answers from ``where``, one entry per request and rank."""
 
     def __init__(self, *where, accepted=True):
         self.where, self.accepted, self.interrupted, self.asked = list(where), accepted, [], []
@@ -99,7 +99,7 @@ def test_what_runs_on_some_ranks_only_says_so_to_them():
     [
         ("g = dist.new_group([0])", "new_group"),
         ("init_device_mesh('cpu', (2,))", "init_device_mesh"),
-        ("dist.all_reduce(x)", ""),  # the rank sees it
+        ("dist.all_reduce(x)", ""),  # the rank detects it
         ("new_group", ""),
         ("not python", ""),
         ("broken(", ""),

@@ -1,4 +1,4 @@
-"""How often ranks are asked for what live views are shown, on a fake cluster."""
+"""How often ranks are polled for live views, on a fake cluster."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from workbench.workbench import Workbench
 
 
 class Watched:
-    """A workbench that views look at: its clock stands but for the test, and it counts how often ranks are asked."""
+    """A workbench with viewers: its clock stands still unless the test moves it; counts the polls of ranks."""
 
     def __init__(self, monkeypatch):
         self.now_s, self.tick_s = 100.0, 0.0
@@ -31,7 +31,7 @@ class Watched:
         return self.now_s
 
     def do(self, action):
-        """Have time pass until what the ranks are asked stands or is over."""
+        """Let time pass until the request is stopped or finished."""
         self.tick_s = 1.0
         try:
             return action()
@@ -39,7 +39,7 @@ class Watched:
             self.tick_s = 0.0
 
     def asks(self, after_s):
-        """Let time pass and look twice: how often ranks were asked for it."""
+        """Let time pass and look twice; return the number of polls of the ranks."""
         self.now_s += after_s
         before = self._num_drains()
         self.workbench.pulse()

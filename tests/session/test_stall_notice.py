@@ -7,7 +7,7 @@ from workbench.session.stall_notice import AGAIN_S, MAX_TEXT, QUIET_S, StallNoti
 
 
 class Scene:
-    """A request, a clock that a test sets, and what was told."""
+    """A request, a clock that the test sets, and the notices."""
 
     def __init__(self):
         self.now, self.told = 100.0, []

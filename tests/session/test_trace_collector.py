@@ -35,7 +35,7 @@ def test_many_ranks_and_those_that_take_long_to_answer_are_asked_less_often(monk
     now[0] += rests_s - 0.001
     collector.drain(cluster, range(num_ranks), timeout_s=1.0, max_age_s=0.02)
     assert len(cluster.patience) == asked
-    collector.drain(cluster, range(num_ranks), timeout_s=1.0)  # who must know is not put off
+    collector.drain(cluster, range(num_ranks), timeout_s=1.0)  # without max_age_s, the drain is immediate
     assert len(cluster.patience) == asked + 1
     now[0] += rests_s + 0.001
     collector.drain(cluster, range(num_ranks), timeout_s=1.0, max_age_s=0.02)

@@ -66,7 +66,7 @@ def units(*names):
 
 
 class Model:
-    """What the ranks say of a model, as far as it is needed here."""
+    """The parts of the ranks' information on a model that these tests need."""
 
     def __init__(self, name, units):
         self.name, self.units = name, units
@@ -75,7 +75,7 @@ class Model:
 @pytest.mark.parametrize(
     ("model", "path"),
     [
-        ("model.layers.1", "net.model.layers.1"),  # as shard prints it
+        ("model.layers.1", "net.model.layers.1"),  # the name that shard prints
         ("net.model.layers.1", "net.model.layers.1"),
         ("head", "net.head"),
         ("net", "net"),

@@ -9,7 +9,7 @@ from workbench.trace.schema import ROW_DTYPE, Rows
 
 
 def slow_partners(rows: Rows) -> list[int]:
-    """The same, with a stack per key."""
+    """Return the partners of the rows, with a stack per key."""
     partner, stacks = [-1] * len(rows), {}
     for place, row in enumerate(rows):
         key = (row["kind"], row["unit"])

@@ -13,7 +13,7 @@ from workbench.trace.schema import ROW_DTYPE, GroupInfo, Header, KeyFrame
 
 
 def drains_of(rank: RankTrace, parts: list[slice]) -> list[tuple[int, bytes, KeyFrame]]:
-    """The drains of one rank: rows up to each cut and the state after them."""
+    """Return the drains of one rank: rows up to each cut and the state after them."""
     drains, state = [], rank.start
     for part in parts:
         rows = rank.rows[part]
@@ -24,7 +24,7 @@ def drains_of(rank: RankTrace, parts: list[slice]) -> list[tuple[int, bytes, Key
 
 @st.composite
 def interleaved(draw: st.DrawFn, trace: Trace) -> list[tuple[int, bytes, KeyFrame]]:
-    """Any split of each rank's rows into drains, and any interleaving of the ranks' drains."""
+    """Draw any split of each rank's rows into drains, and any interleaving of the ranks' drains."""
     queues = [drains_of(r, draw(cuttings(len(r.rows)))) for r in trace.ranks]
     order = draw(st.permutations([n for n, queue in enumerate(queues) for _ in queue]))
     return [queues[n].pop(0) for n in order]

@@ -178,7 +178,7 @@ def test_what_is_kept_of_a_rank_is_what_would_be_found_anew(trace, data):
             assert rank.kinds.tolist() == rank.rows["kind"].tolist()
             known, anew = rank.part(begin, place, state), RankTrace(rank.rank, rank.rows[begin:place], state)
             assert rank.places_of(0, 9) is not None
-            again = rank.part(begin, place, state)  # now it is known in which steps the rows are
+            again = rank.part(begin, place, state)  # now the steps of the rows are cached
             for part in (known, again):
                 assert part.kinds.tolist() == anew.kinds.tolist()
                 assert part.steps.tolist() == anew.steps.tolist()

@@ -65,17 +65,18 @@ def test_the_file_has_the_users_mode_and_nothing_else_is_left(tmp_path, umask, m
     assert stat.S_IMODE(os.stat(tmp_path / "a.trace").st_mode) == mode
 
 
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=["disk full", "Ctrl-C"])
 @pytest.mark.parametrize("broken", ["os.replace", "os.fsync", "workbench.trace.file.npy.write_array"])
-def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken):
+def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken, error):
     old, path = example_trace(steps=1), tmp_path / "a.trace"
     save(old, path)
 
     def fail(*_, **__):
-        raise OSError("disk full")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(broken, fail)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(type(error)):
             save(example_trace(steps=2), path)
     assert load(path) == old
     assert os.listdir(tmp_path) == ["a.trace"]
@@ -94,7 +95,7 @@ def bytes_of(trace: Trace, folder) -> bytes:
 
 
 def members_of(folder) -> dict[str, bytes]:
-    """The members of the example's file."""
+    """Return the members of the example's file."""
     with zipfile.ZipFile(io.BytesIO(bytes_of(example_trace(num_ranks=2, steps=1), folder))) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -148,7 +149,7 @@ def test_a_damaged_file_is_refused_or_unharmed(folder, data):
 
 @st.composite
 def mutations(draw, size):
-    """A part of a file, ``(from, to, what stands there then)``: another part of it, other bytes, or nothing."""
+    """Draw a change of a file, ``(begin, end, replacement)``: another part of it, other bytes, or nothing."""
     begin = draw(st.integers(0, size))
     end = draw(st.integers(begin, min(begin + draw(st.sampled_from([4, 60, 4000])), size)))
     copied = draw(st.integers(0, size))
@@ -173,7 +174,7 @@ def test_any_mutation_is_a_trace_or_is_refused_and_takes_little_memory(folder, d
 
 
 def edited_meta(edit) -> object:
-    """An edit of the members that changes the JSON."""
+    """Return an edit of the members that changes the JSON."""
 
     def apply(members):
         meta = json.loads(members["trace.json"])
@@ -191,7 +192,7 @@ def deflated(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> b
 
 
 def claiming(data: bytes, name: str, num_bytes: int) -> bytes:
-    """A zip whose member says to hold more, or less, than it does."""
+    """Return a zip file with a member whose stated size is wrong."""
     said = num_bytes.to_bytes(4, "little")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         info, entry = archive.getinfo(name), archive.start_dir
@@ -343,7 +344,7 @@ def test_a_zip_with_wrong_content_is_refused(tmp_path, edit, sentence):
         load(tmp_path / "a.trace")
 
 
-VERSION_1 = Path(__file__).with_name("version1.npz")  # written by the workbench of schema version 1, never again
+VERSION_1 = Path(__file__).with_name("version1.npz")  # written with schema version 1, and never regenerated
 
 
 def test_a_file_of_version_1_still_loads_and_is_written_anew_as_this_version(tmp_path):

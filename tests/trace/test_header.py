@@ -107,7 +107,7 @@ def test_a_newer_schema_is_refused_whatever_else_it_holds():
 
 
 def changed(path: str, value: object) -> dict:
-    """The example's header as JSON, with the entry at ``path`` set to ``value`` (removed: ...)."""
+    """Return the example's header as JSON, with the entry at ``path`` set to ``value`` (...: removed)."""
     data = at = json.loads(json.dumps(header_to_dict(example_trace(steps=0).header)))
     *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
     for key in way:

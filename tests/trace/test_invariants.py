@@ -1,4 +1,4 @@
-"""At least one broken trace per rule, and sound ones that look suspicious."""
+"""At least one broken trace per rule, and valid ones that look suspicious."""
 
 import dataclasses
 from dataclasses import replace
@@ -17,12 +17,12 @@ EXAMPLE = example_trace(num_ranks=2, num_units=2, steps=1)
 
 
 def first(rows: Rows, kind: Kind, edge: Edge = Edge.INSTANT) -> int:
-    """Where the first row of this kind and edge is."""
+    """Return the position of the first row of this kind and edge."""
     return int(np.flatnonzero((rows["kind"] == kind) & (rows["edge"] == edge))[0])
 
 
 def put(column, value, *where):
-    """A change of one column of the first row of a kind and edge."""
+    """Return a change of one column of the first row of a kind and edge."""
 
     def change(rows):
         rows[column][first(rows, *where)] = value
@@ -32,7 +32,7 @@ def put(column, value, *where):
 
 
 def drop(*where):
-    """A change that takes one row out and closes the gap in seq."""
+    """Return a change that removes one row and closes the gap in seq."""
 
     def change(rows):
         rows = np.delete(rows, first(rows, *where))
@@ -53,7 +53,7 @@ def free_too_much(rows):
 
 
 def tell_of(**columns):
-    """A change that puts a device's time for row 0 at the end of the trace."""
+    """Return a change that adds a device's time for row 0 at the end of the trace."""
 
     def change(rows):
         more = rows[-1:].copy()
@@ -148,7 +148,7 @@ def test_live_bytes_count_from_the_key_frame():
 
 
 def header_with(*, unit: dict | None = None, param: dict | None = None) -> Header:
-    """The example's header with fields of its first unit and of that unit's first parameter replaced."""
+    """Return the example's header with fields of its first unit and of that unit's first parameter replaced."""
     root, *more = EXAMPLE.header.units
     params = (dataclasses.replace(root.params[0], **(param or {})), *root.params[1:])
     return dataclasses.replace(EXAMPLE.header, units=(dataclasses.replace(root, params=params, **(unit or {})), *more))

@@ -9,7 +9,7 @@ from workbench.trace.schema import ROW_DTYPE, KeyFrame, Rows
 
 
 def slow_advance(start: KeyFrame, rows: Rows) -> KeyFrame:
-    """The same fold, row by row and word for word."""
+    """Return the same fold, row by row."""
     live, states, reducing = list(start.bytes_by_category), dict(start.unit_states), dict(start.reducing)
     seq = start.seq
     for row in rows:

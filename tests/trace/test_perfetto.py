@@ -137,7 +137,7 @@ def test_logged_texts_are_marks_and_numbers_without_a_json_word_are_left_out():
 
 
 def spans_by_track(events, rank=0):
-    """``(name, ts, dur)`` of each span of a rank, by the name of its track."""
+    """Return ``(name, ts, dur)`` of each span of a rank, by track name."""
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == rank}
     found: dict[str, list] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""Rows come out of the wire as they went in, and smaller on it."""
+"""Rows survive the wire format unchanged, and are smaller in it."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The traces of many ranks are valid ones, and have what is said of them."""
+"""The traces of many ranks are valid, and have their documented properties."""
 
 import numpy as np
 import pytest

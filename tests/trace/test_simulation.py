@@ -1,4 +1,4 @@
-"""The example traces that other tests build on are themselves right."""
+"""The example traces that other tests use are correct themselves."""
 
 import numpy as np
 import pytest

@@ -19,7 +19,7 @@ from workbench.views.comms import MAX_ROWS, comms
 
 
 def column(fig, heading):
-    """What a column says in each row: a line of the labels of the axis that is headed so."""
+    """Return a column's text in each row: a line of the labels of the axis with this heading."""
     for axis in fig.select_yaxes():
         lines = re.sub("</?b>", "", axis.ticktext[0]).split("<br>")
         for place in range(len(lines)):
@@ -39,7 +39,7 @@ def with_policy(trace, unit, *, reshard):
 
 
 def lose_a_gather(trace, rank):
-    """One all-gather of unit 0 in the last step becomes something else on one rank."""
+    """Replace one all-gather of unit 0 in the last step by another event on one rank."""
     rows = trace.rank(rank).rows.copy()
     is_it = (rows["kind"] == Kind.ALL_GATHER) & (rows["unit"] == 0) & (rows["edge"] == Edge.BEGIN)
     rows["kind"][np.flatnonzero(is_it)[-1]] = Kind.LOG
@@ -226,7 +226,7 @@ def test_what_a_host_sends_to_others_is_said_where_there_are_several():
 
 def test_hosts_that_send_unequally_are_told_apart():
     fig = comms(on_hosts(example_trace(), ["a<b>", "c", "c", "c"], ""))
-    assert "each of 2 hosts sends" in subtitle(fig)  # as often out of one as out of the other
+    assert "each of 2 hosts sends" in subtitle(fig)  # as much from one as from the other
     fig = comms(
         on_hosts(simulate(Setup(num_ranks=6, num_units=2, steps=1)), ["c", "c", "<b>", "<b>", "<b>", "d"], GLOO)
     )

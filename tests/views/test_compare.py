@@ -30,7 +30,7 @@ def test_the_same_is_said_to_be_the_same():
 
 
 def test_what_one_has_further_steps_of_is_the_same_in_those_that_both_have():
-    """As a file that was written in the middle of what is recorded."""
+    """As with a file that was written in the middle of a recording."""
     before, after = example_trace(steps=2), example_trace(steps=5)
     for fig in (draw(before, after), draw(after, before)):
         assert title(fig) == "the same, event for event in the 2 steps that both have (of 5)"
@@ -47,7 +47,7 @@ def test_a_unit_that_stays_unsharded_is_named_with_its_price():
 
 
 def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
-    """Gradients that nothing freed before the first of the steps are no matter of the policy."""
+    """Gradients that nothing freed before the first compared step do not depend on the policy."""
     trace = example_trace(steps=4)
     a, b = trace.slice(first=2, last=3), trace.slice(first=1, last=2)
     kept = zip(holding_on(b, 0, (0,)).ranks, b.ranks, strict=True)
@@ -59,7 +59,7 @@ def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
 
 
 def with_grads(start, num_bytes):
-    """A key frame with more bytes of gradients."""
+    """Return the key frame with more bytes of gradients."""
     held = list(start.bytes_by_category)
     held[Category.SHARDED_GRADS] += num_bytes
     return replace(start, bytes_by_category=tuple(held))
@@ -75,7 +75,7 @@ def test_fewer_collectives_are_counted_and_tabled():
 
 
 def table(fig):
-    """The cells below the plot from the top, by the heading of their column."""
+    """Return the cells below the plot, from the top, by column heading."""
     columns = {}
     for each in fig.layout.annotations:
         if each.yref == "paper":

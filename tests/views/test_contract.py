@@ -1,4 +1,4 @@
-"""What every view keeps, whatever it draws."""
+"""What every view guarantees, whatever it draws."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _nothing_is_shown(monkeypatch):
 
 
 def same_with_names(trace, name):
-    """The trace with everything that a person or a rank names called ``name`` and a number."""
+    """Return the trace with every name that a user or a rank chooses replaced by ``name`` and a number."""
     units = tuple(
         replace(unit, name=f"{name}{unit.index}", params=tuple(_renamed(p, name, i) for i, p in enumerate(unit.params)))
         for unit in trace.header.units
@@ -81,7 +81,7 @@ def test_a_view_returns_a_figure_with_something_in_it(name):
 @every_view
 @pytest.mark.parametrize("talk", [False, True])
 def test_a_notebook_draws_it_without_a_script_of_plotlys(name, talk):
-    """Plotly's HTML of a figure names a script in the network."""
+    """Plotly's HTML of a figure loads a script from the network."""
     display_formatter = DisplayFormatter()
     shown, _ = display_formatter.format(draw(name, example_trace(), talk=talk))
     assert set(shown) == {theme.PLOTLY_MIME, "text/plain"}

@@ -90,7 +90,7 @@ def test_the_dimension_that_is_split_is_named_unless_it_is_the_first():
 
 
 def headings(fig):
-    """The lines over the bars, in one."""
+    """Return the lines above the bars as one string."""
     lines = [each.text.replace("<br>", " ") for each in fig.layout.annotations]
     return " ".join(re.sub("</?b>", "", line) for line in lines)
 

@@ -28,7 +28,7 @@ def named(fig, name):
 
 
 def with_moves(trace, factor_of_rank):
-    """The trace with every rank's moved bytes times a factor of its own."""
+    """Return the trace with every rank's allocated bytes multiplied by a factor per rank."""
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
@@ -60,7 +60,7 @@ def test_the_areas_are_the_bytes_of_each_class_in_order():
         assert area.line.shape == "hv"
         assert area.fillcolor == theme.CATEGORY_COLOURS[category]
     assert np.array(named(fig, "total in use").x[:-1]) == pytest.approx((series.t_ns - begin_ns) / 1e6)
-    assert fig.layout.legend.traceorder == "reversed"  # the legend reads as the areas lie
+    assert fig.layout.legend.traceorder == "reversed"  # the legend is in the order of the areas
 
 
 def test_the_dashed_line_is_what_plain_training_keeps():
@@ -70,7 +70,7 @@ def test_the_dashed_line_is_what_plain_training_keeps():
     kept = [plain[c] for c in (Category.SHARDED_PARAMS, Category.SHARDED_GRADS, Category.OPTIMIZER_STATE)]
     line = named(fig, "without sharding")
     assert line.line.dash == "dash"
-    assert list(line.y) == pytest.approx([sum(kept) / MIB] * 2, rel=0.001)  # of Adam's step each rank has one
+    assert list(line.y) == pytest.approx([sum(kept) / MIB] * 2, rel=0.001)  # each rank has one copy of Adam's step
     names = ("parameters", "gradients", "optimizer state")
     said = ", ".join(f"{name} {theme.format_bytes(b)}" for name, b in zip(names, kept, strict=True))
     assert f"without sharding, every rank would keep {theme.format_bytes(sum(kept))}: {said}" in subtitle(fig)
@@ -191,7 +191,7 @@ def test_long_unit_names_are_shortened():
 
 
 def on_page(fig, width):
-    """What is other in the layout of a figure on a page that is so many pixels wide."""
+    """Return the layout changes of a figure on a page of this width in pixels."""
     return [each["layout"] for each in fig.layout.meta["narrow"] if width < each["below"]][-1]
 
 

@@ -1,4 +1,4 @@
-"""A run that somebody stopped is drawn as if nobody had, with a thin line where that was."""
+"""A run that was stopped is drawn as if it had not been, with a thin line at each stop."""
 
 import numpy as np
 import pytest

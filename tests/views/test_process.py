@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def strip(fig):
-    """The areas of the strip, by name."""
+    """Return the areas of the strip, by name."""
     return {trace.name: np.array(trace.y) for trace in fig.data if trace.stackgroup == "process"}
 
 

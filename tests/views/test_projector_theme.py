@@ -36,7 +36,7 @@ def test_it_is_near_black_on_white(name):
 
 
 def numbers(values):
-    """The numbers of an array, however plotly keeps it."""
+    """Return the numbers of an array, in any of plotly's encodings."""
     if isinstance(values, dict):
         values = np.frombuffer(base64.b64decode(values["bdata"]), values["dtype"])
     return (

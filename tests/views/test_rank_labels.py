@@ -1,4 +1,4 @@
-"""Ranks of many are named by those that do otherwise, and by their hosts."""
+"""Large sets of ranks are named by their exceptions, and by their hosts."""
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ from workbench.views.span_shapes import (
 
 
 def make(*entries):
-    """Rectangles of (lane, colour, begin, width, unit)."""
+    """Return rectangles of (lane, colour, begin, width, unit)."""
     lane, colour, begin, width, unit = (np.array(column, np.int64) for column in zip(*entries, strict=True))
     return rectangles(lane, colour, begin, begin + width, unit)
 

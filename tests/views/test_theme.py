@@ -16,7 +16,7 @@ DARK_PAGE = "#111111"  # JupyterLab's dark theme
 _TO_XYZ = np.array(
     [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 )
-# how each kind of sight sees linear RGB (Machado, Oliveira, Fernandes 2009, severity 1)
+# how each type of colour vision perceives linear RGB (Machado, Oliveira, Fernandes 2009, severity 1)
 SIGHTS = {
     "normal": np.eye(3),
     "protanopia": np.array(
@@ -48,7 +48,7 @@ def lab(colour, sight):
 
 
 def ciede2000(one, other):
-    """Colour difference of two CIELAB colours; 1 is just seen side by side, 10 is clear at a glance."""
+    """Return the difference of two CIELAB colours; 1 is just visible side by side, 10 is clear at a glance."""
     (l1, a1, b1), (l2, a2, b2) = one, other
     chroma7 = ((np.hypot(a1, b1) + np.hypot(a2, b2)) / 2) ** 7
     stretch = 1.5 - 0.5 * np.sqrt(chroma7 / (chroma7 + 25**7))
@@ -248,7 +248,7 @@ def test_a_share_is_in_per_cent_without_a_space_as_english_has_it():
 
 
 def test_no_other_place_writes_a_share():
-    """Figures, reports, the dashboard and the panel have the sign from one function of Python and one of JavaScript."""
+    """Figures, reports, dashboard and panel format shares with one function in Python and one in JavaScript."""
     package, panel = REPO / "workbench", REPO / "extension" / "src"
     files = [path for path in package.rglob("*.py") if "labextension" not in path.parts]
     files += [*(package / "widgets" / "static").glob("*.js"), *panel.rglob("*.ts"), *panel.rglob("*.tsx")]

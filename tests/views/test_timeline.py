@@ -23,7 +23,7 @@ def arrows(fig):
 
 
 def tracks(fig):
-    """Where each track is: (rank or "", track) -> y."""
+    """Return the position of each track: (rank or "", track) -> y."""
     found, name = {}, ""
     for y, text in zip(fig.layout.yaxis.tickvals, fig.layout.yaxis.ticktext, strict=True):
         *names, track = (part.strip() for part in text.removeprefix("<b>").split("</b>"))
@@ -85,7 +85,7 @@ def test_nothing_on_the_compute_track_overlaps():
     boxes = sorted((b, x) for t in bars(fig).values() for y, b, x in zip(t.y, t.base, t.x, strict=True) if y == middle)
     assert len(boxes) > 10
     for (begin, width), (next_begin, _) in pairwise(boxes):
-        assert begin + width <= next_begin + 0.01  # what is merged may be a pixel out of place
+        assert begin + width <= next_begin + 0.01  # merged rectangles may be off by a pixel
 
 
 def test_compute_and_waits_never_overlap_and_the_root_does_not_cover_its_units():
@@ -200,7 +200,7 @@ def test_what_times_between_hosts_mean_is_said_of_what_is_drawn():
 
 
 def on_another_clock(trace, ranks, *, moved_ns=0, error_ns=0):
-    """The same, of which some ranks read a clock of their own, by which their times are moved."""
+    """Return the trace with some ranks on another clock, with shifted times."""
     reading = ClockReading(t_ns=int(trace.rank(0).rows["t_ns"][0]), offset_ns=0, error_ns=error_ns)
     moved = []
     for rank in trace.ranks:

@@ -24,7 +24,7 @@ def losses(*values, loss_rank=0.0):
 
 
 def lines(fig):
-    """The mean lines, panel by panel."""
+    """Return the mean lines, panel by panel."""
     return [trace for trace in fig.data if trace.customdata is not None]
 
 
@@ -105,7 +105,7 @@ def test_a_loss_that_ends_as_no_number_is_written_as_the_panel_does():
 
 
 def test_the_band_has_a_gap_where_a_loss_is_no_number():
-    """It is closed on either side: a line over the gap would be a band of steps that have none."""
+    """The band is closed on both sides of the gap: a line across it would be a band for steps without one."""
     fig = training(make_trace(losses(4.0, 3.0, math.nan, 1.0), losses(4.0, 3.0, 2.0, 1.0, loss_rank=1.0)))
     x, y = (np.array(values, np.float64) for values in (fig.data[0].x, fig.data[0].y))
     np.testing.assert_array_equal(x, [0, 1, 1, 0, np.nan, 3, 3])

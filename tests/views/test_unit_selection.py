@@ -1,4 +1,4 @@
-"""A view is asked for units as a breakpoint is."""
+"""Views select units with the same patterns as breakpoints."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Every view is readable from 250 to 2,000 pixels: no two texts overlap, none is cut off, the legend covers no plot.
+"""Every view is readable from 250 to 2,000 pixels: no texts overlap or are cut off, the legend covers no plot.
 
-From 300 pixels on a view is no wider than its page: nothing at its right edge is seen only after the page is scrolled.
+From 300 pixels on, a view is no wider than its page, so that nothing at its right edge requires scrolling.
 
-Each view is drawn at each width, and so is each trace; views of all traces at all widths with ``-m exhaustive``.
+Each view is drawn at each width, and so is each trace; all views of all traces at all widths with ``-m exhaustive``.
 """
 
 import json
@@ -35,7 +35,7 @@ TRACES = ("deep", "held", "copies", "many")
 _PAGE = """<!doctype html><meta charset=utf-8><body style='margin:0'><div id=around></div><script>PLOTLY</script>
 <script type=module>FIGURES Object.assign(window, {drawAnew, followWidth});</script>"""
 
-# a figure on a page that has one width after the other; what is measured on the last one
+# a figure on a page that takes several widths in turn; the measures are those at the last one
 _DRAW = """async ([figure, widths]) => {
     const around = document.getElementById("around"), place = document.createElement("div");
     const frames = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
@@ -89,7 +89,7 @@ _ENDINGS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "ml
 
 
 def long_names(trace):
-    """The trace of a model whose names are as long as those of published ones."""
+    """Return the trace with names as long as those of published models."""
 
     def named(text):
         text = text.replace("blocks.", "base_model.model.layers.").replace("attn.", "self_attn.")
@@ -135,7 +135,7 @@ def page(chromium, tmp_path_factory):
 
 
 def overlap(first, second):
-    """By how many pixels two boxes lie over each other, the smaller of both directions."""
+    """Return the overlap of two boxes in pixels, the smaller of both directions."""
     across = min(first[2], second[2]) - max(first[0], second[0])
     down = min(first[3], second[3]) - max(first[1], second[1])
     return min(across, down)
@@ -170,7 +170,7 @@ def _cells_too_small(cells):
 
 
 def figures_at(width, widths, part):
-    """The figures of a part of the cross product that are drawn at a width, by name; those of no row in the first."""
+    """Return the figures of a part of the cross product at a width, by name; ``pairs`` has those outside of it, too."""
     views = {f"{name} of {what}" for name, what, at in rows_of(part, list(VIEWS), TRACES, widths) if at == width}
     every = {f"{name} of {what}" for name in VIEWS for what in TRACES}
     return {name: figure for name, figure in figures().items() if (name in views if name in every else part == "pairs")}
@@ -198,7 +198,7 @@ def test_a_figure_for_a_projector_is_readable_as_well(page, width, part):
 
 @pytest.mark.parametrize("width", [320, 400, 500, 517])
 def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
-    """Also where its entries take fewer lines than they may: there is no gap instead of the others."""
+    """Even if its entries take fewer lines than allowed, there is no gap in place of the others."""
     figure = json.loads(figures()["memory of deep"].to_json())
     measured = page.evaluate(_DRAW, [figure, [width]])
     ((_, top, _, _),) = measured["legends"]
@@ -217,7 +217,7 @@ def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
 
 
 def test_the_measure_sees_what_overlaps(page):
-    """A legend over the plot, and texts in one place, are told."""
+    """The measure reports a legend over the plot, and texts at the same position."""
     figure = draw("memory", long_names(simulate(Setup(num_ranks=2, num_units=3, steps=1))))
     figure.update_layout(legend={"x": 0.5, "y": 0.5}, meta=None)  # without the layouts for other widths
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)

@@ -72,7 +72,7 @@ def test_an_empty_trace_has_an_empty_window():
 
 
 def places(fig):
-    """All places on the time axis of a figure, in its unit: of bars, lines, strips and marks."""
+    """Return all positions on a figure's time axis, in its unit: of bars, lines, strips and marks."""
     found = []
     for trace in fig.data:
         begins = np.array(trace.base if trace.type == "bar" else [], float)
@@ -93,7 +93,7 @@ def test_pictures_of_the_same_steps_have_one_zero_one_end_and_no_time_beyond(set
     for name in VIEWS_OF_TIME:
         for only in (None, rank % setup.num_ranks):
             fig = draw(name, trace, steps=steps, rank=only)
-            if fig.data:  # else there is nothing to draw
+            if fig.data:  # otherwise there is nothing to draw
                 assert {axis.range for axis in fig.select_xaxes()} == {(0, (end_ns - begin_ns) / ns)}, name
                 assert min(places(fig)) >= 0, name
                 assert max(places(fig)) <= (end_ns - begin_ns) / ns * (1 + 1e-9), name

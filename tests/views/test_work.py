@@ -1,8 +1,8 @@
-"""What every view and every export does is proportional to what was recorded: counted, for no clock is steady enough.
+"""Every view and every export takes at most linear work: the work is counted, as no clock is steady enough.
 
-Counted are the bytecodes that Python executes in our own files, every call of others, and the numbers that numpy reads
-of arrays that come from a rank's rows. A job twice as large, in steps, ranks or units, is not much more than twice the
-work.
+Counted are the bytecodes that Python executes in our own files, every call of other functions, and the numbers that
+numpy reads from arrays derived from a rank's rows. A job twice as large, in steps, ranks or units, must not take much
+more than twice the work.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from workbench.export import export
 from workbench.trace.columns import RankTrace, Trace
 from workbench.views import VIEWS, compare, draw
 
-OWN = (str(PACKAGE), __file__)  # whose bytecodes are counted
+OWN = (str(PACKAGE), __file__)  # files whose bytecodes are counted
 MOST = 2.3
-"""Times the work that a job twice as large may be."""
+"""Limit of the work for a job twice as large, relative to the smaller one."""
 
-# the smaller jobs are so large that every view leaves out, or puts together, what it does of large ones
+# the smaller jobs are so large that every view already omits or merges what it omits or merges for large ones
 SIZES = {
     "steps": (Setup(num_ranks=2, num_units=3, steps=24), Setup(num_ranks=2, num_units=3, steps=48)),
     "ranks": (Setup(num_ranks=12, num_units=3, steps=2), Setup(num_ranks=24, num_units=3, steps=2)),
     "units": (Setup(num_ranks=2, num_units=40, steps=2), Setup(num_ranks=2, num_units=80, steps=2)),
 }
-# an export leaves nothing out
+# an export omits nothing
 EXPORTED = {
     "steps": (Setup(num_ranks=2, num_units=3, steps=8), Setup(num_ranks=2, num_units=3, steps=16)),
     "ranks": (Setup(num_ranks=6, num_units=3, steps=2), Setup(num_ranks=12, num_units=3, steps=2)),
@@ -40,7 +40,7 @@ EXPORTED = {
 
 
 class Counted(np.ndarray):
-    """An array that adds what is read of it, and of all that comes from it, to ``Work.numbers``."""
+    """An array that adds the size of all reads, of itself and of derived arrays, to ``Work.numbers``."""
 
     def __getitem__(self, key):
         found = super().__getitem__(key)
@@ -68,28 +68,28 @@ class Counted(np.ndarray):
 
 
 def plain(value):
-    """The same without counting, also within lists."""
+    """Return the same value without counting, also within lists."""
     if isinstance(value, Counted):
         return value.view(np.ndarray)
     return type(value)(map(plain, value)) if type(value) in {list, tuple} else value
 
 
 def counted(value):
-    """The same with counting, also within tuples and lists."""
+    """Return the same value with counting, also within tuples and lists."""
     if isinstance(value, np.ndarray):
         return value.view(Counted)
     return type(value)(map(counted, value)) if type(value) in {list, tuple} else value
 
 
 class Work:
-    """What was done since ``counting`` began: bytecodes and numbers."""
+    """The work since ``counting`` began: bytecodes and numbers."""
 
     codes = numbers = 0
 
 
 @contextmanager
 def counting():
-    """Count the work of the body; a coverage measurement leaves it out."""
+    """Count the work of the body; a coverage measurement does not cover it."""
     Work.codes = Work.numbers = 0
 
     def step(frame, event, _):
@@ -107,12 +107,12 @@ def counting():
 
 @cache
 def recorded(setup):
-    """The trace of a job."""
+    """Return the trace of a job."""
     return simulate(setup)
 
 
 def work(do, setup):
-    """Return the bytecodes and the numbers that something does with the trace of a job."""
+    """Return the bytecodes and the numbers that ``do`` takes for the trace of a job."""
     whole = recorded(setup)
     trace = Trace(whole.header, tuple(RankTrace(r.rank, r.rows.view(Counted), r.start) for r in whole.ranks))
     with counting():
@@ -121,13 +121,13 @@ def work(do, setup):
 
 
 def growth(do, sizes):
-    """Return how many times as much work the larger job is, in bytecodes and in numbers."""
+    """Return the ratio of the larger job's work to the smaller one's, in bytecodes and in numbers."""
     small, large = sizes
-    do(recorded(small))  # what is imported and kept the first time is no work
+    do(recorded(small))  # imports and caches of the first call do not count
     return [after / max(before, 1) for before, after in zip(work(do, small), work(do, large), strict=True)]
 
 
-# ranks are what a run has more of; the other two ways are seldom other work
+# runs usually grow in ranks; the other two ways seldom cause different work
 in_each_way = pytest.mark.parametrize("more", quick(["ranks", "steps", "units"], ["ranks"]))
 
 
@@ -150,7 +150,7 @@ def test_an_export_is_no_more_than_linear(suffix, more, tmp_path):
 
 
 def test_more_than_linear_work_is_seen():
-    """Of Python and of numpy, each by itself."""
+    """Of Python and of numpy, each separately."""
 
     def pairs(trace):
         return [a.rank < b.rank for a in trace.ranks for b in trace.ranks]

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def kept():
-    """Keeps what a widget sends in its ``sent``, and closes it after the test."""
+    """Records a widget's messages in its ``sent``, and closes it after the test."""
     found = []
 
     def keep(widget):

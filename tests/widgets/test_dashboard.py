@@ -1,4 +1,4 @@
-"""What the dashboard's kernel side answers, with a workbench that only pretends."""
+"""The answers of the dashboard's kernel side, with a fake workbench."""
 
 import inspect
 import json
@@ -46,7 +46,7 @@ HELD = Position(held=Hold(place=StepPosition(1, 7), kind=Kind.ALL_GATHER, edge=E
 
 
 class Pretender:
-    """A workbench whose trace and ranks are what a test says."""
+    """A fake workbench: the test sets its trace and ranks."""
 
     def __init__(self, trace=None, positions=None, alive=None):
         self.trace = example_trace(num_ranks=4) if trace is None else trace
@@ -81,12 +81,12 @@ class Pretender:
 
 @pytest.fixture
 def made(kept):
-    """Makes dashboards whose messages are kept in ``sent``, and closes them."""
+    """Makes dashboards whose messages are recorded in ``sent``, and closes them."""
     return lambda workbench, **settings: kept(DashboardWidget(workbench, **settings))
 
 
 def ask(widget, what="feed", view="a", **more):
-    """The answer to one message of the browser."""
+    """Return the answer to one message of the browser."""
     widget._handle_custom_msg({"view": view, "word": what, **more}, [])
     return widget.sent[-1]
 
@@ -151,7 +151,7 @@ def test_ranks_that_died_are_told_with_the_cause(made):
 
 
 def of_others(trace):
-    """The same, recorded by other processes."""
+    """Return the same trace, recorded by other processes."""
     ranks = tuple(replace(info, pid=info.pid + 1000) for info in trace.header.ranks)
     return Trace(replace(trace.header, ranks=ranks), trace.ranks)
 
@@ -180,7 +180,7 @@ def test_eight_ranks_stay_below_64_kib_a_second(made):
     widget = made(workbench, clock=lambda: now[0])
     ask(widget)
     rows, sent = len(trace.rank(0).rows), 0
-    for part in range(1, 11):  # a second of ten answers
+    for part in range(1, 11):  # ten answers in a second
         workbench.trace = prefix(trace, rows * part // 10)
         now[0] += 0.1
         answer, buffers = ask(widget)
@@ -201,7 +201,7 @@ def test_the_cursor_is_answered_with_all_ranks_at_that_event(made):
 
 
 def spans_sizes(count):
-    """Bytes of the columns of so many spans in a buffer."""
+    """Return the bytes of each column of ``count`` spans in a buffer."""
     return [-(-count * np.dtype(code).itemsize // 8) * 8 for _, code in COLUMNS["spans"]]
 
 
@@ -214,7 +214,7 @@ def test_a_window_is_answered_with_every_change_in_it(made):
     assert answer.items() >= {"word": "window", "number": 3, "exact": True, **about}.items()
     rows = workbench.trace.rank(0).rows
     moves = rows[np.isin(rows["kind"], MOVES) & (rows["t_ns"] > rows["t_ns"][0] + 1_000_000)]
-    assert answer["counts"]["memory"] == len(moves) + 1  # and the state before them
+    assert answer["counts"]["memory"] == len(moves) + 1  # plus the state before them
     assert answer["counts"]["steps"] == 0
     first_us = np.frombuffer(buffers[0][sum(spans_sizes(answer["counts"]["spans"])) :], "<f8", 1)[0]
     assert first_us == 1_000.0
@@ -225,7 +225,7 @@ def held_run(hold_ns=HOLD_NS):
 
 
 def test_time_in_which_ranks_were_held_is_not_on_the_axis(made):
-    """All times told are as if nobody had stopped the ranks; where that was, and how long, is told beside them."""
+    """All times are as if the ranks had never stopped; the answer has the place and length of each hold as well."""
     told, free = (ask(made(Pretender(trace)))[0] for trace in (held_run(), example_trace()))
     ((at_us, length_us),) = told["holds"]
     assert free["holds"] == []
@@ -261,7 +261,7 @@ def test_a_window_on_a_shortened_axis_has_the_changes_that_are_shown_there(made)
 
 
 def later(trace, step, by_ns):
-    """The same trace, everything from a step on later by so much, and what was before the first step earlier."""
+    """Delay everything from ``step`` on by ``by_ns``, and make everything before the first step earlier."""
 
     def moved(rows):
         rows = rows.copy()
@@ -273,7 +273,7 @@ def later(trace, step, by_ns):
 
 @pytest.mark.parametrize("trace", [example_trace(), held_run(), later(example_trace(), 2, 7 * 10**9)])
 def test_its_axis_ends_where_that_of_views_of_all_steps_ends(made, trace):
-    """Of a record that begins before the first step, as a model that is sharded then has it."""
+    """The trace begins before the first step, as when a model is sharded then."""
     told, _ = ask(made(Pretender(trace)))
     assert told["begin_us"] < 0
     for name in ("timeline", "memory", "states"):
@@ -306,7 +306,7 @@ def test_views_are_told_once_where_the_word_moves_the_cursor(made):
     workbench.cursor, _ = back(workbench.trace, None, 12)
     told = ask(widget)[0]["cursor"]
     assert told["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
-    shown = StateAt().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # what all other views show
+    shown = StateAt().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # as in all other views
     assert told["moment"]["ranks"] == encode(shown["ranks"])
     assert told["moment"]["rank"] == 0
     assert not ask(widget)[0]["has_moved"]
@@ -390,7 +390,7 @@ def test_closing_waits_for_threads_that_have_answered_and_are_about_to_end(made,
     has_answered, is_waited_for = threading.Event(), threading.Event()
 
     class Lingering(threading.Thread):
-        """Ends when somebody waits for it."""
+        """Ends when another thread joins it."""
 
         def run(self):
             super().run()
@@ -417,7 +417,7 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
     assert pace.rest_s(5.02) == pytest.approx(0.08)
     assert not pace.is_due(5.1, "a")
     assert pace.is_due(5.1, "b")
-    assert pace.is_due(6.1, "a")  # that somebody is there
+    assert pace.is_due(6.1, "a")  # a sign of life
     pace.answered(6.1, "b", 0.03)
     assert pace.rest_s(6.1) == pytest.approx(0.24)
     pace.answered(7.0, "c", 1.0)
@@ -429,7 +429,7 @@ def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something
     waiting = LongPoll(
         lambda: replace(now, record=states[-1]),
         lambda _name, pulse: lambda: told.append(pulse.record),
-        clock=lambda: 5.0,  # it stands: a view's rest is never over
+        clock=lambda: 5.0,  # stands still: a view's rest never ends
         asked=lambda: states[-1],
     )
     waiting.ask("a")
@@ -444,7 +444,7 @@ def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
     workbench = Pretender()
     workbench.asked = lambda: workbench.under_way
     workbench.under_way = ""
-    widget = made(workbench, clock=lambda: 0.0)  # it stands still: what has to rest rests for ever
+    widget = made(workbench, clock=lambda: 0.0)  # stands still: a rest lasts forever
     for count, workbench.under_way in enumerate(("", "%fsdp step 40", "%fsdp pause")):
         widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
         wait_until(lambda wanted=count + 1: len(widget.sent) == wanted)
@@ -532,7 +532,7 @@ def test_a_file_that_is_opened_is_told_from_the_beginning_even_if_it_is_of_the_s
     whole = workbench.pulse()
     ask(widget)
     part = replace(whole, trace=whole.trace.slice(first=1), running=False, states={}, record="part.trace")
-    assert mark(part) != mark(replace(part, record=""))  # a view that waits is told
+    assert mark(part) != mark(replace(part, record=""))  # a waiting view gets an answer
     workbench.pulse = lambda: part
     answer, _ = ask(widget)
     assert (answer["restart"], answer["another"]) == (True, True)
@@ -558,7 +558,7 @@ def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
 
 
 def press(widget, word, argument):
-    """What is said of a pressed button."""
+    """Return the text after a button is pressed."""
     widget._handle_custom_msg({"view": "a", "word": "press", "button": word, "argument": argument}, [])
     wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
     return widget.sent[-1][0]["text"]
@@ -580,7 +580,7 @@ def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
         assert ask(widget)[0]["breakpoints"] == [other]
         assert press(widget, "break off", "1") == "there is no breakpoint 1; there are: 2"
         assert "there is no event ''" in press(widget, "break", "")
-        for argument in ("", "two"):  # without a number all would be meant
+        for argument in ("", "two"):  # without a number, all breakpoints would be meant
             says = f"break clear takes the number of a breakpoint, not {argument!r}"
             assert press(widget, "break clear", argument) == says
         assert "4300" in press(widget, "break clear", "1" * 5000)
@@ -608,7 +608,7 @@ JSON = st.recursive(
 
 @st.composite
 def mutated(draw):
-    """A question of which one field is missing, unknown, or anything."""
+    """A request with one field missing, unknown, or of any value."""
     question = dict(draw(st.sampled_from(EXAMPLES)))
     name = draw(st.sampled_from([*question, "x"]))
     if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""The dashboard in a real headless Chromium, with a model that stands for the kernel: what it asks, and when."""
+"""The dashboard in a real headless Chromium, with a fake model as the kernel: its requests and their timing."""
 
 import json
 from contextlib import contextmanager
@@ -55,14 +55,14 @@ async function show() {
 
 @pytest.fixture
 def shown(chromium, tmp_path, kept):
-    """A page that shows a dashboard which was told everything, and the dashboard's other half."""
+    """A page with a dashboard that has its first answer, and the dashboard's kernel side."""
     with showing(chromium, tmp_path, kept(DashboardWidget(Pretender()))) as found:
         yield found
 
 
 @contextmanager
 def showing(chromium, tmp_path, widget):
-    """See the fixture."""
+    """Yield the page and the widget; see the fixture."""
     given = {"program": joined("dashboard.js"), "about": widget.about}
     file = tmp_path / "page.html"
     file.write_text(PAGE.replace("GIVEN", json.dumps(given).replace("</", "<\\/")), encoding="utf-8")
@@ -102,7 +102,7 @@ TAKE = """(what) => {
 
 
 def answer(page, widget, what):
-    """Wait for a question, answer it, and return it."""
+    """Wait for a request, answer it, and return it."""
     question = page.wait_for_function(TAKE, arg=what).json_value()
     more = {key: value for key, value in question.items() if key not in {"view", "word"}}
     page.evaluate("(message) => model.receive(message)", as_sent(ask(widget, what, question["view"], **more)))
@@ -110,7 +110,7 @@ def answer(page, widget, what):
 
 
 def test_what_is_said_of_the_cursor_is_asked_for_again_with_what_is_drawn_there(shown):
-    """Between the two answers ranks may have told something: then numbers and picture would contradict each other."""
+    """If new rows arrived between the two answers, numbers and picture would contradict each other."""
     page, widget = shown
     page.evaluate("view.putCursor(view.end / 2)")
     first = answer(page, widget, "at")
@@ -133,7 +133,7 @@ LOOKS = """() => new Promise((done) => requestAnimationFrame(() => requestAnimat
 
 
 def look(page, widget):
-    """Tell the page what is new, and what it then shows."""
+    """Send the page an update, and return what it then shows."""
     news = as_sent(ask(widget, "feed", page.evaluate("view.id")))
     page.evaluate("(message) => model.receive(message)", news)
     return page.evaluate(LOOKS)
@@ -141,7 +141,7 @@ def look(page, widget):
 
 @pytest.mark.parametrize("where", ["view.root", "view.timeline.canvas"])
 def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
-    """Lumino lets a key be that is pressed in an element with the attribute, and looks at the document."""
+    """Lumino ignores a key pressed in an element with the attribute; its listener is on the document."""
     page, _ = shown
     kept = page.evaluate(
         f"""() => ["l", "ArrowLeft", "Control", "Alt", "Meta"].map((name) => {{
@@ -242,7 +242,7 @@ def test_a_curve_ends_where_its_numbers_do(shown, losses, at, line, dots):
 
 
 def give_width(page, width):
-    """Let the dashboard be so many pixels wide, in its own style."""
+    """Set the dashboard's width in pixels, with its own style sheet."""
     page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
     page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
 
@@ -323,7 +323,7 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
     workbench.running, workbench.losses = False, {}
     stopped = look(page, widget)
     assert stopped["live"] == "\u25cb latest"
-    assert " · " in stopped["ranks"] or "ends" in stopped["ranks"]  # what they did last
+    assert " · " in stopped["ranks"] or "ends" in stopped["ranks"]  # their last events
     assert stopped["said"].startswith("No ranks are running")
 
     trained = of_others(workbench.trace)
@@ -343,7 +343,7 @@ def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(show
 
 
 def test_at_a_glance(shown):
-    """A word and why, what is gathered, whose ranks they are; a step held while ranks go on; a dead rank in words."""
+    """Status and reason, gathered units, owner of the ranks; a held step while ranks continue; the cause of a death."""
     page, widget = shown
     assert page.locator(".fw-badge").inner_text() == "\u25b6 training"
     assert page.locator(".fw-foot").inner_text().startswith("4 ranks on ")
@@ -431,7 +431,7 @@ STOPS = """() => ({
 
 
 def carry_out(page, widget):
-    """Do what was pressed, and tell the page what came of it."""
+    """Carry out the pressed button's request, and send the page the result."""
     (question,) = page.evaluate("model.asked.filter(({word}) => word === 'press')")
     page.evaluate("model.asked = model.asked.filter(({word}) => word !== 'press')")
     before = len(widget.sent)
@@ -458,7 +458,7 @@ def test_breakpoints_are_listed_switched_and_cleared_with_the_keyboard_alone(chr
         assert page.evaluate("view.root.querySelector('img')") is None
 
         page.locator(".fw-hold").focus()
-        page.locator(".fw-live").press("Tab")  # the buttons are over: next is the list
+        page.locator(".fw-live").press("Tab")  # leaves the buttons: the list is next
         assert page.evaluate(STOPS)["focus"] == "all_gather:blocks.2"
         page.keyboard.press("Tab")
         page.keyboard.press("Tab")
@@ -484,7 +484,7 @@ def test_breakpoints_are_listed_switched_and_cleared_with_the_keyboard_alone(chr
 
 
 def picture(page, theme):
-    """Keep what it looks like."""
+    """Save a screenshot of the dashboard."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.emulate_media(color_scheme=theme)
     if theme == "light":
@@ -493,7 +493,7 @@ def picture(page, theme):
     page.evaluate(LOOKS)
     (SHOTS / f"breakpoints_{theme}.png").write_bytes(
         page.locator(".fw-dashboard").screenshot()
-    )  # it would leave a thread
+    )  # given a path, Playwright would leave a thread
 
 
 def test_a_switch_that_failed_shows_again_what_is(chromium, tmp_path, kept):
@@ -507,7 +507,7 @@ def test_a_switch_that_failed_shows_again_what_is(chromium, tmp_path, kept):
 
 
 def test_a_view_without_buttons_lists_no_breakpoints(chromium, tmp_path, kept):
-    """Such as the page of a record, or the timeline alone."""
+    """For example the page of a trace, or the timeline alone."""
     with showing(chromium, tmp_path, kept(DashboardWidget(Breaks(), panels=("timeline",)))) as (page, _):
         listed = page.evaluate(STOPS)
         assert (listed["isSeen"], listed["rows"]) == (False, [])

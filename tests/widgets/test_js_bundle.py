@@ -57,7 +57,7 @@ def test_what_cannot_be_joined_is_said(tmp_path, texts, said):
 
 def test_the_widgets_program_is_one_module_that_asks_nobody_for_anything():
     text = str(DashboardWidget._esm)
-    # a page takes the first; of a module that exports `render` itself anywidget says that this is the old way
+    # a page uses the first; if a module exports `render` itself, anywidget warns that this is the old way
     assert re.findall(r"^export (.*) =|^export default", text, re.MULTILINE) == ["const { showDashboard }", ""]
     assert not re.search(
         r"^import |innerHTML|outerHTML|insertAdjacentHTML|https?://|\beval\(|document\.write", text, re.MULTILINE
@@ -65,7 +65,7 @@ def test_the_widgets_program_is_one_module_that_asks_nobody_for_anything():
 
 
 def test_the_wheel_takes_the_modules_along():
-    """Hatch takes every file of the package that git does not ignore."""
+    """Hatch includes every file of the package that git does not ignore."""
     ignored = (REPO / ".gitignore").read_text().split()
     assert not any(pattern in {"*.js", "static", "static/"} for pattern in ignored)
     assert {path.name for path in STATIC.iterdir()} >= {"events.js", "timeline.js", "dashboard.js", "dashboard.css"}

@@ -38,7 +38,7 @@ class WellFormed(HTMLParser):
 
 @pytest.fixture
 def shell(monkeypatch):
-    """An IPython shell that takes itself for a notebook's kernel."""
+    """An IPython shell that looks like a notebook's kernel."""
     with ipython_shell() as shell:
         monkeypatch.setattr(shell, "kernel", object(), raising=False)
         published = []

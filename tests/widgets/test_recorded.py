@@ -1,4 +1,4 @@
-"""What a page without a kernel says of a record, in a real browser, is what the kernel would have said."""
+"""A page without a kernel, in a real browser, gives the same answers about a trace as the kernel."""
 
 import base64
 import json
@@ -45,7 +45,7 @@ function ask([run, questions]) {
 
 
 def one_behind(trace):
-    """The same, of which rank 1 has recorded less: a hang."""
+    """Return the trace with fewer rows of rank 1, as in a hang."""
     return Trace(trace.header, tuple(prefix(trace, 150).rank(r.rank) if r.rank == 1 else r for r in trace.ranks))
 
 
@@ -63,7 +63,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def reader(chromium, tmp_path_factory):
-    """A page in which a record is looked up."""
+    """A page that looks up a trace."""
     file = tmp_path_factory.mktemp("recorded") / "page.html"
     given = json.dumps({"program": joined("recorded.js")}).replace("</", "<\\/")
     file.write_text(HARNESS.replace("GIVEN", given), encoding="utf-8")
@@ -74,7 +74,7 @@ def reader(chromium, tmp_path_factory):
 
 
 class Both:
-    """A record in the page and in the kernel."""
+    """A trace in the page and in the kernel."""
 
     def __init__(self, page, trace):
         self.page, self.pulse, self.answers = page, ClusterSnapshot(trace=trace), DashboardView()
@@ -87,7 +87,7 @@ class Both:
         return json.loads(json.dumps({**answer, "view": "a"})), buffers
 
     def ask(self, questions):
-        """Both sides' answers to each question."""
+        """Yield both sides' answers to each request."""
         told = self.page.evaluate("(given) => ask(given)", [self.number, questions])
         for question, (answer, buffers) in zip(questions, told, strict=True):
             yield self.kernel(question), (answer, [base64.b64decode(text) for text in buffers])
@@ -125,7 +125,7 @@ def test_the_ranks_some_events_after_any_row_are_those_that_the_kernel_tells(bot
 
 
 def tables(answer, buffer):
-    """The tables of an answer, as the browser reads them."""
+    """Return the tables of an answer, as the browser reads them."""
     found, at = {}, 0
     for table, columns in COLUMNS.items():
         found[table] = {}
@@ -139,7 +139,7 @@ def tables(answer, buffer):
 
 
 def drawn(table, *keys):
-    """What a picture of a table shows: by key, from when on which values, the last of one time and no repetition."""
+    """Return what a figure of a table shows: by key, (time, values) of each change; the last row of a time counts."""
     values = next(name for name in table if name not in {"t", *keys})
     found = {}
     for k, t in enumerate(table["t"][:, 0].tolist()):
@@ -188,7 +188,7 @@ def test_the_first_answer_is_the_kernels_and_then_there_is_nothing_new(both):
 def test_which_event_a_row_is_named_after_is_known_of_all_rows_at_once():
     for trace in (example_trace(), stopped_before(example_trace(), Kind.ALL_GATHER, number=4)):
         rows = trace.ranks[0].rows.copy()
-        rows["kind"][50:700] = Kind.ALLOC  # more than it looks back
+        rows["kind"][50:700] = Kind.ALLOC  # more than the lookup searches backwards
         found = state_at.events_up_to(rows)
         assert found.tolist() == [state_at._event_at(rows, place) for place in range(len(rows))]
     assert state_at.events_up_to(rows[:0]).tolist() == []

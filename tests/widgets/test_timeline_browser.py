@@ -1,4 +1,4 @@
-"""The timeline in a real headless Chromium: what one sees, points at, and presses."""
+"""The timeline in a real headless Chromium: drawing, pointer and keyboard."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def opened(chromium, tmp_path_factory):
 
 @pytest.fixture
 def page(opened):
-    """The page with three ranks of 3 x 40 rectangles made up, 1.2 ms of them."""
+    """The page with generated rectangles: three ranks of 3 x 40, over 1.2 ms."""
     opened.page.emulate_media(color_scheme="light")
     opened.page.reload()
     opened.page.evaluate("draw(...made(40, 3)).then(() => 0)")
@@ -37,7 +37,7 @@ def stats(page):
 
 
 def point(page, name, t_us, rank=0):
-    """Where an instant of a row is on the screen."""
+    """Return the screen position of a time in a row."""
     now, box = stats(page), page.locator("canvas").bounding_box()
     row = [place for place in now["places"] if place["name"] == name][rank]
     share = (t_us - now["view"][0]) / (now["view"][1] - now["view"][0])
@@ -45,7 +45,7 @@ def point(page, name, t_us, rank=0):
 
 
 def colour_at(page, x, y):
-    """CSS colour of the canvas at a place of the screen."""
+    """Return the canvas's CSS colour at a screen position."""
     box = page.locator("canvas").bounding_box()
     return page.evaluate(
         """([x, y]) => {
@@ -57,7 +57,7 @@ def colour_at(page, x, y):
 
 
 def item(page, row, k):
-    """Start and end of rectangle k of a row, as made up."""
+    """Return the start and end of the generated rectangle k of a row."""
     return page.evaluate(f"(([tracks, data]) => [data[{row}].start[{k}], data[{row}].end[{k}]])(made(40, 3))")
 
 
@@ -107,7 +107,7 @@ def test_a_click_puts_the_cursor(page):
     assert not now["isFollowing"]
     page.evaluate("timeline.setCursor(null)")
     assert stats(page)["cursor"] is None
-    assert page.evaluate("seen.length") == 1  # who sets it knows it
+    assert page.evaluate("seen.length") == 1  # the caller that sets it gets no event
 
 
 def test_arrows_step_from_event_to_event(page):
@@ -150,7 +150,7 @@ def test_the_wheel_zooms_at_the_pointer(page):
 
 def test_the_page_scrolls_on_where_nothing_is_left_to_zoom_out(page):
     page.evaluate("document.body.style.height = '3000px'")
-    page.screenshot()  # what scrolls is another thread: it knows of the height once it has drawn it
+    page.screenshot()  # another thread scrolls: it learns the height when it draws
     x, y = point(page, "compute", 2000)
     page.mouse.move(x, y)
     page.mouse.wheel(0, 240)
@@ -194,7 +194,7 @@ def test_keys_zoom_pan_and_fit(page):
 
 
 def test_many_are_drawn_as_mean_colours_and_few_alike(page):
-    """A pixel of the coarse level is as opaque as what happened in it took time."""
+    """A pixel of the coarse level is as opaque as the share of its time that was occupied."""
     page.reload()
     page.evaluate("draw(...made(20000, 1)).then(() => 0)")
     x, y = point(page, "all-gather", 1e6)
@@ -266,7 +266,7 @@ def test_of_too_many_the_later_ones_are_kept(page):
     assert sum(now["counts"]) == now["rectangles"]
     assert 0 < now["rectangles"] <= 1000
     page.evaluate("timeline.fit()")
-    assert stats(page)["view"][0] < 0  # the record is as long as it was
+    assert stats(page)["view"][0] < 0  # the range covers the whole trace
     start, end = page.evaluate("(([tracks, data]) => [data[11].start[399], data[11].end[399]])(made(400, 3))")
     page.mouse.move(*point(page, "wait", (start + end) / 2, rank=2))
     assert stats(page)["hovered"]["start"] == start
@@ -278,13 +278,13 @@ def test_what_is_known_more_closely_is_drawn_instead(page):
     close = stats(page)
     assert (close["isClose"], close["counts"]) == (True, [5] * 12)
     assert [close["view"], close["places"]] == [before["view"], before["places"]]
-    page.evaluate("timeline.append(0, made(50, 3)[1][0])")  # what is told meanwhile is kept
+    page.evaluate("timeline.append(0, made(50, 3)[1][0])")  # items that arrive meanwhile are kept
     page.evaluate("timeline.setClose(null)")
     assert stats(page)["counts"] == [90, *[40] * 11]
 
 
 def test_a_loss_that_is_not_finite_is_shown_however_it_crosses(page):
-    """Binary columns hold it as a number, JSON as text."""
+    """Binary columns have it as a number, JSON as text."""
     said = page.evaluate(
         """async () => {
             const {formatLoss} = await load(given.format);
@@ -333,7 +333,7 @@ def test_it_has_a_name_a_role_and_a_ring(page):
     canvas = page.get_by_role("slider")
     assert "Timeline" in canvas.get_attribute("aria-label")
     assert float(canvas.get_attribute("aria-valuemax")) == pytest.approx(stats(page)["range"][1], abs=1)
-    assert canvas.get_attribute("data-lm-suppress-shortcuts")  # else JupyterLab takes the arrow keys
+    assert canvas.get_attribute("data-lm-suppress-shortcuts")  # otherwise JupyterLab takes the arrow keys
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.tagName") == "CANVAS"
     assert "2px" in canvas.evaluate("(canvas) => canvas.style.outline")

@@ -1,4 +1,4 @@
-"""The page that replays a record: whole, by itself, and with nothing in it but what we put there."""
+"""The page that replays a trace: complete, self-contained, and without foreign content."""
 
 import json
 import re
@@ -34,7 +34,7 @@ LOOKS = """async () => {
 
 @contextmanager
 def opened_page(chromium, folder, trace, title="run"):
-    """The page of a record, all of it drawn."""
+    """Yield the page of a trace, completely drawn."""
     (folder / "run.html").write_text(page(trace, title), encoding="utf-8")
     with open_offline(chromium, folder / "run.html") as opened:
         opened.page.wait_for_function(READY)
@@ -48,7 +48,7 @@ def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_pa
         sizes = opened.page.evaluate(
             "() => [...document.querySelectorAll('.fw-timeline canvas, .main-svg')].map((e) => e.clientWidth)"
         )
-        assert not opened.page.query_selector(".modebar a")  # its buttons would lie over the titles
+        assert not opened.page.query_selector(".modebar a")  # its buttons would cover the titles
         about = opened.page.inner_text("header")
     assert "step ends" in drawn["event"]
     assert drawn["ranks"].startswith("ranks 0-3")
@@ -89,7 +89,7 @@ def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chrom
 @pytest.mark.thorough
 @pytest.mark.browser
 def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
-    """Not on a slow machine either, before its record is read."""
+    """Even on a slow machine, before its trace is read."""
     with opened_page(chromium, tmp_path, example_trace(num_ranks=2, steps=1)) as opened:
         said = opened.page.evaluate(
             """() => {
@@ -183,7 +183,7 @@ DRESS = """() => {
 INKED = "(ink) => [...document.querySelectorAll('.gtitle, .legendtext')].every((e) => getComputedStyle(e).fill !== ink)"
 
 
-# of what has the focus: what it is called, where it is, and whether that is seen
+# of the focused element: its name, its position, and whether the focus is visible
 FOCUSED = """() => {
   const found = document.activeElement, {x, y} = found.getBoundingClientRect(), style = getComputedStyle(found);
   const isShown = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
@@ -231,7 +231,7 @@ def test_figures_follow_the_width_of_the_window(chromium, tmp_path):
 
 
 def in_hex(colour):
-    """``rgb(255, 0, 16)`` as ``#ff0010``."""
+    """Convert ``rgb(255, 0, 16)`` to ``#ff0010``."""
     return "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", colour)[:3])
 
 
@@ -247,9 +247,9 @@ def test_a_record_of_nothing_is_a_page_too(chromium, tmp_path):
 
 def test_a_hundred_steps_of_four_ranks_of_the_tours_size_take_at_most_10_mb():
     trace = simulate(Setup(num_ranks=4, num_units=6, steps=100))
-    assert trace.num_rows > 95_000  # the tour's model records 240 events a step on each rank
+    assert trace.num_rows > 95_000  # the tour's model records 240 events per step and rank
     rng, ranks = np.random.default_rng(0), []
-    for r in trace.ranks:  # times of which none follows from another one
+    for r in trace.ranks:  # random times do not compress
         rows = r.rows.copy()
         rows["t_ns"] = rows["t_ns"][0] + np.cumsum(rng.integers(1_000, 4_000_000, len(rows)))
         ranks.append(r.__class__(r.rank, rows, r.start))

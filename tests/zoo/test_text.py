@@ -18,7 +18,7 @@ from workbench.zoo import (
 
 
 class Uniform(nn.Module):
-    """Knows nothing: equal scores for all characters."""
+    """A model without knowledge: equal scores for all characters."""
 
     def __init__(self, num_characters):
         super().__init__()
@@ -29,7 +29,7 @@ class Uniform(nn.Module):
 
 
 class Copycat(nn.Module):
-    """Is sure that each character comes again."""
+    """A model that is sure that each character is repeated."""
 
     def __init__(self, num_characters):
         super().__init__()
@@ -111,7 +111,7 @@ def test_the_heldout_loss_is_the_mean_over_whole_sequences():
     text = split_text("ab" * 300 + "b" * 100 + "a" * 1300)  # held out: 200 times a
     model = Copycat(2)
     loss = heldout_loss(model, text, num_tokens=3)
-    assert sum(len(ids) for ids in model.seen) == 199 // 3  # in pieces of unequal size
+    assert sum(len(ids) for ids in model.seen) == 199 // 3  # in batches of unequal size
     assert torch.cat(model.seen).flatten().tolist() == text.heldout[:198].tolist()
     assert loss == pytest.approx(next_token_loss(torch.tensor([[[1.0, 0.0]]]), torch.tensor([[0]])).item())
 

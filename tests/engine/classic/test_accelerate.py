@@ -1,10 +1,9 @@
-"""Accelerate with ``fsdp_version=1`` runs on our wrapper as on torch's: the same bits."""
+"""Accelerate with ``fsdp_version=1`` gives the same bits on our wrapper as on torch's."""
 
 import importlib
 import os
 import shutil
 import tempfile
-import warnings
 
 import pytest
 import torch
@@ -16,6 +15,14 @@ from torch.distributed.fsdp import wrap as their_policies
 from tests.helpers import huggingface_models
 from tests.helpers.both_engines import newer_torch
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import (
+    FROZEN_BESIDE_TRAINED,
+    NO_SHARD,
+    OLD_CALLS,
+    SHARDED_TENSOR,
+    UPCAST,
+    ignoring_warnings,
+)
 from tests.helpers.pairwise import quick
 from tests.helpers.wrapped_models import CPU, assert_same_tree, kept
 from workbench.engine import classic
@@ -40,7 +47,7 @@ def imported_once():
 
 
 def swap(*, ours: bool) -> None:
-    """Let what imports torch's wrapper from now on in this process, which is the test's own, get ours."""
+    """Make later imports of torch's wrapper in this process, which ends with the test, return ours."""
     instead = {id(module): package for module, package in PLACES}
     for (module, name), torchs in TORCHS.items():
         setattr(module, name, getattr(instead[id(module)], name) if ours else torchs)
@@ -61,9 +68,9 @@ def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[o
         backward_prefetch="BACKWARD_PRE",
         activation_checkpointing=not is_low,
     )
-    plugin.optim_state_dict_config.offload_to_cpu = False  # on a CPU torch's next gather overwrites it
+    plugin.optim_state_dict_config.offload_to_cpu = False  # on a CPU torch's next gather overwrites offloaded values
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    accelerator.state.distributed_type = DistributedType.FSDP  # it chooses this path on GPUs only
+    accelerator.state.distributed_type = DistributedType.FSDP  # Accelerate would choose this path only on GPUs
     accelerator.state.device, accelerator.state.fsdp_plugin = CPU, plugin
     if is_low:
         accelerator.state._mixed_precision = "bf16"
@@ -80,7 +87,7 @@ def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[o
                 loss = huggingface_models.loss_of(model, huggingface_models.batch(dist.get_rank(), step))
                 accelerator.backward(loss)
                 found.append(kept(loss))
-                if accelerator.sync_gradients:  # of other norms the last bits of torch's are chance
+                if accelerator.sync_gradients:  # for other norms the last bits of torch's depend on chance
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5, norm_type=float("inf"))
                     found.append(kept(norm))
                 optimizer.step()
@@ -90,7 +97,7 @@ def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[o
     dist.broadcast_object_list(folder)
     train()
     if not ours and kind == "FULL_STATE_DICT":
-        return found  # what torch's offloads for it on a CPU, its next gather frees: it cannot save that
+        return found  # on a CPU torch's next gather frees the offloaded values, so saving them fails
     fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder[0])
     fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder[0])
     train()
@@ -109,10 +116,9 @@ def trains(ours: bool, kind: str, use_orig_params: bool, is_low: bool) -> list[o
 
 def trains_alike(*how: object) -> None:
     place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    met = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}  # the process group is there
+    met = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}  # unused: the process group exists
     os.environ.update({name: str(value) for name, value in (place | met).items()})
-    with warnings.catch_warnings():  # of what it takes from torch's, and of parameters that it makes float32
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR, *NO_SHARD, *FROZEN_BESIDE_TRAINED, *UPCAST):
         ours, theirs = (trains(is_ours, *how) for is_ours in (True, False))
     assert_same_tree(ours[: len(theirs)], theirs)
 

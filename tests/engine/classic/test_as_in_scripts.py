@@ -1,4 +1,4 @@
-"""What old scripts rely on, as with torch's wrapper: environment variables, warnings, deprecated arguments."""
+"""Details that old scripts rely on, as with torch's wrapper: environment variables, warnings, deprecated arguments."""
 
 import itertools
 import os
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.wrapped_models import CPU, OURS, THEIRS, adam, assert_same_tree, kept, whole, wrap_net
 
@@ -30,11 +31,11 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-# ---- eval in full precision
+# ---- evaluation in full precision
 
 
 class Sees(nn.Module):
-    """Notes which dtypes come to it."""
+    """Records the dtypes of its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +96,7 @@ def test_eval_is_in_full_precision_where_the_environment_says_so():
 
 
 class Notes(nn.Linear):
-    """Notes what is set on it."""
+    """Records assignments to its parameters."""
 
     noted: list
 
@@ -136,7 +137,7 @@ def test_a_modules_own_setattr_is_called_unless_the_environment_says_otherwise()
 
 
 def warned(api, make, **options):
-    """The warnings of wrapping, without what torch's says of other things."""
+    """Return the UserWarnings of wrapping a model."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         api.FullyShardedDataParallel(make(), device_id=CPU, **options)
@@ -206,7 +207,7 @@ def trained(api, **options):
 
 
 def calls_of(api, use_orig_params, form):
-    """Call every function that takes ``optim_input`` with it; returns what they return and whether each warned."""
+    """Call every function that takes ``optim_input``; return the results, and whether each call warned."""
     model, optimizer = trained(api, use_orig_params=use_orig_params)
     plain = make_net(num_blocks=2)
     api = api.FullyShardedDataParallel
@@ -216,7 +217,7 @@ def calls_of(api, use_orig_params, form):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made = fn(*args, **kwargs)
-            found.append(kept(made))  # on a CPU torch's next gather overwrites its values
+            found.append(kept(made))  # on a CPU torch's next gather overwrites the values
         found.append(any("optim_input" in str(e.message) and e.category is FutureWarning for e in caught))
         return made
 
@@ -232,12 +233,12 @@ def calls_of(api, use_orig_params, form):
 
 
 def not_empty(states):
-    """States without those of pieces that have no elements."""
+    """Return the states of pieces that have elements."""
     return {key: state for key, state in states.items() if state["exp_avg"].numel()}
 
 
 def assert_same_keys(ours, theirs):
-    """Names are the same; which pieces are a rank's own, torch's padding between parameters shifts by a few."""
+    """Compare the keys if they are names; other keys differ, because torch's padding shifts which pieces a rank has."""
     if any(isinstance(key, str) for key in (*ours, *theirs)):
         assert ours.keys() == theirs.keys()
     else:
@@ -257,14 +258,14 @@ def takes_optim_input():
     for use_orig_params in (False, True):
         for form in (as_list, in_groups):
             (ours, own), (theirs, _) = (calls_of(api, use_orig_params, form) for api in (OURS, THEIRS))
-            for each in ours[2:6:2]:  # what is made to be loaded is what was there
+            for each in ours[2:6:2]:  # the loaded state equals the saved one
                 assert_same_tree(not_empty(each["state"]), not_empty(own))
-            for each in (ours[-2], *ours[8:-2:2]):  # by names again
+            for each in (ours[-2], *ours[8:-2:2]):  # keyed by name again
                 assert_same_tree(each["state"], ours[0]["state"])
             assert ours[1::2] == theirs[1::2] == [True] * (len(ours) // 2 - 1) + [False]
             for mine, other in zip(ours[::2], theirs[::2], strict=True):
                 assert mine.keys() == other.keys()
-                assert_same_keys(mine["state"], other["state"])  # torch's offloads to what its next gather overwrites
+                assert_same_keys(mine["state"], other["state"])  # not the values: torch's next gather overwrites them
                 assert [group["params"] for group in mine["param_groups"]] == [
                     group["params"] for group in other["param_groups"]
                 ]
@@ -278,8 +279,7 @@ def without_groups(api, use_orig_params):
     model, optimizer = trained(api, use_orig_params=use_orig_params)
     kind, config = api.StateDictType.FULL_STATE_DICT, api.FullOptimStateDictConfig(offload_to_cpu=False)
     api = api.FullyShardedDataParallel
-    with warnings.catch_warnings():  # torch's own, of what it takes for it
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR):
         api.set_state_dict_type(model, kind, None, config)
         saved = api.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
         return saved, api.optim_state_dict_to_load(model, optimizer, saved)
@@ -303,7 +303,7 @@ def three_layers(seed=0):
 
 
 def of_an_ignored_layer(api, use_orig_params):
-    """Take and load the state of an optimizer that has the parameters of a layer in no wrapper as well, every way."""
+    """Save and load, in every way, the state of an optimizer that also has an ignored layer's parameters."""
     fsdp = api.FullyShardedDataParallel
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -315,7 +315,7 @@ def of_an_ignored_layer(api, use_orig_params):
         return model, adam(model.parameters())
 
     def train(model, optimizer):
-        for _ in range(2):  # the same on all ranks: nothing reduces the gradients of the ignored layer
+        for _ in range(2):  # the same data on all ranks: gradients of the ignored layer are not reduced
             model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -333,7 +333,7 @@ def of_an_ignored_layer(api, use_orig_params):
     train(model, optimizer)
     values = kept(dict(model.state_dict()))
     own = [kept(optimizer.state[param]) for param in model.module[1].parameters()]
-    if api is OURS:  # in memory of its own, as all other state is
+    if api is OURS:  # the saved state is a copy, as for all other parameters
         kind, config = api.StateDictType.FULL_STATE_DICT, api.FullOptimStateDictConfig(offload_to_cpu=False)
         fsdp.set_state_dict_type(model, kind, None, config)
         for state in fsdp.optim_state_dict(model, optimizer)["state"].values():
@@ -347,12 +347,12 @@ def of_an_ignored_layer(api, use_orig_params):
     given = kept(full) if dist.get_rank() == 0 else None
     flat = list(fsdp.flatten_sharded_optim_state_dict(sharded, model, optimizer)["state"])
     split = kept(sharded)
-    backs = [  # of copies: an optimizer steps the tensors that it loads
+    backs = [  # copies, because an optimizer steps the tensors that it loads
         back(lambda m, o: fsdp.shard_full_optim_state_dict(kept(full), m, optim=o)),
         back(lambda m, o: fsdp.scatter_full_optim_state_dict(given, m, optim=o)),
         back(lambda m, o: fsdp.optim_state_dict_to_load(m, o, kept(full))),
     ]
-    if api is OURS:  # on a CPU what torch's wrapper offloads is overwritten by its next gather
+    if api is OURS:  # on a CPU torch's next gather overwrites what its wrapper offloads
         train(model, optimizer)
         for saved in (full, names, split):
             assert_same_tree([saved["state"][f"1.{name}"] for name in ("weight", "bias")], own)
@@ -366,8 +366,7 @@ def of_an_ignored_layer(api, use_orig_params):
 
 def keeps_what_is_ignored():
     for use_orig_params in (False, True):
-        with warnings.catch_warnings():  # torch's own, of what is deprecated
-            warnings.simplefilter("ignore")
+        with ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR):
             ours, theirs = (of_an_ignored_layer(api, use_orig_params) for api in (OURS, THEIRS))
         assert_same_tree(ours[0], theirs[0])
         if not use_orig_params:

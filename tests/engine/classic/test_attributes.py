@@ -1,4 +1,4 @@
-"""What scripts read from a wrapper is what torch's has; setting it has an effect, or says why not."""
+"""A wrapper's attributes equal those of torch's wrapper; setting one has an effect or raises an error that says why."""
 
 import itertools
 import warnings
@@ -32,7 +32,7 @@ OF_SCRIPTS = (
 
 
 def plain_value(name, value):
-    """A value of ours and of torch's in terms that are alike."""
+    """Convert an attribute of either wrapper to a comparable value."""
     if name == "process_group":
         return dist.get_process_group_ranks(value)
     if name == "params":
@@ -116,7 +116,7 @@ def test_the_training_state_is_torchs_at_every_point():
 
 
 def gathers_of(model):
-    """Return the units in the order in which one more step of training gathers and reduces."""
+    """Return the order of gathers and reductions in one more training step."""
     steps = steps_of(model)
     next(steps)
     with recording() as record:

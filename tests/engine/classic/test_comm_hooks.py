@@ -1,4 +1,4 @@
-"""Communication hooks on real ranks: what they leave is the average, and bit for bit what torch's leave."""
+"""Communication hooks on real ranks compute the average, bit for bit as torch's hooks do."""
 
 from unittest.mock import patch
 
@@ -14,7 +14,7 @@ from workbench.engine._torch import default_store
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.errors import StepAborted
 
-SIZE = 12  # elements of a gradient: parts for 1, 2, 3 and 4 ranks
+SIZE = 12  # elements of a gradient, divisible by 1, 2, 3 and 4 ranks
 PLAIN = ["allreduce_hook", "reduce_scatter_hook"]
 LOW = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 
@@ -30,7 +30,7 @@ def state_of(lib, name, parameter_type):
 
 
 def left_by(lib, name, dtype, parameter_type, sharded):
-    """What a hook leaves: this rank's part, or the whole."""
+    """Return a hook's result: this rank's part, or the whole gradient."""
     grad = gradient(dist.get_rank(), dtype)
     state = state_of(lib, name, parameter_type)
     if not sharded:
@@ -54,7 +54,7 @@ CASES = [
 ]
 
 
-@patch.object(torch.Tensor, "record_stream", lambda *_: None)  # torch's compressing hooks fail in it on the CPU
+@patch.object(torch.Tensor, "record_stream", lambda *_: None)  # torch's compressing hooks call it, and fail on the CPU
 def compare_with_torch():
     rank, size = dist.get_rank(), dist.get_world_size()
     for case in CASES:
@@ -87,7 +87,7 @@ def test_states_have_torchs_fields(world_size):
 
 
 def keep_memory():
-    """The output may be a view of what the engine holds: it is written to, not replaced."""
+    """The hook must write in place: the output may be a view of the engine's memory."""
     group = dist.group.WORLD
     held = torch.zeros(SIZE)
     ours.fp16_compress_hook(ours.LowPrecisionState(group), gradient(0, torch.float32), held[: SIZE // 2])
@@ -147,9 +147,9 @@ def give_up_while_another_is_late():
     state = ours.DefaultState(dist.group.WORLD)
     if dist.get_rank() == 1:
         store.wait(["gave up"])
-        ours.allreduce_hook(state, grad)  # what rank 0 issued ends
+        ours.allreduce_hook(state, grad)  # completes rank 0's collective
         return
-    cancellable_waits.stop_point = lambda: cancellation.cancel("enough")  # called while it waits
+    cancellable_waits.stop_point = lambda: cancellation.cancel("enough")  # called during the wait
     with pytest.raises(StepAborted, match=r"^enough$"):
         ours.allreduce_hook(state, grad)
     cancellation.reset()

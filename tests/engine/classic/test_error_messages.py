@@ -1,4 +1,4 @@
-"""What a wrapper refuses, and that nothing has changed then."""
+"""Errors of the wrapper; after each, nothing has changed."""
 
 import copy
 import pickle

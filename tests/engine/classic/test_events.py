@@ -1,4 +1,4 @@
-"""What a wrapped model announces in a step: the events of ``fully_shard``, bytes by the formula of flat parameters."""
+"""The events of a wrapped model's step equal those of ``fully_shard``; bytes follow the formula of flat parameters."""
 
 import pytest
 import torch.distributed as dist
@@ -13,11 +13,11 @@ from tests.helpers.wrapped_models import OURS, wrap_net
 from workbench.events import Category, Edge, Kind
 
 RESHARDS = {"FULL_SHARD": None, "SHARD_GRAD_OP": False}
-"""The ``reshard_after_forward`` that does the same."""
+"""The equivalent ``reshard_after_forward``."""
 
 
 def of_a_step(make) -> Recording:
-    """What is announced in the second step, when nothing is first any more; bytes are known from the start."""
+    """Record the second step, which has no one-time events; bytes are counted from the start."""
     with recording() as record:
         model = make(make_net(**NET))
         for step in range(2):
@@ -41,7 +41,7 @@ def both(strategy: str, use_orig_params: bool) -> tuple[Recording, Recording]:
 
 
 def slot(world_size: int, shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Elements one rank stores of a flat parameter: all of them, over the ranks, rounded up."""
+    """Return the elements of a flat parameter on one rank: the total over the number of ranks, rounded up."""
     return -(-numel(shapes) // world_size)
 
 
@@ -62,14 +62,14 @@ def test_the_sequence_of_events_is_that_of_fully_shard(world_size, strategy, use
 def test_collectives_and_bytes_equal_the_closed_form(world_size, strategy):
     keeps = strategy == "SHARD_GRAD_OP"
     root, block, model = slot(world_size, ROOT_SHAPES), slot(world_size, BLOCK_SHAPES), model_slots(world_size)
-    gathered = model if keeps else 2 * model - root  # the root's stays from forward to backward
+    gathered = model if keeps else 2 * model - root  # the root's parameter stays full from forward to backward
     for record in run_ranks(world_size, wrapped, strategy):
         assert record.payload(Kind.ALL_GATHER) == world_size * gathered * FP32
         assert record.count(Kind.ALL_GATHER) == {name: 1 if keeps or name == "root" else 2 for name in UNITS}
         assert record.payload(Kind.REDUCE_SCATTER) == world_size * model * FP32
         assert record.count(Kind.REDUCE_SCATTER) == dict.fromkeys(UNITS, 1)
         assert record.alive == {Category.SHARDED_PARAMS: model * FP32}
-        at_once = BLOCKS if keeps else 2  # in backward the next one is gathered while this one computes
+        at_once = BLOCKS if keeps else 2  # backward gathers the next block during the current one
         assert record.peak[Category.SHARDED_PARAMS] == model * FP32
         assert record.peak[Category.SHARDED_GRADS] == model * FP32
         assert record.peak[Category.UNSHARDED_PARAMS] <= world_size * (root + at_once * block) * FP32

@@ -1,7 +1,6 @@
-"""What a wrapper does beside training: values from rank 0 or from nothing, whole parameters, names, clipping, fp16."""
+"""A wrapper's features besides training: initial values, whole parameters, names, clipping, fp16."""
 
 import itertools
-import warnings
 from contextlib import contextmanager
 from unittest import mock
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TheirScaler
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.pairwise import pairs_and_rest, quick, rows_of
 from tests.helpers.parity import shard_net
 from tests.helpers.small_models import adamw, batch, loss_of, make_net
@@ -32,14 +32,13 @@ from workbench.engine import MixedPrecisionPolicy, collective_order
 
 def both(*args, **options):
     """The same net wrapped by ours and by torch's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's says that NO_SHARD is deprecated
+    with ignoring_warnings(*NO_SHARD):
         return [wrap_net(api, make_net(dim=8), *args, **options) for api in (OURS, THEIRS)]
 
 
 def hybrid_trains():
     size = dist.get_world_size()
-    for shape in ((size, 1), (1, size)):  # test_table.py has the others
+    for shape in ((size, 1), (1, size)):  # test_table.py has the other shapes
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("repeat", "shard"))
         for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
             check_parity(make_net, lambda net: wrap_net(OURS, net, strategy, device_mesh=mesh), steps=3)  # noqa: B023
@@ -54,11 +53,11 @@ AS_IN_BOTH = [
     ({}, {}),
     ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, {"ways": [(2, True)]}),
 ]
-"""Precision, and how it is trained. What no_sync() leaves is added up in fp32 by both, in bf16 by torch's wrapper."""
+"""Precision, and how to train. Both our APIs accumulate in fp32 under no_sync(); torch's wrapper does so in bf16."""
 
 
 def reduce_last(unit_tree):
-    """``no_sync`` of ``fully_shard``'s modules."""
+    """Add ``no_sync`` to modules of ``fully_shard``."""
 
     @contextmanager
     def no_sync():
@@ -88,7 +87,7 @@ def test_it_trains_as_fully_shard_does_bit_by_bit(world_size):
     run_ranks(world_size, trains_as_fully_shard)
 
 
-# ---- where values come from
+# ---- initial values
 
 
 def begins_with_those_of_rank_0():
@@ -129,7 +128,7 @@ def test_values_are_those_of_rank_0_or_of_what_initialises_them(begins):
 
 
 def deferred_with_shared():
-    """A model on the meta device whose first and last layer share a parameter, and an optimizer of it."""
+    """Return a meta model whose first and last layer share a parameter, and its optimizer."""
     with torch.device("meta"):
         net = nn.Sequential(nn.Embedding(7, 5), nn.LayerNorm(5), nn.Linear(5, 7, bias=False))
         net[2].weight = net[0].weight
@@ -175,13 +174,13 @@ SUMMONED = [
 
 
 def seen_and_left(model, options):
-    """What is seen in a summoned model, and whole parameters after something was added to them there."""
+    """Return the values in a summoned model, and the whole parameters after adding to them there."""
     loss_of(model, batch(dist.get_rank(), 0)).backward()
     with type(model).summon_full_params(model, **options):
         with_grads = options.get("with_grads", False)
         seen = {name: (p.grad if with_grads else p).detach().clone() for name, p in model.named_parameters()}
         with torch.no_grad():
-            # where they are not whole a rank would change its pieces, and torch's are cut elsewhere
+            # where parameters are not whole a rank would change its pieces, and torch's pieces have other borders
             for param in () if options.get("rank0_only") and dist.get_rank() else model.parameters():
                 param.add_(1)
     return seen, whole(model)
@@ -193,14 +192,14 @@ def summons():
         if options.get("with_grads") and not use_orig:
             continue
         if options.get("writeback") is False and dist.get_world_size() == 1:
-            continue  # torch's writes back all the same
+            continue  # torch's wrapper writes back anyway
         mine, other = both(use_orig_params=use_orig)
         ours = seen_and_left(mine, options)
-        # torch's fails in offload_to_cpu where parameters are on the CPU already: there it changes nothing
+        # torch's offload_to_cpu fails, and changes nothing, if parameters are on the CPU already
         theirs = seen_and_left(other, {key: value for key, value in options.items() if key != "offload_to_cpu"})
         torch.testing.assert_close(ours[1], theirs[1])
         is_whole = options.get("recurse", True) and (rank == 0 or not options.get("rank0_only"))
-        if is_whole:  # what is left of the others is cut elsewhere
+        if is_whole:  # elsewhere the pieces have other borders
             torch.testing.assert_close(ours[0], theirs[0])
             assert list(ours[0]) == list(theirs[0])
 
@@ -222,7 +221,7 @@ def is_evaluated_whole():
                     assert torch.equal(model.module(tokens), wanted[0])
             with model.summon_full_params(model):
                 model(tokens)
-                assert torch.equal(plus_one(model)(tokens), wanted[1])  # what is written after it is kept
+                assert torch.equal(plus_one(model)(tokens), wanted[1])  # in-place changes after it are kept
             assert torch.equal(model(tokens), wanted[1])
 
 
@@ -234,7 +233,7 @@ def plus_one(model):
 
 
 def test_a_model_is_evaluated_with_whole_parameters():
-    """Which needs no gathering: text is generated so."""
+    """This needs no gathering; text generation uses it."""
     run_ranks(2, is_evaluated_whole)
 
 
@@ -276,7 +275,7 @@ def test_gradients_are_clipped_as_torchs_are():
 
 
 def asks_while_clipping(use_orig: bool) -> list[int]:
-    """Return how often each clipping asks the store, until the first iteration, which began without, is forgotten."""
+    """Return the store accesses of each clipping, until the first iteration, which had no clipping, is forgotten."""
     model = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig)
     found = []
     for step in range(collective_order.REMEMBERED + 4):
@@ -297,7 +296,7 @@ def test_what_is_clipped_every_step_is_known_to_be_alike_without_the_store(use_o
 
 
 def skips_a_batch(model, to_none, between):
-    """Train with the second of two batches; of the first, gradients are dropped, after it or between the two."""
+    """Drop the first batch's gradients, before or after the second forward; step with the second batch's."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
         loss_of(model, batch(dist.get_rank(), 1)).backward()
@@ -317,7 +316,7 @@ def forgets_what_was_added_up(part):
         (mine, other), (later, _) = (both(strategy, use_orig_params=use_orig) for _ in range(2))
         ours = skips_a_batch(mine, to_none, between)
         torch.testing.assert_close(ours, skips_a_batch(other, to_none, between))
-        loss_of(later, batch(dist.get_rank(), 0)).backward()  # what is reduced before is kept by torch's
+        loss_of(later, batch(dist.get_rank(), 0)).backward()  # torch's wrapper keeps earlier reduced gradients
         torch.testing.assert_close(ours, skips_a_batch(later, to_none, between), **SAME)
 
 
@@ -350,7 +349,7 @@ def test_gradients_that_are_not_reduced_are_not_computed_with():
     run_ranks(2, waits_for_reduction)
 
 
-# ---- a module like another one
+# ---- a wrapper acts like its module
 
 
 class Indexed(nn.Sequential):

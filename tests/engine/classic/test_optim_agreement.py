@@ -73,7 +73,7 @@ def loads(use_orig_params: bool) -> None:
         FSDP.shard_full_optim_state_dict,
         {**full, "param_groups": groups},
     )
-    with pytest.raises(ValueError, match="this one has nothing"):  # rank 0's sentence, raised on every rank
+    with pytest.raises(ValueError, match="this one has nothing"):  # rank 0's message, raised on every rank
         FSDP.scatter_full_optim_state_dict(full if rank == 1 else None, model, optim=optimizer)
     FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
 

@@ -1,4 +1,4 @@
-"""An optimizer's state, saved and loaded: training goes on as if nothing had happened, and other shardings take it."""
+"""Save and load an optimizer's state: training continues exactly, and other shardings can load it."""
 
 import itertools
 import operator
@@ -30,14 +30,14 @@ OFFLOAD = OURS.CPUOffload(offload_params=True)
 
 
 def partly_frozen() -> nn.Module:
-    """The parameters of one unit have no state."""
+    """Return a model in which the parameters of one unit have no optimizer state."""
     model = make_net(num_blocks=2)
     model.blocks[1].requires_grad_(False)
     return model
 
 
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, of flat parameters as of pieces and of DTensors."""
+    """Return an optimizer with two groups, of flat parameters, pieces or DTensors."""
     named = list(model.named_parameters())
     blocks, others = ([p for name, p in named if ("blocks" in name) is wanted] for wanted in (True, False))
     return adam([{"params": blocks, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}])
@@ -49,11 +49,11 @@ def begun(strategy: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimiz
 
 
 Saved = tuple[dict[str, Any], dict[str, Any]]
-"""What a model and its optimizer save."""
+"""State dicts of a model and its optimizer."""
 
 
 def saved_after_two_steps(strategy: str, **options: Any) -> dict[str, Saved]:
-    """What is saved in each type; neither the model nor its optimizer is there any more."""
+    """Return the saved state of each type; model and optimizer are freed."""
     model, optimizer = begun(strategy, **options)
     train(model, optimizer, range(2))
     saved = {}
@@ -64,7 +64,7 @@ def saved_after_two_steps(strategy: str, **options: Any) -> dict[str, Saved]:
 
 
 def goes_on(kind: str, saved: Saved, strategy: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Load what was saved into a model that is begun anew, and go on."""
+    """Load saved state into a new model and continue training."""
     values, state = saved
     model, optimizer = begun(strategy, **options)
     tell(model, kind)
@@ -94,14 +94,14 @@ def every_type_goes_on(strategy: str, rows: list[tuple[Any, Any, bool]]) -> None
 CASES = [
     (1, "NO_SHARD"),
     *((2, strategy) for strategy in STRATEGIES),
-    *((4, strategy) for strategy in ("FULL_SHARD", "HYBRID_SHARD")),  # the others save what these or two ranks do
+    *((4, strategy) for strategy in ("FULL_SHARD", "HYBRID_SHARD")),  # the others save what these or two ranks save
 ]
 
 
 @pairs_and_rest
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_training_goes_on_bit_by_bit_from_every_type(case, part):
-    """With and without mixed precision, offload and ``use_orig_params``."""
+    """Covers mixed precision, offload and ``use_orig_params``."""
     world_size, strategy = case
     rows = [options for at, *options in rows_of(part, CASES, (None, LOW), (None, OFFLOAD), (False, True)) if at == case]
     run_ranks(world_size, every_type_goes_on, strategy, rows)
@@ -111,10 +111,10 @@ def test_training_goes_on_bit_by_bit_from_every_type(case, part):
 
 
 def classic_relay(source: Path | None, target: Path, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Load what is in ``source``, None: train; save it in ``target``; return it whole."""
+    """Load ``source``, or train if it is None; save to ``target``; return the whole state."""
     model, optimizer = begun(strategy, **options)
     tell(model, SHARDED)
-    train(model, optimizer, range(2))  # what is loaded takes the place of this
+    train(model, optimizer, range(2))  # loading overwrites this
     state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
     if source is not None:
         dcp.load(state, checkpoint_id=source)
@@ -127,7 +127,7 @@ def classic_relay(source: Path | None, target: Path, strategy: str, options: dic
 
 
 def second_relay(source: Path, target: Path) -> None:
-    """The same with ``fully_shard``, as torch's functions for checkpoints do it."""
+    """Load and save with ``fully_shard`` and torch's checkpoint functions."""
     model = shard_net(partly_frozen())
     optimizer = grouped(model)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -140,7 +140,7 @@ def second_relay(source: Path, target: Path) -> None:
 
 @pytest.mark.thorough
 def test_from_four_ranks_to_two_to_one_to_fully_shard_and_back(tmp_path):
-    """Each in another way: strategy, precision, offload, flat parameters or pieces."""
+    """Each stage differs in strategy, precision, offload, and flat parameters or pieces."""
     first, *_ = run_ranks(
         4,
         classic_relay,

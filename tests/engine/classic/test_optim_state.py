@@ -1,9 +1,8 @@
-"""Optimizers' state dicts: what torch's wrapper makes, into any other sharding, and into a plain model."""
+"""Optimizer state dicts equal those of torch's wrapper, and load into any other sharding and into a plain model."""
 
 import copy
 import itertools
 import pickle
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.engine.classic.test_unwrapping import train, two_groups, wrapped
 from tests.helpers.forked_ranks import on_one_rank, run_ranks
+from tests.helpers.known_warnings import OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.wrapped_models import OURS, THEIRS, adam, assert_same_values, wrap_net
@@ -30,7 +30,7 @@ FSDP, Keys = OURS.FullyShardedDataParallel, OURS.OptimStateKeyType
 
 
 def tell(model: nn.Module, kind: str, api: SimpleNamespace = OURS, **options: Any) -> None:
-    """Choose a type of state dict, with options for that of the optimizer."""
+    """Set a state dict type, with options for the optimizer's state."""
     _, config = OURS.StateDictSettings.of(OURS.StateDictType[kind]).configs()
     chosen = getattr(api, config.__name__)(**options)
     api.FullyShardedDataParallel.set_state_dict_type(model, api.StateDictType[kind], None, chosen)
@@ -52,7 +52,7 @@ def whole_of(value: Any) -> Any:
 
 
 def every_form_of_it() -> None:
-    """From each way of sharding, in each type, the state is the plain model's; and goes into each other way."""
+    """For each sharding and type, the state equals the plain model's and loads into the next sharding."""
     plain, plain_optimizer = trained_plain()
     expected = plain_optimizer.state_dict()
     saved = [FSDP.rekey_optim_state_dict(expected, Keys.PARAM_NAME, plain, optim=plain_optimizer)]
@@ -80,7 +80,7 @@ def test_every_way_of_sharding_has_the_plain_models_state(world_size):
 
 
 def torchs_and_ours() -> None:
-    """The same script with both: the same keys, values and groups, and each loads the other's."""
+    """Run the same script with both: keys, values and groups are equal, and each loads the other's state."""
     precisions = ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32})
     kinds = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -95,7 +95,7 @@ def torchs_and_ours() -> None:
                 use_orig_params=use_orig_params,
                 ignored_states=[] if precision else [plain.scale],  # it would make the head's input fp32 again
                 mixed_precision=api.MixedPrecision(**precision),
-                device_mesh=mesh,  # else torch's makes ShardedTensors
+                device_mesh=mesh,  # otherwise torch's wrapper makes ShardedTensors
             )
             if use_orig_params:
                 optimizer = two_groups(model)
@@ -103,7 +103,7 @@ def torchs_and_ours() -> None:
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
             loss_of(model, batch(dist.get_rank(), 0)).backward()
             optimizer.step()
-            tell(model, kind, api, offload_to_cpu=False)  # torch's offloads to memory that its next gather overwrites
+            tell(model, kind, api, offload_to_cpu=False)  # torch's next gather overwrites offloaded values
             models.append(model)
             optimizers.append(optimizer)
             saved.append(api.FullyShardedDataParallel.optim_state_dict(model, optimizer))
@@ -120,12 +120,12 @@ def torchs_and_ours() -> None:
             optimizer.load_state_dict({**loaded, "param_groups": groups})
             again = model.optim_state_dict(model, optimizer)
             assert_same_states(again["state"], other["state"], rtol=0, atol=0)
-        both = set(orders[0]) & set(orders[1])  # pieces end elsewhere where torch's flat parameter has gaps
+        both = set(orders[0]) & set(orders[1])  # pieces have other borders where torch's flat parameter has gaps
         assert [key for key in orders[0] if key in both] == [key for key in orders[1] if key in both]
 
 
 def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any], **tolerance: float) -> None:
-    """Equal, in the same order, and split alike."""
+    """Check that states are equal, in the same order, and sharded alike."""
     assert list(ours) == list(theirs)
     for name, state in ours.items():
         assert [(key, type(value)) for key, value in state.items()] == [(k, type(v)) for k, v in theirs[name].items()]
@@ -134,7 +134,7 @@ def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any], **tolerance
 
 
 @pytest.mark.filterwarnings("ignore:FSDP.state_dict_type.. and FSDP.set_state_dict_type:FutureWarning")
-@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device`:UserWarning")  # of torch's wrapper
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered:UserWarning")
 @pytest.mark.parametrize("world_size", quick([2, 4], [2]))
 def test_it_is_what_torchs_wrapper_makes(world_size):
@@ -142,7 +142,7 @@ def test_it_is_what_torchs_wrapper_makes(world_size):
 
 
 def save_some() -> bytes | None:
-    """Train on all ranks; rank 0 has the whole state."""
+    """Train on all ranks; return the whole state on rank 0."""
     model = wrapped(make_net(), "FULL_SHARD", use_orig_params=True)
     optimizer = two_groups(model)
     train(model, optimizer, range(2))
@@ -152,7 +152,7 @@ def save_some() -> bytes | None:
 
 
 def load_some(given: bytes) -> bytes | None:
-    """Rank 0 alone has it."""
+    """Load state that only rank 0 has."""
     saved = pickle.loads(given) if dist.get_rank() == 0 else None
     model = wrapped(make_net(), "FULL_SHARD", use_orig_params=True)
     optimizer = two_groups(model)
@@ -185,9 +185,9 @@ def saves_by_checkpoint(folder: Path) -> bytes | None:
     return pickle.dumps(whole) if whole else None
 
 
+@ignoring_warnings(*SHARDED_TENSOR, *OLD_CALLS)
 def resumes_by_checkpoint(folder: Path) -> bytes | None:
     """As torch's examples do: by its function, which makes ShardedTensors whatever was saved."""
-    warnings.simplefilter("ignore")  # in this rank; whatever touches a ShardedTensor warns of it
     for use_orig_params in (True, False):
         model = wrapped(make_net(), "FULL_SHARD", use_orig_params=use_orig_params)
         optimizer = adam(model.parameters())
@@ -234,7 +234,7 @@ def test_without_state_and_in_the_local_type():
 
 
 class Keyed(torch.optim.AdamW):
-    """Knows parameters by names, and has state for empty pieces as well."""
+    """Keys parameters by name, and has state for empty pieces too."""
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
         self.named = named
@@ -270,7 +270,7 @@ def test_a_keyed_optimizer():
 
 
 def from_a_plain_model() -> None:
-    """A plain model's state into wrappers, which go on as it does."""
+    """Load a plain model's state into wrappers; they train on as it does."""
     plain, plain_optimizer = trained_plain()
     named = FSDP.rekey_optim_state_dict(plain_optimizer.state_dict(), Keys.PARAM_NAME, plain, optim=plain_optimizer)
     assert FSDP.rekey_optim_state_dict(named, Keys.PARAM_NAME, plain) is named

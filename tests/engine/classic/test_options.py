@@ -1,4 +1,4 @@
-"""What a script chooses for a wrapper: torch's names, fields, places and defaults, and a sentence for what is wrong."""
+"""A wrapper's options: torch's names, fields, positions and defaults, and a message for each wrong value."""
 
 import dataclasses
 from enum import Enum
@@ -48,7 +48,7 @@ def fields(kind):
 
 
 def parameters(kind):
-    """What two classes of the same name agree on."""
+    """Return the dataclass options of a class."""
     return {name: getattr(kind.__dataclass_params__, name) for name in ("frozen", "eq", "order", "unsafe_hash")}
 
 
@@ -77,7 +77,7 @@ def test_a_dtype_is_a_floating_point_dtype(dtype):
 
 
 def flags():
-    """Every class and field that takes a bool."""
+    """Return every class and field with a bool default."""
     kinds = [getattr(ours, name) for name in CLASSES]
     return [(kind, f.name) for kind in kinds for f in dataclasses.fields(kind) if isinstance(f.default, bool)]
 

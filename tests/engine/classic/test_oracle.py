@@ -1,8 +1,7 @@
-"""Torch's wrapper as oracle: the same script, with names from ours or from theirs, gives the same numbers."""
+"""Torch's wrapper as oracle: the same script gives the same numbers with our names and with torch's."""
 
 import functools
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from tests.helpers import huggingface_models as hf
 from tests.helpers.forked_ranks import in_turn, run_ranks
+from tests.helpers.known_warnings import FROZEN_BESIDE_TRAINED, NO_SHARD, ignoring_warnings
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import Block, adamw, batch, loss_of, make_net
 from tests.helpers.wrapped_models import CPU, OURS, THEIRS, compare_with_torchs, whole, wrap_net
@@ -27,13 +27,12 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def run_all(cases):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its deprecated choices
+    with ignoring_warnings(*NO_SHARD, *FROZEN_BESIDE_TRAINED):
         in_turn(dict(cases))
 
 
 def pairs_of_groups():
-    """A pair of process groups in the place of a mesh is the same; :mod:`.test_table` has the mesh."""
+    """A pair of process groups is equivalent to a mesh; :mod:`.test_table` tests the mesh."""
     size = dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (max(1, size // 2), min(size, 2)), mesh_dim_names=("repeat", "shard"))
     pair = mesh.get_group("shard"), mesh.get_group("repeat")
@@ -52,19 +51,18 @@ def test_a_pair_of_process_groups_says_who_shards_and_who_repeats(world_size):
 
 
 def gradients_stay_low():
-    """The optimizer is not asked: a fused Adam takes gradients of the parameters' dtype alone."""
+    """Test gradients without an optimizer: fused Adam needs gradients of the parameters' dtype."""
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         found = []
         for api in (OURS, THEIRS):
             precision = api.MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with ignoring_warnings(*NO_SHARD):
                 model = wrap_net(api, SMALL(), strategy, mixed_precision=precision, use_orig_params=True)
             loss_of(model, batch(dist.get_rank(), 0)).backward()
             found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.numel()})
         ours, theirs = found
         assert {grad.dtype for grad in ours.values()} == {BF16}
-        shared = ours.keys() & theirs.keys()  # pieces end elsewhere where torch's flat parameter has gaps
+        shared = ours.keys() & theirs.keys()  # pieces have other borders where torch's flat parameter has gaps
         for name in shared:
             assert theirs[name].dtype == BF16
 
@@ -77,7 +75,7 @@ def test_gradients_stay_in_low_precision_where_that_was_asked():
 
 
 class Shared(nn.Module):
-    """One weight in two places, one in two units' parent; a module called twice; a parameter that is not used."""
+    """Has a tied weight, a module that is called twice, and an unused layer."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +112,7 @@ def frozen_block():
 
 
 def one(api, module, strategy, **options):
-    """One wrapper."""
+    """Wrap one module."""
     return api.FullyShardedDataParallel(
         module, sharding_strategy=api.ShardingStrategy[strategy], device_id=CPU, **options
     )
@@ -155,7 +153,7 @@ def checkpointed_after(api, net, **options):
 
 
 def looking_between(model, tokens):
-    """Forwards without a backward between those that train."""
+    """Run forwards without a backward before the one that trains."""
     with torch.no_grad():
         model(tokens[:, :-1])
     model.eval()
@@ -169,7 +167,7 @@ CHECKPOINTED = [checkpointed_inside, checkpointed_outside, checkpointed_after]
 
 
 def kinds():
-    """Name, what makes the model, what wraps it, how it is trained."""
+    """Yield names, model factories, wrapping functions and training options."""
     for wrap in (*WRAPPINGS, *CHECKPOINTED):
         yield wrap.__name__, SMALL, wrap, {}
     yield "frozen block", frozen_block, wrap_net, {}
@@ -178,7 +176,7 @@ def kinds():
 
 
 def models():
-    """Each kind with each strategy, with and without ``use_orig_params``."""
+    """Yield each kind with each strategy, with and without ``use_orig_params``."""
     for strategy, use_orig_params in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)):
         options = {"strategy": strategy, "use_orig_params": use_orig_params}
         partly_frozen = [("frozen", frozen, wrap_net, {})] if use_orig_params else []
@@ -203,7 +201,7 @@ def test_models_of_all_kinds_train_as_with_torchs_wrapper():
     run_ranks(2, every_model)
 
 
-# ---- models and scripts of others
+# ---- third-party models and scripts
 
 
 def trains_huggingface(name):
@@ -226,7 +224,7 @@ def trains_huggingface(name):
 
 @pytest.fixture
 def imported_once():
-    hf.transformers()  # a rank is forked: it has the package already
+    hf.transformers()  # ranks are forked, so they inherit the import
 
 
 @pytest.mark.parametrize("name", quick(["Llama", "GPT-2", "T5"], ["GPT-2"]))
@@ -236,7 +234,7 @@ def test_models_of_huggingface_train_as_with_torchs_wrapper(name):
 
 
 class Digits(nn.Module):
-    """The network of PyTorch's FSDP tutorial, for images of 8 x 8."""
+    """The network of PyTorch's FSDP tutorial, for 8 x 8 images."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +250,7 @@ class Digits(nn.Module):
 
 
 def tutorial(api):
-    """Train, test and save on rank 0 as the tutorial does; returns what is saved here, and the losses of all."""
+    """Train, test and save on rank 0 as the tutorial does; return this rank's saved state and the global losses."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     policy = functools.partial(api.size_based_auto_wrap_policy, min_num_params=500)

@@ -1,9 +1,8 @@
-"""Scripts of torch's wrapper run on ours with their imports alone changed: the same bits on every rank."""
+"""Scripts of torch's wrapper, ported by changing only their imports, give the same bits on every rank."""
 
 import functools
 import shutil
 import tempfile
-import warnings
 from contextlib import nullcontext
 from importlib import import_module
 
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from tests.helpers import huggingface_models
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import FROZEN_BESIDE_TRAINED, NO_SHARD, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.wrapped_models import CPU, assert_same_tree, kept
 
 PACKAGES = ("workbench.engine.classic", "torch.distributed.fsdp")
@@ -133,7 +133,7 @@ def trains_language(package, kind, use_orig_params):
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
             loss.backward()
             seen.append(kept(loss))
-            # the order in which torch's wrapper adds up squares is a set's: of other norms the last bits are chance
+            # torch's wrapper sums squares in the order of a set, so the last bits of other norms depend on chance
             seen.append(kept(model.clip_grad_norm_(0.01, norm_type=float("inf"))))
             optimizer.step()
             optimizer.zero_grad()
@@ -195,7 +195,7 @@ def trains_adapters(package, strategy):
 
 
 def trains_summaries(package):
-    """A GPT-2 by its layers' class; ``optim_input``, attributes, and a whole checkpoint that another goes on from."""
+    """A GPT-2 wrapped by layer class, with ``optim_input``, attributes, and a full checkpoint loaded by a new model."""
     fsdp, wrap = import_module(package), import_module(f"{package}.wrap")
     api = fsdp.FullyShardedDataParallel
 
@@ -253,7 +253,7 @@ def trains_summaries(package):
 
 
 def trains_a_gpt(package):
-    """Activation checkpointing of layers, original parameters, a checkpoint in files that each rank has its part of."""
+    """Activation checkpointing of layers, original parameters, and a checkpoint with a file per rank."""
     fsdp, wrap = import_module(package), import_module(f"{package}.wrap")
     api = fsdp.FullyShardedDataParallel
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -295,7 +295,7 @@ def trains_a_gpt(package):
     saved = {"model": model.state_dict(), "optim": api.optim_state_dict(model, optimizer)}
     checkpoint.save(saved, checkpoint_id=folder[0])
     model, optimizer = made(1)
-    trained(model, optimizer)  # so that it has state to load into
+    trained(model, optimizer)  # creates state to load into
     loaded = {"model": model.state_dict(), "optim": api.optim_state_dict(model, optimizer)}
     checkpoint.load(loaded, checkpoint_id=folder[0])
     model.load_state_dict(loaded["model"])
@@ -311,8 +311,7 @@ def trains_a_gpt(package):
 
 
 def is_the_same(script, *args):
-    with warnings.catch_warnings():  # of what torch's wrapper is deprecated for, and of frozen parameters
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR, *NO_SHARD, *FROZEN_BESIDE_TRAINED):
         ours, theirs = (script(package, *args) for package in PACKAGES)
     assert_same_tree(kept(ours), kept(theirs))
 

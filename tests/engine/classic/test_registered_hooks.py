@@ -1,4 +1,4 @@
-"""A communication hook that was registered reduces the gradients of every wrapper, as it does in torch's."""
+"""A registered communication hook reduces the gradients of every wrapper, as in torch's."""
 
 import functools
 from unittest.mock import patch
@@ -24,15 +24,15 @@ def register(api, model, name):
     model.register_comm_hook(state, getattr(lib, name))
 
 
-@patch.object(torch.Tensor, "record_stream", lambda *_: None)  # torch's compressing hooks fail in it on the CPU
+@patch.object(torch.Tensor, "record_stream", lambda *_: None)  # torch's compressing hooks call it, and fail on the CPU
 def hooks_reduce(strategy):
     is_whole = strategy == "NO_SHARD" or dist.get_world_size() == 1
     for name in ("allreduce_hook" if is_whole else "reduce_scatter_hook", "bf16_compress_hook", "fp16_compress_hook"):
         for use_orig_params in (False, True):
             compare_with_torchs(
-                functools.partial(make_net, num_blocks=1),  # what a hook does is the same in each unit
-                # with use_orig_params torch's has gaps between parameters: an element that lies elsewhere in a gradient
-                # is summed over four ranks in another order
+                functools.partial(make_net, num_blocks=1),  # a hook acts alike on each unit
+                # with use_orig_params torch's flat parameter has gaps, which move elements; four ranks sum a moved
+                # element in another order
                 lambda api, net: wrap_net(api, net, strategy, use_orig_params=use_orig_params and api is OURS),  # noqa: B023
                 steps=3,
                 ways=[(2, True)],
@@ -114,7 +114,7 @@ def refusals():
     hybrid = wrap_net(OURS, make_net(), "HYBRID_SHARD", device_mesh=mesh, device_id=CPU)
     with pytest.raises(ValueError, match="register_comm_hook does not support HYBRID_SHARD, which reduces gradients"):
         hybrid.register_comm_hook(None, hook)
-    loss_of(hybrid, batch(dist.get_rank(), 0)).backward()  # nothing is half registered
+    loss_of(hybrid, batch(dist.get_rank(), 0)).backward()  # no wrapper keeps the hook
 
 
 def test_hooks_are_refused_where_they_cannot_be():

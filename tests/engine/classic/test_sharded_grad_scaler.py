@@ -1,4 +1,4 @@
-"""Scaling where each rank holds a part of the gradients: all skip a step, or none does, as with torch's."""
+"""Loss scaling with sharded gradients: all ranks skip a step or none does, as with torch's scaler."""
 
 import inspect
 import itertools
@@ -16,7 +16,7 @@ OPTIONS = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
 
 
 def train(kind, overflows, **options):
-    """Train a shard of float16 for some steps; in a step of ``overflows`` that rank's gradient does.
+    """Train a float16 shard for 7 steps; ``overflows`` maps steps to the rank whose gradient overflows.
 
     Returns:
         Scale and shard after each step.
@@ -56,7 +56,7 @@ def test_what_one_rank_finds_lets_all_skip_as_torchs_does():
 
 
 def step_of_a_rank_without_gradients(fused):
-    """Rank 1 holds nothing of the unit, as with small parameters; rank 0 finds an inf."""
+    """Rank 1 has no elements of the unit, as happens with small parameters; rank 0 finds an inf."""
     params = [nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
     scaler = ShardedGradScaler(**OPTIONS)
@@ -74,7 +74,7 @@ def test_a_rank_without_gradients_hears_of_it(fused):
 
 
 def step_of_a_fused_optimizer():
-    """It is given the flag, and skips the step itself."""
+    """A fused optimizer gets the flag and skips the step itself."""
     shard = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([shard], lr=1.0, fused=True)
     scaler = ShardedGradScaler(**OPTIONS)

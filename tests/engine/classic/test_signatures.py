@@ -1,4 +1,4 @@
-"""What a script calls of torch's wrapper it can call of ours, with the same arguments by the same names."""
+"""Every public call of torch's wrapper works on ours, with the same argument names."""
 
 import copy
 import inspect
@@ -22,7 +22,7 @@ METHODS = sorted(name for name in dir(THEIRS) if not name.startswith("_") and ca
 
 
 def arguments(fn):
-    """Name, kind and default of each; members of an enum by their name, as each API has enums of its own."""
+    """Return name, kind and default of each argument; enum members by name, because each API has its own enums."""
     found = inspect.signature(fn).parameters.values()
     return [(each.name, each.kind, getattr(each.default, "name", each.default)) for each in found]
 
@@ -38,7 +38,7 @@ def exported():
 
 
 def test_every_exported_name_is_offered_where_its_api_is():
-    """Those of the second API are in ``workbench.engine``, as ``fully_shard`` is."""
+    """Names of the second API are in ``workbench.engine``, like ``fully_shard``."""
     missing = {name for name, (_, mine) in exported().items() if mine is None}
     assert "fully_shard" in missing
     assert missing <= set(engine.__all__)
@@ -50,7 +50,7 @@ def public(obj):
 
 
 def test_every_public_name_of_every_class_is_there():
-    """What a wrapper has besides, once it is made, is compared in ``test_attributes``."""
+    """``test_attributes`` compares the attributes of instances."""
     compared = 0
     for name, (their, mine) in exported().items():
         if mine is not None and inspect.isclass(their):

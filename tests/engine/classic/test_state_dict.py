@@ -1,4 +1,4 @@
-"""State dicts of wrapped models: whole, split and flat ones, made, loaded, and beside those of torch's wrapper."""
+"""State dicts of wrapped models, full, sharded and flat: saving, loading, and comparison with torch's wrapper."""
 
 import copy
 import functools
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import FROZEN_BESIDE_TRAINED, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.parity import assert_same_shards, shard_net
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.wrapped_models import CPU, OURS, THEIRS, assert_same_values, wrap_net
@@ -34,7 +35,7 @@ FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DIC
 def set_type(model: nn.Module, kind: str, api: SimpleNamespace = OURS, **config: bool) -> None:
     made = {FULL: api.FullStateDictConfig, SHARDED: api.ShardedStateDictConfig, LOCAL: api.LocalStateDictConfig}[kind]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"FSDP.state_dict_type\(\) and", FutureWarning)  # torch's says so
+        warnings.filterwarnings("ignore", r"FSDP.state_dict_type\(\) and", FutureWarning)  # torch's deprecation warning
         api.FullyShardedDataParallel.set_state_dict_type(model, api.StateDictType[kind], made(**config))
 
 
@@ -90,7 +91,7 @@ def every_type_comes_back(strategy):
 
 
 class Odd(nn.Module):
-    """Tied weights, a buffer that is saved and one that is not, a frozen and an ignored parameter."""
+    """Has tied weights, a persistent and a non-persistent buffer, and an ignored module."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -136,14 +137,14 @@ def is_as_theirs():
                     for api in (OURS, THEIRS)
                 ]
                 for model, api in zip(models, (OURS, THEIRS), strict=True):
-                    model.eval()(torch.ones(2, 3))  # buffers are of the low precision from now on
+                    model.eval()(torch.ones(2, 3))  # casts the buffers to the low precision
                     set_type(model, kind, api)
                 ours, theirs = (model.state_dict() for model in models)
                 assert list(ours) == list(theirs) == list(Odd().state_dict())
                 for name, value in ours.items():
                     check_same(name, value, theirs[name])
                 assert ours["first.weight"].data_ptr() == ours["last.weight"].data_ptr() or kind == SHARDED
-                for model, state in zip(models, (theirs, ours), strict=True):  # each from the other
+                for model, state in zip(models, (theirs, ours), strict=True):  # each loads the other's
                     with torch.no_grad():
                         changed = {name: torch.ones_like(value) for name, value in state.items()}
                     assert model.load_state_dict(changed) == ([], [])
@@ -154,8 +155,8 @@ def test_sharded_tensors_of_torchs_wrapper_are_taken():
     run_ranks(2, takes_old_shards)
 
 
+@ignoring_warnings(*SHARDED_TENSOR)
 def takes_old_shards():
-    warnings.simplefilter("ignore")  # in this rank; whatever touches a ShardedTensor warns of it
     theirs = wrap_net(THEIRS, make_net(seed=1, num_blocks=1))  # without a device mesh
     set_type(theirs, SHARDED, THEIRS)
     state = theirs.state_dict()
@@ -277,7 +278,7 @@ def refuses():
         with nothing_changes(model), pytest.raises(RuntimeError, match="the state dict has no flat parameter '_flat"):
             model.load_state_dict(state)
         local = model.state_dict()
-        for block in (0, 1):  # two ranks that do not know of each other: another sharding
+        for block in (0, 1):  # each rank in its own group: another sharding
             group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
             alone = wrap_net(OURS, make_net(), process_group=group, use_orig_params=use_orig_params)
             set_type(alone, LOCAL)
@@ -317,7 +318,7 @@ def is_summoned():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    """What 4 ranks have saved: split, and flat."""
+    """Return the folder to which 4 ranks saved, sharded and flat."""
     folder = tmp_path_factory.mktemp("checkpoint")
     run_ranks(4, saves, folder)
     return folder
@@ -338,7 +339,7 @@ def test_what_some_ranks_save_others_load(world_size, checkpoint):
 def loads(folder):
     plain = make_net(seed=1, num_blocks=1)
     for use_orig_params in (False, True):
-        for kind in (SHARDED, LOCAL):  # a flat one is split anew by what loads it, and then of this sharding
+        for kind in (SHARDED, LOCAL):  # loading reshards a flat state dict
             model = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig_params)
             set_type(model, kind)
             state = model.state_dict()
@@ -351,7 +352,7 @@ def loads(folder):
     second.load_state_dict(state)
     assert_same_shards(second, plain, rtol=0, atol=0)
     first = wrap_net(OURS, make_net(num_blocks=1))
-    assert first.load_state_dict(second.state_dict()) == ([], [])  # DTensors, whatever was set
+    assert first.load_state_dict(second.state_dict()) == ([], [])  # loads DTensors in any type
     assert_same_values(first, plain, rtol=0, atol=0)
 
 
@@ -371,7 +372,7 @@ def takes_functions():
             assert_same_values(model, plain, rtol=0, atol=0)
             found = get_model_state_dict(model, options=everywhere)
             torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=0)
-            state = get_model_state_dict(model)  # its options say what it is, not what was set
+            state = get_model_state_dict(model)  # the call's options choose the type, not set_type
             assert all(isinstance(value, DTensor) for value in state.values())
             other = wrap_net(OURS, make_net(num_blocks=1), use_orig_params=use_orig_params)
             assert set_model_state_dict(other, state) == ([], [])
@@ -408,9 +409,9 @@ def leaves_frozen_out(use_orig_params):
     assert set(found) == (kept if dist.get_rank() == 0 else set())
 
 
+@ignoring_warnings(*FROZEN_BESIDE_TRAINED, *OLD_CALLS, *SHARDED_TENSOR)
 def in_a_plain_root(use_orig_params):
     """As with torch's wrapper."""
-    warnings.simplefilter("ignore")  # in this rank; torch's own
     found = []
     for api in (OURS, THEIRS):
         wrap = functools.partial(api.FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=CPU)
@@ -424,7 +425,7 @@ def in_a_plain_root(use_orig_params):
 
 
 class Versioned(nn.Linear):
-    """Loads what an older version saved as twice what is meant."""
+    """Halves the weight, named "twice", that an older version saved."""
 
     _version = 2
 
@@ -455,7 +456,7 @@ def loads_own_ways():
         torch.testing.assert_close(model.state_dict()["0.weight"], state["0.weight"] * 2)
         with pytest.raises(RuntimeError, match=r"size mismatch: in the state dict '1\.bias' has shape"):
             model.load_state_dict({**state, "1.bias": torch.ones(2)})
-        with pytest.raises(KeyError, match="twice"):  # raised by a module, with others yet to be asked
+        with pytest.raises(KeyError, match="twice"):  # raised by a module before others have loaded
             model.load_state_dict(dict(state))
         torch.testing.assert_close(model.state_dict()["0.weight"], state["0.weight"] * 2)
         model(torch.ones(2, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""What state dicts of a tree of wrappers are."""
+"""The state dict settings of a tree of wrappers."""
 
 import pytest
 from torch import nn

@@ -1,17 +1,15 @@
 """The whole table: strategy x precision x offload x ``use_orig_params`` x accumulation, on 1, 2 and 4 ranks.
 
-Every cell is trained in a run of ten steps of Adam. The accumulations of a cell take turns in it, so that each also
-goes on with what the others have left. The cells of all pairs of values are trained in every run of the tests, the
-others with ``-m exhaustive``.
+Each cell trains in a run of ten Adam steps. A run alternates the accumulations of a cell, so that each continues from
+the others' state. Every test run covers all pairs of values; ``-m exhaustive`` covers the other cells.
 
-Torch's wrapper is the oracle, bit by bit, and in fp32 an unsharded copy as well. Torch's has no gaps in its flat
-parameters while ``use_orig_params`` is off, and collectives are c10d's own here: each element lies where it does in
-ours, and is summed over ranks in the same order.
+Torch's wrapper is the oracle, bit by bit; in fp32, so is an unsharded copy. Here torch's flat parameters have no gaps
+(``use_orig_params`` is off) and collectives are c10d's own: each element has the same position as in ours, and is
+summed over ranks in the same order.
 """
 
 import itertools
 import operator
-import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.pairwise import pairs_and_rest, rows_of
 from tests.helpers.parity import average_grads
 from tests.helpers.small_models import make_net
@@ -52,7 +51,7 @@ Found = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
 
 
 class Oracle(NamedTuple):
-    """The strategy of torch's wrapper that is asked, and how close the numbers must be: by default the same bits."""
+    """The strategy for torch's wrapper, and the tolerance of the comparison; by default the same bits."""
 
     strategy: str
     rtol: float = 0.0
@@ -60,7 +59,7 @@ class Oracle(NamedTuple):
 
     @classmethod
     def coarse(cls, strategy: str) -> "Oracle":
-        """As close as bf16 is."""
+        """Return an oracle with the tolerance of bf16."""
         return cls(strategy, rtol=5e-2, atol=2e-2)
 
 
@@ -71,8 +70,7 @@ def make() -> nn.Module:
 def wrap(api: SimpleNamespace, strategy: str, precision: dict[str, Any], **options: Any) -> nn.Module:
     if "HYBRID" in strategy:
         options["device_mesh"] = copies_of_shards()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its deprecated choices
+    with ignoring_warnings(*NO_SHARD):
         return wrap_net(api, make(), strategy, mixed_precision=api.MixedPrecision(**precision), **options)
 
 
@@ -81,7 +79,7 @@ def trained(model: nn.Module, ways: list[Way]) -> Found:
 
 
 def trained_plain(ways: list[Way]) -> Found:
-    """The same of a copy that no wrapper knows; its gradients are averaged over ranks by hand."""
+    """Train an unwrapped copy whose gradients are averaged over ranks manually."""
     model, once = make(), [(accumulate, False) for accumulate, _ in ways]
     steps = steps_of(model, make_optimizer=adam, ways=once, before_update=average_grads)
     losses = list(itertools.islice(steps, NUM_STEPS))
@@ -89,18 +87,18 @@ def trained_plain(ways: list[Way]) -> Found:
 
 
 def oracle(strategy: str, precision: str, accumulation: str) -> Oracle:
-    """What a cell's numbers are compared with."""
+    """Return a cell's oracle."""
     if (precision, accumulation) == ("bf16, fp32 reduce", "two, the first in no_sync"):
-        return Oracle.coarse(strategy)  # torch's adds up in bf16 what it reduces in fp32
+        return Oracle.coarse(strategy)  # torch's wrapper accumulates in bf16 what it reduces in fp32
     if accumulation == "two, both reduced" and (strategy == "NO_SHARD" or dist.get_world_size() == 1):
-        # where nothing is split torch's rounds what it has averaged already to the low precision, to average it again
+        # without sharding torch's wrapper rounds averaged gradients to the low precision and averages them again
         is_same = dist.get_world_size() > 1 or precision == "fp32"
         return Oracle("FULL_SHARD") if is_same else Oracle.coarse("FULL_SHARD")
     return Oracle(strategy)
 
 
 def runs(strategy: str, precision: str) -> Iterator[tuple[Oracle, list[str]]]:
-    """Every accumulation; those with the same oracle are one run, in which they take turns, step by step."""
+    """Yield each oracle with its accumulations, which alternate in one run, step by step."""
     asked: dict[Oracle, list[str]] = {}
     for accumulation in ACCUMULATIONS:
         asked.setdefault(oracle(strategy, precision, accumulation), []).append(accumulation)
@@ -108,7 +106,7 @@ def runs(strategy: str, precision: str) -> Iterator[tuple[Oracle, list[str]]]:
 
 
 def every_cell(strategy: str, cells: list[tuple[str, dict[str, Any]]]) -> int:
-    """Run cells of a strategy; an error says which one it was. Returns how many there were."""
+    """Run a strategy's cells and return their number; an error names its cell."""
     num_cells = 0
     for precision, forms in itertools.groupby(cells, key=operator.itemgetter(0)):
         num_cells += cells_of(strategy, precision, [form for _, form in forms])
@@ -116,7 +114,7 @@ def every_cell(strategy: str, cells: list[tuple[str, dict[str, Any]]]) -> int:
 
 
 def cells_of(strategy: str, precision: str, forms: list[dict[str, Any]]) -> int:
-    """The same of one precision: all forms are compared with one oracle."""
+    """Run the cells of one precision: all forms are compared with one oracle."""
     num_cells = 0
     for (of_theirs, *tolerance), accumulations in runs(strategy, precision):
         ways = [ACCUMULATIONS[accumulation] for accumulation in accumulations]

@@ -1,8 +1,7 @@
-"""Tensor parallelism in a wrapper: beside torch's wrapper, and beside a plain model that sees every rank's data."""
+"""Tensor parallelism in a wrapper, compared with torch's wrapper and with a plain model that sees all ranks' data."""
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -40,6 +39,7 @@ from tests.engine.test_tensor_parallel import (
     split,
 )
 from tests.helpers.forked_ranks import run_cases, run_ranks
+from tests.helpers.known_warnings import NO_SHARD, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.parity import average_grads
 from tests.helpers.small_models import adamw
 from tests.helpers.wrapped_models import CPU, OURS, SAME, THEIRS, adam
@@ -56,7 +56,7 @@ BF16 = torch.bfloat16
 
 
 def make_uneven() -> Decoder:
-    """The 11 rows of its first and its last weight tensor parallelism splits into 6 and 5."""
+    """Return a model whose first and last weight have 11 rows, which tensor parallelism splits into 6 and 5."""
     model = make()
     torch.manual_seed(1)
     model.embed, model.head = nn.Embedding(11, DIM), nn.Linear(DIM, 11)
@@ -64,8 +64,7 @@ def make_uneven() -> Decoder:
 
 
 def wrap(api: SimpleNamespace, model: nn.Module, dp: DeviceMesh, strategy: str = "FULL_SHARD", **options: Any) -> Any:
-    with warnings.catch_warnings():  # torch's own, of NO_SHARD
-        warnings.simplefilter("ignore")
+    with ignoring_warnings(*NO_SHARD):
         return api.FullyShardedDataParallel(
             model,
             device_mesh=dp,
@@ -75,7 +74,7 @@ def wrap(api: SimpleNamespace, model: nn.Module, dp: DeviceMesh, strategy: str =
 
 
 def made(use_orig_params: bool = False, mesh: Mesh = FSDP_TP, model: Decoder | None = None, **options: Any) -> Any:
-    """A wrapper of ours, its optimizer, and the mesh of the ranks that see different data."""
+    """Return our wrapper, its optimizer, and the mesh of the ranks with different data."""
     dp, tp = meshes(*mesh)
     strategy = "HYBRID_SHARD" if len(mesh[0]) > 2 else "FULL_SHARD"
     wrapped = wrap(OURS, split(model or make(), tp), dp, strategy, use_orig_params=use_orig_params, **options)
@@ -83,7 +82,7 @@ def made(use_orig_params: bool = False, mesh: Mesh = FSDP_TP, model: Decoder | N
 
 
 def whole_of(value: Any) -> Any:
-    """Return a copy that is whole in every way; collective for DTensors."""
+    """Return a copy that is whole along every mesh axis; collective for DTensors."""
     if isinstance(value, dict):
         return {key: whole_of(each) for key, each in value.items()}
     whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -91,7 +90,7 @@ def whole_of(value: Any) -> Any:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter of a wrapped or plain model, whole in every way."""
+    """Return every parameter of a wrapped or plain model, whole along every mesh axis."""
     summon = getattr(type(model), "summon_full_params", None)
     with nullcontext() if summon is None else summon(model, writeback=False):
         return whole_of(dict(model.named_parameters()))
@@ -109,7 +108,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, dp: DeviceMesh, steps: r
 
 
 def layout(value: Any) -> Any:
-    """Return how a value lies on the ranks."""
+    """Return a value's mesh, placements and shapes."""
     if isinstance(value, dict):
         return {key: layout(each) for key, each in value.items()}
     if not isinstance(value, DTensor):
@@ -121,7 +120,7 @@ def layout(value: Any) -> Any:
 
 
 def trains_as_torchs(mesh: Mesh, strategy: str, make_model: Callable[[], Decoder], **options: Any) -> None:
-    """Also gradients that are added up, but for torch's errors on those of pieces, and its rounding of low ones."""
+    """Train with both wrappers; accumulate gradients, except where torch fails (pieces) or rounds (low precision)."""
     dp, tp = meshes(*mesh)
     runs = []
     for api in (OURS, THEIRS):
@@ -137,7 +136,7 @@ def trains_as_torchs(mesh: Mesh, strategy: str, make_model: Callable[[], Decoder
 
 def every_way() -> Iterator[tuple[Any, Callable[[], None]]]:
     for strategy, use_orig_params in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), EITHER):
-        if (strategy, use_orig_params) != ("NO_SHARD", True):  # torch's loses what its optimizer holds
+        if (strategy, use_orig_params) != ("NO_SHARD", True):  # torch's wrapper loses its optimizer's parameters
             options = {"use_orig_params": use_orig_params}
             yield (strategy, use_orig_params), partial(trains_as_torchs, FSDP_TP, strategy, make, **options)
     for mesh in HSDP[1:]:
@@ -149,13 +148,12 @@ def every_way() -> Iterator[tuple[Any, Callable[[], None]]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")
 def test_it_trains_as_torchs_wrapper():
     run_cases(4, dict(every_way()))
 
 
 def trains_as_plain(mesh: Mesh, use_orig_params: bool, make_model: Callable[[], Decoder], strategy: str = "") -> None:
-    """Also clipped: by the norm of the whole model's gradient, on every rank the same."""
+    """Train next to a plain model, with clipping by the norm of the whole model's gradient, equal on every rank."""
     dp, tp = meshes(*mesh)
     plain = make_model()
     strategy = strategy or ("HYBRID_SHARD" if len(mesh[0]) > 2 else "FULL_SHARD")
@@ -169,7 +167,7 @@ def trains_as_plain(mesh: Mesh, use_orig_params: bool, make_model: Callable[[], 
         torch.testing.assert_close(*losses)
         for loss in losses:
             loss.backward()
-        average_grads(plain)  # over all ranks: every batch is there once for each rank of tensor parallelism
+        average_grads(plain)  # over all ranks: each rank of tensor parallelism has every batch once
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
         norm = model.clip_grad_norm_(0.1, norm_type)
         torch.testing.assert_close(norm, expected)
@@ -252,7 +250,7 @@ def test_it_recomputes_prefetches_evaluates_offloads_and_freezes():
 
 
 def partly_split(use_orig_params: bool, left_out: bool) -> None:
-    """One parameter of a unit is split, or left to tensor parallelism alone; the other one is plain."""
+    """One of a unit's parameters is split by tensor parallelism, or ignored by the wrapper; the other is plain."""
     dp, tp = meshes(*FSDP_TP)
     torch.manual_seed(0)
     plain = PartlySplit()
@@ -263,7 +261,7 @@ def partly_split(use_orig_params: bool, left_out: bool) -> None:
     )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=False) for m in (plain, model)]
     for step in range(2):
-        place = 0 if left_out else dp.get_local_rank()  # what is left out nobody averages
+        place = 0 if left_out else dp.get_local_rank()  # no rank averages an ignored parameter's gradient
         x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * step + place))
         for m in (plain, model):
             m(x).square().mean().backward()
@@ -288,7 +286,7 @@ def test_a_unit_with_split_and_whole_parameters_and_one_that_is_left_out():
 
 
 def partly_empty(use_orig_params: bool, strategy: str) -> None:
-    """Of one row the second rank of tensor parallelism has nothing, and an optimizer of pieces no state of it there."""
+    """The second rank of tensor parallelism has nothing of a one-row parameter, and with pieces no optimizer state."""
     dp, tp = meshes(*FSDP_TP)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 3))
@@ -343,8 +341,9 @@ def state_dicts(api: SimpleNamespace, model: nn.Module, optimizer: torch.optim.O
     return dict(model.state_dict()), api.FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
+@ignoring_warnings(*OLD_CALLS, *SHARDED_TENSOR)
 def as_torchs(mesh: Mesh, use_orig_params: bool) -> None:
-    """Values, and how they lie; of an optimizer of pieces torch's wrapper gives some elements to other parameters."""
+    """Compare values and layouts; not values of pieces' states, where torch's wrapper assigns some elements wrongly."""
     dp, tp = meshes(*mesh)
     strategy = "HYBRID_SHARD" if len(mesh[0]) > 2 else "FULL_SHARD"
     found: dict[str, list[Any]] = {}
@@ -368,14 +367,13 @@ def as_torchs(mesh: Mesh, use_orig_params: bool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")
 def test_state_dicts_are_torchs():
     cases = (FSDP_TP, False), (FSDP_TP, True), (HSDP[1], False)
     run_cases(4, {case: partial(as_torchs, *case) for case in cases})
 
 
 def goes_on(kind: str, uneven: bool, options: dict[str, Any]) -> None:
-    """What one has saved another one loads, of the other kind of parameters as well, and trains the same."""
+    """Load saved state into a wrapper with the other kind of parameters; it must train on exactly."""
     api = OURS.FullyShardedDataParallel
     each = make_uneven if uneven else make
     for saves, loads in ((False, True), (True, False)):
@@ -417,7 +415,7 @@ def test_training_goes_on_bit_by_bit_from_every_state_dict():
 
 
 def takes_whole_values() -> None:
-    """Of a model that is not split in any way, also into copies; what has another shape is refused."""
+    """Load a plain model's values, also with assign; refuse another shape."""
     plain = make()
     with torch.no_grad():
         for param in plain.parameters():
@@ -499,7 +497,7 @@ def saves(folder: Path, kind: str) -> tuple[dict[str, Any], list[float]]:
 
 
 def loads(folder: Path, saved: dict[str, Any], losses: list[float] | None) -> None:
-    """Load as it is saved, and of what is whole; ``losses``: those after that, on the same data."""
+    """Load the checkpoint or the full state in each way, then train; ``losses`` are the expected ones."""
     for kind, begin in KINDS.items():
         for way in ("sharded", "full") if kind == "pieces" else ("sharded",):
             model, optimizer, dp = begin()
@@ -561,7 +559,7 @@ def every_option(mesh: Mesh, use_orig_params: bool) -> None:
 
 
 def goes_on_from_the_first(mesh: Mesh, use_orig_params: bool) -> None:
-    """Of tensor parallelism each rank's part has a first rank."""
+    """Load state that only the first data-parallel rank of each tensor-parallel part has."""
     api = OURS.FullyShardedDataParallel
     model, optimizer, dp = made(use_orig_params, mesh)
     train(model, optimizer, dp, range(2))
@@ -582,7 +580,7 @@ def test_what_one_rank_has_comes_to_all_and_options_are_kept():
     run_cases(4, {(each.__name__, mesh, pieces): partial(each, mesh, pieces) for each, mesh, pieces in cases})
 
 
-# ---- whole parameters, and none of it
+# ---- whole parameters, and undoing
 
 
 def summons() -> None:
@@ -639,7 +637,7 @@ def is_undone() -> None:
         values = whole_of(originals)
         wrapped = wrap(OURS, model, dp, strategy, use_orig_params=use_orig_params)
         numel = sum(p.to_local().numel() for p in originals.values())
-        assert numel == 0  # what was there before holds no memory
+        assert numel == 0  # the originals hold no memory
         loss_of(wrapped, 0, dp).backward()
         back, _ = unwrap(wrapped)
         assert back is model
@@ -658,7 +656,7 @@ def is_undone() -> None:
 
 
 def goes_there_and_back() -> None:
-    """Tensor parallelism alone, wrapped, sharded by fully_shard: with an optimizer that goes on."""
+    """Carry an optimizer from tensor parallelism alone to the wrapper, to fully_shard, and back."""
     for use_orig_params in EITHER:
         reference, kept, dp = made(use_orig_params)
         expected = train(reference, kept, dp, range(8))
@@ -695,7 +693,7 @@ def test_what_tensor_parallelism_made_is_back():
     run_cases(4, {case.__name__: case for case in (is_undone, goes_there_and_back)})
 
 
-# ---- values that are put there, from the first rank, or from nothing
+# ---- new values, from the user, the first rank, or an initialiser
 
 
 def is_changed() -> None:
@@ -717,7 +715,7 @@ def is_changed() -> None:
 
 
 def is_replaced() -> None:
-    """By a DTensor and by a plain tensor, both whole: the pieces that an optimizer has take their values."""
+    """Replace one parameter by a whole DTensor and one by a plain tensor; the optimizer's pieces take the values."""
     model, optimizer, dp = made(use_orig_params=True)
     embed, head = model.module.embed, model.module.head
     held = embed.weight, head.weight
@@ -743,7 +741,7 @@ def begins_anywhere() -> None:
     dp, tp = meshes(*FSDP_TP)
     expected = whole(split(make(), tp))
     for use_orig_params in EITHER:
-        torch.manual_seed(dist.get_rank())  # alike on none
+        torch.manual_seed(dist.get_rank())  # different on every rank
         other = split(Decoder(), tp)
         if dp.get_local_rank() == 0:
             other = split(make(), tp)
@@ -769,7 +767,7 @@ def test_it_begins_with_the_first_ranks_values_or_from_the_meta_device():
     run_ranks(4, begins_anywhere)
 
 
-# ---- what is known of it
+# ---- descriptions
 
 
 def is_described() -> dict[str, Any]:
@@ -792,7 +790,7 @@ def is_described() -> dict[str, Any]:
 
 def test_it_is_described_as_what_it_is_here_and_as_what_it_is_of():
     for rank, found in enumerate(run_ranks(4, is_described)):
-        own = 5 if rank % 2 else 6  # of 11
+        own = 5 if rank % 2 else 6  # of 11 rows
         assert found == {
             "flat": ((6 * own + 6 + 6 + 6 * own + own,), (66 + 6 + 6 + 66 + 11,)),
             "embed.weight": ((own, 6), (11, 6)),
@@ -807,11 +805,11 @@ def test_it_is_described_as_what_it_is_here_and_as_what_it_is_of():
 
 
 def lacks_gradients() -> None:
-    """One rank lacks what the others have, also those that have another part of the model."""
+    """Only rank 3 lacks a gradient; the ranks with the other part of the model must fail too."""
     model, _, dp = made(use_orig_params=True)
     loss_of(model, 0, dp).backward()
     before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    lost = model.module.norm.bias  # the border between two ranks is in it
+    lost = model.module.norm.bias  # it crosses the border between two ranks
     if dist.get_rank() == 3:
         lost.grad, before[[p is lost for p in model.parameters()].index(True)] = None, None
     with pytest.raises(RanksDisagreeError, match=r"the gradient of 'norm\.bias': .* rank 3 has none"):
@@ -825,7 +823,7 @@ def test_gradients_that_only_some_ranks_have_are_not_clipped():
 
 
 def disagrees() -> None:
-    """Those that have another part of the model know of it as well."""
+    """Ranks with the other part of the model fail too."""
     for use_orig_params in EITHER:
         model, optimizer, dp = made(use_orig_params)
         train(model, optimizer, dp, range(1))

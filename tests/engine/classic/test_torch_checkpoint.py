@@ -1,7 +1,6 @@
-"""torch.distributed.checkpoint's functions with a wrapped model and its optimizer: saved by some ranks, for others."""
+"""torch.distributed.checkpoint's functions with a wrapped model and its optimizer, across numbers of ranks."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests.engine.classic.test_optim_state import whole_of
 from tests.engine.classic.test_unwrapping import train
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.pairwise import quick
 from tests.helpers.parity import shard_net
 from tests.helpers.small_models import batch, loss_of, make_net
@@ -53,7 +53,7 @@ def states_of(pair: Pair, **options: Any) -> dict[str, Any]:
 
 def load_states(pair: Pair, states: dict[str, Any], **options: Any) -> Any:
     told = StateDictOptions(**options)
-    if told.broadcast_from_rank0:  # given nothing of a model, torch's set_state_dict loads none, on that rank alone
+    if told.broadcast_from_rank0:  # torch's set_state_dict skips an empty model state, on that rank alone
         set_model_state_dict(pair[0], states["model"], options=told)
         return set_optimizer_state_dict(*pair, states["optimizer"], options=told)
     return set_state_dict(*pair, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=told)
@@ -66,7 +66,7 @@ def load_from(pair: Pair, folder: Path) -> None:
 
 
 def saves(folder: Path, kind: str) -> tuple[dict[str, Any], list[float]]:
-    """Train, save, also asynchronously; returns what was saved, whole, and the losses after it."""
+    """Train and save, for flat parameters asynchronously; return the full saved state and the losses after it."""
     pair = second() if kind == "fully_shard" else begun(use_orig_params=kind == "pieces")
     train(*pair, range(2))
     states = states_of(pair)
@@ -74,12 +74,12 @@ def saves(folder: Path, kind: str) -> tuple[dict[str, Any], list[float]]:
         dcp.async_save(states, checkpoint_id=folder).result()
     else:
         dcp.save(states, checkpoint_id=folder)
-    full = copy.deepcopy(states_of(pair, full_state_dict=True))  # of fully_shard it is the optimizer's own memory
+    full = copy.deepcopy(states_of(pair, full_state_dict=True))  # fully_shard returns the optimizer's own memory
     return full, train(*pair, range(2, 3))
 
 
 def loads(folder: Path, is_same: bool) -> tuple[list[dict[str, Any]], list[list[float]]]:
-    """Load into new ones and into such as have been trained; returns what they have then."""
+    """Load into new and into trained models; return their state and the losses after it."""
     found, losses = [], []
     for use_orig_params in (False, True):
         for trained in (False, True):
@@ -150,9 +150,9 @@ def test_training_goes_on_bit_by_bit_with_every_option(world_size):
     run_ranks(world_size, every_option)
 
 
+@ignoring_warnings(*SHARDED_TENSOR, *OLD_CALLS)
 def as_torchs() -> None:
     """The same calls, with both."""
-    warnings.simplefilter("ignore")  # in this rank; torch's own
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for use_orig_params in (False, True):
         for options in (None, EVERYWHERE, ON_RANK_0, FLAT_KEYS):
@@ -179,7 +179,7 @@ def test_it_is_what_torchs_wrapper_gives():
     run_ranks(2, as_torchs)
 
 
-# ---- a part of it
+# ---- partial loads
 
 
 def loads_a_part() -> None:

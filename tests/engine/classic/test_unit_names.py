@@ -1,4 +1,4 @@
-"""Units have their names once they are wrapped, before a first forward makes a root."""
+"""Units have names once wrapped, before a first forward makes a root."""
 
 import torch.distributed as dist
 from torch import nn

@@ -1,4 +1,4 @@
-"""unwrap, plain_copy and rewrap_optimizers: from wrappers to plain modules, and back; optimizers carried along."""
+"""unwrap, plain_copy and rewrap_optimizers: from wrappers to plain modules and back, with their optimizers."""
 
 import copy
 import itertools
@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, p
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """One group with decay, one with another learning rate; of wrappers' pieces as of plain parameters."""
+    """Return an optimizer with two groups, decay and another learning rate, for pieces or plain parameters."""
     params = dict(model.named_parameters())
     decayed = [p for name, p in params.items() if "mlp" in name or "_flat" in name]
     others = [p for name, p in params.items() if "mlp" not in name and "_flat" not in name]
@@ -69,7 +69,7 @@ def the_plain_module_is_back(strategy: str, use_orig_params: bool) -> None:
         assert torch.equal(value, expected)
         torch.testing.assert_close(value.grad, expected.grad)
     assert not any(root.overlaps([root]) for root in roots)
-    loss_of(back, batch(0, 1)).backward()  # no hook is left
+    loss_of(back, batch(0, 1)).backward()  # no hook remains
 
 
 def every_way_back() -> None:
@@ -84,7 +84,7 @@ def test_the_plain_module_is_back(world_size):
 
 
 def goes_on_as_before() -> None:
-    """Plain, wrapped, plain, wrapped in the other way, sharded by fully_shard: the bits of a run that was plain."""
+    """Plain, wrapped, plain, wrapped the other way, fully_shard: all bits equal those of a plain run."""
     for use_orig_params in (False, True):
         reference, model = make_net(), make_net()
         optimizers = [adam(m.parameters()) for m in (reference, model)]
@@ -112,7 +112,7 @@ def test_training_goes_on_bit_identically(world_size):
 
 
 def fused_ones_go_on() -> None:
-    """Shards on the CPU or not, an optimizer with one kernel for all parameters goes on bit by bit."""
+    """A fused optimizer continues exactly, with shards on the CPU or not."""
     for use_orig_params, offload in itertools.product((False, True), (False, True)):
         reference, model = make_net(), make_net()
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (reference, model)]
@@ -134,7 +134,7 @@ def test_fused_optimizers_and_shards_on_the_cpu_go_there_and_back():
 
 
 def groups_keep_their_options() -> None:
-    """Of pieces, some of them empty on some ranks."""
+    """Unwrap an optimizer of pieces, some of which are empty on some ranks."""
     reference, model = make_net(), wrapped(make_net(), "FULL_SHARD", use_orig_params=True)
     optimizers = [two_groups(m) for m in (reference, model)]
     train(reference, optimizers[0], range(4), plain=True)
@@ -222,7 +222,7 @@ def test_a_copy_is_plain_and_the_wrapped_model_goes_on(world_size):
 
 
 def originals_are_empty() -> None:
-    """Each rank has its part alone, although optimizers may still hold what was there before."""
+    """Each rank keeps only its part, although optimizers may still hold the original parameters."""
     model = make_net()
     originals = list(model.parameters())
     numel = sum(p.numel() for p in originals)

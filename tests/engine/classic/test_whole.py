@@ -1,7 +1,6 @@
-"""Where one rank has all of a flat parameter, originals keep their shapes: optimizers that look at them, as torch's."""
+"""If one rank has a whole flat parameter, originals keep their shapes, which some optimizers need; as with torch."""
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import NO_SHARD, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.wrapped_models import OURS, THEIRS, compare_with_torchs, wrap_net
 from workbench.engine.classic import unwrap
@@ -22,22 +22,21 @@ CASES = [(1, "FULL_SHARD"), (1, "NO_SHARD"), (2, "NO_SHARD")]
 
 
 def adafactor(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """One that keeps rows and columns of what has several dimensions."""
+    """Return an optimizer with row and column state for parameters of several dimensions."""
     return torch.optim.Adafactor(params, lr=1e-2)
 
 
 def muon(params: Iterable[Any]) -> torch.optim.Optimizer:
-    """One that takes matrices alone."""
+    """Return an optimizer of matrices only."""
     return torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-2)
 
 
 def wrapped(api: SimpleNamespace, strategy: str, **options: Any) -> nn.Module:
-    warnings.simplefilter("ignore")  # in this rank; torch's says that NO_SHARD is deprecated, and that it takes it
     return wrap_net(api, make_net(dim=8), strategy, use_orig_params=True, **options)
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """Of each parameter and its gradient."""
+    """Return the shapes of each parameter and its gradient."""
     return {
         name: (tuple(param.shape), None if param.grad is None else tuple(param.grad.shape))
         for name, param in model.named_parameters()
@@ -45,7 +44,7 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 
 def shapes_in_a_life(api: SimpleNamespace, strategy: str, **options: Any) -> Iterator[tuple[str, Any]]:
-    """What is seen from one moment to the next, and when."""
+    """Yield each phase of training and the shapes in it."""
     model = wrapped(api, strategy, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     yield "made", shapes_of(model)
@@ -71,6 +70,7 @@ def shapes_in_a_life(api: SimpleNamespace, strategy: str, **options: Any) -> Ite
     yield "loaded", shapes_of(model)
 
 
+@ignoring_warnings(*NO_SHARD)
 def are_seen_alike(strategy: str) -> None:
     for precision in ({}, {"param_dtype": torch.bfloat16}):
         lives = [
@@ -85,8 +85,9 @@ def test_shapes_are_those_that_torchs_wrapper_shows(world_size, strategy):
     run_ranks(world_size, are_seen_alike, strategy)
 
 
+@ignoring_warnings(*NO_SHARD)
 def train_alike(strategy: str) -> None:
-    # in no_sync() torch's mistakes gradients that an optimizer does not hold, and so does not make zero
+    # after no_sync() torch's wrapper fails to zero gradients of parameters that the optimizer does not hold
     for make_optimizer, ways in ((adafactor, [(1, False), (2, True)]), (muon, [(1, False), (2, False)])):
         compare_with_torchs(
             lambda: make_net(dim=8),
@@ -102,8 +103,9 @@ def test_updates_that_depend_on_shapes_are_torchs(world_size, strategy):
     run_ranks(world_size, train_alike, strategy)
 
 
+@ignoring_warnings(*NO_SHARD, *OLD_CALLS, *SHARDED_TENSOR)
 def state_is_saved_alike(strategy: str) -> None:
-    """State of no parameter's shape, into a state dict and out of torch's."""
+    """Save state that has no parameter's shape, and load torch's."""
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         models = [wrapped(api, strategy) for api in (OURS, THEIRS)]
         optimizers = [adafactor(model.parameters()) for model in models]

@@ -1,4 +1,4 @@
-"""Which modules become units, in which order and with which options: ours beside torch's on the same models."""
+"""Which modules become units, in which order and with which options: compared with torch on the same models."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ KWARGS = {
 
 @dataclass
 class Log:
-    """What was wrapped, by its name in the plain model, and what its wrapper was given."""
+    """Records each wrapped module's name in the plain model, and its wrapper's options."""
 
     model: nn.Module
     calls: list[tuple[str, dict]] = field(default_factory=list)
@@ -70,14 +70,14 @@ def wrapped(model, policy, ignored_modules=(), **kwargs):
 
 
 def wrapped_unchecked(model, policy, **kwargs):
-    """The same where torch lets parameters that are tied come apart."""
+    """Wrap as :func:`wrapped`, but allow units that separate tied parameters, as torch does."""
     log = Log(model)
     wrap_units(model, plan_units(model, policy, KWARGS | kwargs), log.wrapper())
     return log
 
 
 def wrapped_by_torch(model, policy, ignored_modules=(), **kwargs):
-    """The same by torch's own recursion."""
+    """Wrap as :func:`wrapped`, with torch's recursion."""
     log = Log(model)
     ignored = {module for top in ignored_modules for module in top.modules()}
     ignored_params = {p for module in ignored for p in module.parameters()}
@@ -85,7 +85,7 @@ def wrapped_by_torch(model, policy, ignored_modules=(), **kwargs):
         warnings.filterwarnings("ignore", "Both mixed precision and an auto_wrap_policy", UserWarning)
         _auto_wrap(model, policy, ignored, ignored_params, KWARGS | kwargs, log.wrapper())
     for _, given_kwargs in log.calls:
-        given_kwargs.pop("auto_wrap_policy", None)  # None there
+        given_kwargs.pop("auto_wrap_policy", None)  # torch passes None
     return log
 
 
@@ -123,14 +123,14 @@ MODELS = {
 
 
 def layers(model):
-    """The classes that one would wrap."""
+    """Return the classes that a user would wrap."""
     if hasattr(model, "_no_split_modules"):
         return {type(block) for block in huggingface_models.blocks(model)}
     return {Block, nn.TransformerEncoderLayer, nn.Conv2d}
 
 
 def policies(lib, model):
-    """The same policies in our words and in torch's."""
+    """Return the same policies from either library."""
     size = lib.size_based_auto_wrap_policy
     transformer = functools.partial(lib.transformer_auto_wrap_policy, transformer_layer_cls=layers(model))
     linear = functools.partial(lib.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))
@@ -151,7 +151,7 @@ def policies(lib, model):
     }
 
 
-# torch goes on below leaves where there is a mixed precision
+# with a mixed precision torch also wraps below leaves
 ASKED = [(name, precise) for name in policies(theirs, nn.Identity()) for precise in (False, True)]
 
 
@@ -170,7 +170,7 @@ def test_the_units_their_order_and_their_options_are_torchs(name, policy, precis
 
 
 def plain(calls):
-    """Options with a mixed precision of either library as the same word."""
+    """Return the options with each library's mixed precision as a bool."""
     return [kwargs | {"mixed_precision": kwargs["mixed_precision"] is not None} for _, kwargs in calls]
 
 
@@ -213,7 +213,7 @@ def test_ignored_parameters_are_not_counted():
 
 
 class Translator(nn.Module):
-    """Two parts that hold one embedding, which it holds as well."""
+    """A module and its two parts share one embedding."""
 
     def __init__(self):
         super().__init__()
@@ -279,7 +279,7 @@ trees = st.recursive(
 
 
 def built(tree):
-    """A tree of modules: a pair is a layer, a list what holds others."""
+    """Build a tree of modules: a pair becomes a layer, a list a container."""
     return nn.Linear(*tree) if isinstance(tree, tuple) else nn.Sequential(*map(built, tree))
 
 
@@ -304,7 +304,7 @@ def test_defaults_of_the_size_are_torchs():
 
 
 def test_with_a_mixed_precision_leaves_stay_leaves():
-    """Torch wraps what is in them then: attention computes with a layer that it never calls."""
+    """Torch wraps the leaf's children in this case, though attention never calls its inner layer."""
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=200)
     names = wrapped(encoder(), policy, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)).names
     assert names == wrapped(encoder(), policy).names
@@ -351,7 +351,7 @@ def test_options_of_a_custom_policy_are_over_the_roots():
 
 
 def refused(model, error, message, policy, **kwargs):
-    """Nothing is wrapped by a policy that is refused."""
+    """Expect an error; nothing may be wrapped."""
     with pytest.raises(error, match=message):
         wrapped(model, policy, **kwargs)
     assert "Wrapper" not in {type(module).__name__ for module in model.modules()}

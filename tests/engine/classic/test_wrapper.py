@@ -18,7 +18,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_it_trains_as_an_unsharded_copy_does(world_size):
-    """Gradients clipped; what else there is, ten steps and torch's wrapper are in test_table.py."""
+    """Clips gradients; test_table.py covers more options, ten steps, and torch's wrapper."""
     run_ranks(world_size, every_form_trains_alike)
 
 
@@ -95,7 +95,7 @@ def keeps_its_pieces():
 
 
 def test_whole_parameters_that_are_kept_are_none_of_the_models():
-    """An optimizer that is made after a forward without a backward, as of an evaluation, has pieces."""
+    """An optimizer made after a forward without a backward, as in an evaluation, holds pieces."""
     run_ranks(2, keeps_its_pieces)
 
 
@@ -116,7 +116,7 @@ def test_an_optimizer_may_be_made_after_an_evaluation():
 
 
 def nests_no_sync(model):
-    """Return gradients of two micro-batches, the first after another ``no_sync`` has ended within its own."""
+    """Return the gradients of two micro-batches; the first runs in a ``no_sync`` after nested ones have ended."""
     with model.no_sync():
         with pytest.raises(ZeroDivisionError), model.no_sync():
             raise ZeroDivisionError

@@ -1,0 +1,159 @@
+"""``make mutants FILE=workbench/replay/spans.py``: which small changes of a file do the tests of its folder not notice?
+
+mutmut changes one expression at a time and runs the tests that reach it; a change that no test notices has *survived*:
+a test is missing, or the change has no effect. Survivors are printed as diffs, and in the end how many of the changes
+were noticed. Several files may be named, separated by spaces, also as patterns: ``"workbench/replay/*.py"``.
+
+All happens in a copy, build/mutants/. The tests are those of the folder of tests/ with the same name, without those
+that need a browser or a cluster, and with :data:`ALSO`.
+"""
+
+import argparse
+import itertools
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.helpers.package_source import REPO
+
+COPY = REPO / "build" / "mutants"
+MUTMUT = [sys.executable, "-m", "mutmut"]
+MARKERS = "not browser and not cluster and not exhaustive and not thorough"
+ALSO = {
+    "workbench/errors.py": ["tests/magics"],
+    "workbench/events.py": ["tests/replay"],
+    "workbench/codec.py": ["tests/protocol"],
+}
+"""Tests of a file besides those of its folder."""
+
+SETTINGS = """\
+[mutmut]
+source_paths=
+    workbench
+only_mutate=
+    {files}
+process_isolation=forkserver
+pytest_add_cli_args=
+    -m
+    {markers}
+    --hypothesis-seed=0
+    -p
+    no:cacheprovider
+pytest_add_cli_args_test_selection=
+    {tests}
+"""
+"""A server forks: ranks that tests keep for the next one would not have the change."""
+
+MISSED = ("survived", "no tests")
+
+
+def mirrored(file: str) -> list[str]:
+    """Return the tests that should notice a change of ``file``, a path in the repository."""
+    path = Path("tests", Path(file).relative_to("workbench"))
+    own = [path.with_name(f"test_{path.name}")] if path.parent == Path("tests") else path.parents
+    found = [each.as_posix() for each in own if (REPO / each).exists()]
+    return [*found[:1], *ALSO.get(file, ())]
+
+
+def copy() -> None:
+    """Copy what git knows of the repository, and files that it does not ignore."""
+    shutil.rmtree(COPY, ignore_errors=True)
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=REPO, check=True, capture_output=True, text=True).stdout.splitlines():
+        if (REPO / name).is_file():
+            (COPY / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, COPY / name)
+
+
+def mutate(files: Sequence[str], jobs: int, sample: int | None = None) -> dict[str, str]:
+    """Try changes of ``files``, which have the same tests, in the copy; return the outcome of each by its name.
+
+    Args:
+        files: paths in the repository.
+        jobs: number of changes that are tried at the same time.
+        sample: number of changes to try, chosen at random, the same at every call; None: all.
+
+    Raises:
+        subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
+    """
+    settings = SETTINGS.format(files=_lines(files), markers=MARKERS, tests=_lines(mirrored(files[0])))
+    (COPY / "setup.cfg").write_text(settings)
+    shutil.rmtree(COPY / "mutants", ignore_errors=True)
+    _run(jobs, "none", check=False)  # makes the changes; none has this name
+    names = list(_outcomes())
+    chosen = names if sample is None or sample >= len(names) else random.Random(0).sample(names, sample)
+    if chosen:
+        _run(jobs, *(chosen if len(chosen) < len(names) else ()))
+    found = _outcomes()
+    return {name: found[name] for name in chosen}
+
+
+def _run(jobs: int, *names: str, check: bool = True) -> None:
+    with (COPY / "log").open("w") as log:
+        subprocess.run(
+            [*MUTMUT, "run", "--max-children", str(jobs), *names], cwd=COPY, check=check, stdout=log, stderr=log
+        )
+
+
+def _outcomes() -> dict[str, str]:
+    return dict(line.strip().split(": ") for line in _told("results", "--all", "true"))
+
+
+def diff_of(name: str) -> str:
+    """Return the lines that a change of the copy is about, as it was and as it became."""
+    shown = _told("show", name)
+    return "\n".join(line for line in shown if line[:1] in {"+", "-"} and line[:3] not in {"+++", "---"})
+
+
+def _told(*words: str) -> list[str]:
+    return subprocess.run([*MUTMUT, *words], cwd=COPY, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def _lines(words: Sequence[str]) -> str:
+    return "\n    ".join(words)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Report the survivors of each file; return 1 where less than ``--least`` of the changes were noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.helpers.mutants", description=__doc__)
+    parser.add_argument("files", nargs="+", help="files, or patterns of files, of workbench/")
+    parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at the same time (default: 2)")
+    parser.add_argument("--least", type=int, default=90, help="per cent that must be noticed (default: 90)")
+    parser.add_argument("--sample", type=int, help="number of changes of each folder that are tried (default: all)")
+    args = parser.parse_args(argv)
+    files = sorted({path.relative_to(REPO).as_posix() for given in args.files for path in REPO.glob(given)})
+    files = [file for file in files if mirrored(file)]
+    if not files:
+        parser.error(f"no file of the repository is {' or '.join(args.files)}")
+    copy()
+    found: dict[str, str] = {}
+    for _, alike in itertools.groupby(sorted(files, key=mirrored), key=mirrored):
+        outcomes = mutate(list(alike), args.jobs, args.sample)
+        found |= outcomes
+        for name, outcome in outcomes.items():
+            if outcome in MISSED:
+                print(f"{name}: {outcome}", diff_of(name), sep="\n", end="\n\n")  # noqa: T201 - what it is for
+    by_file = {file: [found[name] for name in found if name.startswith(_module(file) + ".")] for file in files}
+    for name, outcomes_of in {**by_file, "all": list(found.values())}.items():
+        print(_rate(name, outcomes_of))  # noqa: T201
+    return int(100 * _noticed(list(found.values())) < args.least * len(found))
+
+
+def _module(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _noticed(outcomes: Sequence[str]) -> int:
+    return sum(outcome not in MISSED for outcome in outcomes)
+
+
+def _rate(name: str, outcomes: Sequence[str]) -> str:
+    share = f", {_noticed(outcomes) / len(outcomes):.1%}" if outcomes else ""
+    return f"{name}: {_noticed(outcomes)} of {len(outcomes)} changes noticed{share}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
