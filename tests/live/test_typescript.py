@@ -75,10 +75,7 @@ def test_a_module():
 export const VERSION = 3;
 
 /** A wheel * / of `n` spokes. */
-export interface Wheel {
-  readonly spokes: number;
-  readonly teeth: number;
-}
+export interface Wheel { readonly spokes: number; readonly teeth: number; }
 
 /** See Wheel. */
 export interface Cart {

@@ -59,6 +59,7 @@ def test_hello_comes_first(browser):
         "word": "refused",
         "number": 3,
         "text": "the first message must be hello, with a matching protocol version",
+        "view": "",
     }
     panel.close()
 

@@ -947,9 +947,6 @@ class FeedUpdate:
         breakpoints: in the order they were added, but for that of ``step --until``.
         status: what they do, in a word, and why.
         whose: whose ranks these are, in words.
-        late: which rank the others wait for in the newest finished step, in words; empty: none; None: no step has
-            finished since the last time.
-        change: what the last turn of a knob has changed, if that is known and new.
         said: a sentence about what there is to see; empty while ranks train.
         clock: whose times the timeline has, and whose the other panels; empty where there is one clock.
         units: names of the units, by number, if there are others than before.
@@ -957,6 +954,9 @@ class FeedUpdate:
         holds: where ranks were held or idle and for how long, ``[[at, length], ...]``, if there are others than before.
         now: all ranks at the newest event, if it is another one.
         peaks: of each group, if anything was recorded.
+        late: which rank the others wait for in the newest finished step, in words; empty: none; None: no step has
+            finished since the last time.
+        change: what the last turn of a knob has changed, if that is known and new.
         has_moved: the cursor of ``%fsdp back`` is elsewhere than before.
         cursor: where it is then; None: at the newest event.
     """
