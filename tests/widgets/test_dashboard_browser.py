@@ -438,7 +438,7 @@ def carry_out(page, widget):
     widget._handle_custom_msg(question, [])
     wait_until(lambda: len(widget.sent) > before)
     look(page, widget)
-    return question["word"], question["argument"], page.evaluate(STOPS)
+    return question["button"], question["argument"], page.evaluate(STOPS)
 
 
 @pytest.mark.thorough
