@@ -51,7 +51,7 @@ def _types() -> str:
     unions = {name: get_args(getattr(messages, name)) for name in named} | {"Command": commands}
     questions = get_args(messages.Question)
     declared = module(
-        _HEADING.format("workbench/live/messages.py, which describes each field, and the words of %fsdp"),
+        _HEADING.format("workbench/live/messages.py, which describes them, and the words of %fsdp"),
         [*questions, *get_args(messages.Answer), *commands],
         unions=unions,
         constants={

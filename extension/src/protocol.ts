@@ -1,4 +1,4 @@
-// Made of workbench/live/messages.py, which describes each field, and the words of %fsdp by: python -m workbench.generate_front_end
+// Made of workbench/live/messages.py, which describes them, and the words of %fsdp by: python -m workbench.generate_front_end
 
 export const TARGET = "workbench";
 export const VERSION = 3;
@@ -7,7 +7,6 @@ export const STRATEGIES = {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none"
 export const HYBRID = ["hybrid", "hybrid2"];
 export const VIEWS = {"layout": "draw which rows of which parameter lie on which rank", "memory": "draw bytes by class over time, and name the peak", "timeline": "draw compute, collectives and waits of a step, per rank", "states": "draw which unit is sharded, gathering, unsharded or reducing, over time", "comms": "count collectives of a step per unit: calls, bytes, also between hosts, and time, beside what a formula says", "training": "draw loss, step time and what else is logged"};
 
-/** Who asks. */
 export interface Hello {
   readonly word: "hello";
   readonly number: number;
@@ -15,51 +14,42 @@ export interface Hello {
   readonly extension: string;
 }
 
-/** Asks how everything is. */
 export interface GetState {
   readonly word: "look";
   readonly number: number;
   readonly wait?: boolean;
 }
 
-/** Asks which models the ranks' cells have made. */
 export interface FindModels { readonly word: "find models"; readonly number: number; }
 
-/** Asks what a command `shard` or `reshard` would come to, before it is done. */
 export interface PreviewCommand {
   readonly word: "try";
   readonly number: number;
   readonly command: Command;
 }
 
-/** Asks for the parameters of a unit. */
 export interface FindParams {
   readonly word: "find params";
   readonly number: number;
   readonly unit: number;
 }
 
-/** Asks for the line that one could have typed for a command. */
 export interface FormatCommand {
   readonly word: "spell";
   readonly number: number;
   readonly command: Command;
 }
 
-/** Asks for a command to be done, as the line typed into a cell would be. */
 export interface RunCommand {
   readonly word: "do";
   readonly number: number;
   readonly command: Command;
 }
 
-/** Asks which commands were done in this notebook. */
 export interface GetHistory { readonly word: "recall"; readonly number: number; }
 
-/** Asks what is new. */
 export interface AskFeed { readonly word: "feed"; readonly view: string; readonly wait: boolean; }
 
-/** Asks for all ranks at a time. */
 export interface AskAt {
   readonly word: "at";
   readonly view: string;
@@ -67,7 +57,6 @@ export interface AskAt {
   readonly t_us: number;
 }
 
-/** Asks for all ranks some events after a row. */
 export interface AskBeside {
   readonly word: "beside";
   readonly view: string;
@@ -77,7 +66,6 @@ export interface AskBeside {
   readonly by: number;
 }
 
-/** Asks for all that happened in a part of time. */
 export interface AskWindow {
   readonly word: "window";
   readonly view: string;
@@ -86,7 +74,6 @@ export interface AskWindow {
   readonly to_us: number;
 }
 
-/** Asks for what a button says. */
 export interface RunButton {
   readonly word: "press";
   readonly view: string;
@@ -94,17 +81,14 @@ export interface RunButton {
   readonly argument: string;
 }
 
-/** Says that a view is gone. */
 export interface CloseView { readonly word: "bye"; readonly view: string; }
 
-/** What the browser has to know from the beginning. */
 export interface InitialState {
   readonly buttons: readonly string[];
   readonly panels: readonly ("ranks" | "memory" | "units" | "timeline")[];
   readonly sizes: readonly string[];
 }
 
-/** Who answers. */
 export interface Welcome {
   readonly word: "welcome";
   readonly number: number;
@@ -114,7 +98,6 @@ export interface Welcome {
   readonly problem: string;
 }
 
-/** Whose ranks they are. */
 export interface ClusterState {
   readonly is_running: boolean;
   readonly exchange: "" | "start" | "stop" | "open";
@@ -130,7 +113,6 @@ export interface ClusterState {
   readonly cores: number;
 }
 
-/** One rank now. */
 export interface RankState {
   readonly rank: number;
   readonly health: "held" | "waiting" | "running" | "starting" | "idle" | "no answer" | "gone";
@@ -145,14 +127,12 @@ export interface RankState {
   readonly peak: string;
 }
 
-/** A clock that is not rank 0's. */
 export interface ClockState {
   readonly ranks: readonly number[];
   readonly error_ns: number;
   readonly text: string;
 }
 
-/** One unit of a sharded model: one `fully_shard` call, or one wrapper. */
 export interface UnitInfo {
   readonly index: number;
   readonly name: string;
@@ -170,17 +150,14 @@ export interface UnitInfo {
   readonly offload: boolean;
 }
 
-/** Where the units are on ranks that have them alike. */
 export interface UnitStates { readonly ranks: readonly number[]; readonly states: string; }
 
-/** A breakpoint. */
 export interface BreakpointState {
   readonly id: number;
   readonly text: string;
   readonly is_on: boolean;
 }
 
-/** What the ranks were asked and have not ended. */
 export interface RequestState {
   readonly line: string;
   readonly is_stopped: boolean;
@@ -191,7 +168,6 @@ export interface RequestState {
   readonly steps_total: number;
 }
 
-/** How training goes. */
 export interface TrainingSummary {
   readonly step: number;
   readonly loss: number | "nan" | "inf" | "-inf" | null;
@@ -200,7 +176,6 @@ export interface TrainingSummary {
   readonly tokens_per_s: number | null;
 }
 
-/** The result of the last request, from any caller. */
 export interface LastResult {
   readonly count: number;
   readonly line: string;
@@ -208,7 +183,6 @@ export interface LastResult {
   readonly is_error: boolean;
 }
 
-/** How everything is. */
 export interface State {
   readonly word: "state";
   readonly number: number;
@@ -226,17 +200,12 @@ export interface State {
   readonly said: string;
 }
 
-/** A class of modules that `wrap` may name. */
 export interface WrapClass {
   readonly name: string;
   readonly count: number;
   readonly num_elements: number;
 }
 
-/**
- * How a model is sharded, in the words that `reshard` takes; for what only the other API has,
- * what is like it.
- */
 export interface ModelPolicy {
   readonly api: "fully_shard" | "classic";
   readonly strategy: "full" | "grad" | "none" | "hybrid" | "hybrid2" | "";
@@ -249,7 +218,6 @@ export interface ModelPolicy {
   readonly prefetch: number;
 }
 
-/** A model that a rank's cells have made. */
 export interface ModelInfo {
   readonly name: string;
   readonly class_name: string;
@@ -263,10 +231,8 @@ export interface ModelInfo {
   readonly units: readonly number[];
 }
 
-/** A model that the ranks' cells have made, as the first rank that has it describes it. */
 export interface Model extends ModelInfo { readonly ranks: readonly number[]; }
 
-/** The models on the ranks. */
 export interface Models {
   readonly word: "models";
   readonly number: number;
@@ -275,7 +241,6 @@ export interface Models {
   readonly text: string;
 }
 
-/** What ranks would hold between steps of training with Adam, in bytes. */
 export interface RestPreview {
   readonly ranks: readonly number[];
   readonly params: number;
@@ -283,7 +248,6 @@ export interface RestPreview {
   readonly adam: number;
 }
 
-/** The collectives of one kind of one training step, on each rank. */
 export interface SentPreview {
   readonly kind: string;
   readonly num_ranks: number;
@@ -292,7 +256,6 @@ export interface SentPreview {
   readonly sent_bytes: number;
 }
 
-/** What a command would come to; nothing was done. */
 export interface Preview {
   readonly word: "preview";
   readonly number: number;
@@ -306,7 +269,6 @@ export interface Preview {
   readonly sent_bytes: number;
 }
 
-/** A parameter of a unit. */
 export interface ParamInfo {
   readonly fqn: string;
   readonly shape: readonly number[];
@@ -318,7 +280,6 @@ export interface ParamInfo {
   readonly flat: string;
 }
 
-/** The parameters of a unit. */
 export interface Params {
   readonly word: "params";
   readonly number: number;
@@ -326,14 +287,12 @@ export interface Params {
   readonly params: readonly ParamInfo[];
 }
 
-/** A command as a line. */
 export interface CommandLine {
   readonly word: "line";
   readonly number: number;
   readonly line: string;
 }
 
-/** What a command said. */
 export interface CommandOutput {
   readonly word: "said";
   readonly number: number;
@@ -343,21 +302,18 @@ export interface CommandOutput {
   readonly data: unknown;
 }
 
-/** A command that was asked for in this notebook. */
 export interface PastCommand {
   readonly line: string;
   readonly source: "cell" | "panel";
   readonly t_s: number;
 }
 
-/** The commands of this notebook; `%fsdp history` shows the same. */
 export interface CommandHistory {
   readonly word: "recalled";
   readonly number: number;
   readonly commands: readonly PastCommand[];
 }
 
-/** A question that is malformed, or that cannot be answered; nothing was done. */
 export interface Refused {
   readonly word: "refused";
   readonly number: number;
@@ -365,7 +321,6 @@ export interface Refused {
   readonly view: string;
 }
 
-/** Something that has begun and not ended. */
 export interface OpenSpan {
   readonly track: number;
   readonly kind: 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 17 | 18 | 19 | 20 | 21;
@@ -374,7 +329,6 @@ export interface OpenSpan {
   readonly bytes: number;
 }
 
-/** How many entries each table in the buffer has. */
 export interface Counts {
   readonly spans: number;
   readonly memory: number;
@@ -382,7 +336,6 @@ export interface Counts {
   readonly steps: number;
 }
 
-/** Ranks that are alike now. */
 export interface RankHealth {
   readonly label: string;
   readonly ranks: readonly number[];
@@ -390,14 +343,12 @@ export interface RankHealth {
   readonly where: string;
 }
 
-/** What the ranks do, in a word, and why. */
 export interface RunStatus {
   readonly word: "training" | "stuck" | "stopped" | "idle" | "over" | "dead" | "empty";
   readonly why: string;
   readonly can_go_on: boolean;
 }
 
-/** Ranks that were alike at a moment. */
 export interface RanksAt {
   readonly ranks: readonly number[];
   readonly label: string;
@@ -407,7 +358,6 @@ export interface RanksAt {
   readonly in_use: number;
 }
 
-/** All ranks at a moment. */
 export interface Moment {
   readonly t_us: number;
   readonly rank: number;
@@ -417,7 +367,6 @@ export interface Moment {
   readonly ranks: readonly RanksAt[];
 }
 
-/** The highest peak of memory so far of a group of ranks. */
 export interface PeakInfo {
   readonly num_bytes: number;
   readonly t_us: number;
@@ -425,7 +374,6 @@ export interface PeakInfo {
   readonly text: string;
 }
 
-/** What some steps cost. */
 export interface Costs {
   readonly num_steps: number;
   readonly ms: number;
@@ -433,7 +381,6 @@ export interface Costs {
   readonly peak_bytes: number;
 }
 
-/** What the last turn of a knob has changed. */
 export interface KnobEffect {
   readonly what: string;
   readonly at_step: number;
@@ -441,10 +388,8 @@ export interface KnobEffect {
   readonly after: Costs;
 }
 
-/** Where `%fsdp back` has put the cursor. */
 export interface MovedCursor { readonly t_us: number; readonly moment: Moment | null; }
 
-/** What a view does not know yet. */
 export interface FeedUpdate {
   readonly word: "feed";
   readonly view: string;
@@ -473,7 +418,6 @@ export interface FeedUpdate {
   readonly cursor: MovedCursor | null;
 }
 
-/** All ranks at a moment that was asked for. */
 export interface MomentReply {
   readonly word: "moment";
   readonly view: string;
@@ -481,7 +425,6 @@ export interface MomentReply {
   readonly moment: Moment | null;
 }
 
-/** What happened in a part of time. */
 export interface WindowDetail {
   readonly word: "window";
   readonly view: string;
@@ -492,7 +435,6 @@ export interface WindowDetail {
   readonly counts: Counts;
 }
 
-/** What came of a button. */
 export interface ButtonResult {
   readonly word: "pressed";
   readonly view: string;
@@ -500,7 +442,6 @@ export interface ButtonResult {
   readonly text: string;
 }
 
-/** Start ranks. */
 export interface Start {
   readonly word: "start";
   readonly num_ranks?: number;
@@ -510,10 +451,6 @@ export interface Start {
   readonly interface?: string;
 }
 
-/**
- * Use engines that are already running as ranks; engines that are ranks already keep their
- * variables.
- */
 export interface Attach {
   readonly word: "attach";
   readonly num_ranks?: number | null;
@@ -525,22 +462,14 @@ export interface Attach {
   readonly take?: boolean;
 }
 
-/** Show the ranks, the sharded models, and the size of the trace. */
 export interface Status { readonly word: "status"; }
 
-/**
- * Detach from attached ranks; they keep running, with their variables, and can be attached
- * again.
- */
 export interface Detach { readonly word: "detach"; }
 
-/** Stop the ranks; the trace is kept. */
 export interface Stop { readonly word: "stop"; }
 
-/** Show the ranks live and at any past event, with buttons to stop inside a step. */
 export interface Dashboard { readonly word: "dashboard"; }
 
-/** Common fields of `shard` and `reshard`, in user notation. */
 export interface Sharding {
   readonly wrap?: readonly string[];
   readonly mesh?: number | string | readonly number[];
@@ -549,7 +478,6 @@ export interface Sharding {
   readonly strategy?: string;
 }
 
-/** Shard a model with fully_shard or the classic wrapper, one unit per module of a class. */
 export interface Shard extends Sharding {
   readonly word: "shard";
   readonly model: string;
@@ -560,7 +488,6 @@ export interface Shard extends Sharding {
   readonly ignore?: readonly string[];
 }
 
-/** Change the sharding of a model in place; optimizers keep their state. */
 export interface Reshard extends Sharding {
   readonly word: "reshard";
   readonly model: string;
@@ -570,10 +497,8 @@ export interface Reshard extends Sharding {
   readonly prefetch?: number | null;
 }
 
-/** Make a sharded model a plain module again, with the same values. */
 export interface Unshard { readonly word: "unshard"; readonly model: string; }
 
-/** Train: call train_step() N times on every rank; a number that it returns is the loss. */
 export interface Step {
   readonly word: "step";
   readonly count?: number;
@@ -582,32 +507,23 @@ export interface Step {
   readonly background?: boolean;
 }
 
-/** Stop all ranks at the same event of the running step. */
 export interface Pause { readonly word: "pause"; }
 
-/** Continue a stopped step to the next event, collective, unit or phase. */
 export interface Next {
   readonly word: "next";
   readonly what?: "event" | "collective" | "unit" | "phase";
 }
 
-/** Continue a stopped step, in the background if it was started there. */
 export interface Continue {
   readonly word: "continue";
   readonly foreground?: boolean;
   readonly background?: boolean;
 }
 
-/** Abort the running or stopped step or cell; the ranks are ready again afterwards. */
 export interface Abort { readonly word: "abort"; }
 
-/** Show where every rank is, and since when. */
 export interface Where { readonly word: "where"; readonly stacks?: boolean; }
 
-/**
- * Add, list or clear breakpoints, or turn them on and off; ranks stop before each matching
- * event.
- */
 export interface Break {
   readonly word: "break";
   readonly action: "add" | "list" | "clear" | "on" | "off";
@@ -616,10 +532,8 @@ export interface Break {
   readonly when?: string | null;
 }
 
-/** Show each stopped rank's shard of a parameter, in a table. */
 export interface Inspect { readonly word: "inspect"; readonly fqn: string; }
 
-/** Evaluate an expression inside the stopped step, with the variables of its active functions. */
 export interface Evaluate {
   readonly word: "eval";
   readonly expr: string;
@@ -627,13 +541,10 @@ export interface Evaluate {
   readonly frame?: number;
 }
 
-/** Show the trace as of N events ago, 0: the newest event; the ranks' work is not undone. */
 export interface Back { readonly word: "back"; readonly n?: number; }
 
-/** Compare a step with the same step of an unsharded copy; the training state is not changed. */
 export interface Verify { readonly word: "verify"; readonly model?: string; readonly fn?: string; }
 
-/** Draw which rows of which parameter lie on which rank. */
 export interface DrawLayout {
   readonly word: "layout";
   readonly unit?: string | null;
@@ -641,7 +552,6 @@ export interface DrawLayout {
   readonly talk?: boolean | null;
 }
 
-/** Draw bytes by class over time, and name the peak. */
 export interface DrawMemory {
   readonly word: "memory";
   readonly step?: number | null;
@@ -651,7 +561,6 @@ export interface DrawMemory {
   readonly talk?: boolean | null;
 }
 
-/** Draw compute, collectives and waits of a step, per rank. */
 export interface DrawTimeline {
   readonly word: "timeline";
   readonly step?: number | null;
@@ -661,7 +570,6 @@ export interface DrawTimeline {
   readonly canvas?: boolean | null;
 }
 
-/** Draw which unit is sharded, gathering, unsharded or reducing, over time. */
 export interface DrawStates {
   readonly word: "states";
   readonly step?: number | null;
@@ -671,10 +579,6 @@ export interface DrawStates {
   readonly talk?: boolean | null;
 }
 
-/**
- * Count collectives of a step per unit: calls, bytes, also between hosts, and time, beside what
- * a formula says.
- */
 export interface DrawComms {
   readonly word: "comms";
   readonly step?: number | null;
@@ -682,10 +586,8 @@ export interface DrawComms {
   readonly talk?: boolean | null;
 }
 
-/** Draw loss, step time and what else is logged. */
 export interface DrawTraining { readonly word: "training"; readonly talk?: boolean | null; }
 
-/** Show what changed from one trace, or some of its steps, to another. */
 export interface Compare {
   readonly word: "compare";
   readonly a: string;
@@ -694,19 +596,12 @@ export interface Compare {
   readonly talk?: boolean;
 }
 
-/**
- * Write the trace to a file: .trace to open again, .json for Perfetto, .html for a page that
- * replays it.
- */
 export interface Export { readonly word: "export"; readonly path: string; readonly steps?: string; }
 
-/** Show a trace file without ranks: every view, the dashboard, compare and export. */
 export interface Open { readonly word: "open"; readonly path: string; }
 
-/** List the commands of this notebook and its panel, as lines to copy. */
 export interface History { readonly word: "history"; readonly n?: number; }
 
-/** List the commands, or explain one of them. */
 export interface Help { readonly word: "help"; readonly topic?: string; }
 
 export type PanelQuestion =

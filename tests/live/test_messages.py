@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import re
+import textwrap
 from typing import get_args
 
 import pytest
@@ -18,9 +20,25 @@ from workbench.live.messages import (
     read_question,
     refusal,
 )
-from workbench.live.typescript import read_docstring
 
 MESSAGES = [*get_args(Question), *get_args(Answer)]
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return the description of a class, and of each of its attributes, from its docstring.
+
+    Example: an entry ``host: its machine.`` -> ``{"host": "its machine."}``; attributes that share an entry, as in
+    ``kind, edge: as the trace has them.``, share its text.
+    """
+    about, _, rest = text.partition("\n\nAttributes:\n")
+    about = re.split(r"\n\n(?:Args|Raises|Returns|Yields|Example):", about)[0]
+    found: dict[str, str] = {}
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(re.split(r"\n(?=\S)", rest)[0]))
+    for entry in entries:
+        head = re.match(r"(\w+(?:, \w+)*): ", entry)
+        if head:
+            found |= dict.fromkeys(head[1].split(", "), " ".join(entry[head.end() :].split()))
+    return " ".join(about.split()), found
 
 
 @pytest.mark.parametrize("union", [Question, Answer])

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from workbench.live.typescript import module, read_docstring, type_of
+from workbench.live.typescript import module, type_of
 from workbench.protocol.arguments import argument
 
 
@@ -16,12 +16,7 @@ class Colour(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """A wheel */ of ``n`` spokes.
-
-    Attributes:
-        spokes, teeth: how many;
-            not negative.
-    """
+    """A wheel."""
 
     spokes: int
     teeth: int = 0
@@ -29,11 +24,7 @@ class Wheel:
 
 @dataclass(frozen=True, kw_only=True)
 class Cart:
-    """See :class:`tests.Wheel`.
-
-    Raises:
-        ValueError: never.
-    """
+    """A cart."""
 
     word: ClassVar[str] = "cart"
     wheels: tuple[Wheel, ...]
@@ -74,10 +65,8 @@ def test_a_module():
 
 export const VERSION = 3;
 
-/** A wheel * / of `n` spokes. */
 export interface Wheel { readonly spokes: number; readonly teeth: number; }
 
-/** See Wheel. */
 export interface Cart {
   readonly word: "cart";
   readonly wheels: readonly Wheel[];
@@ -90,10 +79,3 @@ export type Any =
   | Cart | Wheel;
 """
     )
-
-
-def test_docstrings_say_something_of_every_attribute_that_they_list():
-    about, attributes = read_docstring(
-        "One.\nTwo.\n\nMore.\n\nAttributes:\n    a, b: x\n        y.\n    c: z: w.\n\nEnd."
-    )
-    assert (about, attributes) == ("One. Two. More.", {"a": "x y.", "b": "x y.", "c": "z: w."})

@@ -1,6 +1,4 @@
-"""TypeScript types from Python dataclasses: an ``interface`` for each, under the description of the class.
-
-Fields are described in Python alone.
+"""TypeScript types from Python dataclasses: an ``interface`` for each. What they mean is described in Python alone.
 
 The types describe what :mod:`workbench.codec` encodes. A tuple becomes a ``readonly`` array, a ``dict`` a ``Record``, a
 union a union, ``Any`` becomes ``unknown``, an enum the union of its numbers, and a ``memoryview`` the index of a buffer
@@ -11,11 +9,9 @@ sent with the message. ``Literal``, and the choices of an argument of ``%fsdp``,
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -76,7 +72,6 @@ def _reached(roots: Iterable[type]) -> list[type]:
 
 
 def _interface(kind: Any, *, may_lack: bool) -> str:  # noqa: ANN401 - a dataclass
-    about, _ = read_docstring(inspect.getdoc(kind) or "")
     bases = _bases(kind)
     inherited = {field.name for base in bases for field in dataclasses.fields(base)}
     extends = f" extends {', '.join(map(_name, bases))}" if bases else ""
@@ -87,7 +82,7 @@ def _interface(kind: Any, *, may_lack: bool) -> str:  # noqa: ANN401 - a datacla
         _member(field, hints, may_lack=may_lack) for field in dataclasses.fields(kind) if field.name not in inherited
     ]
     head = f"export interface {_name(kind)}{extends} {{"
-    return "\n".join([*_comment(about), *block(head, members)]) + "\n"
+    return "\n".join([*block(head, members), ""])
 
 
 def block(head: str, members: Sequence[str]) -> list[str]:
@@ -151,33 +146,3 @@ def _generic(origin: Any, args: tuple[Any, ...]) -> str:  # noqa: ANN401 - types
 
 def _of_texts(texts: Iterable[str]) -> str:
     return " | ".join(json.dumps(text) for text in texts)
-
-
-def _comment(text: str) -> Iterator[str]:
-    """Yield the lines of a comment with the first sentence of ``text``; ``*/`` in it does not end it."""
-    text = re.split(r"(?<=[.:]) (?=[A-Z])", " ".join(text.split()))[0]
-    words = " ".join(re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"\1", text).replace("``", "`").replace("*/", "* /").split())
-    lines = textwrap.wrap(words, _WIDTH - len("/**  */"))
-    if len(lines) == 1:
-        yield f"/** {lines[0]} */"
-    elif lines:
-        yield "/**"
-        yield from (f" * {line}" for line in lines)
-        yield " */"
-
-
-def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the description of a class, and of each of its attributes, from its docstring.
-
-    Example: an entry ``host: its machine.`` -> ``{"host": "its machine."}``; attributes that share an entry, as in
-    ``kind, edge: as the trace has them.``, share its text.
-    """
-    about, _, rest = text.partition("\n\nAttributes:\n")
-    about = re.split(r"\n\n(?:Args|Raises|Returns|Yields|Example):", about)[0]
-    found: dict[str, str] = {}
-    entries = re.split(r"\n(?=\S)", textwrap.dedent(re.split(r"\n(?=\S)", rest)[0]))
-    for entry in entries:
-        head = re.match(r"(\w+(?:, \w+)*): ", entry)
-        if head:
-            found |= dict.fromkeys(head[1].split(", "), " ".join(entry[head.end() :].split()))
-    return " ".join(about.split()), found
