@@ -36,7 +36,7 @@ from tests.helpers.jupyterlab import Opened, jupyterlab, opened
 from tests.helpers.notebook_model import CELL
 from tests.helpers.package_source import REPO
 from tests.helpers.timeline_page import open_page
-from workbench.widgets.live_spans import TRACKS
+from workbench.live.live_spans import NUM_TRACKS
 
 NUM_RANKS = 2
 SAMPLE_S = 12.0
@@ -85,7 +85,7 @@ _WATCH = """(tracksOfARank) => {
   };
   const {client, takeNews, picture} = d, {receive} = client;
   client.receive = function (answer, buffers) {
-    if (answer.kind === "feed") answers.push([this.askedAt, performance.now()]);
+    if (answer.word === "feed") answers.push([this.askedAt, performance.now()]);
     receive.call(this, answer, buffers);
   };
   d.takeNews = function (news, tables) {
@@ -114,7 +114,7 @@ def measure_pixels(sample_s: float = SAMPLE_S) -> dict[str, Any]:
         ready_ms = lab.page.evaluate(READY, SHOW)
         lab.run(STEP)
         lab.page.wait_for_function("() => document.querySelector('.fw-dashboard').dashboard.model.steps.length > 5")
-        lab.page.evaluate(_WATCH, len(TRACKS))
+        lab.page.evaluate(_WATCH, NUM_TRACKS)
         lab.page.wait_for_timeout(sample_s * 1000)
         found = lab.page.evaluate("({events, answers})")
         return _in_ms(found, clock_of(lab.page), _stop(lab)) | {"ready_ms": ready_ms}

@@ -21,14 +21,15 @@ import psutil
 
 from tests.helpers.many_ranks import LONG, WIDE, Scale, trace_of
 from tests.helpers.simulated_job import example_trace
+from workbench.live.live_trace import LiveTrace
+from workbench.live.messages import AskAt, AskFeed
+from workbench.live.state_at import StateAt
+from workbench.live.view_server import Looking, ViewServer
 from workbench.replay import collectives, memory, states
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import TraceBuilder, advance, check, load, partners, save, steps, to_perfetto
 from workbench.trace.columns import Trace
 from workbench.views import VIEWS, draw
-from workbench.widgets.dashboard_messages import AskAt, AskFeed
-from workbench.widgets.state_at import StateAt
-from workbench.widgets.view_server import Looking, ViewServer
 
 Tree = dict[str, Any]
 NUM_STEPS = 160
@@ -76,10 +77,12 @@ def measure_scale_of(scale: Scale, repeats: int, num_states: int) -> Tree:
         trace = load(path)
     first = {view: median_ms(partial(draw, view, trace), 1) for view in VIEWS}
     figures = {view: median_ms(partial(draw, view, trace), repeats) for view in VIEWS}
-    answers, pulse = ViewServer(), ClusterSnapshot(trace=trace, record="scale.trace")
+    live = LiveTrace()
+    answers, pulse = ViewServer(live), ClusterSnapshot(trace=trace, record="scale.trace")
 
     def ask(question: Looking) -> tuple[dict[str, Any], list[bytes]]:
-        return answers.answer(question, pulse, time.monotonic)
+        live.show(pulse)
+        return answers.answer(question, time.monotonic)
 
     before_mb = _present_mb()
     first_answer_ms = median_ms(partial(ask, AskFeed()), 1)

@@ -25,9 +25,8 @@ from jupyter_client.session import Session
 from bench.stats import median_interval, rotated
 from workbench.cluster import Cluster
 from workbench.codec import encode
-from workbench.panel.panel import PanelComm
-from workbench.panel.panel_messages import VERSION, GetState, Hello, State, Welcome
-from workbench.panel.state_observer import Observer
+from workbench.live.messages import VERSION, GetState, Hello, State, Welcome
+from workbench.panel.client import Client
 from workbench.protocol.commands import RankRequest, Step, to_dict
 from workbench.protocol.rank_messages import DrainReply
 from workbench.session.session import RUNTIME
@@ -137,7 +136,7 @@ class DashboardViewer(Viewer):
 
     def ask(self, *, wait: bool) -> None:
         """As :meth:`Viewer.ask`."""
-        self._dashboard._handle_custom_msg({"view": "bench", "ask": "feed", "wait": wait}, [])
+        self._dashboard._handle_custom_msg({"view": "bench", "word": "feed", "wait": wait}, [])
 
     def close(self) -> None:
         """As :meth:`Viewer.close`."""
@@ -152,7 +151,7 @@ class PanelViewer(Viewer):
 
     def __init__(self, workbench: Workbench) -> None:
         super().__init__()
-        self._panel = PanelComm(workbench, Observer(), self, version="bench")
+        self._panel = Client(workbench, self, version="bench")
         self._receive({"word": Hello.word, "number": 0, "version": VERSION, "extension": "bench"})
 
     def ask(self, *, wait: bool) -> None:

@@ -10,6 +10,7 @@ from tests.helpers.package_source import REPO, sources
 from workbench.events import (
     BESIDE,
     COLLECTIVES,
+    RANK_TRACKS,
     ROOT,
     STOPS,
     Category,
@@ -71,7 +72,7 @@ def test_tables_hold_every_kind_by_what_is_known_of_it(kind):
     info = kind.info
     assert (kind in COLLECTIVES, kind in BESIDE) == (info.is_collective, not info.is_event)
     assert (STOPS.get(kind.name.lower()) is kind) == info.is_stop
-    assert [track for track in Track if kind in on_track(track)] == ([info.track] if info.track else [])
+    assert [track for track in RANK_TRACKS if kind in on_track(track)] == ([info.track] if info.track else [])
     assert theme.KIND_COLOURS[kind] == theme.COLOURS[info.colour]
     for edge in Edge:
         row = np.zeros(1, ROW_DTYPE)

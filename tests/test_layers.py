@@ -19,6 +19,7 @@ NEVER_LOADED = {
     "engine": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
     "runtime": {"plotly", "ipywidgets"},
     "cluster": {"torch", "plotly"},
+    "live": {"torch"},
     "widgets": {"torch"},
     "magics": {"torch"},
 }

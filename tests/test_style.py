@@ -18,6 +18,7 @@ SAME_THING = {
     "paused_time.py": {"replay", "views"},
     "process.py": {"replay", "views"},
     "states.py": {"replay", "views"},
+    "tracks.py": {"replay", "views"},
     "training.py": {"replay", "views"},
 }
 """Files with the same name in several folders, and the folders: they treat the same subject."""

@@ -4,7 +4,7 @@ A *source* of events calls a :class:`Probe`: the workbench's engine is one sourc
 source announces an event *before* it happens. Each word is one row of its enum, with all its properties. Code that
 handles several kinds selects them by these properties, so a new kind needs only its row here. The numbers are those of
 the trace file: they never change, and new ones are appended. After a change, run
-``python -m workbench.widgets.generate_js`` to update the front end.
+``python -m workbench.generate_front_end`` to update the front end.
 
 Terms: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
 a collective (all-gather: its whole output; reduce-scatter: its whole input; all-reduce: one rank's input), not the
@@ -44,13 +44,24 @@ class Colour(Enum):
 
 
 class Track(Enum):
-    """A row of the timeline, in order from the top; the value is its name."""
+    """A row of a rank in the timeline, in order from the top; the value is its name. :func:`on_track` has its kinds."""
 
     COMPUTE = "compute"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     OTHER = "other"
     WAIT = "wait"
+    # of a device: copies on its streams other than compute
+    COPIES = "copies"
+    # of a device: when its host enqueued the work
+    HOST = "host"
+
+
+DEVICE_TRACKS = (Track.COPIES, Track.HOST)
+"""Tracks that only the ranks on a device have, in addition to :data:`RANK_TRACKS`."""
+
+RANK_TRACKS = tuple(track for track in Track if track not in DEVICE_TRACKS)
+"""Tracks of every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +137,7 @@ class KindInfo(ColouredInfo):
         is_span: its rows are pairs of BEGIN and END; else INSTANT.
         is_event: it marks the progress of a rank and is counted; else it is side information: bytes, logs, holds.
         is_stop: a breakpoint can be set on it.
-        track: track that draws its spans; None: none.
+        track: the one of :data:`RANK_TRACKS` that draws its spans; None: none.
         is_work: it is forward, backward or an optimizer step.
         is_collective: its rows have ``comm_group`` and ``comm_seq``; its END may be earlier than the row before it.
         is_reduction: if the row has a unit, it is a gradient reduction of that unit.
@@ -267,8 +278,11 @@ STATE_AFTER = {(kind, edge): state for kind in Kind for edge, state in kind.info
 
 
 def on_track(track: Track) -> tuple[Kind, ...]:
-    """Return the kinds whose spans are drawn on ``track``."""
-    return tuple(kind for kind in Kind if kind.info.track is track)
+    """Return the kinds of the spans on ``track``."""
+    if track is Track.COPIES:
+        return COPIES
+    own = Track.COMPUTE if track is Track.HOST else track
+    return tuple(kind for kind in Kind if kind.info.track is own)
 
 
 @dataclass(frozen=True, kw_only=True)

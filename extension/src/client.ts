@@ -8,14 +8,14 @@
 import { type IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
 
-import { type Answer, type Question, type State, VERSION, type Welcome } from "./protocol";
+import { type PanelAnswer, type PanelQuestion, type State, VERSION, type Welcome } from "./protocol";
 
 /** Milliseconds without an answer after which the kernel counts as silent; it answers a `look` within a second. */
 export const SILENT_MS = 1_800;
 
 /** Carries messages to the kernel; those from the kernel go to `Client.receive`. */
 export interface Channel {
-  send(question: Question): void;
+  send(question: PanelQuestion): void;
   /** Whether the kernel runs something, so that it may answer late. */
   readonly isBusy?: () => boolean;
 }
@@ -34,17 +34,17 @@ export type Away = "no notebook" | "no kernel" | "not loaded" | "restarting" | "
 type WithoutNumber<T> = T extends { number: number } ? Omit<T, "number"> : never;
 
 /** A question; it gets its number when it is sent. */
-export type Asked = WithoutNumber<Question>;
+export type Asked = WithoutNumber<PanelQuestion>;
 
 /** The answers that have a word, by that word. */
-export type AnswerOf<W extends Answer["word"]> = Extract<Answer, { word: W }>;
+export type AnswerOf<W extends PanelAnswer["word"]> = Extract<PanelAnswer, { word: W }>;
 
 /** A question was refused, or its answer can no longer arrive. */
 export class Refusal extends Error {}
 
 interface Waiting {
-  readonly word: Question["word"];
-  readonly resolve: (answer: Answer) => void;
+  readonly word: PanelQuestion["word"];
+  readonly resolve: (answer: PanelAnswer) => void;
   readonly reject: (why: Refusal) => void;
 }
 
@@ -110,7 +110,7 @@ export class Client implements IDisposable {
   }
 
   /** Handle a message from the kernel. */
-  receive(answer: Answer): void {
+  receive(answer: PanelAnswer): void {
     const waiting = this.#waiting.get(answer.number);
     this.#waiting.delete(answer.number);
     if (answer.word === "state") this.#took(answer);
@@ -120,11 +120,11 @@ export class Client implements IDisposable {
   }
 
   /** Ask and return the answer; rejects with a Refusal. */
-  async ask<W extends Answer["word"]>(question: Asked): Promise<AnswerOf<W>> {
+  async ask<W extends PanelAnswer["word"]>(question: Asked): Promise<AnswerOf<W>> {
     return new Promise((resolve, reject) => {
       const number = this.#send(question);
       if (number < 0) reject(new Refusal("No kernel answers."));
-      else this.#waiting.set(number, { word: question.word, resolve: resolve as (answer: Answer) => void, reject });
+      else this.#waiting.set(number, { word: question.word, resolve: resolve as (answer: PanelAnswer) => void, reject });
     });
   }
 

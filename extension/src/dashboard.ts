@@ -6,10 +6,17 @@ import { Signal } from "@lumino/signaling";
 import { Widget } from "@lumino/widgets";
 
 import type { Channel, OnMessage } from "../../workbench/widgets/static/client.js";
-import type { InitialState, Answer, RankHealth, Question } from "../../workbench/widgets/static/messages";
 import type { Away } from "./client";
 import { Connection, type Listener } from "./connection";
-import { DASHBOARD_TARGET } from "./protocol";
+import {
+  type InitialState,
+  type RankHealth,
+  TARGET,
+  VERSION,
+  type ViewAnswer,
+  type ViewQuestion,
+  type Welcome,
+} from "./protocol";
 import { closedWords } from "./words";
 
 type Send = (data: object) => void;
@@ -36,7 +43,7 @@ class CommChannel implements Channel {
 
   constructor(
     about: InitialState,
-    readonly send: (question: Question) => void,
+    readonly send: (question: ViewQuestion) => void,
   ) {
     this.#about = about;
   }
@@ -53,7 +60,7 @@ class CommChannel implements Channel {
     this.#calls.delete(call);
   }
 
-  receive(answer: Answer, buffers: DataView[]): void {
+  receive(answer: ViewAnswer, buffers: DataView[]): void {
     for (const call of this.#calls) call(answer, buffers);
   }
 }
@@ -62,6 +69,7 @@ export class DashboardWidget extends Widget implements Listener {
   readonly #notebooks: INotebookTracker;
   readonly #sentence = document.createElement("p");
   readonly #button = document.createElement("button");
+  readonly #extension: string;
   readonly #load: Load;
   readonly #box = document.createElement("div");
   #path: string;
@@ -71,8 +79,10 @@ export class DashboardWidget extends Widget implements Listener {
   #model: CommChannel | null = null;
   #unrender: () => void = () => undefined;
 
-  constructor(notebooks: INotebookTracker, path: string, load: Load) {
+  /** @param extension - version of the JupyterLab extension. */
+  constructor(notebooks: INotebookTracker, path: string, load: Load, extension: string) {
     super();
+    this.#extension = extension;
     this.#load = load;
     this.#notebooks = notebooks;
     this.#path = path;
@@ -92,16 +102,17 @@ export class DashboardWidget extends Widget implements Listener {
 
   opened(send: Send): void {
     this.#send = send;
-    send({ ask: "about" });
+    send({ word: "hello", number: 0, version: VERSION, extension: this.#extension });
   }
 
   received(data: JSONValue, buffers: readonly (ArrayBuffer | ArrayBufferView)[]): void {
-    const message = data as unknown as Answer | { kind: "about"; about: InitialState };
-    if (message.kind === "about") {
-      void this.#render(message.about);
+    const message = data as unknown as Welcome | ViewAnswer;
+    if (message.word === "welcome") {
+      if (message.problem) this.#sentence.textContent = message.problem;
+      else void this.#render(message.dashboard);
       return;
     }
-    if (message.kind === "feed") this.#numRanks = numAlive(message.health);
+    if (message.word === "feed") this.#numRanks = numAlive(message.health);
     this.#model?.receive(message, buffers.map(viewOf));
   }
 
@@ -159,7 +170,7 @@ export class DashboardWidget extends Widget implements Listener {
     if (this.#connection !== null) return;
     const panel = this.#notebooks.find(({ context }) => context.path === this.#path);
     if (panel === undefined) return;
-    this.#connection = new Connection(panel.sessionContext, DASHBOARD_TARGET, this);
+    this.#connection = new Connection(panel.sessionContext, TARGET, this);
     panel.context.pathChanged.connect(this.#onPath, this);
     panel.disposed.connect(this.#onClosed, this);
   }

@@ -158,7 +158,7 @@ function addDashboards(
         app.shell.activateById(there.id);
         return;
       }
-      const widget = new MainAreaWidget({ content: new DashboardWidget(tracker, path, load) });
+      const widget = new MainAreaWidget({ content: new DashboardWidget(tracker, path, load, about.version) });
       widget.id = `fsdp-dashboard-${path}`;
       widget.title.label = `FSDP: ${path.split("/").at(-1)?.replace(/\.ipynb$/, "")}`;
       widget.title.caption = `Ranks of ${path}`;

@@ -8,7 +8,7 @@ import { Client } from "./client";
 import { Connection } from "./connection";
 import { LOAD } from "./load";
 import { PanelModel } from "./model";
-import { type Answer, type Attach, type Start, TARGET } from "./protocol";
+import { type Attach, type PanelAnswer, type Start, TARGET } from "./protocol";
 import { count, isCrowd } from "./words";
 
 /** Milliseconds that a kernel may take to answer once it has loaded the workbench. */
@@ -31,7 +31,7 @@ export class Followed implements IDisposable {
         this.client.begin({ send, isBusy: () => session.session?.kernel?.status === "busy" });
       },
       received: (data) => {
-        this.client.receive(data as unknown as Answer);
+        this.client.receive(data as unknown as PanelAnswer);
       },
       lost: (why) => {
         this.client.away(why);

@@ -1,14 +1,25 @@
-// Made of workbench/panel/panel_messages.py by: python -m tests.helpers.example_answers
-// One example of each answer, as the kernel sends it.
+// Made of workbench/live/messages.py by: python -m tests.helpers.example_answers
+// One example of each answer to a panel, as the kernel sends it.
 import type { AnswerOf } from "../src/client";
-import type { Answer } from "../src/protocol";
+import type { PanelAnswer } from "../src/protocol";
 
 export const ANSWERS = {
   "welcome": {
     "word": "welcome",
     "number": 1,
-    "version": 2,
+    "version": 3,
     "workbench": "0.2.0",
+    "dashboard": {
+      "buttons": [
+        "step"
+      ],
+      "panels": [
+        "ranks"
+      ],
+      "sizes": [
+        "unit"
+      ]
+    },
     "problem": ""
   },
   "state": {
@@ -315,6 +326,7 @@ export const ANSWERS = {
   "refused": {
     "word": "refused",
     "number": 9,
-    "text": "No such question."
+    "text": "No such question.",
+    "view": ""
   }
-} as const satisfies { readonly [W in Answer["word"]]: AnswerOf<W> };
+} as const satisfies { readonly [W in PanelAnswer["word"]]: AnswerOf<W> };

@@ -1,7 +1,7 @@
 import { beforeEach, describe, expect, it, vi } from "vitest";
 
 import { Client, Refusal, SILENT_MS } from "../src/client";
-import { type Question, type State, VERSION } from "../src/protocol";
+import { type PanelQuestion, type State, VERSION } from "../src/protocol";
 import { ANSWERS } from "./answers";
 import { state } from "./told";
 
@@ -11,7 +11,7 @@ beforeEach(() => {
 
 /** A kernel that answers when it is told to. */
 class Kernel {
-  readonly asked: Question[] = [];
+  readonly asked: PanelQuestion[] = [];
   readonly client = new Client("0.2.0");
   readonly states: State[] = [];
 
@@ -21,7 +21,7 @@ class Kernel {
     });
   }
 
-  get last(): Question {
+  get last(): PanelQuestion {
     const question = this.asked.at(-1);
     if (question === undefined) throw new Error("nothing was asked");
     return question;

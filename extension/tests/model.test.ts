@@ -2,28 +2,28 @@ import { beforeEach, describe, expect, it, vi } from "vitest";
 
 import { Client } from "../src/client";
 import { MAX_SPOKEN, PanelModel } from "../src/model";
-import type { Answer, Command, Question, CommandOutput, UnitInfo } from "../src/protocol";
+import type { PanelAnswer, Command, PanelQuestion, CommandOutput, UnitInfo } from "../src/protocol";
 import { ANSWERS } from "./answers";
 import { cluster, state, unit } from "./told";
 
 type Unnumbered<T> = T extends { number: number } ? Omit<T, "number"> : never;
-type Reply = Unnumbered<Answer>;
+type Reply = Unnumbered<PanelAnswer>;
 
 beforeEach(() => {
   vi.useFakeTimers();
 });
 
 /** A model and a kernel that answers at once what `replies` says for a word, and nothing to the rest. */
-async function beginning(replies: Partial<Record<Question["word"], Reply>> = {}): Promise<{
+async function beginning(replies: Partial<Record<PanelQuestion["word"], Reply>> = {}): Promise<{
   model: PanelModel;
   client: Client;
-  asked: Question[];
+  asked: PanelQuestion[];
   settle: () => Promise<unknown>;
 }> {
   const client = new Client("0.2.0");
   const model = new PanelModel(client);
-  const asked: Question[] = [];
-  const all: Partial<Record<Question["word"], Reply>> = {
+  const asked: PanelQuestion[] = [];
+  const all: Partial<Record<PanelQuestion["word"], Reply>> = {
     hello: ANSWERS.welcome,
     look: state(),
     ...replies,
@@ -200,7 +200,7 @@ describe("the models", () => {
 
   it("are not missing while no rank has answered: they are looked for, and asked for again", async () => {
     const { model, client, asked, settle } = await beginning();
-    const search = (): Question | undefined => asked.findLast(({ word }) => word === "find models");
+    const search = (): PanelQuestion | undefined => asked.findLast(({ word }) => word === "find models");
     const first = search();
     expect(model.prepared).toMatchObject({ isKnown: false, hasModel: false });
     expect(model.modelsText).toBe("");

@@ -113,7 +113,7 @@ def test_bytes_of_an_answer_are_those_of_its_words_and_buffers():
 def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
     viewer = DashboardViewer(Pretender())
     for _ in range(2):
-        viewer._dashboard._handle_custom_msg({"view": "bench", "ask": "feed"}, [])
+        viewer._dashboard._handle_custom_msg({"view": "bench", "word": "feed"}, [])
     viewer.close()
     whole_answer, nothing_new = viewer.sizes
     assert whole_answer > 10_000

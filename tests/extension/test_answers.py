@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import example_answers, widget_cases
 from workbench.codec import decode, encode
-from workbench.panel.panel_messages import Answer
+from workbench.live.messages import PanelAnswer
 
 
 def test_the_front_ends_tests_have_the_examples_of_python():
@@ -19,8 +19,8 @@ def test_the_widgets_tests_have_the_cases_of_python():
     assert widget_cases.FILE.read_text("utf-8") == widget_cases.program(), "run: python -m tests.helpers.widget_cases"
 
 
-def test_there_is_one_example_of_each_answer():
-    assert [type(example) for example in example_answers.EXAMPLES] == list(get_args(Answer))
+def test_there_is_one_example_of_each_answer_to_a_panel():
+    assert [type(example) for example in example_answers.EXAMPLES] == list(get_args(PanelAnswer))
 
 
 @pytest.mark.parametrize("example", example_answers.EXAMPLES, ids=lambda example: example.word)

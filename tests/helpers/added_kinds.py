@@ -111,10 +111,10 @@ def check_stops() -> None:
 def check_pictures(trace) -> None:
     """Check the views and the live timeline."""
     from workbench.events import Kind
+    from workbench.generate_front_end import EVENTS, programs
+    from workbench.live.live_spans import RankSpans
+    from workbench.live.state_at import describe
     from workbench.views import VIEWS, draw, theme
-    from workbench.widgets.generate_js import programs
-    from workbench.widgets.live_spans import RankSpans
-    from workbench.widgets.state_at import describe
 
     for view in VIEWS:
         draw(view, trace)
@@ -123,8 +123,8 @@ def check_pictures(trace) -> None:
     assert "all-to-all" in {bar.name for bar in draw("comms", trace).data}
     found = RankSpans().take(trace.ranks[0], first_track=0)
     assert Kind.ALL_TO_ALL in found["kind"].tolist()
-    assert '{"words": "all-to-all", "colour": ' in programs()["events.js"]
-    assert f"  EVICT: {int(Kind.EVICT)},\n" in programs()["events.js"]
+    assert '{"words": "all-to-all", "colour": ' in programs()[EVENTS]
+    assert f"  EVICT: {int(Kind.EVICT)},\n" in programs()[EVENTS]
     rows = trace.ranks[0].rows
     assert describe(trace.header, rows[rows["kind"] == Kind.EVICT][0]) == "evict of blocks.0"
 

@@ -1,4 +1,4 @@
-"""One example of each answer for the front end's tests: ``extension/tests/answers.ts``.
+"""One example of each answer to a panel, for the tests of the front end: ``extension/tests/answers.ts``.
 
 ``python -m tests.helpers.example_answers`` rewrites the file after a message has changed.
 """
@@ -10,17 +10,18 @@ import json
 from tests.helpers.package_source import REPO
 from workbench.codec import encode
 from workbench.events import Category
-from workbench.panel.panel_messages import (
+from workbench.live.messages import (
     VERSION,
-    Answer,
     BreakpointState,
     ClockState,
     ClusterState,
     CommandHistory,
     CommandLine,
     CommandOutput,
+    InitialState,
     Model,
     Models,
+    PanelAnswer,
     ParamInfo,
     Params,
     Preview,
@@ -42,10 +43,10 @@ from workbench.session.snapshot import LastResult
 FILE = REPO / "extension" / "tests" / "answers.ts"
 
 _HEADING = """\
-// Made of workbench/panel/panel_messages.py by: python -m tests.helpers.example_answers
-// One example of each answer, as the kernel sends it.
+// Made of workbench/live/messages.py by: python -m tests.helpers.example_answers
+// One example of each answer to a panel, as the kernel sends it.
 import type { AnswerOf } from "../src/client";
-import type { Answer } from "../src/protocol";
+import type { PanelAnswer } from "../src/protocol";
 """
 
 _BYTES = tuple(1024 * (1 + place) for place in range(len(Category)))
@@ -86,8 +87,13 @@ def _unit(index: int, name: str) -> UnitInfo:
     )
 
 
-EXAMPLES: tuple[Answer, ...] = (
-    Welcome(number=1, version=VERSION, workbench="0.2.0"),
+EXAMPLES: tuple[PanelAnswer, ...] = (
+    Welcome(
+        number=1,
+        version=VERSION,
+        workbench="0.2.0",
+        dashboard=InitialState(buttons=("step",), panels=("ranks",), sizes=("unit",)),
+    ),
     State(
         number=2,
         cluster=ClusterState(
@@ -187,7 +193,7 @@ EXAMPLES: tuple[Answer, ...] = (
 def program() -> str:
     """Return the contents of the file."""
     answers = json.dumps({answer.word: encode(answer) for answer in EXAMPLES}, indent=2)
-    kinds = '{ readonly [W in Answer["word"]]: AnswerOf<W> }'
+    kinds = '{ readonly [W in PanelAnswer["word"]]: AnswerOf<W> }'
     return f"{_HEADING}\nexport const ANSWERS = {answers} as const satisfies {kinds};\n"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from tests.helpers.package_source import REPO
 from workbench.replay.grouping import label
 from workbench.views import theme
-from workbench.widgets.packing import COLUMNS, WIDTHS
+from workbench.live.packing import COLUMNS, WIDTHS
 
 FILE = REPO / "extension" / "tests" / "widgets" / "python_cases.ts"
 
@@ -60,7 +60,7 @@ def _cases(values: Iterable[Any], compute: Callable[[Any], str]) -> list[list[An
 
 
 def _tables() -> dict[str, Any]:
-    """Return a buffer as :mod:`workbench.widgets.packing` lays it out, with the counts and columns that are in it."""
+    """Return a buffer as :mod:`workbench.live.packing` lays it out, with the counts and columns that are in it."""
     counts, buffer = {"spans": 3, "memory": 2, "states": 1, "steps": 0}, b""
     columns: dict[str, dict[str, list[float]]] = {}
     for place, (table, wanted) in enumerate(COLUMNS.items()):

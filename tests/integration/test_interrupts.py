@@ -18,9 +18,9 @@ from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.events import BESIDE
+from workbench.live.state_at import describe
 from workbench.replay.spans import chosen, of_kind
 from workbench.session import stall_notice
-from workbench.widgets.state_at import describe
 
 pytestmark = pytest.mark.cluster
 

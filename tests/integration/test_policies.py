@@ -5,11 +5,11 @@ import time
 import numpy as np
 import pytest
 
+from tests.helpers.live_view import DashboardView
 from workbench import Workbench
+from workbench.live.live_steps import Steps
+from workbench.live.messages import AskFeed
 from workbench.replay import training
-from workbench.widgets.dashboard_messages import AskFeed
-from workbench.widgets.live_steps import Steps
-from workbench.widgets.view_server import ViewServer
 
 pytestmark = [pytest.mark.thorough, pytest.mark.cluster]
 
@@ -36,7 +36,7 @@ def change(answers, wb):
 
 
 def test_a_change_of_policy_is_told_with_its_step_and_no_average_is_of_two():
-    early = ViewServer()
+    early = DashboardView()
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)
         wb.shard("model", wrap=["Linear"], reshard_after_forward="true")
@@ -47,18 +47,18 @@ def test_a_change_of_policy_is_told_with_its_step_and_no_average_is_of_two():
         assert change(early, wb) is None
         wb.reshard("model", reshard_after_forward="false")
         wb.step(4)  # 6 to 9
-        first, late = change(early, wb), change(ViewServer(), wb)
+        first, late = change(early, wb), change(DashboardView(), wb)
         for found in (first, late):
             assert found["what"].startswith("reshard after forward: true \u2192 false")
             assert (found["at_step"], found["before"]["num_steps"], found["after"]["num_steps"]) == (6, 4, 3)
         wb.reshard("model", api="classic")
         wb.step(3)  # 10 to 12
-        for answers in (early, ViewServer()):
+        for answers in (early, DashboardView()):
             found = change(answers, wb)
             assert found["what"].startswith("api: fully_shard \u2192 classic")
             assert (found["at_step"], found["before"]["num_steps"], found["after"]["num_steps"]) == (10, 3, 2)
         told = Steps().take(wb.trace)
-    assert change(ViewServer(), wb) == found, "a dashboard first shown after a stop reports it too"
+    assert change(DashboardView(), wb) == found, "a dashboard first shown after a stop reports it too"
     assert told["step"].tolist() == [0, 1, 2, 3, 4, *range(6, 13)]
     assert len(np.unique(told["model"])) == 1, "it is the same model, so its curve goes on"
     assert training.summary(wb.trace).cuts == ()

@@ -6,6 +6,10 @@ import pytest
 
 from tests.helpers.figure_checks import subtitle
 from tests.helpers.notebook_model import CELL
+from tests.live import test_fold
+from tests.live.test_feed import prefix
+from tests.live.test_fold import folded
+from tests.live.test_live_spans import check_the_pictures_agree
 from workbench import Workbench
 from workbench.errors import RankError, UsageError
 from workbench.events import Category, Edge, Kind
@@ -49,6 +53,15 @@ def test_what_was_recorded_obeys_every_rule(trained):
     trace = trained.trace
     assert check(trace) == []
     assert {0, 1, 2} <= set(steps(trace))
+
+
+def test_live_views_know_of_a_recorded_trace_what_replay_says_of_it(trained):
+    trace = trained.trace
+    parts = [prefix(trace, [len(r.rows) * share // 4 for r in trace.ranks]) for share in (1, 2, 3)]
+    fold = folded([*parts, trace])
+    test_fold.check(fold, trace)
+    test_fold.check_steps(fold, trace)
+    check_the_pictures_agree(trace)
 
 
 def test_collectives_are_those_of_the_closed_form(trained):

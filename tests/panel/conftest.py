@@ -6,9 +6,8 @@ import pytest
 
 from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.waiting import wait_until
-from workbench.panel.panel import PanelComm
-from workbench.panel.panel_messages import VERSION
-from workbench.panel.state_observer import Observer
+from workbench.live.messages import VERSION
+from workbench.panel.client import Client
 from workbench.workbench import Workbench
 
 
@@ -39,7 +38,7 @@ class Browser:
     """Sends requests to a panel, and waits for its answers."""
 
     workbench: Workbench
-    panel: PanelComm
+    panel: Client
     comm: FakeComm
     fakes: list
     asked: int = 0
@@ -82,7 +81,7 @@ def browser():
 
     workbench = Workbench(cluster_factory=factory)
     comm = FakeComm()
-    panel = PanelComm(workbench, Observer(), comm, version="0.2.0")
+    panel = Client(workbench, comm, version="0.2.0")
     made = Browser(workbench, panel, comm, fakes)
     made.hello()
     yield made

@@ -8,8 +8,8 @@ from jupyter_client.manager import KernelManager
 
 from tests.helpers.package_source import REPO
 from workbench import ports
-from workbench.panel.comm_targets import MAX_COMMS
-from workbench.panel.panel_messages import DASHBOARD_TARGET, TARGET, VERSION
+from workbench.live.messages import TARGET, VERSION
+from workbench.panel.comm_target import MAX_COMMS
 
 FAKE = """
 from tests.helpers.fake_cluster import FakeCluster
@@ -23,7 +23,7 @@ LEFT = """
 import comm, threading
 print("left:", len(comm.get_comm_manager().comms), sorted(set(comm.get_comm_manager().targets) & TARGETS),
       [t.name for t in threading.enumerate() if "waits" in t.name or "panel" in t.name])
-""".replace("TARGETS", repr({TARGET, DASHBOARD_TARGET}))
+""".replace("TARGETS", repr({TARGET}))
 
 
 class Kernel:
@@ -106,16 +106,16 @@ def test_from_load_to_unload(kernel):
     reloaded = [kernel.panel() for _ in range(MAX_COMMS)]  # each replaces the previous one without closing it
     assert kernel.question(reloaded[-1], "look")["cluster"]["is_running"]
     assert kernel.run(LEFT).startswith(f"left: {MAX_COMMS} ")
-    dashboard = kernel.open(DASHBOARD_TARGET)
-    about = kernel.ask(dashboard, {"ask": "about"})
-    assert about["about"]["buttons"] == ["step", "pause", "next", "continue", "abort", "break"]
-    assert kernel.ask(dashboard, {"view": "a", "ask": "feed"})["kind"] == "feed"
-    for wrong in ("feed", {"view": "a", "ask": "beside"}, {"view": "a", "ask": "at", "t_us": "soon"}):
-        assert kernel.ask(dashboard, wrong)["kind"] == "refused"
+    dashboard = kernel.open(TARGET)
+    welcome = kernel.ask(dashboard, {"word": "hello", "number": 0, "version": VERSION, "extension": "0.2.0"})
+    assert welcome["dashboard"]["buttons"] == ["step", "pause", "next", "continue", "abort", "break"]
+    assert kernel.ask(dashboard, {"view": "a", "word": "feed"})["word"] == "feed"
+    for wrong in ("feed", {"view": "a", "word": "beside"}, {"view": "a", "word": "at", "t_us": "soon"}):
+        assert kernel.ask(dashboard, wrong)["word"] == "refused"
     kernel.send("comm_close", comm_id=dashboard, data={})
 
     kernel.run("%reload_ext workbench")
-    assert kernel.run(LEFT) == f"left: 0 {sorted([TARGET, DASHBOARD_TARGET])} []\n"
+    assert kernel.run(LEFT) == f"left: 0 {[TARGET]} []\n"
     panel = kernel.panel()
     assert kernel.question(panel, "look")["cluster"]["is_running"] is False
     kernel.run("%unload_ext workbench")

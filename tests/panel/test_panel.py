@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from tests.helpers.fake_cluster import SHARD_RESULT, FakeCluster, example_model, gives, inside, raises, step_result
+from tests.helpers.live_view import state_at
 from tests.helpers.simulated_job import with_loss
 from tests.helpers.trace_strategies import example_trace
 from tests.helpers.waiting import wait_until
@@ -17,10 +18,10 @@ from tests.replay.test_shards import make_flat, make_unit
 from workbench.codec import decode, encode
 from workbench.errors import Interrupted
 from workbench.events import Category
-from workbench.panel.panel import PanelComm
-from workbench.panel.panel_messages import VERSION, Answer, RestPreview, TrainingSummary
-from workbench.panel.shard_preview import preview
-from workbench.panel.state_observer import Observer, Settings, params_of, units_of
+from workbench.live.messages import VERSION, Answer, RestPreview, TrainingSummary
+from workbench.live.panel_state import params_of, units_of
+from workbench.live.shard_preview import preview
+from workbench.panel.client import Client
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import at_rest, shards, totals
 from workbench.replay.training import summary
@@ -52,12 +53,13 @@ def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, say
 
 def test_hello_comes_first(browser):
     comm = FakeComm()
-    panel = PanelComm(browser.workbench, Observer(), comm, version="0.2.0")
+    panel = Client(browser.workbench, comm, version="0.2.0")
     comm.receive({"word": "look", "number": 3})
     assert comm.sent[0][0] == {
         "word": "refused",
         "number": 3,
         "text": "the first message must be hello, with a matching protocol version",
+        "view": "",
     }
     panel.close()
 
@@ -141,11 +143,7 @@ def test_the_loss_is_told_with_the_step_that_it_is_of():
     whole = example_trace(num_ranks=2, steps=3)
     ends = {rank: int(whole.slice(step=2).rank(rank).start.seq) + 1 for rank in range(2)}  # step 2 has just begun
     trace = Trace(whole.header, tuple(r.cut(r.start.seq, ends[r.rank]) for r in whole.ranks))
-    found = (
-        Observer()
-        .state(1, ClusterSnapshot(trace=trace), Settings(num_ranks=2, device="cpu", profile=""), None)
-        .training
-    )
+    found = state_at(ClusterSnapshot(trace=trace)).training
     assert (found.step, found.loss_step) == (2, 1)
     assert found.loss == summary(whole).losses[1]
 
@@ -179,9 +177,7 @@ def test_clocks_that_are_not_rank_0s_are_told():
     found = example_trace(num_ranks=3, steps=1)
     clock = HostClock(ranks=(1, 2), readings=(ClockReading(t_ns=0, offset_ns=-5_000_000, error_ns=40_000),))
     trace = Trace(replace(found.header, clocks=(clock,)), found.ranks)
-    (told,) = (
-        Observer().state(1, ClusterSnapshot(trace=trace), Settings(num_ranks=3, device="cpu", profile=""), None).clocks
-    )
+    (told,) = state_at(ClusterSnapshot(trace=trace), num_ranks=3).clocks
     assert (told.ranks, told.error_ns) == ((1, 2), 40_000)
     assert told.text == "its clock is 5.00 ms behind rank 0's, ± 40.0 µs"
 
@@ -189,7 +185,7 @@ def test_clocks_that_are_not_rank_0s_are_told():
 @pytest.mark.parametrize(("loss", "sent"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
 def test_a_loss_that_is_not_finite_is_sent_as_text(loss, sent):
     trace = with_loss(example_trace(num_ranks=2, steps=2), 1, loss)
-    state = Observer().state(1, ClusterSnapshot(trace=trace), Settings(num_ranks=2, device="cpu", profile=""), None)
+    state = state_at(ClusterSnapshot(trace=trace))
     assert state.training.loss == sent
     json.dumps(encode(state), allow_nan=False)  # as Jupyter packs it, without its fallback
     assert decode(TrainingSummary, encode(state.training), "training") == state.training
@@ -453,10 +449,8 @@ def test_every_answer_is_what_its_declaration_says(started):
 def test_a_state_of_many_units_and_ranks_is_small_once_the_units_are_known():
     trace = example_trace(num_ranks=8, num_units=512, steps=1)
     pulse = ClusterSnapshot(trace=trace, running=True, states=dict.fromkeys(range(8), "running"))
-    observer = Observer()
-    settings = Settings(num_ranks=8, device="cpu", profile="")
-    first = observer.state(1, pulse, settings, None)
-    again = observer.state(2, pulse, settings, first.units)
+    first = state_at(pulse, num_ranks=8)
+    again = state_at(pulse, num_ranks=8, known=first.units)
     assert len(first.units) == 512
     assert len(json.dumps(encode(first))) < 256 * 1024
     assert again.units is None

@@ -8,11 +8,13 @@ import time
 import pytest
 
 from tests.helpers.figure_checks import title
+from tests.helpers.live_view import DashboardView
 from tests.helpers.package_source import REPO
 from tests.helpers.plain_loop import ITEMSIZE, NAME, OnRank, PlainLoop
 from tests.helpers.waiting import wait_until
 from workbench.engine.event_source import SOURCE
 from workbench.events import Category, Edge, Kind, Phase, UnitState
+from workbench.live.messages import AskFeed
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Inspect
 from workbench.protocol.rank_messages import Job, SetBreakpoints
@@ -24,8 +26,6 @@ from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import TraceBuilder, advance, check, load, save, to_perfetto
 from workbench.trace.schema import Header, RankInfo
 from workbench.views import VIEWS, compare, draw
-from workbench.widgets.dashboard_messages import AskFeed
-from workbench.widgets.view_server import ViewServer
 
 NUM_RANKS, NUM_STEPS = 2, 3
 
@@ -108,7 +108,7 @@ def test_it_is_saved_exported_and_drawn_live(recorded, tmp_path):
     assert exported["otherData"] == {"producer": NAME}
     names = {event["name"] for event in exported["traceEvents"]}
     assert {"forward (root)", "all-gather layers.2", "reshard layers.0", "live bytes", "loss"} <= names
-    reported, _ = ViewServer().answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
+    reported, _ = DashboardView().answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
     assert all(reported["counts"][table] > 0 for table in ("spans", "memory", "states", "steps"))
 
 

@@ -22,8 +22,14 @@ from tests.panel.conftest import FakeComm
 from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
+from workbench.live.long_poll import MAX_VIEWS, LongPoll, health, mark
+from workbench.live.messages import QUESTIONS, VERSION, VIEW_QUESTIONS, read_question
+from workbench.live.packing import COLUMNS
+from workbench.live.rate_limit import IDLE_S, RateLimit
+from workbench.live.server import BUTTONS
+from workbench.live.state_at import StateAt
 from workbench.magics.shell import register, unregister
-from workbench.panel.dashboard_comm import DashboardComm
+from workbench.panel.client import Client
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.rank_messages import Hold, Position, StepPosition
 from workbench.replay.spans import extent_ns, zero_ns
@@ -32,11 +38,7 @@ from workbench.session.snapshot import ClusterSnapshot, pulse
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import ClockReading, HostClock
 from workbench.views import draw
-from workbench.widgets.dashboard import BUTTONS, DashboardWidget, dashboard, read_question
-from workbench.widgets.long_poll import MAX_VIEWS, LongPoll, health, mark
-from workbench.widgets.packing import COLUMNS
-from workbench.widgets.rate_limit import IDLE_S, RateLimit
-from workbench.widgets.state_at import StateAt
+from workbench.widgets.dashboard import DashboardWidget, dashboard
 from workbench.workbench import Workbench
 
 RUNNING = Position(doing="step", place=StepPosition(1, 0))
@@ -85,7 +87,7 @@ def made(kept):
 
 def ask(widget, what="feed", view="a", **more):
     """Return the answer to one message of the browser."""
-    widget._handle_custom_msg({"view": view, "ask": what, **more}, [])
+    widget._handle_custom_msg({"view": view, "word": what, **more}, [])
     return widget.sent[-1]
 
 
@@ -160,7 +162,7 @@ def test_each_view_is_told_everything_once(made):
     assert ask(widget, view="b")[0]["restart"]
     assert not ask(widget, view="a")[0]["restart"]
     ask(widget, view="a")
-    widget._handle_custom_msg({"view": "a", "ask": "bye"}, [])
+    widget._handle_custom_msg({"view": "a", "word": "bye"}, [])
     assert ask(widget, view="a")[0]["restart"]
 
 
@@ -209,7 +211,7 @@ def test_a_window_is_answered_with_every_change_in_it(made):
     told, _ = ask(widget)
     about = {"from_us": 1_000.0, "to_us": told["now"]["t_us"]}
     answer, buffers = ask(widget, "window", number=3, **about)
-    assert answer.items() >= {"kind": "window", "number": 3, "exact": True, **about}.items()
+    assert answer.items() >= {"word": "window", "number": 3, "exact": True, **about}.items()
     rows = workbench.trace.rank(0).rows
     moves = rows[np.isin(rows["kind"], MOVES) & (rows["t_ns"] > rows["t_ns"][0] + 1_000_000)]
     assert answer["counts"]["memory"] == len(moves) + 1  # plus the state before them
@@ -343,11 +345,11 @@ def test_a_view_that_waits_is_answered_when_there_is_something_new(made):
     whole, workbench.trace = workbench.trace, prefix(workbench.trace, 100)
     now, looked = [0.0], threading.Semaphore(0)
     widget = made(workbench, clock=lambda: now[0])
-    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
-    wait_until(lambda: len(widget.sent) == 1)  # everything is new
-    now[0] = 0.9 * IDLE_S  # later, the answer would be that nothing is new
+    widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
+    wait_until(lambda: len(widget.sent) == 1)  # all is new
+    now[0] = 0.9 * IDLE_S  # else it would be answered that there is nothing new
     workbench.on_pulse = looked.release
-    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     for _ in range(3):
         assert looked.acquire(timeout=30)
     assert len(widget.sent) == 1
@@ -366,20 +368,20 @@ def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
         looked.release()
         raise UsageError("the ranks are not started")
 
-    workbench.on_pulse = stops
-    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    workbench.on_pulse, workbench.asked = stops, lambda: ("%fsdp stop",)  # so that no snapshot is used again
+    widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     assert looked.acquire(timeout=30)
-    assert ask(widget, "at", t_us=2_000.0)[0]["kind"] == "moment"
+    assert ask(widget, "at", t_us=2_000.0)[0]["word"] == "moment"
     workbench.on_pulse = lambda: None
-    wait_until(lambda: widget.sent[-1][0]["kind"] == "feed")
+    wait_until(lambda: widget.sent[-1][0]["word"] == "feed")
 
 
 def test_a_closed_dashboard_waits_for_nothing(made):
     widget = made(Pretender())
     for _ in range(2):
-        widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+        widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     wait_until(lambda: widget.sent)
-    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     widget.close()
     assert not any(thread.name.startswith("dashboard") for thread in threading.enumerate())
 
@@ -401,7 +403,7 @@ def test_closing_waits_for_threads_that_have_answered_and_are_about_to_end(made,
 
     monkeypatch.setattr(threading, "Thread", Lingering)
     widget = made(Pretender())
-    widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+    widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     assert has_answered.wait(30)
     widget.close()
     assert not any(thread.name.startswith("dashboard") for thread in threading.enumerate())
@@ -444,7 +446,7 @@ def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
     workbench.under_way = ""
     widget = made(workbench, clock=lambda: 0.0)  # stands still: a rest lasts forever
     for count, workbench.under_way in enumerate(("", "%fsdp step 40", "%fsdp pause")):
-        widget._handle_custom_msg({"view": "a", "ask": "feed", "wait": True}, [])
+        widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
         wait_until(lambda wanted=count + 1: len(widget.sent) == wanted)
 
 
@@ -547,7 +549,7 @@ def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
     workbench = Pretender()
     widget = made(workbench)
     for word in ("pause", "continue", "abort", "next month"):
-        widget._handle_custom_msg({"view": "a", "ask": "do", "word": word}, [])
+        widget._handle_custom_msg({"view": "a", "word": "press", "button": word}, [])
         wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
     assert workbench.pressed == ["pause", ("continue", True)]
     said = [content for content, _ in widget.sent]
@@ -557,7 +559,7 @@ def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
 
 def press(widget, word, argument):
     """Return the text after a button is pressed."""
-    widget._handle_custom_msg({"view": "a", "ask": "do", "word": word, "argument": argument}, [])
+    widget._handle_custom_msg({"view": "a", "word": "press", "button": word, "argument": argument}, [])
     wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
     return widget.sent[-1][0]["text"]
 
@@ -586,17 +588,17 @@ def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
         assert [b.id for b in workbench.break_list().breakpoints] == [2]
 
 
-QUESTIONS = (
-    {"view": "a", "ask": "feed", "wait": False},
-    {"view": "a", "ask": "at", "number": 3, "t_us": 2_000.0},
-    {"view": "a", "ask": "beside", "number": 4, "rank": 0, "seq": 9, "by": 1},
-    {"view": "a", "ask": "window", "number": 5, "from_us": 0, "to_us": 9_000.5},
-    {"view": "a", "ask": "do", "word": "pause", "argument": ""},
-    {"view": "a", "ask": "do", "word": "break clear", "argument": "1"},
-    {"view": "a", "ask": "bye"},
+EXAMPLES = (
+    {"view": "a", "word": "feed", "wait": False},
+    {"view": "a", "word": "at", "number": 3, "t_us": 2_000.0},
+    {"view": "a", "word": "beside", "number": 4, "rank": 0, "seq": 9, "by": 1},
+    {"view": "a", "word": "window", "number": 5, "from_us": 0, "to_us": 9_000.5},
+    {"view": "a", "word": "press", "button": "pause", "argument": ""},
+    {"view": "a", "word": "press", "button": "break clear", "argument": "1"},
+    {"view": "a", "word": "bye"},
 )
 NUMBERS = st.integers() | st.sampled_from([2**31, 2**63, -(2**63), 10**400]) | st.floats()
-TEXTS = st.text(max_size=4) | st.sampled_from(["feed", "at", "beside", "window", "do", "bye", "about", "1", "nan"])
+TEXTS = st.text(max_size=4) | st.sampled_from(["feed", "at", "window", "do", "bye", "press", "look", "1", "nan"])
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -607,7 +609,7 @@ JSON = st.recursive(
 @st.composite
 def mutated(draw):
     """A request with one field missing, unknown, or of any value."""
-    question = dict(draw(st.sampled_from(QUESTIONS)))
+    question = dict(draw(st.sampled_from(EXAMPLES)))
     name = draw(st.sampled_from([*question, "x"]))
     if draw(st.booleans()):
         question.pop(name, None)
@@ -627,21 +629,24 @@ def by_widget():
 
 def by_comm():
     comm = FakeComm()
-    served = DashboardComm(Pretender(), comm)
+    workbench = Pretender()
+    notebook = SimpleNamespace(shown=lambda: workbench, exchange="")
+    served = Client(notebook, comm, version="0.2.0")
+    comm.receive({"word": "hello", "number": 1, "version": VERSION, "extension": "0.2.0"})
     return SimpleNamespace(receive=comm.receive, sent=lambda: [data for data, _ in comm.sent], close=served.close)
 
 
-def problem_of(data):
-    """Return why the message is not a valid request; empty if it is."""
+def problem_of(data, known):
+    """Why it is no question; empty: it is one."""
     try:
-        read_question(data)
+        read_question(data, known)
     except ValueError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("carrier", [by_widget, by_comm])
-def test_what_is_no_question_is_refused_and_the_next_one_is_answered(carrier):
+@pytest.mark.parametrize(("carrier", "known"), [(by_widget, VIEW_QUESTIONS), (by_comm, QUESTIONS)])
+def test_what_is_no_question_is_refused_and_the_next_one_is_answered(carrier, known):
     dashboard = carrier()
 
     @given(mutated() | JSON)
@@ -651,16 +656,16 @@ def test_what_is_no_question_is_refused_and_the_next_one_is_answered(carrier):
         answered = dashboard.sent()[told:]
         json.dumps(answered, allow_nan=False)
         sent = data if isinstance(data, dict) else {}
-        problem = "" if carrier is by_comm and sent.get("ask") == "about" else problem_of(data)
+        problem = problem_of(data, known)
         if problem:
-            (answer,) = [answer for answer in answered if answer["kind"] == "refused"]
+            (answer,) = [answer for answer in answered if answer["word"] == "refused"]
             assert answer["text"] == problem
             assert answer["view"] == (sent.get("view") if isinstance(sent.get("view"), str) else "")
             assert answer["number"] == (sent.get("number") if type(sent.get("number")) is int else -1)
 
     try:
         answers()
-        dashboard.receive({"view": "z", "ask": "feed"})
+        dashboard.receive({"view": "z", "word": "feed"})
         assert dashboard.sent()[-1]["restart"]
     finally:
         dashboard.close()
@@ -675,7 +680,7 @@ def test_a_question_that_cannot_be_answered_for_now_is_refused_with_the_reason(m
         raise UsageError("the ranks are being stopped")
 
     workbench.on_pulse = are_being_stopped
-    refused = {"kind": "refused", "view": "a", "number": -1, "text": "the ranks are being stopped"}
+    refused = {"word": "refused", "view": "a", "number": -1, "text": "the ranks are being stopped"}
     assert ask(widget)[0] == refused
     assert ask(widget, "at", number=8, t_us=1.0)[0] == refused | {"number": 8}
 

@@ -16,14 +16,14 @@ from tests.helpers.timeline_page import as_sent
 from tests.helpers.waiting import wait_until
 from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
 from workbench.errors import UsageError
+from workbench.events import RANK_TRACKS
+from workbench.live.overview import slowest
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import NEXT
 from workbench.session.snapshot import ActiveRequest
 from workbench.trace.columns import Trace
 from workbench.widgets.dashboard import DashboardWidget
 from workbench.widgets.js_bundle import STATIC, joined
-from workbench.widgets.live_spans import TRACKS
-from workbench.widgets.overview import slowest
 
 pytestmark = pytest.mark.browser
 
@@ -100,7 +100,7 @@ def test_with_one_clock_nothing_is_said_of_it(shown):
 
 
 TAKE = """(what) => {
-    const isIt = ({ask, wait}) => ask === what && !wait, found = model.asked.findLast(isIt);
+    const isIt = ({word, wait}) => word === what && !wait, found = model.asked.findLast(isIt);
     model.asked = model.asked.filter((question) => !isIt(question));
     return found;
 }"""
@@ -109,7 +109,7 @@ TAKE = """(what) => {
 def answer(page, widget, what):
     """Wait for a request, answer it, and return it."""
     question = page.wait_for_function(TAKE, arg=what).json_value()
-    more = {key: value for key, value in question.items() if key not in {"view", "ask"}}
+    more = {key: value for key, value in question.items() if key not in {"view", "word"}}
     page.evaluate("(message) => model.receive(message)", as_sent(ask(widget, what, question["view"], **more)))
     return question
 
@@ -125,7 +125,7 @@ def test_what_is_said_of_the_cursor_is_asked_for_again_with_what_is_drawn_there(
     page.wait_for_function(
         "!view.client.isWaiting && !view.client.wanted && view.frames.pending === 0 && !view.closeup.wanted"
     )
-    assert {question["ask"] for question in page.evaluate("model.asked")} <= {"feed"}
+    assert {question["word"] for question in page.evaluate("model.asked")} <= {"feed"}
     assert page.evaluate("view.cursor.moment.t_us") <= page.evaluate("view.cursor.us")
 
 
@@ -239,7 +239,7 @@ def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
     page, _ = shown
     give_width(page, width)
     page.wait_for_function("(width) => view.timeline.chart.stats().plot.width < width", arg=width - 60)
-    longest = page.evaluate(LONGEST, [name for name, _ in TRACKS])
+    longest = page.evaluate(LONGEST, [track.value for track in RANK_TRACKS])
     assert 60 < longest < page.evaluate("view.timeline.chart.stats().plot.left") - 10
 
 
@@ -372,7 +372,7 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
         page.locator(".fw-next").click()
         page.locator(".fw-place").fill("all_gather:blocks.2")
         page.locator(".fw-place").press("Enter")
-        asked = [question for question in page.evaluate("model.asked") if question["ask"] == "do"]
+        asked = [question for question in page.evaluate("model.asked") if question["word"] == "press"]
         for question in asked:
             widget._handle_custom_msg(question, [])
         wait_until(lambda: len(workbench.pressed) == 2)
@@ -424,13 +424,13 @@ STOPS = """() => ({
 
 def carry_out(page, widget):
     """Carry out the pressed button's request, and send the page the result."""
-    (question,) = page.evaluate("model.asked.filter(({ask}) => ask === 'do')")
-    page.evaluate("model.asked = model.asked.filter(({ask}) => ask !== 'do')")
+    (question,) = page.evaluate("model.asked.filter(({word}) => word === 'press')")
+    page.evaluate("model.asked = model.asked.filter(({word}) => word !== 'press')")
     before = len(widget.sent)
     widget._handle_custom_msg(question, [])
     wait_until(lambda: len(widget.sent) > before)
     look(page, widget)
-    return question["word"], question["argument"], page.evaluate(STOPS)
+    return question["button"], question["argument"], page.evaluate(STOPS)
 
 
 @pytest.mark.thorough

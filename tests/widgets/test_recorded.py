@@ -10,18 +10,17 @@ import pytest
 from tests.helpers.browser import open_offline
 from tests.helpers.device_trace import on_devices
 from tests.helpers.held_ranks import stopped_before
+from tests.helpers.live_view import DashboardView
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.widgets.test_dashboard import prefix
 from workbench.events import Category, Kind
+from workbench.live import state_at
+from workbench.live.messages import AskFeed, read_question
+from workbench.live.packing import COLUMNS
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
-from workbench.widgets import state_at
-from workbench.widgets.dashboard import read_question
-from workbench.widgets.dashboard_messages import AskFeed
 from workbench.widgets.js_bundle import joined
-from workbench.widgets.packing import COLUMNS
 from workbench.widgets.recorded import packed
-from workbench.widgets.view_server import ViewServer
 
 HARNESS = """<!doctype html><meta charset="utf-8"><title>a record</title>
 <script>
@@ -79,7 +78,7 @@ class Both:
     """A trace in the page and in the kernel."""
 
     def __init__(self, page, trace):
-        self.page, self.pulse, self.answers = page, ClusterSnapshot(trace=trace), ViewServer()
+        self.page, self.pulse, self.answers = page, ClusterSnapshot(trace=trace), DashboardView()
         self.number = page.evaluate("(text) => open(text)", base64.b64encode(packed(trace)).decode())
         first, _ = self.answers.answer(AskFeed(), self.pulse, time.monotonic)
         self.end = first["now"]["t_us"] if first.get("now") else 0.0
@@ -107,7 +106,7 @@ def test_the_ranks_at_any_time_are_those_that_the_kernel_tells(both):
     for rows in known:
         times += [float(np.round((t - known[0][0]) / 1e3, 3)) for t in rng.choice(rows, 20).tolist()]
     count = 0
-    for (ours, _), (theirs, _) in both.ask([{"ask": "at", "t_us": t} for t in times]):
+    for (ours, _), (theirs, _) in both.ask([{"word": "at", "t_us": t} for t in times]):
         assert theirs == ours
         count += ours["moment"] is not None
     assert count == (len(times) if both.pulse.trace.num_rows else 0)
@@ -115,11 +114,11 @@ def test_the_ranks_at_any_time_are_those_that_the_kernel_tells(both):
 
 def test_the_ranks_some_events_after_any_row_are_those_that_the_kernel_tells(both):
     rng = np.random.default_rng(1)
-    questions = [{"ask": "beside", "rank": 99, "seq": 0, "by": 1}]
+    questions = [{"word": "beside", "rank": 99, "seq": 0, "by": 1}]
     for r in both.pulse.trace.ranks:
         seqs = rng.integers(r.start.seq - 5, r.end_seq + 5, 40).tolist()
         questions += [
-            {"ask": "beside", "rank": r.rank, "seq": seq, "by": by}
+            {"word": "beside", "rank": r.rank, "seq": seq, "by": by}
             for seq, by in zip(seqs, rng.choice([-700, -3, -1, 0, 1, 2, 900], 40).tolist(), strict=True)
         ]
     for (ours, _), (theirs, _) in both.ask(questions):
@@ -157,7 +156,8 @@ def test_every_change_in_a_window_is_there_that_the_kernel_tells(both):
     rng = np.random.default_rng(2)
     ends = np.sort(rng.uniform(-50, 1.05 * both.end + 50, (12, 2)).round(3)).tolist()
     ends += [[0, both.end], [both.end, both.end + 10]]
-    for (ours, (mine,)), (theirs, (other,)) in both.ask([{"ask": "window", "from_us": a, "to_us": b} for a, b in ends]):
+    questions = [{"word": "window", "from_us": a, "to_us": b} for a, b in ends]
+    for (ours, (mine,)), (theirs, (other,)) in both.ask(questions):
         assert ours["exact"]
         assert {**theirs, "counts": {}} == {**ours, "counts": {}}
         here, there = tables(ours, mine), tables(theirs, other)
@@ -175,9 +175,9 @@ def test_a_window_of_too_many_changes_is_left_to_the_first_picture(reader):
 
 def test_the_first_answer_is_the_kernels_and_then_there_is_nothing_new(both):
     (told, _), (again, empty) = both.page.evaluate(
-        f"ask([{both.number}, [{{ask: 'feed', wait: false}}, {{ask: 'feed', wait: true}}]])"
+        f"ask([{both.number}, [{{word: 'feed', wait: false}}, {{word: 'feed', wait: true}}]])"
     )
-    first, _ = ViewServer().answer(AskFeed(), both.pulse, time.monotonic)
+    first, _ = DashboardView().answer(AskFeed(), both.pulse, time.monotonic)
     first = json.loads(json.dumps(first))
     for name in ("now", "peaks", "units", "order", "groups", "tracks", "holds", "clock", "open"):
         assert told.get(name) == first.get(name)

@@ -10,15 +10,14 @@ import pytest
 
 from tests.helpers.aborted_steps import aborted
 from tests.helpers.browser import open_offline, titles_follow_the_width
+from tests.helpers.live_view import DashboardView
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.views.test_contract import same_with_names
 from tests.views.test_theme import contrast
+from workbench.live.messages import AskFeed, read_question
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
-from workbench.widgets.dashboard import read_question
-from workbench.widgets.dashboard_messages import AskFeed
 from workbench.widgets.trace_page import FIGURES, page
-from workbench.widgets.view_server import ViewServer
 
 EVIL = """<script>hacked = 1</script>"'><img src=x onerror="hacked = 1"></script><!-- <a href="javascript:y">evil $z$"""
 
@@ -61,7 +60,7 @@ def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_pa
 @pytest.mark.thorough
 @pytest.mark.browser
 def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chromium, tmp_path):
-    trace, kernel = example_trace(), ViewServer()
+    trace, kernel = example_trace(), DashboardView()
     kernel.answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
     answered = "() => !document.querySelector('.fw-dashboard').dashboard.client.isWaiting"
 
@@ -75,14 +74,14 @@ def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chrom
             opened.page.mouse.click(box["x"] + share * box["width"], box["y"] + 30)
             opened.page.wait_for_function(answered)
             shown = opened.page.evaluate(LOOKS)
-            assert shown["moment"] == says({"ask": "at", "t_us": shown["cursor"]})
+            assert shown["moment"] == says({"word": "at", "t_us": shown["cursor"]})
             assert shown["event"] == shown["moment"]["event"]
         for key, by in (("ArrowLeft", -1), ("ArrowLeft", -1), ("ArrowRight", 1)):
             before = shown["moment"]
             opened.page.keyboard.press(key)
             opened.page.wait_for_function(answered)
             shown = opened.page.evaluate(LOOKS)
-            assert shown["moment"] == says({"ask": "beside", "rank": before["rank"], "seq": before["seq"], "by": by})
+            assert shown["moment"] == says({"word": "beside", "rank": before["rank"], "seq": before["seq"], "by": by})
             assert shown["cursor"] == shown["moment"]["t_us"]
         assert opened.complaints == []
 

@@ -1,3 +1,3 @@
-"""The kernel's side of the panel in JupyterLab: its questions and answers over a comm."""
+"""The kernel's side of the panel in JupyterLab and of the dashboard beside a notebook, over comms."""
 
-from workbench.panel.comm_targets import register as register
+from workbench.panel.comm_target import register as register

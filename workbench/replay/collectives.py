@@ -67,7 +67,7 @@ def table(rank_trace: RankTrace) -> Collectives:
     rows = rank_trace.rows
     issued = spans(rows, COLLECTIVES)
     waits = spans(rows, (Kind.WAIT,))
-    place = _matches(issued, waits)
+    place = matches(issued, waits)
     waits_ns = durations_ns(rows, waits.begin_ns, closed(waits, rows).end_ns)
     exposed = np.zeros(len(issued), np.int64)
     np.add.at(exposed, place[place >= 0], waits_ns[place >= 0])
@@ -82,8 +82,8 @@ def table(rank_trace: RankTrace) -> Collectives:
         issue_ns=issued.begin_ns,
         end_ns=issued.end_ns,
         time_ns=durations_ns(rows, issued.begin_ns, closed(issued, rows).end_ns),
-        wait_begin_ns=_first_of(place, waits.begin_ns, len(issued)),
-        wait_end_ns=_first_of(place, waits.end_ns, len(issued)),
+        wait_begin_ns=first_of(place, waits.begin_ns, len(issued)),
+        wait_end_ns=first_of(place, waits.end_ns, len(issued)),
         wait_ns=exposed,
     )
 
@@ -104,14 +104,14 @@ def _times(alike: Sequence[RankTrace]) -> tuple[Collectives, Ints, Ints]:
         return tables[0], np.stack([found.time_ns for found in tables]), np.stack([found.wait_ns for found in tables])
     t_ns = np.stack([rows_of(rank, kinds)["t_ns"] for rank in alike])
     issued, waits = np.flatnonzero(begins & ~is_wait), np.flatnonzero(begins & is_wait)
-    place = _matches(spans(rows, COLLECTIVES), spans(rows, (Kind.WAIT,)))
+    place = matches(spans(rows, COLLECTIVES), spans(rows, (Kind.WAIT,)))
     exposed = np.zeros((len(issued), len(alike)), np.int64)
     np.add.at(exposed, place[place >= 0], (t_ns[:, end[waits]] - t_ns[:, waits]).T[place >= 0])
     return table(alike[0]), t_ns[:, end[issued]] - t_ns[:, issued], exposed.T
 
 
-def _matches(issued: Spans, waits: Spans) -> Ints:
-    """For each wait, the position of its collective, -1 if that was issued before the trace."""
+def matches(issued: Spans, waits: Spans) -> Ints:
+    """Return for each wait the position of its collective, -1 if that was issued before the trace."""
     if not len(issued):
         return np.full(len(waits), -1)
     order = np.argsort(_identity(issued), kind="stable")
@@ -125,8 +125,14 @@ def _identity(found: Spans) -> Ints:
     return (found.comm_group << 32) + found.comm_seq
 
 
-def _first_of(place: Ints, values: Ints, count: int) -> Ints:
-    """For each of ``count`` collectives, the value of its first wait, -1 without one."""
+def first_of(place: Ints, values: Ints, count: int) -> Ints:
+    """Return for each of ``count`` collectives the value of its first wait, -1 without one.
+
+    Args:
+        place: of each wait, the position of its collective (:func:`matches`).
+        values: of each wait.
+        count: number of collectives.
+    """
     first = np.full(count, -1, np.int64)
     matched = np.flatnonzero(place >= 0)[::-1]  # the first one is written last
     first[place[matched]] = values[matched]

@@ -46,6 +46,14 @@ def start(key_frame: KeyFrame) -> MemoryState:
     )
 
 
+def resume(state: MemoryState, key_frame: KeyFrame) -> MemoryState:
+    """Return the state at ``key_frame``, which rows that are missing lead to; the highest peak known so far stays."""
+    fresh = start(key_frame)
+    if fresh.peak_bytes > state.peak_bytes:
+        return fresh
+    return replace(state, bytes_by_category=fresh.bytes_by_category)
+
+
 def in_use(bytes_by_category: Sequence[int]) -> int:
     """Return the bytes of all classes except RESERVED."""
     return sum(bytes_by_category) - bytes_by_category[Category.RESERVED]

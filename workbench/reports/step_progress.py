@@ -71,23 +71,30 @@ class Follower:
                     new = rank_trace.rows[max(seen - rank_trace.start.seq, 0) :]
                     self._states[rank] = training.advance(self._states[rank], new)
                     self._next_seq[rank] = rank_trace.end_seq
-            return self._progress(trace.header.strings)
+            return progress_of(list(self._states.values()), trace.header.strings, self._total)
 
-    def _progress(self, strings: tuple[str, ...]) -> Progress:
-        states = list(self._states.values())
-        done = min(len(s.steps) for s in states)
-        step_ns = max(_time_of(s, done - 1) for s in states) if done else None
-        losses, loss_step = _newest(states, strings, training.LOSS)
-        tokens = _values(states, strings, TOKENS, int(states[0].steps["step"][done - 1])) if done else []
-        return Progress(
-            done=done,
-            total=self._total,
-            step=max(s.last_step for s in states),
-            loss=float(np.mean(losses)) if losses else None,
-            loss_step=loss_step,
-            step_ns=step_ns,
-            tokens_per_s=sum(tokens) / step_ns * 1e9 if tokens and step_ns and np.isfinite(tokens).all() else None,
-        )
+
+def progress_of(states: list[TrainingProgress], strings: tuple[str, ...], total: int = 0) -> Progress:
+    """Return the progress of ranks, at least one, from their training states.
+
+    Args:
+        states: of each rank.
+        strings: of the trace's header.
+        total: steps requested.
+    """
+    done = min(len(s.steps) for s in states)
+    step_ns = max(_time_of(s, done - 1) for s in states) if done else None
+    losses, loss_step = _newest(states, strings, training.LOSS)
+    tokens = _values(states, strings, TOKENS, int(states[0].steps["step"][done - 1])) if done else []
+    return Progress(
+        done=done,
+        total=total,
+        step=max(s.last_step for s in states),
+        loss=float(np.mean(losses)) if losses else None,
+        loss_step=loss_step,
+        step_ns=step_ns,
+        tokens_per_s=sum(tokens) / step_ns * 1e9 if tokens and step_ns and np.isfinite(tokens).all() else None,
+    )
 
 
 def _time_of(state: TrainingProgress, index: int) -> float:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, MOVES, Category, Edge, Kind, Phase, Track, on_track, unit_words
+from workbench.events import COLLECTIVES, MOVES, RANK_TRACKS, Category, Edge, Kind, Phase, on_track, unit_words
 from workbench.trace.begin_end import partners
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header
@@ -91,7 +91,7 @@ def _rank_events(process: _Process, note: str) -> Iterator[Event]:
     yield _name(process, "process_name", 0, f"rank {process.rank.rank}{known and f' ({known})'}")
     partner = partners(process.rank.rows)
     hosts = "host: " if process.header.is_enqueued else ""
-    for place, track in enumerate(Track):
+    for place, track in enumerate(RANK_TRACKS):
         found = _spans(process, on_track(track), partner)
         yield from _track(process, hosts + track.value, found, place * _THREADS_PER_TRACK)
     yield from _device(process, partner)
@@ -116,7 +116,7 @@ def _device(process: _Process, partner: NDArray[np.int64]) -> Iterator[Event]:
         end_ns = max(clock[tell], last_ns if ended is None else clock[ended])
         tracks.setdefault(name, []).append(_Span(place, clock[tell], end_ns, ended is not None))
     apart = replace(process, threads={})
-    for number, (name, spans) in enumerate(tracks.items(), start=len(Track)):
+    for number, (name, spans) in enumerate(tracks.items(), start=len(RANK_TRACKS)):
         yield from _track(apart, f"device: {name}", sorted(spans, key=_outer_first), number * _THREADS_PER_TRACK)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, Kind
+from workbench.events import COLLECTIVES, Kind, Track
 from workbench.replay.arrivals import TOO_CLOSE, LastArrivals, last_to_come, straggler
 from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import table
@@ -21,6 +21,7 @@ from workbench.replay.device import ClockSource
 from workbench.replay.grouping import did, groups, label
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
+from workbench.replay.tracks import DRAWN, NUMBER
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
@@ -29,14 +30,14 @@ from workbench.views.paused_time import add_holds, hold_words
 from workbench.views.rank_labels import MANY, several, who
 from workbench.views.responsive import on_pages
 from workbench.views.span_shapes import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
-from workbench.views.tracks import LANES, OTHER_TRACK, TRACKS, WAIT_TRACK, Tracks, tracks
+from workbench.views.tracks import LANES, Tracks, tracks
 from workbench.views.window import DrawnSteps, Window, one_rank, window
 
 MAX_RANKS = 8
 """Maximum blocks drawn; with more ranks, those that did the same share at most two."""
 
 MAX_ARROWS = 48
-_DRAWN = tuple(kind for _, kinds in TRACKS for kind in kinds)
+_TRACKS = tuple(Track)
 _OPEN = 0.04  # of the picture's width: how far running spans reach beyond the last row
 _HEIGHT = 720  # pixels of all tracks together
 _ROW_HEIGHTS = (15, 24)  # pixels of one track
@@ -60,7 +61,7 @@ class RankBlock:
 class Grid:
     """The y axis: blocks from the top, each with the tracks that are not empty in all blocks.
 
-    A *lane* here counts over all blocks: ``LANES * (len(TRACKS) * block + track) + lane of the track``.
+    A *lane* here counts over all blocks: ``LANES * (len(Track) * block + number of the track) + lane of the track``.
     """
 
     num_blocks: int
@@ -73,7 +74,7 @@ class Grid:
 
     def middle(self, lane: Ints) -> NDArray[np.float64]:
         """Return the middle of each lane on the y axis."""
-        block, track = np.divmod(lane // LANES, len(TRACKS))
+        block, track = np.divmod(lane // LANES, len(_TRACKS))
         row = np.searchsorted(self.tracks, track)
         return np.asarray(block * (len(self.tracks) + _GAP) + row + _PLACES[lane % LANES])
 
@@ -135,7 +136,7 @@ def _chosen(header: Header, parts: Sequence[RankTrace], waited: Mapping[int, int
     """Return the ranks to draw with their names, and a sentence on the ranks they represent."""
     if len(parts) <= MAX_RANKS:
         return {part.rank: label([part.rank]) for part in parts}, ""
-    alike = groups(Trace(header, tuple(parts)), lambda part: did(header, rows_of(part, _DRAWN)))
+    alike = groups(Trace(header, tuple(parts)), lambda part: did(header, rows_of(part, DRAWN)))
     names: dict[int, str] = {}
     for ranks in alike:
         least, most = min(ranks, key=lambda r: (waited[r], r)), max(ranks, key=lambda r: (waited[r], -r))
@@ -230,8 +231,9 @@ def _hovers(
         what = Kind(colour)
         said = f"{what.words}{names[int(bars.unit[i])]}"
         if what == Kind.WAIT:
-            said = f"wait for {Kind(bars.waits_for[i]).words}{names[int(bars.unit[i])]}"
-        where = f"{ranks[lane // (LANES * len(TRACKS))]}, from {begin[i]:.4g} {axis.unit}"
+            cause = int(bars.waits_for[i])
+            said = f"wait{f' for {Kind(cause).words}' if cause >= 0 else ''}{names[int(bars.unit[i])]}"
+        where = f"{ranks[lane // (LANES * len(_TRACKS))]}, from {begin[i]:.4g} {axis.unit}"
         lines = (f"<b>{said}</b>", _amount(bars, i), where, _last_words(bars, i, between_ns))
         texts.append("<br>".join(filter(None, lines)))
     return texts
@@ -273,13 +275,13 @@ def _amount(bars: Rectangles, i: int) -> str:
 
 def _bars(blocks: Sequence[RankBlock]) -> Rectangles:
     """Return the rectangles of all blocks, merged for the screen, with lanes counted over all blocks."""
-    per_block = LANES * len(TRACKS)
+    per_block = LANES * len(_TRACKS)
     parts = [replace(b.tracks.bars, lane=b.tracks.bars.lane + per_block * i) for i, b in enumerate(blocks)]
     return for_screen(joined(parts)) if parts else rectangles(*[np.empty(0, np.int64)] * 5)
 
 
 def _tracks_used(bars: Rectangles) -> tuple[int, ...]:
-    return tuple(np.unique(bars.lane // LANES % len(TRACKS)).tolist())
+    return tuple(np.unique(bars.lane // LANES % len(_TRACKS)).tolist())
 
 
 def _draw(
@@ -291,8 +293,7 @@ def _draw(
     hovers: Sequence[str],
     axis: TimeAxis,
 ) -> None:
-    kinds = [kind for _, kinds in TRACKS for kind in kinds]
-    looks = {int(kind): (_legend(kind), theme.KIND_COLOURS[kind]) for kind in kinds}
+    looks = {int(kind): (_legend(kind), theme.KIND_COLOURS[kind]) for kind in DRAWN}
     add_bars(fig, bars, looks, grid.middle(bars.lane), _BAR_HEIGHTS[bars.lane % LANES], hovers, axis)
     _add_arrows(fig, blocks, grid, axis)
     add_holds(fig, cuts, axis, (-0.5, grid.num_rows - _GAP - 0.5))
@@ -305,8 +306,9 @@ def _draw(
 
 def _track_name(track: int, bars: Rectangles) -> str:
     """Return the name of a track; that of other collectives is their kind if there is only one."""
-    there = np.unique(bars.colour[bars.lane // LANES % len(TRACKS) == track])
-    return Kind(int(there[0])).words if track == OTHER_TRACK and len(there) == 1 else TRACKS[track][0]
+    there = np.unique(bars.colour[bars.lane // LANES % len(_TRACKS) == track])
+    is_one = _TRACKS[track] is Track.OTHER and len(there) == 1
+    return Kind(int(there[0])).words if is_one else _TRACKS[track].value
 
 
 def _legend(kind: Kind) -> str:
@@ -318,12 +320,12 @@ def _add_arrows(fig: go.Figure, blocks: Sequence[RankBlock], grid: Grid, axis: T
     x: list[float] = []
     y: list[float] = []
     for number, block in enumerate(blocks):
-        part, base = block.tracks, number * LANES * len(TRACKS)
+        part, base = block.tracks, number * LANES * len(_TRACKS)
         longest = np.argsort(-part.wait_ns, kind="stable")[: MAX_ARROWS // len(blocks)]
-        longest = longest[part.wait_ns[longest] > 0]
+        longest = longest[(part.wait_ns[longest] > 0) & (part.issued_ns[longest] >= 0)]
         for end in zip(axis(part.issued_ns[longest]), axis(part.waited_ns[longest]), strict=True):
             x += [*map(float, end), float("nan")]
-        wait_lane = np.full(len(longest), base + LANES * WAIT_TRACK)
+        wait_lane = np.full(len(longest), base + LANES * NUMBER[Track.WAIT])
         for end in zip(grid.middle(base + part.issued_lane[longest]), grid.middle(wait_lane) - 0.3, strict=True):
             y += [*map(float, end), float("nan")]
     fig.add_scatter(

@@ -6,35 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.events import COPIES, Kind, Track, on_track
+from workbench.events import COLLECTIVES, COPIES, Kind, Track, on_track
 from workbench.replay.arrivals import LastArrivals
-from workbench.replay.collectives import Collectives, table
-from workbench.replay.spans import Ints, closed, durations_ns, exclusive, last_ns, spans
+from workbench.replay.collectives import Collectives, matches, table
+from workbench.replay.spans import Ints, Spans, closed, durations_ns, last_ns, spans
+from workbench.replay.tracks import NESTED, NUMBER, compute_pieces
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Rows
 from workbench.views.span_shapes import Rectangles, joined, rectangles
 
-HOST = "host"
-"""Name of the track on which the host enqueues work, next to the device's tracks."""
-
-COMPUTE = tuple(kind for kind in on_track(Track.COMPUTE) if kind is not Kind.STEP)
-"""Kinds drawn as compute: the work of the rank's main thread. The innermost of nested spans is drawn."""
-
-TRACKS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
-    *((track.value, COMPUTE if track is Track.COMPUTE else on_track(track)) for track in Track),
-    ("copies", COPIES),
-    (HOST, COMPUTE),
-)
-"""Name and kinds of each track of a rank, from the top. Only devices have separate copies and a host track."""
-
-OTHER_TRACK, WAIT_TRACK = list(Track).index(Track.OTHER), list(Track).index(Track.WAIT)
-COPY_TRACK, HOST_TRACK = len(Track), len(Track) + 1
-
 LANES = 3
 """Lanes of a track: the whole track, and its upper and lower half for collectives in flight at the same time."""
-
-MASKING = (Kind.STEP, Kind.WAIT)
-"""Kinds that are not compute; spans around them do not compute in that time either."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,11 +25,11 @@ class Tracks:
 
     Attributes:
         rank: which rank.
-        bars: rectangles; their lane is ``LANES * track + lane of the track``.
-        issued_lane: lane of the collective of each wait, ``[W]``.
-        issued_ns: when that was issued, ``[W]``.
+        bars: rectangles; their lane is ``LANES * number of the track + lane of the track``.
+        issued_lane: lane of the collective of each wait, -1 if that was issued before the rows, ``[W]``.
+        issued_ns: when that was issued; -1 likewise, ``[W]``.
         waited_ns: when the wait began, ``[W]``.
-        wait_ns: its duration, ``[W]``.
+        wait_ns: its duration without holds at a gate, ``[W]``.
         total_ns: from the first row to the last, without holds at a gate.
     """
 
@@ -71,41 +53,42 @@ def tracks(
     """Return the tracks of a rank.
 
     Args:
-        part: the rank's rows to draw. Collectives issued before them, and the waits for those, are left out.
+        part: the rank's rows to draw. Collectives issued before them are left out.
         open_until_ns: end time for drawing running spans.
         last: last arrivals at its collectives; None: unknown.
         copies: for a device's rows, the copies on its streams other than compute.
         host: for a device's rows, the host's rows.
     """
-    rows, found = part.rows, table(part)
-    lane = _lanes(found)
-    parts = [_compute(part, open_until_ns), _collectives(found, lane, last), _waits(found)]
+    rows, found, waits = part.rows, table(part), spans(part.rows, (Kind.WAIT,))
+    issued = closed(spans(rows, COLLECTIVES), rows)
+    lane, place = _lanes(found, issued.end_ns), matches(issued, waits)
+    waiting = _waits(waits, rows, np.where(place >= 0, np.append(found.kind, -1)[place], -1))
+    parts = [_compute(part, open_until_ns), _collectives(found, lane, issued.end_ns, last), waiting]
     if copies is not None:
         parts.append(_copies(copies))
     if host is not None:
         handed = _compute(host, last_ns(host.rows))
-        parts.append(replace(handed, lane=handed.lane + LANES * HOST_TRACK))
+        parts.append(replace(handed, lane=handed.lane + LANES * NUMBER[Track.HOST]))
     bars = joined(parts)
     goes_on = (bars.ended == 0) & (bars.end_ns >= last_ns(rows))
     bars = replace(bars, end_ns=np.where(goes_on, open_until_ns, bars.end_ns))
-    waited = found.wait_begin_ns >= 0
     return Tracks(
         rank=part.rank,
         bars=bars[bars.end_ns > bars.begin_ns],
-        issued_lane=lane[waited],
-        issued_ns=found.issue_ns[waited],
-        waited_ns=found.wait_begin_ns[waited],
-        wait_ns=found.wait_ns[waited],
+        issued_lane=np.where(place >= 0, np.append(lane, -1)[place], -1),
+        issued_ns=np.where(place >= 0, np.append(found.issue_ns, -1)[place], -1),
+        waited_ns=waits.begin_ns,
+        wait_ns=waiting.duration_ns,
         total_ns=int(durations_ns(rows, rows["t_ns"][:1], np.array([last_ns(rows)]))[0]),
     )
 
 
 def _compute(part: RankTrace, open_until_ns: int) -> Rectangles:
-    found = spans(part.rows, (*COMPUTE, *MASKING))
+    found = spans(part.rows, NESTED)
     ends = closed(found, part.rows)
     goes_on = (found.end_seq < 0) & (ends.end_ns >= last_ns(part.rows))
-    owner, begin_ns, end_ns = exclusive(replace(ends, end_ns=np.where(goes_on, open_until_ns, ends.end_ns)))
-    shown = ~np.isin(found.kind[owner], MASKING)
+    ends = replace(ends, end_ns=np.where(goes_on, open_until_ns, ends.end_ns))
+    owner, begin_ns, end_ns, shown = compute_pieces(ends)
     owner, begin_ns, end_ns = owner[shown], begin_ns[shown], end_ns[shown]
     bars = rectangles(np.zeros_like(owner), found.kind[owner], begin_ns, end_ns, found.unit[owner])
     return replace(bars, num_bytes=found.num_bytes[owner], ended=(found.end_seq[owner] >= 0).astype(np.int64))
@@ -114,13 +97,12 @@ def _compute(part: RankTrace, open_until_ns: int) -> Rectangles:
 def _copies(rows: Rows) -> Rectangles:
     """Return the copies on streams other than compute; running ones are left out."""
     found = spans(rows, COPIES)
-    lane = np.full(len(found), LANES * COPY_TRACK)
+    lane = np.full(len(found), LANES * NUMBER[Track.COPIES])
     bars = rectangles(lane, found.kind, found.begin_ns, found.end_ns, found.unit)
     return replace(bars, num_bytes=found.num_bytes)
 
 
-def _collectives(found: Collectives, lane: Ints, last: LastArrivals | None) -> Rectangles:
-    end_ns = np.where(found.end_ns >= 0, found.end_ns, found.issue_ns + found.time_ns)
+def _collectives(found: Collectives, lane: Ints, end_ns: Ints, last: LastArrivals | None) -> Rectangles:
     bars = rectangles(lane, found.kind, found.issue_ns, end_ns, found.unit)
     if last is not None:
         bars = replace(bars, last=last.rank, last_ns=last.after_ns)
@@ -133,29 +115,23 @@ def _collectives(found: Collectives, lane: Ints, last: LastArrivals | None) -> R
     )
 
 
-def _waits(found: Collectives) -> Rectangles:
-    waited = np.flatnonzero(found.wait_begin_ns >= 0)
-    begin_ns, end_ns = found.wait_begin_ns[waited], found.wait_end_ns[waited]
-    until_ns = np.where(end_ns >= 0, end_ns, begin_ns + found.wait_ns[waited])
-    kind = np.full(len(waited), int(Kind.WAIT))
-    bars = rectangles(np.full(len(waited), LANES * WAIT_TRACK), kind, begin_ns, until_ns, found.unit[waited])
-    return replace(
-        bars,
-        waits_for=found.kind[waited],
-        duration_ns=found.wait_ns[waited],
-        ended=(end_ns >= 0).astype(np.int64),
-    )
+def _waits(found: Spans, rows: Rows, waits_for: Ints) -> Rectangles:
+    end_ns = closed(found, rows).end_ns
+    lane = np.full(len(found), LANES * NUMBER[Track.WAIT])
+    bars = rectangles(lane, found.kind, found.begin_ns, end_ns, found.unit)
+    duration_ns = durations_ns(rows, found.begin_ns, end_ns)
+    ended = (found.end_seq >= 0).astype(np.int64)
+    return replace(bars, waits_for=waits_for, duration_ns=duration_ns, ended=ended)
 
 
-def _lanes(found: Collectives) -> Ints:
+def _lanes(found: Collectives, end_ns: Ints) -> Ints:
     """Return the lane of each collective: alternating halves of its track while several are in flight, else all."""
     lane = np.zeros(len(found), np.int64)
-    end_ns = np.where(found.end_ns >= 0, found.end_ns, found.issue_ns + found.time_ns)
-    for track, (_, kinds) in enumerate(TRACKS):
-        mine = np.flatnonzero(np.isin(found.kind, kinds))
+    for track, number in NUMBER.items():
+        mine = np.flatnonzero(np.isin(found.kind, on_track(track)))
         free = np.append(True, found.issue_ns[mine][1:] >= np.maximum.accumulate(end_ns[mine])[:-1])[: len(mine)]
         first = np.flatnonzero(free)
         run = np.cumsum(free) - 1
         alone = np.diff(np.append(first, len(mine))) == 1
-        lane[mine] = LANES * track + np.where(alone[run], 0, 1 + (np.arange(len(mine)) - first[run]) % 2)
+        lane[mine] = LANES * number + np.where(alone[run], 0, 1 + (np.arange(len(mine)) - first[run]) % 2)
     return lane

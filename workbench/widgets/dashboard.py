@@ -1,197 +1,24 @@
 """The live dashboard: one widget that shows what all ranks do while they train, and did at any earlier event.
 
-The browser asks and the kernel only answers, so a dashboard that is out of sight costs nothing. Each view in the
-browser has a name of its own, which selects its :class:`~workbench.widgets.view_server.ViewServer` here.
-
-The messages are declared in :mod:`workbench.widgets.dashboard_messages`. ``%fsdp timeline --canvas`` shows the same
-widget with the panel ``timeline`` alone.
-
-The feed is thinned out to fit a number of bytes per second. While it holds still, a view also asks for the exact window
-in view; these answers do not count towards that number. A window is limited by
-:data:`workbench.widgets.window_detail.MOST` and :data:`workbench.widgets.window_detail.MOST_SPANS`; beyond these it is
-not ``exact``.
-
-:class:`DashboardWidget` is the widget; :class:`Views` is everything except the transport of its messages.
+``%fsdp timeline --canvas`` shows the same widget with the panel ``timeline`` alone. The messages are the questions and
+answers of views in :mod:`workbench.live.messages`; :mod:`workbench.live.server` answers them.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, get_args
 
 import anywidget
 import traitlets
 
-from workbench.codec import decode_named, encode
-from workbench.errors import UsageError, WorkbenchError
-from workbench.protocol.commands import NEXT
-from workbench.session.snapshot import ClusterSnapshot
-from workbench.widgets.dashboard_messages import (
-    AskFeed,
-    ButtonResult,
-    CloseView,
-    InitialState,
-    Panel,
-    QueryRefused,
-    Question,
-    RunButton,
-)
+from workbench.codec import encode
+from workbench.live.long_poll import WatchedWorkbench
+from workbench.live.messages import Panel
+from workbench.live.server import Views
 from workbench.widgets.js_bundle import STATIC, joined
-from workbench.widgets.long_poll import LongPoll, Send, WatchedWorkbench, crowded_out
 from workbench.widgets.subshell import answer_while_busy
-from workbench.widgets.view_server import ViewServer
-
-BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "step": ("step", {"background": True}),
-    "pause": ("pause", {}),
-    "next": ("next", {"background": True}),
-    "continue": ("resume", {"background": True}),
-    "abort": ("abort", {}),
-    "break": ("break_add", {}),
-}
-"""By button, the workbench method that it calls and the method's keyword arguments."""
-
-ARGUED = ("next", "break")
-"""Buttons whose method takes the value chosen or typed next to them as its first argument."""
-
-ON_BREAKPOINTS = {"break on": "break_on", "break off": "break_off", "break clear": "break_clear"}
-"""By action on a breakpoint of the list, the workbench method that takes its number."""
-
-QUESTIONS: dict[str, type] = {question.ask: question for question in get_args(Question)}
-
-Tell = Callable[[dict[str, Any], list[bytes] | None], None]
-"""Sends a message and its buffers to the browser."""
-
-
-def read_question(data: Any) -> Question:  # noqa: ANN401 - any JSON may come
-    """Return ``data`` as a question.
-
-    Raises:
-        ValueError: ``data`` is no question, or a field is missing or of another type.
-    """
-    question: Question = decode_named(QUESTIONS, data, "question", key="ask", fill=True)
-    return question
-
-
-class Views:
-    """The views of one dashboard and the answers to their questions, independent of the transport.
-
-    Args:
-        workbench: the workbench to show; another thread may use it at the same time.
-        tell: sends an answer; called from any thread.
-        panels: the panels to show. Without ``ranks`` there are no buttons either.
-        clock: seconds, monotonic.
-
-    Attributes:
-        about: the initial state that the browser needs in addition to ``events.js``.
-    """
-
-    def __init__(
-        self,
-        workbench: WatchedWorkbench,
-        tell: Tell,
-        *,
-        panels: Sequence[Panel] = get_args(Panel),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._workbench, self._clock, self._send = workbench, clock, tell
-        self._lock = threading.RLock()
-        self._views: dict[str, ViewServer] = {}
-        self._pulse: ClusterSnapshot | None = None
-        self._waiting = LongPoll(workbench.pulse, self._news, clock, workbench.asked)
-        words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
-        buttons = words if "ranks" in panels else ()
-        self.about: dict[str, Any] = encode(InitialState(buttons=buttons, sizes=NEXT, panels=tuple(panels)))
-
-    def __len__(self) -> int:
-        """Return the number of views."""
-        return len(self._views)
-
-    def close(self) -> None:
-        """Stop answering; return when all waiting threads have ended."""
-        self._waiting.close()
-        with self._lock:
-            self._views.clear()
-            self._pulse = None
-
-    def receive(self, data: Any) -> None:  # noqa: ANN401 - any JSON may come
-        """Answer one message of the browser; runs in the main thread, or in a subshell's thread while a cell runs."""
-        try:
-            self._receive(read_question(data))
-        except (WorkbenchError, ValueError) as error:
-            sent = data if isinstance(data, dict) else {}
-            view, number = sent.get("view"), sent.get("number")
-            refused = QueryRefused(number=number if type(number) is int else -1, text=str(error))
-            self._tell(view if isinstance(view, str) else "", encode(refused))
-
-    def _receive(self, question: Question) -> None:
-        name = question.view
-        if isinstance(question, RunButton):
-            self._press(name, question.word, question.argument)
-            return
-        with self._lock:
-            if isinstance(question, CloseView):
-                self._forget(name)
-                return
-            view = self._views.pop(name, None) or ViewServer()
-            self._views[name] = view  # the latest to ask is last
-            for crowded in crowded_out(self._views):
-                self._forget(crowded)
-            if isinstance(question, AskFeed) and question.wait:
-                self._waiting.ask(name)
-                return
-            if isinstance(question, AskFeed) or self._pulse is None:  # the others use the last snapshot
-                self._pulse = self._workbench.pulse()
-            answer, buffers = view.answer(question, self._pulse, self._clock)
-        self._tell(name, answer, buffers)
-
-    def _forget(self, name: str) -> None:
-        self._views.pop(name, None)
-        self._waiting.forget(name)
-
-    def _news(self, name: str, pulse: ClusterSnapshot) -> Send:
-        """Make the answer to a waiting view; return the function that sends it."""
-        with self._lock:
-            if name not in self._views:
-                return lambda: None
-            self._pulse = pulse
-            answer, buffers = self._views[name].answer(AskFeed(), pulse, self._clock)
-        return lambda: self._tell(name, answer, buffers)
-
-    def _tell(self, name: str, answer: dict[str, Any], buffers: list[bytes] | None = None) -> None:
-        self._send({**answer, "view": name}, buffers)
-
-    def _press(self, view: str, word: str, argument: str) -> None:
-        """Run the command of a button in a thread of its own: it may take long, and the view keeps asking.
-
-        Raises:
-            UsageError: there is no such button, or the argument is not the number of a breakpoint.
-        """
-        if word in self.about["buttons"]:
-            name, arguments = BUTTONS[word]
-            given = (argument,) if word in ARGUED and (argument or word == "break") else ()
-            do = partial(getattr(self._workbench, name), *given, **arguments)
-        elif word in ON_BREAKPOINTS:
-            if not argument.isdecimal():  # without a number the method acts on all of them
-                raise UsageError(f"{word} takes the number of a breakpoint, not {argument!r:.80}")
-            do = partial(getattr(self._workbench, ON_BREAKPOINTS[word]), int(argument))
-        else:
-            known = ", ".join((*self.about["buttons"], *ON_BREAKPOINTS))
-            raise UsageError(f"there is no button {word!r:.80}; the buttons: {known}")
-        threading.Thread(target=self._do, args=(view, word, do), name=f"dashboard: {word}", daemon=True).start()
-
-    def _do(self, view: str, word: str, do: Callable[[], object]) -> None:
-        try:
-            report = do()
-            words = "" if word in BUTTONS and BUTTONS[word][1] else str(report)  # the view shows the progress itself
-        except WorkbenchError as error:
-            words = str(error)
-        except Exception as error:  # noqa: BLE001 - a thread has no caller to raise to
-            words = f"{type(error).__name__}: {error}"
-        self._tell(view, encode(ButtonResult(word=word, text=words.partition("\n")[0])))
 
 
 class DashboardWidget(anywidget.AnyWidget):
@@ -199,7 +26,7 @@ class DashboardWidget(anywidget.AnyWidget):
 
     Args:
         workbench: the workbench to show; another thread may use it at the same time.
-        panels: the panels to show; see :class:`Views`.
+        panels: the panels to show; see :class:`~workbench.live.server.Views`.
         clock: seconds, monotonic.
     """
 
@@ -215,7 +42,7 @@ class DashboardWidget(anywidget.AnyWidget):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._views = Views(workbench, self._tell, panels=panels, clock=clock)
-        super().__init__(about=self._views.about)
+        super().__init__(about=encode(self._views.initial))
         self.on_msg(self._on_message)
         answer_while_busy(self.comm)
 

@@ -1,4 +1,4 @@
-"""A whole record for a page without a kernel: the answers of :mod:`workbench.widgets.view_server` as lookup tables.
+"""A whole record for a page without a kernel: the answers of :mod:`workbench.live.view_server` as lookup tables.
 
 The page answers the dashboard's questions from these tables (``static/record/kernel.js``). For ``feed`` they hold the
 first answer itself, with every span; for ``at``, ``beside`` and ``window``, per rank, the description and arrival time
@@ -23,15 +23,17 @@ from numpy.typing import NDArray
 
 from workbench.codec import encode
 from workbench.events import BESIDE, Category
+from workbench.live.fold import Fold
+from workbench.live.live_trace import LiveTrace
+from workbench.live.messages import AskFeed, InitialState, Panel
+from workbench.live.rank_groups import ALIKE
+from workbench.live.state_at import describe, describe_with_phase, events_up_to
+from workbench.live.view_server import ViewServer
 from workbench.replay import memory, states
 from workbench.replay.spans import Ints, of_kind
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
-from workbench.widgets.dashboard_messages import AskFeed, InitialState, Panel
-from workbench.widgets.rank_groups import ALIKE
-from workbench.widgets.state_at import describe, describe_with_phase, events_up_to
-from workbench.widgets.view_server import ViewServer
 
 FEED_BYTES = 3 << 20
 """Approximate limit on the first answer's bytes, except for its spans, which are complete: what a browser keeps."""
@@ -71,13 +73,15 @@ def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
     ``bytes.value``; and per class ``bytes.ends``, where its changes end. Changes of units: ``units.row``,
     ``units.value``, ``units.ends``.
     """
-    answers = ViewServer(FEED_BYTES, history_rows=trace.num_rows, least_spans=trace.num_rows)
-    feed, (data,) = answers.answer(AskFeed(), ClusterSnapshot(trace=trace, record="a record"), time.monotonic)
+    live = LiveTrace(history_rows=trace.num_rows)
+    live.show(ClusterSnapshot(trace=trace, record="a record"))
+    answers = ViewServer(live, FEED_BYTES, least_spans=trace.num_rows)
+    feed, (data,) = answers.answer(AskFeed(), time.monotonic)
     texts, doings = _Texts(), _Texts()
     columns: Columns = {"feed": ("u1", np.frombuffer(data, np.uint8))}
     for rank_trace in trace.ranks:
         if len(rank_trace.rows):
-            found = _rows(trace, rank_trace, answers, texts, doings) | _changes(rank_trace, len(trace.header.units))
+            found = _rows(live.fold, rank_trace, texts, doings) | _changes(rank_trace, len(trace.header.units))
             columns |= {f"{rank_trace.rank}.{name}": column for name, column in found.items()}
     about = {
         "about": encode(InitialState(buttons=(), panels=get_args(Panel))),
@@ -106,8 +110,8 @@ class _Texts:
         return self._places[text]
 
 
-def _rows(trace: Trace, rank_trace: RankTrace, answers: ViewServer, texts: _Texts, doings: _Texts) -> Columns:
-    rows = rank_trace.rows
+def _rows(fold: Fold, rank_trace: RankTrace, texts: _Texts, doings: _Texts) -> Columns:
+    rows, trace = rank_trace.rows, fold.trace
     known_ns = np.maximum.accumulate(rows["t_ns"])
     events = events_up_to(rows)
     of_event, of_row = np.unique(events, return_inverse=True)
@@ -118,8 +122,8 @@ def _rows(trace: Trace, rank_trace: RankTrace, answers: ViewServer, texts: _Text
         for text in _each(told, ("kind", "edge", "unit", "num_bytes", "phase"), trace, describe_with_phase)
     ]
     return {
-        "known": ("f8", np.diff(known_ns, prepend=answers.origin_ns)),
-        "hidden": ("f8", np.diff(known_ns - answers.cuts.shown(known_ns), prepend=0)),
+        "known": ("f8", np.diff(known_ns, prepend=fold.origin_ns)),
+        "hidden": ("f8", np.diff(known_ns - fold.cuts.shown(known_ns), prepend=0)),
         "step": ("i4", np.diff(rows["step"], prepend=0)),
         "back": ("i4", np.arange(len(rows)) - events),
         "event": ("u1", ~of_kind(rows, BESIDE)),

@@ -54,11 +54,11 @@ class Kernel implements Channel {
   }
 
   tellMoment(number: number, seq: number): void {
-    this.tell({ kind: "moment", view: "", number, moment: moment(1, { seq }) });
+    this.tell({ word: "moment", view: "", number, moment: moment(1, { seq }) });
   }
 
   get feeds(): boolean[] {
-    return this.asked.flatMap((question) => (question.ask === "feed" ? [question.wait] : []));
+    return this.asked.flatMap((question) => (question.word === "feed" ? [question.wait] : []));
   }
 }
 
@@ -112,7 +112,7 @@ describe("a client asks for news", () => {
     expect(kernel.client.isSilent).toBe(false);
     vi.advanceTimersByTime(1);
     expect([kernel.client.isSilent, record.client.isSilent]).toEqual([true, false]);
-    kernel.tell({ kind: "said", view: "", word: "step", text: "" });
+    kernel.tell({ word: "pressed", view: "", button: "step", text: "" });
     expect(kernel.client.isSilent).toBe(false);
   });
 });
@@ -123,10 +123,10 @@ describe("a client asks about moments", () => {
     client.askAt(10);
     client.askAt(20);
     client.askBeside(moment(3, { rank: 2, seq: 9 }), -1);
-    expect(kernel.asked).toEqual([{ ask: "at", view: client.id, number: 1, t_us: 10 }]);
+    expect(kernel.asked).toEqual([{ word: "at", view: client.id, number: 1, t_us: 10 }]);
     kernel.tellMoment(1, 5);
     expect(kernel.log).toEqual([["moment", 5, false], "answer"]);
-    expect(kernel.asked[1]).toEqual({ ask: "beside", view: client.id, number: 2, rank: 2, seq: 9, by: -1 });
+    expect(kernel.asked[1]).toEqual({ word: "beside", view: client.id, number: 2, rank: 2, seq: 9, by: -1 });
     kernel.tellMoment(2, 6);
     expect(kernel.log.slice(2)).toEqual([["moment", 6, true], "answer"]);
     expect([kernel.asked.length, client.isWaiting]).toEqual([2, false]);
@@ -158,7 +158,7 @@ describe("a client asks about moments", () => {
   it("and goes on after a moment at which nothing is recorded", () => {
     const kernel = new Kernel();
     kernel.client.askAt(10);
-    kernel.tell({ kind: "moment", view: "", number: 1, moment: null });
+    kernel.tell({ word: "moment", view: "", number: 1, moment: null });
     expect([kernel.client.isWaiting, kernel.log]).toEqual([false, ["answer"]]);
   });
 });
@@ -168,16 +168,16 @@ describe("a client", () => {
     const kernel = new Kernel(), view = kernel.client.id;
     kernel.client.press("next", "unit");
     kernel.client.askWindow(3, 10, 20);
-    expect(kernel.asked).toEqual([{ ask: "do", view, word: "next", argument: "unit" }, { ask: "window", view, number: 3, from_us: 10, to_us: 20 }]);
+    expect(kernel.asked).toEqual([{ word: "press", view, button: "next", argument: "unit" }, { word: "window", view, number: 3, from_us: 10, to_us: 20 }]);
     const { counts, data } = tables({ memory: { t: [1], bytes: new Array<number>(10).fill(1), group: [0] } });
-    kernel.tell({ kind: "window", view, number: 3, from_us: 10, to_us: 20, exact: false, counts }, [data]);
-    kernel.tell({ kind: "refused", view, number: 3, text: "no" });
+    kernel.tell({ word: "window", view, number: 3, from_us: 10, to_us: 20, exact: false, counts }, [data]);
+    kernel.tell({ word: "refused", view, number: 3, text: "no" });
     expect(kernel.log).toEqual([["window", { number: 3, from: 10, to: 20, isExact: false }, 1], "answer", ["reply", "no"], "answer"]);
   });
 
   it("hears only what is for it", () => {
     const kernel = new Kernel();
-    for (const call of kernel.calls) call({ kind: "said", view: "other", word: "", text: "a" }, []);
+    for (const call of kernel.calls) call({ word: "pressed", view: "other", button: "", text: "a" }, []);
     expect(kernel.log).toEqual([]);
   });
 
@@ -188,7 +188,7 @@ describe("a client", () => {
     kernel.client.wake(true);
     kernel.client.askWindow(1, 2, 3);
     vi.advanceTimersByTime(60_000);
-    expect(kernel.asked.map(({ ask }) => ask)).toEqual(["feed", "bye"]);
+    expect(kernel.asked.map(({ word }) => word)).toEqual(["feed", "bye"]);
     expect(kernel.calls.size).toBe(0);
   });
 });

@@ -151,22 +151,22 @@ describe("a window of a record", () => {
 describe("a record in a kernel's place", () => {
   it("answers each question, with its number", () => {
     const made = run(rank(0));
-    expect(answerOf(made, { ask: "at", view: "v", number: 5, t_us: 26 })?.[0]).toMatchObject({ kind: "moment", view: "v", number: 5, moment: { t_us: 25 } });
-    expect(answerOf(made, { ask: "beside", view: "v", number: 6, rank: 0, seq: 100, by: 1 })?.[0]).toMatchObject({ number: 6, moment: { seq: 101 } });
-    const [answer, [data] = []] = answerOf(made, { ask: "window", view: "v", number: 7, from_us: 11, to_us: 40 }) ?? [];
-    expect(answer).toMatchObject({ kind: "window", number: 7, from_us: 11, to_us: 40, exact: true, counts: { spans: 2, memory: 3, states: 2, steps: 0 } });
+    expect(answerOf(made, { word: "at", view: "v", number: 5, t_us: 26 })?.[0]).toMatchObject({ word: "moment", view: "v", number: 5, moment: { t_us: 25 } });
+    expect(answerOf(made, { word: "beside", view: "v", number: 6, rank: 0, seq: 100, by: 1 })?.[0]).toMatchObject({ number: 6, moment: { seq: 101 } });
+    const [answer, [data] = []] = answerOf(made, { word: "window", view: "v", number: 7, from_us: 11, to_us: 40 }) ?? [];
+    expect(answer).toMatchObject({ word: "window", number: 7, from_us: 11, to_us: 40, exact: true, counts: { spans: 2, memory: 3, states: 2, steps: 0 } });
     expect([data?.getFloat64(0, true), data?.getFloat64(8, true)]).toEqual([10, 30]); // begins of the spans
-    expect(answerOf(made, { ask: "bye", view: "v" })).toBeNull();
+    expect(answerOf(made, { word: "bye", view: "v" })).toBeNull();
   });
 
   it("tells everything at first, and then for a while nothing new", () => {
     vi.useFakeTimers();
-    const channel = channelTo(run(rank(0))), answers: Answer[] = [], ask: Omit<Question & { ask: "feed" }, "wait"> = { ask: "feed", view: "v" };
+    const channel = channelTo(run(rank(0))), answers: Answer[] = [], ask: Omit<Question & { word: "feed" }, "wait"> = { word: "feed", view: "v" };
     const take = (answer: Answer): void => { answers.push(answer); };
     channel.on("msg:custom", take);
     channel.send({ ...ask, wait: false });
     vi.advanceTimersByTime(0);
-    expect(answers).toMatchObject([{ kind: "feed", view: "v", restart: true, counts: { spans: 3 } }]);
+    expect(answers).toMatchObject([{ word: "feed", view: "v", restart: true, counts: { spans: 3 } }]);
     channel.send({ ...ask, wait: true });
     vi.advanceTimersByTime(1499);
     expect(answers).toHaveLength(1);

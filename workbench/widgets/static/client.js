@@ -74,7 +74,7 @@ export class Client {
     this.isClosed = true;
     clearTimeout(this.timer);
     this.channel.off("msg:custom", this.onMessage);
-    this.channel.send({ ask: "bye", view: this.id });
+    this.channel.send({ word: "bye", view: this.id });
   }
 
   /** @param {boolean} isAwake */
@@ -93,7 +93,7 @@ export class Client {
     if (!this.isAsking || now - this.askedAt > ASK_AGAIN_MS) {
       this.isAsking = true;
       this.askedAt = now;
-      this.channel.send({ ask: "feed", view: this.id, wait: this.hasBegun });
+      this.channel.send({ word: "feed", view: this.id, wait: this.hasBegun });
     }
     this.handlers.onBeat();
     this.timer = setTimeout(() => { this.beat(); }, BEAT_MS);
@@ -104,7 +104,7 @@ export class Client {
    * @param {number} us
    */
   askAt(us) {
-    this.want({ ask: "at", t_us: us });
+    this.want({ word: "at", t_us: us });
   }
 
   /**
@@ -113,7 +113,7 @@ export class Client {
    * @param {number} by
    */
   askBeside({ rank, seq }, by) {
-    this.want({ ask: "beside", rank, seq, by });
+    this.want({ word: "beside", rank, seq, by });
   }
 
   /** Ignore the answer to a pending question about a moment. */
@@ -130,7 +130,7 @@ export class Client {
    * @param {number} to
    */
   askWindow(number, from, to) {
-    if (!this.isClosed) this.channel.send({ ask: "window", view: this.id, number, from_us: from, to_us: to });
+    if (!this.isClosed) this.channel.send({ word: "window", view: this.id, number, from_us: from, to_us: to });
   }
 
   /**
@@ -139,7 +139,7 @@ export class Client {
    * @param {string} argument
    */
   press(word, argument) {
-    this.channel.send({ ask: "do", view: this.id, word, argument });
+    this.channel.send({ word: "press", view: this.id, button: word, argument });
   }
 
   /**
@@ -168,7 +168,7 @@ export class Client {
   receive(answer, buffers) {
     const { handlers } = this;
     this.answeredAt = performance.now();
-    switch (answer.kind) {
+    switch (answer.word) {
       case "feed":
         this.isAsking = false;
         this.hasBegun = true;
@@ -187,7 +187,7 @@ export class Client {
         handlers.onWindow({ number, from, to, isExact }, unpack(answer.counts, sure(buffers[0])));
         break;
       }
-      case "said":
+      case "pressed":
       case "refused":
         handlers.onReply(answer.text);
         break;

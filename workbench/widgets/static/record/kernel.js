@@ -17,19 +17,19 @@ const IDLE_MS = 1500; // until the answer that there is nothing new
  */
 export function answerOf(run, question) {
   const { view } = question;
-  switch (question.ask) {
+  switch (question.word) {
     case "feed":
       return question.wait ? [nothingNew(run, view), [pack({})[1]]] : [{ ...run.told.feed, view }, [run.data]];
     case "at":
-      return [{ kind: "moment", view, number: question.number, moment: run.at(question.t_us) }, []];
+      return [{ word: "moment", view, number: question.number, moment: run.at(question.t_us) }, []];
     case "beside": {
       const moment = run.beside(question.rank, question.seq, question.by);
-      return [{ kind: "moment", view, number: question.number, moment }, []];
+      return [{ word: "moment", view, number: question.number, moment }, []];
     }
     case "window": {
       const { number, from_us, to_us } = question, { exact, tables } = windowOf(run, from_us, to_us);
       const [counts, data] = pack(tables);
-      return [{ kind: "window", view, number, from_us, to_us, exact, counts }, [data]];
+      return [{ word: "window", view, number, from_us, to_us, exact, counts }, [data]];
     }
     default:
       return null;
@@ -58,7 +58,7 @@ export function channelTo(run) {
     isRecord: true,
     get: () => run.told.about,
     send: (question) => {
-      const isIdle = question.ask === "feed" && question.wait;
+      const isIdle = question.word === "feed" && question.wait;
       setTimeout(() => {
         const answer = answerOf(run, question);
         if (answer) for (const call of calls) call(...answer);

@@ -1,0 +1,5 @@
+"""Widgets without a browser, as in tests/widgets."""
+
+from tests.widgets.conftest import kept
+
+__all__ = ["kept"]

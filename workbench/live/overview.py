@@ -1,0 +1,240 @@
+"""The state at a glance: whether ranks train and if not why, what a step costs, and what a changed setting did.
+
+All of it is computed from a snapshot, the steps so far and the record. Times are nanoseconds of the displayed axis,
+without time in which ranks were held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.events import Category, Edge, Kind, Unit, unit_words
+from workbench.live.messages import Costs, KnobEffect, RunStatus
+from workbench.live.state_at import StateAt
+from workbench.replay import memory
+from workbench.replay.grouping import label
+from workbench.replay.paused_time import Cuts
+from workbench.replay.spans import of_kind
+from workbench.reports.failures import losses_in_words
+from workbench.reports.stop_positions import describe, unit_names
+from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header
+from workbench.views import theme
+
+STUCK_S = 3.0
+"""Seconds without a new event after which ranks that wait for each other count as stuck."""
+
+COMPARED = 20
+"""Steps compared before and after a change, without the first step of a policy, which includes set-up."""
+
+NAMED = 3
+"""Maximum number of units that are listed by name; more are only counted."""
+
+Knobs = dict[str, dict[str, object]]
+"""By unit, the values of the settings that a user can change, by their names in plain words."""
+
+_KNOBS: dict[str, Callable[[Unit], object]] = {
+    "api": lambda unit: "classic" if any(param.parts for param in unit.params) else "fully_shard",
+    "reshard after forward": lambda unit: unit.reshard_after_forward,
+    "ranks per copy": lambda unit: unit.shard_size,
+    "copies": lambda unit: unit.replicate_size,
+    "computed in": lambda unit: unit.compute_dtype,
+    "reduced in": lambda unit: unit.reduce_dtype,
+    "offloaded": lambda unit: unit.offload,
+}
+
+
+def status(pulse: ClusterSnapshot, quiet_s: float) -> RunStatus:
+    """Return what the ranks do, in a word, and why.
+
+    Args:
+        pulse: the snapshot.
+        quiet_s: seconds since the last new row.
+    """
+    states = set(pulse.states.values())
+    if pulse.losses or "gone" in states:
+        how = losses_in_words(pulse.losses) or f"{label(_ranks(pulse, 'gone'))} is gone"
+        return RunStatus(word="dead", why=how)
+    if not pulse.running:
+        return RunStatus(word="over" if pulse.trace.num_rows else "empty", why="")
+    if "held" in states:
+        can_go_on = pulse.under_way is not None and pulse.under_way.is_stopped
+        return RunStatus(word="stopped", why=_stops(pulse), can_go_on=can_go_on)
+    if not states & {"running", "waiting"}:
+        return RunStatus(word="idle" if pulse.trace.num_rows else "empty", why=_last_step(pulse))
+    if "waiting" in states and quiet_s >= STUCK_S:
+        return RunStatus(word="stuck", why=f"no event for {quiet_s:.0f} s: {_who(pulse)}")
+    return RunStatus(word="training", why=_progress(pulse))
+
+
+def _ranks(pulse: ClusterSnapshot, state: str) -> list[int]:
+    return sorted(rank for rank, found in pulse.states.items() if found == state)
+
+
+def _stops(pulse: ClusterSnapshot) -> str:
+    """Say where ranks are held, equal ones together, and why."""
+    names = unit_names(pulse.trace.header)
+    places: dict[str, list[int]] = {}
+    for rank in _ranks(pulse, "held"):
+        position = pulse.positions.get(rank)
+        where = describe(position.held, names) if position is not None and position.held is not None else "in the gate"
+        places.setdefault(where, []).append(rank)
+    said = "; ".join(f"{label(ranks)} {where}" for where, ranks in places.items())
+    reasons = pulse.under_way.reasons if pulse.under_way is not None else ()
+    return f"{said} ({', '.join(reasons)})" if reasons else said
+
+
+def _who(pulse: ClusterSnapshot) -> str:
+    said = [(_ranks(pulse, "running"), "still running its own code"), (_ranks(pulse, "waiting"), "waiting for others")]
+    return ", ".join(f"{label(ranks)} {doing}" for ranks, doing in said if ranks)
+
+
+def _progress(pulse: ClusterSnapshot) -> str:
+    """Say how far a command of several steps is: ``12 of 40 steps done, 3.2 s to go, 12,400 tokens/s``."""
+    if pulse.under_way is None or pulse.under_way.progress is None:
+        return pulse.under_way.words if pulse.under_way is not None else ""
+    found = pulse.under_way.progress
+    parts = [f"{found.done:,} of {theme.plural(found.total, 'step')} done"]
+    if found.left_ns is not None:
+        parts.append(f"{theme.format_long(found.left_ns)} to go")
+    if found.tokens_per_s is not None:
+        parts.append(f"{found.tokens_per_s:,.0f} tokens/s")
+    return ", ".join(parts)
+
+
+def _last_step(pulse: ClusterSnapshot) -> str:
+    if pulse.under_way is not None:
+        return pulse.under_way.words
+    recorded = [r.rows for r in pulse.trace.ranks if len(r.rows)]
+    last = max((int(rows["step"].max()) for rows in recorded), default=-1)
+    if last < 0:
+        return ""
+    ends = [rows["step"][of_kind(rows, (Kind.STEP,)) & (rows["edge"] == Edge.END)] for rows in recorded]
+    has_ended = all(int(steps.max(initial=-1)) == last for steps in ends)
+    return f"step {last} was the last" if has_ended else f"step {last} did not finish"
+
+
+def whose(header: Header, kernel_pid: int) -> str:
+    """Return which ranks these are and of which kernel: ``4 ranks on host, cpu, kernel pid 12``."""
+    if not header.ranks:
+        return ""
+    hosts = ", ".join(sorted({info.host for info in header.ranks}))
+    devices = ", ".join(sorted({info.device.partition(":")[0] for info in header.ranks}))
+    return f"{theme.plural(len(header.ranks), 'rank')} on {hosts}, {devices}, kernel pid {kernel_pid}"
+
+
+def slowest(step: np.void) -> str:
+    """Say which rank the others waited for in a step of LEARNED_DTYPE, and how long; empty if for none."""
+    if step["straggler"] < 0:
+        return ""
+    longer = theme.format_duration(float(step["spread_ns"]))
+    return f"rank {step['straggler']} is the straggler, by up to {longer}"
+
+
+def knobs(units: Iterable[Unit]) -> Knobs:
+    """Return the settings of each unit by its name; equal as long as the policy is."""
+    return {unit.name: {words: value(unit) for words, value in _KNOBS.items()} for unit in units}
+
+
+def turned(before: Knobs, after: Knobs) -> str:
+    """Say what changed between two results of :func:`knobs`; empty if nothing."""
+    found: dict[str, list[str]] = {}
+    for name, values in after.items():
+        for words, now in values.items():
+            was = before.get(name, values)[words]
+            if was != now:
+                found.setdefault(f"{words}: {_said(was)} \u2192 {_said(now)}", []).append(unit_words(name))
+    every = len(after)
+    changes = [words if len(units) == every else f"{words} ({_some(units)})" for words, units in found.items()]
+    if after.keys() != before.keys():
+        changes.append(f"{theme.plural(len(before), 'unit')} \u2192 {len(after)}")
+    return "; ".join(changes)
+
+
+def _some(units: list[str]) -> str:
+    return ", ".join(units) if len(units) <= NAMED else theme.plural(len(units), "unit")
+
+
+def _said(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class PolicyEffect:
+    """Compares the steps under the newest policy with those under the one before."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, NDArray[np.void]] = {}  # by a policy's first step: its first and last steps
+        self._before: tuple[tuple[int, int], Costs | None] = (-1, -1), None
+
+    def take(
+        self,
+        trace: Trace,
+        policies: Sequence[ActivePolicy],
+        new: NDArray[np.void],
+        moments: StateAt,
+        rank: int,
+        cuts: Cuts,
+    ) -> KnobEffect | None:
+        """Add ``new`` steps, of LEARNED_DTYPE, and return the effect of the last change; None: nothing to compare.
+
+        Args:
+            trace: the trace of the steps.
+            policies: all policies so far, in order.
+            new: steps that finished since the last call.
+            moments: holds key frames of ``trace``.
+            rank: the rank whose memory is compared.
+            cuts: what is cut out of the time axis of the steps.
+        """
+        if not len(new):
+            return None
+        apart = _apart(policies)
+        place = np.searchsorted([policy.from_step for policy in apart], new["step"], side="right") - 1
+        for at, policy in enumerate(apart):
+            known = self._steps.get(policy.from_step, new[:0])
+            steps = np.concatenate([known, new[place == at]])
+            self._steps[policy.from_step] = np.concatenate([steps[:1], steps[1:][-COMPARED:]])
+        trained = [policy for policy in apart if len(self._steps[policy.from_step])]
+        if len(trained) < 2 or trained[-1] is not apart[-1]:
+            return None
+        first, second = trained[-2:]
+        between = first.from_step, second.from_step
+        before, after = (self._steps[from_step] for from_step in between)
+        if self._before[0] != between:
+            self._before = between, costs(trace, before[1:] if len(before) > 1 else before, moments, rank, cuts)
+        what, found = turned(knobs(first.units), knobs(second.units)), costs(trace, after[1:], moments, rank, cuts)
+        if self._before[1] is None or found is None or not what:
+            return None
+        return KnobEffect(what=what, at_step=int(after["step"][0]), before=self._before[1], after=found)
+
+
+def _apart(policies: Sequence[ActivePolicy]) -> list[ActivePolicy]:
+    """Return the policies that differ in a setting from the one before."""
+    found: list[ActivePolicy] = []
+    for policy in policies:
+        if policy.units and (not found or knobs(policy.units) != knobs(found[-1].units)):
+            found.append(policy)
+    return found
+
+
+def costs(trace: Trace, steps: NDArray[np.void], moments: StateAt, rank: int, cuts: Cuts) -> Costs | None:
+    """Return the costs of steps, of LEARNED_DTYPE: medians, and the highest peak of the last 3; None without steps."""
+    if not len(steps):
+        return None
+    ends = [int(end_ns) for end_ns in steps["end_ns"][-3:]]
+    begins = [end_ns - int(step_ns) for end_ns, step_ns in zip(ends, steps["step_ns"][-3:], strict=True)]
+    peaks = [_peak(trace, moments, rank, *map(cuts.true_at, times)) for times in zip(begins, ends, strict=True)]
+    return Costs(
+        num_steps=len(steps),
+        ms=float(np.median(steps["step_ns"])) / 1e6,
+        exposed=float(np.median(steps["exposed"])),
+        peak_bytes=max(peaks),
+    )
+
+
+def _peak(trace: Trace, moments: StateAt, rank: int, begin_ns: int, end_ns: int) -> int:
+    held = memory.series(moments.part(trace, rank, begin_ns, end_ns)).num_bytes
+    return int((held.sum(axis=1) - held[:, Category.RESERVED]).max(initial=0))

@@ -1,0 +1,237 @@
+"""The state that a panel shows, from the newest snapshot and the fold of its trace."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.codec import sent_number
+from workbench.events import FlatPart, Param, Unit, unit_words
+from workbench.live.fold import Fold
+from workbench.live.live_trace import LiveTrace
+from workbench.live.long_poll import breakpoints, said
+from workbench.live.messages import (
+    ClockState,
+    ClusterState,
+    ParamInfo,
+    RankState,
+    RequestState,
+    State,
+    TrainingSummary,
+    UnitInfo,
+    UnitStates,
+)
+from workbench.replay import memory
+from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
+from workbench.replay.units import model_order
+from workbench.reports.clock_text import clock_words
+from workbench.reports.pause_results import row_of
+from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Header, KeyFrame, RankInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How ranks are started: number, device and IPython profile (empty: none); and which exchange is in progress.
+
+    Attributes:
+        outlives: whether the rank processes existed before, and outlive the session.
+        held_by: name of another controller of the ranks; empty: none.
+        cores: number of cores that ranks started here share.
+    """
+
+    num_ranks: int
+    device: str
+    profile: str
+    exchange: Exchange = ""
+    outlives: bool = False
+    held_by: str = ""
+    cores: int = 1
+
+
+def panel_state(number: int, live: LiveTrace, settings: Settings, known_units: Sequence[UnitInfo] | None) -> State:
+    """Return the state at the newest snapshot.
+
+    Args:
+        number: number of the question.
+        live: the cluster's snapshot and the fold of its trace.
+        settings: how its ranks were started, or would be.
+        known_units: units as last sent to the caller; None: not sent yet.
+    """
+    with live.lock:
+        pulse = live.pulse or ClusterSnapshot(trace=Trace.empty())
+        trace, units = pulse.trace, units_of(pulse.trace.header)
+        return State(
+            number=number,
+            cluster=_cluster(pulse, settings),
+            ranks=tuple(_rank(pulse, live.fold, rank) for rank in sorted(pulse.states)),
+            clocks=_clocks(trace.header),
+            units=None if units == known_units else units,
+            unit_states=_unit_states(live.fold, units),
+            breakpoints=breakpoints(pulse),
+            request=_request(pulse.under_way),
+            training=_training(live.fold),
+            ended=pulse.ended,
+            is_recorded=trace.num_rows > 0,
+            record=pulse.record,
+            said=said(pulse),
+        )
+
+
+def _rank(pulse: ClusterSnapshot, fold: Fold, rank: int) -> RankState:
+    info = next((info for info in pulse.trace.header.ranks if info.rank == rank), None)
+    is_recorded = any(r.rank == rank and r.end_seq for r in pulse.trace.ranks)
+    folded = fold.rank(rank).memory if is_recorded else memory.start(KeyFrame())
+    return RankState(
+        rank=rank,
+        health=pulse.states[rank],
+        where=_where(pulse, rank),
+        **_place(info),
+        num_bytes=folded.bytes_by_category,
+        in_use=memory.in_use(folded.bytes_by_category),
+        peak_bytes=folded.peak_bytes,
+        peak_bytes_by_class=folded.peak_bytes_by_category,
+        peak=fold.peak(rank)["text"] if is_recorded else "",
+    )
+
+
+def _unit_states(fold: Fold, units: Sequence[UnitInfo]) -> tuple[UnitStates, ...]:
+    groups: dict[str, list[int]] = {}
+    for rank_trace in fold.trace.ranks:
+        after = fold.rank(rank_trace.rank).units
+        digits = "".join(str(int(after[unit.index])) for unit in units)
+        groups.setdefault(digits, []).append(rank_trace.rank)
+    return tuple(UnitStates(ranks=tuple(ranks), states=digits) for digits, ranks in groups.items())
+
+
+def _training(fold: Fold) -> TrainingSummary:
+    found = fold.steps.progress(fold.trace.header.strings)
+    return TrainingSummary(
+        step=found.step,
+        loss=sent_number(found.loss),
+        loss_step=found.loss_step,
+        steps_per_s=1e9 / found.step_ns if found.step_ns else None,
+        tokens_per_s=found.tokens_per_s,
+    )
+
+
+def _cluster(pulse: ClusterSnapshot, settings: Settings) -> ClusterState:
+    return ClusterState(
+        is_running=pulse.running,
+        exchange=settings.exchange,
+        waits_for=pulse.waits_for,
+        num_ranks=len(pulse.states) if pulse.running else settings.num_ranks,
+        device=settings.device,
+        profile=settings.profile,
+        host=socket.gethostname(),
+        kernel_pid=os.getpid(),
+        outlives=settings.outlives,
+        held_by=settings.held_by,
+        is_free=pulse.is_free,
+        cores=settings.cores,
+    )
+
+
+def _clocks(header: Header) -> tuple[ClockState, ...]:
+    return tuple(
+        ClockState(ranks=clock.ranks, error_ns=clock.readings[-1].error_ns, text=clock_words(clock))
+        for clock in header.clocks
+    )
+
+
+def _place(info: RankInfo | None) -> dict[str, Any]:
+    return {"host": info.host, "device": info.device, "pid": info.pid} if info else {"host": "", "device": "", "pid": 0}
+
+
+def _where(pulse: ClusterSnapshot, rank: int) -> str:
+    """Return where a rank is; for one that is gone, how it was lost."""
+    health = pulse.states[rank]
+    if health == "gone":
+        return pulse.losses.get(rank, "died")
+    if health in {"no answer", "idle"} or rank not in pulse.positions:
+        return ""
+    row = row_of(rank, pulse.positions[rank], pulse.trace.header, state=health)
+    of = f" of {row.unit}" if row.unit else ""
+    return ", ".join(filter(None, (f"{row.event}{of}" if row.event else "", f"step {row.step}" if row.step else "")))
+
+
+def units_of(header: Header) -> tuple[UnitInfo, ...]:
+    """Return all units in use, from the top of each model."""
+    live = (header.units[index] for index in model_order(header))
+    return tuple(_unit(unit) for unit in live if unit.in_use)
+
+
+def _unit(unit: Unit) -> UnitInfo:
+    total = totals(unit_shards(unit))
+    after = unit.reshard_after_forward
+    return UnitInfo(
+        index=unit.index,
+        name=unit_words(unit.name),
+        root=unit.root,
+        num_params=total.num_params,
+        is_flat=total.num_flat > 0,
+        bytes_unsharded=total.bytes_unsharded,
+        bytes_at_rest=total.bytes_at_rest,
+        bytes_padding=total.bytes_wasted,
+        shard_size=unit.shard_size,
+        replicate_size=unit.replicate_size,
+        reshard_after_forward=str(after).lower(),
+        compute_dtype=unit.compute_dtype,
+        reduce_dtype=unit.reduce_dtype,
+        offload=unit.offload,
+    )
+
+
+def params_of(header: Header, unit: int) -> tuple[ParamInfo, ...]:
+    """Return the parameters of a unit, each flat one before its parts; empty if the unit is no longer in use."""
+    found = [part for other in header.units if other.index == unit and other.in_use for part in unit_shards(other)]
+    return tuple(info for split in found for info in (_param(split), *_parts(split.param)))
+
+
+def _param(split: ParamShards) -> ParamInfo:
+    return ParamInfo(
+        fqn=split.param.fqn,
+        shape=split.param.global_shape,
+        dtype=split.param.dtype,
+        bytes_unsharded=split.bytes_global,
+        bytes_at_rest=split.bytes_at_rest,
+        rows_per_rank=split.param.rows_per_rank,
+        is_trainable=split.param.trainable,
+    )
+
+
+def _parts(flat: Param) -> Iterator[ParamInfo]:
+    held: dict[FlatPart, list[int]] = {part: [0] * len(flat.rows_per_rank) for part in flat.parts}
+    for piece in pieces(flat):
+        held[piece.part][piece.shard_rank] = piece.end - piece.begin
+    for part, elements in held.items():
+        yield ParamInfo(
+            fqn=part.fqn,
+            shape=part.global_shape,
+            dtype=flat.dtype,
+            bytes_unsharded=math.prod(part.global_shape) * flat.itemsize,
+            bytes_at_rest=max(elements) * flat.itemsize,
+            rows_per_rank=tuple(elements),
+            is_trainable=part.trainable,
+            flat=flat.fqn,
+        )
+
+
+def _request(under_way: ActiveRequest | None) -> RequestState | None:
+    if under_way is None:
+        return None
+    progress = under_way.progress
+    return RequestState(
+        line=under_way.words,
+        is_stopped=under_way.is_stopped,
+        stop=under_way.stop,
+        reasons=under_way.reasons,
+        in_background=under_way.in_background,
+        steps_done=progress.done if progress is not None else 0,
+        steps_total=progress.total if progress is not None else 0,
+    )
