@@ -763,7 +763,9 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "through", [lambda m: m, Around, lambda m: torch.compile(m, backend="eager"), nn.Sequential], ids=repr
+    "through",
+    [lambda m: m, Around, lambda m: torch.compile(m, backend="eager"), nn.Sequential],
+    ids=["itself", "module", "compiled", "sequential"],
 )
 def test_it_is_known_through_overrides_wrappers_and_compiled_modules(through):
     module = AskedThroughOverrides()

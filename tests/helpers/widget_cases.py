@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.package_source import REPO
+from workbench.live.packing import COLUMNS, WIDTHS
 from workbench.replay.grouping import label
 from workbench.views import theme
-from workbench.live.packing import COLUMNS, WIDTHS
 
 FILE = REPO / "extension" / "tests" / "widgets" / "python_cases.ts"
 

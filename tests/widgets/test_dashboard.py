@@ -629,9 +629,7 @@ def by_widget():
 
 def by_comm():
     comm = FakeComm()
-    workbench = Pretender()
-    notebook = SimpleNamespace(shown=lambda: workbench, exchange="")
-    served = Client(notebook, comm, version="0.2.0")
+    served = Client(Pretender(), comm, version="0.2.0")
     comm.receive({"word": "hello", "number": 1, "version": VERSION, "extension": "0.2.0"})
     return SimpleNamespace(receive=comm.receive, sent=lambda: [data for data, _ in comm.sent], close=served.close)
 
