@@ -39,7 +39,7 @@ from tests.engine.test_tensor_parallel import (
     split,
 )
 from tests.helpers.forked_ranks import run_cases, run_ranks
-from tests.helpers.known_warnings import NO_SHARD, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
+from tests.helpers.known_warnings import FROZEN_BESIDE_TRAINED, NO_SHARD, OLD_CALLS, SHARDED_TENSOR, ignoring_warnings
 from tests.helpers.parity import average_grads
 from tests.helpers.small_models import adamw
 from tests.helpers.wrapped_models import CPU, OURS, SAME, THEIRS, adam
@@ -64,7 +64,7 @@ def make_uneven() -> Decoder:
 
 
 def wrap(api: SimpleNamespace, model: nn.Module, dp: DeviceMesh, strategy: str = "FULL_SHARD", **options: Any) -> Any:
-    with ignoring_warnings(*NO_SHARD):
+    with ignoring_warnings(*NO_SHARD, *FROZEN_BESIDE_TRAINED):
         return api.FullyShardedDataParallel(
             model,
             device_mesh=dp,
