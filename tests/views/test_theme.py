@@ -251,7 +251,7 @@ def test_no_other_place_writes_a_share():
     """Figures, reports, dashboard and panel format shares with one function in Python and one in JavaScript."""
     package, panel = REPO / "workbench", REPO / "extension" / "src"
     files = [path for path in package.rglob("*.py") if "labextension" not in path.parts]
-    files += [*(package / "widgets" / "static").glob("*.js"), *panel.rglob("*.ts"), *panel.rglob("*.tsx")]
+    files += [*(package / "widgets" / "static").rglob("*.js"), *panel.rglob("*.ts"), *panel.rglob("*.tsx")]
     apart = re.compile(r"[\d}] %(?! ?[\w{(=])|\.\w*%\}")
     found = {
         str(path.relative_to(REPO)): line.strip()

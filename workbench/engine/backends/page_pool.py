@@ -13,7 +13,7 @@ A huge page must lie wholly within a range.
 Gain, measured on 2 ranks with 3.3 M parameters and 2 busy cores, blocks of steps with and without it alternating in one
 run. Over gloo, a step takes 1.15 times as long if full parameters get fresh pages, and 1.43 times if the buffers of
 collectives do as well. Over shared memory, whose collectives need no buffers, the difference is below the noise (0.97
-to 1.07). It costs no memory: the process's peak of anonymous memory (330 MB) differs by less than 1 %. Without it there
+to 1.07). It costs no memory: the process's peak of anonymous memory (330 MB) differs by less than 2%. Without it there
 would also be no NaN: a read after reshard would crash the process.
 """
 
