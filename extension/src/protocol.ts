@@ -7,81 +7,69 @@ export const STRATEGIES = {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none"
 export const HYBRID = ["hybrid", "hybrid2"];
 export const VIEWS = {"layout": "draw which rows of which parameter lie on which rank", "memory": "draw bytes by class over time, and name the peak", "timeline": "draw compute, collectives and waits of a step, per rank", "states": "draw which unit is sharded, gathering, unsharded or reducing, over time", "comms": "count collectives of a step per unit: calls, bytes, also between hosts, and time, beside what a formula says", "training": "draw loss, step time and what else is logged"};
 
-export interface Hello {
+export interface PanelMessage { readonly number: number; }
+
+export interface Hello extends PanelMessage {
   readonly word: "hello";
-  readonly number: number;
   readonly version: number;
   readonly extension: string;
 }
 
-export interface GetState {
-  readonly word: "look";
-  readonly number: number;
-  readonly wait?: boolean;
-}
+export interface GetState extends PanelMessage { readonly word: "look"; readonly wait?: boolean; }
 
-export interface FindModels { readonly word: "find models"; readonly number: number; }
+export interface FindModels extends PanelMessage { readonly word: "find models"; }
 
-export interface PreviewCommand {
+export interface PreviewCommand extends PanelMessage {
   readonly word: "try";
-  readonly number: number;
   readonly command: Command;
 }
 
-export interface FindParams {
+export interface FindParams extends PanelMessage {
   readonly word: "find params";
-  readonly number: number;
   readonly unit: number;
 }
 
-export interface FormatCommand {
+export interface FormatCommand extends PanelMessage {
   readonly word: "spell";
-  readonly number: number;
   readonly command: Command;
 }
 
-export interface RunCommand {
-  readonly word: "do";
-  readonly number: number;
-  readonly command: Command;
-}
+export interface RunCommand extends PanelMessage { readonly word: "do"; readonly command: Command; }
 
-export interface GetHistory { readonly word: "recall"; readonly number: number; }
+export interface GetHistory extends PanelMessage { readonly word: "recall"; }
 
-export interface AskFeed { readonly word: "feed"; readonly view: string; readonly wait: boolean; }
+export interface ViewMessage { readonly view: string; }
 
-export interface AskAt {
+export interface AskFeed extends ViewMessage { readonly word: "feed"; readonly wait: boolean; }
+
+export interface AskAt extends ViewMessage {
   readonly word: "at";
-  readonly view: string;
   readonly number: number;
   readonly t_us: number;
 }
 
-export interface AskBeside {
+export interface AskBeside extends ViewMessage {
   readonly word: "beside";
-  readonly view: string;
   readonly number: number;
   readonly rank: number;
   readonly seq: number;
   readonly by: number;
 }
 
-export interface AskWindow {
+export interface AskWindow extends ViewMessage {
   readonly word: "window";
-  readonly view: string;
   readonly number: number;
   readonly from_us: number;
   readonly to_us: number;
 }
 
-export interface RunButton {
+export interface RunButton extends ViewMessage {
   readonly word: "press";
-  readonly view: string;
   readonly button: string;
   readonly argument: string;
 }
 
-export interface CloseView { readonly word: "bye"; readonly view: string; }
+export interface CloseView extends ViewMessage { readonly word: "bye"; }
 
 export interface InitialState {
   readonly buttons: readonly string[];
@@ -89,9 +77,8 @@ export interface InitialState {
   readonly sizes: readonly string[];
 }
 
-export interface Welcome {
+export interface Welcome extends PanelMessage {
   readonly word: "welcome";
-  readonly number: number;
   readonly version: number;
   readonly workbench: string;
   readonly dashboard: InitialState;
@@ -183,9 +170,8 @@ export interface LastResult {
   readonly is_error: boolean;
 }
 
-export interface State {
+export interface State extends PanelMessage {
   readonly word: "state";
-  readonly number: number;
   readonly cluster: ClusterState;
   readonly ranks: readonly RankState[];
   readonly clocks: readonly ClockState[];
@@ -233,9 +219,8 @@ export interface ModelInfo {
 
 export interface Model extends ModelInfo { readonly ranks: readonly number[]; }
 
-export interface Models {
+export interface Models extends PanelMessage {
   readonly word: "models";
-  readonly number: number;
   readonly models: readonly Model[];
   readonly has_step: boolean;
   readonly text: string;
@@ -256,9 +241,8 @@ export interface SentPreview {
   readonly sent_bytes: number;
 }
 
-export interface Preview {
+export interface Preview extends PanelMessage {
   readonly word: "preview";
-  readonly number: number;
   readonly line: string;
   readonly problem: string;
   readonly units: readonly string[];
@@ -280,22 +264,16 @@ export interface ParamInfo {
   readonly flat: string;
 }
 
-export interface Params {
+export interface Params extends PanelMessage {
   readonly word: "params";
-  readonly number: number;
   readonly unit: number;
   readonly params: readonly ParamInfo[];
 }
 
-export interface CommandLine {
-  readonly word: "line";
-  readonly number: number;
-  readonly line: string;
-}
+export interface CommandLine extends PanelMessage { readonly word: "line"; readonly line: string; }
 
-export interface CommandOutput {
+export interface CommandOutput extends PanelMessage {
   readonly word: "said";
-  readonly number: number;
   readonly line: string;
   readonly text: string;
   readonly is_error: boolean;
@@ -308,9 +286,8 @@ export interface PastCommand {
   readonly t_s: number;
 }
 
-export interface CommandHistory {
+export interface CommandHistory extends PanelMessage {
   readonly word: "recalled";
-  readonly number: number;
   readonly commands: readonly PastCommand[];
 }
 
@@ -390,9 +367,8 @@ export interface KnobEffect {
 
 export interface MovedCursor { readonly t_us: number; readonly moment: Moment | null; }
 
-export interface FeedUpdate {
+export interface FeedUpdate extends ViewMessage {
   readonly word: "feed";
-  readonly view: string;
   readonly restart: boolean;
   readonly another: boolean;
   readonly exact: boolean;
@@ -418,16 +394,14 @@ export interface FeedUpdate {
   readonly cursor: MovedCursor | null;
 }
 
-export interface MomentReply {
+export interface MomentReply extends ViewMessage {
   readonly word: "moment";
-  readonly view: string;
   readonly number: number;
   readonly moment: Moment | null;
 }
 
-export interface WindowDetail {
+export interface WindowDetail extends ViewMessage {
   readonly word: "window";
-  readonly view: string;
   readonly number: number;
   readonly from_us: number;
   readonly to_us: number;
@@ -435,9 +409,8 @@ export interface WindowDetail {
   readonly counts: Counts;
 }
 
-export interface ButtonResult {
+export interface ButtonResult extends ViewMessage {
   readonly word: "pressed";
-  readonly view: string;
   readonly button: string;
   readonly text: string;
 }

@@ -51,8 +51,11 @@ def test_words_are_each_of_one_message(union):
 def test_every_message_says_what_each_field_is_and_whose_it_is(message):
     fields = [field.name for field in dataclasses.fields(message)]
     assert fields[0] == ("view" if message in VIEW_MESSAGES else "number")
-    about, attributes = read_docstring(inspect.getdoc(message))
-    assert about
+    attributes = {}
+    for kind in reversed(message.__mro__[:-1]):  # inherited fields are described where they are declared
+        about, own = read_docstring(inspect.getdoc(kind))
+        assert about
+        attributes |= own
     assert list(attributes) == fields
 
 

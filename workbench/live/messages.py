@@ -1,18 +1,16 @@
 """All messages between a browser and the kernel: questions of the browser, and the answers.
 
-The browser asks; the kernel answers and sends nothing unasked, so what nobody sees costs nothing. A message is plain
+The browser asks and the kernel only answers, so a page that is out of sight costs nothing. A message is plain
 data with the fields of one of the classes below and its ``word``. Fields with a default may be left out of a question.
 A malformed question is answered with :class:`Refused`.
 
 A browser opens a comm of the target :data:`TARGET`, whose first question is :class:`Hello`. On it a *panel* asks about
 the cluster and runs commands, and *views* of a dashboard ask what they draw. The dashboard as a widget sends the
-questions of views over the widget's own comm. The answer bears the ``number`` that the browser chose for the question.
-A question of a view names the ``view``, and so does its answer.
+questions of views over the widget's own comm. An answer has the ``number`` or the ``view`` of its question.
 
 Times of views are microseconds from the view's origin, without the time in which ranks were held or idle. Numbers are
-in a buffer next to the message, in the order of :data:`workbench.live.packing.COLUMNS`. Answers hold plain text: it is
-shown as text and never as HTML. A command is one of the words of ``%fsdp``, as plain data: ``{"word": "shard",
-"model": "model", "wrap": ["Block"]}``.
+in a buffer next to the message, in the order of :data:`workbench.live.packing.COLUMNS`. Text is plain and is never
+shown as HTML. A command is plain data: ``{"word": "shard", "model": "model", "wrap": ["Block"]}``.
 
 ``extension/src/protocol.ts`` has the same types for the front end, made of these by
 ``python -m workbench.generate_front_end``.
@@ -63,149 +61,145 @@ COMMAND = {"typescript": "Command"}
 Panel = Literal["ranks", "memory", "units", "timeline"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PanelMessage:
+    """A message of a panel.
+
+    Attributes:
+        number: chosen by the browser for its question; the answer has the same.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewMessage:
+    """A message of one view of a dashboard.
+
+    Attributes:
+        view: name of the view, chosen by the browser.
+    """
+
+    view: str = ""
+
+
 # ---- questions of a panel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
-    """Who asks. What it has never changes, so that any two versions understand each other this far.
+class Hello(PanelMessage):
+    """The first question, with the browser's versions. Its fields never change, so that any two versions can read it.
 
     Attributes:
-        number: comes back with the answer.
         version: the browser's :data:`VERSION`.
         extension: version of the JupyterLab extension, such as ``0.2.0``.
     """
 
     word: ClassVar[str] = "hello"
-    number: int
     version: int
     extension: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class GetState:
-    """Asks how everything is.
+class GetState(PanelMessage):
+    """Asks for the state of the cluster.
 
     Attributes:
-        number: comes back with the answer.
-        wait: answer as soon as something is new, after a second at the latest, and without the units that were told
-            before; a new question like this takes the place of the last one. Else: at once, and everything.
+        wait: answer when something is new, after a second at the latest, and leave out units that were sent before; the
+            question replaces an earlier one that still waits. False: answer at once with everything.
     """
 
     word: ClassVar[str] = "look"
-    number: int
     wait: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindModels:
-    """Asks which models the ranks' cells have made.
-
-    Attributes:
-        number: comes back with the answer.
-    """
+class FindModels(PanelMessage):
+    """Asks which models cells have created on the ranks."""
 
     word: ClassVar[str] = "find models"
-    number: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreviewCommand:
-    """Asks what a command ``shard`` or ``reshard`` would come to, before it is done.
+class PreviewCommand(PanelMessage):
+    """Asks for the result of a ``shard`` or ``reshard`` before it runs.
 
     Attributes:
-        number: comes back with the answer.
-        command: a command; of a word that cannot be tried the answer says so.
+        command: the command; the answer says so if it has no preview.
     """
 
     word: ClassVar[str] = "try"
-    number: int
     command: Any = field(metadata=COMMAND)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindParams:
+class FindParams(PanelMessage):
     """Asks for the parameters of a unit.
 
     Attributes:
-        number: comes back with the answer.
         unit: index of the unit.
     """
 
     word: ClassVar[str] = "find params"
-    number: int
     unit: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatCommand:
-    """Asks for the line that one could have typed for a command.
+class FormatCommand(PanelMessage):
+    """Asks for the ``%fsdp`` line of a command.
 
     Attributes:
-        number: comes back with the answer.
         command: a command.
     """
 
     word: ClassVar[str] = "spell"
-    number: int
     command: Any = field(metadata=COMMAND)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunCommand:
-    """Asks for a command to be done, as the line typed into a cell would be.
+class RunCommand(PanelMessage):
+    """Asks to run a command, as its line in a cell would.
 
     Attributes:
-        number: comes back with the answer.
         command: a command.
     """
 
     word: ClassVar[str] = "do"
-    number: int
     command: Any = field(metadata=COMMAND)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GetHistory:
-    """Asks which commands were done in this notebook.
-
-    Attributes:
-        number: comes back with the answer.
-    """
+class GetHistory(PanelMessage):
+    """Asks for the commands that this notebook has run."""
 
     word: ClassVar[str] = "recall"
-    number: int
 
 
 # ---- questions of a view
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskFeed:
-    """Asks what is new.
+class AskFeed(ViewMessage):
+    """Asks for new data.
 
     Attributes:
-        view: who asks.
-        wait: answer as soon as there is something, or after a while.
+        wait: answer when there is some, or after a while. False: answer at once.
     """
 
     word: ClassVar[str] = "feed"
-    view: str = ""
     wait: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskAt:
-    """Asks for all ranks at a time.
+class AskAt(ViewMessage):
+    """Asks for the state of all ranks at a time.
 
     Attributes:
-        view: who asks.
-        number: comes back with the answer.
+        number: chosen by the browser; the answer has the same.
         t_us: the time.
     """
 
     word: ClassVar[str] = "at"
-    view: str = ""
     number: int = 0
     t_us: float | int  # JSON has no float that is whole
 
@@ -214,19 +208,17 @@ class AskAt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskBeside:
-    """Asks for all ranks some events after a row.
+class AskBeside(ViewMessage):
+    """Asks for the state of all ranks some events after a row.
 
     Attributes:
-        view: who asks.
-        number: comes back with the answer.
-        rank: whose row it is.
+        number: chosen by the browser; the answer has the same.
+        rank: the rank of the row.
         seq: number of the row.
-        by: how many events after it; negative: before it.
+        by: number of events after the row; negative: before it.
     """
 
     word: ClassVar[str] = "beside"
-    view: str = ""
     number: int = 0
     rank: int
     seq: int
@@ -234,18 +226,16 @@ class AskBeside:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskWindow:
-    """Asks for all that happened in a part of time.
+class AskWindow(ViewMessage):
+    """Asks for everything that happened in a time window.
 
     Attributes:
-        view: who asks.
-        number: comes back with the answer.
-        from_us: where it begins.
-        to_us: where it ends.
+        number: chosen by the browser; the answer has the same.
+        from_us: begin of the window.
+        to_us: end of the window.
     """
 
     word: ClassVar[str] = "window"
-    view: str = ""
     number: int = 0
     from_us: float | int
     to_us: float | int
@@ -256,32 +246,24 @@ class AskWindow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunButton:
-    """Asks for what a button says.
+class RunButton(ViewMessage):
+    """Asks to run the command of a button.
 
     Attributes:
-        view: who asks.
-        button: its name, one of ``InitialState.buttons``; or ``break on``, ``break off`` or ``break clear``.
-        argument: up to the next what ``next`` goes; where ``break`` stops; which breakpoint, by number, is switched or
-            taken away; else empty.
+        button: one of ``InitialState.buttons``, or ``break on``, ``break off`` or ``break clear``.
+        argument: what ``next`` stops at, the condition of ``break``, or the number of the breakpoint; otherwise empty.
     """
 
     word: ClassVar[str] = "press"
-    view: str = ""
     button: str
     argument: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CloseView:
-    """Says that a view is gone.
-
-    Attributes:
-        view: which.
-    """
+class CloseView(ViewMessage):
+    """Reports that a view was closed."""
 
     word: ClassVar[str] = "bye"
-    view: str = ""
 
 
 def _require_finite(time_us: float) -> None:
@@ -298,7 +280,7 @@ class BreakpointState:
 
     Attributes:
         id: its number, which ``break clear``, ``break on`` and ``break off`` take.
-        text: as it was written, such as ``all_gather:blocks.2 --rank 1``.
+        text: as the user wrote it, such as ``all_gather:blocks.2 --rank 1``.
         is_on: whether it stops ranks.
     """
 
@@ -309,12 +291,12 @@ class BreakpointState:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialState:
-    """What the browser has to know from the beginning.
+    """What a dashboard needs when it opens.
 
     Attributes:
-        buttons: that the ranks can be told things with.
-        panels: to be shown.
-        sizes: how far ``next`` can go.
+        buttons: names of the buttons.
+        panels: panels to show.
+        sizes: what ``next`` can stop at.
     """
 
     buttons: tuple[str, ...]
@@ -326,20 +308,18 @@ class InitialState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Welcome:
-    """Who answers.
+class Welcome(PanelMessage):
+    """Answer to :class:`Hello`.
 
     Attributes:
-        number: of the question.
         version: the kernel's :data:`VERSION`.
         workbench: version of the Python package.
-        dashboard: what a view of the dashboard needs from the beginning.
-        problem: a sentence with both versions and what to do, if they do not fit: all further questions are refused
-            then. Empty: they fit.
+        dashboard: what a dashboard needs when it opens.
+        problem: a sentence with both versions and what to do if they do not match; all further questions are refused
+            then. Empty: they match.
     """
 
     word: ClassVar[str] = "welcome"
-    number: int
     version: int
     workbench: str
     dashboard: InitialState
@@ -348,12 +328,12 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A question that is malformed, or that cannot be answered; nothing was done.
+    """Answer to a question that is malformed or cannot be answered; nothing was done.
 
     Attributes:
         number: of the question; -1: it has none.
-        text: why, a sentence.
-        view: that asks; empty: it is no question of a view.
+        text: the reason, one sentence.
+        view: of the question; empty: it has none.
     """
 
     word: ClassVar[str] = "refused"
@@ -364,22 +344,22 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterState:
-    """Whose ranks they are.
+    """The cluster: its ranks, how they were started, and who controls them.
 
     Attributes:
-        is_running: whether there are any.
-        exchange: word of the command that starts or stops them at this moment, or opens a file: until it has ended,
-            others like it are refused. Empty: none.
-        waits_for: what a start waits for, in a sentence; empty: it says nothing.
-        num_ranks: how many there are, or there would be with ``start`` and no number.
-        device: where they were asked to compute: ``auto``, or a kind of device.
+        is_running: whether ranks are running.
+        exchange: command that is starting or stopping ranks, or opening a file; another such command is refused until
+            it ends. Empty: none.
+        waits_for: what a start waits for, one sentence; empty: unknown.
+        num_ranks: number of ranks, or of those that ``start`` without a number would start.
+        device: requested device: ``auto``, or a kind of device.
         profile: IPython profile that they were started with; empty: none.
-        host: machine of the notebook's kernel.
-        kernel_pid: its process.
-        outlives: whether the ranks' processes were there before: they can be left, and stay.
-        held_by: who else commands the ranks, in words; they can be looked at only then. Empty: nobody.
-        is_free: whether the notebook that commanded them has let go of them, so that they can be attached here.
-        cores: of the machine of the kernel, that ranks started there share.
+        host: host of the notebook's kernel.
+        kernel_pid: process id of the kernel.
+        outlives: whether the rank processes existed before; ``detach`` leaves them running.
+        held_by: name of another controller of the ranks, which can only be viewed here then; empty: none.
+        is_free: whether their notebook has released the ranks, so that they can be attached here.
+        cores: cores of the kernel's host, which ranks started there share.
     """
 
     is_running: bool
@@ -401,18 +381,17 @@ class RankState:
     """One rank now.
 
     Attributes:
-        rank: which.
-        health: what it is doing; ``gone``: its process is; ``no answer``: it is there and has not answered in time.
-        where: where it stands, in words, such as ``before all-gather of blocks.2, step 3``; of a rank that is gone, how
-            it was lost.
-        host: its machine.
-        device: such as ``cpu`` or ``cuda:0``.
-        pid: of its process.
-        num_bytes: live bytes of each memory class, in the order of the classes (``CATEGORIES`` of the dashboard).
-        in_use: those bytes together, what pools keep for reuse left out.
-        peak_bytes: most bytes in use there were at once.
-        peak_bytes_by_class: each class at that moment.
-        peak: what the rank was doing then, in words; empty: nothing is recorded.
+        rank: number of the rank.
+        health: what it is doing; ``gone``: its process has ended; ``no answer``: it did not answer in time.
+        where: its position, such as ``before all-gather of blocks.2, step 3``; of a rank that is gone, how it was lost.
+        host: its host.
+        device: its device, such as ``cpu`` or ``cuda:0``.
+        pid: its process id.
+        num_bytes: live bytes of each memory class, in the order of the dashboard's ``CATEGORIES``.
+        in_use: sum of those bytes without what pools keep for reuse.
+        peak_bytes: highest number of bytes in use at once.
+        peak_bytes_by_class: bytes of each class at the peak.
+        peak: what the rank was doing at the peak; empty: nothing is recorded.
     """
 
     rank: int
@@ -433,19 +412,19 @@ class UnitInfo:
     """One unit of a sharded model: one ``fully_shard`` call, or one wrapper.
 
     Attributes:
-        index: which.
-        name: module path relative to its root, ``(root)`` for the root's own; its dots make the tree.
-        root: index of the root unit of its model; -1: all its parameters are in other units.
-        num_params: parameters (tensors); those in a flat one, not that.
-        is_flat: whether they lie in one flat parameter, of the classic API.
-        bytes_unsharded: all its parameters in full.
-        bytes_at_rest: what each rank keeps of them between steps, padding included.
-        bytes_padding: of that what is padding, over the ranks that share one copy together.
-        shard_size: ranks that share one copy.
-        replicate_size: copies.
-        reshard_after_forward: ``true``, ``false``, or the number of ranks that share it from forward to backward.
-        compute_dtype: of the all-gather and of forward and backward, such as ``bfloat16``.
-        reduce_dtype: of gradients on their way.
+        index: index of the unit.
+        name: module path relative to its root, ``(root)`` for the root itself; its dots make the tree.
+        root: index of the root unit of its model; -1: all parameters of the root are in other units.
+        num_params: number of parameter tensors; of a flat parameter, of those inside it.
+        is_flat: whether it has one flat parameter (classic API).
+        bytes_unsharded: bytes of its full parameters.
+        bytes_at_rest: bytes that each rank keeps between steps, padding included.
+        bytes_padding: bytes of padding on all ranks of one copy.
+        shard_size: number of ranks that share one copy.
+        replicate_size: number of copies.
+        reshard_after_forward: ``true``, ``false``, or the number of ranks that share it between forward and backward.
+        compute_dtype: dtype of the all-gather, forward and backward, such as ``bfloat16``.
+        reduce_dtype: dtype of the gradient reduction.
         offload: whether its shards stay in host memory between uses.
     """
 
@@ -467,12 +446,12 @@ class UnitInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitStates:
-    """Where the units are on ranks that have them alike.
+    """The states of all units on some ranks that agree.
 
     Attributes:
-        ranks: these ranks.
-        states: one digit a unit, in the order of ``State.units``: its number in ``UNIT_STATES`` of the dashboard (0
-            sharded, 1 all-gather in flight, 2 unsharded, 3 reducing).
+        ranks: the ranks.
+        states: one digit per unit, in the order of ``State.units``: 0 sharded, 1 all-gather in flight, 2 unsharded,
+            3 reducing, as in the dashboard's ``UNIT_STATES``.
     """
 
     ranks: tuple[int, ...]
@@ -481,16 +460,16 @@ class UnitStates:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestState:
-    """What the ranks were asked and have not ended.
+    """The request that the ranks are running.
 
     Attributes:
-        line: such as ``%fsdp step 40``, or ``a cell``.
-        is_stopped: whether they stand still inside it.
-        stop: where they stand, a sentence; empty: they do not.
-        reasons: because of what, such as ``breakpoint 1: all_gather:blocks.2``.
+        line: its line, such as ``%fsdp step 40``, or ``a cell``.
+        is_stopped: whether the ranks are stopped in it.
+        stop: where they are stopped, one sentence; empty: they are not.
+        reasons: why they are stopped, such as ``breakpoint 1: all_gather:blocks.2``.
         in_background: whether the notebook is free meanwhile.
-        steps_done: steps that all ranks have finished; 0 if it is no ``step``.
-        steps_total: steps asked for; 0 if it is no ``step``.
+        steps_done: steps that all ranks have finished; 0 if it is not a ``step``.
+        steps_total: requested steps; 0 if it is not a ``step``.
     """
 
     line: str
@@ -504,14 +483,14 @@ class RequestState:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
-    """How training goes.
+    """Progress of training.
 
     Attributes:
-        step: number of the newest step that a rank has begun, -1 before the first.
-        loss: mean over the ranks, of the newest step that has one.
-        loss_step: number of that step, -1 if none has a loss.
-        steps_per_s: of the newest step that all ranks have finished, on the slowest of them.
-        tokens_per_s: of all ranks together, where they log ``tokens``.
+        step: number of the newest step that a rank has begun; -1: none has.
+        loss: mean over the ranks, of the newest step with a loss.
+        loss_step: number of that step; -1: none has a loss.
+        steps_per_s: of the newest step that all ranks have finished, on the slowest rank.
+        tokens_per_s: of all ranks together, if they log ``tokens``.
     """
 
     step: int = -1
@@ -526,9 +505,9 @@ class ClockState:
     """A clock that is not rank 0's.
 
     Attributes:
-        ranks: those that read it.
-        error_ns: how far it may be off from where it was found when the two were compared last.
-        text: where that was, in words.
+        ranks: ranks that read it.
+        error_ns: limit of the error of its offset since the last comparison.
+        text: its offset and error.
     """
 
     ranks: tuple[int, ...]
@@ -537,27 +516,25 @@ class ClockState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    """How everything is.
+class State(PanelMessage):
+    """Answer to :class:`GetState`: everything that a panel shows.
 
     Attributes:
-        number: of the question.
-        cluster: whose ranks they are.
-        ranks: one entry a rank, by number; none when none run.
-        clocks: those that are not rank 0's.
-        units: of all models that are sharded now, from the top of each; None: as they were told last.
-        unit_states: where these units are.
-        breakpoints: in the order they were added, but for that of ``step --until``.
-        request: what is under way; None: nothing is.
-        training: how training goes.
+        cluster: the cluster.
+        ranks: the ranks, by number; empty if none are running.
+        clocks: the clocks other than rank 0's.
+        units: units of all sharded models, from the top of each; None: unchanged.
+        unit_states: states of these units.
+        breakpoints: in the order they were added, without that of ``step --until``.
+        request: the running request; None: there is none.
+        training: progress of training.
         ended: how the last request ended; None: none has yet.
         is_recorded: whether there is something to draw and to export.
-        record: name of the file that is shown; empty: what ranks recorded.
-        said: what there is to see, or what to do first, a sentence; empty while ranks train.
+        record: name of the open trace file; empty: the ranks' own record.
+        said: what is shown, or what to do first, one sentence; empty while ranks train.
     """
 
     word: ClassVar[str] = "state"
-    number: int
     cluster: ClusterState
     ranks: tuple[RankState, ...]
     clocks: tuple[ClockState, ...]
@@ -574,28 +551,26 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Model(ModelInfo):
-    """A model that the ranks' cells have made, as the first rank that has it describes it.
+    """A model that cells have created, as described by the first rank that has it.
 
     Attributes:
-        ranks: that have it; a model that is not on all of them cannot be sharded.
+        ranks: ranks that have it; a model that is not on all ranks cannot be sharded.
     """
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models:
+class Models(PanelMessage):
     """The models on the ranks.
 
     Attributes:
-        number: of the question.
-        models: by name.
+        models: the models, by name.
         has_step: whether all ranks have a ``train_step``.
-        text: why there is none and what to do, a sentence; empty if there is one.
+        text: why there is no model and what to do, one sentence; empty if there is one.
     """
 
     word: ClassVar[str] = "models"
-    number: int
     models: tuple[Model, ...]
     has_step: bool = False
     text: str = ""
@@ -603,13 +578,13 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class RestPreview:
-    """What ranks would hold between steps of training with Adam, in bytes.
+    """Bytes that ranks would hold between training steps with Adam.
 
     Attributes:
-        ranks: that hold equally much.
-        params: their shards, padding included.
-        grads: of the gradients.
-        adam: of Adam's state.
+        ranks: ranks that would hold the same.
+        params: bytes of their shards, padding included.
+        grads: bytes of gradients.
+        adam: bytes of Adam's state.
     """
 
     ranks: tuple[int, ...]
@@ -620,14 +595,14 @@ class RestPreview:
 
 @dataclass(frozen=True, kw_only=True)
 class SentPreview:
-    """The collectives of one kind of one training step, on each rank.
+    """The collectives of one kind in one training step, on each rank.
 
     Attributes:
-        kind: in words, such as ``all-gather``.
-        num_ranks: that take part in each.
-        calls: how many.
-        num_bytes: their payloads together.
-        sent_bytes: what one rank sends for them, on a ring.
+        kind: such as ``all-gather``.
+        num_ranks: number of ranks in each.
+        calls: number of collectives.
+        num_bytes: sum of their payloads.
+        sent_bytes: bytes that one rank sends for them on a ring.
     """
 
     kind: str
@@ -638,23 +613,21 @@ class SentPreview:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preview:
-    """What a command would come to; nothing was done.
+class Preview(PanelMessage):
+    """The result that a command would have; nothing was done.
 
     Attributes:
-        number: of the question.
-        line: what one could have typed.
-        problem: why it cannot be done, a sentence; all that follows is empty then. Empty: it can.
-        units: names of the units that there would be, ``(root)`` for the root's own.
-        bytes_unsharded: of the whole model.
-        bytes_ignored: of those of its parameters that would be in no unit, which each rank keeps in full.
-        at_rest: what each rank would hold, those parameters included; of gradients and Adam's state what units have.
-        sent: the collectives of one step of one forward and one backward.
-        sent_bytes: what one rank sends for all of them.
+        line: its ``%fsdp`` line.
+        problem: why it would fail, one sentence, and the other fields are empty. Empty: it would not.
+        units: names of the units, ``(root)`` for the root itself.
+        bytes_unsharded: bytes of the whole model.
+        bytes_ignored: bytes of parameters in no unit, which each rank keeps in full.
+        at_rest: bytes that each rank would hold; those parameters count, their gradients and Adam's state do not.
+        sent: the collectives of a step with one forward and one backward.
+        sent_bytes: bytes that one rank sends for all of them.
     """
 
     word: ClassVar[str] = "preview"
-    number: int
     line: str
     problem: str = ""
     units: tuple[str, ...] = ()
@@ -670,15 +643,14 @@ class ParamInfo:
     """A parameter of a unit.
 
     Attributes:
-        fqn: name relative to the root of its model, which ``inspect`` takes.
-        shape: in elements, whole.
+        fqn: name relative to the root of its model; ``inspect`` takes it.
+        shape: of the full parameter.
         dtype: such as ``float32``.
-        bytes_unsharded: in full.
-        bytes_at_rest: what each rank keeps of it, padding included; of one in a flat parameter, the most that one does.
-        rows_per_rank: rows of its shard dim that each of the ranks that share it holds; of one in a flat parameter,
-            elements.
-        is_trainable: whether it takes a gradient.
-        flat: name of the flat parameter that it lies in; empty: none.
+        bytes_unsharded: bytes of the full parameter.
+        bytes_at_rest: bytes that each rank keeps, padding included; in a flat parameter, the largest of any rank.
+        rows_per_rank: rows of its shard dim on each shard rank; in a flat parameter, elements.
+        is_trainable: whether it requires a gradient.
+        flat: name of the flat parameter that contains it; empty: none.
     """
 
     fqn: str
@@ -692,49 +664,43 @@ class ParamInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Params:
+class Params(PanelMessage):
     """The parameters of a unit.
 
     Attributes:
-        number: of the question.
         unit: index of the unit.
-        params: in its order, a flat one before those that lie in it; none if there is no such unit any more.
+        params: in the unit's order, a flat parameter before those inside it; empty if the unit no longer exists.
     """
 
     word: ClassVar[str] = "params"
-    number: int
     unit: int
     params: tuple[ParamInfo, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandLine:
+class CommandLine(PanelMessage):
     """A command as a line.
 
     Attributes:
-        number: of the question.
-        line: what one could have typed, such as ``%fsdp shard model --wrap Block``.
+        line: such as ``%fsdp shard model --wrap Block``.
     """
 
     word: ClassVar[str] = "line"
-    number: int
     line: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandOutput:
-    """What a command said.
+class CommandOutput(PanelMessage):
+    """The output of a command.
 
     Attributes:
-        number: of the question.
-        line: what one could have typed; it is in the history of commands.
-        text: what came of it, or its error; the first line says it in one sentence.
+        line: its ``%fsdp`` line, as in the history.
+        text: its result or error; the first line is a summary.
         is_error: whether it failed.
-        data: by MIME type what a cell would show of it: a figure, a table; none if it failed or there is only the text.
+        data: its figure or table, by MIME type, as a cell shows it; empty if it failed or has only text.
     """
 
     word: ClassVar[str] = "said"
-    number: int
     line: str
     text: str
     is_error: bool
@@ -742,16 +708,14 @@ class CommandOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandHistory:
+class CommandHistory(PanelMessage):
     """The commands of this notebook; ``%fsdp history`` shows the same.
 
     Attributes:
-        number: of the question.
-        commands: the oldest first.
+        commands: the commands, oldest first.
     """
 
     word: ClassVar[str] = "recalled"
-    number: int
     commands: tuple[PastCommand, ...]
 
 
@@ -760,13 +724,13 @@ class CommandHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankHealth:
-    """Ranks that are alike now.
+    """Ranks in the same state now.
 
     Attributes:
-        label: which, in words.
-        ranks: which.
+        label: the ranks as text, such as ``ranks 0-2``.
+        ranks: the ranks.
         state: what they are doing.
-        where: before what they are held; empty: they are not.
+        where: the event before which they are stopped; empty: they are not.
     """
 
     label: str
@@ -777,15 +741,15 @@ class RankHealth:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksAt:
-    """Ranks that were alike at a moment.
+    """Ranks in the same state at a time.
 
     Attributes:
-        ranks: which.
-        label: which, in words.
-        doing: what they did last.
-        units: state of each unit, by number.
+        ranks: the ranks.
+        label: the ranks as text.
+        doing: their last event.
+        units: state of each unit, by index.
         bytes: live bytes of each class, in the order of ``CATEGORIES``.
-        in_use: these together, what is kept for reuse left out.
+        in_use: sum of these without what pools keep for reuse.
     """
 
     ranks: tuple[int, ...]
@@ -798,15 +762,15 @@ class RanksAt:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """All ranks at a moment.
+    """The state of all ranks at a time.
 
     Attributes:
-        t_us: when.
-        rank: whose last event it is named after.
+        t_us: the time.
+        rank: rank of the last event.
         seq: number of that event's row.
-        step: in which it was, -1: in none.
-        event: what it was, in words.
-        ranks: all ranks, alike ones together.
+        step: its step; -1: none.
+        event: the event as text.
+        ranks: all ranks, in groups of the same state.
     """
 
     t_us: float
@@ -819,13 +783,13 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakInfo:
-    """The highest peak of memory so far of a group of ranks.
+    """The highest memory peak so far of a group of ranks.
 
     Attributes:
-        num_bytes: in use then.
-        t_us: when.
-        step: in which; -1: in none.
-        text: what was going on, in words.
+        num_bytes: bytes in use.
+        t_us: the time.
+        step: its step; -1: none.
+        text: what the rank was doing.
     """
 
     num_bytes: int
@@ -836,11 +800,11 @@ class PeakInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class MovedCursor:
-    """Where ``%fsdp back`` has put the cursor.
+    """The cursor's position set by ``%fsdp back``.
 
     Attributes:
-        t_us: when that is.
-        moment: all ranks there; None: nothing is recorded.
+        t_us: its time.
+        moment: the state of all ranks there; None: nothing is recorded.
     """
 
     t_us: float
@@ -849,14 +813,14 @@ class MovedCursor:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSpan:
-    """Something that has begun and not ended.
+    """A span that has begun and not ended.
 
     Attributes:
         track: number of its track.
-        kind: of what.
-        unit: -1: none.
-        start: when it began.
-        bytes: that it moves.
+        kind: its kind.
+        unit: index of its unit; -1: none.
+        start: its begin.
+        bytes: its payload.
     """
 
     track: int
@@ -868,10 +832,10 @@ class OpenSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How many entries each table in the buffer has.
+    """Number of entries of each table in the buffer.
 
     Attributes:
-        spans, memory, states, steps: of this table.
+        spans, memory, states, steps: entries of this table.
     """
 
     spans: int
@@ -882,12 +846,12 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """What the ranks do, in a word, and why.
+    """The status of the run.
 
     Attributes:
-        word: ``empty``: nothing is recorded yet; ``over``: there are no ranks any more, and this is what they recorded.
-        why: in words; empty: there is no more to say.
-        can_go_on: whether the notebook knows of the stop, and ranks can be let go on; it learns of it after they stand.
+        word: the status; ``empty``: nothing is recorded yet; ``over``: no ranks are running, and their record is shown.
+        why: the reason; empty: there is none.
+        can_go_on: whether ``continue`` works; a notebook learns of a stop a moment after the ranks have stopped.
     """
 
     word: Literal["training", "stuck", "stopped", "idle", "over", "dead", "empty"]
@@ -897,13 +861,13 @@ class RunStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What some steps cost.
+    """Time and memory of some steps.
 
     Attributes:
-        num_steps: how many.
-        ms: of a step, in milliseconds, the median.
-        exposed: share of it in which compute waited, the median.
-        peak_bytes: most bytes in use in the last few of them.
+        num_steps: number of steps.
+        ms: median time of a step, in milliseconds.
+        exposed: median share of a step in which compute waited.
+        peak_bytes: peak bytes in use during the last few of them.
     """
 
     num_steps: int
@@ -914,11 +878,11 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobEffect:
-    """What the last turn of a knob has changed.
+    """The effect of the last changed setting.
 
     Attributes:
-        what: was turned, in words.
-        at_step: the first step after it.
+        what: the change as text.
+        at_step: the first step after the change.
         before: the last steps before it.
         after: the last steps since.
     """
@@ -930,39 +894,36 @@ class KnobEffect:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeedUpdate:
-    """What a view does not know yet. Its buffer has all tables.
+class FeedUpdate(ViewMessage):
+    """New data for a view. Its buffer has all tables.
 
     Attributes:
-        view: whom it is for.
-        restart: forget what was told before, but for the steps.
-        another: these are other ranks than before: forget the steps as well.
-        exact: every change is told, not extremes alone.
-        groups: ranks, alike ones together; the first is drawn for all.
-        tracks: the ranks with tracks in the timeline.
-        open: what has not ended, in place of what was said to be so before.
-        counts: of the tables.
-        begin_us: where the record begins that the kernel has; negative where that is before the first step.
-        health: how the ranks are, alike ones together; none without ranks.
-        breakpoints: in the order they were added, but for that of ``step --until``.
-        status: what they do, in a word, and why.
-        whose: whose ranks these are, in words.
-        said: a sentence about what there is to see; empty while ranks train.
-        clock: whose times the timeline has, and whose the other panels; empty where there is one clock.
-        units: names of the units, by number, if there are others than before.
-        order: numbers of those that were not undone, from the top, together with ``units``.
-        holds: where ranks were held or idle and for how long, ``[[at, length], ...]``, if there are others than before.
-        now: all ranks at the newest event, if it is another one.
-        peaks: of each group, if anything was recorded.
-        late: which rank the others wait for in the newest finished step, in words; empty: none; None: no step has
-            finished since the last time.
-        change: what the last turn of a knob has changed, if that is known and new.
-        has_moved: the cursor of ``%fsdp back`` is elsewhere than before.
-        cursor: where it is then; None: at the newest event.
+        restart: drop everything received before, except the steps.
+        another: drop the steps as well: the ranks are different ones.
+        exact: the tables have every change; otherwise they have only extremes.
+        groups: groups of ranks that behave alike; the first of each is drawn.
+        tracks: ranks with tracks in the timeline.
+        open: spans that have not ended; replaces the last ``open``.
+        counts: sizes of the tables.
+        begin_us: begin of the kernel's record; negative before the first step.
+        health: current state of the ranks, in groups; empty without ranks.
+        breakpoints: in the order they were added, without that of ``step --until``.
+        status: status of the run.
+        whose: which ranks these are, as text.
+        said: what is shown, one sentence; empty while ranks train.
+        clock: clock of the timeline and clock of the other panels; empty if there is one clock.
+        units: names of all units, by index; None: unchanged.
+        order: indices of the units still sharded, from the top; comes with ``units``.
+        holds: times at which ranks were held or idle, ``[[at, length], ...]``; None: unchanged.
+        now: state of all ranks at the newest event; None: unchanged.
+        peaks: peak of each group; None: nothing was recorded since.
+        late: straggler of the newest finished step, as text; empty: none; None: no step has finished since.
+        change: effect of the last changed setting; None: unknown or unchanged.
+        has_moved: whether ``%fsdp back`` has moved the cursor.
+        cursor: its position then; None: the newest event.
     """
 
     word: ClassVar[str] = "feed"
-    view: str = ""
     restart: bool
     another: bool
     exact: bool
@@ -989,35 +950,31 @@ class FeedUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MomentReply:
-    """All ranks at a moment that was asked for.
+class MomentReply(ViewMessage):
+    """The state of all ranks at the requested time.
 
     Attributes:
-        view: whom it is for.
         number: of the question.
-        moment: None: nothing is recorded there.
+        moment: the state; None: nothing is recorded there.
     """
 
     word: ClassVar[str] = "moment"
-    view: str = ""
     number: int
     moment: Moment | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowDetail:
-    """What happened in a part of time. Its buffer has all tables; there are no steps in it.
+class WindowDetail(ViewMessage):
+    """What happened in a time window. Its buffer has all tables, without steps.
 
     Attributes:
-        view: whom it is for.
         number: of the question.
-        from_us, to_us: as it was asked.
-        exact: every change is told, not extremes alone.
-        counts: of the tables.
+        from_us, to_us: the requested window.
+        exact: the tables have every change; otherwise they have only extremes.
+        counts: sizes of the tables.
     """
 
     word: ClassVar[str] = "window"
-    view: str = ""
     number: int
     from_us: float
     to_us: float
@@ -1026,17 +983,15 @@ class WindowDetail:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ButtonResult:
-    """What came of a button.
+class ButtonResult(ViewMessage):
+    """The result of a button.
 
     Attributes:
-        view: whom it is for.
-        button: its name.
-        text: a line; empty: what came of it is seen.
+        button: the button.
+        text: the result in one line; empty: the view shows it.
     """
 
     word: ClassVar[str] = "pressed"
-    view: str = ""
     button: str
     text: str
 
