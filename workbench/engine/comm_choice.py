@@ -1,4 +1,4 @@
-"""The pair of collectives that a unit uses, and who chose it: the root, the user, or nobody yet."""
+"""The pair of collectives that a unit uses: chosen by the root, set by the user, or open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CommChoice:
 
     Attributes:
         chosen: the pair; None until chosen.
-        is_open: the root is to choose at its next forward.
+        is_open: the root chooses at its next forward.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class CommChoice:
 
     @property
     def is_set_by_user(self) -> bool:
-        """True if the root leaves the choice as it is."""
+        """True if the user set the pair, so that the root does not choose."""
         return self.chosen is not None and self.chosen.name in SET_BY_USER
 
     def settle(self, pair: CommPair) -> None:

@@ -125,7 +125,7 @@ class CommGroup:
             tensors: the output and the input, or one tensor that is both.
             collective: its description.
             op: operation of a reduction.
-            kind: kind under which the probe sees it; None: the probe does not.
+            kind: kind of its events; None: it is not announced.
             unit: index of its unit, for the probe.
 
         Raises:
@@ -141,8 +141,7 @@ class CommGroup:
             cancellation.check()
             self._check_is_next(collective)
         work = comm(*tensors, process_group, *(() if op is None else (op,)), async_op=True)
-        pending = self._transport.pending(work, collective, self, span)
-        self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}  # a reset leaves some unawaited
+        pending = self._tracked(self._transport.pending(work, collective, self, span))
         if span is not None and probe.active is not None and pending.lets_stream_wait is not None:
             probe.active.issued(span.comm, pending.lets_stream_wait)
         return pending
@@ -165,9 +164,13 @@ class CommGroup:
         if self.process_group is None:
             raise RuntimeError(f"the process group of ranks {list(self.ranks)} ({self.purpose}) was destroyed")
         work = issue(self.process_group)
-        pending = self._transport.pending(work, self.purpose)
-        self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}
+        self._tracked(self._transport.pending(work, self.purpose))
         return work
+
+    def _tracked(self, pending: PendingWork) -> PendingWork:
+        """Count ``pending`` as in flight, and drop what has ended: a reset leaves some collectives unawaited."""
+        self._in_flight = {p for p in self._in_flight if not p.has_ended} | {pending}
+        return pending
 
     def tell(self, collective: Collective, text: str) -> str:
         """Return the first rank's ``text``, through the store; all ranks of the group must call this together.

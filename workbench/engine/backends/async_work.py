@@ -242,9 +242,11 @@ class Transport:
 
     Attributes:
         host_waits: the host waits for collectives, and checks on the other ranks while it waits.
+        pending_class: class of the pending work.
     """
 
     host_waits = True
+    pending_class: type[PendingWork] = PendingWork
 
     def pending(
         self,
@@ -254,7 +256,7 @@ class Transport:
         span: CollectiveSpan | None = None,
     ) -> PendingWork:
         """Return the pending work of an async collective; arguments as in :class:`PendingWork`."""
-        return PendingWork(work, collective, watch, span)
+        return self.pending_class(work, collective, watch, span)
 
     def abort(self, process_group: dist.ProcessGroup) -> None:
         """Abandon a process group that has an unfinished collective; never blocks.

@@ -26,11 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.async_work import CollectiveSpan, PendingWork, Transport, WaitObserver
+from workbench.engine.backends.async_work import PendingWork, Transport
 from workbench.engine.backends.base import Backend
 from workbench.engine.backends.device_clock import COMMUNICATION, DeviceClock, Event
 from workbench.engine.backends.stream_order import Streams
-from workbench.engine.cancellable_waits import AsyncWork
 from workbench.events import COMPUTE_STREAM
 
 Stream = Any
@@ -139,16 +138,7 @@ class StreamTransport(Transport):
     """Collectives run in order on a device's stream; no host thread waits for them."""
 
     host_waits = False
-
-    def pending(
-        self,
-        work: AsyncWork | None,
-        collective: object,
-        watch: WaitObserver | None = None,
-        span: CollectiveSpan | None = None,
-    ) -> PendingWork:
-        """Return the pending work of an async collective, for streams to wait for."""
-        return StreamWork(work, collective, watch, span)
+    pending_class = StreamWork
 
     def abort(self, process_group: dist.ProcessGroup) -> None:
         """Abort a process group; otherwise a kernel of it that waits for a peer would spin forever."""
