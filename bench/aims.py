@@ -21,7 +21,7 @@ class Aim:
         limit: the highest acceptable number, or the lowest if ``is_at_least``.
         unit: of the numbers; empty for a ratio.
         is_at_least: more is better.
-        digits: decimals that numbers are rounded to before they are judged; None: no rounding.
+        digits: decimals to which a number is rounded before the comparison; None for no rounding.
         is_must: the issue requires it; otherwise it is only aimed for.
     """
 
@@ -43,7 +43,7 @@ class Aim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target, the measured number (None: not measured), and whether it meets the target."""
+    """A target, the measured number or None, and whether it meets the target."""
 
     aim: Aim
     measured: float | None

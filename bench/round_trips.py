@@ -151,7 +151,7 @@ def round_trips_ms(
     seconds = 0.5 + num_times * (pause_s + 0.03)
     pending = cluster.apply("bench.on_rank:compute", what, seconds, ranks=computing)
     draw, times_ms = random.Random(0), []
-    time.sleep(0.3)  # until they compute
+    time.sleep(0.3)  # ranks start to compute meanwhile; an earlier sample would be of idle ranks
     while len(times_ms) < num_times and not any(pending.done(rank) for rank in pending.ranks):
         time.sleep(draw.uniform(0.5, 1.5) * pause_s)
         begin = time.perf_counter()

@@ -137,7 +137,7 @@ class KindInfo(ColouredInfo):
         is_span: its rows are pairs of BEGIN and END; else INSTANT.
         is_event: it marks the progress of a rank and is counted; else it is side information: bytes, logs, holds.
         is_stop: a breakpoint can be set on it.
-        track: the one of :data:`RANK_TRACKS` that draws its spans; None: none.
+        track: entry of :data:`RANK_TRACKS` that shows its spans; None if none does.
         is_work: it is forward, backward or an optimizer step.
         is_collective: its rows have ``comm_group`` and ``comm_seq``; its END may be earlier than the row before it.
         is_reduction: if the row has a unit, it is a gradient reduction of that unit.

@@ -9,7 +9,7 @@ beforeEach(() => {
   vi.useFakeTimers();
 });
 
-/** A kernel that answers when it is told to. */
+/** A fake kernel; the test sends its answers. */
 class Kernel {
   readonly asked: PanelQuestion[] = [];
   readonly client = new Client("0.2.0");

@@ -67,7 +67,7 @@ def paths_of_a_step() -> tuple[set[tuple[str, ...]], set[tuple[str, ...]], set[t
 
         class NotingCancellation:
             @staticmethod
-            def check() -> None:  # the first thing that every wait does
+            def check() -> None:  # every wait calls this first
                 waits.add(path_here()[:-1])  # without the context manager of the wait
 
         patch.setattr(async_work, "cancellation", NotingCancellation)

@@ -1,4 +1,4 @@
-"""One client of a live trace, without a workbench: what it is told of the traces and snapshots that a test gives it."""
+"""One client of a live trace without a workbench: the test supplies traces and snapshots, and reads the answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DashboardView:
 
 
 def state_at(pulse: ClusterSnapshot, *, num_ranks: int = 2, known: tuple[UnitInfo, ...] | None = None) -> State:
-    """Return what a panel is told at a snapshot."""
+    """Return the state that a panel receives for a snapshot."""
     live = LiveTrace()
     live.show(pulse)
     return panel_state(1, live, Settings(num_ranks=num_ranks, device="cpu", profile=""), known)

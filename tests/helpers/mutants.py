@@ -74,7 +74,7 @@ def mutate(files: Sequence[str], jobs: int, sample: int | None = None) -> dict[s
     Args:
         files: paths in the repository.
         jobs: number of changes that are tried at the same time.
-        sample: number of changes to try, chosen at random, the same at every call; None: all.
+        sample: number of changes to try, chosen at random with a fixed seed; None for all.
 
     Raises:
         subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.

@@ -70,7 +70,7 @@ class Network:
 
 @contextmanager
 def network_of(num_hosts: int) -> Iterator[Network]:
-    """Create hosts and remove them afterwards; processes on a seat must have ended by then."""
+    """Create hosts for the body. Processes on their seats must end before the body does."""
     names = [f"wb{os.getpid()}-{number}" for number in range(1, num_hosts + 1)]
     seats = [Seat(name, f"{_NETWORK}.{number}") for number, name in enumerate(names, 1)]
     with ExitStack() as last:

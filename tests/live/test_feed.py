@@ -187,7 +187,7 @@ def test_alike_ranks_share_a_group_until_they_differ():
 
 
 def test_after_lost_rows_a_view_goes_on():
-    """It keeps what it has, and is told the state after them."""
+    """The view keeps its data and receives the state after the missing rows."""
     trace, feed = example_trace(), FeedView()
     feed.take(prefix(trace, [400] * len(trace.ranks)))
     later = Trace(trace.header, tuple(r.cut(500, r.end_seq) for r in trace.ranks))

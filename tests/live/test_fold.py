@@ -114,7 +114,7 @@ def test_time_cut_out_and_what_an_aborted_step_left_are_those_of_the_whole(trace
     if not any(len(r.rows) for r in trace.ranks):
         return
     first_ns, last_ns = extent_ns(trace)
-    half = known_at(trace, (first_ns + last_ns) // 2)  # what all ranks had recorded by then
+    half = known_at(trace, (first_ns + last_ns) // 2)  # what all ranks had recorded at half time
     assert folded([half, trace]).cuts.joined().lengths_ns.sum() >= cuts(trace).lengths_ns.sum()
     growing_cuts = GrowingCuts()
     growing_cuts.update(half)

@@ -99,7 +99,7 @@ def test_waiting_clients_share_a_snapshot_until_it_is_old_or_a_request_changes()
     assert workbench.taken == 1
     workbench.requests = ("%fsdp step 40",)
     assert live.poll(workbench, 60.0) is not first
-    assert live.poll(workbench) is not live.poll(workbench)  # who does not wait is told what is now
+    assert live.poll(workbench) is not live.poll(workbench)  # without a maximum age each call takes a snapshot
     assert workbench.taken == 4
 
 

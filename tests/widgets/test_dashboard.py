@@ -22,8 +22,9 @@ from tests.panel.conftest import FakeComm
 from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
-from workbench.live.long_poll import MAX_VIEWS, LongPoll, health, mark
+from workbench.live.long_poll import MAX_VIEWS, LongPoll, mark
 from workbench.live.messages import QUESTIONS, VERSION, VIEW_QUESTIONS, read_question
+from workbench.live.overview import health
 from workbench.live.packing import COLUMNS
 from workbench.live.rate_limit import IDLE_S, RateLimit
 from workbench.live.server import BUTTONS

@@ -594,7 +594,7 @@ class ReductionQueue:
         """Make ``state`` the all-reduce in flight and finish the one before it."""
         before, self._all_reducing = self._all_reducing, state
         if before is not None:
-            if state is None:  # otherwise compute does not join the trailing stream now
+            if state is None:  # with a new all-reduce in flight, compute does not join the trailing stream yet
                 self.ended = before.pending.span
             with self._streams.trailing():
                 before.finish()

@@ -157,7 +157,7 @@ def memory_of(parts: Sequence[FeedRows], limit: int | None) -> tuple[NDArray[np.
 
     Args:
         parts: one for each group.
-        limit: about how many moments to return; None: all.
+        limit: approximate number of moments to return; None for all.
     """
     found, is_exact = [np.empty(0, MEMORY_DTYPE)], True
     for group, new in enumerate(parts):

@@ -9,13 +9,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from workbench.errors import WorkbenchError
-from workbench.events import Kind
-from workbench.live.messages import BreakpointState, RankHealth
+from workbench.live.overview import health
 from workbench.live.rate_limit import LOOK_S, RateLimit
-from workbench.protocol.breakpoints import UNTIL
-from workbench.replay.grouping import label
-from workbench.reports.failures import RESTART, losses_in_words
-from workbench.reports.stop_positions import State, describe, unit_names
 from workbench.session.snapshot import ClusterSnapshot
 
 Send = Callable[[], None]
@@ -129,57 +124,3 @@ def mark(pulse: ClusterSnapshot) -> tuple[object, ...]:
     asked = pulse.under_way, pulse.ended, pulse.breakpoints
     held = pulse.losses, pulse.holder, pulse.is_free
     return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), held, pulse.cursor, asked
-
-
-def health(pulse: ClusterSnapshot) -> tuple[RankHealth, ...]:
-    """Return the current state of the ranks, equal ones in one entry."""
-    names = unit_names(pulse.trace.header)
-    groups: dict[tuple[State, str], list[int]] = {}
-    for rank, state in sorted(pulse.states.items()):
-        position = pulse.positions.get(rank)
-        held = position.held if position is not None and state == "held" else None
-        groups.setdefault((state, describe(held, names) if held is not None else ""), []).append(rank)
-    return tuple(
-        RankHealth(label=label(ranks), ranks=tuple(ranks), state=state, where=where)
-        for (state, where), ranks in groups.items()
-    )
-
-
-def breakpoints(pulse: ClusterSnapshot) -> tuple[BreakpointState, ...]:
-    """Return the breakpoints except that of ``step --until``: it cannot be switched, and the request shows it."""
-    return tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints if b.id != UNTIL)
-
-
-FREE = "These ranks are free now. To take them: %fsdp attach."
-
-
-def said(pulse: ClusterSnapshot) -> str:
-    """Return a sentence about what is shown, or what to do first; empty while ranks train."""
-    if pulse.exchange == "start":
-        words = pulse.waits_for or "starting or attaching ranks"
-        return f"{words[:1].upper()}{words[1:]}."
-    if pulse.exchange == "stop":
-        return "The ranks are stopping; the trace is kept."
-    if pulse.is_free:
-        return FREE
-    if pulse.holder:
-        return (
-            f"{pulse.holder} controls these ranks; here you can only view them. To take control: %fsdp attach --take."
-        )
-    if pulse.losses:
-        return f"{losses_in_words(pulse.losses)}. No further step can run: {RESTART}."
-    return _recorded(pulse)
-
-
-def _recorded(pulse: ClusterSnapshot) -> str:
-    """Return a sentence about what is recorded, or how to record something."""
-    is_recorded = pulse.trace.num_rows > 0
-    if not pulse.running:
-        if is_recorded:
-            return f"No ranks are running. Showing {pulse.record or 'their last recording'}."
-        return "No ranks are running and nothing is recorded. Start ranks with %fsdp start -n 4."
-    if any((rank_trace.kinds == Kind.STEP).any() for rank_trace in pulse.trace.ranks):
-        return ""
-    if any(unit.in_use for unit in pulse.trace.header.units):
-        return "No step has run yet. Define train_step() in a %%fsdp cell, then press step, or type %fsdp step 40."
-    return "No model is sharded yet. Define one in a %%fsdp cell, then shard it with %fsdp shard MODEL."

@@ -12,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Category, Edge, Kind, Unit, unit_words
-from workbench.live.messages import Costs, KnobEffect, RunStatus
+from workbench.live.messages import BreakpointState, Costs, KnobEffect, RankHealth, RunStatus
 from workbench.live.state_at import StateAt
+from workbench.protocol.breakpoints import UNTIL
 from workbench.replay import memory
 from workbench.replay.grouping import label
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind
-from workbench.reports.failures import losses_in_words
-from workbench.reports.stop_positions import describe, unit_names
+from workbench.reports.failures import RESTART, losses_in_words
+from workbench.reports.stop_positions import State, describe, unit_names
 from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
@@ -46,6 +47,60 @@ _KNOBS: dict[str, Callable[[Unit], object]] = {
     "reduced in": lambda unit: unit.reduce_dtype,
     "offloaded": lambda unit: unit.offload,
 }
+
+
+def health(pulse: ClusterSnapshot) -> tuple[RankHealth, ...]:
+    """Return the current state of the ranks, equal ones in one entry."""
+    names = unit_names(pulse.trace.header)
+    groups: dict[tuple[State, str], list[int]] = {}
+    for rank, state in sorted(pulse.states.items()):
+        position = pulse.positions.get(rank)
+        held = position.held if position is not None and state == "held" else None
+        groups.setdefault((state, describe(held, names) if held is not None else ""), []).append(rank)
+    return tuple(
+        RankHealth(label=label(ranks), ranks=tuple(ranks), state=state, where=where)
+        for (state, where), ranks in groups.items()
+    )
+
+
+def breakpoints(pulse: ClusterSnapshot) -> tuple[BreakpointState, ...]:
+    """Return the breakpoints except that of ``step --until``: it cannot be switched, and the request shows it."""
+    return tuple(BreakpointState(id=b.id, text=str(b), is_on=b.is_on) for b in pulse.breakpoints if b.id != UNTIL)
+
+
+FREE = "These ranks are free now. To take them: %fsdp attach."
+
+
+def said(pulse: ClusterSnapshot) -> str:
+    """Return a sentence about what is shown, or what to do first; empty while ranks train."""
+    if pulse.exchange == "start":
+        words = pulse.waits_for or "starting or attaching ranks"
+        return f"{words[:1].upper()}{words[1:]}."
+    if pulse.exchange == "stop":
+        return "The ranks are stopping; the trace is kept."
+    if pulse.is_free:
+        return FREE
+    if pulse.holder:
+        return (
+            f"{pulse.holder} controls these ranks; here you can only view them. To take control: %fsdp attach --take."
+        )
+    if pulse.losses:
+        return f"{losses_in_words(pulse.losses)}. No further step can run: {RESTART}."
+    return _recorded(pulse)
+
+
+def _recorded(pulse: ClusterSnapshot) -> str:
+    """Return a sentence about what is recorded, or how to record something."""
+    is_recorded = pulse.trace.num_rows > 0
+    if not pulse.running:
+        if is_recorded:
+            return f"No ranks are running. Showing {pulse.record or 'their last recording'}."
+        return "No ranks are running and nothing is recorded. Start ranks with %fsdp start -n 4."
+    if any((rank_trace.kinds == Kind.STEP).any() for rank_trace in pulse.trace.ranks):
+        return ""
+    if any(unit.in_use for unit in pulse.trace.header.units):
+        return "No step has run yet. Define train_step() in a %%fsdp cell, then press step, or type %fsdp step 40."
+    return "No model is sharded yet. Define one in a %%fsdp cell, then shard it with %fsdp shard MODEL."
 
 
 def status(pulse: ClusterSnapshot, quiet_s: float) -> RunStatus:
@@ -77,20 +132,15 @@ def _ranks(pulse: ClusterSnapshot, state: str) -> list[int]:
 
 def _stops(pulse: ClusterSnapshot) -> str:
     """Say where ranks are held, equal ones together, and why."""
-    names = unit_names(pulse.trace.header)
-    places: dict[str, list[int]] = {}
-    for rank in _ranks(pulse, "held"):
-        position = pulse.positions.get(rank)
-        where = describe(position.held, names) if position is not None and position.held is not None else "in the gate"
-        places.setdefault(where, []).append(rank)
-    said = "; ".join(f"{label(ranks)} {where}" for where, ranks in places.items())
+    stopped = [found for found in health(pulse) if found.state == "held"]
+    text = "; ".join(f"{found.label} {found.where or 'in the gate'}" for found in stopped)
     reasons = pulse.under_way.reasons if pulse.under_way is not None else ()
-    return f"{said} ({', '.join(reasons)})" if reasons else said
+    return f"{text} ({', '.join(reasons)})" if reasons else text
 
 
 def _who(pulse: ClusterSnapshot) -> str:
-    said = [(_ranks(pulse, "running"), "still running its own code"), (_ranks(pulse, "waiting"), "waiting for others")]
-    return ", ".join(f"{label(ranks)} {doing}" for ranks, doing in said if ranks)
+    groups = (_ranks(pulse, "running"), "still running its own code"), (_ranks(pulse, "waiting"), "waiting for others")
+    return ", ".join(f"{label(ranks)} {doing}" for ranks, doing in groups if ranks)
 
 
 def _progress(pulse: ClusterSnapshot) -> str:

@@ -13,7 +13,6 @@ from workbench.codec import sent_number
 from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace
-from workbench.live.long_poll import breakpoints, said
 from workbench.live.messages import (
     ClockState,
     ClusterState,
@@ -25,6 +24,7 @@ from workbench.live.messages import (
     UnitInfo,
     UnitStates,
 )
+from workbench.live.overview import breakpoints, said
 from workbench.replay import memory
 from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
 from workbench.replay.units import model_order

@@ -13,7 +13,6 @@ from workbench.codec import encode
 from workbench.live.feed import Feed
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace
-from workbench.live.long_poll import breakpoints, health, said
 from workbench.live.messages import (
     AskAt,
     AskBeside,
@@ -29,7 +28,7 @@ from workbench.live.messages import (
     ViewAnswer,
     WindowDetail,
 )
-from workbench.live.overview import slowest, status, whose
+from workbench.live.overview import breakpoints, health, said, slowest, status, whose
 from workbench.live.packing import pack, told_holds, told_open
 from workbench.live.rate_limit import BYTES_PER_S
 from workbench.live.window_detail import window

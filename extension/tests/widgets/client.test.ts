@@ -10,7 +10,7 @@ beforeEach(() => {
   vi.useFakeTimers();
 });
 
-/** A kernel that answers when it is told to. */
+/** A fake kernel; the test sends its answers. */
 class Kernel implements Channel {
   readonly asked: Question[] = [];
   readonly log: unknown[] = [];
@@ -175,7 +175,7 @@ describe("a client", () => {
     expect(kernel.log).toEqual([["window", { number: 3, from: 10, to: 20, isExact: false }, 1], "answer", ["reply", "no"], "answer"]);
   });
 
-  it("hears only what is for it", () => {
+  it("ignores answers to other views", () => {
     const kernel = new Kernel();
     for (const call of kernel.calls) call({ word: "pressed", view: "other", button: "", text: "a" }, []);
     expect(kernel.log).toEqual([]);

@@ -18,7 +18,7 @@ function told(...parts: readonly (Partial<FeedUpdate> & { tables?: Parameters<ty
 
 const MEMORY = { memory: { t: [5], bytes: [1, 0, 0, 0, 0, 0, 0, 0, 0, 0], group: [0] } };
 
-describe("a model keeps what it was told", () => {
+describe("a model stores the news", () => {
   const first = { now: moment(100, { step: 3 }), late: "rank 1", units: ["a", "b"], order: [1, 0], holds: [[5, 7]],
     peaks: [{ num_bytes: 1, t_us: 2, step: 0, text: "x" }], tracks: [0, 2], clock: ["GPU", "host"], begin_us: -5, groups: [[0], [2]],
     change: { what: "w", at_step: 1, before: { num_steps: 1, ms: 1, exposed: 0, peak_bytes: 1 }, after: { num_steps: 1, ms: 1, exposed: 0, peak_bytes: 1 } } };

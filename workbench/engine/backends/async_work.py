@@ -132,7 +132,7 @@ class PendingWork:
             future.
         collective: description for errors.
         watch: checked in every wait slice, and notified when the wait ends.
-        span: the announced collective; None: the probe does not see it.
+        span: the collective that its events announce; None if it is not announced.
 
     Attributes:
         span: as given.
