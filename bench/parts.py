@@ -76,9 +76,7 @@ class Meter:
         self._thread = threading.get_ident()
         self._is_engine: dict[str, bool] = {}
         self._functions: dict[str, Part] = {}
-        self._open: list[
-            tuple[Part, FrameType | None]
-        ] = []  # with the frame that ends it, or None for an event
+        self._open: list[tuple[Part, FrameType | None]] = []  # with the frame that ends it, or None for an event
         self._last_collective: dict[int, str] = {}
         self.clear()
 
