@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -33,6 +34,7 @@ QUIET_S = (1, 10, 60)
 
 _BEAT_S = 1.0
 _MAX_FRAMES = 200
+_OWN = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("record", "watch"))
 
 
 class RankRecording:
@@ -148,14 +150,23 @@ class RankRecording:
             return
         self._quiet_at = (seq, stacks + 1)
         frame = sys._current_frames().get(self._main)
-        calls = traceback.extract_stack(frame, limit=None)[-_MAX_FRAMES:] if frame is not None else ()
-        words = tuple(f"{call.filename}:{call.lineno} in {call.name}: {call.line or ''}".rstrip(": ") for call in calls)
-        self._writer.write(FrameKind.QUIET, Quiet(t_ns=time.monotonic_ns(), seq=seq + 1, frames=words))
+        quiet = Quiet(t_ns=time.monotonic_ns(), seq=seq + 1, frames=() if frame is None else stack_of(frame))
+        self._writer.write(FrameKind.QUIET, quiet)
 
     def _write_beat(self) -> None:
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + _BEAT_S
             self._writer.write(FrameKind.BEAT, Beat(t_ns=time.monotonic_ns(), wall_ns=time.time_ns()))
+
+
+def stack_of(frame: FrameType) -> tuple[str, ...]:
+    """Return the calls of a stack, the innermost last, without those of the recording itself."""
+    calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith(_OWN)]
+    first = next((at for at, call in enumerate(calls) if "runpy" not in call.filename), 0)
+    return tuple(
+        f"{call.filename}:{call.lineno} in {call.name}: {call.line or ''}".rstrip(": ")
+        for call in calls[first:][-_MAX_FRAMES:]
+    )
 
 
 def _forget() -> None:

@@ -24,7 +24,7 @@ from workbench.trace.columns import Trace
 from workbench.trace.file import MAX_META_BYTES
 from workbench.trace.header import header_from_dict, key_frame_from_dict
 from workbench.trace.keyframe import advance
-from workbench.trace.recording import HEAD, MAGIC, Beat, End, FrameKind, Quiet, Start
+from workbench.trace.recording import HEAD, MAGIC, RANK_FILE, Beat, End, FrameKind, Quiet, Start
 from workbench.trace.row_compression import from_wire
 from workbench.trace.schema import ROW_DTYPE, ClockReading, Header, HostClock, KeyFrame, Rows
 
@@ -45,6 +45,7 @@ class RankRecording:
         last_beat: the last time at which it was alive; None if it never told.
         end: how the program ended; None: it was killed, or still runs.
         is_cut: whether something unreadable follows the last whole frame.
+        offset_ns: nanoseconds by which its clock is ahead of that of the trace.
     """
 
     start: Start
@@ -53,6 +54,7 @@ class RankRecording:
     last_beat: Beat | None = None
     end: End | None = None
     is_cut: bool = False
+    offset_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,6 @@ class Recording:
     trace: Trace
     ranks: dict[int, RankRecording] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-
-def is_recording(path: Path) -> bool:
-    """Return whether ``path`` is a folder with the recording of a rank."""
-    return path.is_dir() and any(_NAME.fullmatch(each.name) for each in path.iterdir())
 
 
 def read(folder: Path) -> Recording:
@@ -101,7 +98,9 @@ def read(folder: Path) -> Recording:
         if reader.start is not None:
             found[rank] = reader
     if not found:
-        raise TraceError(f"{folder} has no readable recording of a rank{'; ' if notes else ''}{'; '.join(notes)}")
+        more = f": {'; '.join(notes)}" if notes else f", such as {RANK_FILE.format(rank=0, number=0)}"
+        raise TraceError(f"{folder} is a folder without the recording of a rank{more}")
+    notes += [f"the run was restarted: its later part is in {each}" for each in sorted(folder.glob("restart*"))]
     return _joined(found, notes)
 
 
@@ -228,6 +227,7 @@ def _joined(found: dict[int, _RankReader], notes: list[str]) -> Recording:
             last_beat=reader.last_beat,
             end=reader.end,
             is_cut=reader.is_cut,
+            offset_ns=offset_of.get(rank, 0),
         )
         for rank, reader in found.items()
         if reader.start is not None

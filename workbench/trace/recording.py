@@ -24,6 +24,9 @@ from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame
 
 MAGIC = b"workbench recording 1\n"
+RANK_FILE = "rank{rank}.{number:04}.rec"
+"""Name of a file: rank and number."""
+
 HEAD = struct.Struct("<BII")
 """Start of a frame: kind, length of its content, CRC-32 of its content."""
 
@@ -130,7 +133,7 @@ class RecordingWriter:
         self._next_file()
 
     def _next_file(self) -> None:
-        path = self._folder / f"rank{self._start.rank}.{self._number:04}.rec"
+        path = self._folder / RANK_FILE.format(rank=self._start.rank, number=self._number)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         if self._fd >= 0:
             os.close(self._fd)
