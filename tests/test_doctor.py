@@ -137,7 +137,7 @@ def test_all_that_is_found_is_said(bad, monkeypatch, capsys):
     assert doctor.run() is not bad
     out = capsys.readouterr().out
     assert all(f"  {name}" in out or f" {name} " in out for name in looks)
-    assert ("All is well." in out) is not bad
+    assert ("All checks passed." in out) is not bad
 
 
 @pytest.mark.cluster

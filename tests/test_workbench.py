@@ -131,7 +131,7 @@ def test_ranks_that_are_all_lost_are_replaced(trained):
     first, recorded = trained.fake, trained.trace.num_rows
     for rank in range(4):
         first.lose(rank)
-    assert "ranks 0-3 of 4 gone: %fsdp stop, then %fsdp start" in str(trained.status())
+    assert "ranks 0-3 of 4 died: %fsdp stop, then %fsdp start" in str(trained.status())
     assert "died: the process was killed by SIGKILL" in str(trained.status())
     assert trained.status().num_rows == recorded
     assert trained.memory().data
@@ -210,7 +210,7 @@ def test_status_names_what_is_there(wb):
     assert "nothing yet: %fsdp shard MODEL" in text
     assert "&lt;here&gt;" in wb.status()._repr_html_()
     wb.fake.dead = {2}
-    assert "rank 2 of 4 gone: %fsdp stop, then %fsdp start" in str(wb.status())
+    assert "rank 2 of 4 died: %fsdp stop, then %fsdp start" in str(wb.status())
 
 
 # ---- commands

@@ -990,7 +990,7 @@ class Workbench:
         methods = {name: inspect.getdoc(member) or "" for name, member in inspect.getmembers(type(self), callable)}
         public = {name: text for name, text in methods.items() if text and not name.startswith("_")}
         if topic and topic not in public:
-            raise UsageError(f"there is no method {topic!r}; there are: {', '.join(public)}")
+            raise UsageError(f"there is no method {topic!r}; methods: {', '.join(public)}")
         return public[topic] if topic else "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in public.items())
 
 

@@ -266,7 +266,7 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
     for target, reported in (
         (
             AttachTarget(profile="running", cluster_id="two"),
-            "no cluster with the id 'two' .*; there are: one; choose one with --cluster-id ID",
+            "no cluster with the id 'two' .*; running: one; choose one with --cluster-id ID",
         ),
         (AttachTarget(file=str(tmp_path / "none.json")), "none.json cannot be read: No such file"),
         (

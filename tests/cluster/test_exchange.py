@@ -83,7 +83,7 @@ def test_outputs_between_the_two_are_kept_and_waited_for(request_):
 def test_a_reply_that_is_lost_without_an_interrupt_is_no_interrupt(request_):
     fall_idle(request_)
     request_.loop.let_time_pass()
-    with pytest.raises(ClusterError, match=r"^rank 3 has ended its request without a reply$"):
+    with pytest.raises(ClusterError, match=r"^rank 3 ended its request without a reply$"):
         request_.answer.future.result(0)
 
 

@@ -62,7 +62,7 @@ def test_the_launchers_are_those_that_ipyparallel_has_registered():
 
 
 def test_an_unknown_launcher_is_refused_with_the_list():
-    with pytest.raises(UsageError, match=r"no engine launcher 'slrum', did you mean 'slurm'\? there are .*ssh"):
+    with pytest.raises(UsageError, match=r"no engine launcher 'slrum', did you mean 'slurm'\? launchers: .*ssh"):
         Cluster(2, engines="slrum")
 
 

@@ -105,7 +105,7 @@ def test_each_host_with_too_few_gpus_is_named():
     with pytest.raises(UsageError) as caught:
         boots(seats(found), "cuda")
     assert str(caught.value).splitlines() == [
-        "2 ranks need 2 cuda devices, but a has 1: use --device cpu, or at most 1 there",
+        "2 ranks need 2 cuda devices, but a has 1: use --device cpu, or start at most 1 there",
         "1 rank needs 1 cuda device, but b has 0: use --device cpu",
     ]
 

@@ -356,7 +356,7 @@ def test_a_profile_that_does_not_exist_is_refused(make_cluster, monkeypatch, tmp
     with pytest.raises(UsageError, match=r"'mine' does not exist in .*; there is none"):
         make_cluster(profile="mine").start()
     (tmp_path / "ipython" / "profile_other").mkdir(parents=True)
-    with pytest.raises(UsageError, match="there are: other"):
+    with pytest.raises(UsageError, match="profiles: other"):
         make_cluster(profile="mine").start()
 
 

@@ -409,7 +409,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
     with pytest.raises(RanksDisagreeError) as refused:
         three.before(A)
     said = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
-    assert said + "rank 2 elsewhere." in str(refused.value)
+    assert said + "rank 2 did not answer." in str(refused.value)
 
 
 def test_a_store_that_has_gone_is_a_failure():

@@ -479,7 +479,7 @@ def refused() -> None:
 
 @on_hosts
 def test_an_input_that_it_did_not_allocate_is_refused(network):
-    with pytest.raises(RankFailure, match="copies nothing: the input must be the tensor that allocate"):
+    with pytest.raises(RankFailure, match="works in place: the input must be the tensor that allocate"):
         run_on(seats(network, 2, 2), refused)
 
 

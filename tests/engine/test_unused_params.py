@@ -54,7 +54,7 @@ def test_ranks_that_use_different_parameters_are_told_which(monkeypatch):
     for what in run_ranks(2, each_its_own):
         for rank, unused in enumerate(("experts.1.weight, experts.1.bias", "experts.0.weight, experts.0.bias")):
             assert f"rank {rank} reduce-scatter without {unused} (no gradient; " in what
-        assert "set_reduce_scatter_unused_params(True) counts that as zero" in what
+        assert "set_reduce_scatter_unused_params(True) treats it as zero" in what
 
 
 def average_with_zeros(model: nn.Module) -> None:

@@ -55,7 +55,7 @@ def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(
         assert RESTART in str(caught.value)
 
         assert how in str(bench.status())
-        assert "gone: %fsdp stop, then %fsdp start" in bench.status().headline
+        assert "died: %fsdp stop, then %fsdp start" in bench.status().headline
         assert bench.status().num_rows > 0
         for view in VIEWS:
             bench.view(view)

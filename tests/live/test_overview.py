@@ -37,7 +37,7 @@ WAITING = Position(doing="step", waiting=True)
             {0: RUNNING, 1: WAITING, 2: WAITING, 3: WAITING},
             12.0,
             "stuck",
-            "no event for 12 s: rank 0 still running its own code, ranks 1-3 waiting for others",
+            "no event for 12 s: rank 0 still running user code, ranks 1-3 waiting for others",
         ),
         (dict.fromkeys(range(4), RUNNING), 60.0, "training", ""),  # a long computation
         (dict.fromkeys(range(4), HELD), 60.0, "stopped", "ranks 0-3 before all-gather of blocks.1, step 1"),

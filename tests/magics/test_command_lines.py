@@ -124,9 +124,9 @@ def test_lines_become_commands(line, command):
         ("shard 'model", "No closing quotation"),
         ("layout --fold perhaps", "expected true or false"),
         ("status now", "unknown argument 'now'"),
-        ("open -x.trace", "required: FILE; '-x.trace' reads as a flag, write -- before it: %fsdp open -- -x.trace\n"),
+        ("open -x.trace", "required: FILE; '-x.trace' is read as a flag; write -- before it: %fsdp open -- -x.trace\n"),
         ("open --odd.trace", "write -- before it: %fsdp open -- --odd.trace\n"),
-        ("break add -x", "unknown flag '-x'; '-x' reads as a flag, write -- before it: %fsdp break add -- -x\n"),
+        ("break add -x", "unknown flag '-x'; '-x' is read as a flag; write -- before it: %fsdp break add -- -x\n"),
         ("export --steps 3 -x", "write -- before it: %fsdp export --steps 3 -- -x\n"),
     ],
 )
@@ -142,7 +142,7 @@ def test_wrong_lines_say_what_is_right(line, says):
 def test_no_word_is_told_to_stand_behind_where_none_can_or_it_does(line):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
-    assert "reads as a flag" not in str(caught.value)
+    assert "is read as a flag" not in str(caught.value)
 
 
 def test_help_has_all_words_below_headings():

@@ -99,7 +99,7 @@ def test_a_start_after_a_death_says_so_and_replaces_ranks_that_are_all_dead(bare
     bare.fake.lose(1)
     assert "rank 1 died: the process was killed by SIGKILL" in bare.run("%fsdp start -n 2").out
     bare.fake.lose(0)
-    assert "ranks 0-1 of 2 gone" in bare.ok("%fsdp status").shown[0]["text/plain"]
+    assert "ranks 0-1 of 2 died" in bare.ok("%fsdp status").shown[0]["text/plain"]
     assert "2 ranks started" in bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
 
 
@@ -122,8 +122,8 @@ def test_names_in_braces_are_variables_of_the_notebook(bare):
     assert "3 steps" in bare.ok("%fsdp step {n}").shown[-1]["text/plain"]
     unknown = bare.run("%fsdp step {m}")
     assert isinstance(unknown.error, UsageError)
-    assert "there is no notebook variable 'm' to replace {m}" in unknown.out
-    assert "for the text itself write {{m}}" in unknown.out
+    assert "there is no notebook variable 'm' for {m}" in unknown.out
+    assert "for a literal {m} write {{m}}" in unknown.out
     assert "there is no file '{m}'" in bare.run("%fsdp stop\n%fsdp open {{m}}").out
 
 

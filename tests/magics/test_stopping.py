@@ -53,13 +53,13 @@ def test_lines_become_commands(line, command):
     [
         ("break add", "needs an event, such as all_gather:blocks.2"),
         ("break", "required: add|list|clear"),
-        ("break dance x", "there is no 'dance'; there are: add, list, clear, "),
+        ("break dance x", "there is no 'dance'; choose from: add, list, clear, "),
         ("break clear all_gather", "takes a number that %fsdp break list shows"),
         ("break list 3", "takes no event"),
         ("break clear 3 --rank 1", "takes no --rank"),
         ("break add forward --rank one", "expected a rank such as 1"),
-        ("next week", "there is no 'week'; there are: event, collective, unit, phase"),
-        ("next colective", "there is no 'colective', did you mean 'collective'? there are: event, "),
+        ("next week", "there is no 'week'; choose from: event, collective, unit, phase"),
+        ("next colective", "there is no 'colective', did you mean 'collective'? choose from: event, "),
         ("eval", "required: EXPR"),
         ("eval -t 1", "required: EXPR"),
         ("eval -t 1 --", "required: EXPR"),
@@ -162,7 +162,7 @@ def test_breakpoints(stoppable):
     assert "2 breakpoints" in stoppable.ok("%fsdp break list").shown[0]["text/plain"]
     assert "(off: %fsdp break on 2)" in stoppable.ok("%fsdp break off 2").shown[0]["text/plain"]
     assert "off" not in stoppable.ok("%fsdp break on").shown[0]["text/plain"]
-    assert "there is no breakpoint 7; there are: 1, 2" in stoppable.run("%fsdp break off 7").out
+    assert "there is no breakpoint 7; breakpoints: 1, 2" in stoppable.run("%fsdp break off 7").out
     assert "optimizer" in stoppable.ok("%fsdp break clear 1").shown[0]["text/plain"]
     assert "no breakpoints" in stoppable.ok("%fsdp break clear\n%fsdp break list").shown[-1]["text/plain"]
     assert "nearest first: forward" in stoppable.run("%fsdp break add farward").out

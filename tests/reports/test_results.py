@@ -312,8 +312,8 @@ def test_a_loss_that_is_no_number_is_written_as_the_panel_does(losses, said):
 @pytest.mark.parametrize(
     ("buffers", "since", "said"),
     [
-        ([("b",), ("b",)], [3, 3], ("b on every rank", "the loss is not finite since step 3 on every rank")),
-        ([(), ("b", "c")], [None, 3], ("b, c on rank 1", "the loss is not finite since step 3, first on rank 1")),
+        ([("b",), ("b",)], [3, 3], ("b on every rank", "the loss has not been finite since step 3 on every rank")),
+        ([(), ("b", "c")], [None, 3], ("b, c on rank 1", "the loss has not been finite since step 3, first on rank 1")),
         ([(), ()], [None, None], ("", "")),
     ],
 )

@@ -175,7 +175,7 @@ def test_every_wrong_request_says_what_to_do():
         "'model' has no attribute 'nothing'",
         "'number' is a int, not a torch.nn.Module",
         "did you mean Block?",
-        "--ignore nope* matches no parameter; there are: ",
+        "--ignore nope* matches no parameter; parameters: ",
         "not sharded; shard it first: %fsdp shard model",
         "no variable 'nothing'",
         "'number' is a int, not a function",

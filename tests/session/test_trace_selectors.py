@@ -74,7 +74,7 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
         ("last:-7", "the trace has no step -7; its steps are: 0-5"),
         ("last:-2..-4", "steps 4..2 run backwards; write 2..4"),
         ("5..3", "steps 5..3 run backwards; write 3..5"),
-        ("", "compare takes a trace file, 'last', or steps such as 3..5; got an empty text"),
+        ("", "compare takes a trace file, 'last', or steps such as 3..5; got an empty string"),
     ],
 )
 def test_what_is_not_there_is_said(text, message):

@@ -194,8 +194,8 @@ READING = ClockReading(t_ns=5, offset_ns=-3, error_ns=1)
 @pytest.mark.parametrize(
     ("clocks", "sentence"),
     [
-        ([HostClock(ranks=(0,), readings=(READING,))], "rank 0 is among the clocks other than its own"),
-        ([HostClock(ranks=(1, 1), readings=(READING,))], "a rank has two clocks"),
+        ([HostClock(ranks=(0,), readings=(READING,))], "rank 0, whose clock is the reference"),
+        ([HostClock(ranks=(1, 1), readings=(READING,))], "the other clocks list a rank twice"),
         ([HostClock(ranks=(1,), readings=())], "the clock of ranks (1,) has no readings"),
         ([HostClock(ranks=(1,), readings=(READING, replace(READING, t_ns=4)))], "they are not sorted by time"),
         ([HostClock(ranks=(1,), readings=(replace(READING, error_ns=-1),))], "clock error of ranks (1,) is negative"),

@@ -53,9 +53,10 @@ def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
     kept = zip(holding_on(b, 0, (0,)).ranks, b.ranks, strict=True)
     b = Trace(b.header, tuple(replace(r, start=with_grads(before.start, 200_000)) for r, before in kept))
     found = title(draw(a, b, rank=0))
-    assert found.endswith("sharded grads left over from before (195 KiB), units unsharded through forward (193 KiB)")
+    left_over = "sharded grads left over from an earlier step (195 KiB)"
+    assert found.endswith(f"{left_over}, units unsharded through forward (193 KiB)")
     assert "first difference: memory at the start of step 2 (1)" in subtitle(draw(a, b, rank=0))
-    assert "sharded grads no longer left over from before" in title(draw(b, a, rank=0))
+    assert "sharded grads no longer left over from an earlier step" in title(draw(b, a, rank=0))
 
 
 def with_grads(start, num_bytes):

@@ -579,7 +579,7 @@ def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
         assert press(widget, "break on", "2") == "1 breakpoint turned on"
         assert press(widget, "break clear", "1") == "removed 1 breakpoint"
         assert ask(widget)[0]["breakpoints"] == [other]
-        assert press(widget, "break off", "1") == "there is no breakpoint 1; there are: 2"
+        assert press(widget, "break off", "1") == "there is no breakpoint 1; breakpoints: 2"
         assert "there is no event ''" in press(widget, "break", "")
         for argument in ("", "two"):  # without a number, all breakpoints would be meant
             says = f"break clear takes the number of a breakpoint, not {argument!r}"

@@ -84,7 +84,7 @@ def check_launcher(name: str) -> None:
     """
     if name.lower() not in launchers():
         meant = did_you_mean(name.lower(), launchers(), cutoff=0.6) or ";"
-        raise UsageError(f"ipyparallel has no engine launcher {name!r}{meant} there are {', '.join(launchers())}")
+        raise UsageError(f"ipyparallel has no engine launcher {name!r}{meant} launchers: {', '.join(launchers())}")
 
 
 def configures_launcher(profile: str) -> bool:

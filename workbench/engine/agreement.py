@@ -65,8 +65,8 @@ class Holdings:
 _CURES = {
     "parameter": "build the same model on every rank, and shard it in the same way",
     "gradient": (
-        "a failed or aborted step left it; clear the gradients on every rank with model.zero_grad() (in a notebook, "
-        "in a %%fsdp cell)"
+        "a failed or aborted step left this gradient; clear the gradients on every rank with model.zero_grad() (in a "
+        "notebook, in a %%fsdp cell)"
     ),
     "optimizer": "create it from the same parameters on every rank",
     "optimizer state": (
@@ -205,7 +205,7 @@ class Agreement:
         if unable:
             refusal = next(refusal for refusal, *_ in answers if refusal)
             return f"{self._what} is not possible on {name_ranks(unable)}, so no rank did it: {refusal}"
-        missing = "nothing of this name" if all(has_all for _, has_all, _ in answers) else None
+        missing = "no entry of this name" if all(has_all for _, has_all, _ in answers) else None
         for kind, cure in _CURES.items():
             of_ranks = [rows[kind] for *_, rows in answers]
             rows = _by_name(of_ranks, missing)

@@ -303,7 +303,7 @@ class BackReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what that means."""
-        return [("views", "show the record up to this event"), ("ranks", "are not moved")]
+        return [("views", "show the record up to this event"), ("ranks", "stay where they are")]
 
 
 def _with_ranks(groups: Mapping[str, Sequence[int]]) -> str:

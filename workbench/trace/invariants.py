@@ -86,7 +86,7 @@ def check_header(header: Header) -> Iterator[str]:
 def _clocks_fit(clocks: Sequence[HostClock]) -> Iterator[str]:
     ranks = sorted(rank for clock in clocks for rank in clock.ranks)
     if 0 in ranks or len(set(ranks)) < len(ranks):
-        yield f"a rank has two clocks, or rank 0 is among the clocks other than its own: {ranks[:8]}"
+        yield f"the other clocks list a rank twice, or rank 0, whose clock is the reference: {ranks[:8]}"
     for clock in clocks:
         if not clock.readings or list(clock.readings) != sorted(clock.readings):
             yield f"the clock of ranks {clock.ranks[:8]} has no readings, or they are not sorted by time"

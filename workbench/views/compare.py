@@ -125,7 +125,7 @@ def _cause(peak: PeakChange, category: Category) -> str:
     """Return how a class of bytes causes the difference: ``"blocks.2 unsharded through backward"``."""
     is_more, who = peak.after > peak.before, _names(peak.units) if category is peak.category else ""
     if category in peak.left_over and category is not Category.OPTIMIZER_STATE:
-        return f"{category.words} {'' if is_more else 'no longer '}left over from before"
+        return f"{category.words} {'' if is_more else 'no longer '}left over from an earlier step"
     if category is Category.UNSHARDED_PARAMS:
         through = "backward" if Kind.BACKWARD in {phase.info.part for phase in peak.phases} else "forward"
         return f"{who or 'units'} {'' if is_more else 'no longer '}unsharded through {through}"

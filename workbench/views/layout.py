@@ -44,7 +44,7 @@ _MAX_COPIES = 3  # copies whose ranks a column names; with more, only those of t
 _MAX_CUTS = 3  # cut parameters of a flat one that are listed
 _MAX_LINES = 8  # lines in the hover of a segment
 _FIXED_SPACE = "\u00a0"  # prevents a line break
-_BESIDE = "beside it: shape, bytes per rank"
+_BESIDE = "next to it: shape, bytes per rank"
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
 _BAR = 0.76  # rows

@@ -64,12 +64,12 @@ def loads(use_orig_params: bool) -> None:
     refused(said, FSDP.scatter_full_optim_state_dict, full if rank == 0 else None, optim=of_rank)
     refused(said, FSDP.flatten_sharded_optim_state_dict, split, optim=of_rank)
     last = "blocks.1.mlp.2.bias"
-    said = rf"loaded optimizer state of '{last}': rank 0 has exp_avg .*; rank 1 has nothing of this name; load the same"
+    said = rf"loaded optimizer state of '{last}': rank 0 has exp_avg .*; rank 1 has no entry of this name; load the"
     refused(said, FSDP.shard_full_optim_state_dict, without(full, last), optim=optimizer)
     refused(said, FSDP.flatten_sharded_optim_state_dict, without(split, last), optim=optimizer)
     groups = [{**full["param_groups"][0]}] if rank == 0 else []
     refused(
-        "loaded optimizer state of 'group 0': rank 0 has 15 parameters; rank 1 has nothing of this name",
+        "loaded optimizer state of 'group 0': rank 0 has 15 parameters; rank 1 has no entry of this name",
         FSDP.shard_full_optim_state_dict,
         {**full, "param_groups": groups},
     )

@@ -255,7 +255,7 @@ def _split_flat(
         return
     for part, state in zip(flat.parts, wholes, strict=True):
         if state is None or state.keys() != first.keys():
-            came = "no state" if state is None else f"state {', '.join(sorted(state)) or 'of no key'}"
+            came = "no state" if state is None else f"state {', '.join(sorted(state))}" if state else "empty state"
             raise ValueError(
                 f"{part.fqn!r} has {came}, and another parameter of its flat parameter has "
                 f"{', '.join(sorted(first))}: the parameters of a flat parameter share their optimizer state; to "
