@@ -35,7 +35,7 @@ class Aim:
     is_must: bool = True
 
     @property
-    def asked(self) -> str:
+    def target(self) -> str:
         """The requirement, as a sign and a number."""
         sign = ">=" if self.is_at_least else "<="
         return f"{'must' if self.is_must else 'aim'} {sign} {self.limit:g} {self.unit}".rstrip()

@@ -192,7 +192,7 @@ class Growing:
         parts = tuple(RankTrace(r.rank, r.rows[:count], r.start) for r in self.trace.ranks)
         doing = dict.fromkeys(range(8), {{"doing": "step", "step": 1}})
         return pulse(Trace(self.trace.header, parts), [True] * 8, doing)
-    def asked(self):
+    def activity(self):
         return ()
 
 growing = Growing()
@@ -266,7 +266,7 @@ class Still:
         self.found = ClusterSnapshot(trace=trace, record="scale.trace")
     def pulse(self):
         return self.found
-    def asked(self):
+    def activity(self):
         return None
 
 still = Still(trace_of(SCALES["SIZE"]))

@@ -125,4 +125,4 @@ def failures(found: Tree) -> Iterator[str]:
 
 def verdicts(found: Iterable[Verdict]) -> Iterator[str]:
     """Yield lines that compare targets with measurements."""
-    yield from table(("", "aim", "measured", "verdict"), ((v.aim.what, v.aim.asked, v.number, v.word) for v in found))
+    yield from table(("", "aim", "measured", "verdict"), ((v.aim.what, v.aim.target, v.number, v.word) for v in found))

@@ -99,8 +99,8 @@ class LongRun:
                 self.is_over.set()
             return pulse(self._collector.trace, [True] * NUM_RANKS, self._collector.positions)
 
-    def asked(self) -> tuple[object, ...]:
-        """Return an empty tuple: no rank is asked anything."""
+    def activity(self) -> tuple[object, ...]:
+        """Return an empty tuple: no rank runs."""
         return ()
 
     def facts(self) -> Tree:

@@ -19,8 +19,8 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(argv)
     assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert f"usage: workbench{f' {argv[0]}' if argv[:1] and argv[0] in {'demo', 'doctor'} else ''} [-h]" in said
+    usage = capsys.readouterr().err
+    assert f"usage: workbench{f' {argv[0]}' if argv[:1] and argv[0] in {'demo', 'doctor'} else ''} [-h]" in usage
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_what_has_a_word_bears_it():
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"pet": {"word": "cow"}}, "unknown house.pet 'cow'; known: cat, dog"),
         ({"pet": {"word": "cat", "lives": True}}, "house.pet 'cat'.lives is True, expected int"),
@@ -83,11 +83,11 @@ def test_what_has_a_word_bears_it():
         ({"door": 1}, "house has unknown ['door']"),
     ],
 )
-def test_what_is_not_as_it_should_be_is_named(changed, says):
+def test_what_is_not_as_it_should_be_is_named(changed, message):
     data, buffers = sent(FULL)
     with pytest.raises(CodecError) as caught:
         decode(House, data | changed, "house", buffers)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_what_is_long_is_cut():

@@ -91,14 +91,14 @@ def test_every_colour_is_used_and_there():
 
 def test_the_engine_tells_the_classes_that_are_the_engines():
     """The runtime announces the others, or nothing of ours does."""
-    told = {
+    of_engine = {
         node.attr
         for source in sources()
         if source.part == "engine"
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Category"
     }
-    assert told == {category.name for category in Category if category.info.is_engines}
+    assert of_engine == {category.name for category in Category if category.info.is_engines}
 
 
 def test_the_documents_name_every_event_that_can_be_stopped_at():

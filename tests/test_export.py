@@ -20,6 +20,6 @@ def test_perfettos_file_says_how_exact_times_of_another_clock_are(tmp_path):
     readings = tuple(ClockReading(t_ns=t_ns, offset_ns=7, error_ns=400_000) for t_ns in (begin_ns, end_ns + 1))
     clock = HostClock(ranks=(1, 2), readings=readings)
     export(Trace(dataclasses.replace(found.header, clocks=(clock,)), found.ranks), tmp_path / "run.json")
-    told = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in told if event["name"] == "process_name"]
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name.endswith(", times within 400 µs of rank 0's)") for name in names] == [False, True, True]

@@ -23,10 +23,10 @@ def loaded(capsys):
 
 def test_a_missing_panel_is_said_in_one_sentence_where_a_server_started_the_kernel(folder, monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", "/a/notebook.ipynb")
-    said = loaded(capsys)
-    assert said.startswith("panel not installed: ")
-    assert said.endswith("in JupyterLab's environment.\n")
-    assert said.count("\n") == 1
+    message = loaded(capsys)
+    assert message.startswith("panel not installed: ")
+    assert message.endswith("in JupyterLab's environment.\n")
+    assert message.count("\n") == 1
 
 
 def test_nothing_is_said_where_nobody_would_look_for_it(folder, monkeypatch, capsys):

@@ -196,7 +196,7 @@ def test_status_says_busy_for_a_rank_that_runs_a_step_and_gives_an_idle_rank_mor
     trained.fake.silent = {1, 3}
     trained.fake.patience.clear()
     assert [rank.doing for rank in trained.status().ranks] == ["idle", "", "idle", "busy"]
-    assert [asked for asked in trained.fake.patience if asked[0] == "locate"] == [("locate", waiter.PATIENT_S)]
+    assert [call for call in trained.fake.patience if call[0] == "locate"] == [("locate", waiter.PATIENT_S)]
     trained.fake.silent = set()
     trained.abort()
 
@@ -296,7 +296,7 @@ def test_do_takes_the_command_itself(trained):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda wb: wb.step(), "first %fsdp shard model"),
         (lambda wb: wb.verify(), "first %fsdp shard model"),
@@ -328,10 +328,10 @@ def test_do_takes_the_command_itself(trained):
         (lambda wb: wb.export("/does/not/exist/run.json"), "cannot write"),
     ],
 )
-def test_bad_requests_say_what_to_do_and_ask_no_rank(wb, call, says):
+def test_bad_requests_say_what_to_do_and_ask_no_rank(wb, call, message):
     with pytest.raises(UsageError) as caught:
         call(wb)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert wb.sent("execute") == wb.sent("cell") == []
 
 
@@ -361,10 +361,10 @@ def test_before_start_it_says_so(call):
 
 def test_the_first_target_streams_and_the_rest_is_compared(wb):
     wb.fake.script["cell"] = [prints("hello\n"), prints("hello\n"), prints("other\n"), prints("hello\n")]
-    heard = []
-    report = wb.run_cell("print('hello')", on_output=heard.append)
-    assert heard[0].data["text/plain"] == "--- ranks differ:"
-    assert heard[-1].data["text/plain"] == report.remarks.rstrip("\n")
+    outputs = []
+    report = wb.run_cell("print('hello')", on_output=outputs.append)
+    assert outputs[0].data["text/plain"] == "--- ranks differ:"
+    assert outputs[-1].data["text/plain"] == report.remarks.rstrip("\n")
     assert report.remarks == "--- ranks 0-1, 3:\nhello\n--- rank 2:\nother\n"
     assert report.texts == {0: "hello\n", 1: "hello\n", 2: "other\n", 3: "hello\n"}
     assert "ran on ranks 0-3" in str(report)
@@ -386,10 +386,10 @@ def test_results_count_as_output_and_silence_is_silent(wb):
 
 def test_an_error_keeps_what_the_failing_rank_wrote(wb):
     wb.fake.script["cell"] = [prints("a\n"), prints("b\n", raises("ValueError")), prints("a\n"), prints("a\n")]
-    heard = []
+    outputs = []
     with pytest.raises(RankError):
-        wb.run_cell("x", on_output=heard.append)
-    assert heard[-1].data["text/plain"] == "--- ranks 0, 2-3:\na\n--- rank 1:\nb"
+        wb.run_cell("x", on_output=outputs.append)
+    assert outputs[-1].data["text/plain"] == "--- ranks 0, 2-3:\na\n--- rank 1:\nb"
 
 
 # ---- failures
@@ -583,10 +583,10 @@ def test_a_step_that_was_abandoned_blocks_the_next_one_until_it_has_ended(traine
 def test_a_death_is_said_at_once_and_the_others_are_interrupted(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     trained.fake.script["step"] = [computes, dies, computes, computes]
-    told = []
+    sentences = []
     with pytest.raises(RankDied):
-        trained.do(Step(), on_standing=told.append)
-    assert told[0].startswith("rank 1 died (SIGKILL); ranks 0, 2-3 have run for 0 s")
+        trained.do(Step(), on_standing=sentences.append)
+    assert sentences[0].startswith("rank 1 died (SIGKILL); ranks 0, 2-3 have run for 0 s")
     assert trained.sent("interrupt") == [("interrupt", (0, 2, 3))]
 
 
@@ -598,20 +598,20 @@ def test_a_rank_that_dies_at_this_moment_is_not_said_to_run(trained, monkeypatch
         if any(entry[0] == "execute" and isinstance(entry[1], Step) for entry in trained.fake.log):
             trained.fake.lose(1)
 
-    trained.fake.on_drain, told = on_drain, []
+    trained.fake.on_drain, sentences = on_drain, []
     with pytest.raises(RankDied):
-        trained.step(on_standing=told.append)
-    assert re.fullmatch(r"rank 1 died \(SIGKILL\); ranks 0, 2-3 have run for \d+ s", told[0])
+        trained.step(on_standing=sentences.append)
+    assert re.fullmatch(r"rank 1 died \(SIGKILL\); ranks 0, 2-3 have run for \d+ s", sentences[0])
 
 
 def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.0)
-    hanging, told = [], []
+    hanging, sentences = [], []
     trained.fake.script["step"] = [lambda cluster, rank, answer: hanging.append(answer), dies, blocks, blocks]
 
     def on_standing(sentence):
-        told.append(sentence)
+        sentences.append(sentence)
         if sentence.endswith("; Ctrl-C stops waiting"):
             signal.raise_signal(signal.SIGINT)
 
@@ -620,7 +620,7 @@ def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(train
     ) as caught:
         trained.step(on_standing=on_standing)
     assert trained.sent("interrupt") == [("interrupt", (0,))]
-    assert not told[0].endswith("stops waiting")
+    assert not sentences[0].endswith("stops waiting")
     assert re.search(r"\nbefore that: rank 1 died \(SIGKILL\); rank 0 has run for \d+ s.*$", str(caught.value))
     assert "stops waiting" not in str(caught.value)
 
@@ -639,9 +639,11 @@ def test_who_worked_is_kept_after_ctrl_c(wb, monkeypatch):
     wb.fake.script["cell"] = [returns, blocks, returns, returns]
     wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
     with pytest.raises(Interrupted) as caught:
-        wb.run_cell("x", on_standing=lambda said: signal.raise_signal(signal.SIGINT))
-    said = r"before that: rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
-    assert re.fullmatch(said, str(caught.value).splitlines()[1])
+        wb.run_cell("x", on_standing=lambda pattern: signal.raise_signal(signal.SIGINT))
+    pattern = (
+        r"before that: rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
+    )
+    assert re.fullmatch(pattern, str(caught.value).splitlines()[1])
 
 
 def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
@@ -662,34 +664,34 @@ def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
 
 def test_who_hangs_and_where_is_said(wb, monkeypatch):
     monkeypatch.setattr(stall_notice, "QUIET_S", 0.0)
-    hanging, told = [], []
+    hanging, sentences = [], []
     wb.fake.script["cell"] = [returns, lambda cluster, rank, answer: hanging.append(answer), returns, returns]
     wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
 
     def on_standing(sentence):
-        told.append(sentence)
+        sentences.append(sentence)
         settle(hanging[0].future, None)
 
     wb.run_cell("x", on_standing=on_standing)
-    said = r"rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
-    assert re.fullmatch(said, told[0])
+    pattern = r"rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
+    assert re.fullmatch(pattern, sentences[0])
 
 
 def test_what_the_next_ctrl_c_does_is_said(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_S", 1000.0)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.0)
     trained.fake.script["step"] = lambda cluster, rank, answer: None
-    told = []
+    sentences = []
 
     def on_standing(sentence):
-        if sentence not in told:
-            told.append(sentence)
+        if sentence not in sentences:
+            sentences.append(sentence)
             signal.raise_signal(signal.SIGINT)
 
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(Interrupted):
         trained.step(on_standing=on_standing)
-    assert told == [
+    assert sentences == [
         "stops at the next event of ranks 0-3; Ctrl-C again aborts",
         "aborting; ranks 0-3 still run; Ctrl-C again sends SIGINT",
         "aborting; ranks 0-3 still run; Ctrl-C again stops waiting",
@@ -820,16 +822,16 @@ def test_export_of_some_steps_is_smaller_and_holds_only_them(trained, tmp_path, 
     whole, part = (tmp_path / f"{name}{suffix}" for name in ("whole", "part"))
     trained.step(3)
     trained.export(whole)
-    said = str(trained.export(part, steps="1..2"))
-    assert "steps 1-2" in said
+    sentence = str(trained.export(part, steps="1..2"))
+    assert "steps 1-2" in sentence
     if suffix == ".html":
         assert "4 ranks, 2 steps (1 to 2), " in part.read_text()
     assert part.stat().st_size < whole.stat().st_size
     if suffix == ".trace":
         assert steps(load(part)) == [1, 2]
     if suffix == ".json":
-        told = [event.get("args", {}).get("step", -1) for event in json.loads(part.read_text())["traceEvents"]]
-        assert set(told) - {-1} == {1, 2}
+        step_numbers = [event.get("args", {}).get("step", -1) for event in json.loads(part.read_text())["traceEvents"]]
+        assert set(step_numbers) - {-1} == {1, 2}
     with pytest.raises(UsageError, match="steps are written 5, "):
         trained.export(part, steps="three")
     with pytest.raises(UsageError, match="the trace has no step 99"):

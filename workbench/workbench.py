@@ -881,7 +881,7 @@ class Workbench:
             found, cursor=self.cursor, record=self.record, exchange=self.exchange, waits_for=self._waits_for
         )
 
-    def asked(self) -> tuple[object, ...]:
+    def activity(self) -> tuple[object, ...]:
         """Return a value that changes when ranks start, get a request, stop, continue or end; contacts no rank."""
         return self.exchange, self._waits_for, *(() if self._session is None else self._session.request_state())
 

@@ -29,7 +29,7 @@ controller_heartbeat.GRACE_S = 0.1
 may_end = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 connect = lambda socket: socket.connect("tcp://127.0.0.1:" + sys.argv[1])
-args = (zmq.Context().socket(zmq.DEALER), connect, 0.8, lambda: print("asked", flush=True) or may_end.is_set())
+args = (zmq.Context().socket(zmq.DEALER), connect, 0.8, lambda: print("polled", flush=True) or may_end.is_set())
 threading.Thread(target=controller_heartbeat.end_when_alone, args=args, daemon=True).start()
 sys.stdin.read()
 may_end.set()
@@ -89,7 +89,7 @@ def test_an_engine_that_is_alone_ends_though_it_hears_no_signal(run, number):
     process, port = controller(run, "ROUTER")
     engine = run(ENGINE, port)
     os.kill(process.pid, number)
-    assert engine.stdout.readline() == b"asked\n"
+    assert engine.stdout.readline() == b"polled\n"
     assert engine.poll() is None  # it may not end yet
     engine.stdin.close()
     assert engine.wait(PATIENCE_S) == 1

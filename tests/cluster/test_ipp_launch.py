@@ -140,8 +140,8 @@ def test_a_configuration_that_fails_is_said(ipython_directory):
 
 def test_a_launcher_whose_program_is_missing_is_said(ipython_directory):
     write_profile(ipython_directory, "absent", "c.MPIEngineSetLauncher.mpi_cmd = ['no-such-mpiexec']")
-    said = r"no-such-mpiexec is not installed here, or not on PATH: install it, or set its path in .*profile_absent/"
-    with pytest.raises(UsageError, match=rf"{said}.*c\.MPIEngineSetLauncher\.mpi_cmd = "):
+    message = r"no-such-mpiexec is not installed here, or not on PATH: install it, or set its path in .*profile_absent/"
+    with pytest.raises(UsageError, match=rf"{message}.*c\.MPIEngineSetLauncher\.mpi_cmd = "):
         Cluster(2, "cpu", "absent", engines="mpi", runtime=RUNTIME).start(refuse_to_wait)
 
 
@@ -154,8 +154,8 @@ def test_a_queue_that_is_not_there_is_said(ipython_directory, monkeypatch):
 
 def test_ssh_without_hosts_says_where_to_name_them(ipython_directory):
     write_profile(ipython_directory, "no_hosts")
-    said = r"SSHEngineSetLauncher has no hosts: name them in .*profile_no_hosts/ipcluster_config\.py"
-    with pytest.raises(UsageError, match=rf"{said}, c\.SSHEngineSetLauncher\.engines = .*--profile NAME"):
+    message = r"SSHEngineSetLauncher has no hosts: name them in .*profile_no_hosts/ipcluster_config\.py"
+    with pytest.raises(UsageError, match=rf"{message}, c\.SSHEngineSetLauncher\.engines = .*--profile NAME"):
         Cluster(2, "cpu", "no_hosts", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
 
 
@@ -168,8 +168,10 @@ def test_ssh_without_hosts_says_where_to_name_them(ipython_directory):
 )
 def test_ssh_with_too_few_engines_is_refused_before_anything_is_started(ipython_directory, hosts, count, helps):
     write_profile(ipython_directory, "few", f"c.SSHEngineSetLauncher.engines = {hosts}\n")
-    said = rf"c\.SSHEngineSetLauncher\.engines in .*profile_few/ipcluster_config\.py has {count} engines?, but 2 ranks "
-    with pytest.raises(UsageError, match=rf"{said}need one each: add hosts, or engines to a host, {helps}"):
+    message = (
+        rf"c\.SSHEngineSetLauncher\.engines in .*profile_few/ipcluster_config\.py has {count} engines?, but 2 ranks "
+    )
+    with pytest.raises(UsageError, match=rf"{message}need one each: add hosts, or engines to a host, {helps}"):
         Cluster(2, "cpu", "few", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
 
 

@@ -26,17 +26,17 @@ def queue(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("says", "word"),
+    ("states", "word"),
     [
         ("CANCELLED (None)", "the queue has ended job 12: CANCELLED"),
         ("TIMEOUT (TimeLimit)", "the queue has ended job 12: TIMEOUT (TimeLimit)"),
     ],
 )
-def test_how_a_job_has_ended_is_asked_once(queue, tmp_path, says, word):
-    job = queue(squeue=f"echo asked >>{tmp_path}/asked; echo '{says}'")
+def test_how_a_job_has_ended_is_asked_once(queue, tmp_path, states, word):
+    job = queue(squeue=f"echo queried >>{tmp_path}/queries; echo '{states}'")
     assert [job.word_on_the_end() for _ in range(3)] == [word] * 3
     assert job.has_ended
-    assert (tmp_path / "asked").read_text() == "asked\n"
+    assert (tmp_path / "queries").read_text() == "queried\n"
 
 
 def test_a_job_that_is_being_ended_is_asked_for_again(queue, tmp_path):
@@ -46,15 +46,15 @@ def test_a_job_that_is_being_ended_is_asked_for_again(queue, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("says", "word"),
+    ("states", "word"),
     [
         ("COMPLETING (None)", "the queue is ending job 12"),
         ("COMPLETING (TimeLimit)", "the queue is ending job 12 (TimeLimit)"),
         ("RUNNING (None)", ""),
     ],
 )
-def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, says, word):
-    monkeypatch.setattr(job_queue, "_output", lambda *_: says)
+def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, states, word):
+    monkeypatch.setattr(job_queue, "_output", lambda *_: states)
     monkeypatch.setattr(job_queue, "WORD_S", 0.3)
     assert queue().word_on_the_end() == word
 

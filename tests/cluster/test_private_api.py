@@ -38,7 +38,7 @@ def test_a_client_that_sends_differently_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "names"),
     [
         (ipyparallel.Client._setup_streams, ["_control_stream", "_mux_stream"]),
         (ipyparallel.Client._dispatch_single_reply, ["self._futures.get(msg_id)"]),
@@ -63,9 +63,9 @@ def test_a_client_that_sends_differently_is_refused(monkeypatch):
         (ipykernel.kernelbase.Kernel.execute_request, ['content.get("stop_on_error", True)']),
     ],
 )
-def test_private_names_mean_what_they_did(function, words):
+def test_private_names_mean_what_they_did(function, names):
     source = inspect.getsource(inspect.unwrap(function))
-    assert [word for word in words if word not in source] == []
+    assert [word for word in names if word not in source] == []
 
 
 def test_an_engine_whose_number_is_there_before_its_name_has_not_registered():

@@ -72,7 +72,7 @@ def test_memory_that_is_resized_is_there_only_while_it_is_used():
         assert num_bytes() == 0
 
 
-asked: Counter[str] = Counter()
+num_calls: Counter[str] = Counter()
 
 
 class NotedStreams(Streams):
@@ -81,15 +81,15 @@ class NotedStreams(Streams):
     are_there = True
 
     def gathering(self):
-        asked["gathering"] += 1
+        num_calls["gathering"] += 1
         return super().gathering()
 
     def reducing(self, *, after_compute: bool):
-        asked["reducing"] += 1
+        num_calls["reducing"] += 1
         return super().reducing(after_compute=after_compute)
 
     def join(self) -> None:
-        asked["join"] += 1
+        num_calls["join"] += 1
 
 
 class Simulated(Backend):
@@ -98,11 +98,11 @@ class Simulated(Backend):
     is_host = True
 
     def full_memory(self, numel: int, dtype: torch.dtype) -> ResizedMemory:
-        asked["memory"] += 1
+        num_calls["memory"] += 1
         return super().full_memory(numel, dtype)
 
     def pair(self) -> CommPair:
-        asked["pair"] += 1
+        num_calls["pair"] += 1
         return CommPair(DefaultAllGather(), DefaultReduceScatter(), "simulated")
 
     def streams(self) -> Streams:
@@ -112,7 +112,7 @@ class Simulated(Backend):
 def train() -> tuple[list[float], dict[str, int]]:
     with computing_on(Simulated(torch.device("cpu"))):
         losses = check_parity(make_net, shard_net, 3)
-    return losses, dict(asked)
+    return losses, dict(num_calls)
 
 
 def test_a_simulated_device_takes_one_class(monkeypatch):

@@ -267,9 +267,9 @@ def after_its_group_was_destroyed() -> list[str]:
 
 
 def test_nothing_is_issued_on_a_destroyed_group_or_after_an_abort():
-    said = r"all-gather of unit .+: its process group was destroyed; recover or restart the ranks"
+    message = r"all-gather of unit .+: its process group was destroyed; recover or restart the ranks"
     for first, second in run_ranks(2, after_its_group_was_destroyed):
-        assert re.fullmatch(said, first)
+        assert re.fullmatch(message, first)
         assert second == "rank 1 failed"
 
 
@@ -472,13 +472,13 @@ def refused_until_rebuilt() -> list[str]:
 
 
 def test_after_an_abort_nothing_is_issued_until_the_groups_are_built_anew():
-    said = (
+    pattern = (
         r"all-gather of unit .*: an earlier collective was aborted \(StepAborted: rank 1 failed\), so the ranks' "
         r"collectives may no longer match; call workbench\.engine\.rebuild_groups\(\) on all ranks and "
         r"reset_iter_state\(\) on the root"
     )
     for messages in run_ranks(2, refused_until_rebuilt):
-        assert all(re.fullmatch(said, message) for message in messages)
+        assert all(re.fullmatch(pattern, message) for message in messages)
 
 
 # ---- stream waits outside the engine

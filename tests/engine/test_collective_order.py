@@ -96,7 +96,7 @@ class Rank:
         self.program = program
         self.ranks = ranks
         self.issued = []
-        self.said = "running"
+        self.outcome = "running"
         self.order = OrderCheck(Board(store, rank, len(PLACES)), PLACES, rank, is_part=False)
 
     def run(self) -> None:
@@ -105,14 +105,14 @@ class Rank:
             for call in self.program:
                 self.do(call)
             self.wait_for(len(self.issued))
-            self.said = "done"
-            while self.looks_on and any(rank.said == "running" for rank in self.ranks):
+            self.outcome = "done"
+            while self.looks_on and any(rank.outcome == "running" for rank in self.ranks):
                 self.order.look()  # as before its next collective
             if self.looks_on:
                 self.order.look()
         except RanksDisagreeError as error:
             self.order.leave(str(error))
-            self.said = str(error)
+            self.outcome = str(error)
 
     def do(self, collective: Collective) -> None:
         if collective is END:
@@ -144,10 +144,10 @@ def go(programs: list[list[Collective]], store=None) -> list[Rank]:
 
 
 def both(program: list[Collective], store=None) -> list[str]:
-    return [rank.said for rank in go([program, list(program)], store)]
+    return [rank.outcome for rank in go([program, list(program)], store)]
 
 
-def asked(*iterations: list[Collective]) -> list[int]:
+def requests_per_iteration(*iterations: list[Collective]) -> list[int]:
     """Return the number of questions that a lone rank asks in each iteration."""
     store = Memory()
     counts = []
@@ -163,25 +163,27 @@ def asked(*iterations: list[Collective]) -> list[int]:
 
 
 def test_who_follows_the_known_order_asks_nobody():
-    assert asked([A, B, C], [A, B, C], [A, B, C]) == [4, 0, 0]
+    assert requests_per_iteration([A, B, C], [A, B, C], [A, B, C]) == [4, 0, 0]
 
 
 def test_a_known_branch_is_asked_about_where_it_begins_only():
     train, evaluate = [A, B, C, D], [A, B]
     # first: its calls and its end; first evaluation: its end; then one question each, after B
-    assert asked(train, evaluate, train, evaluate, train) == [5, 1, 1, 1, 1]
+    assert requests_per_iteration(train, evaluate, train, evaluate, train) == [5, 1, 1, 1, 1]
 
 
 def test_a_branch_that_no_one_takes_any_more_is_forgotten():
-    counts = asked([A, B, C], [A, D], *[[A, B, C]] * (collective_order.REMEMBERED + 3))
+    counts = requests_per_iteration([A, B, C], [A, D], *[[A, B, C]] * (collective_order.REMEMBERED + 3))
     assert counts[:2] == [4, 2]
     assert set(counts[2:-2]) == {1}
     assert counts[-2:] == [0, 0]
-    assert asked([A], *[[A, B]] * (collective_order.REMEMBERED + 3))[-1] == 0  # a sequence that ends along another one
+    assert (
+        requests_per_iteration([A], *[[A, B]] * (collective_order.REMEMBERED + 3))[-1] == 0
+    )  # a sequence that ends along another one
 
 
 def test_an_iteration_without_calls_is_none():
-    assert asked([A], [], [A], []) == [2, 0, 0, 0]
+    assert requests_per_iteration([A], [], [A], []) == [2, 0, 0, 0]
 
 
 def test_what_recurs_not_is_asked_about_and_not_remembered():
@@ -202,7 +204,9 @@ def test_every_kind_of_store_serves(kind):
     path = Path(tempfile.mkdtemp()) / "store"
     store = dist.PrefixStore("prefix", dist.HashStore() if kind == "hash" else dist.FileStore(str(path), 1))
     assert both([A, B, END, A, B, END, A, C, END], store) == ["done", "done"]
-    assert "rank 4 all-gather of unit b (64 bytes); rank 7 all-gather of unit c" in go([[A, B], [A, C]], store)[0].said
+    assert (
+        "rank 4 all-gather of unit b (64 bytes); rank 7 all-gather of unit c" in go([[A, B], [A, C]], store)[0].outcome
+    )
 
 
 MESSAGES = [  # programs of two ranks, and the message on both
@@ -224,26 +228,26 @@ MESSAGES = [  # programs of two ranks, and the message on both
 ]
 
 
-@pytest.mark.parametrize(("first", "second", "said"), MESSAGES)
+@pytest.mark.parametrize(("first", "second", "message"), MESSAGES)
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_all_are_told_the_same(first, second, said, exchanged):
+def test_all_are_told_the_same(first, second, message, exchanged):
     words = {name: f"all-gather of unit {name} (64 bytes)" for name in "abcd"} | {"e": "end of the iteration"}
     programs = [second, first] if exchanged else [first, second]
     ranks = go(programs)
-    assert ranks[0].said == ranks[1].said
-    begin, end = said.format(**words).split("rank 4 ")
+    assert ranks[0].outcome == ranks[1].outcome
+    begin, end = message.format(**words).split("rank 4 ")
     one, other = end.rstrip(".").split("; rank 7 ")
     if exchanged:
         one, other = other, one
-    assert f"{begin}rank 4 {one}; rank 7 {other}. Run the same" in ranks[0].said
-    assert ranks[0].said.startswith("ranks disagree on collective ")
+    assert f"{begin}rank 4 {one}; rank 7 {other}. Run the same" in ranks[0].outcome
+    assert ranks[0].outcome.startswith("ranks disagree on collective ")
 
 
 def test_who_asks_for_more_is_told_though_the_other_never_looks_again(monkeypatch):
     monkeypatch.setattr(Rank, "looks_on", False)
-    said = [rank.said for rank in go([[A, END, A, B], [A, END, A, END]])]
-    assert said[1] in {"done", said[0]}  # it looks once more if the other rank was first
-    assert "rank 4 all-gather of unit b (64 bytes); rank 7 end of the iteration." in said[0]
+    outcomes = [rank.outcome for rank in go([[A, END, A, B], [A, END, A, END]])]
+    assert outcomes[1] in {"done", outcomes[0]}  # it looks once more if the other rank was first
+    assert "rank 4 all-gather of unit b (64 bytes); rank 7 end of the iteration." in outcomes[0]
 
 
 def iterations_of(program: list[list[Collective]]) -> list[Collective]:
@@ -257,7 +261,7 @@ PROGRAMS = st.lists(st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=4)
 @given(PROGRAMS)
 def test_law_equal_ranks_are_never_told_off(program):
     ranks = go([iterations_of(program)] * 2)
-    assert [rank.said for rank in ranks] == ["done", "done"]
+    assert [rank.outcome for rank in ranks] == ["done", "done"]
     assert ranks[0].issued == [call for calls in program for call in calls]
 
 
@@ -268,8 +272,8 @@ def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, secon
     ranks = go([iterations_of([*alike, *first, [D]]), iterations_of([*alike, *second, [D, D]])])
     joined = min(len(rank.issued) for rank in ranks)
     assert ranks[0].issued[:joined] == ranks[1].issued[:joined]
-    assert ranks[0].said == ranks[1].said
-    assert ranks[0].said.startswith("ranks disagree on collective")
+    assert ranks[0].outcome == ranks[1].outcome
+    assert ranks[0].outcome.startswith("ranks disagree on collective")
 
 
 # ---- cost
@@ -408,8 +412,8 @@ def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
     three = OrderCheck(Board(store, 0, 3), (0, 1, 2), 0, is_part=True)
     with pytest.raises(RanksDisagreeError) as refused:
         three.before(A)
-    said = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
-    assert said + "rank 2 did not answer." in str(refused.value)
+    message = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
+    assert message + "rank 2 did not answer." in str(refused.value)
 
 
 def test_a_store_that_has_gone_is_a_failure():
@@ -518,10 +522,10 @@ def check_told(messages: list[str], how: str) -> None:
     most = len(messages) - 1
     others = "rank 0" if most == 1 else "ranks 0, 1, 2"
     common, odd = SAID[how]
-    said = messages[0].partition(" of this iteration: ")[2].partition(". Run the same")[0].split("; ")
-    assert said[0].startswith(others)
-    assert common in said[0]
-    assert said[1].startswith(f"rank {most} {odd}")
+    parts = messages[0].partition(" of this iteration: ")[2].partition(". Run the same")[0].split("; ")
+    assert parts[0].startswith(others)
+    assert common in parts[0]
+    assert parts[1].startswith(f"rank {most} {odd}")
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
@@ -617,8 +621,8 @@ def told_by_others() -> tuple[str, list[list[float]]]:
 def test_who_waits_in_another_group_for_a_rank_that_was_told_is_told_as_well():
     results = run_ranks(4, told_by_others)
     (message,) = {message for message, _ in results}
-    said = "collective 1 of this iteration among ranks 2, 3: rank 2 all-gather of unit a (32 bytes); rank 3 all-gather"
-    assert said in message
+    text = "collective 1 of this iteration among ranks 2, 3: rank 2 all-gather of unit a (32 bytes); rank 3 all-gather"
+    assert text in message
     assert [seen for _, seen in results] == [
         [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
     ]  # fmt: skip

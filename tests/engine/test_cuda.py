@@ -297,8 +297,8 @@ def recorded() -> None:
     rows = np.frombuffer(recorder.drain().rows, ROW_DTYPE)
     whole = RankTrace(dist.get_rank(), rows)
     assert check(Trace(recorder.header, (whole,))) == []
-    tells = rows[rows["kind"] == Kind.DEVICE]
-    assert sorted(tells["value"].tolist()) == rows["seq"][~np.isin(rows["kind"], BESIDE)].tolist()
+    device_rows = rows[rows["kind"] == Kind.DEVICE]
+    assert sorted(device_rows["value"].tolist()) == rows["seq"][~np.isin(rows["kind"], BESIDE)].tolist()
     found = on_device(whole, RankTrace(whole.rank, rows, KeyFrame()), recorder.header)
     assert found is not None
     steps, collectives = spans(found.part.rows, (Kind.STEP,)), spans(found.part.rows, COLLECTIVES)

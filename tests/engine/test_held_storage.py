@@ -93,10 +93,10 @@ def assert_live(handles: Handles, model: nn.Module, wanted: dict[str, torch.Tens
     for kind, tensors in handles.items():
         for name, tensor in tensors.items():
             local = model.get_parameter(name).to_local()
-            said = f"{kind} of {name}"
+            label = f"{kind} of {name}"
             found = tensor.data.view(local.shape)  # autograd forbids computing with a tensor that was stepped in place
-            torch.testing.assert_close(found, wanted[name], msg=lambda m, s=said: f"{s}: {m}")
-            assert not local.numel() or tensor.data_ptr() == local.data_ptr(), said
+            torch.testing.assert_close(found, wanted[name], msg=lambda m, s=label: f"{s}: {m}")
+            assert not local.numel() or tensor.data_ptr() == local.data_ptr(), label
 
 
 # ---- events in between

@@ -379,8 +379,10 @@ def test_backwards_of_any_kind_give_torchs_gradients_or_say_what_is_missing(poli
         assert not [case for case, (*_, after) in rank.items() if after != "same"]
         refused = {case: ours for case, (_, ours, _) in rank.items() if ours != "same"}
         assert {name for name, _ in refused} >= {"part_last", "penalty"}
-        assert not [said for said in refused.values() if not said.startswith("backward needs the full parameter 'l")]
-        assert all("reshard_after_forward=False" in said for said in refused.values())
+        assert not [
+            message for message in refused.values() if not message.startswith("backward needs the full parameter 'l")
+        ]
+        assert all("reshard_after_forward=False" in message for message in refused.values())
 
 
 def penalty_with_params_kept() -> str:

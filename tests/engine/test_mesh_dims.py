@@ -113,7 +113,9 @@ def beside_torchs(case: str) -> None:
         for (name, a), b, p in zip(ours.named_parameters(), theirs.parameters(), plain.parameters(), strict=True):
             assert_same(a, b)
             assert_same(a.grad, b.grad)
-            torch.testing.assert_close(a.grad.full_tensor(), p.grad, msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(
+                a.grad.full_tensor(), p.grad, msg=lambda message, name=name: f"{name}: {message}"
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -149,8 +151,10 @@ def test_unsharded_again_the_parameters_are_dtensors_on_the_whole_mesh():
     run_ranks(4, undone)
 
 
-def refused(mesh: DeviceMesh, model: nn.Module, kind: type[Exception], said: str, dims: object, **more: object) -> None:
-    with pytest.raises(kind, match=re.escape(said)):
+def refused(
+    mesh: DeviceMesh, model: nn.Module, kind: type[Exception], message: str, dims: object, **more: object
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims, **more)
 
 

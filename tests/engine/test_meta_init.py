@@ -117,16 +117,16 @@ def frozen_on_meta() -> list[bool]:
     model = meta_net()
     model.embed.requires_grad_(False)
     shard_net(model)
-    asked = [p.requires_grad for p in model.parameters()]
+    requires_grad = [p.requires_grad for p in model.parameters()]
     model.to_empty(device="cpu")
-    assert [p.requires_grad for p in model.parameters()] == asked
-    return asked
+    assert [p.requires_grad for p in model.parameters()] == requires_grad
+    return requires_grad
 
 
 @on_one_rank
 def test_frozen_parameters_stay_frozen_when_filled():
-    asked = frozen_on_meta()
-    assert asked.count(False) == 1
+    requires_grad = frozen_on_meta()
+    assert requires_grad.count(False) == 1
 
 
 def still_on_meta() -> str:

@@ -212,9 +212,9 @@ def test_post_backward_is_an_autograd_function():
     ("protocol", "default"), [("AllGather", "DefaultAllGather"), ("ReduceScatter", "DefaultReduceScatter")]
 )
 def test_the_default_comms_take_the_protocols_arguments(protocol, default):
-    asked, given = concept(protocol), concept(default)
+    required, given = concept(protocol), concept(default)
     for method in ("allocate", "__call__"):
-        assert list(arguments(getattr(given, method))) == list(arguments(getattr(asked, method)))
+        assert list(arguments(getattr(given, method))) == list(arguments(getattr(required, method)))
 
 
 def test_the_protocols_are_torchs():

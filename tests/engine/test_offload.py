@@ -114,10 +114,10 @@ def bytes_and_events(policy: OffloadPolicy) -> tuple[list[dict[Category, int]], 
             alive.append(record.alive)
             model.zero_grad()
     assert [unit.offload for unit in record.units.values()] == [isinstance(policy, CPUOffloadPolicy)] * 4
-    return alive, dict(record.peak), told(record)
+    return alive, dict(record.peak), transfers(record)
 
 
-def told(record: Recording) -> list[str]:
+def transfers(record: Recording) -> list[str]:
     return [event for event in record.events if Kind.OFFLOAD.name in event or "REDUCE" in event or "GATHER" in event]
 
 

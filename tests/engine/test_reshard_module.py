@@ -852,23 +852,23 @@ def test_a_failure_at_the_very_end_puts_back_what_was():
 
 
 def old_graphs() -> list[str]:
-    said = []
+    messages = []
     for change in ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, {"wrap": nothing}):
         model = shard_net(make_net(num_blocks=1))
         loss = loss_of(model, batch(0, 0))
         reshard_module(model, **change)
         with pytest.raises(RuntimeError) as caught:
             loss.backward()
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
         model.reset_iter_state()
         backward(model, 0)
-    return said
+    return messages
 
 
 def test_a_graph_from_before_fails_and_says_so():
-    (said,) = run_ranks(1, old_graphs)
-    assert "modified by an inplace operation" in said[0]
-    assert "run the forward again" in said[1]
+    (messages,) = run_ranks(1, old_graphs)
+    assert "modified by an inplace operation" in messages[0]
+    assert "run the forward again" in messages[1]
 
 
 # ---- bytes
@@ -913,8 +913,8 @@ def refused_replicas() -> str:
 
 
 def test_a_hook_with_a_stream_and_replicas_are_refused():
-    said = (
+    reason = (
         "has an all-reduce hook with a stream, which replicas do not allow; call set_all_reduce_hook without a "
         "stream first"
     )
-    assert all(said in message for message in run_ranks(2, refused_replicas))
+    assert all(reason in message for message in run_ranks(2, refused_replicas))

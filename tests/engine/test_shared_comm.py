@@ -400,11 +400,11 @@ def too_many() -> tuple[str, list[list[float]]]:
 
 
 def test_a_reduction_that_was_waited_for_too_late_is_an_error_not_a_wrong_sum():
-    said = (
+    message = (
         "wait() came too late for this reduction: the maximum number of outstanding reductions was issued after it, "
         "or the group was rebuilt, so its stages may hold other gradients"
     )
-    assert run_ranks(2, too_many) == [(said, [[5.0], [2.0], [4.0]])] * 2
+    assert run_ranks(2, too_many) == [(message, [[5.0], [2.0], [4.0]])] * 2
 
 
 def refusals() -> list[str]:

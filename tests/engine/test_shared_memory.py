@@ -144,7 +144,7 @@ def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
     """Another host's process may have the same pid and descriptor; the name differs."""
     with (tmp_path / "file").open("wb") as file:
         fd = file.fileno() if there else 10_000
-        error, said = (
+        error, message = (
             (OSError, "is not the other rank's memory: the rank is on another host or in another")
             if there
             else (
@@ -152,7 +152,7 @@ def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
                 "No such file",
             )
         )
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             shared_memory._map(f"{os.getpid()} {fd} workbench-0123 ", 8)
 
 
@@ -246,8 +246,8 @@ def refused_rows(damage: Callable[[pytest.MonkeyPatch], None], damaged_rank: int
 )
 def test_lack_of_memory_is_an_error_on_all_ranks_that_says_why(damage, rank, why):
     messages = run_ranks(2, refused_rows, damage, rank)
-    said = f"ranks [0, 1] cannot share 8000 bytes of memory; rank {rank}: {why}. "
-    assert messages == [said + "To run without shared memory, set WORKBENCH_COMM=gloo."] * 2
+    message = f"ranks [0, 1] cannot share 8000 bytes of memory; rank {rank}: {why}. "
+    assert messages == [message + "To run without shared memory, set WORKBENCH_COMM=gloo."] * 2
 
 
 def test_the_memory_of_this_machine_is_known():
@@ -303,9 +303,9 @@ def killed(victim: int, peer_is_past_the_barrier) -> tuple[str, float]:
 def test_a_killed_rank_leaves_nothing_and_its_peers_keep_what_they_share(victim):
     results = outcomes(2, killed, victim, FORK.Event())
     assert results[victim][0] == "died"
-    what, said = results[1 - victim]
-    assert what == "ok", said
-    name, total = said
+    what, message = results[1 - victim]
+    assert what == "ok", message
+    name, total = message
     assert total == 3000.0
     assert holders(name) == []
 

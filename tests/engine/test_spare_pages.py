@@ -157,9 +157,9 @@ def sums(policy: MixedPrecisionPolicy) -> list[tuple[str, int, int]]:
             nonlocal counted
             if (kind, edge) in {(Kind.FORWARD, Edge.BEGIN), (Kind.FORWARD, Edge.END), (Kind.BACKWARD, Edge.BEGIN)}:
                 counted += 1
-                told = sum(record.live[category] for category in TAKEN)
-                if told != allocated(model):
-                    wrong.append((f"{kind.name} {edge.name} {record.name(unit)}", told, allocated(model)))
+                reported = sum(record.live[category] for category in TAKEN)
+                if reported != allocated(model):
+                    wrong.append((f"{kind.name} {edge.name} {record.name(unit)}", reported, allocated(model)))
 
         record.event = event
         for number in range(1, 4):

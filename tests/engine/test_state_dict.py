@@ -112,8 +112,8 @@ def plain_values() -> str:
 
 
 def test_assigning_plain_values_says_which_parameter():
-    (said,) = run_ranks(1, plain_values)
-    assert said.startswith("parameter 'weight' was replaced by a plain Parameter after fully_shard")
+    (message,) = run_ranks(1, plain_values)
+    assert message.startswith("parameter 'weight' was replaced by a plain Parameter after fully_shard")
 
 
 def of_an_optimizer() -> None:

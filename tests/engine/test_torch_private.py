@@ -521,7 +521,7 @@ class Backend:
     """The interface that the engine needs of a backend with an allocator."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, torch.dtype]] = []
+        self.requests: list[tuple[int, torch.dtype]] = []
 
     def _get_backend(self, device: torch.device) -> "Backend":
         return self
@@ -530,7 +530,7 @@ class Backend:
         return True
 
     def allocate_tensor(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.asked.append((numel, dtype))
+        self.requests.append((numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -538,7 +538,7 @@ def test_a_backend_that_allocates_is_asked():
     backend, cpu = Backend(), torch.device("cpu")
     allocate = group_allocator(backend, cpu)
     assert allocate(3, dtype=torch.float16, device=cpu).shape == (3,)
-    assert backend.asked == [(3, torch.float16)]
+    assert backend.requests == [(3, torch.float16)]
     for name in ("supports_tensor_alloc", "allocate_tensor"):
         assert callable(getattr(torch._C._distributed_c10d.Backend, name)), name  # c10d's backend has them
 
@@ -665,14 +665,14 @@ def test_pipelining_takes_modules_of_a_kind_it_was_told_of_for_sharded_ones():
 
 
 def test_pipelining_asks_for_nothing_else():
-    asked = {
+    called = {
         node.attr
         for path in (stage.__file__, schedules.__file__)
         for node in ast.walk(ast.parse(Path(path).read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id in {"fsdp_module", "distributed_state", "fully_shard", "fsdp_param_group"}
     }
-    assert asked | {"post_backward"} == {  # torch 2.11 calls it on a state's only unit, under another name
+    assert called | {"post_backward"} == {  # torch 2.11 calls it on a state's only unit, under another name
         "set_is_last_backward",
         "set_reshard_after_backward",
         "set_requires_gradient_sync",
@@ -815,7 +815,7 @@ class Wrapper(nn.Module):
 class Answers(Checkpointed):
     """Answers for :class:`Wrapper`; records the calls."""
 
-    asked: ClassVar[list[object]] = []
+    requests: ClassVar[list[object]] = []
 
     @staticmethod
     def fsdp_modules(module):
@@ -824,17 +824,17 @@ class Answers(Checkpointed):
     @staticmethod
     @contextmanager
     def state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config):
-        Answers.asked.append((state_dict_type.name, vars(state_dict_config), vars(optim_state_dict_config)))
+        Answers.requests.append((state_dict_type.name, vars(state_dict_config), vars(optim_state_dict_config)))
         yield
 
     @staticmethod
     def optim_state_dict(model, optim, optim_state_dict, group=None):
-        Answers.asked.append(("made", list(optim_state_dict["state"]), group))
+        Answers.requests.append(("made", list(optim_state_dict["state"]), group))
         return {"state": {"weight": optim_state_dict["state"][0]}, "param_groups": [{"params": ["weight"], "lr": 3.0}]}
 
     @staticmethod
     def optim_state_dict_to_load(model, optim, optim_state_dict, group=None):
-        Answers.asked.append(("to load", list(optim_state_dict["state"]), group))
+        Answers.requests.append(("to load", list(optim_state_dict["state"]), group))
         return {"state": {}, "param_groups": [{**optim_state_dict["param_groups"][0], "params": [0]}]}
 
 
@@ -843,7 +843,7 @@ def test_checkpoints_ask_about_wrappers_as_they_were_told(monkeypatch):
     is_sharded = "_get_module_fsdp_state_if_fully_sharded_module"
     monkeypatch.setattr(checkpoints, "FSDP", FullyShardedDataParallel)
     monkeypatch.setattr(checkpoints, is_sharded, getattr(_common_utils, is_sharded))
-    monkeypatch.setattr(Answers, "asked", [])
+    monkeypatch.setattr(Answers, "requests", [])
     model = nn.Sequential(Wrapper())[0]
     optimizer = torch.optim.Adam(model.parameters())
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
@@ -852,10 +852,10 @@ def test_checkpoints_ask_about_wrappers_as_they_were_told(monkeypatch):
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(cpu_offload=True))
     assert optimizer.param_groups[0]["lr"] == 3.0
     how = ("SHARDED_STATE_DICT", *2 * ({"offload_to_cpu": True, "_use_dtensor": False},))
-    assert Answers.asked == [how, ("made", [0], None), how, ("to load", ["weight"], None)]
+    assert Answers.requests == [how, ("made", [0], None), how, ("to load", ["weight"], None)]
     plain = nn.Linear(1, 1)
     assert get_optimizer_state_dict(plain, torch.optim.Adam(plain.parameters()))["state"].keys() == {"weight", "bias"}
-    assert len(Answers.asked) == 4
+    assert len(Answers.requests) == 4
     monkeypatch.delattr(checkpoints, "FSDP")
     with pytest.raises(NotImplementedError, match=r"of torch .* differs from that of 2\.11 to 2\.14"):
         get_optimizer_state_dict(model, optimizer)

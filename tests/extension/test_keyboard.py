@@ -221,9 +221,9 @@ def test_a_screen_reader_hears_once_what_is_the_case_and_not_each_step(lab):
     enter(tool(lab, "Pause inside the step"))
     expect(panel(lab).get_by_role("status", name="state of the ranks")).to_contain_text(" stopped ")
     assert focused(lab)["name"] == "Pause inside the step"  # it is disabled now, and keeps the focus
-    said = [words for words in lab.page.evaluate("said") if "step 100000" in words or " stopped " in words]
-    assert len(said) == len(set(said)) <= 4, said
-    assert [" stopped " in words for words in said].count(True) == 1
+    announced = [words for words in lab.page.evaluate("said") if "step 100000" in words or " stopped " in words]
+    assert len(announced) == len(set(announced)) <= 4, announced
+    assert [" stopped " in words for words in announced].count(True) == 1
 
 
 def test_breakpoints_are_cleared_one_after_the_other(lab):
@@ -252,9 +252,9 @@ def test_the_dashboard_has_names_keeps_the_focus_and_is_calm_for_readers(lab):
         expect(dashboard(lab).locator(".fw-why")).not_to_have_text(where)
         expect(dashboard(lab).locator(".fw-badge")).to_contain_text("stopped")
         expect(following).to_be_focused()
-    said = lab.page.evaluate("said")
-    assert any(words.startswith("stopped: ") for words in said)
-    assert all(words != again for words, again in pairwise(said))
+    announced = lab.page.evaluate("said")
+    assert any(words.startswith("stopped: ") for words in announced)
+    assert all(words != again for words, again in pairwise(announced))
     shot(lab, "keyboard_dashboard")
     tool(lab, "Abort").click()
     expect(section(lab, "Ranks").locator(".fsdp-mod-idle")).to_have_count(2)

@@ -105,18 +105,18 @@ def test_an_editable_installation_has_it(panel, tmp_path):
 
 
 def test_without_node_all_but_the_panel_is_packed_and_that_is_said(clone, tmp_path):
-    wheel, said = packed("wheel", clone, tmp_path / "wheel", PATH=NO_NODE)
+    wheel, output = packed("wheel", clone, tmp_path / "wheel", PATH=NO_NODE)
     assert of_the_panel(wheel) == set()
     assert "workbench/workbench.py" in zipfile.ZipFile(wheel).namelist()
-    assert "panel not installed: it was not built, as there is no Node." in said
+    assert "panel not installed: it was not built, as there is no Node." in output
 
 
 def test_a_failing_build_is_said_with_what_npm_said(clone, tmp_path):
     (tmp_path / "npm").write_text("#!/bin/sh\necho no such package\nexit 7\n")
     (tmp_path / "npm").chmod(0o755)
-    wheel, said = packed("wheel", clone, tmp_path / "wheel", PATH=str(tmp_path))
+    wheel, output = packed("wheel", clone, tmp_path / "wheel", PATH=str(tmp_path))
     assert of_the_panel(wheel) == set()
-    assert "panel not installed: npm ci failed with code 7: no such package." in said
+    assert "panel not installed: npm ci failed with code 7: no such package." in output
 
 
 def test_where_the_panel_is_required_its_absence_is_an_error(clone, tmp_path):

@@ -135,10 +135,10 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
     section(lab, "Units").locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click()
     section(lab, "Units").get_by_role("button", name="blocks.1.norm.weight").click()
     expect(section(lab, "Commands")).to_contain_text("%fsdp inspect blocks.1.norm.weight")
-    said = section(lab, "Commands").get_by_role("region", name="Result of %fsdp inspect blocks.1.norm.weight")
-    expect(said).to_have_css("white-space", "pre")  # a table: its columns stay aligned
-    said.focus()  # so that keys scroll it
-    expect(said).to_be_focused()
+    result = section(lab, "Commands").get_by_role("region", name="Result of %fsdp inspect blocks.1.norm.weight")
+    expect(result).to_have_css("white-space", "pre")  # a table: its columns stay aligned
+    result.focus()  # so that keys scroll it
+    expect(result).to_be_focused()
     tab = lab.page.get_by_role("tab", name="FSDP: inspect")
     expect(tab).to_be_visible()
     table = lab.page.locator(".fsdp-Picture:visible table").last

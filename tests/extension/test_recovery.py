@@ -155,9 +155,9 @@ def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_all_of_it_works_
 @pytest.mark.parametrize("place", [panel, dashboard], ids=["panel", "dashboard"])
 def test_a_socket_that_is_not_opened_again_is_said_to_be_lost_and_opened_by_a_button(lab, place):
     lab.sockets.cut(ON_PURPOSE)
-    for said in (panel(lab), dashboard(lab)):
-        expect(said).to_contain_text("does not reopen it")
-        expect(said.get_by_role("button", name="Reconnect")).to_be_visible()
+    for view in (panel(lab), dashboard(lab)):
+        expect(view).to_contain_text("does not reopen it")
+        expect(view.get_by_role("button", name="Reconnect")).to_be_visible()
     expect(section(lab, "Ranks")).to_have_count(0)
     expect(status_bar(lab)).to_have_text("FSDP: connection lost")
     shot(lab, "cut")

@@ -76,8 +76,8 @@ def ranks_of(lab):
 def all_of(lab):
     """Return the processes of the front notebook: its kernel, the kernel's children, and the ranks."""
     lab.do(MINE)
-    said = lab.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-OutputArea-output").filter(has_text="mine ")
-    _, *pids = said.last.inner_text().split()
+    outputs = lab.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-OutputArea-output").filter(has_text="mine ")
+    _, *pids = outputs.last.inner_text().split()
     found = []
     for rank in range(2):
         with suppress(psutil.NoSuchProcess):  # it was killed

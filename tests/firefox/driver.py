@@ -65,7 +65,7 @@ def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last:
         last: a function in JavaScript that returns what is seen at the end.
         shot: where a picture of the page goes then.
     """
-    asked = {
+    request = {
         "firefox": firefox,
         "url": file.as_uri(),
         "viewport": VIEWPORT,
@@ -79,7 +79,7 @@ def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last:
     node = shutil.which("node", path=with_node()["PATH"])
     assert node is not None, "there is no Node"
     done = subprocess.run(
-        [node, "drive.mjs"], cwd=HERE, input=json.dumps(asked), capture_output=True, text=True, check=False
+        [node, "drive.mjs"], cwd=HERE, input=json.dumps(request), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return Seen(**json.loads(done.stdout))

@@ -53,9 +53,9 @@ def _first(variable: str, names: tuple[str, ...], elsewhere: tuple[str, ...]) ->
 @functools.cache
 def _of_playwright() -> str | None:
     """Return the path of playwright's own Chromium; None if it or its driver does not run here."""
-    ask = "import playwright.sync_api as p\nwith p.sync_playwright() as asked: print(asked.chromium.executable_path)"
+    code = "import playwright.sync_api as p\nwith p.sync_playwright() as driver: print(driver.chromium.executable_path)"
     try:
-        found = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+        found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
         subprocess.run([found, "--version"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -22,8 +22,8 @@ TARDY = threading.Event()
 
 
 def boot(data):
-    asked = decode(Boot, data, "boot")
-    rank, world_size = asked.rank, asked.world_size
+    boot_request = decode(Boot, data, "boot")
+    rank, world_size = boot_request.rank, boot_request.world_size
     if os.environ.get("FAKE_RANK_REFUSES_AT_BOOT"):
         raise UsageError("not on a Sunday: use another day")
     if os.environ.get("FAKE_RANK_HANGS_AT_BOOT") == str(rank):

@@ -146,15 +146,17 @@ class Opened:
         self.page.wait_for_function("(theme) => document.body.dataset.jpThemeName === theme", arg=theme)
         self.page.wait_for_function(is_over)
 
-    def reads(self, number: int, words: str) -> None:
+    def reads(self, number: int, text: str) -> None:
         """Wait until a cell's output, which is drawn after the cell has ended, contains ``words``; scroll to it."""
         output = self.cell(number).locator(".jp-OutputArea-output")
-        output.filter(has_text=words).first.scroll_into_view_if_needed()
+        output.filter(has_text=text).first.scroll_into_view_if_needed()
 
 
-def _is_ours(said: ConsoleMessage) -> bool:
+def _is_ours(message: ConsoleMessage) -> bool:
     """Return whether it is an error, other than that of JupyterLab's debugger when a kernel ends during its request."""
-    return said.type == "error" and not said.text.startswith("Could not restore the debugger state: Canceled future")
+    return message.type == "error" and not message.text.startswith(
+        "Could not restore the debugger state: Canceled future"
+    )
 
 
 @contextmanager

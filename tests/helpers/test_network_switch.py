@@ -169,8 +169,8 @@ def pour(here, there):
     end = os.urandom(8)
     for _ in range(20):  # some of them will arrive
         here.send(end)
-    said = iter(lambda: there.recv(2000), end)
-    return [int.from_bytes(each[:4], "big") for each in said if len(each) == 1400]  # skip earlier end marks
+    chunks = iter(lambda: there.recv(2000), end)
+    return [int.from_bytes(each[:4], "big") for each in chunks if len(each) == 1400]  # skip earlier end marks
 
 
 @between
@@ -245,6 +245,6 @@ with joined([Port("", "wbtry0")]) as cables:
 
 @between
 def test_it_ends_with_the_process_that_started_it_and_its_devices_with_it():
-    told = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=False).stdout
-    wait_until(lambda: not psutil.pid_exists(int(told)))
+    output = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=False).stdout
+    wait_until(lambda: not psutil.pid_exists(int(output)))
     wait_until(lambda: not Path("/sys/class/net/wbtry0").exists())

@@ -93,17 +93,17 @@ def test_a_cell_that_hangs_says_who_waits_and_where(living, monkeypatch):
     monkeypatch.setattr(stall_notice, "QUIET_S", 0.1)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
     expected = r"rank 1 has run for \d+ s, in dist.barrier\(\) at line 3 of the cell; rank 0 has ended"
-    told = []
+    sentences = []
 
     def give_up_once_it_is_said(sentence):
-        told.append(sentence)
+        sentences.append(sentence)
         if re.fullmatch(expected, sentence):
             living.abort()
 
     code = "import torch.distributed as dist\nif rank == 1:\n    dist.barrier()"
     with pytest.raises(Interrupted, match="idle again"):
         living.run_cell(code, on_standing=give_up_once_it_is_said)
-    assert any(re.fullmatch(expected, sentence) for sentence in told)
+    assert any(re.fullmatch(expected, sentence) for sentence in sentences)
     assert living.step(1).steps_done == 1
 
 

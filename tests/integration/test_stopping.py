@@ -120,10 +120,10 @@ def test_looking_around_inside_the_step(ready):
     assert "shard" in str(report)
     with pytest.raises(UsageError, match=r"nearest first: blocks\.1\.mlp\.0\.weight"):
         ready.inspect("blocks.1.mlp.0.wieght")
-    heard = []
-    cell = ready.run_cell("print('inside', rank)\ninside = rank", on_output=heard.append)
+    outputs = []
+    cell = ready.run_cell("print('inside', rank)\ninside = rank", on_output=outputs.append)
     assert cell.texts == {0: "inside 0\n", 1: "inside 1\n"}
-    assert heard[-1].data["text/plain"] == "--- rank 0:\ninside 0\n--- rank 1:\ninside 1"
+    assert outputs[-1].data["text/plain"] == "--- rank 0:\ninside 0\n--- rank 1:\ninside 1"
     assert len(ready.states().data) > 0
     for refused in (lambda: ready.step(1), lambda: ready.unshard("model")):
         with pytest.raises(UsageError, match="first %fsdp continue or %fsdp abort"):
@@ -220,8 +220,8 @@ def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready, every_ra
     ready.resume(background=True)
     assert "idle again" in ready.abort().headline
     report = ready.step(3, background=True)
-    told = []
-    wait_until(lambda: told.extend(ready.news()) or any("3 steps" in said for said in told))
+    news = []
+    wait_until(lambda: news.extend(ready.news()) or any("3 steps" in sentence for sentence in news))
 
 
 @pytest.mark.parametrize("event", ["wait.end", "reduce_scatter:blocks.1", "copy_out.end:(root)", "optimizer"])
@@ -246,12 +246,12 @@ def test_gradients_of_a_step_that_was_given_up_are_told(ready):
     ready.step(1, until="forward:blocks.1")
     assert "gradients" not in ready.abort().headline  # there are none yet
     ready.step(1, until="optimizer")
-    said = "gradients of that step remain on ranks 0-1, and the next backward adds to them"
-    assert said in ready.abort().headline
+    sentence = "gradients of that step remain on ranks 0-1, and the next backward adds to them"
+    assert sentence in ready.abort().headline
     ready.step(1, until="optimizer")
     assert "gradients" not in ready.abort().headline  # as before that step: some loops keep them
     ready.run_cell("opt.zero_grad()")
-    with pytest.raises(RankError, match=said):
+    with pytest.raises(RankError, match=sentence):
         ready.run_cell("train_step.__globals__['opt'] = None\ntrain_step()")
     ready.run_cell("opt = torch.optim.AdamW(model.parameters(), lr=1e-2)\nopt.zero_grad()")
     assert ready.verify().ok
@@ -262,10 +262,10 @@ def test_a_loop_of_the_user_s_own_stops_as_well(ready):
     report = ready.run_cell("loss = train_step(); print('done')")
     assert len(places(report)) == 1
     ready.break_clear()
-    heard = []
-    done = ready.resume(on_output=heard.append)
+    outputs = []
+    done = ready.resume(on_output=outputs.append)
     assert done.texts == {0: "done\n", 1: "done\n"}
-    assert "".join(output.text for output in heard).startswith("done\n")
+    assert "".join(output.text for output in outputs).startswith("done\n")
 
 
 def test_back_moves_the_cursor_and_nothing_else(ready):

@@ -143,9 +143,9 @@ def test_what_the_engine_does_not_manage_is_said_from_cell_to_cell_in_status_and
     assert hooks.startswith("register_hook is never called on a sharded parameter: head.weight. ")
     assert buffers.startswith("buffers differ between ranks: drawn. ")
     trained.step(1)
-    said = subtitle(trained.comms())
-    assert "head.weight. Use register_post_accumulate_grad_hook" in said
-    assert "differ between ranks: drawn. " in said
+    text = subtitle(trained.comms())
+    assert "head.weight. Use register_post_accumulate_grad_hook" in text
+    assert "differ between ranks: drawn. " in text
     trained.run_cell(MENDED)
     assert trained.status().notes == ()
     trained.run_cell("del model.drawn")

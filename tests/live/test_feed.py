@@ -257,10 +257,10 @@ def test_what_is_told_of_a_stopped_run_is_what_is_shown_of_it(prefixes, number):
     first_ns = min(int(r.rows["t_ns"].min()) for r in held.ranks)
     pieces = [known_at(held, t_ns) for t_ns in np.linspace(first_ns, last_ns, 4).astype(np.int64)]
     cut = without_holds(held)[0]
-    told, shown = add_up(pieces), add_up([cut])
-    assert told["spans"]["end_ns"].max() == shown["spans"]["end_ns"].max()
+    streamed, shown = add_up(pieces), add_up([cut])
+    assert streamed["spans"]["end_ns"].max() == shown["spans"]["end_ns"].max()
     if groups_of(pieces) == groups_of([cut]):  # the first rows known may have decided which rank represents a group
-        assert set(told["memory"]["t_ns"].tolist()) == set(shown["memory"]["t_ns"].tolist())
+        assert set(streamed["memory"]["t_ns"].tolist()) == set(shown["memory"]["t_ns"].tolist())
 
 
 def known_at(trace, t_ns):

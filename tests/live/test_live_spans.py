@@ -119,7 +119,7 @@ def drawn(trace):
     return found
 
 
-def told(trace):
+def live_spans(trace):
     """The same of the live timeline: what has ended, and what has not."""
     feed = FeedView(history_rows=trace.num_rows)
     new = feed.take(trace, 1 << 40)
@@ -133,7 +133,7 @@ def told(trace):
 
 
 def check_the_pictures_agree(trace):
-    bars, (ended, still_open) = drawn(trace), told(trace)
+    bars, (ended, still_open) = drawn(trace), live_spans(trace)
     assert {span for span in ended if span[4] >= 0 and span[5] > span[4]} <= bars  # before it are no steps
     in_both = {bar for bar in bars if bar[1] < NUM_TRACKS}  # not those that only a device has
     begun = {span[:5] for span in still_open}
@@ -214,8 +214,8 @@ def test_spans_of_a_device_are_those_it_did_however_late_they_are_told(piece):
     mine = found[~np.isin(found["kind"], COPIES)]
     expected = expected[~copies]
     for track in (1, 2):
-        told, true_spans = mine[mine["track"] == track], expected[expected["track"] == track]
-        assert told[COLUMNS].tolist() == true_spans[COLUMNS].tolist()
+        live_spans, true_spans = mine[mine["track"] == track], expected[expected["track"] == track]
+        assert live_spans[COLUMNS].tolist() == true_spans[COLUMNS].tolist()
     for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WAIT):
         ends = [int(part["end_ns"][part["kind"] == kind].max()) for part in (mine, expected)]
         assert ends[0] == ends[1]
@@ -235,7 +235,7 @@ def test_a_device_that_hangs_is_seen_in_what_it_is_in():
 
 
 def test_nothing_is_told_of_a_device_before_it_tells():
-    trace = on_devices(example_trace(num_ranks=2, steps=1), tells=False)
+    trace = on_devices(example_trace(num_ranks=2, steps=1), has_device_rows=False)
     reader = RankSpans()
     assert len(reader.take(trace.rank(0), header=trace.header)) == 0
     assert len(reader.open) == 0

@@ -33,7 +33,7 @@ class Counted(Pretender):
     def count(self):
         self.taken += 1
 
-    def asked(self):
+    def activity(self):
         return self.requests
 
     def shown(self):
@@ -72,9 +72,9 @@ def test_they_share_the_fold_of_the_trace(clients, monkeypatch):
     workbench.trace = prefix(trace, [310] * 4)
     feeds = [look() for look in looks]
     assert sum(read) == 4 * 10, "each new row of each rank once"
-    for told in feeds[:2]:
-        assert told["counts"] == feeds[0]["counts"]
-        assert not told["restart"]
+    for feed in feeds[:2]:
+        assert feed["counts"] == feeds[0]["counts"]
+        assert not feed["restart"]
     assert feeds[2]["ranks"][0]["num_bytes"] == list(live_trace_of(workbench).fold.rank(0).memory.bytes_by_category)
 
 

@@ -81,8 +81,8 @@ def test_whose_ranks_they_are():
 
 @given(traces(whole=True))
 def test_the_exposed_share_is_that_of_the_waits(trace):
-    told = Steps().take(trace)
-    for step in told:
+    steps = Steps().take(trace)
+    for step in steps:
         waits = [r.rows[(r.rows["kind"] == Kind.WAIT) & (r.rows["step"] == step["step"])] for r in trace.ranks]
         ns = [int(np.where(rows["edge"] == Edge.END, rows["t_ns"], -rows["t_ns"]).sum()) for rows in waits]
         assert step["exposed"] == pytest.approx(min(np.mean(ns) / max(step["step_ns"], 1), 1), abs=1e-5)
@@ -99,9 +99,9 @@ def test_who_is_late_does_not_depend_on_what_clocks_show(trace, data):
         rows = rank.rows.copy()
         rows["t_ns"] += data.draw(st.integers(-(10**12), 10**12))
         ranks.append(replace(rank, rows=rows))
-    told, moved = (Steps().take(shown) for shown in (trace, Trace(trace.header, tuple(ranks))))
+    steps, moved = (Steps().take(shown) for shown in (trace, Trace(trace.header, tuple(ranks))))
     for name in ("step", "step_ns", "exposed", "straggler", "spread_ns"):
-        assert moved[name].tolist() == told[name].tolist()
+        assert moved[name].tolist() == steps[name].tolist()
 
 
 def test_in_pieces_steps_cost_what_they_cost_at_once():
@@ -121,8 +121,8 @@ def test_what_was_turned_is_named():
     before = knobs(TRACE.header.units)
     assert turned(before, before) == ""
     changed = resharded(TRACE, reshard_after_forward=False, offload=True)  # the root's was already false
-    said = "reshard after forward: true → false (blocks.0, blocks.1, blocks.2); offloaded: false → true"
-    assert turned(before, knobs(changed.header.units)) == said
+    changes = "reshard after forward: true → false (blocks.0, blocks.1, blocks.2); offloaded: false → true"
+    assert turned(before, knobs(changed.header.units)) == changes
     assert turned(before, knobs(TRACE.header.units[:2])) == "4 units → 2"
     flat = knobs([replace(unit, params=(make_flat((3, 4), 2),)) for unit in TRACE.header.units])
     assert turned(before, flat) == "api: fully_shard → classic"
@@ -141,15 +141,15 @@ def change_told(parts):
     for until, policies in parts:
         trace = prefix(LONG, int(np.flatnonzero(steps == until)[0]) if until < 12 else len(steps))
         known = tuple(ActivePolicy(from_step=step, units=units) for step, units in policies)
-        told, _ = answers.answer(AskFeed(), ClusterSnapshot(trace=trace, policies=known), time.monotonic)
-        change = told["change"] or change
+        answer, _ = answers.answer(AskFeed(), ClusterSnapshot(trace=trace, policies=known), time.monotonic)
+        change = answer["change"] or change
     return change
 
 
 def cost_of(first, last):
     """Return the median time of some steps in ms."""
-    told = Steps().take(LONG)
-    return float(np.median(told["step_ns"][(told["step"] >= first) & (told["step"] <= last)])) / 1e6
+    steps = Steps().take(LONG)
+    return float(np.median(steps["step_ns"][(steps["step"] >= first) & (steps["step"] <= last)])) / 1e6
 
 
 @pytest.mark.parametrize("looks", [(12,), (4, 12), (6, 8, 12), tuple(range(1, 13))])

@@ -96,7 +96,7 @@ def test_lines_become_commands(line, command):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("shrad model", "no command 'shrad', did you mean 'shard'?\n%fsdp help lists them"),
         ("memroy", "did you mean 'memory'"),
@@ -130,10 +130,10 @@ def test_lines_become_commands(line, command):
         ("export --steps 3 -x", "write -- before it: %fsdp export --steps 3 -- -x\n"),
     ],
 )
-def test_wrong_lines_say_what_is_right(line, says):
+def test_wrong_lines_say_what_is_right(line, message):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -60,20 +60,20 @@ def test_ranks_that_run_are_not_given_up_for_a_file(notebook, run):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("rnu.trace", "there is no file 'rnu.trace', did you mean 'run.trace'?"),
         ("notes.txt", "cannot read notes.txt: it is not a trace, or it is damaged or truncated"),
         ("folder", "cannot read folder: Is a directory"),
     ],
 )
-def test_what_cannot_be_opened_is_said_and_what_was_shown_stays(bare, run, tmp_path, name, says):
+def test_what_cannot_be_opened_is_said_and_what_was_shown_stays(bare, run, tmp_path, name, message):
     (tmp_path / "notes.txt").write_text("no")
     (tmp_path / "folder").mkdir()
     bare.ok("%fsdp open run.trace")
     error = bare.run(f"%fsdp open {name}").error
     assert isinstance(error, UsageError)
-    assert says in str(error)
+    assert message in str(error)
     assert "run.trace is open" in bare.ok("%fsdp status").shown[0]["text/plain"]
 
 

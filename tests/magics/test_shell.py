@@ -43,7 +43,7 @@ def test_a_word_of_any_length_is_answered_in_few(bare, line):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("%fsdp shrad model", "did you mean 'shard'?"),
         ("%fsdp shard model --warp Block", "did you mean '--wrap'?"),
@@ -55,11 +55,11 @@ def test_a_word_of_any_length_is_answered_in_few(bare, line):
         ("%fsdp start -n {ranks}", "there is no notebook variable 'ranks'"),
     ],
 )
-def test_a_wrong_line_raises_and_shows_one_clean_message(bare, line, says):
+def test_a_wrong_line_raises_and_shows_one_clean_message(bare, line, message):
     cell = bare.run(line)
     assert isinstance(cell.error, UsageError)
     assert cell.out.startswith("UsageError: ")
-    assert says in cell.out
+    assert message in cell.out
     assert "Traceback" not in cell.out
     assert "workbench/magics" not in cell.out
 

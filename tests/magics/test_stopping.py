@@ -49,7 +49,7 @@ def test_lines_become_commands(line, command):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("break add", "needs an event, such as all_gather:blocks.2"),
         ("break", "required: add|list|clear"),
@@ -71,10 +71,10 @@ def test_lines_become_commands(line, command):
         ("inspect", "required: FQN"),
     ],
 )
-def test_wrong_lines_say_what_is_right(line, says):
+def test_wrong_lines_say_what_is_right(line, message):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_help_of_eval_and_its_names():

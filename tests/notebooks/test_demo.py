@@ -52,8 +52,8 @@ def test_a_cell_that_raises_is_named(tmp_path):
 
 
 def test_a_kernel_that_dies_is_named(tmp_path):
-    said = r"in cell 1 of 1: import os; os._exit\(1\)\nthe notebook's kernel failed: Kernel died"
-    with pytest.raises(DemoError, match=said):
+    message = r"in cell 1 of 1: import os; os._exit\(1\)\nthe notebook's kernel failed: Kernel died"
+    with pytest.raises(DemoError, match=message):
         demo.execute(notebook("import os; os._exit(1)"), tmp_path)
 
 

@@ -219,9 +219,11 @@ def drawn_at_cursor(lab):
     assert drawn["isExact"]
     assert drawn["hint"] == ""
     assert [drawn["bytes"], drawn["units"]] == drawn["told"]
-    in_use, *told = [in_bytes(text) for text in drawn["legend"]]  # of classes that are drawn anywhere in the picture
+    in_use, *by_class = [
+        in_bytes(text) for text in drawn["legend"]
+    ]  # of classes that are drawn anywhere in the picture
     sizes = [drawn["inUse"], *filter(None, drawn["bytes"])]
-    assert [in_use, *filter(None, told)] == pytest.approx(sizes, rel=0.006)  # three digits
+    assert [in_use, *filter(None, by_class)] == pytest.approx(sizes, rel=0.006)  # three digits
     return drawn
 
 
@@ -315,11 +317,11 @@ def test_the_word_moves_the_cursor_and_lets_it_go(lab):
     do(lab, BACK)
     show(lab)
     waits(lab, "cursor.isLive === false && d.cursor.moment !== null")
-    told = settles(lab, "[d.cursor.us, d.timeline.chart.cursor, d.model.now.t_us]")
-    assert told[0] == told[1] < told[2]
+    positions = settles(lab, "[d.cursor.us, d.timeline.chart.cursor, d.model.now.t_us]")
+    assert positions[0] == positions[1] < positions[2]
     lab.reads(BACK, "60 events before the newest")
     shoot(lab, "back")
-    assert drawn_at_cursor(lab)["at"] == told[0]
+    assert drawn_at_cursor(lab)["at"] == positions[0]
     zoom_out_until(lab, "memory.hint.textContent.startsWith('simplified: zoom in')")
     shoot(lab, "simplified")
     seq = get(lab, "d.cursor.moment.seq")

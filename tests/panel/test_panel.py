@@ -33,17 +33,17 @@ BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
 
 
 @pytest.mark.parametrize(
-    ("version", "says"),
+    ("version", "message"),
     [
         (VERSION, ""),
         (VERSION - 1, "install workbench 0.2.0 where JupyterLab runs, and reload this page"),
         (VERSION + 1, "install the same workbench where the kernel runs, and restart the kernel"),
     ],
 )
-def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, says):
+def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, message):
     welcome = browser.ask("hello", version=version, extension="7.8.9")
-    assert (welcome["version"], says in welcome["problem"]) == (VERSION, True)
-    if says:
+    assert (welcome["version"], message in welcome["problem"]) == (VERSION, True)
+    if message:
         assert f"(extension 7.8.9) uses protocol version {version}" in welcome["problem"]
         assert f"(workbench 0.2.0) version {VERSION}" in welcome["problem"]
         assert browser.look()["text"] == "the first message must be hello, with a matching protocol version"
@@ -65,7 +65,7 @@ def test_hello_comes_first(browser):
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (None, "unknown question None"),
         ("look", "unknown question None"),
@@ -98,11 +98,11 @@ def test_hello_comes_first(browser):
         ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next takes one of"),
     ],
 )
-def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(started, data, says):
-    before, asked = list(started.fake.log), len(started.comm.sent)
+def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(started, data, message):
+    before, num_sent = list(started.fake.log), len(started.comm.sent)
     started.comm.receive(data)
-    (answer,) = [sent for sent, _ in started.comm.sent[asked:]]
-    assert (answer["word"], says in answer["text"]) == ("refused", True), answer["text"]
+    (answer,) = [sent for sent, _ in started.comm.sent[num_sent:]]
+    assert (answer["word"], message in answer["text"]) == ("refused", True), answer["text"]
     assert answer["number"] == (7 if isinstance(data, dict) and data.get("number") == 7 else -1)
     assert started.fake.log == before
     assert len(started.workbench.history().commands) == 1  # the start
@@ -119,9 +119,9 @@ def test_before_there_are_ranks(browser):
         "steps_per_s": None,
         "tokens_per_s": None,
     }
-    said = browser.do("shard", model="model")
-    assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")
-    assert "Start them with %fsdp start" in said["text"]
+    answer = browser.do("shard", model="model")
+    assert (answer["is_error"], answer["line"]) == (True, "%fsdp shard model")
+    assert "Start them with %fsdp start" in answer["text"]
 
 
 def test_whether_ranks_have_a_train_step_is_found_with_their_models(started):
@@ -153,8 +153,8 @@ def test_a_start_that_was_given_up_has_not_failed(browser, monkeypatch):
         raise Interrupted("The start was cancelled: no ranks are running")
 
     monkeypatch.setattr(FakeCluster, "start", start)
-    said = browser.do("start")
-    assert (said["text"], said["is_error"]) == ("The start was cancelled: no ranks are running", False)
+    answer = browser.do("start")
+    assert (answer["text"], answer["is_error"]) == ("The start was cancelled: no ranks are running", False)
 
 
 def test_what_is_recorded_or_opened_is_told(started, tmp_path):
@@ -177,9 +177,9 @@ def test_clocks_that_are_not_rank_0s_are_told():
     found = example_trace(num_ranks=3, steps=1)
     clock = HostClock(ranks=(1, 2), readings=(ClockReading(t_ns=0, offset_ns=-5_000_000, error_ns=40_000),))
     trace = Trace(replace(found.header, clocks=(clock,)), found.ranks)
-    (told,) = state_at(ClusterSnapshot(trace=trace), num_ranks=3).clocks
-    assert (told.ranks, told.error_ns) == ((1, 2), 40_000)
-    assert told.text == "its clock is 5.00 ms behind rank 0's, ± 40.0 µs"
+    (shown,) = state_at(ClusterSnapshot(trace=trace), num_ranks=3).clocks
+    assert (shown.ranks, shown.error_ns) == ((1, 2), 40_000)
+    assert shown.text == "its clock is 5.00 ms behind rank 0's, ± 40.0 µs"
 
 
 @pytest.mark.parametrize(("loss", "sent"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
@@ -238,9 +238,9 @@ def test_a_flat_parameter_is_told_with_what_lies_in_it_on_each_rank():
 def test_what_waits_is_told_what_is_new_and_units_once(started):
     assert started.look()["units"] == []
     started.fake.sharded()
-    told = []
-    wait_until(lambda: told.append(started.look(wait=True)["units"]) or told[-1])
-    assert len(told[-1]) == 3
+    answers = []
+    wait_until(lambda: answers.append(started.look(wait=True)["units"]) or answers[-1])
+    assert len(answers[-1]) == 3
     assert started.look(wait=True)["units"] is None
     assert len(started.look()["units"]) == 3
 
@@ -293,10 +293,10 @@ def test_a_rank_that_is_gone_says_how(started):
 
 def test_a_command_says_what_a_cell_would_and_is_in_the_history(started):
     started.fake.script["shard"] = gives(SHARD_RESULT)
-    said = started.do("shard", model="model", wrap=["Block"], mesh="2x2")
-    assert said["text"].startswith("model: 3 units on 4 ranks")
-    assert (said["line"], said["is_error"]) == ("%fsdp shard model --wrap Block --mesh 2x2", False)
-    assert "text/html" in said["data"]
+    answer = started.do("shard", model="model", wrap=["Block"], mesh="2x2")
+    assert answer["text"].startswith("model: 3 units on 4 ranks")
+    assert (answer["line"], answer["is_error"]) == ("%fsdp shard model --wrap Block --mesh 2x2", False)
+    assert "text/html" in answer["data"]
     lines = [past["line"] for past in started.ask("recall")["commands"]]
     assert lines == ["%fsdp start", "%fsdp shard model --wrap Block --mesh 2x2"]
     assert {past["source"] for past in started.ask("recall")["commands"]} == {"panel"}
@@ -348,7 +348,7 @@ def test_a_reshard_is_tried_as_well(started):
 
 
 @pytest.mark.parametrize(
-    ("command", "says"),
+    ("command", "message"),
     [
         (
             {"word": "shard", "model": "model", "wrap": ["Blcok"]},
@@ -362,15 +362,15 @@ def test_a_reshard_is_tried_as_well(started):
         ({"word": "step"}, "only shard and reshard can be previewed, not step"),
     ],
 )
-def test_what_cannot_be_done_says_so_before(started, command, says):
-    assert says in started.ask("try", command=command)["problem"]
+def test_what_cannot_be_done_says_so_before(started, command, message):
+    assert message in started.ask("try", command=command)["problem"]
 
 
 def test_a_figure_comes_as_a_notebook_would_have_it(started):
     started.fake.sharded()
-    said = started.do("layout")
-    assert "application/vnd.plotly.v1+json" in said["data"]
-    assert said["text"].startswith("Each of 4 ranks keeps")
+    answer = started.do("layout")
+    assert "application/vnd.plotly.v1+json" in answer["data"]
+    assert answer["text"].startswith("Each of 4 ranks keeps")
     one = started.do("layout", unit="(root)")
     assert one["line"] == "%fsdp layout --unit '(root)'"
     assert "of the parameters of (root)" in one["text"]
@@ -381,9 +381,9 @@ def test_a_step_goes_on_in_the_background_until_a_breakpoint_that_can_be_turned_
     started.fake.sharded()
     started.fake.script["step"] = inside
     assert "breakpoint 1: backward" in started.do("break", action="add", event="backward")["text"]
-    said = started.do("step", count=3)
-    assert said["line"] == "%fsdp step 3 --background"
-    assert "runs in the background" in said["text"]
+    answer = started.do("step", count=3)
+    assert answer["line"] == "%fsdp step 3 --background"
+    assert "runs in the background" in answer["text"]
 
     def stopped():
         request = started.look()["request"]
@@ -422,10 +422,10 @@ def test_steps_whose_loss_is_nan_end_as_what_failed_does(started):
 def test_an_error_on_a_rank_is_told_with_the_command_and_stays_in_the_state(started):
     started.fake.sharded()
     started.fake.script["verify"] = raises("ValueError", BAD_NAME)
-    said = started.do("verify")
-    assert said["is_error"]
-    assert BAD_NAME in said["text"]
-    assert said["data"] == {}
+    answer = started.do("verify")
+    assert answer["is_error"]
+    assert BAD_NAME in answer["text"]
+    assert answer["data"] == {}
     assert BAD_NAME in started.look()["ended"]["text"]
 
 

@@ -35,7 +35,7 @@ def test_what_a_person_writes(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "units", "says"),
+    ("text", "units", "message"),
     [
         ("all_gahter", UNITS, "there is no event 'all_gahter'; the events, nearest first: all_gather, "),
         ("", UNITS, "there is no event ''"),
@@ -47,10 +47,10 @@ def test_what_a_person_writes(text, expected):
         ("forward:x", [f"blocks.{i}" for i in range(20)], "... 8 more"),
     ],
 )
-def test_what_is_not_there_says_what_is(text, units, says):
+def test_what_is_not_there_says_what_is(text, units, message):
     with pytest.raises(UsageError) as caught:
         parse_event(text, units)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @given(st.sampled_from(SPANS), st.sampled_from(("", *EDGES)), st.sampled_from(UNITS[:-1]))
@@ -70,7 +70,7 @@ def test_conditions(when):
 
 
 @pytest.mark.parametrize(
-    ("when", "says"),
+    ("when", "message"),
     [
         ("num_bytes >", "a Python expression such as"),
         ("print(1)", "no Call"),
@@ -92,10 +92,10 @@ def test_conditions(when):
         ("", "a Python expression such as"),
     ],
 )
-def test_conditions_that_are_none(when, says):
+def test_conditions_that_are_none(when, message):
     with pytest.raises(UsageError) as caught:
         Condition.parse(when, None)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 EVENT = {

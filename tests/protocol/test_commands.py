@@ -135,7 +135,7 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: Shard(model="a-b"), "a-b"),
         (lambda: Shard(model=""), "variable"),
@@ -207,10 +207,10 @@ def test_text_is_what_a_person_would_write(command: Command, text: str):
         (lambda: from_dict(["step"]), "unknown command None"),
     ],
 )
-def test_what_is_refused(make, says: str):
+def test_what_is_refused(make, message: str):
     with pytest.raises(ValueError, match=r".+") as caught:
         make()
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("mesh", ["2x2", [2, 2], (2, 2)])

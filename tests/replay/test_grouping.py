@@ -88,13 +88,13 @@ def test_of_many_pieces_some_ranks_are_counted():
 
 @given(st.sets(st.integers(0, 511)))
 def test_no_rank_is_lost_in_a_label(ranks):
-    said = grouping.label(ranks)
-    named, _, more = said.removeprefix("ranks ").removeprefix("rank ").partition(" and ")
+    text = grouping.label(ranks)
+    named, _, more = text.removeprefix("ranks ").removeprefix("rank ").partition(" and ")
     if ranks:
         pieces = [piece.partition("-") for piece in named.split(", ")]
         count = sum(int(last or first) - int(first) + 1 for first, _, last in pieces)
         assert count + int(more.partition(" ")[0] or 0) == len(ranks)
-    assert len(said) <= 80
+    assert len(text) <= 80
 
 
 @given(setups())

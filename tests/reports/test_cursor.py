@@ -39,12 +39,12 @@ def on_other_clocks(trace, draw):
 @given(setups(), st.data(), st.integers(1, 60))
 def test_ranks_that_did_the_same_are_cut_at_the_same_logical_event(setup, data, count):
     trace = on_other_clocks(simulate(setup), data.draw)
-    cursor, said = back(trace, None, count)
+    cursor, sentence = back(trace, None, count)
     assume(cursor is not None)
     shown = [logical(r) for r in cut(trace, cursor).ranks]
     whole, ends = logical(trace.rank(0)), moments(trace.rank(0))
     assert shown == [whole[: ends[max(len(ends) - 1 - count, 0)]]] * 3
-    assert said.startswith("ranks 0-2 after ")
+    assert sentence.startswith("ranks 0-2 after ")
     further, _ = back(trace, cursor, 1)
     assert [logical(r) for r in cut(trace, further).ranks] == [whole[: ends[max(len(ends) - 2 - count, 0)]]] * 3
 
@@ -68,23 +68,23 @@ def test_a_rank_without_the_event_is_cut_by_time_between_those_it_shares():
     rows["seq"] = np.arange(len(rows))
     trace = Trace(TRACE.header, (lead, RankTrace(1, rows)))
     passed = (~np.isin(lead.rows["kind"][: gone + 1], BESIDE)).sum()
-    cursor, said = back(trace, None, sum(end > passed for end in moments(lead)))
+    cursor, sentence = back(trace, None, sum(end > passed for end in moments(lead)))
     assert cursor.ends[0] == gone + 1
-    assert "; rank 1 has no such event:" in said
-    assert said.startswith("rank 0 after the end of forward")
+    assert "; rank 1 has no such event:" in sentence
+    assert sentence.startswith("rank 0 after the end of forward")
     events = logical(lead.cut(0, gone))
     assert logical(cut(trace, cursor).rank(1)) == events
 
 
 def test_back_goes_event_by_event_and_stays_at_the_first():
-    cursor, said = back(TRACE, None, 1)
-    assert "1 events before the newest" in said
+    cursor, sentence = back(TRACE, None, 1)
+    assert "1 events before the newest" in sentence
     further, _ = back(TRACE, cursor, 1)
     assert further.t_ns <= cursor.t_ns
     assert back(TRACE, None, 2)[0] == further
-    first, said = back(TRACE, None, 10**6)
+    first, sentence = back(TRACE, None, 10**6)
     assert back(TRACE, first, 1)[0] == first
-    assert said.startswith("ranks 0-1 after the start of ")
+    assert sentence.startswith("ranks 0-1 after the start of ")
 
 
 @given(setups(), st.integers(1, 60))

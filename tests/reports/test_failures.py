@@ -106,9 +106,9 @@ def test_ranks_whose_optimizer_went_ahead_are_named():
 
 def test_gradients_that_a_step_left_behind_are_told():
     left = {0: Aftermath(), 1: Aftermath(left_gradients=True), 2: Aftermath(left_gradients=True)}
-    said = str(to_error([DIVISION], left, next_thing=NEXT))
-    assert "gradients of that step remain on ranks 1-2, and the next backward adds to them" in said
-    assert said.endswith(NEXT)
+    message = str(to_error([DIVISION], left, next_thing=NEXT))
+    assert "gradients of that step remain on ranks 1-2, and the next backward adds to them" in message
+    assert message.endswith(NEXT)
     assert left_behind({0: Aftermath()}) == []
     assert "gradients" not in str(to_error([DEAD], left, next_thing=NEXT))  # there is no next backward
 

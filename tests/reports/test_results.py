@@ -182,8 +182,8 @@ def test_lines_of_a_headline_stay_lines_and_are_text():
 
 
 def test_status_says_what_was_let_go():
-    said = str(StatusReport(running=False, num_rows=2_000_000, num_dropped=12_345))
-    assert "2,000,000 events, 12,345 older ones dropped: the limit is reached" in said
+    text = str(StatusReport(running=False, num_rows=2_000_000, num_dropped=12_345))
+    assert "2,000,000 events, 12,345 older ones dropped: the limit is reached" in text
 
 
 def test_status_says_what_is_under_way_and_which_cluster_was_attached():
@@ -225,8 +225,8 @@ def test_each_sharded_model_is_said_with_its_units_in_order_and_its_policy():
         StatusReport(running=True, models=named),
         OpenReport(name="a.trace", num_ranks=1, steps=(), models=named, num_rows=1),
     ):
-        said = [text for name, text in report.facts() if name == "sharded"]
-        assert said == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
+        models = [text for name, text in report.facts() if name == "sharded"]
+        assert models == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
 
 
 def test_what_was_opened_says_what_draws_it():
@@ -286,10 +286,10 @@ def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
         )
         for rank, offset_ns in ((2, 7_200_000_000_000), (3, -5_000_000))
     )
-    told = dict(StatusReport(running=True, ranks=ranks, clocks=clocks).facts())
-    assert told["a"] == "ranks 0-1"
-    assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, ± 400 µs"
-    assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, ± 400 µs"
+    facts = dict(StatusReport(running=True, ranks=ranks, clocks=clocks).facts())
+    assert facts["a"] == "ranks 0-1"
+    assert facts["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, ± 400 µs"
+    assert facts["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, ± 400 µs"
     assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")
 
 
@@ -304,20 +304,20 @@ def test_verify_of_nothing_but_nan_says_no_difference():
         assert "largest difference" in dict(other.facts())
 
 
-@pytest.mark.parametrize(("losses", "said"), [((2.0, math.nan), "loss 2 -> NaN"), ((math.nan,), "loss NaN")])
-def test_a_loss_that_is_no_number_is_written_as_the_panel_does(losses, said):
-    assert said in StepReport(steps_done=2, losses=losses, seconds=(), optimizer_steps=2).headline
+@pytest.mark.parametrize(("losses", "expected"), [((2.0, math.nan), "loss 2 -> NaN"), ((math.nan,), "loss NaN")])
+def test_a_loss_that_is_no_number_is_written_as_the_panel_does(losses, expected):
+    assert expected in StepReport(steps_done=2, losses=losses, seconds=(), optimizer_steps=2).headline
 
 
 @pytest.mark.parametrize(
-    ("buffers", "since", "said"),
+    ("buffers", "since", "expected"),
     [
         ([("b",), ("b",)], [3, 3], ("b on every rank", "the loss has not been finite since step 3 on every rank")),
         ([(), ("b", "c")], [None, 3], ("b, c on rank 1", "the loss has not been finite since step 3, first on rank 1")),
         ([(), ()], [None, None], ("", "")),
     ],
 )
-def test_verify_says_on_which_ranks_as_step_does(buffers, since, said):
+def test_verify_says_on_which_ranks_as_step_does(buffers, since, expected):
     same = {"params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
     report = SAYS[Verify](
         [
@@ -327,14 +327,14 @@ def test_verify_says_on_which_ranks_as_step_does(buffers, since, said):
             for bad, step in zip(buffers, since, strict=True)
         ]
     )
-    assert (report.buffers, report.since) == said
+    assert (report.buffers, report.since) == expected
 
 
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("losses", "said"),
+    ("losses", "expected"),
     [
         ([(1.0, 2.0), (1.0, 2.0)], ""),
         ([(1.0, NAN, NAN), (1.0, NAN, NAN)], "loss is NaN from step 6 on, on every rank"),
@@ -343,12 +343,12 @@ NAN, INF = float("nan"), float("inf")
         ([None, (1.0, NAN)], "loss is NaN from step 6 on, first on rank 1"),
     ],
 )
-def test_a_step_says_where_the_loss_first_was_not_finite(losses, said):
+def test_a_step_says_where_the_loss_first_was_not_finite(losses, expected):
     same = {"seconds": (0.1, 0.1, 0.1), "optimizer_steps": 3, "first_step": 5, "unreduced": ()}
     report = SAYS[Step]([StepReply(steps_done=3, losses=own, **same) for own in losses])
-    assert report.not_finite == said
-    assert said in str(report)
-    assert bool(said) == ("loss is" in str(report))
+    assert report.not_finite == expected
+    assert expected in str(report)
+    assert bool(expected) == ("loss is" in str(report))
 
 
 STEP = StepReport(

@@ -80,9 +80,9 @@ def test_a_line_of_the_table():
     name = header.units[0].name
     stopped = row_of(1, position(held(phase=Phase.POST_BACKWARD), now_ns=3_000_001), header)
     assert stopped.cells() == ("1", "held", "2", "post-backward", name or "(root)", "before all-gather", "3.00 ms")
-    for edge, said in ((Edge.BEGIN, "in a wait"), (Edge.END, "at the end of a wait")):
+    for edge, text in ((Edge.BEGIN, "in a wait"), (Edge.END, "at the end of a wait")):
         waits = position(held(kind=Kind.WAIT, edge=edge))
-        assert row_of(1, waits, header).event == said
+        assert row_of(1, waits, header).event == text
     works = position(newest=EventInfo(kind=Kind.FORWARD, edge=Edge.BEGIN, phase=Phase.FORWARD), now_ns=1000)
     assert row_of(0, works, header).cells() == ("0", "running", "2", "forward", "", "start of forward", "1.00 µs")
     assert row_of(0, Position(), header).cells() == ("0", "idle", "", "", "", "", "")

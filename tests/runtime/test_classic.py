@@ -517,11 +517,11 @@ def refused():
     assert_refused(Reshard(model="model", api="classic"), ValueError, "is trained and 'head.weight' is frozen")
 
 
-def assert_refused(command, error, says):
+def assert_refused(command, error, message):
     """Check that the plan of a command and the command itself are refused with the same text."""
-    with pytest.raises(error, match=says) as before:
+    with pytest.raises(error, match=message) as before:
         shard_planning.plan(command, namespace()["world_size"])
-    with pytest.raises(error, match=says) as done:
+    with pytest.raises(error, match=message) as done:
         execute(command)
     assert str(before.value) == str(done.value)
 

@@ -14,12 +14,12 @@ class Scene:
         self.standing = StallNotice(lambda: self.now)
         self.look("begun")
 
-    def look(self, heard):
-        self.standing.look(heard, lambda seconds: f"{seconds:.0f} s", self.reported.append)
+    def look(self, lines):
+        self.standing.look(lines, lambda seconds: f"{seconds:.0f} s", self.reported.append)
 
-    def after(self, seconds, heard):
+    def after(self, seconds, lines):
         self.now += seconds
-        self.look(heard)
+        self.look(lines)
 
 
 def test_nothing_is_said_while_something_is_heard():

@@ -189,13 +189,13 @@ def deflated(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> b
 
 def claiming(data: bytes, name: str, num_bytes: int) -> bytes:
     """Return a zip file with a member whose stated size is wrong."""
-    said = num_bytes.to_bytes(4, "little")
+    claimed = num_bytes.to_bytes(4, "little")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         info, entry = archive.getinfo(name), archive.start_dir
     while data[entry + 46 :][: len(name)] != name.encode():
         entry = data.index(b"PK\x01\x02", entry + 1)
     changed = bytearray(data)
-    changed[entry + 24 : entry + 28] = changed[info.header_offset + 22 : info.header_offset + 26] = said
+    changed[entry + 24 : entry + 28] = changed[info.header_offset + 22 : info.header_offset + 26] = claimed
     return bytes(changed)
 
 

@@ -41,12 +41,12 @@ def test_a_key_frame_survives_json(key_frame):
 
 
 @pytest.mark.parametrize(
-    ("version", "says"),
+    ("version", "message"),
     [(SCHEMA_VERSION + 1, "update fsdp-workbench to read it"), (SCHEMA_VERSION - 1, "record the trace again")],
 )
-def test_a_header_of_another_schema_is_refused_whatever_else_it_holds(version, says):
+def test_a_header_of_another_schema_is_refused_whatever_else_it_holds(version, message):
     data = {"schema_version": version, "surprise": []}
-    text = f"the trace has schema version {version}, and this workbench reads version {SCHEMA_VERSION}: {says}"
+    text = f"the trace has schema version {version}, and this workbench reads version {SCHEMA_VERSION}: {message}"
     with pytest.raises(TraceError, match=text):
         header_from_dict(data)
 

@@ -18,8 +18,8 @@ def events_of(trace: Trace, *types: str) -> list[dict]:
 def test_what_is_to_be_known_of_a_rank_stands_beside_its_name():
     trace = example_trace(num_ranks=2, steps=1)
     bare = Trace(Header(world_size=2, strings=trace.header.strings, units=trace.header.units), trace.ranks)
-    for told, place in ((trace, ["localhost, cpu, "] * 2), (bare, ["", ""])):
-        events = to_perfetto(told, {1: "roughly"})["traceEvents"]
+    for exported, place in ((trace, ["localhost, cpu, "] * 2), (bare, ["", ""])):
+        events = to_perfetto(exported, {1: "roughly"})["traceEvents"]
         names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
         assert names[1] == f"rank 1 ({place[1]}roughly)"
         assert "roughly" not in names[0]

@@ -72,7 +72,7 @@ def test_a_difference_is_marked_in_the_title_and_the_row():
 
 
 @pytest.mark.parametrize(
-    ("setup", "said"),
+    ("setup", "sentence"),
     [
         ({"reduces": False}, "21 = 3 x 7 all-gathers, 4 reduce-scatters (gradients accumulated)"),
         ({}, "21 = 3 x 7 all-gathers, 12 = 3 x 4 reduce-scatters"),
@@ -82,9 +82,9 @@ def test_a_difference_is_marked_in_the_title_and_the_row():
         ),
     ],
 )
-def test_several_passes_of_a_step_are_as_expected_and_said(setup, said):
+def test_several_passes_of_a_step_are_as_expected_and_said(setup, sentence):
     fig = comms(simulate(Setup(passes=3, steps=1, **setup)))
-    assert title(fig) == f"Step 0: 3 forward/backward passes: {said}"
+    assert title(fig) == f"Step 0: 3 forward/backward passes: {sentence}"
     assert theme.WRONG not in words(fig)
     assert "= 6 x " in " ".join(column(fig, "expected"))
 
@@ -250,10 +250,10 @@ def test_parameters_of_no_unit_are_said_with_what_to_do():
     ranks = [replace(each, buffers=(BufferSum(name="m.mean", crc32=each.rank),)) for each in trace.header.ranks]
     header = replace(trace.header, unmanaged=("m.scale", "m.adapter.weight", "other.bias"))
     header = replace(header, hooks=("m.weight",), ranks=tuple(ranks))
-    said = html.unescape(subtitle(comms(Trace(header, trace.ranks))))
-    assert "in no unit, so their gradients are not averaged: scale, adapter.weight. After backward, for each: " in said
-    assert "p = m.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in said
-    assert "their gradients are not averaged: bias. After backward, for each: p = other.get_parameter('bias')" in said
-    assert "register_hook is never called on a sharded parameter: weight. Use register_post_accumulate" in said
-    assert "buffers differ between ranks: mean. If they should not, for each: " in said
-    assert "torch.distributed.broadcast(m.get_buffer('mean'), 0)" in said
+    text = html.unescape(subtitle(comms(Trace(header, trace.ranks))))
+    assert "in no unit, so their gradients are not averaged: scale, adapter.weight. After backward, for each: " in text
+    assert "p = m.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in text
+    assert "their gradients are not averaged: bias. After backward, for each: p = other.get_parameter('bias')" in text
+    assert "register_hook is never called on a sharded parameter: weight. Use register_post_accumulate" in text
+    assert "buffers differ between ranks: mean. If they should not, for each: " in text
+    assert "torch.distributed.broadcast(m.get_buffer('mean'), 0)" in text

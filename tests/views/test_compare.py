@@ -189,8 +189,8 @@ def test_how_parameters_lie_is_said_where_it_changed():
     a = example_trace()
     flat = [replace(unit, params=(make_flat((3, 6), unit.shard_size),)) for unit in a.header.units]
     b = Trace(replace(a.header, units=tuple(flat)), a.ranks)
-    said = subtitle(draw(a, b)).replace("&gt;", ">")
-    assert f"{2 * len(flat)} parameters stored separately -> in {len(flat)} flat parameters" in said
-    assert "padding" in said
+    text = subtitle(draw(a, b)).replace("&gt;", ">")
+    assert f"{2 * len(flat)} parameters stored separately -> in {len(flat)} flat parameters" in text
+    assert "padding" in text
     assert "flat" not in subtitle(draw(a, a))
     assert "padding" not in subtitle(draw(a, a))

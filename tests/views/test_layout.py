@@ -133,16 +133,16 @@ def test_what_tensor_parallelism_has_split_in_a_flat_parameter_is_said_to_be_a_p
     flat = make_flat((3, 6), 2)
     parts = (flat.parts[0], replace(flat.parts[1], global_shape=(12,)))
     fig = layout(trace_of(make_unit(replace(flat, parts=parts, global_shape=(15,))), world_size=4))
-    said = words(fig).replace("&#x27;", "'")
-    assert "p1 [6], this rank's part of [12]: elements 0-1 of 6" in said
-    assert "p0 [3]: all elements" in said
+    text = words(fig).replace("&#x27;", "'")
+    assert "p1 [6], this rank's part of [12]: elements 0-1 of 6" in text
+    assert "p0 [3]: all elements" in text
 
 
 def test_parameters_of_a_flat_one_that_lie_on_several_ranks_are_named_however_small_their_pieces():
     def cut(numels, num_ranks, **unit):
         fig = layout(trace_of(flat_unit(numels, num_ranks, **unit), world_size=num_ranks))
-        said = [each.text.replace("<br>", " ") for each in fig.layout.annotations]
-        return next((line for line in said if line.startswith("cut between")), "")
+        texts = [each.text.replace("<br>", " ") for each in fig.layout.annotations]
+        return next((line for line in texts if line.startswith("cut between")), "")
 
     assert cut((4, 6, 3), 4).startswith("cut between ranks: p1 (1-2), p2 (2-3)")
     assert cut((4, 4), 2) == ""

@@ -72,8 +72,8 @@ def test_the_dashed_line_is_what_plain_training_keeps():
     assert line.line.dash == "dash"
     assert list(line.y) == pytest.approx([sum(kept) / MIB] * 2, rel=0.001)  # each rank has one copy of Adam's step
     names = ("parameters", "gradients", "optimizer state")
-    said = ", ".join(f"{name} {theme.format_bytes(b)}" for name, b in zip(names, kept, strict=True))
-    assert f"without sharding, every rank would keep {theme.format_bytes(sum(kept))}: {said}" in subtitle(fig)
+    parts = ", ".join(f"{name} {theme.format_bytes(b)}" for name, b in zip(names, kept, strict=True))
+    assert f"without sharding, every rank would keep {theme.format_bytes(sum(kept))}: {parts}" in subtitle(fig)
 
 
 def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_there_is():

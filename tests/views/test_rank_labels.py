@@ -17,7 +17,7 @@ def header(num_hosts=64, ranks_per_host=8, name="node{:02}"):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "everyone", "said"),
+    ("ranks", "everyone", "expected"),
     [
         ([37], (), "rank 37 on node04"),
         ([300, 37], (), "ranks 37 on node04, 300 on node37"),
@@ -30,8 +30,8 @@ def header(num_hosts=64, ranks_per_host=8, name="node{:02}"):
         ([600], (), "rank 600"),
     ],
 )
-def test_ranks_of_many_hosts(ranks, everyone, said):
-    assert who(header(), ranks, everyone) == said
+def test_ranks_of_many_hosts(ranks, everyone, expected):
+    assert who(header(), ranks, everyone) == expected
 
 
 def test_on_one_host_no_host_is_named_and_few_ranks_are_said_as_they_are():

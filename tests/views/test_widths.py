@@ -223,7 +223,7 @@ def test_the_measure_sees_what_overlaps(page):
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
     figure.layout.title.text = figure.layout.title.text.replace("<br>", " ") * 2
-    told = list(complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), [600]])))
-    assert "the legend covers the plot" in told
-    assert any("lies over" in complaint for complaint in told)
-    assert "its titles are wider than the page" in told
+    found = list(complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), [600]])))
+    assert "the legend covers the plot" in found
+    assert any("lies over" in complaint for complaint in found)
+    assert "its titles are wider than the page" in found

@@ -62,7 +62,7 @@ class Pretender:
         found = replace(pulse(self.trace, self.alive, self.positions), cursor=self.cursor, losses=self.losses)
         return found if self.running else replace(found, running=False, states={}, exchange=self.exchange)
 
-    def asked(self):
+    def activity(self):
         return ()
 
     def pause(self):
@@ -209,8 +209,8 @@ def spans_sizes(count):
 def test_a_window_is_answered_with_every_change_in_it(made):
     workbench = Pretender()
     widget = made(workbench)
-    told, _ = ask(widget)
-    about = {"from_us": 1_000.0, "to_us": told["now"]["t_us"]}
+    feed, _ = ask(widget)
+    about = {"from_us": 1_000.0, "to_us": feed["now"]["t_us"]}
     answer, buffers = ask(widget, "window", number=3, **about)
     assert answer.items() >= {"word": "window", "number": 3, "exact": True, **about}.items()
     rows = workbench.trace.rank(0).rows
@@ -227,21 +227,21 @@ def held_run(hold_ns=HOLD_NS):
 
 def test_time_in_which_ranks_were_held_is_not_on_the_axis(made):
     """All times are as if the ranks had never stopped; the answer has the place and length of each hold as well."""
-    told, free = (ask(made(Pretender(trace)))[0] for trace in (held_run(), example_trace()))
-    ((at_us, length_us),) = told["holds"]
+    answer, free = (ask(made(Pretender(trace)))[0] for trace in (held_run(), example_trace()))
+    ((at_us, length_us),) = answer["holds"]
     assert free["holds"] == []
     assert length_us == pytest.approx(HOLD_NS / 1e3, rel=1e-3)
-    assert told["now"]["t_us"] == pytest.approx(free["now"]["t_us"], rel=0.05)
-    assert 0 < at_us < told["now"]["t_us"]
-    assert told["peaks"][0]["t_us"] <= told["now"]["t_us"]
+    assert answer["now"]["t_us"] == pytest.approx(free["now"]["t_us"], rel=0.05)
+    assert 0 < at_us < answer["now"]["t_us"]
+    assert answer["peaks"][0]["t_us"] <= answer["now"]["t_us"]
 
 
 def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
     trace = held_run()
     widget = made(Pretender(trace))
-    told, _ = ask(widget)
-    now = told["now"]
-    ((at_us, _),) = told["holds"]
+    answer, _ = ask(widget)
+    now = answer["now"]
+    ((at_us, _),) = answer["holds"]
     for t_us in (at_us - 1, at_us, at_us + 1, now["t_us"]):
         moment = ask(widget, "at", t_us=t_us)[0]["moment"]
         assert moment["t_us"] <= t_us
@@ -252,13 +252,13 @@ def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
 
 def test_a_window_on_a_shortened_axis_has_the_changes_that_are_shown_there(made):
     widget = made(Pretender(held_run()))
-    told, _ = ask(widget)
-    about = {"from_us": told["begin_us"], "to_us": told["now"]["t_us"]}
+    feed, _ = ask(widget)
+    about = {"from_us": feed["begin_us"], "to_us": feed["now"]["t_us"]}
     answer, buffers = ask(widget, "window", number=1, **about)
     times = np.frombuffer(buffers[0], "<f8", answer["counts"]["memory"])
     assert answer["exact"]
-    assert times.min() >= told["begin_us"]
-    assert times.max() <= told["now"]["t_us"]
+    assert times.min() >= feed["begin_us"]
+    assert times.max() <= feed["now"]["t_us"]
 
 
 def later(trace, step, by_ns):
@@ -275,12 +275,12 @@ def later(trace, step, by_ns):
 @pytest.mark.parametrize("trace", [example_trace(), held_run(), later(example_trace(), 2, 7 * 10**9)])
 def test_its_axis_ends_where_that_of_views_of_all_steps_ends(made, trace):
     """The trace begins before the first step, as when a model is sharded then."""
-    told, _ = ask(made(Pretender(trace)))
-    assert told["begin_us"] < 0
+    answer, _ = ask(made(Pretender(trace)))
+    assert answer["begin_us"] < 0
     for name in ("timeline", "memory", "states"):
         axis = draw(name, trace, steps=len(steps(trace))).layout.xaxis
         unit_us = {"time from the start [s]": 1e6, "time from the start [ms]": 1e3}[axis.title.text]
-        assert told["now"]["t_us"] / unit_us == pytest.approx(axis.range[1], rel=1e-9)
+        assert answer["now"]["t_us"] / unit_us == pytest.approx(axis.range[1], rel=1e-9)
 
 
 def test_its_axis_begins_anew_with_the_first_step(made):
@@ -292,9 +292,9 @@ def test_its_axis_begins_anew_with_the_first_step(made):
     assert (first["restart"], first["begin_us"]) == (True, 0)
     assert not ask(widget)[0]["restart"]
     workbench.trace = whole
-    told, _ = ask(widget)
-    assert told["restart"]
-    assert told["begin_us"] == -(zero_ns(whole) - extent_ns(whole)[0]) / 1e3 < 0
+    answer, _ = ask(widget)
+    assert answer["restart"]
+    assert answer["begin_us"] == -(zero_ns(whole) - extent_ns(whole)[0]) / 1e3 < 0
     assert not ask(widget)[0]["restart"]
 
 
@@ -305,15 +305,15 @@ def test_views_are_told_once_where_the_word_moves_the_cursor(made):
     assert not now["has_moved"]
     origin_ns = zero_ns(workbench.trace)
     workbench.cursor, _ = back(workbench.trace, None, 12)
-    told = ask(widget)[0]["cursor"]
-    assert told["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
+    cursor = ask(widget)[0]["cursor"]
+    assert cursor["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
     shown = StateAt().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # as in all other views
-    assert told["moment"]["ranks"] == encode(shown["ranks"])
-    assert told["moment"]["rank"] == 0
+    assert cursor["moment"]["ranks"] == encode(shown["ranks"])
+    assert cursor["moment"]["rank"] == 0
     assert not ask(widget)[0]["has_moved"]
-    assert ask(widget, view="b")[0]["cursor"] == told  # opened later
-    asked, _ = ask(widget, "at", t_us=told["t_us"])
-    assert asked["moment"] == told["moment"]
+    assert ask(widget, view="b")[0]["cursor"] == cursor  # opened later
+    at_cursor, _ = ask(widget, "at", t_us=cursor["t_us"])
+    assert at_cursor["moment"] == cursor["moment"]
     workbench.cursor = None
     away = ask(widget)[0]
     assert (away["has_moved"], away["cursor"]) == (True, None)
@@ -369,7 +369,7 @@ def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
         looked.release()
         raise UsageError("the ranks are not started")
 
-    workbench.on_pulse, workbench.asked = stops, lambda: ("%fsdp stop",)  # so that no snapshot is used again
+    workbench.on_pulse, workbench.activity = stops, lambda: ("%fsdp stop",)  # so that no snapshot is used again
     widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     assert looked.acquire(timeout=30)
     assert ask(widget, "at", t_us=2_000.0)[0]["word"] == "moment"
@@ -426,24 +426,24 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
 
 
 def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something_a_moment_ago():
-    told, states, now = [], ["running"], ClusterSnapshot(trace=Trace.empty())
+    answers, states, now = [], ["running"], ClusterSnapshot(trace=Trace.empty())
     waiting = LongPoll(
         lambda: replace(now, record=states[-1]),
-        lambda _name, pulse: lambda: told.append(pulse.record),
+        lambda _name, pulse: lambda: answers.append(pulse.record),
         clock=lambda: 5.0,  # stands still: a view's rest never ends
-        asked=lambda: states[-1],
+        activity=lambda: states[-1],
     )
     waiting.ask("a")
-    wait_until(lambda: told == ["running"])
+    wait_until(lambda: answers == ["running"])
     waiting.ask("a")
     states.append("stopped")
-    wait_until(lambda: told == ["running", "stopped"])
+    wait_until(lambda: answers == ["running", "stopped"])
     waiting.close()
 
 
 def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
     workbench = Pretender()
-    workbench.asked = lambda: workbench.under_way
+    workbench.activity = lambda: workbench.under_way
     workbench.under_way = ""
     widget = made(workbench, clock=lambda: 0.0)  # stands still: a rest lasts forever
     for count, workbench.under_way in enumerate(("", "%fsdp step 40", "%fsdp pause")):
@@ -470,18 +470,18 @@ def test_while_ranks_come_or_go_it_says_so(made, exchange, waits_for, words):
 
 
 def test_what_ranks_were_asked_is_news_where_nothing_else_is():
-    told, asked = [], [("stop",)]
+    answers, requests = [], [("stop",)]
     waiting = LongPoll(
         lambda: ClusterSnapshot(trace=Trace.empty()),
-        lambda _name, _pulse: lambda: told.append(asked[-1]),
+        lambda _name, _pulse: lambda: answers.append(requests[-1]),
         clock=lambda: 5.0,
-        asked=lambda: asked[-1],
+        activity=lambda: requests[-1],
     )
     waiting.ask("a")
-    wait_until(lambda: told == [("stop",)])
+    wait_until(lambda: answers == [("stop",)])
     waiting.ask("a")
-    asked.append(())
-    wait_until(lambda: told == [("stop",), ()])
+    requests.append(())
+    wait_until(lambda: answers == [("stop",), ()])
     waiting.close()
 
 
@@ -498,7 +498,7 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("is_recorded", "words"),
     [
         (ClusterSnapshot(trace=Trace.empty()), "No ranks are running and nothing is recorded"),
         (
@@ -519,9 +519,9 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
         ),
     ],
 )
-def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, told, words):
+def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, is_recorded, words):
     workbench = Pretender()
-    workbench.pulse = lambda: told
+    workbench.pulse = lambda: is_recorded
     answer, _ = ask(made(workbench))
     assert words in answer["said"]
     assert ("now" in answer) == bool(answer["groups"]) or answer["now"] is None
@@ -553,9 +553,9 @@ def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
         widget._handle_custom_msg({"view": "a", "word": "press", "button": word}, [])
         wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
     assert workbench.pressed == ["pause", ("continue", True)]
-    said = [content for content, _ in widget.sent]
+    messages = [content for content, _ in widget.sent]
     refused = "there is no button 'next month'; the buttons: pause, continue, abort, break on, break off, break clear"
-    assert [content["text"] for content in said] == ["4 ranks stopped", "", "there is nothing to abort", refused]
+    assert [content["text"] for content in messages] == ["4 ranks stopped", "", "there is nothing to abort", refused]
 
 
 def press(widget, word, argument):
@@ -582,8 +582,8 @@ def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
         assert press(widget, "break off", "1") == "there is no breakpoint 1; breakpoints: 2"
         assert "there is no event ''" in press(widget, "break", "")
         for argument in ("", "two"):  # without a number, all breakpoints would be meant
-            says = f"break clear takes the number of a breakpoint, not {argument!r}"
-            assert press(widget, "break clear", argument) == says
+            message = f"break clear takes the number of a breakpoint, not {argument!r}"
+            assert press(widget, "break clear", argument) == message
         assert "4300" in press(widget, "break clear", "1" * 5000)
         assert ask(widget)[0]["breakpoints"] == [other]
         assert [b.id for b in workbench.break_list().breakpoints] == [2]
@@ -650,9 +650,9 @@ def test_what_is_no_question_is_refused_and_the_next_one_is_answered(carrier, kn
 
     @given(mutated() | JSON)
     def answers(data):
-        told = len(dashboard.sent())
+        num_sent = len(dashboard.sent())
         dashboard.receive(data)
-        answered = dashboard.sent()[told:]
+        answered = dashboard.sent()[num_sent:]
         json.dumps(answered, allow_nan=False)
         sent = data if isinstance(data, dict) else {}
         problem = problem_of(data, known)
@@ -687,8 +687,8 @@ def test_a_question_that_cannot_be_answered_for_now_is_refused_with_the_reason(m
 def test_the_breakpoint_of_a_step_until_is_not_one_of_the_list(made):
     set_by_step, other = Breakpoint(id=UNTIL, event="all_gather", once=True), Breakpoint(id=3, event="forward")
     workbench = Pretender()
-    told = replace(workbench.pulse(), breakpoints=(set_by_step, other))
-    workbench.pulse = lambda: told
+    snapshot = replace(workbench.pulse(), breakpoints=(set_by_step, other))
+    workbench.pulse = lambda: snapshot
     assert [entry["id"] for entry in ask(made(workbench))[0]["breakpoints"]] == [3]
 
 
@@ -747,8 +747,8 @@ def test_several_dashboards_of_one_workbench_are_independent():
 
 def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
     trace = example_trace()
-    told = [ask(made(Pretender(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
-    assert told == [["", ""], ["times are measured on the GPU, within 6.00 µs", "in host order and host time"]]
+    clocks = [ask(made(Pretender(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
+    assert clocks == [["", ""], ["times are measured on the GPU, within 6.00 µs", "in host order and host time"]]
     hosts = Trace(
         replace(trace.header, ranks=tuple(replace(info, device="cuda:0") for info in trace.header.ranks)), trace.ranks
     )
@@ -761,5 +761,5 @@ def test_it_says_below_which_difference_times_of_several_hosts_mean_nothing(made
     trace = example_trace(num_ranks=2)
     reading = ClockReading(t_ns=int(trace.rank(0).rows["t_ns"][-1]), offset_ns=10**12, error_ns=4_000_000)
     clocks = (HostClock(ranks=(1,), readings=(reading,)),)
-    told = ask(made(Pretender(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
-    assert told == ["differences below 4.00 ms between hosts are within the clock error", ""]
+    clock = ask(made(Pretender(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
+    assert clock == ["differences below 4.00 ms between hosts are within the clock error", ""]

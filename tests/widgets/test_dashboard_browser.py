@@ -164,11 +164,11 @@ def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
     assert kept == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize(("loss", "says"), [(float("nan"), "NaN"), (float("inf"), "inf")])
-def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chromium, tmp_path, kept, loss, says):
+@pytest.mark.parametrize(("loss", "text"), [(float("nan"), "NaN"), (float("inf"), "inf")])
+def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chromium, tmp_path, kept, loss, text):
     workbench = Pretender(with_loss(example_trace(), 2, loss))
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
-        assert look(page, widget)["loss"] == says
+        assert look(page, widget)["loss"] == text
         trace = of_others(workbench.trace)
         names = tuple("accuracy" if name == "loss" else name for name in trace.header.strings)
         workbench.trace = Trace(replace(trace.header, strings=names), trace.ranks)
@@ -274,10 +274,10 @@ def test_the_peak_is_said_whole(shown, width):
     page, _ = shown
     give_width(page, width)
     assert page.evaluate("[place.scrollWidth, view.root.offsetWidth]") == [width, width]
-    said = page.evaluate(PEAK)
-    assert said["text"].startswith("peak ")
-    assert ", step " in said["text"]
-    assert said["isWhole"]
+    text = page.evaluate(PEAK)
+    assert text["text"].startswith("peak ")
+    assert ", step " in text["text"]
+    assert text["isWhole"]
 
 
 def test_numbers_of_a_step_name_it(shown):
@@ -372,8 +372,8 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
         page.locator(".fw-next").click()
         page.locator(".fw-place").fill("all_gather:blocks.2")
         page.locator(".fw-place").press("Enter")
-        asked = [question for question in page.evaluate("model.asked") if question["word"] == "press"]
-        for question in asked:
+        presses = [question for question in page.evaluate("model.asked") if question["word"] == "press"]
+        for question in presses:
             widget._handle_custom_msg(question, [])
         wait_until(lambda: len(workbench.pressed) == 2)
     assert set(workbench.pressed) == {("next", "unit", True), ("break", "all_gather:blocks.2")}

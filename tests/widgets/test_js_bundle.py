@@ -53,7 +53,7 @@ def test_modules_may_lie_in_folders_and_have_the_same_name_in_two(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [
         ({"a": 'import { x } from "./b.js";\n', "b": "const x = 1;\n"}, "a.js imports x from b.js"),
         (
@@ -65,8 +65,8 @@ def test_modules_may_lie_in_folders_and_have_the_same_name_in_two(tmp_path):
         ({"a": "const x = 1;\nexport { x };\n"}, "unsupported import or export"),
     ],
 )
-def test_what_cannot_be_joined_is_said(tmp_path, texts, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_what_cannot_be_joined_is_said(tmp_path, texts, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         joined("a.js", modules(tmp_path, **texts))
 
 

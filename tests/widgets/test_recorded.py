@@ -89,8 +89,8 @@ class Both:
 
     def ask(self, questions):
         """Yield both sides' answers to each request."""
-        told = self.page.evaluate("(given) => ask(given)", [self.number, questions])
-        for question, (answer, buffers) in zip(questions, told, strict=True):
+        answers = self.page.evaluate("(given) => ask(given)", [self.number, questions])
+        for question, (answer, buffers) in zip(questions, answers, strict=True):
             yield self.kernel(question), (answer, [base64.b64decode(text) for text in buffers])
 
 
@@ -168,19 +168,19 @@ def test_every_change_in_a_window_is_there_that_the_kernel_tells(both):
 def test_a_window_of_too_many_changes_is_left_to_the_first_picture(reader):
     both = Both(reader, example_trace())
     for change, is_exact in (("20_000", True), ("10", False)):
-        told = reader.evaluate(f"made.windowOf(runs[{both.number}], 0, {both.end}, {change})")
-        assert told["exact"] is is_exact
-        assert bool(told["tables"]["memory"]["t"]) is is_exact
+        answer = reader.evaluate(f"made.windowOf(runs[{both.number}], 0, {both.end}, {change})")
+        assert answer["exact"] is is_exact
+        assert bool(answer["tables"]["memory"]["t"]) is is_exact
 
 
 def test_the_first_answer_is_the_kernels_and_then_there_is_nothing_new(both):
-    (told, _), (again, empty) = both.page.evaluate(
+    (answer, _), (again, empty) = both.page.evaluate(
         f"ask([{both.number}, [{{word: 'feed', wait: false}}, {{word: 'feed', wait: true}}]])"
     )
     first, _ = DashboardView().answer(AskFeed(), both.pulse, time.monotonic)
     first = json.loads(json.dumps(first))
     for name in ("now", "peaks", "units", "order", "groups", "tracks", "holds", "clock", "open"):
-        assert told.get(name) == first.get(name)
+        assert answer.get(name) == first.get(name)
     assert set(again["counts"].values()) == {0}
     assert empty == [""]
     assert not again["restart"]

@@ -91,7 +91,7 @@ def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chrom
 def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
     """Even on a slow machine, before its trace is read."""
     with opened_page(chromium, tmp_path, example_trace(num_ranks=2, steps=1)) as opened:
-        said = opened.page.evaluate(
+        text = opened.page.evaluate(
             """() => {
               const view = document.querySelector(".fw-dashboard").dashboard;
               view.client.answeredAt = -1e9;
@@ -100,7 +100,7 @@ def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
               return [view.sentence.box.textContent, view.buttons.live.textContent];
             }"""
         )
-    assert said == ["", "\u25cb latest"]
+    assert text == ["", "\u25cb latest"]
 
 
 @pytest.mark.thorough

@@ -187,8 +187,10 @@ def test_an_iteration_that_raised_is_dropped():
     with pytest.raises(ZeroDivisionError):
         loss_of(wrapped, batch(0, 0)).backward()
     handle.remove()
-    said = "or has raised; call it between iterations, and after an exception call reset_iter_state() on the outermost"
-    with pytest.raises(RuntimeError, match=re.escape(said)):
+    message = (
+        "or has raised; call it between iterations, and after an exception call reset_iter_state() on the outermost"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         wrapped.state_dict()
     with pytest.raises(RuntimeError, match="reset_iter_state was called on a FullyShardedDataParallel inside an FS"):
         wrapped.blocks[0].reset_iter_state()

@@ -52,11 +52,13 @@ def states_of(pair: Pair, **options: Any) -> dict[str, Any]:
 
 
 def load_states(pair: Pair, states: dict[str, Any], **options: Any) -> Any:
-    told = StateDictOptions(**options)
-    if told.broadcast_from_rank0:  # torch's set_state_dict skips an empty model state, on that rank alone
-        set_model_state_dict(pair[0], states["model"], options=told)
-        return set_optimizer_state_dict(*pair, states["optimizer"], options=told)
-    return set_state_dict(*pair, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=told)
+    state_options = StateDictOptions(**options)
+    if state_options.broadcast_from_rank0:  # torch's set_state_dict skips an empty model state, on that rank alone
+        set_model_state_dict(pair[0], states["model"], options=state_options)
+        return set_optimizer_state_dict(*pair, states["optimizer"], options=state_options)
+    return set_state_dict(
+        *pair, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=state_options
+    )
 
 
 def load_from(pair: Pair, folder: Path) -> None:

@@ -152,10 +152,10 @@ def policies(lib, model):
 
 
 # with a mixed precision torch also wraps below leaves
-ASKED = [(name, precise) for name in policies(theirs, nn.Identity()) for precise in (False, True)]
+CASES = [(name, precise) for name in policies(theirs, nn.Identity()) for precise in (False, True)]
 
 
-@pytest.mark.parametrize(("policy", "precise"), [asked for asked in ASKED if asked != ("size 3000, leaves", True)])
+@pytest.mark.parametrize(("policy", "precise"), [case for case in CASES if case != ("size 3000, leaves", True)])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_units_their_order_and_their_options_are_torchs(name, policy, precise):
     model = MODELS[name]()
@@ -183,8 +183,8 @@ def test_a_transformer_is_wrapped_block_by_block_children_first():
     assert [kwargs for _, kwargs in log.calls] == [KWARGS] * 4
 
 
-def _any(asked, **question):
-    return ours._or_policy(**question, policies=asked)
+def _any(queries, **question):
+    return ours._or_policy(**question, policies=queries)
 
 
 def test_always_wraps_everything_but_the_root():
@@ -326,11 +326,11 @@ def test_batch_norms_are_units_without_precision_and_cast_what_comes_and_goes():
         "1.0": False,
         "1.1": True,
     }
-    came = torch.randn(2, 4, 5, 5, dtype=torch.bfloat16)
-    out, like = model[0][1](came), twin[0][1](came)
+    inputs = torch.randn(2, 4, 5, 5, dtype=torch.bfloat16)
+    out, like = model[0][1](inputs), twin[0][1](inputs)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, like, rtol=0, atol=0)
-    assert model[0][1](came.float()).dtype == torch.float32
+    assert model[0][1](inputs.float()).dtype == torch.float32
 
 
 def test_a_module_of_its_own_precision_computes_in_the_dtype_of_its_parameters():
