@@ -14,7 +14,7 @@ pytestmark = pytest.mark.exhaustive
 LITTLE = Effort(rounds=1, steps=1, pairs=1)
 
 
-def test_the_cases_are_the_issues():
+def test_the_cases():
     found = {name: (case.num_ranks, case.num_hosts, case.is_copied) for name, case in HOSTS_CASES.items()}
     assert found == {"3hosts": (6, 3, False), "3hosts-copies": (6, 3, True)}
     described = HOSTS_CASES["3hosts-copies"].describe()

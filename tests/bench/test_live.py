@@ -1,4 +1,4 @@
-"""The measurements of the issues "Live", "Lab" and "Hosts"; every target finds its number in their results."""
+"""The live measurements; every target finds its number in their results."""
 
 import json
 from dataclasses import replace

@@ -102,7 +102,7 @@ class Segment:
 
 
 def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -> go.Figure:
-    """Draw which rows of which parameter lie on which rank.
+    """Draw which rank holds which rows of each parameter.
 
     Args:
         trace: only its header is read.
