@@ -32,7 +32,7 @@ from typing import Any
 from playwright.sync_api import Page
 
 from tests.helpers.browser import find_chromium
-from tests.helpers.jupyterlab import Opened, jupyterlab, opened
+from tests.helpers.jupyterlab import NotebookPage, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL
 from tests.helpers.package_source import REPO
 from tests.helpers.timeline_page import open_page
@@ -121,16 +121,16 @@ def measure_pixels(sample_s: float = SAMPLE_S) -> dict[str, Any]:
 
 
 @contextmanager
-def _notebook(cells: Sequence[str]) -> Iterator[Opened]:
+def _notebook(cells: Sequence[str]) -> Iterator[NotebookPage]:
     with (
         tempfile.TemporaryDirectory() as folder,
         jupyterlab(Path(folder), cells) as url,
-        opened(url, chromium()) as lab,
+        open_notebook(url, chromium()) as lab,
     ):
         yield lab
 
 
-def _stop(lab: Opened) -> int:
+def _stop(lab: NotebookPage) -> int:
     """End the training; return the view's origin on the ranks' clock, in nanoseconds."""
     lab.page.locator(".fw-abort").click()
     lab.ends(STEP)

@@ -13,7 +13,7 @@ def test_names_in_perfettos_file_are_strings_of_it(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
 
 
-def test_perfettos_file_says_how_exact_times_of_another_clock_are(tmp_path):
+def test_the_perfetto_file_has_the_clock_errors(tmp_path):
     found = example_trace(num_ranks=3, steps=1)
     begin_ns = min(int(rank_trace.rows["t_ns"][0]) for rank_trace in found.ranks)
     end_ns = max(int(rank_trace.rows["t_ns"][-1]) for rank_trace in found.ranks)

@@ -83,7 +83,7 @@ def test_until_stops_once_and_the_step_stays_under_way(wb):
     assert wb._session.request is None
 
 
-def test_an_event_that_does_not_come_is_said_with_those_that_did(wb):
+def test_a_missed_event_is_reported_with_those_that_occurred(wb):
     wb.fake.script["step"] = wb.fake.trains(3)
     report = wb.step(3, until=f"offload:{unit(wb, 1)}")
     assert report.headline.endswith(f"; offload:{unit(wb, 1)} did not occur")
@@ -105,7 +105,7 @@ def test_until_outlives_a_stop_at_something_else(wb):
     assert wb.resume().missed == ""
 
 
-def test_until_is_listed_while_it_is_due_and_is_no_breakpoint_to_turn_off_or_clear(wb):
+def test_until_is_not_a_breakpoint_to_turn_off_or_clear(wb):
     wb.break_add("forward", rank=None)
     wb.step(1, until="optimizer")
     assert [str(b) for b in wb.break_list().breakpoints] == ["forward", "optimizer"]
@@ -154,7 +154,7 @@ def test_a_breakpoint_on_one_rank_leaves_the_others_waiting(wb):
     assert wb.resume().steps_done == 1
 
 
-def test_a_rank_that_is_not_heard_of_for_a_while_does_not_count_as_waiting(wb):
+def test_a_silent_rank_does_not_count_as_waiting(wb):
     wb.break_add("backward")
     gate, looks = wb.fake.gates[0], iter(range(8))
     gate.waits = True  # at its last reply
@@ -225,7 +225,7 @@ def test_a_ctrl_c_while_a_step_is_sent_stops_all_ranks(wb):
         signal.raise_signal(signal.SIGINT)  # Ctrl-C has its earlier meaning again
 
 
-def test_a_first_ctrl_c_says_what_it_waits_for(wb):
+def test_a_first_ctrl_c_shows_what_it_waits_for(wb):
     stall(wb)
     wb.make_late(3)
     press_ctrl_c_on_drain(wb.fake, 1)
@@ -253,7 +253,7 @@ def test_a_second_ctrl_c_aborts(wb):
     assert wb.step(1).steps_done == 1
 
 
-def test_a_rank_that_comes_late_is_named(wb):
+def test_a_late_rank_is_named(wb):
     stall(wb)
     wb.make_late(3)
     press_ctrl_c_on_drain(wb.fake, 1)
@@ -276,7 +276,7 @@ def test_abort_inside_a_step(wb):
     assert wb.step(1).steps_done == 1
 
 
-def test_an_abort_says_what_ctrl_c_does(wb):
+def test_an_abort_explains_the_next_ctrl_c(wb):
     wb.step(1, until="backward")
     wb.fake.on_abort.clear()  # the ranks ignore it
     sentences = []
@@ -320,12 +320,12 @@ def test_a_rank_that_dies_while_stopped(wb):
         ("next", "next: no step is stopped; stop one with %fsdp step --until"),
     ],
 )
-def test_nothing_to_stop_or_go_on_with(wb, method, message):
+def test_nothing_to_stop_or_continue(wb, method, message):
     with pytest.raises(UsageError, match=message):
         getattr(wb, method)()
 
 
-def test_pause_twice_says_the_same(wb):
+def test_a_repeated_pause_gives_the_same_report(wb):
     report = wb.step(1, until="forward")
     assert wb.pause() == report
     assert wb.requests("pause") == []
@@ -346,7 +346,7 @@ def writing(*texts, then=inside):
     return act, answers
 
 
-def test_what_was_printed_is_shown_when_ranks_stop_and_only_once(wb):
+def test_output_is_shown_once_when_ranks_stop(wb):
     outputs = []
     act, answers = writing(*["same\n"] * 3, "other\n")
     wb.fake.script["step"] = act
@@ -361,7 +361,7 @@ def test_what_was_printed_is_shown_when_ranks_stop_and_only_once(wb):
     assert outputs[1:] == ["--- 4 ranks agree\n"]
 
 
-def test_a_rank_that_stands_earlier_has_written_nothing_unseen(wb):
+def test_output_of_a_rank_stopped_earlier_is_not_lost(wb):
     outputs = []
     wb.fake.script["cell"], answers = writing("a\nb\n", "a\n", "a\nb\n", "a\n")
     wb.break_add("backward")
@@ -404,7 +404,7 @@ def test_only_the_last_stop_in_the_background_is_news(wb):
     wb.abort()
 
 
-def test_its_end_and_its_failure_are_told_once(wb):
+def test_its_end_and_its_failure_are_reported_once(wb):
     wb.step(1, background=True)
     wait_until(lambda: wb._session._news)
     assert wb.news() == ("in the background, %fsdp step --background: 1 step, loss 4.5, 250 ms a step (median)",)
@@ -418,7 +418,7 @@ def test_its_end_and_its_failure_are_told_once(wb):
     assert wb.step(1).steps_done == 1
 
 
-def test_what_is_no_error_of_the_workbench_is_told_as_well(wb):
+def test_unexpected_errors_are_reported_too(wb):
     def on_progress(progress):
         raise KeyError("mine")
 
@@ -427,7 +427,7 @@ def test_what_is_no_error_of_the_workbench_is_told_as_well(wb):
     assert wb.news() == ("in the background, %fsdp step --background: KeyError: 'mine'",)
 
 
-def test_an_abort_takes_back_its_own_news_alone(wb, monkeypatch):
+def test_an_abort_removes_only_its_own_notice(wb, monkeypatch):
     wb.step(1, background=True)
     wait_until(lambda: wb._session._news)
     stall(wb)
@@ -445,7 +445,7 @@ def test_an_abort_takes_back_its_own_news_alone(wb, monkeypatch):
     assert "1 step, loss 4.5" in notice
 
 
-def test_no_news_is_lost_while_others_are_told(wb):
+def test_no_notice_is_lost_concurrently(wb):
     count, received, before = 5000, [], sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -459,7 +459,7 @@ def test_no_news_is_lost_while_others_are_told(wb):
     assert received + list(wb.news()) == list(range(count))
 
 
-def test_a_step_of_the_background_goes_on_there_unless_it_is_to_be_waited_for(wb):
+def test_a_background_step_continues_there_unless_overridden(wb):
     wb.step(1, until="backward", background=True)
     wait_until(lambda: wb._session._news)
     wb.next()  # waits for this
@@ -515,7 +515,7 @@ def test_buttons_in_other_threads(wb):
 # ---- inspection
 
 
-def test_a_rank_that_has_not_begun_what_it_was_asked_is_starting(wb):
+def test_a_rank_that_has_not_begun_its_request_is_starting(wb):
     wb.fake.script["step"] = blocks
     wb.step(1, background=True)
     assert {row.state for row in wb.where().rows} == {"starting"}
@@ -538,7 +538,7 @@ def test_a_rank_that_has_not_begun_what_it_was_asked_is_starting(wb):
     assert {row.state for row in wb.where().rows} == {"idle"}
 
 
-def test_a_device_that_was_waited_for_is_told_of(wb):
+def test_a_synchronised_device_is_reported(wb):
     wb.fake.gates[1].synchronised = True
     report = wb.step(1, until="backward")
     assert "synchronised on rank 1: all enqueued work is done" in str(report)
@@ -559,7 +559,7 @@ def test_where_is_a_table(wb):
     assert "<pre" in report._repr_html_()
 
 
-def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
+def test_only_stopped_ranks_are_waited_for(wb):
     wb.where(stacks=True)  # idle ranks answer once the machine lets them run
     assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
     wb.status()
@@ -651,7 +651,7 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
         (lambda wb: wb.evaluate("x"), "eval: no step is stopped"),
     ],
 )
-def test_bad_requests_say_what_there_is(wb, call, message):
+def test_bad_requests_list_the_choices(wb, call, message):
     with pytest.raises(UsageError) as caught:
         call(wb)
     assert message in str(caught.value)
@@ -680,7 +680,7 @@ def test_every_event_can_be_stopped_at(wb):
 # ---- back
 
 
-def test_back_moves_what_views_show(wb):
+def test_back_moves_the_shown_trace(wb):
     wb.fake.script["step"] = wb.fake.trains(3)
     wb.step(3)
     live = wb.training().to_json()

@@ -116,7 +116,7 @@ def test_a_step_is_judged_against_the_run_in_which_torch_was_faster():
     assert measured(found, STEP, OURS_GLOO) == 0.7
 
 
-def test_what_failed_is_not_measured():
+def test_failed_measurements_are_not_judged():
     found = result({"3.3M": {"steps": {}, "bytes": {}, "failed": {}}}, failed={})
     found |= {"live": {"cells": {"failed": {"cells": "Error"}}}}
     assert {v.word for v in verdicts(found)} == {"not measured"}

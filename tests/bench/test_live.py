@@ -104,13 +104,13 @@ def test_a_block_is_the_time_between_its_first_and_last_mark():
     assert found["wall_to_plain_low"] == found["wall_to_plain_high"] == 1
 
 
-def test_bytes_of_an_answer_are_those_of_its_words_and_buffers():
+def test_the_size_of_an_answer_is_that_of_its_text_and_buffers():
     small = DrainReply(rows=memoryview(b""), lost=0, key_frame={}, header=None, header_version=0, position=Position())
     assert size_of(replace(small, rows=memoryview(bytes(7)))) == size_of(small) + 7
     assert size_of(replace(small, key_frame={"a": 1})) == size_of(small) + len('"a": 1')
 
 
-def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
+def test_a_viewer_counts_answers_after_the_first():
     viewer = DashboardViewer(Pretender())
     for _ in range(2):
         viewer._dashboard._handle_custom_msg({"view": "bench", "word": "feed"}, [])
@@ -122,7 +122,7 @@ def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
     assert viewer.kib_per_s() == nothing_new / 1024 / 2
 
 
-def test_a_dashboard_that_does_not_answer_is_told(monkeypatch):
+def test_a_dashboard_without_an_answer_is_reported(monkeypatch):
     monkeypatch.setattr("bench.watched.ANSWER_S", 0.0)
     viewer = DashboardViewer(Pretender())
     viewer._is_answered.clear()
@@ -130,7 +130,7 @@ def test_a_dashboard_that_does_not_answer_is_told(monkeypatch):
         viewer.close()
 
 
-def test_a_viewer_asks_again_when_it_was_answered(monkeypatch):
+def test_a_viewer_sends_the_next_request_after_the_answer(monkeypatch):
     monkeypatch.setattr("bench.watched.ASK_EVERY_S", 0.0)
     viewer = DashboardViewer(Pretender())
     with viewer.asking():
@@ -148,7 +148,7 @@ def test_a_panel_is_greeted_and_answers_with_how_everything_is():
     assert size > 500
 
 
-def test_what_a_panel_does_not_answer_to_is_told():
+def test_a_request_without_an_answer_from_the_panel_is_reported():
     with Workbench(num_ranks=2, device="cpu", cluster_factory=FakeCluster) as workbench:
         viewer = PanelViewer(workbench)
         with pytest.raises(RuntimeError, match="refused"):

@@ -69,7 +69,7 @@ def test_time_outside_of_the_engine_is_nobodys(story):
     assert story.parts == {}
 
 
-def test_a_hook_counts_from_entry_to_exit_with_what_it_calls(story):
+def test_a_hook_counts_from_entry_to_exit_including_its_calls(story):
     for begin in (10, 100):
         story.enter(begin, HOOK)
         story.enter(begin + 2, INNER)

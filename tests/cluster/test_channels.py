@@ -17,7 +17,7 @@ class FakeWire:
         self.answer = exchange
 
 
-def test_a_rank_whose_answer_is_here_is_not_busy_even_if_nobody_has_noted_it_yet(monkeypatch):
+def test_a_rank_whose_reply_has_arrived_is_not_busy(monkeypatch):
     monkeypatch.setattr(
         Channels, "_dismiss", lambda *_: None
     )  # the thread that received the answer does this a moment later

@@ -44,7 +44,7 @@ def test_an_error_of_the_handler_is_the_ranks_answer(cluster):
     assert "handle_request" in replies[1].traceback
 
 
-def test_an_answer_that_is_no_plain_data_is_an_error(cluster):
+def test_an_answer_that_is_not_plain_data_is_an_error(cluster):
     replies = cluster.ask(Answer("unsendable"), ranks=[0], timeout_s=PATIENCE_S)
     assert isinstance(replies[0], RankError)
     assert isinstance(cluster.ask(Look(), timeout_s=PATIENCE_S)[0], Looked)
@@ -61,7 +61,7 @@ def test_a_request_that_the_rank_does_not_know_is_refused(cluster):
     assert replies[0].evalue.startswith("unknown request 'stacks'; known: locate, look")
 
 
-def test_a_rank_that_does_not_answer_in_time_is_said_so(cluster):
+def test_a_rank_that_does_not_answer_in_time_is_reported(cluster):
     replies = cluster.ask(ComeLate(), ranks=[1, 2], timeout_s=0.1)
     assert {type(reply) for reply in replies.values()} == {ClusterError}
     assert str(replies[2]) == "the control thread of rank 2 has not answered within 0.1 s"
@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_answer_in_time_is_said_so(cluster):
     assert all(isinstance(reply, Looked) for reply in cluster.ask(Look(), timeout_s=PATIENCE_S).values())
 
 
-def test_several_threads_may_ask_at_once(cluster):
+def test_several_threads_can_send_requests_concurrently(cluster):
     answers = []
 
     def ask():

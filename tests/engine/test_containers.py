@@ -152,7 +152,7 @@ def first_in(value: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_container_is_copied_as_what_it_is_with_other_tensors(kind):
+def test_a_container_is_copied_as_its_type_with_other_tensors(kind):
     y = torch.ones(2, dtype=torch.double)
     value = MAKE[kind](y)
     before = str(value)
@@ -196,7 +196,7 @@ def test_containers_may_hold_themselves():
     assert found[0][1] is found
 
 
-def test_what_a_function_returns_and_what_has_nothing_in_it():
+def test_results_of_functions_and_empty_containers():
     values = torch.tensor([[1.0, 2.0]])
     result = torch.max(values, 1)
     found = cast_floats(result, torch.half)
@@ -210,7 +210,7 @@ def test_what_a_function_returns_and_what_has_nothing_in_it():
     assert [t is values for t in tensors_in(SimpleNamespace(y=UserDict(y=values)))] == [True]
 
 
-def test_a_tensor_that_comes_twice_is_changed_once():
+def test_a_repeated_tensor_is_changed_once():
     x, y = torch.ones(1, requires_grad=True), torch.ones(1)
     value = Dict(a=[x, y], b=(x, x))
     assert [id(t) for t in differentiable_in(value)] == [id(x)]

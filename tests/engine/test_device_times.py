@@ -90,7 +90,7 @@ def of_device(header, rows):
     return on_device(whole, RankTrace(whole.rank, rows, KeyFrame()), header)
 
 
-def test_everything_is_told_once_and_after_it_was_handed_over(ranks):
+def test_device_times_are_reported_once_and_after_their_issue(ranks):
     for header, rows, _ in ranks:
         assert check(Trace(header, (RankTrace(header.ranks[0].rank, rows),))) == []  # neither early nor twice
         events = rows["seq"][~of_kind(rows, BESIDE)]
@@ -151,7 +151,7 @@ def test_a_drain_in_the_middle_of_a_step_loses_nothing():
         assert [row["seq"] for row, _, _ in device_times(header, rows)] == events.tolist()
 
 
-def test_ranks_without_a_device_tell_nothing_and_wait_as_often_as_before():
+def test_ranks_without_a_device_report_no_times_and_wait_as_often():
     for rows in run_ranks(2, on_the_host):
         assert Kind.DEVICE not in rows["kind"]
         waits = spans(rows, (Kind.WAIT,))

@@ -130,7 +130,7 @@ def refuses(error: type[Exception], message: str) -> AbstractContextManager:
 
 @pytest.mark.parametrize("case", REFUSED)
 @on_one_rank
-def test_a_refused_call_says_why_and_changes_nothing(case):
+def test_a_refused_call_explains_why_and_changes_nothing(case):
     prepare, options, error, message = REFUSED[case]
     model = prepare(Pair())
     before = fingerprint(model)
@@ -151,7 +151,7 @@ def test_a_refused_call_says_why_and_changes_nothing(case):
     ],
 )
 @on_one_rank
-def test_what_is_no_module_to_shard(argument, error, message):
+def test_invalid_modules_to_shard(argument, error, message):
     with refuses(error, message):
         fully_shard(argument)
 

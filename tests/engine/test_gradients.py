@@ -211,7 +211,7 @@ def collectives_alone(hybrid: bool) -> tuple[set[Kind], dict[int, tuple[int, ...
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_one_rank_communicates_with_nobody(hybrid):
+def test_a_single_rank_does_not_communicate(hybrid):
     ((kinds, groups),) = run_ranks(1, collectives_alone, hybrid)
     assert not kinds & {Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.WAIT}
     assert groups == {}

@@ -266,7 +266,7 @@ def replicas_disagree() -> str:
     return str(refused.value)
 
 
-def test_replicas_that_use_different_parameters_are_told_which(monkeypatch):
+def test_replicas_with_different_used_parameters_are_reported(monkeypatch):
     monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # wait for a slow rank's part of the message
     for what in run_ranks(4, replicas_disagree):
         assert "all-reduce without experts.1.0.weight, experts.1.0.bias, experts.1.1.weight, experts.1.1.bias (" in what
@@ -401,5 +401,5 @@ def refused(shape: tuple[int, ...], names: tuple[str, ...] | None, message: str)
 
 
 @pytest.mark.parametrize("kind", MESHES)
-def test_other_meshes_are_refused_and_leave_the_module_alone(kind):
+def test_other_meshes_are_refused_and_the_module_is_unchanged(kind):
     run_ranks(4, refused, *MESHES[kind])

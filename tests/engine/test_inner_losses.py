@@ -372,7 +372,7 @@ def uses(policy: str, units: tuple[str, ...], use: Callable) -> tuple[str, str, 
 
 
 @pytest.mark.parametrize("policy", quick(["kept", "resharded"], ["resharded"]))
-def test_backwards_of_any_kind_give_torchs_gradients_or_say_what_is_missing(policy):
+def test_any_backward_gives_torchs_gradients_or_a_clear_error(policy):
     cases = {(use.__name__, units): partial(uses, policy, units, use) for use in USES for units in ((), ("l2",))}
     for rank in run_cases(2, cases):
         assert not [case for case, (theirs, ours, _) in rank.items() if theirs == "same" and ours != "same"]
@@ -403,5 +403,5 @@ def penalty_with_params_kept() -> str:
     return used(model, use, grads_of(plain), values)
 
 
-def test_what_the_message_advises_works():
+def test_the_advice_of_the_message_works():
     assert run_ranks(2, penalty_with_params_kept) == ["same", "same"]

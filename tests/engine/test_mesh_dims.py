@@ -127,7 +127,7 @@ def beside_torchs(case: str) -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # CommDebugMode's, from its module hooks
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # of torch's engine
 @pytest.mark.parametrize("case", quick(MESHES, ["one axis", "hybrid", "replicas alone"]))
-def test_three_steps_beside_torchs_and_the_plain_model(case):
+def test_three_steps_match_torch_and_the_plain_model(case):
     run_ranks(math.prod(MESHES[case][0].values()), beside_torchs, case)
 
 
@@ -159,7 +159,7 @@ def refused(
 
 
 @on_one_rank
-def test_what_cannot_be_is_said_in_a_sentence():
+def test_impossible_meshes_are_refused():
     mesh, dims = mesh_of({"dp": 1, "cp": 1, "tp": 1}), DataParallelMeshDims
     model = on_mesh(mesh)
     refused(mesh, model, ValueError, "names 'x'; the axes of the mesh have 'dp', 'cp', 'tp'", dims("x"))

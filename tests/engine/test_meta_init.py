@@ -334,7 +334,7 @@ def test_the_full_parameters_are_freed_before_fully_shard_returns(world_size, ma
 
 
 @on_one_rank
-def test_what_is_held_on_to_is_noticed():
+def test_retained_references_are_noticed():
     held: list[object] = []
 
     def keep(model: nn.Module) -> None:

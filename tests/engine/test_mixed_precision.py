@@ -183,7 +183,7 @@ def seen_inputs(api: ModuleType, cast: bool) -> tuple[object, torch.dtype]:
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("cast", [True, False])
-def test_inputs_are_cast_wherever_they_lie(api, cast):
+def test_inputs_are_cast_in_any_container(api, cast):
     def like(dtype: torch.dtype) -> torch.dtype:
         return BF16 if cast else dtype
 
@@ -222,7 +222,7 @@ def answered(api: ModuleType, output: torch.dtype | None) -> tuple[object, list[
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("output", [None, F32, F64])
-def test_outputs_are_cast_wherever_they_lie(api, output):
+def test_outputs_are_cast_in_any_container(api, output):
     dtype = output or BF16
     expected = {"y": dtype, "list": [dtype, [torch.int64, None]], "point": [dtype, "text"]}
     assert run_ranks(2, answered, api, output) == [(expected, dtype)] * 2

@@ -93,7 +93,7 @@ def disagree(build) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("build", CASES)
-def test_every_rank_is_told_which_parameter_differs_and_lives_on(build):
+def test_every_rank_names_the_differing_parameter_and_survives(build):
     results = run_ranks(3, disagree, build)
     assert all(result == results[0] for result in results)
     messages = results[0][0]

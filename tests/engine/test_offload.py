@@ -122,7 +122,7 @@ def transfers(record: Recording) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_bytes_by_category_and_events_are_those_without_and_nothing_is_copied(world_size):
+def test_on_the_cpu_offloading_changes_neither_bytes_nor_events(world_size):
     offloaded = run_ranks(world_size, bytes_and_events, CPUOffloadPolicy())
     assert offloaded == run_ranks(world_size, bytes_and_events, OffloadPolicy())
     assert not any(Kind.OFFLOAD.name in event for *_, events in offloaded for event in events)

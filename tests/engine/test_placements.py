@@ -104,7 +104,7 @@ def test_columns_over_the_shard_axis_of_hsdp():
 
 
 @on_one_rank
-def test_the_function_is_asked_for_every_managed_parameter_and_no_other():
+def test_the_function_is_called_for_exactly_the_managed_parameters():
     seen: list[nn.Parameter] = []
     model = make_net(num_blocks=1, tied=True)
     params = dict(model.named_parameters())

@@ -187,7 +187,7 @@ def by_lists(counts: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2), (3, 1, 2)])
-def test_lists_say_how_far_ahead_and_may_change_between_iterations(counts):
+def test_prefetch_lists_may_change_between_iterations(counts):
     assert run_ranks(2, by_lists, counts) == [[(expected(k), expected(k)) for k in counts]] * 2
 
 
@@ -246,7 +246,7 @@ def sequence_of(api: ModuleType, k: int | None, reshard: bool | None, micro_batc
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("k", quick([None, 1, 2], [2]))
-def test_all_gathers_and_reduce_scatters_come_in_torchs_order(k, reshard, micro_batches):
+def test_all_gathers_and_reduce_scatters_are_in_torchs_order(k, reshard, micro_batches):
     theirs, *others = (
         sequence for api in (fsdp, engine) for sequence in run_ranks(2, sequence_of, api, k, reshard, micro_batches)
     )

@@ -143,7 +143,7 @@ def with_one_peer_dead_and_one_that_never_comes(begun, is_free) -> list[object] 
     return found
 
 
-def test_what_failed_in_part_is_unfinished_while_the_rest_goes_on():
+def test_a_partial_failure_is_unfinished_while_the_rest_runs():
     begun, is_free = (multiprocessing.get_context("fork").Event() for _ in range(2))
     found = outcomes(3, with_one_peer_dead_and_one_that_never_comes, begun, is_free, timeout_s=20)
     assert found == [("ok", [False, 1]), ("ok", None), ("died", "exit code 1")]

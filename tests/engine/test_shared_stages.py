@@ -115,7 +115,7 @@ def slow_reader(plan: Plan, slow: int, may_read, in_wait: str) -> bool:
 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("num_outstanding", [1, 2, 3])
-def test_with_2n_plus_1_stages_a_slow_rank_is_not_robbed_and_nobody_waits(num_outstanding, slow):
+def test_with_2n_plus_1_stages_no_rank_waits_for_a_slow_one(num_outstanding, slow):
     plan = Plan(num_outstanding, 2 * num_outstanding + 1)
     assert run_ranks(2, slow_reader, plan, slow, FORK.Event(), "") == [True, True]
 
@@ -146,7 +146,7 @@ def no_wait_in_allocate(plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("num_outstanding", [1, 2, 3])
-def test_who_reads_before_writing_needs_2n_stages(num_outstanding):
+def test_reading_before_writing_needs_2n_stages(num_outstanding):
     plan = Plan(num_outstanding, 2 * num_outstanding, reads_first=True)
     assert run_ranks(2, no_wait_in_allocate, plan) == [True, True]
 
@@ -230,7 +230,7 @@ def kept(can_give_back: bool) -> tuple[int, int]:
         return record.live[Category.RESERVED], resident(reduce._stages)
 
 
-def test_where_the_system_takes_nothing_back_it_is_still_counted():
+def test_memory_that_cannot_be_returned_is_still_counted():
     assert run_ranks(2, kept, True) == [(0, 0)] * 2
     for reported, in_memory in run_ranks(2, kept, False):
         assert reported == 2 * 5 * PAGE * 4
@@ -266,5 +266,5 @@ def one_is_slow(has_looked: Any) -> list[bool]:
     return [bool((total == 2.0 - rank).all())]
 
 
-def test_what_another_rank_has_yet_to_sum_is_not_given_back():
+def test_stages_that_another_rank_still_reads_are_not_released():
     assert run_ranks(2, one_is_slow, FORK.Event()) == [[True]] * 2

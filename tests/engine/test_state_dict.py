@@ -135,5 +135,5 @@ def of_an_optimizer() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_model_and_optimizer_go_on_bit_identically_from_their_state_dicts(world_size):
+def test_model_and_optimizer_resume_bit_identically_from_their_state_dicts(world_size):
     run_ranks(world_size, of_an_optimizer)

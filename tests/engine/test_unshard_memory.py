@@ -69,7 +69,7 @@ def kept_by_a_forward(recorded: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_what_is_kept_of_a_full_parameter_reads_as_nan_after_reshard(world_size, recorded):
+def test_retained_views_of_a_full_parameter_read_nan_after_reshard(world_size, recorded):
     run_ranks(world_size, kept_by_a_forward, recorded)
 
 
@@ -86,7 +86,7 @@ def kept_over_iterations() -> None:
         assert set(read(module.kept).values()) == {True}
 
 
-def test_what_is_kept_of_a_parameter_whose_pages_others_use_reads_as_nan():
+def test_retained_views_of_reused_pages_read_nan():
     run_ranks(2, kept_over_iterations)
 
 

@@ -48,7 +48,7 @@ def each_its_own() -> str:
     return str(refused.value)
 
 
-def test_ranks_that_use_different_parameters_are_told_which(monkeypatch):
+def test_ranks_with_different_used_parameters_are_reported(monkeypatch):
     """Both ranks have equally many bytes: without the check, one expert would silently get the other's gradient."""
     monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # wait for a slow rank's part of the message
     for what in run_ranks(2, each_its_own):
@@ -120,5 +120,5 @@ def unused_everywhere() -> None:
         sharded.zero_grad()
 
 
-def test_what_no_rank_uses_has_no_gradient():
+def test_parameters_that_no_rank_uses_have_no_gradient():
     run_ranks(2, unused_everywhere)

@@ -96,7 +96,7 @@ def _address(runtime: Path) -> str | None:
 
 
 @dataclass
-class Opened:
+class NotebookPage:
     """A page, the addresses that it requested, and the errors of its console."""
 
     page: Page
@@ -160,10 +160,10 @@ def _is_ours(message: ConsoleMessage) -> bool:
 
 
 @contextmanager
-def opened(url: str, chromium: str) -> Iterator[Opened]:
+def open_notebook(url: str, chromium: str) -> Iterator[NotebookPage]:
     """Yield the notebook in the browser, with its kernel ready."""
     with SHARED.browser(chromium) as browser:
-        found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
+        found = NotebookPage(browser.new_page(viewport={"width": 1400, "height": 1100}))
         try:
             found.page.set_default_timeout(PATIENCE_MS)
             found.page.on("request", lambda request: found.requests.append(request.url))

@@ -113,7 +113,7 @@ def assert_all_at_one_event(report):
 
 
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full"]))
-def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed, strategy):
+def test_steps_stopped_repeatedly_compute_the_same(wb, undisturbed, strategy):
     fresh(wb, strategy)
     first = wb.step(1)
     output_of(wb, f"break add {STRATEGIES[strategy][1]}")
@@ -138,7 +138,7 @@ def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed
 
 @pytest.mark.parametrize("event", ["forward.end:blocks.1", "backward:blocks.1", "optimizer", "a collective"])
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full"]))
-def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, strategy, event):
+def test_an_aborted_step_can_be_repeated(wb, undisturbed, strategy, event):
     fresh(wb, strategy)
     first = wb.step(2)
     assert_all_at_one_event(wb.step(1, until=STRATEGIES[strategy][1] if event == "a collective" else event))
@@ -151,7 +151,7 @@ def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, strategy, ev
 
 
 @pytest.mark.parametrize("strategy", ["full", "none"])
-def test_a_rank_that_raises_in_forward_is_named_with_the_unit_and_training_goes_on(wb, undisturbed, strategy):
+def test_a_rank_that_raises_in_forward_is_named_with_the_unit_and_training_continues(wb, undisturbed, strategy):
     fresh(wb, strategy)
     first = wb.step(1)
     wb.run_cell(
@@ -171,7 +171,7 @@ handle = model.blocks[1].mlp.register_forward_pre_hook(refuse)
 
 
 @pytest.mark.parametrize("strategy", ["full", "none"])
-def test_ranks_that_disagree_are_told_so_by_the_names_of_units(wb, strategy):
+def test_disagreeing_ranks_are_reported_with_unit_names(wb, strategy):
     fresh(wb, strategy)
     wb.step(1)
     with pytest.raises(RankError, match="RanksDisagreeError: ranks disagree on collective") as caught:
@@ -196,7 +196,7 @@ def test_ctrl_c_pauses_and_a_pause_in_the_background_as_well(wb, every_rank_come
     assert wb.step(1).steps_done == 1
 
 
-def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(wb):
+def test_a_classic_model_is_sharded_stopped_inspected_and_converted(wb):
     if wb._session.request is not None:
         wb.abort()
     wb.break_clear()
@@ -252,7 +252,7 @@ def test_an_offloaded_model_is_saved_loaded_and_resharded_with_its_optimizer(wb,
 
 
 @pytest.mark.thorough
-def test_a_rank_that_is_killed_in_a_step_is_named_and_the_others_are_free():
+def test_a_killed_rank_in_a_step_is_named_and_the_others_are_free():
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)
         fresh(wb, "full")

@@ -35,7 +35,7 @@ def change(answers, wb):
     return answer["change"]
 
 
-def test_a_change_of_policy_is_told_with_its_step_and_no_average_is_of_two():
+def test_a_policy_change_is_reported_with_its_step_and_averages_do_not_mix_policies():
     early = DashboardView()
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)

@@ -101,7 +101,7 @@ def test_ranks_whose_job_the_queue_ends_are_named(queue, of_profile, monkeypatch
 
 
 @pytest.mark.needs("slurm")
-def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(queue, of_profile):
+def test_the_queue_state_is_shown_and_cancelling_removes_the_job(queue, of_profile):
     bench, notices = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'"), []
 
     def give_up(sentence):
@@ -140,7 +140,7 @@ bench.run_cell("import time\\nwhile True: time.sleep(0.01)", on_output=lambda _:
 
 @pytest.mark.needs("slurm")
 @pytest.mark.parametrize("partition", ["open", "closed"])
-def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(queue, of_profile, ipython, partition):
+def test_a_killed_notebook_leaves_neither_job_nor_process(queue, of_profile, ipython, partition):
     of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = {partition!r}")
     with subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True) as kernel:
         try:

@@ -141,7 +141,7 @@ def test_looking_around_inside_the_step(ready):
     assert ready.run_cell("print(inside)").texts == {0: "0\n", 1: "1\n"}
 
 
-def test_one_ctrl_c_pauses_and_it_goes_on(ready, every_rank_comes):
+def test_one_ctrl_c_pauses_and_the_step_continues(ready, every_rank_comes):
     report = ready.step(FOREVER, on_progress=Pressing())
     assert len(places(report)) == 1
     assert report.stop.held == (0, 1)
@@ -170,7 +170,7 @@ slow = True
     ready.run_cell("train_step = old_step")
 
 
-def test_a_rank_that_comes_late_is_named_and_stops_later(ready, tmp_path):
+def test_a_late_rank_is_named_and_stops_later(ready, tmp_path):
     flag = tmp_path / "go"
     ready.run_cell(
         f"""
@@ -204,7 +204,7 @@ def test_ctrl_c_in_a_cell_interrupts_it(ready):
     assert ready.step(1).steps_done == 1
 
 
-def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready, every_rank_comes):
+def test_background_steps_pause_continue_and_are_reported(ready, every_rank_comes):
     assert "runs in the background" in str(ready.step(FOREVER, background=True))
     assert states(ready) <= {"starting", "running", "waiting", "no answer"}  # never idle
     wait_until(lambda: states(ready) <= {"running", "waiting"})
@@ -225,7 +225,7 @@ def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready, every_ra
 
 
 @pytest.mark.parametrize("event", ["wait.end", "reduce_scatter:blocks.1", "copy_out.end:(root)", "optimizer"])
-def test_a_step_that_was_given_up_leaves_no_memory_behind(ready, event):
+def test_an_aborted_step_leaves_no_memory_behind(ready, event):
     ready.run_cell("import gc; gc.collect()")  # reference cycles of earlier tests may be freed at any time
     ready.step(1)
     before = in_use(ready)
@@ -241,7 +241,7 @@ def in_use(bench):
     return [advance(rank.start, rank.rows).bytes_by_category for rank in bench.trace.ranks]
 
 
-def test_gradients_of_a_step_that_was_given_up_are_told(ready):
+def test_gradients_of_an_aborted_step_are_reported(ready):
     ready.step(1)  # drops those that the previous test may have left
     ready.step(1, until="forward:blocks.1")
     assert "gradients" not in ready.abort().headline  # there are none yet

@@ -150,7 +150,7 @@ sys.stdin.read()
 
 @pytest.mark.usefixtures("one_each")
 @pytest.mark.parametrize("is_reached", [True, False])
-def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(network, profile, is_reached):
+def test_a_killed_notebook_leaves_nothing_on_any_host(network, profile, is_reached):
     before, in_memory = files_in(profile), files_in_memory()
     there = pids_on_hosts(network)
     with subprocess.Popen(

@@ -177,7 +177,7 @@ def test_a_wait_for_a_collective_from_before_the_picture_is_drawn_in_each():
 
 
 @given(st.floats(0, 1), st.booleans(), st.data())
-def test_an_abort_ends_what_was_open(share, goes_on, data):
+def test_an_abort_ends_open_spans(share, goes_on, data):
     trace = aborted(example_trace(num_ranks=2, steps=3), 1, share)
     for rank_trace in trace.ranks:
         rows = rank_trace.rows
@@ -202,7 +202,7 @@ def as_listed(parts):
 
 
 @given(st.sampled_from([1, 7, 40, 333]))
-def test_spans_of_a_device_are_those_it_did_however_late_they_are_told(piece):
+def test_late_device_spans_have_their_true_times(piece):
     true = example_trace(num_ranks=2, steps=4)
     trace = on_devices(true)
     whole = trace.rank(1)
@@ -222,7 +222,7 @@ def test_spans_of_a_device_are_those_it_did_however_late_they_are_told(piece):
     assert as_listed(parts) == as_listed([RankSpans().take(whole, header=trace.header)])
 
 
-def test_a_device_that_hangs_is_seen_in_what_it_is_in():
+def test_a_hanging_device_shows_its_open_span():
     trace = on_devices(example_trace(num_ranks=2, steps=2))
     rows = trace.rank(0).rows
     waits = (rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END) & (rows["step"] == 1)
@@ -234,7 +234,7 @@ def test_a_device_that_hangs_is_seen_in_what_it_is_in():
     assert not (open_now["track"] == 0).any(), "it waits, and does not compute"
 
 
-def test_nothing_is_told_of_a_device_before_it_tells():
+def test_nothing_is_shown_for_a_device_before_its_first_time():
     trace = on_devices(example_trace(num_ranks=2, steps=1), has_device_rows=False)
     reader = RankSpans()
     assert len(reader.take(trace.rank(0), header=trace.header)) == 0

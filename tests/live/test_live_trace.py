@@ -103,7 +103,7 @@ def test_waiting_clients_share_a_snapshot_until_it_is_old_or_a_request_changes()
     assert workbench.taken == 4
 
 
-def test_nothing_of_a_workbench_is_kept_that_is_gone():
+def test_nothing_is_kept_for_a_deleted_workbench():
     workbench = Counted()
     live_trace_of(workbench).poll(workbench)
     fold, gone = weakref.ref(live_trace_of(workbench).fold), weakref.ref(workbench)

@@ -44,12 +44,12 @@ WAITING = Position(doing="step", waiting=True)
         (dict.fromkeys(range(4), Position()), 60.0, "idle", "step 2 was the last"),
     ],
 )
-def test_the_word_for_what_ranks_do(positions, quiet_s, word, why):
+def test_the_status_word(positions, quiet_s, word, why):
     found = status(pulse(TRACE, [True] * 4, positions), quiet_s)
     assert (found.word, found.why) == (word, why)
 
 
-def test_of_a_step_that_was_given_up_it_is_said_that_it_did_not_end():
+def test_an_aborted_step_is_reported_as_unfinished():
     rows = TRACE.rank(2).rows
     (end,) = np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == 2))
     ranks = tuple(replace(r, rows=r.rows[:end]) if r.rank == 2 else r for r in TRACE.ranks)
@@ -57,7 +57,7 @@ def test_of_a_step_that_was_given_up_it_is_said_that_it_did_not_end():
     assert (status(idle, 0.0).word, status(idle, 0.0).why) == ("idle", "step 2 did not finish")
 
 
-def test_a_dead_rank_is_said_in_words_before_all_else():
+def test_a_dead_rank_is_reported_first():
     alive = pulse(TRACE, [True, False, True, True], dict.fromkeys(range(4), HELD))
     assert status(alive, 0.0).word == "dead"
     assert status(alive, 0.0).why == "rank 1 is gone"
@@ -72,7 +72,7 @@ def test_without_ranks_it_is_over_or_was_never():
     assert (status(nothing, 0.0).word, status(nothing, 0.0).why) == ("empty", "")
 
 
-def test_whose_ranks_they_are():
+def test_the_holder_of_the_ranks():
     assert ", cuda, kernel" in whose(on_devices(TRACE).header, 12)
     assert whose(TRACE.header, 12).startswith("4 ranks on ")
     assert whose(TRACE.header, 12).endswith(", kernel pid 12")
@@ -93,7 +93,7 @@ def test_the_exposed_share_is_that_of_the_waits(trace):
 
 
 @given(traces(whole=True), st.data())
-def test_who_is_late_does_not_depend_on_what_clocks_show(trace, data):
+def test_the_straggler_does_not_depend_on_the_clocks(trace, data):
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
@@ -104,7 +104,7 @@ def test_who_is_late_does_not_depend_on_what_clocks_show(trace, data):
         assert moved[name].tolist() == steps[name].tolist()
 
 
-def test_in_pieces_steps_cost_what_they_cost_at_once():
+def test_steps_in_pieces_cost_the_same_as_at_once():
     trace, reader = simulate(Setup(num_ranks=2, steps=4)), Steps()
     rows = len(trace.rank(0).rows)
     parts = [reader.take(prefix(trace, end)) for end in range(7, rows + 7, 7)]
@@ -117,7 +117,7 @@ def resharded(trace, **changes):
     return Trace(replace(trace.header, units=units), trace.ranks)
 
 
-def test_what_was_turned_is_named():
+def test_changed_settings_are_named():
     before = knobs(TRACE.header.units)
     assert turned(before, before) == ""
     changed = resharded(TRACE, reshard_after_forward=False, offload=True)  # the root's was already false
@@ -153,7 +153,7 @@ def cost_of(first, last):
 
 
 @pytest.mark.parametrize("looks", [(12,), (4, 12), (6, 8, 12), tuple(range(1, 13))])
-def test_a_change_of_policy_is_told_with_its_step_whenever_a_view_looks(looks):
+def test_a_policy_change_is_reported_with_its_step_at_any_poll(looks):
     """The last of two changes, after steps 4 and 8; no average mixes steps of two policies."""
     known = [(0, PLAIN), (5, OFFLOADED), (9, KEPT)]
     change = change_told([(until, [policy for policy in known if policy[0] < max(until, 1)]) for until in looks])
@@ -168,7 +168,7 @@ def test_a_change_of_policy_is_told_with_its_step_whenever_a_view_looks(looks):
         assert costs["peak_bytes"] > 0
 
 
-def test_what_changes_no_setting_is_no_change_of_policy():
+def test_a_reshard_without_changes_is_not_reported():
     renamed = tuple(replace(unit, comm="gloo") for unit in PLAIN)
     assert change_told([(12, [(0, PLAIN), (5, renamed)])]) is None
 

@@ -15,7 +15,7 @@ from workbench.trace.columns import Trace
 
 
 @given(traces(), st.data())
-def test_any_row_is_as_the_replay_says(trace, data):
+def test_the_state_at_any_row_matches_replay(trace, data):
     ranks = [r for r in trace.ranks if len(r.rows)]
     if not ranks:
         assert StateAt().at(trace, 0) is None
@@ -35,7 +35,7 @@ def test_any_row_is_as_the_replay_says(trace, data):
     assert sorted(r for shown in moment["ranks"] for r in shown["ranks"]) == [r.rank for r in ranks]
 
 
-def test_key_frames_on_the_way_change_nothing(monkeypatch):
+def test_intermediate_key_frames_change_nothing(monkeypatch):
     monkeypatch.setattr(state_at, "EVERY", 32)
     trace = simulate(Setup(num_ranks=2, steps=3))
     kept, rows = StateAt(), trace.rank(1).rows
@@ -47,7 +47,7 @@ def test_key_frames_on_the_way_change_nothing(monkeypatch):
     assert kept.at_row(later, 7, 300) is None
 
 
-def test_ranks_alike_are_told_once():
+def test_equal_ranks_are_sent_once():
     moment = StateAt().at(example_trace(num_ranks=4), 1 << 62)
     assert [shown["label"] for shown in moment["ranks"]] == ["ranks 0-3"]
 
@@ -79,7 +79,7 @@ def test_a_moment_names_the_last_event_before_it():
     assert moment["event"].startswith("rank ")
 
 
-def test_a_phase_is_said_once():
+def test_a_phase_is_mentioned_once():
     trace = example_trace(num_ranks=2, num_units=2)
     sentences = {state_at.describe_with_phase(trace.header, row) for row in trace.rank(0).rows}
     assert {"backward of blocks.0 begins", "optimizer begins", "forward of (root) ends"} <= sentences

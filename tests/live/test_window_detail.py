@@ -57,7 +57,7 @@ def numbers(state, rank):
 
 @settings(max_examples=60)
 @given(windows())
-def test_at_every_event_in_the_window_what_is_drawn_is_what_the_numbers_say(drawn):
+def test_at_every_event_the_window_matches_the_numbers(drawn):
     trace, groups, begin_ns, end_ns = drawn
     kept = StateAt()
     found = window(trace, kept, groups, begin_ns, end_ns)
@@ -112,7 +112,7 @@ def tables(trace, kept, groups, part):
 
 
 @pytest.mark.parametrize("rows_per_rank", [2_000, 40_000])
-def test_of_too_much_only_extremes_are_told_and_that_is_said(rows_per_rank):
+def test_a_large_window_sends_only_extremes_and_says_so(rows_per_rank):
     trace = long_trace(num_ranks=2, rows_per_rank=rows_per_rank)
     groups, times = FeedView().take(trace).groups, known_ns(trace, 0)
     found = window(trace, StateAt(), groups, int(times[0]), int(times[-1]))
@@ -136,7 +136,7 @@ def test_a_moment_without_memory_rows_still_has_a_state():
     assert tuple(found.memory["num_bytes"][0].tolist()) == tuple(state["ranks"][0]["bytes"])
 
 
-def test_of_ranks_that_the_trace_does_not_have_nothing_is_told():
+def test_unknown_ranks_are_not_sent():
     trace = simulate(Setup(num_ranks=2, steps=1))
     for shown, groups in ((Trace.empty(), ((0, 1),)), (trace, ((0, 1), (7,)))):
         found = window(shown, StateAt(), groups, 0, 1)

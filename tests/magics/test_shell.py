@@ -38,7 +38,7 @@ def test_help(bare):
 
 
 @pytest.mark.parametrize("line", ["{}", "help {}", "step {}", "step --{}", "open {}"])
-def test_a_word_of_any_length_is_answered_in_few(bare, line):
+def test_the_error_for_an_unknown_command_is_short(bare, line):
     assert len(str(bare.run("%fsdp " + line.format("x" * 5000)).error)) < 2500
 
 
@@ -85,7 +85,7 @@ def test_start_and_stop(bare):
     assert [fake.num_ranks for fake in bare.fakes] == [4, 2]
 
 
-def test_a_stop_says_which_host_it_did_not_reach(bare, monkeypatch):
+def test_a_stop_names_unreachable_hosts(bare, monkeypatch):
     bare.ok("%fsdp start -n 2")
     monkeypatch.setattr(bare.fake, "stop", lambda: "node3 was not reached")
     assert bare.ok("%fsdp stop").out.splitlines()[-2:] == [
@@ -94,7 +94,7 @@ def test_a_stop_says_which_host_it_did_not_reach(bare, monkeypatch):
     ]
 
 
-def test_a_start_after_a_death_says_so_and_replaces_ranks_that_are_all_dead(bare):
+def test_a_start_after_a_death_reports_it_and_replaces_dead_ranks(bare):
     bare.ok("%fsdp start -n 2")
     bare.fake.lose(1)
     assert "rank 1 died: the process was killed by SIGKILL" in bare.run("%fsdp start -n 2").out
@@ -103,7 +103,7 @@ def test_a_start_after_a_death_says_so_and_replaces_ranks_that_are_all_dead(bare
     assert "2 ranks started" in bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
 
 
-def test_what_is_opened_before_the_start_shows_the_ranks_that_come(bare):
+def test_a_dashboard_opened_before_the_start_shows_the_new_ranks(bare):
     bare.ok("early = %fsdp dashboard\n%fsdp start -n 2")
     early = bare.shell.user_ns["early"]
     assert early._views._workbench.running
@@ -127,7 +127,7 @@ def test_names_in_braces_are_variables_of_the_notebook(bare):
     assert "there is no file '{m}'" in bare.run("%fsdp stop\n%fsdp open {{m}}").out
 
 
-def test_ipython_expands_nothing_by_itself(bare):
+def test_ipython_does_not_expand_lines(bare):
     magics = bare.shell.magics_manager.registry["FsdpMagics"]
     assert getattr(magics.fsdp, MAGIC_NO_VAR_EXPAND_ATTR)
 
@@ -207,7 +207,7 @@ def test_rich_output_of_the_first_rank_is_shown(notebook):
 # ---- views
 
 
-def test_a_view_is_displayed_wherever_its_line_stands(sharded):
+def test_a_view_is_displayed_at_any_position_in_a_cell(sharded):
     sharded.ok("%fsdp step 3")
     shown = sharded.ok("%fsdp layout\n%fsdp training\nx = 1").shown
     assert len(shown) == 2
@@ -269,7 +269,7 @@ def test_files_complete_what_compares_and_exports(bare, tmp_path, monkeypatch):
     assert "notes.txt" not in bare.complete("%fsdp export ")
 
 
-def test_completion_waits_for_a_rank_that_does_not_answer_a_moment_only(sharded):
+def test_completion_waits_for_an_unresponsive_rank_a_moment_only(sharded):
     sharded.ok("%fsdp step 3")
     sharded.fake.patience.clear()
     sharded.fake.silent.add(1)
@@ -278,7 +278,7 @@ def test_completion_waits_for_a_rank_that_does_not_answer_a_moment_only(sharded)
     assert {seconds for _, seconds in sharded.fake.patience} == {ASK_S}
 
 
-def test_units_complete_the_model_that_is_resharded(sharded):
+def test_reshard_completes_unit_names(sharded):
     units = ["model.blocks.0", "model.blocks.1"]
     assert sharded.complete("%fsdp reshard model.") == units
     assert sharded.complete("%fsdp reshard model.b") == units

@@ -132,7 +132,7 @@ def rooms():
     return [file for file, _ in groupby(reversed(found))]
 
 
-def test_a_command_goes_from_room_to_room_and_never_back(notebook):
+def test_a_command_passes_each_layer_once(notebook):
     seen = []
 
     def step(cluster, rank, answer):

@@ -31,7 +31,7 @@ def test_the_trace_of_devices_is_one():
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_every_span_has_the_devices_times_wherever_they_are_told(step):
+def test_every_span_has_device_times_wherever_they_are_recorded(step):
     whole, part = part_of(TRACE, step)
     converted = on_device(whole, part, TRACE.header)
     _, true = part_of(TRUE, step)
@@ -44,7 +44,7 @@ def test_every_span_has_the_devices_times_wherever_they_are_told(step):
     assert Kind.DEVICE not in converted.part.rows["kind"]
 
 
-def test_copies_beside_compute_are_no_compute():
+def test_copies_next_to_compute_are_not_compute():
     whole, part = part_of(TRACE, 1)
     converted = on_device(whole, part, TRACE.header)
     copies = part.rows[of_kind(part.rows, COPIES)]
@@ -67,7 +67,7 @@ def test_memory_keeps_the_hosts_times():
     assert mine["t_ns"].tolist() == hosts["t_ns"].tolist()
 
 
-def test_what_the_device_has_not_come_to_is_left_out_and_what_it_is_in_stays_open():
+def test_unreached_spans_are_left_out_and_the_current_one_is_open():
     whole = TRACE.rank(1)
     waits = (whole.rows["kind"] == Kind.WAIT) & (whole.rows["edge"] == Edge.END) & (whole.rows["step"] == 2)
     trace = hung(TRACE, 1, int(np.flatnonzero(waits)[2]))
@@ -81,14 +81,14 @@ def test_what_the_device_has_not_come_to_is_left_out_and_what_it_is_in_stays_ope
     assert (drawn.clock, drawn.is_whole) == (ClockSource.DEVICE, False)
 
 
-def test_without_a_word_of_the_device_there_is_nothing_but_the_host():
+def test_without_device_rows_the_host_times_remain():
     trace = on_devices(TRUE, has_device_rows=False)
     assert on_device(*part_of(trace, 1), trace.header) is None
     assert window(trace, 1, 1).drawn(trace).clock is ClockSource.ENQUEUED
     assert window(TRUE, 1, 1).drawn(TRUE).clock is ClockSource.HOST
 
 
-def test_steps_cut_out_keep_what_later_rows_tell_of_them(tmp_path):
+def test_selected_steps_keep_their_later_device_times(tmp_path):
     part = TRACE.slice(step=1)
     assert check(part) == []
     save(part, tmp_path / "one.trace")
@@ -109,7 +109,7 @@ def test_exposed_time_is_the_devices():
     assert max(info.device_error_ns for info in TRACE.header.ranks) == ERROR_NS
 
 
-def test_a_rank_of_whose_device_nothing_is_told_is_left_out():
+def test_a_rank_without_device_rows_is_left_out():
     silent = on_devices(TRUE, has_device_rows=False)
     mixed = Trace(TRACE.header, (TRACE.rank(0), silent.rank(1), TRACE.rank(2)))
     drawn = window(mixed, 1, 1).drawn(mixed)

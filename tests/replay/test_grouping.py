@@ -21,7 +21,7 @@ from workbench.trace.columns import RankTrace, Trace
         ((*range(7), *range(8, 64)), "ranks 0-6, 8-63"),
     ],
 )
-def test_label_says_ranks_as_people_do(ranks, text):
+def test_label_formats_ranks_for_people(ranks, text):
     assert grouping.label(ranks) == text
 
 
@@ -34,7 +34,7 @@ def test_ranges_name_exactly_the_numbers_given(numbers):
     assert named == numbers
 
 
-def test_ranks_with_equal_keys_are_one_group_and_the_largest_comes_first():
+def test_ranks_with_equal_keys_are_one_group_and_the_largest_is_first():
     trace = example_trace(num_ranks=5)
     odd = trace.rank(2)
     changed = RankTrace(2, odd.rows[:-1], odd.start)

@@ -92,7 +92,7 @@ def test_other_states():
     )
 
 
-def test_a_device_is_said_where_it_is_another_than_the_shards():
+def test_a_device_is_shown_if_it_differs_from_the_shards():
     full = FullFacts(state=UnitState.UNSHARDED, why="its forward runs", values=replace(GATHERED, device="cuda:0"))
     rows = rows_of(replace(FOUND, full=full))
     assert [row for row in rows if row[1] == "device"] == [("", "device", "cpu"), ("", "device", "cuda:0")]
@@ -116,6 +116,6 @@ def test_the_report_is_a_table_with_the_reasons_above_it():
     assert report._repr_mimebundle_() == {"text/plain": str(report), "text/html": page}
 
 
-def test_an_evaluation_names_who_was_not_asked():
+def test_an_evaluation_names_ranks_that_were_not_queried():
     report = EvalReport(expr="x", texts={1: "3"}, others=(0,))
     assert str(report) == "x = 3   (rank 1)\n  not queried  rank 0: not held in the gate, see %fsdp where"

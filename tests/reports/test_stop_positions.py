@@ -65,12 +65,12 @@ def test_a_stop_in_a_sentence():
     assert str(StopGroup(positions={})) == "no rank is stopped"
 
 
-def test_a_rank_in_a_wait_is_where_the_others_come_to():
+def test_a_rank_in_a_wait_is_at_the_others_stop():
     stop = StopGroup(positions={0: position(held(kind=Kind.WAIT)), 1: position(held(kind=Kind.RESHARD))}, units=UNITS)
     assert str(stop) == "2 ranks stopped before reshard of blocks.0, step 2"
 
 
-def test_the_end_of_a_wait_is_said_as_the_wait():
+def test_the_end_of_a_wait_is_described_as_the_wait():
     stop = StopGroup(positions={0: position(held(kind=Kind.WAIT, edge=Edge.END))}, units=UNITS)
     assert str(stop) == "rank 0 stopped while waiting for blocks.0, just before the wait ends, step 2"
 

@@ -4,7 +4,7 @@ from workbench.errors import UsageError
 from workbench.session.breakpoint_table import Breakpoints
 
 
-def test_they_are_numbered_and_taken_away():
+def test_they_are_numbered_and_removed():
     points = Breakpoints()
     first = points.add("wait", None, rank=None, when=None)
     points.add("forward", "head", rank=1, when="step > 2")

@@ -22,14 +22,14 @@ class Scene:
         self.look(lines)
 
 
-def test_nothing_is_said_while_something_is_heard():
+def test_no_notice_while_output_arrives():
     scene = Scene()
     for number in range(10):
         scene.after(0.9 * QUIET_S, number)
     assert scene.reported == []
 
 
-def test_it_is_said_after_a_while_and_anew_and_taken_back():
+def test_the_notice_appears_is_renewed_and_removed():
     scene = Scene()
     scene.after(QUIET_S, "begun")
     scene.after(0.5 * AGAIN_S, "begun")
@@ -43,7 +43,7 @@ def test_it_is_said_after_a_while_and_anew_and_taken_back():
     assert scene.reported[3:] == ["7 s"]
 
 
-def test_of_what_lasts_long_it_is_said_less_often():
+def test_long_stalls_are_reported_less_often():
     scene = Scene()
     for _ in range(3600 * 10):
         scene.after(0.1, "begun")
@@ -75,7 +75,7 @@ STEP = CellLine(line=5, function="train_step", text="loss.backward()")
         ([0], {0: replace(BARRIER, text="")}, (), "rank 0 has run for 3 s, at line 2 of the cell"),
     ],
 )
-def test_who_works(working, lines, ended, expected):
+def test_working_ranks_in_words(working, lines, ended, expected):
     assert who_works(3.2, working, lines, ended) == expected
 
 

@@ -31,7 +31,7 @@ def test_a_name_on_every_rank_is_fine():
         ({0: FULL}, "zzz.blocks", never, "no rank has a model named 'zzz': the ranks have model"),
     ],
 )
-def test_a_missing_model_says_where_it_is_or_what_there_is(names, model, in_notebook, message):
+def test_a_missing_model_is_reported_with_what_exists(names, model, in_notebook, message):
     with pytest.raises(UsageError) as caught:
         check_model(names, model, in_notebook)
     assert message in str(caught.value)
@@ -50,7 +50,7 @@ def test_many_names_are_cut():
         check_model({0: many}, "zzz", never)
 
 
-def test_what_to_run_before_a_step():
+def test_commands_needed_before_a_step():
     assert "first %fsdp shard model" in str(shard_first({0: FULL}, "step"))
     assert "build a model in a %%fsdp cell" in str(shard_first({}, "step"))
 

@@ -132,7 +132,7 @@ def test_a_rank_outside_the_world_is_reported():
     assert check(Trace(EXAMPLE.header, (far,))) == ["rank 2: the world has 2 ranks"]
 
 
-def test_a_trace_cut_on_the_left_may_end_what_it_has_not_begun():
+def test_a_trace_cut_on_the_left_may_end_earlier_spans():
     rank = EXAMPLE.rank(0)
     inside = rank.cut(first(rank.rows, Kind.FORWARD, Edge.BEGIN) + 1, rank.end_seq)
     assert check(Trace(EXAMPLE.header, (inside,))) == []
@@ -179,7 +179,7 @@ def test_a_header_that_does_not_add_up_is_reported(changes, sentence):
         ({"global_shape": (2**60,)}, f"'p1' has the shape (6,) of ({2**60},), from element 3 on"),
     ],
 )
-def test_a_part_that_is_not_in_its_flat_parameter_is_reported(changes, sentence):
+def test_a_part_outside_of_its_flat_parameter_is_reported(changes, sentence):
     flat = make_flat((3, 6), 2)
     wrong = replace(flat, parts=(flat.parts[0], replace(flat.parts[1], **changes)))
     found = check(Trace(Header(world_size=2, units=(make_unit(wrong),))))

@@ -34,7 +34,7 @@ def test_ranks_of_many_hosts(ranks, everyone, expected):
     assert who(header(), ranks, everyone) == expected
 
 
-def test_on_one_host_no_host_is_named_and_few_ranks_are_said_as_they_are():
+def test_on_one_host_ranks_are_labelled_without_the_host():
     one = header(num_hosts=1, ranks_per_host=MANY)
     assert who(one, [3]) == "rank 3"
     assert who(one, [*range(5), *range(6, MANY)], range(MANY)) == "ranks 0-4, 6-15"
@@ -51,7 +51,7 @@ def test_of_many_groups_some_are_counted():
 
 
 @given(st.sets(st.integers(0, 63), min_size=1))
-def test_what_is_said_stays_short(ranks):
+def test_labels_stay_short(ranks):
     assert len(who(header(num_hosts=8), ranks, range(64))) <= 60
 
 

@@ -206,7 +206,7 @@ def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
     assert -2 <= top - axis[3] <= 12
 
 
-def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
+def test_a_figure_is_restored_when_its_page_is_wide_again(page):
     figure = json.loads(figures()["memory of deep"].to_json())
     wide, narrow, again = (
         page.evaluate(_DRAW, [figure, widths]) for widths in ([1000], [1000, 250], [1000, 250, 1000])
@@ -216,7 +216,7 @@ def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
     assert narrow["whole"][3] > wide["whole"][3]
 
 
-def test_the_measure_sees_what_overlaps(page):
+def test_the_check_finds_overlaps(page):
     """The measure reports a legend over the plot, and texts at the same position."""
     figure = draw("memory", long_names(simulate(Setup(num_ranks=2, num_units=3, steps=1))))
     figure.update_layout(legend={"x": 0.5, "y": 0.5}, meta=None)  # without the layouts for other widths

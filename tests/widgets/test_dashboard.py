@@ -96,7 +96,7 @@ def prefix(trace, count):
     return Trace(trace.header, tuple(RankTrace(r.rank, r.rows[:count], r.start) for r in trace.ranks))
 
 
-def test_the_first_answer_tells_everything_and_the_next_only_what_is_new(made):
+def test_the_first_answer_is_complete_and_the_next_has_only_news(made):
     workbench = Pretender()
     widget = made(workbench)
     whole, buffers = ask(widget)
@@ -112,7 +112,7 @@ def test_the_first_answer_tells_everything_and_the_next_only_what_is_new(made):
     assert buffers == [b""]
 
 
-def test_other_ranks_are_told_apart_from_a_new_grouping_of_the_same(made):
+def test_other_ranks_are_distinguished_from_a_new_grouping(made):
     workbench = Pretender()
     widget = made(workbench)
     ask(widget)
@@ -126,7 +126,7 @@ def test_other_ranks_are_told_apart_from_a_new_grouping_of_the_same(made):
     assert not ask(widget)[0]["another"]
 
 
-def test_before_the_first_step_it_says_how_to_train_one(made):
+def test_before_the_first_step_it_explains_how_to_train(made):
     trace = example_trace(num_ranks=4)
     first = min(int(np.flatnonzero(r.rows["kind"] == Kind.STEP)[0]) for r in trace.ranks)
     assert first > 0
@@ -139,7 +139,7 @@ def test_before_the_first_step_it_says_how_to_train_one(made):
     assert ask(widget)[0]["said"] == ""
 
 
-def test_ranks_that_died_are_told_with_the_cause(made):
+def test_dead_ranks_are_sent_with_the_cause(made):
     workbench = Pretender()
     widget = made(workbench)
     assert ask(widget)[0]["said"] == ""
@@ -157,7 +157,7 @@ def of_others(trace):
     return Trace(replace(trace.header, ranks=ranks), trace.ranks)
 
 
-def test_each_view_is_told_everything_once(made):
+def test_each_view_gets_everything_once(made):
     widget = made(Pretender())
     assert ask(widget, view="a")[0]["restart"]
     assert ask(widget, view="b")[0]["restart"]
@@ -250,7 +250,7 @@ def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
     assert ask(widget, "at", t_us=now["t_us"])[0]["moment"]["seq"] == now["seq"]
 
 
-def test_a_window_on_a_shortened_axis_has_the_changes_that_are_shown_there(made):
+def test_a_window_on_a_shortened_axis_has_its_changes(made):
     widget = made(Pretender(held_run()))
     feed, _ = ask(widget)
     about = {"from_us": feed["begin_us"], "to_us": feed["now"]["t_us"]}
@@ -283,7 +283,7 @@ def test_its_axis_ends_where_that_of_views_of_all_steps_ends(made, trace):
         assert answer["now"]["t_us"] / unit_us == pytest.approx(axis.range[1], rel=1e-9)
 
 
-def test_its_axis_begins_anew_with_the_first_step(made):
+def test_its_axis_restarts_with_the_first_step(made):
     whole = example_trace()
     before = Trace(whole.header, tuple(replace(r, rows=r.rows[r.rows["step"] < 0]) for r in whole.ranks))
     workbench = Pretender(before)
@@ -298,7 +298,7 @@ def test_its_axis_begins_anew_with_the_first_step(made):
     assert not ask(widget)[0]["restart"]
 
 
-def test_views_are_told_once_where_the_word_moves_the_cursor(made):
+def test_views_are_notified_once_of_a_moved_cursor(made):
     workbench = Pretender()
     widget = made(workbench)
     now = ask(widget)[0]
@@ -320,7 +320,7 @@ def test_views_are_told_once_where_the_word_moves_the_cursor(made):
     assert not ask(widget)[0]["has_moved"]
 
 
-def test_another_job_is_told_where_the_cursor_is(made):
+def test_another_job_gets_the_cursor(made):
     workbench = Pretender()
     widget = made(workbench)
     workbench.cursor, _ = back(workbench.trace, None, 100)
@@ -331,7 +331,7 @@ def test_another_job_is_told_where_the_cursor_is(made):
     assert again["cursor"]["moment"]
 
 
-def test_the_back_of_the_workbench_reaches_the_pulse():
+def test_back_of_the_workbench_reaches_the_snapshot():
     workbench = Workbench(2, cluster_factory=FakeCluster)
     assert workbench.pulse().cursor is None
     workbench._last = ClusterSnapshot(trace=example_trace())
@@ -425,7 +425,7 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
     assert pace.rest_s(7.0) == 1.0
 
 
-def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something_a_moment_ago():
+def test_a_new_request_is_sent_immediately_despite_the_rate_limit():
     answers, states, now = [], ["running"], ClusterSnapshot(trace=Trace.empty())
     waiting = LongPoll(
         lambda: replace(now, record=states[-1]),
@@ -441,7 +441,7 @@ def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something
     waiting.close()
 
 
-def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
+def test_a_dashboard_shows_a_new_request_immediately(made):
     workbench = Pretender()
     workbench.activity = lambda: workbench.under_way
     workbench.under_way = ""
@@ -460,7 +460,7 @@ def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
         ("open", "", "No ranks are running. Showing their last recording."),
     ],
 )
-def test_while_ranks_come_or_go_it_says_so(made, exchange, waits_for, words):
+def test_starting_and_stopping_ranks_are_reported(made, exchange, waits_for, words):
     workbench = Pretender()
     widget = made(workbench)
     ask(widget)
@@ -469,7 +469,7 @@ def test_while_ranks_come_or_go_it_says_so(made, exchange, waits_for, words):
     assert ask(widget)[0]["said"] == words
 
 
-def test_what_ranks_were_asked_is_news_where_nothing_else_is():
+def test_a_new_request_alone_is_news():
     answers, requests = [], [("stop",)]
     waiting = LongPoll(
         lambda: ClusterSnapshot(trace=Trace.empty()),
@@ -485,7 +485,7 @@ def test_what_ranks_were_asked_is_news_where_nothing_else_is():
     waiting.close()
 
 
-def test_health_folds_equal_ranks_and_says_where_they_are_held():
+def test_health_merges_equal_ranks_and_shows_where_they_are_held():
     trace = example_trace(num_ranks=4)
     positions = {0: HELD, 1: HELD, 2: Position(waiting=True)}
     found = health(pulse(trace, [True, True, True, False], positions))
@@ -527,7 +527,7 @@ def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, is_recorded, 
     assert ("now" in answer) == bool(answer["groups"]) or answer["now"] is None
 
 
-def test_a_file_that_is_opened_is_told_from_the_beginning_even_if_it_is_of_the_same_job(made):
+def test_an_opened_file_is_sent_from_the_beginning(made):
     workbench = Pretender()
     widget = made(workbench)
     whole = workbench.pulse()
@@ -546,7 +546,7 @@ def test_buttons_are_those_that_the_workbench_has(made):
     assert all(hasattr(Workbench, method) for method, _ in BUTTONS.values())
 
 
-def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
+def test_a_button_runs_its_command_and_its_answer_is_one_line(made):
     workbench = Pretender()
     widget = made(workbench)
     for word in ("pause", "continue", "abort", "next month"):
@@ -565,7 +565,7 @@ def press(widget, word, argument):
     return widget.sent[-1][0]["text"]
 
 
-def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
+def test_breakpoints_are_listed_switched_and_cleared(made):
     with Workbench(2, cluster_factory=FakeCluster) as workbench:
         widget = made(workbench)
         assert ask(widget)[0]["breakpoints"] == []
@@ -645,7 +645,7 @@ def problem_of(data, known):
 
 
 @pytest.mark.parametrize(("carrier", "known"), [(by_widget, VIEW_QUESTIONS), (by_comm, QUESTIONS)])
-def test_what_is_no_question_is_refused_and_the_next_one_is_answered(carrier, known):
+def test_an_invalid_request_is_refused_and_the_next_one_answered(carrier, known):
     dashboard = carrier()
 
     @given(mutated() | JSON)
@@ -717,12 +717,12 @@ def test_the_timeline_alone_is_a_dashboard_with_one_panel():
         unregister(shell)
 
 
-def test_nothing_of_a_widget_is_overridden_by_chance():
+def test_no_widget_attribute_is_overridden_by_accident():
     functions = {name for name, value in vars(DashboardWidget).items() if inspect.isfunction(value)}
     assert functions & set(dir(AnyWidget)) == {"__init__", "close"}
 
 
-def test_the_word_and_the_method_give_a_dashboard():
+def test_the_command_and_the_method_return_a_dashboard():
     with Workbench(2, cluster_factory=FakeCluster) as workbench:
         widget = workbench.dashboard()
         assert isinstance(widget, DashboardWidget)
@@ -745,7 +745,7 @@ def test_several_dashboards_of_one_workbench_are_independent():
     second.close()
 
 
-def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
+def test_it_names_the_clock_of_the_timeline_and_other_panels(made):
     trace = example_trace()
     clocks = [ask(made(Pretender(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
     assert clocks == [["", ""], ["times are measured on the GPU, within 6.00 µs", "in host order and host time"]]
@@ -757,7 +757,7 @@ def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
     assert others == "in host order and host time"
 
 
-def test_it_says_below_which_difference_times_of_several_hosts_mean_nothing(made):
+def test_it_shows_the_clock_error_of_several_hosts(made):
     trace = example_trace(num_ranks=2)
     reading = ClockReading(t_ns=int(trace.rank(0).rows["t_ns"][-1]), offset_ns=10**12, error_ns=4_000_000)
     clocks = (HostClock(ranks=(1,), readings=(reading,)),)

@@ -80,7 +80,7 @@ def showing(chromium, tmp_path, widget):
 NOTES = "[view.memory, view.states, view.timeline].map(({note}) => note.textContent)"
 
 
-def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
+def test_it_names_the_clock_of_each_panel(chromium, tmp_path, kept):
     widget = kept(DashboardWidget(Pretender(on_devices(example_trace()))))
     with showing(chromium, tmp_path, widget) as (page, _):
         page.wait_for_function("view.states.note.textContent.includes('host')")
@@ -93,7 +93,7 @@ def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
     assert timeline.startswith("times are measured on the GPU, within 6.00 µs · drag to pan")
 
 
-def test_with_one_clock_nothing_is_said_of_it(shown):
+def test_with_one_clock_no_clock_is_named(shown):
     page, _ = shown
     notes = page.evaluate(NOTES)
     assert not any("times" in note or "host" in note for note in notes)
@@ -114,7 +114,7 @@ def answer(page, widget, what):
     return question
 
 
-def test_what_is_said_of_the_cursor_is_asked_for_again_with_what_is_drawn_there(shown):
+def test_cursor_text_is_requested_again_with_the_window(shown):
     """If new rows arrived between the two answers, numbers and picture would contradict each other."""
     page, widget = shown
     page.evaluate("view.cursor.put(view.model.end / 2)")
@@ -165,7 +165,7 @@ def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
 
 
 @pytest.mark.parametrize(("loss", "text"), [(float("nan"), "NaN"), (float("inf"), "inf")])
-def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chromium, tmp_path, kept, loss, text):
+def test_a_nonfinite_loss_is_shown_and_a_missing_one_is_not(chromium, tmp_path, kept, loss, text):
     workbench = Pretender(with_loss(example_trace(), 2, loss))
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         assert look(page, widget)["loss"] == text
@@ -200,9 +200,7 @@ CUT = """() => [...view.ranks.list.querySelectorAll(".fw-rank")].map((row) => {
 })"""
 
 
-def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_of_theirs_is_cut(
-    chromium, tmp_path, kept
-):
+def test_the_layout_is_stable_while_the_cursor_moves(chromium, tmp_path, kept):
     trace = simulate(Setup(num_ranks=4, num_units=3, steps=2, late=1))
     with showing(chromium, tmp_path, kept(DashboardWidget(Pretender(trace)))) as (page, widget):
         page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
@@ -235,7 +233,7 @@ LONGEST = """(names) => {
 
 
 @pytest.mark.parametrize("width", quick([300, 500, 900], [300]))
-def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
+def test_names_of_lanes_have_room_next_to_the_timeline(shown, width):
     page, _ = shown
     give_width(page, width)
     page.wait_for_function("(width) => view.timeline.chart.stats().plot.width < width", arg=width - 60)
@@ -270,7 +268,7 @@ PEAK = """() => {
 
 
 @pytest.mark.parametrize("width", quick([300, 360, 900], [300]))
-def test_the_peak_is_said_whole(shown, width):
+def test_the_peak_text_is_not_cut(shown, width):
     page, _ = shown
     give_width(page, width)
     assert page.evaluate("[place.scrollWidth, view.root.offsetWidth]") == [width, width]
@@ -290,7 +288,7 @@ def test_numbers_of_a_step_name_it(shown):
     page.wait_for_function(f"{notes}.every((note) => note === 'step 0')")
 
 
-def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(shown):
+def test_it_reports_the_end_and_then_shows_new_ranks(shown):
     page, widget = shown
     workbench = widget._views._workbench
     working = look(page, widget)
@@ -488,7 +486,7 @@ def picture(page, theme):
     )  # given a path, Playwright would leave a thread
 
 
-def test_a_switch_that_failed_shows_again_what_is(chromium, tmp_path, kept):
+def test_a_failed_switch_returns_to_the_actual_state(chromium, tmp_path, kept):
     workbench = Breaks()
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         page.get_by_role("checkbox").click()

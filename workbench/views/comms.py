@@ -74,7 +74,7 @@ class Column:
 
 
 def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> go.Figure:
-    """Count the collectives of a step per unit: calls, bytes (also between hosts) and time, next to the expected numbers.
+    """Count collectives of a step per unit: calls, bytes (also between hosts) and time, next to the expected numbers.
 
     Args:
         trace: what happened.

@@ -88,7 +88,7 @@ def evaluates_as_torchs():
             torch.testing.assert_close(ours[1], theirs[1])
 
 
-def test_eval_is_in_full_precision_where_the_environment_says_so():
+def test_eval_is_in_full_precision_if_the_environment_asks_for_it():
     run_ranks(2, evaluates_as_torchs)
 
 
@@ -191,7 +191,7 @@ def warns_as_torchs():
         assert all(expected in message for message in ours), (expected, ours)
 
 
-def test_what_costs_an_hour_is_warned_of_where_torchs_warns():
+def test_costly_mistakes_are_warned_about_as_by_torch():
     run_ranks(2, warns_as_torchs)
 
 

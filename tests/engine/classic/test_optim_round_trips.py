@@ -100,7 +100,7 @@ CASES = [
 
 @pairs_and_rest
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_training_goes_on_bit_by_bit_from_every_type(case, part):
+def test_training_resumes_bit_identically_from_every_type(case, part):
     """Covers mixed precision, offload and ``use_orig_params``."""
     world_size, strategy = case
     rows = [options for at, *options in rows_of(part, CASES, (None, LOW), (None, OFFLOAD), (False, True)) if at == case]

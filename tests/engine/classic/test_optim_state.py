@@ -201,7 +201,7 @@ def resumes_by_checkpoint(folder: Path) -> bytes | None:
     return pickle.dumps(whole) if whole else None
 
 
-def test_what_torchs_checkpoints_load_of_an_optimizer_is_taken(tmp_path):
+def test_optimizer_state_loaded_by_torchs_checkpoints_is_accepted(tmp_path):
     saved, *_ = run_ranks(4, saves_by_checkpoint, tmp_path)
     loaded, *_ = run_ranks(2, resumes_by_checkpoint, tmp_path)
     torch.testing.assert_close(pickle.loads(loaded)["state"], pickle.loads(saved)["state"], rtol=0, atol=0)
@@ -292,7 +292,7 @@ def test_from_a_plain_model_and_back():
 
 
 @on_one_rank
-def test_what_does_not_fit_says_so():
+def test_mismatches_are_reported():
     model = wrap_net(OURS, make_net())
     optimizer = adam(model.parameters())
     train(model, optimizer, range(1))

@@ -204,7 +204,7 @@ def is_in_another():
     assert '"0.inner.0.bias"' in str(strictly.value)
 
 
-def test_rank_0_alone_gets_a_whole_one_if_it_is_so_set():
+def test_only_rank_0_gets_a_full_state_dict_if_configured():
     run_ranks(4, on_rank_0)
 
 
@@ -259,7 +259,7 @@ def nothing_changes(model: nn.Module) -> Iterator[None]:
     loss_of(model, batch(0, 0)).backward()
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes():
+def test_mismatches_are_refused_before_anything_changes():
     run_ranks(2, refuses)
 
 
@@ -289,7 +289,7 @@ def refuses():
             local = model.state_dict()
 
 
-def test_within_an_iteration_there_is_none():
+def test_no_state_dict_within_an_iteration():
     run_ranks(1, within_forward)
 
 
@@ -300,7 +300,7 @@ def within_forward():
         model(batch(0, 0))
 
 
-def test_where_parameters_are_summoned_those_are_taken():
+def test_within_summon_full_params_the_summoned_values_are_saved():
     run_ranks(2, is_summoned)
 
 
@@ -332,7 +332,7 @@ def saves(folder):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_what_some_ranks_save_others_load(world_size, checkpoint):
+def test_a_checkpoint_loads_on_another_number_of_ranks(world_size, checkpoint):
     run_ranks(world_size, loads, checkpoint)
 
 

@@ -99,7 +99,7 @@ def loads(folder: Path, is_same: bool) -> tuple[list[dict[str, Any]], list[list[
 @pytest.mark.filterwarnings("ignore:Detected:UserWarning")
 @pytest.mark.parametrize("kind", ["flat", "pieces", "fully_shard"])
 @pytest.mark.parametrize("ranks", quick([(2, 4), (4, 2), (2, 1), (2, 2)], [(2, 1)]), ids=str)
-def test_what_some_ranks_save_others_load(ranks, kind, tmp_path):
+def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, kind, tmp_path):
     (saved, losses), *_ = run_ranks(ranks[0], saves, tmp_path, kind)
     (found, after), *_ = run_ranks(ranks[1], loads, tmp_path, ranks[0] == ranks[1] and kind != "fully_shard")
     for each in found:
@@ -148,7 +148,7 @@ def every_option() -> None:
 
 
 @pytest.mark.parametrize("world_size", quick([1, 2], [1]))
-def test_training_goes_on_bit_by_bit_with_every_option(world_size):
+def test_training_continues_bit_by_bit_with_every_option(world_size):
     run_ranks(world_size, every_option)
 
 
