@@ -156,18 +156,18 @@ def _in_ms(found: dict[str, list[list[float]]], clock: tuple[float, float], orig
     happened = [origin_ns / 1e6 + t_us / 1e3 - ahead for t_us, _, _ in found["events"]]  # on the page's clock
     took = sorted(drawn - at for at, (_, _, drawn) in zip(happened, found["events"], strict=True))
     answers = found["answers"]
-    periods = [later[0] - asked[0] for asked, later in pairwise(answers)]
+    periods = [later[0] - sent[0] for sent, later in pairwise(answers)]
     return {
         "median_ms": statistics.median(took),
         "p95_ms": took[int(0.95 * len(took))],
         "samples": len(took),
         "clock_error_ms": error,
         "to_answer_ms": statistics.median(
-            came - at for at, (_, came, _) in zip(happened, found["events"], strict=True)
+            received - at for at, (_, received, _) in zip(happened, found["events"], strict=True)
         ),
-        "draw_ms": statistics.median(drawn - came for _, came, drawn in found["events"]),
+        "draw_ms": statistics.median(drawn - received for _, received, drawn in found["events"]),
         "period_ms": statistics.median(periods),
-        "round_trip_ms": statistics.median(came - asked for asked, came in answers),
+        "round_trip_ms": statistics.median(received - sent for sent, received in answers),
     }
 
 

@@ -476,9 +476,9 @@ class IppLaunch(EngineProvider):
     def advice(self, rank: int | None, *_others: int | None) -> str:
         """Return what to check and to do when engines do not register."""
         ip = self._cluster.controller_ip
-        heard = f"the controller listens on {ip}" if ip else "the controller listens on this machine only"
+        listens = f"the controller listens on {ip}" if ip else "the controller listens on this machine only"
         return (
-            f"{self.log_tail(rank)}\n{heard}: other hosts must reach it there (firewall, VPN; --interface NAME for "
+            f"{self.log_tail(rank)}\n{listens}: other hosts must reach it there (firewall, VPN; --interface NAME for "
             f"another address), and find Python with the workbench (c.{self._launcher_class.__name__} in "
             f"{Path(self._cluster.profile_dir) / 'ipcluster_config.py'})"
         )

@@ -213,12 +213,12 @@ class Agreement:
             if differing:
                 name, texts = differing[0]
                 known = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text is not None]
-                said = holders([text for _, text in known], [rank for rank, _ in known])
+                text_of_ranks = holders([text for _, text in known], [rank for rank, _ in known])
                 others = [other for other, _ in differing[1:_SHOWN]]
                 more = f" (likewise {', '.join(others)}" if others else ""
                 more += f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
                 more += ")" if others else ""
-                return f"{self._what}: ranks differ in the {kind} of {name!r}: {said}{more}; {cure}"
+                return f"{self._what}: ranks differ in the {kind} of {name!r}: {text_of_ranks}{more}; {cure}"
         return ""
 
     @contextmanager

@@ -80,10 +80,10 @@ class Report(ABC):
 
     def _headline_lines(self) -> list[str]:
         """Return the lines of the headline as HTML, with the problem in the colour of errors."""
-        said = html.escape(self.headline)
+        headline = html.escape(self.headline)
         for line in filter(None, html.escape(self.problem).split("\n")):
-            said = said.replace(line, f'<span style="color:{ERROR_TEXT}">{line}</span>', 1)
-        return said.split("\n")
+            headline = headline.replace(line, f'<span style="color:{ERROR_TEXT}">{line}</span>', 1)
+        return headline.split("\n")
 
 
 @dataclass(frozen=True, kw_only=True)

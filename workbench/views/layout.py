@@ -250,13 +250,13 @@ def _policy_of_all(header: Header) -> str:
 def _policy(unit: Unit) -> str:
     """Return what differs from the default in how a unit is stored and computed; plain text."""
     own, resharded = unit.params[0].dtype, unit.reshard_after_forward
-    said = [
+    parts = [
         f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
         f"reduces in {unit.reduce_dtype}" if unit.reduce_dtype != unit.compute_dtype else "",
         "shards kept in host memory" if unit.offload else "",
         f"on {resharded} ranks after forward" if type(resharded) is int else "",
     ]
-    return "".join(f", {theme.shorten(part)}" for part in said if part)
+    return "".join(f", {theme.shorten(part)}" for part in parts if part)
 
 
 def _segments(y: int, place: Place, columns: int, finest: float) -> Iterator[Segment]:
