@@ -92,13 +92,13 @@ def test_warnings_of_ranks_at_the_start_are_shown_once():
     assert "torch &lt;9&gt; was not tried" in report._repr_html_()
 
 
-class Broken(FakeCluster):
+class BrokenCluster(FakeCluster):
     def start(self, on_wait):
         raise ClusterError("no")
 
 
 def test_a_cluster_that_does_not_start_leaves_nothing():
-    bench = Workbench(2, cluster_factory=Broken)
+    bench = Workbench(2, cluster_factory=BrokenCluster)
     with pytest.raises(ClusterError):
         bench.start()
     assert not bench.running
@@ -153,7 +153,7 @@ def test_a_start_that_fails_changes_nothing(trained):
     trained.step(3)
     trained.stop()
     recorded = trained.trace.num_rows
-    trained._factory = Broken
+    trained._factory = BrokenCluster
     with pytest.raises(ClusterError):
         trained.start(num_ranks=2)
     assert (trained.num_ranks, trained.trace.num_rows) == (4, recorded)

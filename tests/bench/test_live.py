@@ -22,7 +22,7 @@ from bench.watched import (
 )
 from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.waiting import wait_until
-from tests.widgets.test_dashboard import Pretender
+from tests.widgets.test_dashboard import FakeWorkbench
 from workbench.protocol.rank_messages import DrainReply, Position
 from workbench.workbench import Workbench
 
@@ -111,7 +111,7 @@ def test_the_size_of_an_answer_is_that_of_its_text_and_buffers():
 
 
 def test_a_viewer_counts_answers_after_the_first():
-    viewer = DashboardViewer(Pretender())
+    viewer = DashboardViewer(FakeWorkbench())
     for _ in range(2):
         viewer._dashboard._handle_custom_msg({"view": "bench", "word": "feed"}, [])
     viewer.close()
@@ -124,7 +124,7 @@ def test_a_viewer_counts_answers_after_the_first():
 
 def test_a_dashboard_without_an_answer_is_reported(monkeypatch):
     monkeypatch.setattr("bench.watched.ANSWER_S", 0.0)
-    viewer = DashboardViewer(Pretender())
+    viewer = DashboardViewer(FakeWorkbench())
     viewer._is_answered.clear()
     with pytest.raises(RuntimeError, match="did not answer"), viewer.asking():
         viewer.close()
@@ -132,7 +132,7 @@ def test_a_dashboard_without_an_answer_is_reported(monkeypatch):
 
 def test_a_viewer_sends_the_next_request_after_the_answer(monkeypatch):
     monkeypatch.setattr("bench.watched.ASK_EVERY_S", 0.0)
-    viewer = DashboardViewer(Pretender())
+    viewer = DashboardViewer(FakeWorkbench())
     with viewer.asking():
         wait_until(lambda: len(viewer.sizes) >= 2)
     viewer.close()

@@ -25,7 +25,7 @@ class Code:
         self.co_filename, self.co_qualname = file, qualname
 
 
-class Story:
+class MeterTimeline:
     """Moves a meter through time."""
 
     def __init__(self):
@@ -52,7 +52,7 @@ class Story:
 
 @pytest.fixture
 def story():
-    return Story()
+    return MeterTimeline()
 
 
 HOOK, INNER = Code("/engine/fsdp_state.py"), Code("/engine/deeper/param.py")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
-from tests.helpers.fake_rank import Look, Release
+from tests.helpers.fake_rank import GetThreadState, Release
 from tests.helpers.ipp_engines import wait_for_engines
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
@@ -113,7 +113,7 @@ def impatient(monkeypatch):
         monkeypatch.setattr(module, "NOTICE_S", 0.01)
 
 
-class GivesUp:
+class CancelsStart:
     """Records the notices of a start, and raises KeyboardInterrupt at the first that contains ``at``."""
 
     def __init__(self, at):
@@ -128,7 +128,7 @@ class GivesUp:
 @pytest.mark.usefixtures("slow_engines", "impatient")
 @pytest.mark.parametrize("at", ["attaching 3 ranks, 0 s: 3 have not answered yet", "connecting the ranks"])
 def test_an_attach_shows_what_it_waits_for_and_can_be_cancelled(profile, at):
-    gives_up, cluster = GivesUp(at), attached()
+    gives_up, cluster = CancelsStart(at), attached()
     with pytest.raises(Interrupted, match="The attach was cancelled: the cluster keeps running"):
         cluster.start(gives_up)
     assert at in gives_up.reported[-1]
@@ -144,7 +144,7 @@ def test_an_unresponsive_controller_is_waited_for_until_cancelled(profile, tmp_p
         file["registration"] = silent.getsockname()[1]
         (tmp_path / "silent.json").write_text(json.dumps(file))
         cluster = Cluster.attached(AttachTarget(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=1.0)
-        gives_up = GivesUp("attaching all engines, 0 s: the controller has not answered yet")
+        gives_up = CancelsStart("attaching all engines, 0 s: the controller has not answered yet")
         with pytest.raises(Interrupted, match="The attach was cancelled"):
             cluster.start(gives_up)
         assert not cluster.is_started
@@ -169,7 +169,9 @@ def test_engines_become_ranks_and_keep_their_variables_when_they_are_left(profil
         pending = second.run_cell("print(rank, x)")
         pending.results(PATIENCE_S)
         assert [texts(pending, rank) for rank in range(3)] == ["0 10\n", "1 11\n", "2 12\n"]
-        assert [reply.thread for reply in second.ask(Look(), timeout_s=PATIENCE_S).values()] == ["Control"] * 3
+        assert [reply.thread for reply in second.ask(GetThreadState(), timeout_s=PATIENCE_S).values()] == [
+            "Control"
+        ] * 3
     assert all(process.is_running() for process in processes)
 
 

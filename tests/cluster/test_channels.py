@@ -30,7 +30,7 @@ def test_a_rank_whose_reply_has_arrived_is_not_busy(monkeypatch):
     assert not channels.is_busy(0)
 
 
-class Numbering:
+class UnlockedWire:
     """A wire that two threads must not use at once: a session numbers its messages without a lock."""
 
     channels = None
@@ -64,6 +64,6 @@ class Numbering:
     ids=["call", "cell", "ask", "interrupt"],
 )
 def test_one_at_a_time_sends(send):
-    wire = Numbering()
+    wire = UnlockedWire()
     wire.channels = Channels(wire, ["engine"])
     send(wire.channels)

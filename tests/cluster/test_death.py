@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import FOREVER_S, ROOT, RUNTIME, texts, wait_until_held
-from tests.helpers.fake_rank import Die, Look, Release
+from tests.helpers.fake_rank import Die, GetThreadState, Release
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster.processes import is_running
 from workbench.cluster.reaper import Reaper, process_of
@@ -72,7 +72,7 @@ def test_a_cluster_without_its_controller_is_reported(make_cluster):
     with pytest.raises(ClusterError, match="rank 0 cannot be reached: the cluster's controller was killed by SIGKILL"):
         pending.result(0)
     assert cluster.alive() == (False, False)
-    assert isinstance(cluster.ask(Look())[1], ClusterError)
+    assert isinstance(cluster.ask(GetThreadState())[1], ClusterError)
 
 
 KERNEL = f"""

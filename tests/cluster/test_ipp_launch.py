@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
-from tests.helpers.fake_rank import Look, Release
+from tests.helpers.fake_rank import GetThreadState, Release
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster, ssh_launch
 from workbench.cluster import ipp_launch as launched_module
@@ -71,7 +71,7 @@ def test_ranks_work_as_usual(launched):
     pending = launched.run_cell("import os; print(rank, os.environ['LENT_CONFIG'])")
     pending.results(PATIENCE_S)
     assert [texts(pending, rank) for rank in (0, 1)] == ["0 1\n", "1 1\n"]
-    replies = launched.ask(Look(), timeout_s=PATIENCE_S)
+    replies = launched.ask(GetThreadState(), timeout_s=PATIENCE_S)
     assert [reply.thread for reply in replies.values()] == ["Control", "Control"]
 
 

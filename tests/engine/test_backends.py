@@ -202,7 +202,7 @@ def test_only_asynchronous_devices_have_a_clock(backend):
     assert (backend.clock() is not None) == isinstance(backend, StreamBackend)
 
 
-class Ends:
+class EndedWork:
     """A collective that has ended, with ``error`` if given."""
 
     def __init__(self, error: str = "") -> None:
@@ -223,16 +223,16 @@ class Ends:
 
 def check_waits(make) -> None:
     transport = make().transport(dist.group.WORLD)
-    pending = transport.pending(Ends(), "all-gather")
+    pending = transport.pending(EndedWork(), "all-gather")
     pending.wait()
     pending.finish()
     assert pending.has_ended
-    failed = transport.pending(Ends("gone"), "all-gather")
+    failed = transport.pending(EndedWork("gone"), "all-gather")
     with pytest.raises(CollectiveFailed, match="all-gather failed: gone"):
         (failed.wait(), failed.finish())
     cancellation.cancel("enough")
     with pytest.raises(StepAborted, match="enough"):
-        transport.pending(Ends(), "all-gather").wait()
+        transport.pending(EndedWork(), "all-gather").wait()
     cancellation.reset()
 
 

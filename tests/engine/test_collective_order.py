@@ -279,7 +279,7 @@ def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, secon
 # ---- cost
 
 
-class Crowd:
+class ThreadRanks:
     """Ranks as threads; none polls again before all others wait too."""
 
     def __init__(self, size: int) -> None:
@@ -329,12 +329,12 @@ EACH = 13  # operations per question: a vote, a deletion where due, at most thre
 
 
 def done_by_each(monkeypatch, size: int, do) -> tuple[float, list]:
-    crowd = Crowd(size)
+    crowd = ThreadRanks(size)
     monkeypatch.setattr(collective_order, "_pause", crowd.pause)
     crowd.run(lambda mine: mine.ask(D))
     before = crowd.store.num_done
     assert before <= (EACH + 10) * size  # includes the rendezvous
-    again = Crowd(size)
+    again = ThreadRanks(size)
     monkeypatch.setattr(collective_order, "_pause", again.pause)
     results = again.run(lambda mine: (mine.ask(D), do(mine))[1])
     return (again.store.num_done - before) / size, results
@@ -366,7 +366,7 @@ def test_the_cost_of_an_equal_comparison_does_not_grow_with_the_number_of_ranks(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_with_different_texts_get_all_of_them(monkeypatch, size):
-    crowd = Crowd(size)
+    crowd = ThreadRanks(size)
     monkeypatch.setattr(collective_order, "_pause", crowd.pause)
     texts = [["x", str(rank // (size // 2))] for rank in range(size)]
     results = crowd.run(lambda mine: [mine.compare(A, text) for text in texts[mine._rank]])
@@ -375,7 +375,7 @@ def test_ranks_with_different_texts_get_all_of_them(monkeypatch, size):
 
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_one_of_many_that_differs_is_named_to_all(monkeypatch, size):
-    crowd = Crowd(size)
+    crowd = ThreadRanks(size)
     monkeypatch.setattr(collective_order, "_pause", crowd.pause)
 
     def differ(mine: OrderCheck) -> str:
@@ -449,7 +449,7 @@ def test_a_dispute_older_than_the_record_is_still_reported():
 # ---- ranks that are processes
 
 
-class Unlike(nn.Module):
+class DivergingModel(nn.Module):
     """One rank deviates: another order of blocks, fewer or more of them, or no gradients."""
 
     def __init__(self, *, unequal: bool) -> None:
@@ -492,7 +492,7 @@ def step(model: nn.Module) -> None:
 
 
 def differ(how: str, num_before: int) -> str:
-    plain = Unlike(unequal=how == "unequal")
+    plain = DivergingModel(unequal=how == "unequal")
     model = shard_net(copy.deepcopy(plain))
     if num_before:
         train_both(plain, model, num_before)

@@ -18,7 +18,7 @@ from workbench.events import COMPUTE_STREAM
 MS = 1_000_000
 
 
-class Counted:
+class CountingDevice:
     """A device that counts its events."""
 
     def __init__(self, device) -> None:
@@ -178,7 +178,7 @@ def test_a_mark_is_reported_once_it_has_a_row_and_never_without_one(on):
 
 
 def test_events_are_used_again(on):
-    device = Counted(on.device)
+    device = CountingDevice(on.device)
     clock = DeviceClock(device, on.now_ns)
     made = []
     for _ in range(5):

@@ -211,7 +211,7 @@ def test_without_lists_it_is_left_to_the_engine_again():
     assert run_ranks(2, lists_given_up) == [(expected(1), expected(1))] * 2
 
 
-class Noted:
+class LoggedCollective:
     """A collective that logs its unit before it is issued."""
 
     def __init__(self, plain: object, label: str, sequence: list[str]) -> None:
@@ -230,8 +230,8 @@ def sequence_of(api: ModuleType, k: int | None, reshard: bool | None, micro_batc
     model, sequence = double_net(num_blocks=COUNT), []
     shard_net_with(api, model, reshard_after_forward=reshard)
     for name, unit in zip(FORWARD, (model, *model.blocks), strict=True):
-        unit.set_custom_all_gather(Noted(engine.DefaultAllGather(), f"gather {name}", sequence))
-        unit.set_custom_reduce_scatter(Noted(engine.DefaultReduceScatter(), f"reduce {name}", sequence))
+        unit.set_custom_all_gather(LoggedCollective(engine.DefaultAllGather(), f"gather {name}", sequence))
+        unit.set_custom_reduce_scatter(LoggedCollective(engine.DefaultReduceScatter(), f"reduce {name}", sequence))
         if k is None:
             unit.set_modules_to_forward_prefetch([])
     if k is not None:

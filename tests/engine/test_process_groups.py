@@ -89,7 +89,7 @@ def test_a_rank_that_makes_a_group_alone_can_be_freed():
     assert run_ranks(2, made_alone, multiprocessing.get_context("fork").Event()) == [[0, 1], [0, 1]]
 
 
-class Spinning:
+class EndlessWork:
     """A collective on a device whose peer never joins."""
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ def unfinished(transport: Transport) -> tuple[list[str], int]:
     done: list[str] = []
     group.process_group = dropped = SimpleNamespace(abort=lambda: done.append("abort"))
     group._transport = transport
-    group._in_flight.add(StreamWork(Spinning(), Collective("all-gather", "a", 0), group))
+    group._in_flight.add(StreamWork(EndlessWork(), Collective("all-gather", "a", 0), group))
     references = sys.getrefcount(dropped)
     group.let_go()
     assert group.process_group is None

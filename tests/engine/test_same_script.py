@@ -76,7 +76,7 @@ def test_attributes_of_the_users_stay_the_users():
     assert model._states == model._own_units == model._one_mesh == model._units == "mine"
 
 
-class Watches(nn.Linear):
+class RecordsAssignments(nn.Linear):
     """Records assignments to its attributes, as recurrent layers do."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -85,7 +85,7 @@ class Watches(nn.Linear):
 
 
 def watched(api: ModuleType) -> list[tuple[str, bool]]:
-    model = Watches(DIM, DIM, bias=False)
+    model = RecordsAssignments(DIM, DIM, bias=False)
     api.fully_shard(model)
     vars(model)["seen"].clear()
     squares(model, 0).backward()
@@ -152,7 +152,7 @@ class ReturnsViews(nn.Module):
         return both[:, :DIM], both[:, DIM:]
 
 
-class WritesToWhatItGot(nn.Module):
+class WritesToInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = ReturnsViews(), ReturnsViews(), nn.Linear(DIM, DIM)
@@ -168,7 +168,7 @@ class WritesToWhatItGot(nn.Module):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_writing_to_a_view_keeps_the_backward_hook(world_size):
     """The write drops the view's hooks; torch warns of wrong gradients there."""
-    record = run_ranks(world_size, compare, WritesToWhatItGot, shard_each, squares)[0]
+    record = run_ranks(world_size, compare, WritesToInput, shard_each, squares)[0]
     assert record.count(Kind.BACKWARD) == {"first": 1, "second": 1, "last": 1}
 
 

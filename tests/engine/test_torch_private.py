@@ -399,12 +399,12 @@ def test_a_backward_is_noticed_only_within_it_and_in_those_that_it_runs():
 def test_a_module_with_its_own_setattr_gets_the_replacement():
     seen = []
 
-    class Watches(nn.Linear):
+    class RecordsAssignments(nn.Linear):
         def __setattr__(self, name: str, value: object) -> None:
             seen.append(name)
             super().__setattr__(name, value)
 
-    module = Watches(2, 2)
+    module = RecordsAssignments(2, 2)
     assert has_own_setattr(module)
     assert not has_own_setattr(nn.Linear(2, 2))
     seen.clear()
@@ -705,7 +705,7 @@ def test_a_placement_splits_one_dim():
     ]
 
 
-class Asked(nn.Module):
+class RecordsNameRequests(nn.Module):
     """Records whether checkpoints ask for names."""
 
     def __init__(self) -> None:
@@ -724,7 +724,7 @@ class Asked(nn.Module):
 
 
 def test_calls_from_checkpoints_are_recognised():
-    module = Asked()
+    module = RecordsNameRequests()
     list(module.parameters())
     assert module.for_names == [""]
     get_model_state_dict(module)
@@ -738,7 +738,7 @@ def test_calls_from_checkpoints_are_recognised():
         assert module.for_frozen.pop()
 
 
-class AskedThroughOverrides(Asked):
+class RecordsThroughOverrides(RecordsNameRequests):
     """A user's subclass of a wrapper, with overrides that only pass on."""
 
     def named_parameters(self, *args, **kwargs):
@@ -748,7 +748,7 @@ class AskedThroughOverrides(Asked):
         yield from super().named_modules(*args, **kwargs)
 
 
-class Around(nn.Module):
+class OuterModule(nn.Module):
     """A module around a wrapper that has no names of its own."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -764,11 +764,11 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize(
     "through",
-    [lambda m: m, Around, lambda m: torch.compile(m, backend="eager"), nn.Sequential],
+    [lambda m: m, OuterModule, lambda m: torch.compile(m, backend="eager"), nn.Sequential],
     ids=["itself", "module", "compiled", "sequential"],
 )
 def test_calls_from_checkpoints_are_recognised_through_wrappers(through):
-    module = AskedThroughOverrides()
+    module = RecordsThroughOverrides()
     outer = through(module)
     list(outer.named_parameters())
     list(outer.named_modules())
@@ -781,7 +781,7 @@ def test_calls_from_checkpoints_are_recognised_through_wrappers(through):
     assert not any(module.for_names)
 
 
-@pytest.mark.parametrize("kind", [Asked, AskedThroughOverrides])
+@pytest.mark.parametrize("kind", [RecordsNameRequests, RecordsThroughOverrides])
 def test_a_compiled_function_may_ask_for_names(kind):
     module = kind()
     torch.compile(lambda: list(module.named_parameters(recurse=False)), backend="eager")()  # Dynamo warns of nothing
@@ -790,7 +790,7 @@ def test_a_compiled_function_may_ask_for_names(kind):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # the checkpoints' own gc.isenabled
-@pytest.mark.parametrize("kind", [Asked, AskedThroughOverrides])
+@pytest.mark.parametrize("kind", [RecordsNameRequests, RecordsThroughOverrides])
 def test_calls_from_checkpoints_are_recognised_in_a_compiled_function(kind):
     module = kind()
     torch.compile(lambda: get_model_state_dict(module), backend="eager")()

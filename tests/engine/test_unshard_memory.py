@@ -29,7 +29,7 @@ ALIASES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-class Kept(nn.Module):
+class KeepsWeight(nn.Module):
     """Keeps references to its weight while it runs."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def read(kept: dict[str, object]) -> dict[str, bool]:
 
 
 def kept_by_a_forward(recorded: bool) -> None:
-    model = Kept()
+    model = KeepsWeight()
     plain = copy.deepcopy(model)
     fully_shard(model, reshard_after_forward=True)
     with torch.set_grad_enabled(recorded):
@@ -74,7 +74,7 @@ def test_retained_views_of_a_full_parameter_read_nan_after_reshard(world_size, r
 
 
 def kept_over_iterations() -> None:
-    model = nn.Sequential(Kept(), Kept(), Kept())
+    model = nn.Sequential(KeepsWeight(), KeepsWeight(), KeepsWeight())
     for module in (*model, model):
         fully_shard(module)
     for step in range(3):

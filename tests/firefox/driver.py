@@ -38,7 +38,7 @@ class Click:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class PageResult:
     """What was seen.
 
     Attributes:
@@ -54,7 +54,7 @@ class Seen:
     requests: list[str]
 
 
-def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last: str, shot: Path) -> Seen:
+def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last: str, shot: Path) -> PageResult:
     """Open a file in Firefox, and look at it.
 
     Args:
@@ -82,7 +82,7 @@ def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last:
         [node, "drive.mjs"], cwd=HERE, input=json.dumps(request), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return Seen(**json.loads(done.stdout))
+    return PageResult(**json.loads(done.stdout))
 
 
 def _install() -> None:

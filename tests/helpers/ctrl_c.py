@@ -7,7 +7,7 @@ TOGETHER = "import torch.distributed as dist\ndist.barrier()\nprint('begins', fl
 """First lines of a cell: once its first output arrives, all ranks are in the cell."""
 
 
-class Pressing:
+class CtrlCCallback:
     """A callback for ``on_progress`` or ``on_output`` that presses Ctrl-C after a step is done, or at the first output.
 
     Args:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.helpers.ctrl_c import Pressing
+from tests.helpers.ctrl_c import CtrlCCallback
 from tests.helpers.figure_checks import subtitle
 from tests.helpers.notebook_model import CELL, fresh_cell
 from tests.helpers.pairwise import quick
@@ -186,7 +186,7 @@ def test_disagreeing_ranks_are_reported_with_unit_names(wb, strategy):
 
 def test_ctrl_c_pauses_and_a_pause_in_the_background_as_well(wb, every_rank_comes):
     fresh(wb, "full")
-    assert_all_at_one_event(wb.step(1_000_000, on_progress=Pressing()))
+    assert_all_at_one_event(wb.step(1_000_000, on_progress=CtrlCCallback()))
     assert "idle again" in wb.abort().headline
     wb.step(1_000_000, background=True)
     assert_all_at_one_event(wb.pause())

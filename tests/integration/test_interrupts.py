@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.ctrl_c import TOGETHER, Pressing
+from tests.helpers.ctrl_c import TOGETHER, CtrlCCallback
 from tests.helpers.notebook_model import CELL
 from tests.helpers.pairwise import quick
 from tests.helpers.waiting import PATIENCE_S, wait_until
@@ -76,7 +76,7 @@ def test_after_a_failed_cell_the_newest_event_is_that_of_the_last_step(living):
 
 
 def test_ctrl_c_stops_a_step_which_is_aborted_and_training_continues(living, every_rank_comes):
-    assert "2 ranks stopped " in str(living.step(100_000, on_progress=Pressing()))  # before an event, or in a wait
+    assert "2 ranks stopped " in str(living.step(100_000, on_progress=CtrlCCallback()))  # before an event, or in a wait
     assert "idle again" in str(living.abort())
     assert living.step(2).steps_done == 2
     assert living.verify().ok
@@ -85,7 +85,7 @@ def test_ctrl_c_stops_a_step_which_is_aborted_and_training_continues(living, eve
 def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(living):
     for code in ("while True: pass", "import time; time.sleep(1000)"):
         with pytest.raises(Interrupted):
-            living.run_cell(TOGETHER + code, on_output=Pressing())
+            living.run_cell(TOGETHER + code, on_output=CtrlCCallback())
     assert living.run_cell("print('well')").texts[1].strip() == "well"
 
 

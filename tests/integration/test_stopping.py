@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 
-from tests.helpers.ctrl_c import TOGETHER, Pressing
+from tests.helpers.ctrl_c import TOGETHER, CtrlCCallback
 from tests.helpers.notebook_model import CELL
 from tests.helpers.waiting import wait_until
 from workbench import Workbench
@@ -142,10 +142,10 @@ def test_looking_around_inside_the_step(ready):
 
 
 def test_one_ctrl_c_pauses_and_the_step_continues(ready, every_rank_comes):
-    report = ready.step(FOREVER, on_progress=Pressing())
+    report = ready.step(FOREVER, on_progress=CtrlCCallback())
     assert len(places(report)) == 1
     assert report.stop.held == (0, 1)
-    assert len(places(ready.resume(on_progress=Pressing()))) == 1
+    assert len(places(ready.resume(on_progress=CtrlCCallback()))) == 1
     assert "idle again" in ready.abort().headline
     assert ready.step(1).steps_done == 1
     assert ready.verify().ok
@@ -164,7 +164,7 @@ slow = True
 """
     )
     with pytest.raises(Interrupted, match="idle again"):
-        ready.step(1, on_progress=Pressing(2, anyway=True))
+        ready.step(1, on_progress=CtrlCCallback(2, anyway=True))
     ready.run_cell("slow = False")
     assert ready.step(1).steps_done == 1
     ready.run_cell("train_step = old_step")
@@ -182,7 +182,7 @@ def train_step():
     return old_step()
 """
     )
-    press = Pressing(anyway=True)
+    press = CtrlCCallback(anyway=True)
 
     def press_once_rank_0_waits(progress):
         if ready.where().rows[0].state == "waiting":
@@ -200,7 +200,7 @@ def train_step():
 
 def test_ctrl_c_in_a_cell_interrupts_it(ready):
     with pytest.raises(Interrupted):
-        ready.run_cell(f"{TOGETHER}while True: pass", on_output=Pressing())
+        ready.run_cell(f"{TOGETHER}while True: pass", on_output=CtrlCCallback())
     assert ready.step(1).steps_done == 1
 
 

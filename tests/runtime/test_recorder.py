@@ -240,7 +240,7 @@ def test_units_are_described_and_replaced():
     assert recorder.header_version > version
 
 
-class Known:
+class UnitSource:
     """A source of some units."""
 
     def __init__(self, name, *units):
@@ -254,7 +254,7 @@ class Known:
 
 
 def test_units_without_a_source_are_removed():
-    recorder, first, second = Recorder(Header()), Known("first", 0, 1), Known("second", 2)
+    recorder, first, second = Recorder(Header()), UnitSource("first", 0, 1), UnitSource("second", 2)
     for index in range(3):
         recorder.unit(dataclasses.replace(example_trace().header.units[0], index=index))
     recorder.note_gone()

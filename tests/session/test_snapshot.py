@@ -11,7 +11,7 @@ from workbench.session.session import PULSE_S, REST_S
 from workbench.workbench import Workbench
 
 
-class Watched:
+class WatchedWorkbench:
     """A workbench with viewers: its clock stands still unless the test moves it; counts the polls of ranks."""
 
     def __init__(self, monkeypatch):
@@ -52,7 +52,7 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch):
-    found = Watched(monkeypatch)
+    found = WatchedWorkbench(monkeypatch)
     yield found
     found.workbench.stop()
 

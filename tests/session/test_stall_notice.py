@@ -6,7 +6,7 @@ from workbench.protocol.rank_messages import CellLine
 from workbench.session.stall_notice import AGAIN_S, MAX_TEXT, QUIET_S, StallNotice, who_works
 
 
-class Scene:
+class NoticeScenario:
     """A request, a clock that the test sets, and the notices."""
 
     def __init__(self):
@@ -23,14 +23,14 @@ class Scene:
 
 
 def test_no_notice_while_output_arrives():
-    scene = Scene()
+    scene = NoticeScenario()
     for number in range(10):
         scene.after(0.9 * QUIET_S, number)
     assert scene.reported == []
 
 
 def test_the_notice_appears_is_renewed_and_removed():
-    scene = Scene()
+    scene = NoticeScenario()
     scene.after(QUIET_S, "begun")
     scene.after(0.5 * AGAIN_S, "begun")
     assert scene.reported == ["3 s"]
@@ -44,7 +44,7 @@ def test_the_notice_appears_is_renewed_and_removed():
 
 
 def test_long_stalls_are_reported_less_often():
-    scene = Scene()
+    scene = NoticeScenario()
     for _ in range(3600 * 10):
         scene.after(0.1, "begun")
     assert len(scene.reported) < 200

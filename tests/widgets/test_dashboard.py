@@ -46,7 +46,7 @@ RUNNING = Position(doing="step", place=StepPosition(1, 0))
 HELD = Position(held=Hold(place=StepPosition(1, 7), kind=Kind.ALL_GATHER, edge=Edge.BEGIN, unit=1))
 
 
-class Pretender:
+class FakeWorkbench:
     """A fake workbench: the test sets its trace and ranks."""
 
     def __init__(self, trace=None, positions=None, alive=None):
@@ -97,7 +97,7 @@ def prefix(trace, count):
 
 
 def test_the_first_answer_is_complete_and_the_next_has_only_news(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     whole, buffers = ask(widget)
     assert whole["restart"]
@@ -113,7 +113,7 @@ def test_the_first_answer_is_complete_and_the_next_has_only_news(made):
 
 
 def test_other_ranks_are_distinguished_from_a_new_grouping(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     ask(widget)
     workbench.trace = Trace(
@@ -130,7 +130,7 @@ def test_before_the_first_step_it_explains_how_to_train(made):
     trace = example_trace(num_ranks=4)
     first = min(int(np.flatnonzero(r.rows["kind"] == Kind.STEP)[0]) for r in trace.ranks)
     assert first > 0
-    workbench = Pretender(prefix(trace, first))
+    workbench = FakeWorkbench(prefix(trace, first))
     widget = made(workbench)
     assert ask(widget)[0]["said"] == (
         "No step has run yet. Define train_step() in a %%fsdp cell, then press step, or type %fsdp step 40."
@@ -140,7 +140,7 @@ def test_before_the_first_step_it_explains_how_to_train(made):
 
 
 def test_dead_ranks_are_sent_with_the_cause(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     assert ask(widget)[0]["said"] == ""
     workbench.alive, workbench.losses = [False] * 4, dict.fromkeys(range(4), "died: the process was killed")
@@ -158,7 +158,7 @@ def of_others(trace):
 
 
 def test_each_view_gets_everything_once(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     assert ask(widget, view="a")[0]["restart"]
     assert ask(widget, view="b")[0]["restart"]
     assert not ask(widget, view="a")[0]["restart"]
@@ -168,7 +168,7 @@ def test_each_view_gets_everything_once(made):
 
 
 def test_only_so_many_views_are_kept(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     for number in range(MAX_VIEWS + 3):
         ask(widget, view=str(number))
     assert len(widget._views) == MAX_VIEWS
@@ -177,7 +177,7 @@ def test_only_so_many_views_are_kept(made):
 
 def test_eight_ranks_stay_below_64_kib_a_second(made):
     trace, now = simulate(Setup(num_ranks=8, num_units=6, steps=40)), [0.0]
-    workbench = Pretender(prefix(trace, 10), dict.fromkeys(range(8), RUNNING), [True] * 8)
+    workbench = FakeWorkbench(prefix(trace, 10), dict.fromkeys(range(8), RUNNING), [True] * 8)
     widget = made(workbench, clock=lambda: now[0])
     ask(widget)
     rows, sent = len(trace.rank(0).rows), 0
@@ -190,7 +190,7 @@ def test_eight_ranks_stay_below_64_kib_a_second(made):
 
 
 def test_the_cursor_is_answered_with_all_ranks_at_that_event(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     ask(widget)
     answer, _ = ask(widget, "at", t_us=2_000.0, number=7)
     assert answer["number"] == 7
@@ -207,7 +207,7 @@ def spans_sizes(count):
 
 
 def test_a_window_is_answered_with_every_change_in_it(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     feed, _ = ask(widget)
     about = {"from_us": 1_000.0, "to_us": feed["now"]["t_us"]}
@@ -227,7 +227,7 @@ def held_run(hold_ns=HOLD_NS):
 
 def test_time_in_which_ranks_were_held_is_not_on_the_axis(made):
     """All times are as if the ranks had never stopped; the answer has the place and length of each hold as well."""
-    answer, free = (ask(made(Pretender(trace)))[0] for trace in (held_run(), example_trace()))
+    answer, free = (ask(made(FakeWorkbench(trace)))[0] for trace in (held_run(), example_trace()))
     ((at_us, length_us),) = answer["holds"]
     assert free["holds"] == []
     assert length_us == pytest.approx(HOLD_NS / 1e3, rel=1e-3)
@@ -238,7 +238,7 @@ def test_time_in_which_ranks_were_held_is_not_on_the_axis(made):
 
 def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
     trace = held_run()
-    widget = made(Pretender(trace))
+    widget = made(FakeWorkbench(trace))
     answer, _ = ask(widget)
     now = answer["now"]
     ((at_us, _),) = answer["holds"]
@@ -251,7 +251,7 @@ def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
 
 
 def test_a_window_on_a_shortened_axis_has_its_changes(made):
-    widget = made(Pretender(held_run()))
+    widget = made(FakeWorkbench(held_run()))
     feed, _ = ask(widget)
     about = {"from_us": feed["begin_us"], "to_us": feed["now"]["t_us"]}
     answer, buffers = ask(widget, "window", number=1, **about)
@@ -275,7 +275,7 @@ def later(trace, step, by_ns):
 @pytest.mark.parametrize("trace", [example_trace(), held_run(), later(example_trace(), 2, 7 * 10**9)])
 def test_its_axis_ends_where_that_of_views_of_all_steps_ends(made, trace):
     """The trace begins before the first step, as when a model is sharded then."""
-    answer, _ = ask(made(Pretender(trace)))
+    answer, _ = ask(made(FakeWorkbench(trace)))
     assert answer["begin_us"] < 0
     for name in ("timeline", "memory", "states"):
         axis = draw(name, trace, steps=len(steps(trace))).layout.xaxis
@@ -286,7 +286,7 @@ def test_its_axis_ends_where_that_of_views_of_all_steps_ends(made, trace):
 def test_its_axis_restarts_with_the_first_step(made):
     whole = example_trace()
     before = Trace(whole.header, tuple(replace(r, rows=r.rows[r.rows["step"] < 0]) for r in whole.ranks))
-    workbench = Pretender(before)
+    workbench = FakeWorkbench(before)
     widget = made(workbench)
     first, _ = ask(widget)
     assert (first["restart"], first["begin_us"]) == (True, 0)
@@ -299,7 +299,7 @@ def test_its_axis_restarts_with_the_first_step(made):
 
 
 def test_views_are_notified_once_of_a_moved_cursor(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     now = ask(widget)[0]
     assert not now["has_moved"]
@@ -321,7 +321,7 @@ def test_views_are_notified_once_of_a_moved_cursor(made):
 
 
 def test_another_job_gets_the_cursor(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     workbench.cursor, _ = back(workbench.trace, None, 100)
     ask(widget)
@@ -342,7 +342,7 @@ def test_back_of_the_workbench_reaches_the_snapshot():
 
 
 def test_a_view_that_waits_is_answered_when_there_is_something_new(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     whole, workbench.trace = workbench.trace, prefix(workbench.trace, 100)
     now, looked = [0.0], threading.Semaphore(0)
     widget = made(workbench, clock=lambda: now[0])
@@ -361,7 +361,7 @@ def test_a_view_that_waits_is_answered_when_there_is_something_new(made):
 
 
 def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget, looked = made(workbench), threading.Semaphore(0)
     ask(widget, wait=False)
 
@@ -378,7 +378,7 @@ def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
 
 
 def test_a_closed_dashboard_waits_for_nothing(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     for _ in range(2):
         widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     wait_until(lambda: widget.sent)
@@ -403,7 +403,7 @@ def test_closing_waits_for_threads_that_have_answered_and_are_about_to_end(made,
             super().join(timeout)
 
     monkeypatch.setattr(threading, "Thread", Lingering)
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     assert has_answered.wait(30)
     widget.close()
@@ -442,7 +442,7 @@ def test_a_new_request_is_sent_immediately_despite_the_rate_limit():
 
 
 def test_a_dashboard_shows_a_new_request_immediately(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     workbench.activity = lambda: workbench.under_way
     workbench.under_way = ""
     widget = made(workbench, clock=lambda: 0.0)  # stands still: a rest lasts forever
@@ -461,7 +461,7 @@ def test_a_dashboard_shows_a_new_request_immediately(made):
     ],
 )
 def test_starting_and_stopping_ranks_are_reported(made, exchange, waits_for, words):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     ask(widget)
     found = replace(workbench.pulse(), running=False, states={}, exchange=exchange, waits_for=waits_for)
@@ -520,7 +520,7 @@ def test_health_merges_equal_ranks_and_shows_where_they_are_held():
     ],
 )
 def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, is_recorded, words):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     workbench.pulse = lambda: is_recorded
     answer, _ = ask(made(workbench))
     assert words in answer["said"]
@@ -528,7 +528,7 @@ def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, is_recorded, 
 
 
 def test_an_opened_file_is_sent_from_the_beginning(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     whole = workbench.pulse()
     ask(widget)
@@ -542,12 +542,12 @@ def test_an_opened_file_is_sent_from_the_beginning(made):
 
 
 def test_buttons_are_those_that_the_workbench_has(made):
-    assert made(Pretender()).about["buttons"] == ["pause", "continue", "abort"]
+    assert made(FakeWorkbench()).about["buttons"] == ["pause", "continue", "abort"]
     assert all(hasattr(Workbench, method) for method, _ in BUTTONS.values())
 
 
 def test_a_button_runs_its_command_and_its_answer_is_one_line(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
     for word in ("pause", "continue", "abort", "next month"):
         widget._handle_custom_msg({"view": "a", "word": "press", "button": word}, [])
@@ -620,7 +620,7 @@ def mutated(draw):
 
 
 def by_widget():
-    widget = DashboardWidget(Pretender())
+    widget = DashboardWidget(FakeWorkbench())
     sent = []
     widget.send = lambda content, buffers=None: sent.append(content)
     return SimpleNamespace(
@@ -630,7 +630,7 @@ def by_widget():
 
 def by_comm():
     comm = FakeComm()
-    served = Client(Pretender(), comm, version="0.2.0")
+    served = Client(FakeWorkbench(), comm, version="0.2.0")
     comm.receive({"word": "hello", "number": 1, "version": VERSION, "extension": "0.2.0"})
     return SimpleNamespace(receive=comm.receive, sent=lambda: [data for data, _ in comm.sent], close=served.close)
 
@@ -672,7 +672,7 @@ def test_an_invalid_request_is_refused_and_the_next_one_answered(carrier, known)
 
 
 def test_a_question_that_cannot_be_answered_for_now_is_refused_with_the_reason(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
 
     def are_being_stopped():
@@ -686,14 +686,14 @@ def test_a_question_that_cannot_be_answered_for_now_is_refused_with_the_reason(m
 
 def test_the_breakpoint_of_a_step_until_is_not_one_of_the_list(made):
     set_by_step, other = Breakpoint(id=UNTIL, event="all_gather", once=True), Breakpoint(id=3, event="forward")
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     snapshot = replace(workbench.pulse(), breakpoints=(set_by_step, other))
     workbench.pulse = lambda: snapshot
     assert [entry["id"] for entry in ask(made(workbench))[0]["breakpoints"]] == [3]
 
 
 def test_nothing_is_left_of_a_closed_dashboard(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     ask(widget)
     widget.close()
     assert widget.comm is None
@@ -738,7 +738,7 @@ def test_the_command_and_the_method_return_a_dashboard():
 
 
 def test_several_dashboards_of_one_workbench_are_independent():
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     first, second = dashboard(workbench), dashboard(workbench)
     first.close()
     assert second.comm is not None
@@ -747,12 +747,12 @@ def test_several_dashboards_of_one_workbench_are_independent():
 
 def test_it_names_the_clock_of_the_timeline_and_other_panels(made):
     trace = example_trace()
-    clocks = [ask(made(Pretender(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
+    clocks = [ask(made(FakeWorkbench(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
     assert clocks == [["", ""], ["times are measured on the GPU, within 6.00 µs", "in host order and host time"]]
     hosts = Trace(
         replace(trace.header, ranks=tuple(replace(info, device="cuda:0") for info in trace.header.ranks)), trace.ranks
     )
-    timeline, others = ask(made(Pretender(hosts)))[0]["clock"]
+    timeline, others = ask(made(FakeWorkbench(hosts)))[0]["clock"]
     assert timeline.startswith("times are when the host enqueued work")
     assert others == "in host order and host time"
 
@@ -761,5 +761,5 @@ def test_it_shows_the_clock_error_of_several_hosts(made):
     trace = example_trace(num_ranks=2)
     reading = ClockReading(t_ns=int(trace.rank(0).rows["t_ns"][-1]), offset_ns=10**12, error_ns=4_000_000)
     clocks = (HostClock(ranks=(1,), readings=(reading,)),)
-    clock = ask(made(Pretender(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
+    clock = ask(made(FakeWorkbench(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
     assert clock == ["differences below 4.00 ms between hosts are within the clock error", ""]

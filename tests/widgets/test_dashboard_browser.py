@@ -14,7 +14,7 @@ from tests.helpers.pairwise import quick
 from tests.helpers.simulated_job import Setup, example_trace, simulate, with_loss
 from tests.helpers.timeline_page import as_sent
 from tests.helpers.waiting import wait_until
-from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
+from tests.widgets.test_dashboard import HELD, FakeWorkbench, ask, of_others, prefix
 from workbench.errors import UsageError
 from workbench.events import RANK_TRACKS
 from workbench.live.overview import slowest
@@ -56,7 +56,7 @@ async function show() {
 @pytest.fixture
 def shown(chromium, tmp_path, kept):
     """A page with a dashboard that has its first answer, and the dashboard's kernel side."""
-    with showing(chromium, tmp_path, kept(DashboardWidget(Pretender()))) as found:
+    with showing(chromium, tmp_path, kept(DashboardWidget(FakeWorkbench()))) as found:
         yield found
 
 
@@ -81,7 +81,7 @@ NOTES = "[view.memory, view.states, view.timeline].map(({note}) => note.textCont
 
 
 def test_it_names_the_clock_of_each_panel(chromium, tmp_path, kept):
-    widget = kept(DashboardWidget(Pretender(on_devices(example_trace()))))
+    widget = kept(DashboardWidget(FakeWorkbench(on_devices(example_trace()))))
     with showing(chromium, tmp_path, widget) as (page, _):
         page.wait_for_function("view.states.note.textContent.includes('host')")
         notes = page.evaluate(
@@ -166,7 +166,7 @@ def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
 
 @pytest.mark.parametrize(("loss", "text"), [(float("nan"), "NaN"), (float("inf"), "inf")])
 def test_a_nonfinite_loss_is_shown_and_a_missing_one_is_not(chromium, tmp_path, kept, loss, text):
-    workbench = Pretender(with_loss(example_trace(), 2, loss))
+    workbench = FakeWorkbench(with_loss(example_trace(), 2, loss))
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         assert look(page, widget)["loss"] == text
         trace = of_others(workbench.trace)
@@ -202,7 +202,7 @@ CUT = """() => [...view.ranks.list.querySelectorAll(".fw-rank")].map((row) => {
 
 def test_the_layout_is_stable_while_the_cursor_moves(chromium, tmp_path, kept):
     trace = simulate(Setup(num_ranks=4, num_units=3, steps=2, late=1))
-    with showing(chromium, tmp_path, kept(DashboardWidget(Pretender(trace)))) as (page, widget):
+    with showing(chromium, tmp_path, kept(DashboardWidget(FakeWorkbench(trace)))) as (page, widget):
         page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
         page.evaluate("() => { place.style.width = '760px'; }")
         lines, classes, places = set(), set(), set()
@@ -352,7 +352,7 @@ def test_at_a_glance(shown):
 
 
 def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
-    class Stops(Pretender):
+    class Stops(FakeWorkbench):
         def pulse(self):
             return replace(super().pulse(), under_way=ActiveRequest(words="%fsdp step 40", is_stopped=True))
 
@@ -377,7 +377,7 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
     assert set(workbench.pressed) == {("next", "unit", True), ("break", "all_gather:blocks.2")}
 
 
-class Breaks(Pretender):
+class WorkbenchWithBreakpoints(FakeWorkbench):
     """A workbench with breakpoints."""
 
     def __init__(self):
@@ -433,7 +433,7 @@ def carry_out(page, widget):
 
 @pytest.mark.thorough
 def test_breakpoints_are_listed_switched_and_cleared_with_the_keyboard_alone(chromium, tmp_path, kept):
-    workbench = Breaks()
+    workbench = WorkbenchWithBreakpoints()
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         first = ["all_gather:blocks.2", True, "Clear breakpoint all_gather:blocks.2"]
         assert page.evaluate(STOPS)["rows"] == [first]
@@ -487,7 +487,7 @@ def picture(page, theme):
 
 
 def test_a_failed_switch_returns_to_the_actual_state(chromium, tmp_path, kept):
-    workbench = Breaks()
+    workbench = WorkbenchWithBreakpoints()
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         page.get_by_role("checkbox").click()
         workbench.break_off = lambda number: (_ for _ in ()).throw(UsageError(f"there is no breakpoint {number}"))
@@ -498,6 +498,9 @@ def test_a_failed_switch_returns_to_the_actual_state(chromium, tmp_path, kept):
 
 def test_a_view_without_buttons_lists_no_breakpoints(chromium, tmp_path, kept):
     """For example the page of a trace, or the timeline alone."""
-    with showing(chromium, tmp_path, kept(DashboardWidget(Breaks(), panels=("timeline",)))) as (page, _):
+    with showing(chromium, tmp_path, kept(DashboardWidget(WorkbenchWithBreakpoints(), panels=("timeline",)))) as (
+        page,
+        _,
+    ):
         listed = page.evaluate(STOPS)
         assert (listed["isSeen"], listed["rows"]) == (False, [])

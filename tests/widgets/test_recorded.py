@@ -74,7 +74,7 @@ def reader(chromium, tmp_path_factory):
         assert opened.complaints == []
 
 
-class Both:
+class PageAndKernel:
     """A trace in the page and in the kernel."""
 
     def __init__(self, page, trace):
@@ -96,7 +96,7 @@ class Both:
 
 @pytest.fixture(scope="module", params=RUNS)
 def both(reader, request):
-    return Both(reader, RUNS[request.param]())
+    return PageAndKernel(reader, RUNS[request.param]())
 
 
 def test_the_ranks_at_any_time_match_the_kernel(both):
@@ -166,7 +166,7 @@ def test_changes_in_a_window_match_the_kernel(both):
 
 
 def test_a_window_of_too_many_changes_is_left_to_the_first_picture(reader):
-    both = Both(reader, example_trace())
+    both = PageAndKernel(reader, example_trace())
     for change, is_exact in (("20_000", True), ("10", False)):
         answer = reader.evaluate(f"made.windowOf(runs[{both.number}], 0, {both.end}, {change})")
         assert answer["exact"] is is_exact

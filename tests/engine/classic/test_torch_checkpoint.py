@@ -206,7 +206,7 @@ def test_a_part_of_an_optimizers_state_is_loaded():
 # ---- through overrides and torch.compile
 
 
-class PassesOn(OURS.FullyShardedDataParallel):
+class ForwardingSubclass(OURS.FullyShardedDataParallel):
     """A user's subclass whose overrides only call those of the wrapper."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ def saved_through_others() -> None:
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     for use_orig_params in (False, True):
         saved = []
-        for kind in (OURS.FullyShardedDataParallel, PassesOn):
+        for kind in (OURS.FullyShardedDataParallel, ForwardingSubclass):
             module = make_net(num_blocks=2)
             module.blocks[0] = kind(module.blocks[0].requires_grad_(False), use_orig_params=use_orig_params)
             wrapped = kind(module, use_orig_params=use_orig_params)
