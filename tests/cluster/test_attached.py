@@ -169,9 +169,8 @@ def test_engines_become_ranks_and_keep_their_variables_when_they_are_left(profil
         pending = second.run_cell("print(rank, x)")
         pending.results(PATIENCE_S)
         assert [texts(pending, rank) for rank in range(3)] == ["0 10\n", "1 11\n", "2 12\n"]
-        assert [reply.thread for reply in second.ask(GetThreadState(), timeout_s=PATIENCE_S).values()] == [
-            "Control"
-        ] * 3
+        replies = second.ask(GetThreadState(), timeout_s=PATIENCE_S).values()
+        assert [reply.thread for reply in replies] == ["Control"] * 3
     assert all(process.is_running() for process in processes)
 
 

@@ -498,9 +498,7 @@ def test_a_failed_switch_returns_to_the_actual_state(chromium, tmp_path, kept):
 
 def test_a_view_without_buttons_lists_no_breakpoints(chromium, tmp_path, kept):
     """For example the page of a trace, or the timeline alone."""
-    with showing(chromium, tmp_path, kept(DashboardWidget(WorkbenchWithBreakpoints(), panels=("timeline",)))) as (
-        page,
-        _,
-    ):
+    timeline = kept(DashboardWidget(WorkbenchWithBreakpoints(), panels=("timeline",)))
+    with showing(chromium, tmp_path, timeline) as (page, _):
         listed = page.evaluate(STOPS)
         assert (listed["isSeen"], listed["rows"]) == (False, [])
