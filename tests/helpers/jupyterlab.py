@@ -167,7 +167,7 @@ def open_notebook(url: str, chromium: str) -> Iterator[NotebookPage]:
         try:
             found.page.set_default_timeout(PATIENCE_MS)
             found.page.on("request", lambda request: found.requests.append(request.url))
-            found.page.on("console", lambda said: found.errors.append(said.text) if _is_ours(said) else None)
+            found.page.on("console", lambda message: found.errors.append(message.text) if _is_ours(message) else None)
             found.page.on("pageerror", lambda error: found.errors.append(error.stack or str(error)))
             begin(found.page, url)
             yield found

@@ -87,7 +87,7 @@ def settles(lab, then="true"):
     return waits(lab, IS_ANSWERED, then)
 
 
-def says(lab, words):
+def wait_for_text(lab, words):
     """Wait until the dashboard contains ``words``."""
     lab.page.wait_for_function(
         "(words) => document.querySelectorAll('.fw-dashboard')[1].innerText.includes(words)", arg=words
@@ -124,7 +124,7 @@ def test_it_is_updated_while_the_cell_runs(lab):
     waits(lab, f"timeline.chart.stats().rectangles > {before[2]}")
     assert get(lab, "d.model.end") > before[1]
     for words in ("unsharded on rank", "peak "):
-        says(lab, words)
+        wait_for_text(lab, words)
     get(lab, NOTE_HINTS)
     misses(lab, steps=30)  # more than fits into one answer
     waits(lab, "hinted.has('simplified: click for every change')")
@@ -304,7 +304,7 @@ def test_buttons_stop_inside_the_running_step(lab):
     show(lab)
     where = waits(lab, STAND, "d.model.health.find(({state}) => state === 'held').where")
     assert where.startswith(("before ", "while waiting "))  # wherever the rank happens to be
-    says(lab, f"held {where}")
+    wait_for_text(lab, f"held {where}")
     shoot(lab, "held")
     place = waits(lab, STAND, "JSON.stringify(d.model.health)")
     dash.locator(".fw-next").click()

@@ -262,8 +262,8 @@ def test_while_ranks_are_started_or_stopped_the_state_is_reported(started, monke
         started.comm.receive({"word": "do", "number": 50, "command": {"word": "stop"}})
         assert begun.wait(60)
         state = started.look()
-        told = state["cluster"]
-        assert (told["is_running"], told["exchange"]) == (False, "stop")
+        cluster = state["cluster"]
+        assert (cluster["is_running"], told["exchange"]) == (False, "stop")
         assert state["said"] == "The ranks are stopping; the trace is kept."
         assert "being started or stopped" in started.do("start")["text"]
         assert exchange() == "stop"  # the refused command is not under way
@@ -278,9 +278,9 @@ def test_while_ranks_are_started_or_stopped_the_state_is_reported(started, monke
 
     monkeypatch.setattr(FakeCluster, "start", start)
     started.do("start")
-    assert [(told["cluster"]["is_running"], told["cluster"]["exchange"]) for told in seen] == [(False, "start")] * 2
-    assert [told["cluster"]["waits_for"] for told in seen] == ["", "they are being started"]
-    assert [told["said"] for told in seen] == ["Starting or attaching ranks.", "They are being started."]
+    assert [(state["cluster"]["is_running"], state["cluster"]["exchange"]) for state in seen] == [(False, "start")] * 2
+    assert [state["cluster"]["waits_for"] for state in seen] == ["", "they are being started"]
+    assert [state["said"] for state in seen] == ["Starting or attaching ranks.", "They are being started."]
     assert started.look()["cluster"]["waits_for"] == ""
 
 

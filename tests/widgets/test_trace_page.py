@@ -64,7 +64,7 @@ def test_its_texts_match_the_kernel(chromium, tmp_path):
     kernel.answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
     answered = "() => !document.querySelector('.fw-dashboard').dashboard.client.isWaiting"
 
-    def says(question):
+    def moment_of(question):
         answer, _ = kernel.answer(read_question(question), ClusterSnapshot(trace=trace), time.monotonic)
         return json.loads(json.dumps(answer["moment"]))
 
@@ -74,14 +74,16 @@ def test_its_texts_match_the_kernel(chromium, tmp_path):
             opened.page.mouse.click(box["x"] + share * box["width"], box["y"] + 30)
             opened.page.wait_for_function(answered)
             shown = opened.page.evaluate(LOOKS)
-            assert shown["moment"] == says({"word": "at", "t_us": shown["cursor"]})
+            assert shown["moment"] == moment_of({"word": "at", "t_us": shown["cursor"]})
             assert shown["event"] == shown["moment"]["event"]
         for key, by in (("ArrowLeft", -1), ("ArrowLeft", -1), ("ArrowRight", 1)):
             before = shown["moment"]
             opened.page.keyboard.press(key)
             opened.page.wait_for_function(answered)
             shown = opened.page.evaluate(LOOKS)
-            assert shown["moment"] == says({"word": "beside", "rank": before["rank"], "seq": before["seq"], "by": by})
+            assert shown["moment"] == moment_of(
+                {"word": "beside", "rank": before["rank"], "seq": before["seq"], "by": by}
+            )
             assert shown["cursor"] == shown["moment"]["t_us"]
         assert opened.complaints == []
 
