@@ -24,7 +24,7 @@ from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.recording import Beat, End, FrameKind, Quiet, RecordingWriter, Start
 from workbench.trace.schema import Header, RankInfo
-from workbench.watch import watch
+from workbench.watch import Watch
 
 PERIOD_S = 0.2
 """Time between two writes: what a killed process has not written yet."""
@@ -92,6 +92,7 @@ class RankRecording:
         self._next_beat = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
+        self._watch: Watch | None = None
         self._undo: list[Callable[[], object]] = []
 
     def begin(self) -> None:
@@ -99,7 +100,8 @@ class RankRecording:
         probe.active = self._recorder
         self._recorder.source(SOURCE)
         steps = LoopSteps(self._recorder)
-        self._undo = [watch(), *(hook.remove for hook in steps.install())]
+        self._watch = Watch()
+        self._undo = [self._watch.end, *(hook.remove for hook in steps.install())]
         os.register_at_fork(after_in_child=_forget)  # a data loader's worker is no rank
         self._thread.start()
 
@@ -130,6 +132,8 @@ class RankRecording:
                 return
 
     def _write(self) -> None:
+        if self._watch is not None:
+            self._watch.settle()
         drained = self._recorder.drain(self._written)
         if self._recorder.header_version != self._header_version:
             self._header_version = self._recorder.header_version
