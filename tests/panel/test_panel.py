@@ -263,7 +263,7 @@ def test_while_ranks_are_started_or_stopped_the_state_is_reported(started, monke
         assert begun.wait(60)
         state = started.look()
         cluster = state["cluster"]
-        assert (cluster["is_running"], told["exchange"]) == (False, "stop")
+        assert (cluster["is_running"], cluster["exchange"]) == (False, "stop")
         assert state["said"] == "The ranks are stopping; the trace is kept."
         assert "being started or stopped" in started.do("start")["text"]
         assert exchange() == "stop"  # the refused command is not under way
