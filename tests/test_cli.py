@@ -19,8 +19,8 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(argv)
     assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert f"usage: workbench{f' {argv[0]}' if argv[:1] and argv[0] in {'demo', 'doctor'} else ''} [-h]" in said
+    usage = capsys.readouterr().err
+    assert f"usage: workbench{f' {argv[0]}' if argv[:1] and argv[0] in {'demo', 'doctor'} else ''} [-h]" in usage
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
         ("doctor", "two ranks"),
     ],
 )
-def test_each_word_says_what_it_does(word, words, capsys):
+def test_each_subcommand_describes_itself(word, words, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main([word, "-h"])
     assert left.value.code == 0
@@ -106,7 +106,7 @@ def test_the_user_s_address_wins_and_a_folder_around_the_tour_needs_no_copy(tmp_
     assert cli.main(["lab", f"--notebook-dir={tmp_path}/missing"]) == 1
 
 
-def test_lab_copies_the_tour_of_a_wheel_once_and_says_so(tmp_path, monkeypatch, capsys):
+def test_lab_copies_the_tour_of_a_wheel_once_and_reports_it(tmp_path, monkeypatch, capsys):
     installed, here = tmp_path / "package", tmp_path / "here"
     for folder in (installed, here):
         folder.mkdir()
@@ -153,6 +153,6 @@ def test_a_missing_package_is_a_sentence(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("well", "code"), [(True, 0), (False, 1)])
-def test_doctor_exits_with_what_it_found(well, code, monkeypatch):
+def test_the_exit_status_of_doctor(well, code, monkeypatch):
     monkeypatch.setattr(doctor, "run", lambda: well)
     assert cli.main(["doctor"]) == code
