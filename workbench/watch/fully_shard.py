@@ -15,9 +15,9 @@ from torch import nn
 from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
 from workbench.events import C10D, UNIT_INDICES, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
-from workbench.watch import _torch
-from workbench.watch._torch import ParamGroup, Replacements, State, Tensors
-from workbench.watch.collectives import Collectives, count, holds
+from workbench.watch import _torch_private as _torch
+from workbench.watch._torch_private import ParamGroup, Replacements, State, Tensors
+from workbench.watch.c10d_calls import Collectives, count, holds
 
 Original = Callable[..., Any]
 
