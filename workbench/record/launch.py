@@ -59,7 +59,7 @@ def place(environ: Mapping[str, str]) -> Place:
             )
             if not 0 <= found.rank < found.world_size:
                 raise ValueError(
-                    f"{rank} is {found.rank} and {size} is {found.world_size}: a rank must be less than the number of ranks"
+                    f"{rank} is {found.rank} and {size} is {found.world_size}: a rank is below their number"
                 )
             return found
     return Place()

@@ -127,7 +127,7 @@ class RankRecording:
             except OSError as error:
                 probe.active = None  # training goes on
                 self._complain(
-                    f"recording stopped: cannot write to {self._folder}: {error.strerror}; the program continues"
+                    f"recording stopped: cannot write to {self._folder}: {error.strerror}; the program goes on"
                 )
                 return
 

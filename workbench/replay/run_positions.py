@@ -1,6 +1,6 @@
-"""Where the ranks of a recorded run are: what each did last, and which rank has not started a collective.
+"""Where the ranks of a recorded run are: what each did last, who waits for which collective, and who has not begun it.
 
-The run may continue, be stalled, have been killed or have ended. Durations are differences of times of
+A recording may be of a run that goes on, stands still, was killed or has ended. Durations are differences of times of
 one rank's own clock; only whether a process is alive is judged by the time of day.
 """
 
@@ -20,8 +20,8 @@ from workbench.trace.schema import Header, Rows
 ALIVE_NS = 10_000_000_000
 """A process writes every second that it is alive. One that has not for this long is gone, or its host is."""
 
-STALLED_NS = 5_000_000_000
-"""A rank without an event for this long is stalled."""
+STANDS_NS = 5_000_000_000
+"""A rank without an event for this long stands still."""
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 """Parts of the paths of code that is not the user's."""
@@ -36,7 +36,7 @@ class State(Enum):
     # within a collective, for long
     WAITS = "waits"
     # outside of any collective, for long
-    SILENT = "has recorded no event"
+    SILENT = "has announced nothing"
     ENDED = "has ended"
     FAILED = "failed"
     # without an end
@@ -51,7 +51,7 @@ class PendingCollective:
         unit: index of its unit; -1: none.
         group: name of its communication group.
         number: how many collectives the group issued before it.
-        absent: ranks of the group that have not started it.
+        absent: ranks of the group that have not begun it.
         others: what other ranks of the group issued in its place, by rank.
         unknown: ranks of the group without a recording.
     """
@@ -141,7 +141,7 @@ def _position(
         state = State.FAILED if known.end.reason else State.ENDED
     elif now_wall_ns - wall_ns > ALIVE_NS:
         state = State.LOST
-    elif for_ns < STALLED_NS:
+    elif for_ns < STANDS_NS:
         state = State.RUNS if pending is None else State.IN_COLLECTIVE
     else:
         state = State.SILENT if pending is None else State.WAITS

@@ -34,8 +34,8 @@ class RunWhereReport(Report):
     notes: tuple[str, ...] = ()
 
     @property
-    def is_stalled(self) -> bool:
-        """Whether no rank that is left continues, or one failed or was killed."""
+    def stands(self) -> bool:
+        """Whether no rank that is left goes on, or one was killed."""
         states = {position.state for position in self.positions}
         left = states - {State.ENDED}
         return bool(left) and (State.LOST in left or State.FAILED in left or left <= set(_STANDING))
@@ -43,16 +43,16 @@ class RunWhereReport(Report):
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        if not self.is_stalled:
-            return self._progress()
+        if not self.stands:
+            return self._moves()
         return "; ".join([*self._over(), *self._pending(), *self._silent()])
 
-    def _progress(self) -> str:
+    def _moves(self) -> str:
         if all(position.state is State.ENDED for position in self.positions):
             return "the run has ended"
         steps = sorted({position.step for position in self.positions if position.step >= 0})
         at = f", at {step_name(steps[0], steps[-1])}" if steps else ""
-        return f"the run continues{at}"
+        return f"the run goes on{at}"
 
     def _over(self) -> list[str]:
         found: dict[str, list[int]] = {}
@@ -63,7 +63,7 @@ class RunWhereReport(Report):
         return [f"{label(ranks)} {_plural(words, ranks)}" for words, ranks in found.items()]
 
     def _pending(self) -> list[str]:
-        """Name each collective that ranks wait for, and who has not started it."""
+        """Name each collective that ranks wait for, and who has not begun it."""
         waiting: dict[PendingCollective, list[RunPosition]] = {}
         for position in self.positions:
             if position.pending is not None and position.state is State.WAITS:
@@ -81,16 +81,16 @@ class RunWhereReport(Report):
             blame.append("; ".join(instead))
         if pending.absent:
             have = "has" if len(pending.absent) == 1 else "have"
-            blame.append(f"{label(pending.absent)} {have} not started it")
+            blame.append(f"{label(pending.absent)} {have} not begun it")
         if pending.unknown:
-            blame.append(f"no recording of {label(pending.unknown)}")
+            blame.append(f"nothing is recorded of {label(pending.unknown)}")
         if not blame:
-            blame.append("all of its ranks have started it")
+            blame.append("all of its ranks have begun it")
         return f"{words}: {', '.join(blame)}"
 
     def _silent(self) -> list[str]:
         return [
-            f"{label([position.rank])} has recorded no event for {format_long(position.for_ns)}"
+            f"{label([position.rank])} has announced nothing for {format_long(position.for_ns)}"
             + (f", in {position.users_frame}" if position.users_frame else "")
             for position in self.positions
             if position.state is State.SILENT

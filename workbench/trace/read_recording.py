@@ -124,7 +124,7 @@ class _RankReader:
         with path.open("rb") as file:
             data = file.read()
         if not data.startswith(MAGIC):
-            raise TraceError("it does not start like a recording")
+            raise TraceError("it does not start as a recording does")
         self.is_cut = False
         for kind, content in self._frames(data):
             self._take(kind, content)
@@ -217,7 +217,7 @@ def _joined(found: dict[int, _RankReader], notes: list[str]) -> Recording:
     world = max(reader.start.world_size for reader in found.values() if reader.start is not None)
     missing = sorted(set(range(world)) - found.keys())
     if missing:
-        notes.append(f"no recording of {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} of {world}")
+        notes.append(f"nothing of {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} of {world}")
     notes += [f"rank {rank}: the end of its file cannot be read" for rank, reader in found.items() if reader.is_cut]
     ranks = {
         rank: RankRecording(
