@@ -129,7 +129,11 @@ def _collective_words(pending: PendingCollective, units: Mapping[int, str]) -> s
 
 
 def _plural(words: str, ranks: Sequence[int]) -> str:
-    return words if len(ranks) == 1 else words.replace("was killed, or its host is", "were killed, or their hosts are")
+    return (
+        words
+        if len(ranks) == 1
+        else words.replace("was killed, or its host or disk", "were killed, or their hosts or disks")
+    )
 
 
 def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
