@@ -374,7 +374,7 @@ def test_a_flipped_byte_ends_what_is_read_of_a_file_and_the_next_file_is_read(tm
     trace = long_trace(4)
     part = trace.rank(0)
     slices = [slice(at, at + 50) for at in range(0, len(part.rows), 50)]
-    write(tmp_path, trace, 0, slices=slices, max_bytes=16_000).close()
+    write(tmp_path, trace, 0, slices=slices, max_bytes=9_000).close()
     first, second = files_of(tmp_path)
     data = bytearray(first.read_bytes())
     _, (at, _, content), *_ = (each for each in frames_of(first) if each[1] == FrameKind.ROWS)
