@@ -560,6 +560,12 @@ class Probe(Protocol):
     def event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int, comm: Comm | None, t_ns: int | None) -> None:
         """Receive an event; ``t_ns`` is set if the event lies in the past (the true end of a collective)."""
 
+    def late_end(self, kind: Kind, unit: int, num_bytes: int, comm: Comm | None, t_ns: int) -> None:
+        """A collective ended at ``t_ns`` for which no code that the source sees has waited.
+
+        Ranks learn of it at different events, so it is no event of a rank's progress, and a probe must not block.
+        """
+
     def issued(self, comm: Comm, wait: Callable[[], object]) -> None:
         """A collective was issued on a device; ``wait()`` makes the current stream, not the host, wait for it.
 

@@ -447,7 +447,7 @@ def test_a_torch_that_is_not_known_is_refused(run, tmp_path, monkeypatch, capsys
     def unknown():
         raise AttributeError("no attribute 'unshard'")
 
-    monkeypatch.setattr(rank_recording, "watch", unknown)
+    monkeypatch.setattr(rank_recording, "Watch", unknown)
     with pytest.raises(SystemExit) as left:
         record.main(["--out", str(tmp_path / "out"), str(script_in(tmp_path, "raise AssertionError"))])
     assert left.value.code == 2

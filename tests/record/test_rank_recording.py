@@ -197,7 +197,7 @@ def test_a_torch_that_is_not_known_leaves_the_program_as_it_was(tmp_path, monkey
     def unknown():
         raise AttributeError("type object 'FSDPParamGroup' has no attribute 'unshard'")
 
-    monkeypatch.setattr(rank_recording, "watch", unknown)
+    monkeypatch.setattr(rank_recording, "Watch", unknown)
     started = RankRecording(tmp_path, Place(), max_bytes=1 << 20, complain=print)
     with pytest.raises(AttributeError, match="unshard"):
         started.begin()

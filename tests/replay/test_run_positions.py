@@ -80,6 +80,9 @@ def gather(t_s, edge=BEGIN, number=4, kind=Kind.ALL_GATHER, **more):
         ([gather(9)], {"alive_s": 9 + STANDS_NS / S}, 10, State.WAITS),
         ([gather(9), row(Kind.WAIT, BEGIN, 9, number=4, unit=3)], {"alive_s": 20}, 20, State.WAITS),
         ([gather(8), gather(9, END)], {"alive_s": 20}, 20, State.SILENT),
+        # the ends of others are noticed while it waits
+        ([gather(7, number=3), gather(8), gather(9, END, number=3)], {"alive_s": 20}, 20, State.WAITS),
+        ([gather(7, number=3), gather(8), gather(9, END), gather(9, END, number=3)], {"alive_s": 20}, 20, State.SILENT),
         # one in flight, for which it does not wait: it computes
         ([gather(8), FORWARD], {"alive_s": 20}, 20, State.SILENT),
         ([gather(8), FORWARD], {}, 10, State.RUNS),
@@ -119,6 +122,12 @@ def test_what_a_position_says():
     found = at(recording(rank(0, FORWARD, row(Kind.FORWARD, END, 9.5, unit=3, step=7), alive_s=12)), 12)
     expected = RunPosition(rank=0, state=State.RUNS, step=7, kind=Kind.FORWARD, edge=END, unit=3, for_ns=int(2.5 * S))
     assert found == (expected,)
+
+
+def test_the_last_event_of_a_rank_that_waits_is_what_it_waits_for():
+    waits = row(Kind.WAIT, BEGIN, 8, number=4, unit=3)
+    (found,) = at(recording(rank(0, gather(6), gather(7, number=5), waits, gather(9, END, number=5), alive_s=20)), 20)
+    assert (found.kind, found.edge, found.pending.number) == (Kind.WAIT, BEGIN, 4)
 
 
 def test_a_rank_that_has_ended_waits_for_nothing_and_says_why_it_ended():

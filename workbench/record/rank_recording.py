@@ -26,7 +26,7 @@ from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.recording import Beat, End, FrameKind, Quiet, RecordingWriter, Start
 from workbench.trace.schema import Header, RankInfo
-from workbench.watch import watch
+from workbench.watch import Watch
 
 PERIOD_S = 0.2
 """Time between two writes: what a killed process has not written yet."""
@@ -102,6 +102,7 @@ class RankRecording:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
         self._has_stopped = False
+        self._watch: Watch | None = None
         self._undo: list[Callable[[], object]] = []
 
     def begin(self) -> None:
@@ -114,11 +115,12 @@ class RankRecording:
         probe.active = self._recorder
         self._recorder.source(SOURCE)
         try:
-            self._undo = [watch(), *(hook.remove for hook in self._steps.install())]
+            self._watch = Watch()
         except AttributeError:
             probe.active = None
             self._writer.close()
             raise
+        self._undo = [self._watch.end, *(hook.remove for hook in self._steps.install())]
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
         self._thread.start()
@@ -164,6 +166,8 @@ class RankRecording:
         self._complain(f"recording stopped: {why}; the program goes on")
 
     def _write(self) -> None:
+        if self._watch is not None:
+            self._watch.settle()
         drained = self._recorder.drain(self._written)
         if self._recorder.header_version != self._header_version:
             self._header_version = self._recorder.header_version

@@ -131,10 +131,11 @@ def _position(
     now_wall_ns: int,
 ) -> RunPosition:
     events = rank_trace.rows[~np.isin(rank_trace.rows["kind"], BESIDE)]
-    row = events[-1] if len(events) else None
+    call = _open_call(events)
+    row = call if call is not None else events[-1] if len(events) else None
     at_ns, wall_ns = _last_alive(known)
     for_ns = max(at_ns - _last_time(rank_trace.rows, known), 0)
-    pending = None if row is None else _pending(header, rank_trace, row, begun)
+    pending = None if call is None else _pending(header, rank_trace, call, begun)
     next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
     frames = next((quiet.frames for quiet in reversed(known.quiet) if quiet.seq == next_seq), ())
     if known.end is not None:
@@ -188,14 +189,30 @@ def _begun(header: Header, rank_trace: RankTrace) -> _Issued:
     return found
 
 
+def _open_call(events: Rows) -> np.void | None:
+    """Return the begin of the collective, or of the wait for one, within which a rank is; None outside of any.
+
+    Ends of other collectives may be noticed and recorded while a rank waits.
+    """
+    is_end = np.isin(events["kind"], COLLECTIVES) & (events["edge"] == Edge.END)
+    ends, others = events[is_end], events[~is_end]
+    if not len(others):
+        return None
+    row: np.void = others[-1]
+    if row["kind"] not in (*COLLECTIVES, Kind.WAIT) or row["edge"] != Edge.BEGIN or row["comm_group"] < 0:
+        return None
+    has_ended = (ends["comm_group"] == row["comm_group"]) & (ends["comm_seq"] == row["comm_seq"])
+    return None if has_ended.any() else row
+
+
 def _pending(
-    header: Header, rank_trace: RankTrace, row: np.void, begun: Mapping[int, _Issued]
+    header: Header, rank_trace: RankTrace, call: np.void, begun: Mapping[int, _Issued]
 ) -> PendingCollective | None:
-    """Return the collective within which a rank is, or for which it waits, by its last event ``row``."""
+    """Return the collective that ``call`` begins or waits for; None if its begin is not among the rank's rows."""
     rows = rank_trace.rows
-    group, number = int(row["comm_group"]), int(row["comm_seq"])
+    group, number = int(call["comm_group"]), int(call["comm_seq"])
     mine = rows[np.isin(rows["kind"], COLLECTIVES) & (rows["comm_group"] == group) & (rows["comm_seq"] == number)]
-    if row["kind"] not in (*COLLECTIVES, Kind.WAIT) or row["edge"] != Edge.BEGIN or group < 0 or not len(mine):
+    if not len(mine):
         return None
     kind, info = Kind(mine["kind"][0]), header.comm_groups[group]
     known = {rank: begun[rank][group] for rank in info.ranks if group in begun.get(rank, {})}

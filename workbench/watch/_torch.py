@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -219,10 +221,25 @@ foreach = _fsdp_param_group
 """The module in which a parameter group looks up ``foreach_all_gather`` and its relatives."""
 
 
-def groups_of_model(group: ParamGroup) -> tuple[ParamGroup, ...]:
-    """Return the parameter groups of the model of ``group``, in the order of its modules."""
-    state = group.modules[0]._get_fsdp_state()  # type: ignore[operator]
-    return tuple(each for of_module in state._state_ctx.all_states for each in _groups_of(of_module))
+def root_of(group: ParamGroup) -> nn.Module:
+    """Return the root of the model of a group; before its first forward, the group's own module."""
+    states = _state_of(group)._state_ctx.all_states
+    root: nn.Module = (states[0] if states else _state_of(group))._modules[0]
+    return root
+
+
+def _state_of(group: ParamGroup) -> State:
+    state: State = group.modules[0]._get_fsdp_state()  # type: ignore[operator]
+    return state
+
+
+def groups_below(model: nn.Module) -> Iterator[tuple[str, ParamGroup]]:
+    """Yield the parameter groups of a model, in the order of its modules, with the paths of their modules."""
+    for path, module in model.named_modules():
+        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        for group in () if state is None else _groups_of(state):
+            if id(group.modules[0]) == id(module):  # a group of several modules is met at each of them
+                yield path, group
 
 
 def _groups_of(state: Any) -> Sequence[ParamGroup]:  # noqa: ANN401 - differs by version
@@ -232,14 +249,25 @@ def _groups_of(state: Any) -> Sequence[ParamGroup]:  # noqa: ANN401 - differs by
     return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
 
 
-def model_of(group: ParamGroup) -> object:
-    """Return an object that the groups of one model share."""
-    return group.comm_ctx
-
-
-def name_of(group: ParamGroup) -> str:
-    """Return the path of the module of a group from its root; known from the first forward on."""
-    return group._module_fqn or ""
+def renew(group: ParamGroup) -> None:
+    """Give a group the process groups that its mesh has now, and forget the iteration that was under way."""
+    for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
+        info.__post_init__()
+    group._all_gather_result = None
+    state = _state_of(group)
+    for part in (group, state):
+        part._training_state = TrainingState.IDLE
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    group._post_forward_indices.clear()
+    group.comm_ctx.post_forward_order.clear()
+    group.comm_ctx.all_gather_state = None
+    for param in group.fsdp_params:
+        full = getattr(param, "_unsharded_param", None)
+        if full is not None:
+            full.grad = None
+        param.unsharded_accumulated_grad = None
+    group._to_sharded()
 
 
 def will_unshard(group: ParamGroup) -> bool:
@@ -264,12 +292,6 @@ def is_in_backward(group: ParamGroup) -> bool:
     return group._training_state == TrainingState.PRE_BACKWARD
 
 
-def names_and_params(group: ParamGroup) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters of a group with their names from the root."""
-    for param in group.fsdp_params:
-        yield param._param_fqn or param._module_info.param_name, param
-
-
 def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - an FSDPParam
     """Return the shape that FSDP shards: under tensor parallelism this rank's part."""
     return tuple(param._orig_size)
@@ -287,7 +309,7 @@ def full_grads_of(param: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - an 
     return tuple(grad for grad in found if grad is not None)
 
 
-def module_of(param: Any) -> tuple[object, str]:  # noqa: ANN401 - an FSDPParam
+def module_of(param: Any) -> tuple[nn.Module, str]:  # noqa: ANN401 - an FSDPParam
     """Return the module that has the parameter, and its name there."""
     return param._module_info.module, param._module_info.param_name
 

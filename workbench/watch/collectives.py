@@ -60,8 +60,10 @@ class Collectives:
         self.before_issue: Callable[[Kind, Tensors], None] | None = None
         self.after_wait: Callable[[], None] | None = None
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
-        # works, not weakly: a hook's object is another one than c10d's caller gets, unless it is kept
+        # not weakly: a hook's object is another one than c10d's caller gets, unless it is kept
         self._in_flight: dict[Work, Call] = {}
+        # asynchronous, ended, and perhaps still to be waited for
+        self._ended: weakref.WeakKeyDictionary[Work, Call] = weakref.WeakKeyDictionary()
 
     def begin(self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool) -> Call | None:
         """Announce that a call begins."""
@@ -74,7 +76,8 @@ class Collectives:
             return None
         if self.before_issue is not None:
             self.before_issue(kind, tensors)
-        self._end_unwaited()
+        self._end_synchronous()
+        self.settle()
         comm = None
         if kind in COLLECTIVES:
             comm = Comm(group=known.index, seq=known.issued)
@@ -114,27 +117,46 @@ class Collectives:
 
     def wait(self, original: Callable[..., bool], work: Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
         """Wait for a work; announce the wait, and the end of its call."""
-        call = self._in_flight.pop(work, None)
+        call = self._in_flight.get(work) or self._ended.pop(work, None)
         if call is None:
             return original(work, *args, **kwargs)
         probe.event(Kind.WAIT, Edge.BEGIN, call.unit, 0, call.comm)
         done = original(work, *args, **kwargs)
         probe.event(Kind.WAIT, Edge.END, call.unit, 0, call.comm)
-        self._announce_end(call)
+        if self._in_flight.pop(work, None) is not None:
+            (self._announce_late_end if call.is_async else self._announce_end)(call)
         then, self.after_wait = self.after_wait, None
         if then is not None:
             then()
         return done
 
-    def _end_unwaited(self) -> None:
-        """Announce the ends of calls for which no Python code has waited; a call that is not asynchronous has ended."""
-        over = [work for work, call in self._in_flight.items() if not call.is_async or call.ended_ns is not None]
-        for work in over:
+    def settle(self, *, is_last: bool = False) -> None:
+        """Announce the ends of asynchronous calls that have ended meanwhile; callable from any thread.
+
+        Args:
+            is_last: do not wait for the transport to tell when one ended that has.
+        """
+        for work, call in list(self._in_flight.items()):
+            has_ended = call.ended_ns is not None or (is_last and work.is_completed())
+            if has_ended and self._in_flight.pop(work, None) is not None:
+                self._ended[work] = call
+                self._announce_late_end(call)
+
+    def _end_synchronous(self) -> None:
+        """Announce the end of a call for which C++ has waited: it was not asynchronous, and the next one begins."""
+        for work in [work for work, call in self._in_flight.items() if not call.is_async]:
             self._announce_end(self._in_flight.pop(work))
 
     @staticmethod
     def _announce_end(call: Call) -> None:
         probe.event(call.kind, Edge.END, call.unit, call.num_bytes, call.comm, call.ended_ns)
+
+    @staticmethod
+    def _announce_late_end(call: Call) -> None:
+        """Announce an end that ranks learn of at different events."""
+        if probe.active is not None:
+            ended_ns = time.monotonic_ns() if call.ended_ns is None else call.ended_ns
+            probe.active.late_end(call.kind, call.unit, call.num_bytes, call.comm, ended_ns)
 
 
 def _note_end(call: Call) -> None:

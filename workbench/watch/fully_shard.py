@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
@@ -27,7 +28,7 @@ class _Watched:
 
     Attributes:
         unit: its description, as last announced.
-        shard_nbytes: bytes of this rank's shards, padded.
+        after_forward: the mesh for which the unit is resharded after forward, as torch has it.
         full_nbytes: bytes of the full parameters, padded, in the compute dtype.
         grads_nbytes: announced bytes of full gradients.
         in_backward: whether its backward was announced.
@@ -35,7 +36,7 @@ class _Watched:
     """
 
     unit: Unit
-    shard_nbytes: int
+    after_forward: object
     full_nbytes: int
     grads_nbytes: int = 0
     in_backward: bool = False
@@ -91,7 +92,7 @@ class FullyShardUnits:
             return {}
         rank = getattr(group.mesh_info, "shard_mesh_rank", 0)
         return {
-            name: ParamTensors(
+            known.fqn: ParamTensors(
                 shard=param.sharded_param,
                 shard_rank=rank,
                 full=_torch.full_of(param),
@@ -99,7 +100,7 @@ class FullyShardUnits:
                 sharded_grad=param.sharded_param.grad,
                 places=(_torch.module_of(param),),
             )
-            for name, param in _torch.names_and_params(group)
+            for known, param in zip(self._known[group].unit.params, group.fsdp_params, strict=True)
         }
 
     # ---- descriptions
@@ -107,29 +108,54 @@ class FullyShardUnits:
     def _of(self, group: ParamGroup) -> _Watched:
         known = self._known.get(group)
         if known is None:
-            self._announce_model(group)
-            known = self._known[group]
+            self.note([_torch.root_of(group)])
+        known = self._known[group]
+        if known.after_forward is not group.post_forward_mesh_info:  # torch decides at the first forward
+            self._announce(group, replace(known.unit, reshard_after_forward=_policy(group)))
         return known
 
-    def _announce_model(self, group: ParamGroup) -> None:
-        """Announce all units of a model, in the order of its modules, so that all ranks number them alike."""
-        groups = _torch.groups_of_model(group)
-        if group not in groups:  # a module used by itself, before its root
-            groups = (group,)
-        new = [each for each in groups if each not in self._known]
-        indices = {each: next(UNIT_INDICES) for each in new}
-        roots = [each for each in groups if not _torch.name_of(each)]
-        top = roots[0] if roots else groups[0]
-        root = self._known[top].index if top in self._known else indices[top]
-        for each in new:
-            unit = describe(each, indices[each], root)
-            shard = sum(math.prod(param.padded_sharded_param_size) * _itemsize(param) for param in each.fsdp_params)
-            full = unit.shard_size * sum(math.prod(param.padded_sharded_param_size) for param in each.fsdp_params)
-            self._known[each] = _Watched(unit, shard, full * unit.compute_itemsize)
-            self._groups[unit.index] = each
-            if probe.active is not None:
-                probe.active.unit(unit)
-            probe.memory(Category.SHARDED_PARAMS, unit.index, shard)
+    def note(self, models: Iterable[nn.Module]) -> None:
+        """Announce the units of models that are new, or whose place was unknown, in the order of their modules.
+
+        Args:
+            models: none is part of another.
+        """
+        for model in models:
+            paths = {module: path for path, module in model.named_modules()}
+            roots: list[tuple[str, int]] = []
+            for path, group in _torch.groups_below(model):
+                known = self._known.get(group)
+                index = next(UNIT_INDICES) if known is None else known.index
+                above = next((root for top, root in roots if not top or path.startswith(f"{top}.")), None)
+                if above is None:
+                    roots.append((path, index))
+                root = index if above is None else above
+                if known is None or (known.unit.name, known.unit.root) != (path, root):
+                    self._announce(group, describe(group, path, paths, index, root))
+
+    def _announce(self, group: ParamGroup, unit: Unit) -> None:
+        known = self._known.get(group)
+        if probe.active is not None:
+            probe.active.unit(unit)
+        if known is not None:
+            known.unit, known.after_forward = unit, group.post_forward_mesh_info
+            return
+        shard = sum(math.prod(param.padded_sharded_param_size) * _itemsize(param) for param in group.fsdp_params)
+        full = unit.shard_size * sum(math.prod(param.padded_sharded_param_size) for param in group.fsdp_params)
+        self._groups[unit.index] = group
+        self._known[group] = _Watched(unit, group.post_forward_mesh_info, full * unit.compute_itemsize)
+        probe.memory(Category.SHARDED_PARAMS, unit.index, shard)
+        weakref.finalize(group, probe.memory, Category.SHARDED_PARAMS, unit.index, -shard).atexit = False
+
+    def renew(self) -> None:
+        """Let all models use the process groups that replaced theirs; what was under way is over."""
+        for group, known in tuple(self._known.items()):
+            probe.event(Kind.RESET, Edge.INSTANT, known.index)
+            _torch.renew(group)
+            if known.holds_full:
+                probe.memory(Category.UNSHARDED_PARAMS, known.index, -known.full_nbytes)
+            self._free_grads(known)
+            known.holds_full = known.in_backward = False
 
     @contextmanager
     def _within(self, known: _Watched) -> Iterator[None]:
@@ -322,21 +348,37 @@ def _itemsize(param: Any) -> int:  # noqa: ANN401 - an FSDPParam
     return size
 
 
-def describe(group: ParamGroup, index: int, root: int) -> Unit:
-    """Return the description of a parameter group as unit ``index`` of the model with the root unit ``root``."""
+def _policy(group: ParamGroup) -> bool | int:
+    """Return ``reshard_after_forward`` of a group: a number of ranks, if it is not all."""
+    after = group.post_forward_mesh_info
+    if after is None:
+        return False
+    size: int = after.shard_mesh_size
+    return after == group.mesh_info or size
+
+
+def describe(group: ParamGroup, path: str, paths: Mapping[nn.Module, str], index: int, root: int) -> Unit:
+    """Return the description of a parameter group.
+
+    Args:
+        group: the group.
+        path: of its module.
+        paths: of all modules of the model.
+        index: of the unit.
+        root: index of the model's root unit.
+    """
     mesh = group.mesh_info
     shard_size = getattr(mesh, "shard_mesh_size", 1)
-    params = tuple(_described(name, param, shard_size) for name, param in _torch.names_and_params(group))
+    params = tuple(_described(param, paths, shard_size) for param in group.fsdp_params)
     own = group.fsdp_params[0].sharded_param.dtype if group.fsdp_params else torch.get_default_dtype()
     compute = group.mp_policy.param_dtype or own
     reduce = group.mp_policy.reduce_dtype or compute
-    after = group.post_forward_mesh_info
     return Unit(
         index=index,
-        name=_torch.name_of(group),
+        name=path,
         root=root,
         params=params,
-        reshard_after_forward=False if after is None else after == mesh or after.shard_mesh_size,
+        reshard_after_forward=_policy(group),
         shard_size=shard_size,
         replicate_size=getattr(mesh, "replicate_mesh_size", 1),
         compute_dtype=str(compute).removeprefix("torch."),
@@ -348,13 +390,14 @@ def describe(group: ParamGroup, index: int, root: int) -> Unit:
     )
 
 
-def _described(name: str, param: Any, num_shards: int) -> Param:  # noqa: ANN401 - an FSDPParam
+def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int) -> Param:  # noqa: ANN401 - an FSDPParam
     shape, dim = _torch.shape_of(param), param.fsdp_placement.dim
     padded = -(-shape[dim] // num_shards)
     rows = tuple(min(max(shape[dim] - rank * padded, 0), padded) for rank in range(num_shards))
     dtype = param.sharded_param.dtype
+    module, name = _torch.module_of(param)
     return Param(
-        fqn=name,
+        fqn=".".join(filter(None, (paths.get(module, ""), name))),
         shape=shape,
         global_shape=tuple(param.sharded_param.shape),
         dtype=str(dtype).removeprefix("torch."),
