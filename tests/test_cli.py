@@ -10,7 +10,7 @@ from workbench import __version__, cli, demo, doctor
 from workbench.demo import DemoError
 from workbench.errors import UsageError
 from workbench.trace import save
-from workbench.trace.recording import Beat, End, FrameKind, RecordingWriter, Start
+from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart
 
 
 def test_the_command_is_installed():
@@ -188,10 +188,10 @@ def record(folder, *, ranks=(0, 1), at_ns=None, end=None):
         rows = trace.rank(rank).rows.copy()
         rows["t_ns"] += (now_ns if at_ns is None else at_ns) - newest_ns
         begin_ns = int(rows["t_ns"][0])
-        start = Start(rank=rank, world_size=2, clock="one", t_ns=begin_ns, wall_ns=wall_ns - now_ns + begin_ns)
+        start = RunStart(rank=rank, world_size=2, clock="one", t_ns=begin_ns, wall_ns=wall_ns - now_ns + begin_ns)
         writer = RecordingWriter(folder, start, trace.header, 1 << 30)
         writer.append(rows.tobytes(), trace.rank(rank).state_before(len(rows)))
-        writer.write(FrameKind.BEAT, Beat(t_ns=now_ns, wall_ns=wall_ns, event_ns=begin_ns))
+        writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=now_ns, wall_ns=wall_ns, event_ns=begin_ns))
         if end is not None:
             writer.write(FrameKind.END, end)
         writer.close()
@@ -218,7 +218,7 @@ def test_where_says_that_a_run_stands_and_leaves_with_1(tmp_path, capsys):
 
 
 def test_where_says_that_a_rank_failed_and_leaves_with_1(tmp_path, capsys):
-    record(tmp_path, end=End(t_ns=time.monotonic_ns(), reason="exit status 3"))
+    record(tmp_path, end=RunEnd(t_ns=time.monotonic_ns(), reason="exit status 3"))
     assert cli.main(["where", str(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines()[0] == "ranks 0-1 failed: exit status 3"
 

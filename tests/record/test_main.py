@@ -19,6 +19,7 @@ from workbench.record import __main__ as record
 from workbench.reports.run_where import where
 from workbench.trace import check, steps
 from workbench.trace.read_recording import read
+from workbench.watch._torch import HAS_HOOKS
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 RECORD = (sys.executable, "-m", "workbench.record", "--out")
@@ -217,6 +218,33 @@ def test_workers_of_a_data_loader_threads_and_an_early_end_of_the_group_under_sr
     assert {rank: known.end.reason for rank, known in found.ranks.items()} == {0: "", 1: ""}
     assert steps(found.trace) == [0, 1]
     assert len({info.pid for info in found.trace.header.ranks}) == 2
+
+
+def test_distributed_data_parallel_has_its_all_reduces(tmp_path):
+    """With torch 2.14 or newer those of its reducer, else only those that Python code issues."""
+    script = script_in(
+        tmp_path,
+        f"{MODEL}{init(tmp_path, SLURM)}\n"
+        "model = nn.parallel.DistributedDataParallel(nn.Linear(16, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for step in range(3):\n"
+        "    train(model, optimizer, torch.ones(2, 16))\n"
+        "    total = torch.ones(5)\n"
+        "    dist.all_reduce(total)\n"
+        "dist.destroy_process_group()\n",
+    )
+    ranks = by_hand(tmp_path / "out", script, SLURM)
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    found = read(tmp_path / "out")
+    assert (found.notes, check(found.trace)) == ((), [])
+    assert steps(found.trace) == [1, 2, 3]  # step 0 has no known begin; step 3 has begun
+    reducers = [17 * 4] * HAS_HOOKS
+    for part in found.trace.ranks:
+        calls = part.rows[(part.rows["kind"] == Kind.ALL_REDUCE) & (part.rows["edge"] == Edge.BEGIN)]
+        ends = part.rows[(part.rows["kind"] == Kind.ALL_REDUCE) & (part.rows["edge"] == Edge.END)]
+        assert calls["num_bytes"].tolist() == [*reducers, 20] * 3
+        assert sorted(ends["comm_seq"].tolist()) == calls["comm_seq"].tolist()
 
 
 def test_ranks_that_raise_or_exit_under_mpirun_say_so(tmp_path):

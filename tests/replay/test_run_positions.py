@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from workbench.events import Edge, Kind, Phase
-from workbench.replay.run_positions import ALIVE_NS, STANDS_NS, PendingCollective, RunPosition, State, positions
+from workbench.replay.run_positions import ALIVE_NS, STANDS_NS, PendingCollective, RunPosition, RunState, positions
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.read_recording import RecordedRank, Recording
-from workbench.trace.recording import Beat, End, Quiet, Start
+from workbench.trace.recording import Heartbeat, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, GroupInfo, Header, KeyFrame
 
 S = 1_000_000_000
@@ -40,9 +40,9 @@ def rows_of(*fields, first=0):
 
 def rank(number, *fields, alive_s=10.0, world=2, first=0, start_s=0.0, **known):
     """Return what a rank recorded: its trace, and what is known of its process, alive at ``alive_s``."""
-    start = Start(rank=number, world_size=world, clock="one", t_ns=int(start_s * S), wall_ns=WALL + int(start_s * S))
+    start = RunStart(rank=number, world_size=world, clock="one", t_ns=int(start_s * S), wall_ns=WALL + int(start_s * S))
     event_s = known.pop("event_s", start_s)
-    beat = Beat(t_ns=int(alive_s * S), wall_ns=WALL + int(alive_s * S), event_ns=int(event_s * S))
+    beat = Heartbeat(t_ns=int(alive_s * S), wall_ns=WALL + int(alive_s * S), event_ns=int(event_s * S))
     trace = RankTrace(number, rows_of(*fields, first=first), KeyFrame(seq=first))
     return trace, RecordedRank(start=start, header=Header(), **{"last_beat": beat, **known})
 
@@ -73,54 +73,61 @@ def gather(t_s, edge=BEGIN, number=4, kind=Kind.ALL_GATHER, **more):
 @pytest.mark.parametrize(
     ("fields", "known", "now_s", "state"),
     [
-        ([FORWARD], {}, 10, State.RUNS),
-        ([FORWARD], {"alive_s": 9 + STANDS_NS / S - 0.1}, 10, State.RUNS),
-        ([FORWARD], {"alive_s": 9 + STANDS_NS / S}, 10, State.SILENT),
-        ([gather(9)], {}, 10, State.IN_COLLECTIVE),
-        ([gather(9)], {"alive_s": 9 + STANDS_NS / S}, 10, State.WAITS),
-        ([gather(9), row(Kind.WAIT, BEGIN, 9, number=4, unit=3)], {"alive_s": 20}, 20, State.WAITS),
-        ([gather(8), gather(9, END)], {"alive_s": 20}, 20, State.SILENT),
+        ([FORWARD], {}, 10, RunState.RUNS),
+        ([FORWARD], {"alive_s": 9 + STANDS_NS / S - 0.1}, 10, RunState.RUNS),
+        ([FORWARD], {"alive_s": 9 + STANDS_NS / S}, 10, RunState.SILENT),
+        ([gather(9)], {}, 10, RunState.IN_COLLECTIVE),
+        ([gather(9)], {"alive_s": 9 + STANDS_NS / S}, 10, RunState.WAITS),
+        ([gather(9), row(Kind.WAIT, BEGIN, 9, number=4, unit=3)], {"alive_s": 20}, 20, RunState.WAITS),
+        ([gather(8), gather(9, END)], {"alive_s": 20}, 20, RunState.SILENT),
         # the ends of others are noticed while it waits
-        ([gather(7, number=3), gather(8), gather(9, END, number=3)], {"alive_s": 20}, 20, State.WAITS),
-        ([gather(7, number=3), gather(8), gather(9, END), gather(9, END, number=3)], {"alive_s": 20}, 20, State.SILENT),
+        ([gather(7, number=3), gather(8), gather(9, END, number=3)], {"alive_s": 20}, 20, RunState.WAITS),
+        (
+            [gather(7, number=3), gather(8), gather(9, END), gather(9, END, number=3)],
+            {"alive_s": 20},
+            20,
+            RunState.SILENT,
+        ),
         # one in flight, for which it does not wait: it computes
-        ([gather(8), FORWARD], {"alive_s": 20}, 20, State.SILENT),
-        ([gather(8), FORWARD], {}, 10, State.RUNS),
+        ([gather(8), FORWARD], {"alive_s": 20}, 20, RunState.SILENT),
+        ([gather(8), FORWARD], {}, 10, RunState.RUNS),
         # what goes on beside the events of a step is no progress
-        ([gather(8), row(Kind.RESIDENT, INSTANT, 8.1)], {"alive_s": 20}, 20, State.WAITS),
-        ([row(Kind.RECV, BEGIN, 9)], {"alive_s": 20}, 20, State.SILENT),
-        ([FORWARD], {"alive_s": 10}, 10 + ALIVE_NS / S, State.RUNS),
-        ([FORWARD], {"alive_s": 10}, 10.1 + ALIVE_NS / S, State.LOST),
-        ([gather(9)], {"alive_s": 20}, 99, State.LOST),
-        ([FORWARD], {"end": End(t_ns=10 * S)}, 99, State.ENDED),
-        ([FORWARD], {"end": End(t_ns=10 * S, reason="exit status 3")}, 99, State.FAILED),
+        ([gather(8), row(Kind.RESIDENT, INSTANT, 8.1)], {"alive_s": 20}, 20, RunState.WAITS),
+        ([row(Kind.RECV, BEGIN, 9)], {"alive_s": 20}, 20, RunState.SILENT),
+        ([FORWARD], {"alive_s": 10}, 10 + ALIVE_NS / S, RunState.RUNS),
+        ([FORWARD], {"alive_s": 10}, 10.1 + ALIVE_NS / S, RunState.LOST),
+        ([gather(9)], {"alive_s": 20}, 99, RunState.LOST),
+        ([FORWARD], {"end": RunEnd(t_ns=10 * S)}, 99, RunState.ENDED),
+        ([FORWARD], {"end": RunEnd(t_ns=10 * S, reason="exit status 3")}, 99, RunState.FAILED),
         # no event yet: since it began
-        ([], {"alive_s": 4}, 4, State.RUNS),
-        ([], {"alive_s": 6}, 6, State.SILENT),
-        ([], {"alive_s": 6, "start_s": 3}, 6, State.RUNS),
-        ([], {"last_beat": None}, 4, State.RUNS),
-        ([], {"last_beat": None}, 11, State.LOST),
+        ([], {"alive_s": 4}, 4, RunState.RUNS),
+        ([], {"alive_s": 6}, 6, RunState.SILENT),
+        ([], {"alive_s": 6, "start_s": 3}, 6, RunState.RUNS),
+        ([], {"last_beat": None}, 4, RunState.RUNS),
+        ([], {"last_beat": None}, 11, RunState.LOST),
         # a step that is not recorded
-        ([FORWARD], {"alive_s": 60, "event_s": 59.9}, 60, State.RUNS),
-        ([FORWARD], {"alive_s": 60, "event_s": 50}, 60, State.SILENT),
+        ([FORWARD], {"alive_s": 60, "event_s": 59.9}, 60, RunState.RUNS),
+        ([FORWARD], {"alive_s": 60, "event_s": 50}, 60, RunState.SILENT),
     ],
 )
 def test_every_state(fields, known, now_s, state):
     (found,) = at(recording(rank(0, *fields, **known)), now_s)
     assert found.state is state
     assert (found.pending is not None) == (
-        state in (State.IN_COLLECTIVE, State.WAITS, State.LOST) and fields[-1:] not in ([], [FORWARD])
+        state in (RunState.IN_COLLECTIVE, RunState.WAITS, RunState.LOST) and fields[-1:] not in ([], [FORWARD])
     )
 
 
 def test_every_state_has_a_test():
     (mark,) = (each for each in test_every_state.pytestmark if each.name == "parametrize")
-    assert {state for *_, state in mark.args[1]} == set(State)
+    assert {state for *_, state in mark.args[1]} == set(RunState)
 
 
 def test_what_a_position_says():
     found = at(recording(rank(0, FORWARD, row(Kind.FORWARD, END, 9.5, unit=3, step=7), alive_s=12)), 12)
-    expected = RunPosition(rank=0, state=State.RUNS, step=7, kind=Kind.FORWARD, edge=END, unit=3, for_ns=int(2.5 * S))
+    expected = RunPosition(
+        rank=0, state=RunState.RUNS, step=7, kind=Kind.FORWARD, edge=END, unit=3, for_ns=int(2.5 * S)
+    )
     assert found == (expected,)
 
 
@@ -131,22 +138,22 @@ def test_the_last_event_of_a_rank_that_waits_is_what_it_waits_for():
 
 
 def test_a_rank_that_has_ended_waits_for_nothing_and_says_why_it_ended():
-    (found,) = at(recording(rank(0, gather(3), end=End(t_ns=8 * S, reason="ValueError: x"))))
-    assert (found.state, found.pending, found.reason, found.for_ns) == (State.FAILED, None, "ValueError: x", 5 * S)
+    (found,) = at(recording(rank(0, gather(3), end=RunEnd(t_ns=8 * S, reason="ValueError: x"))))
+    assert (found.state, found.pending, found.reason, found.for_ns) == (RunState.FAILED, None, "ValueError: x", 5 * S)
 
 
 def test_a_rank_without_an_event_has_no_place():
     (found,) = at(
-        recording(rank(0, alive_s=6, quiet=(Quiet(t_ns=S, seq=0, frames=("train.py:3 in <module>: f()",)),))), 6
+        recording(rank(0, alive_s=6, quiet=(SilentStack(t_ns=S, seq=0, frames=("train.py:3 in <module>: f()",)),))), 6
     )
-    expected = RunPosition(rank=0, state=State.SILENT, for_ns=6 * S, frames=("train.py:3 in <module>: f()",))
+    expected = RunPosition(rank=0, state=RunState.SILENT, for_ns=6 * S, frames=("train.py:3 in <module>: f()",))
     assert found == expected
 
 
 def test_times_of_another_host_s_clock_are_taken_back_to_it():
     """The trace has rank 0's times; whether a rank stands is a matter of its own clock."""
     (found,) = at(recording(rank(0, FORWARD, alive_s=10 + 500, offset_ns=500 * S, event_s=1)), 510)
-    assert (found.state, found.for_ns) == (State.RUNS, S)
+    assert (found.state, found.for_ns) == (RunState.RUNS, S)
 
 
 def test_ranks_are_in_order():
@@ -216,7 +223,7 @@ def test_a_wait_is_for_the_collective_that_it_names_and_not_for_the_newest():
 
 def test_a_wait_for_a_collective_of_lost_rows_is_a_silence():
     (found,) = at(recording(rank(0, row(Kind.WAIT, BEGIN, 3, number=4), alive_s=20, first=9)), 20)
-    assert (found.state, found.pending) == (State.SILENT, None)
+    assert (found.state, found.pending) == (RunState.SILENT, None)
 
 
 # ---- stacks
@@ -226,17 +233,17 @@ TORCH = "/x/lib/python3.11/site-packages/torch/autograd/graph.py:829 in _engine_
 
 
 def test_the_stack_of_the_last_silence_counts_and_only_if_no_event_followed():
-    stacks = (Quiet(t_ns=1, seq=1, frames=("older",)), Quiet(t_ns=2, seq=1, frames=OWN))
+    stacks = (SilentStack(t_ns=1, seq=1, frames=("older",)), SilentStack(t_ns=2, seq=1, frames=OWN))
     assert at(recording(rank(0, FORWARD, quiet=stacks)))[0].frames == OWN
     assert at(recording(rank(0, FORWARD, FORWARD, quiet=stacks)))[0].frames == ()
     assert at(recording(rank(0, FORWARD)))[0].frames == ()
 
 
 def test_the_users_frame_is_the_innermost_that_is_not_of_a_library():
-    (found,) = at(recording(rank(0, FORWARD, quiet=(Quiet(t_ns=1, seq=1, frames=(*OWN, TORCH, TORCH)),))))
+    (found,) = at(recording(rank(0, FORWARD, quiet=(SilentStack(t_ns=1, seq=1, frames=(*OWN, TORCH, TORCH)),))))
     assert found.users_frame == OWN[-1]
     assert found.short_frames == (*OWN, TORCH)
-    (found,) = at(recording(rank(0, FORWARD, quiet=(Quiet(t_ns=1, seq=1, frames=(TORCH,)),))))
+    (found,) = at(recording(rank(0, FORWARD, quiet=(SilentStack(t_ns=1, seq=1, frames=(TORCH,)),))))
     assert (found.users_frame, found.short_frames) == ("", (TORCH,))
     (found,) = at(recording(rank(0, FORWARD)))
     assert (found.users_frame, found.short_frames) == ("", ())

@@ -8,7 +8,7 @@ from tests.replay.test_run_positions import FORWARD, OWN, TORCH, WALL, S, gather
 from workbench.events import C10D, Edge, Kind, Unit
 from workbench.reports.run_where import where
 from workbench.trace.columns import Trace
-from workbench.trace.recording import End, Quiet
+from workbench.trace.recording import RunEnd, SilentStack
 
 UNITS = tuple(
     Unit(
@@ -39,11 +39,11 @@ def alive(number, *fields, **known):
 
 
 def quiet(*frames, seq=1):
-    return {"quiet": (Quiet(t_ns=29 * S, seq=seq, frames=frames),)}
+    return {"quiet": (SilentStack(t_ns=29 * S, seq=seq, frames=frames),)}
 
 
 RUNS = row(Kind.FORWARD, Edge.BEGIN, 29, unit=3, step=7)
-DONE = {"end": End(t_ns=30 * S)}
+DONE = {"end": RunEnd(t_ns=30 * S)}
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ DONE = {"end": End(t_ns=30 * S)}
             True,
         ),
         (
-            [alive(0, RUNS), alive(1, RUNS, end=End(t_ns=30 * S, reason="ValueError: x, at line 3 of train.py"))],
+            [alive(0, RUNS), alive(1, RUNS, end=RunEnd(t_ns=30 * S, reason="ValueError: x, at line 3 of train.py"))],
             "rank 1 failed: ValueError: x, at line 3 of train.py",
             True,
         ),
         (
-            [alive(n, RUNS, end=End(t_ns=30 * S, reason="exit status 3")) for n in (0, 1)],
+            [alive(n, RUNS, end=RunEnd(t_ns=30 * S, reason="exit status 3")) for n in (0, 1)],
             "ranks 0-1 failed: exit status 3",
             True,
         ),

@@ -117,3 +117,30 @@ def test_closing_within_a_step_that_is_left_out_records_what_follows(loop):
     assert recorder.is_recording
     assert recorder.drain().key_frame.bytes_by_category[Category.OTHER] == 7
     assert recorder.drain().key_frame.unit_states.get(0, UnitState.SHARDED) == UnitState.SHARDED
+
+
+@pytest.mark.parametrize(("every", "recorded"), [(1, [1, 2, 3]), (2, [2])])
+def test_without_forwards_a_step_begins_where_the_last_one_ended(loop, every, recorded):
+    """As in a program with DistributedDataParallel alone."""
+    recorder, steps, optimizer = loop(every)
+    for number in range(3):
+        recorder.event(Kind.ALL_REDUCE, Edge.BEGIN, -1, 8, Comm(group=5, seq=number), None)
+        recorder.event(Kind.ALL_REDUCE, Edge.END, -1, 8, Comm(group=5, seq=number), None)
+        optimizer.step()
+    steps.close()
+    trace = trace_of(recorder)
+    rows = trace.rank(0).rows
+    calls = rows[(rows["kind"] == Kind.ALL_REDUCE) & (rows["edge"] == Edge.BEGIN)]
+    assert calls["comm_seq"].tolist() == [number for number in range(3) if not number or number in recorded]
+    assert calls["step"].tolist() == [-1, *recorded][: len(calls)]
+    assert trace.rank(0).steps.tolist() == recorded
+    assert check(trace) == []
+
+
+def test_two_optimizers_of_a_model_with_forwards_end_one_step(loop):
+    recorder, _, optimizer = loop(1)
+    for _ in range(2):
+        work(recorder, optimizer)
+        optimizer.step()
+    assert trace_of(recorder).rank(0).steps.tolist() == [0, 1]
+    assert recorder.next_step == 2

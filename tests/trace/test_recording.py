@@ -22,7 +22,7 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.header import header_to_dict, key_frame_to_dict
 from workbench.trace.keyframe import advance
 from workbench.trace.read_recording import read
-from workbench.trace.recording import HEAD, MAGIC, Beat, End, FrameKind, Quiet, RecordingWriter, Start
+from workbench.trace.recording import HEAD, MAGIC, FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.row_compression import MAX_PACKED_BYTES, to_wire
 from workbench.trace.schema import ROW_DTYPE, ClockReading, GroupInfo, HostClock, KeyFrame
 
@@ -31,7 +31,7 @@ FIRST = "rank0.0000.rec"
 
 
 def start_of(rank=0, world_size=1, **changes):
-    return Start(rank=rank, world_size=world_size, **{"clock": "one", "t_ns": 5, "wall_ns": 10**18, **changes})
+    return RunStart(rank=rank, world_size=world_size, **{"clock": "one", "t_ns": 5, "wall_ns": 10**18, **changes})
 
 
 def without_clocks(trace):
@@ -128,19 +128,19 @@ def test_the_last_of_several_headers_counts_and_tables_may_differ_by_rank(tmp_pa
 def test_notes_about_the_process_come_back(tmp_path):
     trace = one_rank()
     writer = write(tmp_path, trace, 0, program=("train.py", "--lr", "1"))
-    silences = [Quiet(t_ns=9, seq=40, frames=("a", "b")), Quiet(t_ns=10, seq=40, frames=("c",))]
+    silences = [SilentStack(t_ns=9, seq=40, frames=("a", "b")), SilentStack(t_ns=10, seq=40, frames=("c",))]
     for quiet in silences:
-        writer.write(FrameKind.QUIET, quiet)
+        writer.write(FrameKind.SILENT_STACK, quiet)
     for t_ns in (11, 12):
-        writer.write(FrameKind.BEAT, Beat(t_ns=t_ns, wall_ns=7, event_ns=3))
-    writer.write(FrameKind.END, End(t_ns=13, reason="it raised"))
+        writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=t_ns, wall_ns=7, event_ns=3))
+    writer.write(FrameKind.END, RunEnd(t_ns=13, reason="it raised"))
     writer.close()
     writer.close()
     (known,) = read(tmp_path).ranks.values()
     assert known.start.program == ("train.py", "--lr", "1")
     assert known.quiet == tuple(silences)
-    assert known.last_beat == Beat(t_ns=12, wall_ns=7, event_ns=3)
-    assert known.end == End(t_ns=13, reason="it raised")
+    assert known.last_beat == Heartbeat(t_ns=12, wall_ns=7, event_ns=3)
+    assert known.end == RunEnd(t_ns=13, reason="it raised")
 
 
 def test_a_frame_of_a_newer_version_is_passed_over(tmp_path):
@@ -254,7 +254,7 @@ def test_a_long_silence_deletes_no_rows(tmp_path):
     trace = one_rank()
     writer = write(tmp_path, trace, 0, max_bytes=4000)
     for t_ns in range(300):
-        writer.write(FrameKind.BEAT, Beat(t_ns=t_ns, wall_ns=t_ns, event_ns=0))
+        writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=t_ns, wall_ns=t_ns, event_ns=0))
     writer.close()
     assert files_of(tmp_path)[0].stat().st_size > 4000
     assert read(tmp_path).trace == trace
@@ -298,10 +298,10 @@ def test_what_a_full_disk_took_of_a_frame_is_taken_back(tmp_path, monkeypatch):
         writer.append(trace.rank(0).rows[10:].tobytes(), KeyFrame(seq=40))
     assert left == [0]
     monkeypatch.undo()
-    writer.write(FrameKind.END, End(t_ns=1, reason="later"))
+    writer.write(FrameKind.END, RunEnd(t_ns=1, reason="later"))
     writer.close()
     found = read(tmp_path)
-    assert (found.trace.rank(0).end_seq, found.ranks[0].end, found.notes) == (10, End(t_ns=1, reason="later"), ())
+    assert (found.trace.rank(0).end_seq, found.ranks[0].end, found.notes) == (10, RunEnd(t_ns=1, reason="later"), ())
 
 
 def test_a_file_that_cannot_be_begun_leaves_the_one_before_it(tmp_path, monkeypatch):
@@ -319,11 +319,11 @@ def test_a_file_that_cannot_be_begun_leaves_the_one_before_it(tmp_path, monkeypa
     monkeypatch.setattr(recording.os, "write", only_once)
     with pytest.raises(OSError, match="No space left"):
         writer.append(rows[:100].tobytes(), advance(KeyFrame(), rows[:100]))
-    writer.write(FrameKind.END, End(t_ns=1))
+    writer.write(FrameKind.END, RunEnd(t_ns=1))
     writer.close()
     assert [path.name for path in files_of(tmp_path)] == [FIRST]
     assert read(tmp_path).trace.rank(0).end_seq == 100
-    assert read(tmp_path).ranks[0].end == End(t_ns=1)
+    assert read(tmp_path).ranks[0].end == RunEnd(t_ns=1)
 
 
 def test_a_frame_that_no_reader_accepts_is_not_written(tmp_path, monkeypatch):
@@ -343,7 +343,7 @@ def test_a_file_cut_anywhere_gives_all_whole_frames_before_the_cut(tmp_path):
     trace = one_rank()
     part = trace.rank(0)
     writer = write(tmp_path / "whole", trace, 0, slices=[slice(at, at + 10) for at in range(0, 40, 10)])
-    writer.write(FrameKind.END, End(t_ns=1))
+    writer.write(FrameKind.END, RunEnd(t_ns=1))
     writer.close()
     path = tmp_path / "whole" / FIRST
     data, frames = path.read_bytes(), frames_of(path)
@@ -401,7 +401,7 @@ def test_a_flipped_byte_ends_what_is_read_of_a_file_and_the_next_file_is_read(tm
         (MAGIC + frame(FrameKind.START, b"\xff"), "a frame is not JSON"),
         (MAGIC + frame(FrameKind.START, b"[" * 100_000), "a frame is not JSON"),
         (MAGIC + frame(FrameKind.START, b"[]"), "a frame holds a list, not an object"),
-        (MAGIC + frame(FrameKind.START, b'{"rank": 0}'), "start"),
+        (MAGIC + frame(FrameKind.START, b'{"rank": 0}'), "RunStart"),
     ],
 )
 def test_a_foreign_file_is_named_and_why_it_is_left_out(tmp_path, content, why):

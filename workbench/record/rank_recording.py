@@ -24,7 +24,7 @@ from workbench.record.launch import Place
 from workbench.runtime.loop_steps import SampledSteps
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
-from workbench.trace.recording import Beat, End, FrameKind, Quiet, RecordingWriter, Start
+from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import Header, RankInfo
 from workbench.watch import Watch
 
@@ -84,7 +84,7 @@ class RankRecording:
         )
         self._recorder.set_run(info, mesh_shape=(here.world_size,), mesh_axes=("rank",))
         self._steps = SampledSteps(self._recorder, every)
-        start = Start(
+        start = RunStart(
             rank=here.rank,
             world_size=here.world_size,
             clock=clock_here(),
@@ -141,7 +141,7 @@ class RankRecording:
         except Exception as error:  # noqa: BLE001 - whatever it is, the program ends as it would without
             self._stop_early(error)
         with suppress(OSError):
-            self._writer.write(FrameKind.END, End(t_ns=time.monotonic_ns(), reason=reason))
+            self._writer.write(FrameKind.END, RunEnd(t_ns=time.monotonic_ns(), reason=reason))
         self._writer.close()
 
     def forget(self) -> None:
@@ -187,13 +187,13 @@ class RankRecording:
         self._progress.stacks += 1
         frame = sys._current_frames().get(self._main)
         frames = () if frame is None else stack_of(frame)
-        self._writer.write(FrameKind.QUIET, Quiet(t_ns=now_ns, seq=self._written, frames=frames))
+        self._writer.write(FrameKind.SILENT_STACK, SilentStack(t_ns=now_ns, seq=self._written, frames=frames))
 
     def _write_beat(self) -> None:
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + _BEAT_S
-            beat = Beat(t_ns=time.monotonic_ns(), wall_ns=time.time_ns(), event_ns=self._progress.t_ns)
-            self._writer.write(FrameKind.BEAT, beat)
+            beat = Heartbeat(t_ns=time.monotonic_ns(), wall_ns=time.time_ns(), event_ns=self._progress.t_ns)
+            self._writer.write(FrameKind.HEARTBEAT, beat)
 
 
 @dataclass(slots=True)

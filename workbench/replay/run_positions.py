@@ -27,7 +27,7 @@ _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 """Parts of the paths of code that is not the user's."""
 
 
-class State(Enum):
+class RunState(Enum):
     """State of a rank; the value is its display text."""
 
     RUNS = "runs"
@@ -81,7 +81,7 @@ class RunPosition:
     """
 
     rank: int
-    state: State
+    state: RunState
     step: int = -1
     kind: Kind | None = None
     edge: Edge = Edge.INSTANT
@@ -139,13 +139,13 @@ def _position(
     next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
     frames = next((quiet.frames for quiet in reversed(known.quiet) if quiet.seq == next_seq), ())
     if known.end is not None:
-        state = State.FAILED if known.end.reason else State.ENDED
+        state = RunState.FAILED if known.end.reason else RunState.ENDED
     elif now_wall_ns - wall_ns > ALIVE_NS:
-        state = State.LOST
+        state = RunState.LOST
     elif for_ns < STANDS_NS:
-        state = State.RUNS if pending is None else State.IN_COLLECTIVE
+        state = RunState.RUNS if pending is None else RunState.IN_COLLECTIVE
     else:
-        state = State.SILENT if pending is None else State.WAITS
+        state = RunState.SILENT if pending is None else RunState.WAITS
     return RunPosition(
         rank=rank_trace.rank,
         state=state,

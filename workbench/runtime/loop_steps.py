@@ -81,12 +81,21 @@ class LoopSteps:
 
 
 class SampledSteps(LoopSteps):
-    """Records only each step whose number is a multiple of ``every``; the others run off the record."""
+    """Steps of a program outside the notebook; records only each step whose number is a multiple of ``every``.
+
+    The others run off the record. In a program without a sharded model no source announces forwards. There a step
+    begins as soon as an optimizer has ended the last one; the begin of step 0 is unknown, so it is outside of any step.
+    """
 
     def __init__(self, recorder: Recorder, every: int) -> None:
         super().__init__(recorder)
         self._every = every
+        self._has_forwards = False
         self._left_out = ExitStack()  # the step that runs off the record
+
+    def _before_forward(self) -> None:
+        self._has_forwards = True
+        super()._before_forward()
 
     def _begin_step(self) -> None:
         if self._recorder.next_step % self._every:
@@ -98,6 +107,9 @@ class SampledSteps(LoopSteps):
     def _after_optimizer(self, optimizer: Optimizer, *args: Any) -> None:  # noqa: ANN401 - hook signature
         super()._after_optimizer(optimizer, *args)
         self.close()
+        if not self._has_forwards:
+            self._recorder.next_step = max(self._recorder.next_step, 1)
+            self._begin_step()
 
     def close(self) -> None:
         """End a step that runs off the record; no-op in another one."""

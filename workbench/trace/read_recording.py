@@ -32,11 +32,11 @@ from workbench.trace.recording import (
     MAGIC,
     MAX_FRAME_BYTES,
     RANK_FILE,
-    Beat,
-    End,
     FrameKind,
-    Quiet,
-    Start,
+    Heartbeat,
+    RunEnd,
+    RunStart,
+    SilentStack,
 )
 from workbench.trace.row_compression import from_wire
 from workbench.trace.schema import ROW_DTYPE, ClockReading, Header, HostClock, KeyFrame, Rows
@@ -65,11 +65,11 @@ class RecordedRank:
         offset_ns: nanoseconds by which its clock is ahead of that of the trace.
     """
 
-    start: Start
+    start: RunStart
     header: Header
-    quiet: tuple[Quiet, ...] = ()
-    last_beat: Beat | None = None
-    end: End | None = None
+    quiet: tuple[SilentStack, ...] = ()
+    last_beat: Heartbeat | None = None
+    end: RunEnd | None = None
     is_cut: bool = False
     offset_ns: int = 0
 
@@ -130,11 +130,11 @@ class _RankReader:
 
     def __init__(self, rank: int, max_rows: int) -> None:
         self.rank = rank
-        self.start: Start | None = None
+        self.start: RunStart | None = None
         self.header = Header()
-        self.quiet: deque[Quiet] = deque(maxlen=_MAX_QUIET)
-        self.last_beat: Beat | None = None
-        self.end: End | None = None
+        self.quiet: deque[SilentStack] = deque(maxlen=_MAX_QUIET)
+        self.last_beat: Heartbeat | None = None
+        self.end: RunEnd | None = None
         self.is_cut = False
         self.notes: list[str] = []
         self._max_rows = max_rows
@@ -175,7 +175,7 @@ class _RankReader:
             )
         for at, kind, content in _frames(file):
             if kind == FrameKind.START:
-                self._take_start(_decoded(Start, content))
+                self._take_start(_decoded(RunStart, content))
             elif self.start is None:
                 raise TraceError("it does not say how the recording began")
             else:
@@ -193,14 +193,14 @@ class _RankReader:
                 self._take_key_frame(key_frame_from_dict(_json(content)))
             case FrameKind.ROWS:
                 self._take_rows(np.frombuffer(from_wire(content), ROW_DTYPE))
-            case FrameKind.QUIET:
-                self.quiet.append(_decoded(Quiet, content))
-            case FrameKind.BEAT:
-                self.last_beat = _decoded(Beat, content)
+            case FrameKind.SILENT_STACK:
+                self.quiet.append(_decoded(SilentStack, content))
+            case FrameKind.HEARTBEAT:
+                self.last_beat = _decoded(Heartbeat, content)
             case FrameKind.END:
-                self.end = _decoded(End, content)
+                self.end = _decoded(RunEnd, content)
 
-    def _take_start(self, start: Start) -> None:
+    def _take_start(self, start: RunStart) -> None:
         if start.rank != self.rank:
             raise TraceError(f"its name says rank {self.rank}, its content rank {start.rank}")
         if self.start is not None and start != self.start:
@@ -296,7 +296,7 @@ def _json(content: bytes) -> dict[str, Any]:
 
 def _decoded(kind: type[_T], content: bytes) -> _T:
     try:
-        found: _T = decode(kind, _json(content), kind.__name__.lower())
+        found: _T = decode(kind, _json(content), kind.__name__)
     except CodecError as error:
         raise TraceError(str(error)) from error
     return found
@@ -348,7 +348,7 @@ def _moved(rank_trace: RankTrace, offset_ns: int) -> RankTrace:
     return replace(rank_trace, rows=rows)
 
 
-def _clocks(trace: Trace, starts: dict[int, Start]) -> tuple[HostClock, ...]:
+def _clocks(trace: Trace, starts: dict[int, RunStart]) -> tuple[HostClock, ...]:
     """Return the clocks other than the lowest rank's: their offsets by the time of day, made possible by collectives.
 
     The offset by the time of day is as good as the hosts' clocks are set. A collective ends on no rank before it has
@@ -368,7 +368,7 @@ _Times = tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]
 _DAY_ERROR_NS = 1_000_000_000
 
 
-def _clock(trace: Trace, starts: dict[int, Start], base_times: _Times, first: int, ranks: list[int]) -> HostClock:
+def _clock(trace: Trace, starts: dict[int, RunStart], base_times: _Times, first: int, ranks: list[int]) -> HostClock:
     base, here = starts[first], starts[ranks[0]]
     offset = (here.t_ns - here.wall_ns) - (base.t_ns - base.wall_ns)
     error = _DAY_ERROR_NS

@@ -42,7 +42,7 @@ MAX_FRAME_BYTES = 32 << 20
 class FrameKind(IntEnum):
     """Content of a frame."""
 
-    # JSON of a Start
+    # JSON of a RunStart
     START = 1
     # JSON of a Header: all earlier ones are replaced
     HEADER = 2
@@ -50,16 +50,16 @@ class FrameKind(IntEnum):
     KEY_FRAME = 3
     # compressed rows, which continue those before
     ROWS = 4
-    # JSON of a Quiet
-    QUIET = 5
-    # JSON of a Beat
-    BEAT = 6
-    # JSON of an End
+    # JSON of a SilentStack
+    SILENT_STACK = 5
+    # JSON of a Heartbeat
+    HEARTBEAT = 6
+    # JSON of a RunEnd
     END = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class RunStart:
     """How a rank's recording began.
 
     Attributes:
@@ -80,7 +80,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quiet:
+class SilentStack:
     """The stack of a rank's main thread that has announced no event for a while.
 
     Attributes:
@@ -95,7 +95,7 @@ class Quiet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """The rank's process was alive at ``t_ns``, ``wall_ns`` in time of day.
 
     Attributes:
@@ -108,7 +108,7 @@ class Beat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class RunEnd:
     """How the program ended: ``reason`` is empty for success; a kill leaves no such frame."""
 
     t_ns: int
@@ -133,7 +133,7 @@ class RecordingWriter:
         OSError: the folder or the file cannot be written.
     """
 
-    def __init__(self, folder: Path, start: Start, header: Header, max_bytes: int, keep: int = 0) -> None:
+    def __init__(self, folder: Path, start: RunStart, header: Header, max_bytes: int, keep: int = 0) -> None:
         self._folder, self._start, self._header = folder, start, header
         self._max_bytes, self._keep = max_bytes, keep
         self._key_frame = KeyFrame()
@@ -175,7 +175,7 @@ class RecordingWriter:
     def _put(self, frame: bytes) -> None:
         self._sizes[-1] = _append(self._fd, frame, self._sizes[-1])
 
-    def write(self, kind: FrameKind, value: Quiet | Beat | End) -> None:
+    def write(self, kind: FrameKind, value: SilentStack | Heartbeat | RunEnd) -> None:
         """Append one of the small frames."""
         self._put(_json_frame(kind, encode(value)))
 
