@@ -638,12 +638,12 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda wb: wb.break_add("gather"), "the events, nearest first: all_gather"),
+        (lambda wb: wb.break_add("gathers"), "the events, nearest first: gather"),
         (lambda wb: wb.break_add("forward:nothing"), "the units, nearest first"),
         (lambda wb: wb.break_add("forward", rank=9), "there is no rank 9"),
         (lambda wb: wb.break_add("forward", when="f()"), "no Call"),
         (lambda wb: wb.break_clear(3), "there is no breakpoint 3; none is set"),
-        (lambda wb: wb.step(1, until="gather"), "nearest first"),
+        (lambda wb: wb.step(1, until="gathers"), "nearest first"),
         (lambda wb: wb.step(1, until="forward:nothing"), "the units, nearest first"),
         (lambda wb: wb.next("week"), "next: no step is stopped"),
         (lambda wb: wb.back(-1), "0 for the newest"),
