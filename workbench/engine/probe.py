@@ -48,6 +48,11 @@ class BufferHandle:
         memory(category, unit, num_bytes)
 
     @property
+    def category(self) -> Category:
+        """Class of the bytes."""
+        return self._category
+
+    @property
     def is_told(self) -> bool:
         """True if the probe that saw the allocation is still active."""
         return self._probe is active

@@ -63,7 +63,7 @@ from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import Header, RankInfo
-from workbench.watch import Watch
+from workbench.watch import Watch, log_metric
 
 
 @dataclass
@@ -293,7 +293,7 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         world_size=runtime.groups.world_size,
         device=runtime.groups.device,
         mesh=runtime.groups.mesh,
-        log_metric=runtime.recorder.metric,
+        log_metric=log_metric,
     )
     return encode(
         ConnectReply(

@@ -135,7 +135,7 @@ class Recorder:
         self._key_frame = KeyFrame()
         self._fold_at = capacity // 2
         self._phase = Phase.IDLE
-        self._sources: dict[str, Source] = {}
+        self._sources: list[Source] = []
         self._strings: dict[str, int] = {}
         self._groups: dict[int, int] = {}
         self._unrecorded: _Unrecorded | None = None
@@ -149,7 +149,8 @@ class Recorder:
 
     def source(self, source: Source) -> None:
         """Append a source to the header's producers."""
-        self._sources[source.name] = source
+        if source not in self._sources:
+            self._sources.append(source)
         known = [*filter(None, self.header.producer.split(", ")), source.name]
         self._change(dataclasses.replace(self.header, producer=", ".join(dict.fromkeys(known))))
 
@@ -222,7 +223,7 @@ class Recorder:
 
         No event announces the end of a model, for example when the cell that makes it is run again.
         """
-        sources = self._sources.values()
+        sources = self._sources
         gone = {u.index for u in self.header.units if u.in_use and not any(each.has(u.index) for each in sources)}
         if gone and sources:
             units = tuple(dataclasses.replace(u, gone=u.index in gone or u.gone) for u in self.header.units)
@@ -276,7 +277,7 @@ class Recorder:
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return its source's tensors of a unit's parameters; empty if no source has the unit any more."""
-        return next((found for source in self._sources.values() if (found := source.tensors(unit))), {})
+        return next((found for source in self._sources if (found := source.tensors(unit))), {})
 
     # ---- records of the runtime
 

@@ -1,11 +1,12 @@
 """Events of training that the workbench's engine does not run: torch's own FSDP, and every collective of c10d.
 
-Two sources, which :class:`Watch` starts together:
+Three sources. :class:`Watch` starts the first two together:
 
 - ``c10d_calls.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
   else through the methods of ``ProcessGroup``, which see what Python calls but not what C++ does, such as the reducer
   of DistributedDataParallel.
-- ``fully_shard.py``: the units of models that torch's ``fully_shard`` shards.
+- ``fully_shard.py``: the units of models that torch's ``fully_shard`` shards;
+- ``own_units.py``: the units of an FSDP of your own, which announces them itself.
 
 Nothing changes in the program that is watched: no argument, no result, no stream, no order. All uses of torch's private
 API are in ``_torch_private.py``.
@@ -18,11 +19,22 @@ from collections.abc import Iterable
 from torch import nn
 
 from workbench.engine import probe
+from workbench.watch import c10d_calls
 from workbench.watch._torch_private import Replacements, observe_calls, stop_observing_groups
 from workbench.watch.c10d_calls import CollectiveWatch
 from workbench.watch.fully_shard import FullyShardUnits
+from workbench.watch.own_units import OwnParam, OwnUnit, OwnUnits, reset_all
 
-__all__ = ["Watch"]
+__all__ = ["OwnParam", "OwnUnit", "OwnUnits", "Watch", "log_metric"]
+
+
+def log_metric(name: str, value: float) -> None:
+    """Record a number of the step, such as its loss; ``%fsdp training`` draws it. No-op where nothing records.
+
+    After the end of a step it belongs to that step.
+    """
+    if probe.active is not None:
+        probe.active.metric(name, float(value))
 
 
 class Watch:
@@ -41,6 +53,7 @@ class Watch:
         """
         if probe.active is not None:
             probe.active.source(self._units)
+        c10d_calls.active = self._collectives
         try:
             observe_calls(self._collectives, self._changes)
             self._units.install(self._changes)
@@ -60,9 +73,11 @@ class Watch:
     def renew(self) -> None:
         """All process groups were replaced: let all models use the new ones. What was under way is over."""
         self._units.renew()
+        reset_all()
 
     def end(self) -> None:
         """Stop watching."""
+        c10d_calls.active = None
         self._collectives.settle(is_last=True)
         stop_observing_groups()
         self._changes.undo()

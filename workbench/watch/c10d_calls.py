@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from workbench.engine import probe
 from workbench.engine.process_groups import OWN
 from workbench.events import COLLECTIVES, GROUP_INDICES, Comm, Edge, Kind
 from workbench.watch._torch_private import Tensors, Work, ranks_of
+
+active: CollectiveWatch | None = None
+"""The watch in force, from :meth:`workbench.watch.Watch.begin` to its end."""
 
 _OF_OUTPUTS = (Kind.ALL_GATHER, Kind.SCATTER, Kind.RECV)
 """Kinds whose payload is their outputs; that of the others is their inputs."""
@@ -64,6 +67,16 @@ class CollectiveWatch:
         self._in_flight: dict[Work, Call] = {}
         # asynchronous, ended, and perhaps still to be waited for
         self._ended: weakref.WeakKeyDictionary[Work, Call] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def within(self, unit: int, before_issue: Callable[[Kind, Tensors], None] | None = None) -> Iterator[None]:
+        """Calls that begin in the body belong to a unit; ``before_issue`` is called with the tensors of each."""
+        before = self.unit, self.before_issue, self.after_wait
+        self.unit, self.before_issue, self.after_wait = unit, before_issue, None
+        try:
+            yield
+        finally:
+            self.unit, self.before_issue, self.after_wait = before
 
     def begin(self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool) -> Call | None:
         """Announce that a call begins."""
@@ -167,11 +180,11 @@ def _note_end(call: Call) -> None:
 _original_wait: Callable[[Work], object] = Work.wait
 
 
-def holds(tensor: torch.Tensor) -> probe.BufferHandle | None:
-    """Return the handle that counts a tensor's bytes; None if it has none."""
-    return getattr(tensor, "_workbench_bytes", None)
+def holds(owner: torch.Tensor | torch.UntypedStorage) -> probe.BufferHandle | None:
+    """Return the handle that counts the bytes of a tensor or a storage; None if it has none."""
+    return getattr(owner, "_workbench_bytes", None)
 
 
-def count(tensor: torch.Tensor, handle: probe.BufferHandle | None) -> None:
-    """Count bytes by ``handle`` as long as ``tensor`` exists."""
-    tensor._workbench_bytes = handle  # type: ignore[attr-defined]
+def count(owner: torch.Tensor | torch.UntypedStorage, handle: probe.BufferHandle | None) -> None:
+    """Count bytes by ``handle`` as long as ``owner`` exists."""
+    owner._workbench_bytes = handle  # type: ignore[union-attr]

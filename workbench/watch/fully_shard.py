@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,16 +156,6 @@ class FullyShardUnits:
             self._free_grads(known)
             known.holds_full = known.in_backward = False
 
-    @contextmanager
-    def _within(self, known: _Watched) -> Iterator[None]:
-        """CollectiveWatch that begin in the body belong to a unit."""
-        before, self._collectives.unit = self._collectives.unit, known.index
-        try:
-            yield
-        finally:
-            self._collectives.unit = before
-            self._collectives.before_issue = self._collectives.after_wait = None
-
     # ---- forward
 
     def _pre_forward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -189,7 +178,7 @@ class FullyShardUnits:
             return original(group, *args, **kwargs)
         known = self._of(group)
         probe.event(Kind.UNSHARD, Edge.BEGIN, known.index)
-        with self._within(known):
+        with self._collectives.within(known.index):
             return original(group, *args, **kwargs)
 
     def _all_gather(self, original: Original, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -210,7 +199,7 @@ class FullyShardUnits:
         if not _torch.is_gathering(group):
             return original(group)
         known = self._of(group)
-        with self._within(known):
+        with self._collectives.within(known.index):
             result = original(group)
         self._hold_full(known)  # one rank gathers nothing
         probe.event(Kind.UNSHARD, Edge.END, known.index)
@@ -273,7 +262,7 @@ class FullyShardUnits:
             probe.event(Kind.BACKWARD, Edge.END, known.index)
         probe.phase(Phase.POST_BACKWARD)
         self._count_grads(group, known)
-        with self._within(known):
+        with self._collectives.within(known.index):
             result = original(group, *args, **kwargs)
         self._count_grads(group, known)
         return result
