@@ -223,6 +223,12 @@ def test_where_says_that_a_rank_failed_and_leaves_with_1(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0] == "ranks 0-1 failed: exit status 3"
 
 
+def test_a_recording_cannot_command_the_terminal(tmp_path, capsys):
+    record(tmp_path, end=RunEnd(t_ns=time.monotonic_ns(), reason="\x1b]0;mine\x07 \x9b2J \u202e é"))
+    assert cli.main(["where", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "ranks 0-1 failed: \ufffd]0;mine\ufffd \ufffd2J \ufffd é"
+
+
 def test_where_leaves_with_2_if_there_is_nothing_to_read(tmp_path, capsys):
     assert cli.main(["where", str(tmp_path / "none")]) == 2
     assert capsys.readouterr() == ("", f"cannot read {tmp_path}/none: No such file or directory\n")

@@ -157,7 +157,7 @@ def _view(args: argparse.Namespace) -> int:
 
     trace, notes = opened_with_notes(args.trace)
     for note in notes:
-        sys.stderr.write(f"note: {note}\n")
+        sys.stderr.write(f"note: {_printable(note)}\n")
     sys.stdout.write(f"{export(trace, args.out or Path(args.trace).resolve().name + '.html', args.steps)}\n")
     return 0
 
@@ -172,8 +172,13 @@ def _where(args: argparse.Namespace) -> int:
         why = f"cannot read {args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
         sys.stderr.write(f"{why}\n")
         return 2
-    sys.stdout.write(f"{report}\n")
+    sys.stdout.write(f"{_printable(str(report))}\n")
     return int(report.stands)
+
+
+def _printable(text: str) -> str:
+    """Return text of a file without control characters, through which it could command a terminal."""
+    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 _COMMANDS = {"demo": _demo, "doctor": _doctor, "view": _view, "where": _where}

@@ -378,6 +378,11 @@ def test_a_script_runs_as_by_python(run, tmp_path, capsys):
         ("import sys\nsys.exit('no data')", SystemExit, "exit: no data"),
         ("def f():\n    raise ValueError('bad')\n\nf()", ValueError, "ValueError: bad, at line 2 of {script}"),
         ("import json\n\njson.loads('{')", ValueError, "at line 3 of {script}"),
+        (
+            "raise ValueError('a\\n  b\\n' + 'x' * 9999)",
+            ValueError,
+            f"ValueError: a b {'x' * 496}, at line 1 of {{script}}",
+        ),
         ("raise KeyboardInterrupt", KeyboardInterrupt, "KeyboardInterrupt, at line 1 of {script}"),
         ("1 +", SyntaxError, "SyntaxError: invalid syntax (train.py, line 1)"),
     ],

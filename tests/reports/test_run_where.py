@@ -170,3 +170,13 @@ def test_the_table_has_a_row_for_each_rank():
         ("0", "runs", "7", "forward of blocks.2", "1.00 s"),
         ("1", "has announced nothing", "", "", ""),
     ]
+
+
+def test_in_a_notebook_the_text_is_escaped():
+    evil = "<img src=x onerror=alert(1)>"
+    found = report(alive(0, FORWARD, **quiet(evil)), notes=(evil,))
+    bundle = found._repr_mimebundle_(include=None, exclude=None)
+    assert bundle["text/plain"] == str(found)
+    assert evil in str(found)
+    assert "<img" not in bundle["text/html"]
+    assert "&lt;img" in bundle["text/html"]

@@ -18,6 +18,9 @@ from typing import NoReturn
 
 from workbench.record.launch import Place, place
 
+_MAX_REASON = 500
+"""Characters of an error's text that are recorded."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the script and record it; ends as the script ends."""
@@ -102,7 +105,8 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
         reason = "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
         raise
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ") + _line_of(error)
+        text = " ".join(str(error).split())[:_MAX_REASON]
+        reason = f"{type(error).__name__}: {text}".removesuffix(": ") + _line_of(error)
         raise
     finally:
         recording.end(reason)
