@@ -47,10 +47,10 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
         ("lab", "--port 9000"),
         ("doctor", "two ranks"),
         ("view", "a page that replays it in any browser"),
-        ("where", "The exit status is 1 if the run stands still, or a rank failed or was killed, and 2 if the folder"),
+        ("where", "The exit status is 1 if the run is stalled, or a rank failed or was killed, and 2 if the folder"),
     ],
 )
-def test_each_word_says_what_it_does(word, words, capsys):
+def test_each_subcommand_describes_itself(word, words, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main([word, "-h"])
     assert left.value.code == 0
@@ -124,7 +124,7 @@ def test_the_user_s_address_wins_and_a_folder_around_the_tour_needs_no_copy(tmp_
     assert cli.main(["lab", f"--notebook-dir={tmp_path}/missing"]) == 1
 
 
-def test_lab_copies_the_tour_of_a_wheel_once_and_says_so(tmp_path, monkeypatch, capsys):
+def test_lab_copies_the_tour_of_a_wheel_once_and_reports_it(tmp_path, monkeypatch, capsys):
     installed, here = tmp_path / "package", tmp_path / "here"
     for folder in (installed, here):
         folder.mkdir()
@@ -171,7 +171,7 @@ def test_a_missing_package_is_a_sentence(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("well", "code"), [(True, 0), (False, 1)])
-def test_doctor_exits_with_what_it_found(well, code, monkeypatch):
+def test_the_exit_status_of_doctor(well, code, monkeypatch):
     monkeypatch.setattr(doctor, "run", lambda: well)
     assert cli.main(["doctor"]) == code
 
@@ -203,18 +203,18 @@ def test_where_says_that_a_run_goes_on_and_leaves_with_0(tmp_path, capsys):
     assert cli.main(["where", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[:2] == [
-        "the run goes on, at step 1",
+        "the run continues, at step 1",
         "  rank  state  step  last event       ago",
     ]
     assert said.err == ""
 
 
-def test_where_says_that_a_run_stands_and_leaves_with_1(tmp_path, capsys):
+def test_where_says_that_a_run_is_stalled_and_leaves_with_1(tmp_path, capsys):
     record(tmp_path, ranks=[0], at_ns=time.monotonic_ns() - 3600 * 10**9)
     assert cli.main(["where", str(tmp_path)]) == 1
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "rank 0 has announced nothing for 1 h"
-    assert last == "  note: nothing can be shown of rank 1, of 2 ranks"
+    assert first == "rank 0 has recorded no event for 1 h"
+    assert last == "  note: no readable recording of rank 1, of 2 ranks"
 
 
 def test_where_says_that_a_rank_failed_and_leaves_with_1(tmp_path, capsys):
@@ -248,7 +248,7 @@ def test_view_writes_a_recording_as_a_page_and_says_what_it_lacks(tmp_path, monk
     assert cli.main(["view", "out"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("wrote out.html")
-    assert said.err == "note: nothing can be shown of rank 1, of 2 ranks\n"
+    assert said.err == "note: no readable recording of rank 1, of 2 ranks\n"
     assert "<title>out</title>" in (tmp_path / "out.html").read_text(encoding="utf-8")
 
 

@@ -398,7 +398,7 @@ def test_a_flipped_byte_ends_what_is_read_of_a_file_and_the_next_file_is_read(tm
         (b"", "it ends before its first frame"),
         (MAGIC[:5], "it ends before its first frame"),
         (MAGIC, "none of its files can be read"),
-        (b"PK\x03\x04 a trace file", "it does not start as a recording does"),
+        (b"PK\x03\x04 a trace file", "it does not start like a recording"),
         (MAGIC + frame(FrameKind.HEADER, b"{}"), "it does not say how the recording began"),
         (MAGIC + frame(FrameKind.START, b"\xff"), "a frame is not JSON"),
         (MAGIC + frame(FrameKind.START, b"[" * 100_000), "a frame is not JSON"),
@@ -439,7 +439,7 @@ def test_folders_pipes_and_files_of_other_names_beside_a_recording_are_no_files_
         "rank2.0000.rec is left out: it is not a file",
         "rank2.0001.rec is left out: it is not a file",
         "rank 2 is left out: none of its files can be read",
-        "nothing can be shown of ranks 1, 2, of 3 ranks",
+        "no readable recording of ranks 1, 2, of 3 ranks",
     )
 
 
@@ -448,7 +448,7 @@ def test_missing_ranks_are_counted(tmp_path):
     trace = Trace(replace(trace.header, world_size=65536), trace.ranks)
     write(tmp_path, trace, 0).close()
     assert read(tmp_path).notes == (
-        "nothing can be shown of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 65527 more, of 65536 ranks",
+        "no readable recording of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 65527 more, of 65536 ranks",
     )
     assert read(tmp_path).trace == trace
 
@@ -466,7 +466,7 @@ def test_a_file_of_another_run_or_rank_is_left_out(tmp_path):
         "rank0.0001.rec is left out: it is of another run than the files before it",
         "rank1.0000.rec is left out: its name says rank 1, its content rank 0",
         "rank 1 is left out: none of its files can be read",
-        "nothing can be shown of rank 1, of 2 ranks",
+        "no readable recording of rank 1, of 2 ranks",
     )
 
 
@@ -557,7 +557,7 @@ def test_rows_that_break_a_rule_are_refused_and_other_ranks_are_shown(tmp_path, 
     else:
         assert found.notes[0].startswith("rank 1 is left out: ")
         assert [part.rank for part in found.trace.ranks] == [0]
-        assert found.notes[1:] == ("nothing can be shown of rank 1, of 2 ranks",)
+        assert found.notes[1:] == ("no readable recording of rank 1, of 2 ranks",)
         (tmp_path / FIRST).unlink()
         with pytest.raises(TraceError, match="without the recording of a rank: rank 1 is left out: "):
             read(tmp_path)
@@ -764,7 +764,7 @@ def test_one_bound_alone_leaves_the_error_of_the_time_of_day(tmp_path):
 
 
 def test_collectives_that_contradict_each_other_give_the_middle_and_its_error(tmp_path):
-    """The clocks drift apart while the run goes on."""
+    """The clocks drift apart while the run continues."""
     trace = without_clocks(example_trace(num_ranks=2, num_units=3, steps=2))
     rows = trace.rank(1).rows.copy()
     rows["t_ns"] += np.linspace(0, 10**12, len(rows)).astype(np.int64)

@@ -2,7 +2,7 @@
 
 Start it as the script is started: by torchrun (``torchrun --nproc-per-node 8 -m workbench.record --out DIR train.py``),
 srun, mpirun or accelerate, or alone. Every rank writes its own files into DIR; nothing is asked of the network.
-``%fsdp open DIR`` shows them, also while the run goes on; so do ``workbench view DIR`` and ``workbench where DIR``.
+``%fsdp open DIR`` shows them, also while the run continues; so do ``workbench view DIR`` and ``workbench where DIR``.
 """
 
 from __future__ import annotations
