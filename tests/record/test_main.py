@@ -10,7 +10,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from workbench.watch._torch import HAS_HOOKS
+from workbench.watch._torch_private import HAS_HOOKS
 
 from tests.helpers.waiting import wait_until
 from workbench import Workbench, cli
