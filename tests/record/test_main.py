@@ -10,7 +10,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from workbench.watch._torch_private import HAS_HOOKS
 
 from tests.helpers.waiting import wait_until
 from workbench import Workbench, cli
@@ -20,6 +19,7 @@ from workbench.record import __main__ as record
 from workbench.reports.run_where import where
 from workbench.trace import check, steps
 from workbench.trace.read_recording import read
+from workbench.watch._torch_private import HAS_HOOKS
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 RECORD = (sys.executable, "-m", "workbench.record", "--out")
