@@ -51,8 +51,8 @@ def drawn_units(found, group, t_ns, num_units):
 
 def numbers(told, rank):
     """Return a rank's numbers at a moment."""
-    mine = next(shown for shown in told["ranks"] if rank in shown["ranks"])
-    return tuple(mine["bytes"]), mine["units"]
+    mine = next(shown for shown in told.ranks if rank in shown.ranks)
+    return tuple(mine.bytes), mine.units
 
 
 @settings(max_examples=60)
@@ -68,11 +68,11 @@ def test_at_every_event_in_the_window_what_is_drawn_is_what_the_numbers_say(draw
         times = known_ns(trace, rank)
         for seq in rows["seq"][(times >= begin_ns) & (times <= end_ns)].tolist():
             told = kept.at_row(trace, rank, seq)
-            mine = next(shown for shown in told["ranks"] if rank in shown["ranks"])
-            if mine["ranks"][0] == rank:  # otherwise another rank represents it, which may differ by ALIKE
+            mine = next(shown for shown in told.ranks if rank in shown.ranks)
+            if mine.ranks[0] == rank:  # otherwise another rank represents it, which may differ by ALIKE
                 drawn_there = (
-                    drawn_bytes(found, place, told["t_ns"]),
-                    drawn_units(found, place, told["t_ns"], num_units),
+                    drawn_bytes(found, place, told.t_us),
+                    drawn_units(found, place, told.t_us, num_units),
                 )
                 assert numbers(told, rank) == drawn_there
 
@@ -133,7 +133,7 @@ def test_a_moment_without_memory_rows_still_has_a_state():
     assert len(found.memory) == 1
     assert len(found.states) == len(trace.header.units)
     told = StateAt().at_row(trace, 0, int(rows["seq"][quiet]))
-    assert tuple(found.memory["num_bytes"][0].tolist()) == tuple(told["ranks"][0]["bytes"])
+    assert tuple(found.memory["num_bytes"][0].tolist()) == tuple(told.ranks[0].bytes)
 
 
 def test_of_ranks_that_the_trace_does_not_have_nothing_is_told():

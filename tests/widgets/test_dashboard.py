@@ -308,7 +308,7 @@ def test_views_are_told_once_where_the_word_moves_the_cursor(made):
     told = ask(widget)[0]["cursor"]
     assert told["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
     shown = StateAt().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # as in all other views
-    assert told["moment"]["ranks"] == encode(shown["ranks"])
+    assert told["moment"]["ranks"] == encode(shown.ranks)
     assert told["moment"]["rank"] == 0
     assert not ask(widget)[0]["has_moved"]
     assert ask(widget, view="b")[0]["cursor"] == told  # opened later

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from workbench.codec import sent_number
 from workbench.events import FlatPart, Param, Unit, unit_words
@@ -27,9 +26,9 @@ from workbench.live.messages import (
 from workbench.live.overview import breakpoints, said
 from workbench.replay import memory
 from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
-from workbench.replay.units import model_order
 from workbench.reports.clock_text import clock_words
 from workbench.reports.pause_results import row_of
+from workbench.reports.stop_positions import live_units
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, KeyFrame, RankInfo
@@ -84,19 +83,22 @@ def panel_state(number: int, live: LiveTrace, settings: Settings, known_units: S
 
 
 def _rank(pulse: ClusterSnapshot, fold: Fold, rank: int) -> RankState:
-    info = next((info for info in pulse.trace.header.ranks if info.rank == rank), None)
+    unknown = RankInfo(rank=rank, host="", device="", pid=0)
+    info = next((info for info in pulse.trace.header.ranks if info.rank == rank), unknown)
     is_recorded = any(r.rank == rank and r.end_seq for r in pulse.trace.ranks)
     folded = fold.rank(rank).memory if is_recorded else memory.start(KeyFrame())
     return RankState(
         rank=rank,
         health=pulse.states[rank],
         where=_where(pulse, rank),
-        **_place(info),
+        host=info.host,
+        device=info.device,
+        pid=info.pid,
         num_bytes=folded.bytes_by_category,
         in_use=memory.in_use(folded.bytes_by_category),
         peak_bytes=folded.peak_bytes,
         peak_bytes_by_class=folded.peak_bytes_by_category,
-        peak=fold.peak(rank)["text"] if is_recorded else "",
+        peak=memory.describe_peak(pulse.trace.header, fold.peak(rank)) if is_recorded else "",
     )
 
 
@@ -144,10 +146,6 @@ def _clocks(header: Header) -> tuple[ClockState, ...]:
     )
 
 
-def _place(info: RankInfo | None) -> dict[str, Any]:
-    return {"host": info.host, "device": info.device, "pid": info.pid} if info else {"host": "", "device": "", "pid": 0}
-
-
 def _where(pulse: ClusterSnapshot, rank: int) -> str:
     """Return where a rank is; for one that is gone, how it was lost."""
     health = pulse.states[rank]
@@ -162,8 +160,7 @@ def _where(pulse: ClusterSnapshot, rank: int) -> str:
 
 def units_of(header: Header) -> tuple[UnitInfo, ...]:
     """Return all units in use, from the top of each model."""
-    live = (header.units[index] for index in model_order(header))
-    return tuple(_unit(unit) for unit in live if unit.in_use)
+    return tuple(map(_unit, live_units(header)))
 
 
 def _unit(unit: Unit) -> UnitInfo:
