@@ -4,6 +4,7 @@ import inspect
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,12 +23,11 @@ from tests.panel.conftest import FakeComm
 from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
-from workbench.live.long_poll import MAX_VIEWS, LongPoll, mark
+from workbench.live.long_poll import IDLE_S, LongPoll, RateLimit, mark
 from workbench.live.messages import QUESTIONS, VERSION, VIEW_QUESTIONS, read_question
 from workbench.live.overview import health
 from workbench.live.packing import COLUMNS
-from workbench.live.rate_limit import IDLE_S, RateLimit
-from workbench.live.server import BUTTONS
+from workbench.live.server import BUTTONS, MAX_VIEWS
 from workbench.live.state_at import StateAt
 from workbench.magics.shell import register, unregister
 from workbench.panel.client import Client
@@ -427,15 +427,23 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
 
 def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something_a_moment_ago():
     told, states, now = [], ["running"], ClusterSnapshot(trace=Trace.empty())
+    looked = []
+
+    def look():
+        looked.append(states[-1])
+        return replace(now, record=looked[-1])
+
+    def answer():
+        return partial(told.append, looked[-1])
+
     waiting = LongPoll(
-        lambda: replace(now, record=states[-1]),
-        lambda _name, pulse: lambda: told.append(pulse.record),
+        look,
         clock=lambda: 5.0,  # stands still: a view's rest never ends
         asked=lambda: states[-1],
     )
-    waiting.ask("a")
+    waiting.ask("a", answer)
     wait_until(lambda: told == ["running"])
-    waiting.ask("a")
+    waiting.ask("a", answer)
     states.append("stopped")
     wait_until(lambda: told == ["running", "stopped"])
     waiting.close()
@@ -473,13 +481,16 @@ def test_what_ranks_were_asked_is_news_where_nothing_else_is():
     told, asked = [], [("stop",)]
     waiting = LongPoll(
         lambda: ClusterSnapshot(trace=Trace.empty()),
-        lambda _name, _pulse: lambda: told.append(asked[-1]),
         clock=lambda: 5.0,
         asked=lambda: asked[-1],
     )
-    waiting.ask("a")
+
+    def answer():
+        return lambda: told.append(asked[-1])
+
+    waiting.ask("a", answer)
     wait_until(lambda: told == [("stop",)])
-    waiting.ask("a")
+    waiting.ask("a", answer)
     asked.append(())
     wait_until(lambda: told == [("stop",), ()])
     waiting.close()

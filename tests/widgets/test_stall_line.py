@@ -47,7 +47,8 @@ def test_in_a_notebook_it_is_one_display_renewed_in_place_and_escaped(monkeypatc
         published.append(("display", bundle))
         return Handle()
 
-    monkeypatch.setattr("workbench.widgets.stall_line.in_notebook", lambda: True)
+    for module in ("progress", "stall_line"):
+        monkeypatch.setattr(f"workbench.widgets.{module}.in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", display)
     line = StallLine()
     line.update("in a < b")

@@ -7,10 +7,9 @@ import time
 from weakref import WeakKeyDictionary
 
 from workbench.live.fold import HISTORY_ROWS, Fold
-from workbench.live.long_poll import WatchedWorkbench
+from workbench.live.long_poll import LOOK_S, WatchedWorkbench
 from workbench.live.messages import KnobEffect
 from workbench.live.overview import PolicyEffect
-from workbench.live.rate_limit import LOOK_S
 from workbench.session.snapshot import ClusterSnapshot
 
 MAX_AGE_S = 0.9 * LOOK_S

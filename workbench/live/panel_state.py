@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from workbench.codec import sent_number
 from workbench.events import FlatPart, Param, Unit, unit_words
@@ -29,37 +27,18 @@ from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
 from workbench.reports.clock_text import clock_words
 from workbench.reports.pause_results import row_of
 from workbench.reports.stop_positions import live_units
-from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
+from workbench.session.snapshot import ActiveRequest, ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, KeyFrame, RankInfo
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How ranks are started: number, device and IPython profile (empty: none); and which exchange is in progress.
-
-    Attributes:
-        outlives: whether the rank processes existed before, and outlive the session.
-        held_by: name of another controller of the ranks; empty: none.
-        cores: number of cores that ranks started here share.
-    """
-
-    num_ranks: int
-    device: str
-    profile: str
-    exchange: Exchange = ""
-    outlives: bool = False
-    held_by: str = ""
-    cores: int = 1
-
-
-def panel_state(number: int, live: LiveTrace, settings: Settings, known_units: Sequence[UnitInfo] | None) -> State:
+def panel_state(number: int, live: LiveTrace, cluster: ClusterState, known_units: Sequence[UnitInfo] | None) -> State:
     """Return the state at the newest snapshot.
 
     Args:
         number: number of the question.
         live: the cluster's snapshot and the fold of its trace.
-        settings: how its ranks were started, or would be.
+        cluster: its settings, and how its ranks were started or would be.
         known_units: units as last sent to the caller; None: not sent yet.
     """
     with live.lock:
@@ -67,7 +46,13 @@ def panel_state(number: int, live: LiveTrace, settings: Settings, known_units: S
         trace, units = pulse.trace, units_of(pulse.trace.header)
         return State(
             number=number,
-            cluster=_cluster(pulse, settings),
+            cluster=replace(
+                cluster,
+                is_running=pulse.running,
+                waits_for=pulse.waits_for,
+                num_ranks=len(pulse.states) if pulse.running else cluster.num_ranks,
+                is_free=pulse.is_free,
+            ),
             ranks=tuple(_rank(pulse, live.fold, rank) for rank in sorted(pulse.states)),
             clocks=_clocks(trace.header),
             units=None if units == known_units else units,
@@ -119,23 +104,6 @@ def _training(fold: Fold) -> TrainingSummary:
         loss_step=found.loss_step,
         steps_per_s=1e9 / found.step_ns if found.step_ns else None,
         tokens_per_s=found.tokens_per_s,
-    )
-
-
-def _cluster(pulse: ClusterSnapshot, settings: Settings) -> ClusterState:
-    return ClusterState(
-        is_running=pulse.running,
-        exchange=settings.exchange,
-        waits_for=pulse.waits_for,
-        num_ranks=len(pulse.states) if pulse.running else settings.num_ranks,
-        device=settings.device,
-        profile=settings.profile,
-        host=socket.gethostname(),
-        kernel_pid=os.getpid(),
-        outlives=settings.outlives,
-        held_by=settings.held_by,
-        is_free=pulse.is_free,
-        cores=settings.cores,
     )
 
 

@@ -37,7 +37,6 @@ _BLOCK = 256  # rows whose latest time is kept
 _T = TypeVar("_T")
 _Kept = tuple[KeyFrame, bytes]  # and a key that is equal for ranks with the same history up to it
 _NEAR = 512  # rows searched for an event
-_IS_BESIDE = np.isin(np.arange(256), BESIDE)
 
 
 class StateAt:
@@ -261,8 +260,7 @@ def events_up_to(rows: Rows) -> Ints:
 def _event_at(rows: Rows, place: int) -> int:
     """Return the position of the last event up to ``place``; ``place`` itself if none is near."""
     first = max(place - _NEAR, 0)
-    events = np.flatnonzero(~_IS_BESIDE[rows["kind"][first : place + 1]])
-    return first + int(events[-1]) if len(events) else place
+    return first + int(events_up_to(rows[first : place + 1])[-1])
 
 
 def _event_beside(rows: Rows, place: int, by: int) -> int:

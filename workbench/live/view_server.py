@@ -13,6 +13,7 @@ from workbench.codec import encode
 from workbench.live.feed import Feed
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace
+from workbench.live.long_poll import BYTES_PER_S
 from workbench.live.messages import (
     AskAt,
     AskBeside,
@@ -29,7 +30,6 @@ from workbench.live.messages import (
 )
 from workbench.live.overview import breakpoints, health, said, slowest, status, whose
 from workbench.live.packing import pack, told_holds, told_open
-from workbench.live.rate_limit import BYTES_PER_S
 from workbench.live.window_detail import window
 from workbench.replay import memory
 from workbench.replay.clock_error import error_ns

@@ -86,9 +86,10 @@ def _spans(
         first, last = _rolled(rank_trace.rows, *moments.between(trace, rank, *between_ns))
         first_seq, until_seq = rank_trace.start.seq + first, rank_trace.start.seq + last
         reader = RankSpans(first_seq)
-        first_track = place * NUM_TRACKS
-        found = reader.take(rank_trace, header=trace.header, first_track=first_track, cuts=cuts, until_seq=until_seq)
-        parts += [found, reader.open] if until_seq < rank_trace.end_seq else [found]
+        parts.append(reader.take(rank_trace, header=trace.header, cuts=cuts, until_seq=until_seq))
+        if until_seq < rank_trace.end_seq:
+            parts[-1] = np.concatenate([parts[-1], reader.open])
+        parts[-1]["track"] += place * NUM_TRACKS
     every = np.concatenate(parts)
     begin_ns, end_ns = (cuts.shown_at(t_ns) for t_ns in between_ns)
     return every[(every["end_ns"] >= begin_ns) & (every["begin_ns"] <= end_ns)]
