@@ -16,11 +16,11 @@ from workbench.live.messages import BreakpointState, Costs, KnobEffect, RankHeal
 from workbench.live.state_at import StateAt
 from workbench.protocol.breakpoints import UNTIL
 from workbench.replay import memory
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind
 from workbench.reports.failures import RESTART, losses_in_words
-from workbench.reports.stop_positions import State, describe, unit_names
+from workbench.reports.stop_positions import StopGroup, describe, unit_names
 from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
@@ -52,11 +52,9 @@ _KNOBS: dict[str, Callable[[Unit], object]] = {
 def health(pulse: ClusterSnapshot) -> tuple[RankHealth, ...]:
     """Return the current state of the ranks, equal ones in one entry."""
     names = unit_names(pulse.trace.header)
-    groups: dict[tuple[State, str], list[int]] = {}
-    for rank, state in sorted(pulse.states.items()):
-        position = pulse.positions.get(rank)
-        held = position.held if position is not None and state == "held" else None
-        groups.setdefault((state, describe(held, names) if held is not None else ""), []).append(rank)
+    holds = StopGroup(positions=pulse.positions).holds
+    where = {r: describe(hold, names) for r, hold in holds.items() if pulse.states.get(r) == "held"}
+    groups = by_value((rank, (state, where.get(rank, ""))) for rank, state in sorted(pulse.states.items()))
     return tuple(
         RankHealth(label=label(ranks), ranks=tuple(ranks), state=state, where=where)
         for (state, where), ranks in groups.items()
@@ -192,12 +190,12 @@ def knobs(units: Iterable[Unit]) -> Knobs:
 
 def turned(before: Knobs, after: Knobs) -> str:
     """Say what changed between two results of :func:`knobs`; empty if nothing."""
-    found: dict[str, list[str]] = {}
-    for name, values in after.items():
-        for words, now in values.items():
-            was = before.get(name, values)[words]
-            if was != now:
-                found.setdefault(f"{words}: {_said(was)} \u2192 {_said(now)}", []).append(unit_words(name))
+    found = by_value(
+        (unit_words(name), f"{words}: {_said(was)} \u2192 {_said(now)}")
+        for name, values in after.items()
+        for words, now in values.items()
+        if (was := before.get(name, values)[words]) != now
+    )
     every = len(after)
     changes = [words if len(units) == every else f"{words} ({_some(units)})" for words, units in found.items()]
     if after.keys() != before.keys():

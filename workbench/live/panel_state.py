@@ -23,6 +23,7 @@ from workbench.live.messages import (
 )
 from workbench.live.overview import breakpoints, said
 from workbench.replay import memory
+from workbench.replay.grouping import by_value
 from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
 from workbench.reports.clock_text import clock_words
 from workbench.reports.pause_results import row_of
@@ -88,11 +89,8 @@ def _rank(pulse: ClusterSnapshot, fold: Fold, rank: int) -> RankState:
 
 
 def _unit_states(fold: Fold, units: Sequence[UnitInfo]) -> tuple[UnitStates, ...]:
-    groups: dict[str, list[int]] = {}
-    for rank_trace in fold.trace.ranks:
-        after = fold.rank(rank_trace.rank).units
-        digits = "".join(str(int(after[unit.index])) for unit in units)
-        groups.setdefault(digits, []).append(rank_trace.rank)
+    after = {rank_trace.rank: fold.rank(rank_trace.rank).units for rank_trace in fold.trace.ranks}
+    groups = by_value((r, "".join(str(int(found[unit.index])) for unit in units)) for r, found in after.items())
     return tuple(UnitStates(ranks=tuple(ranks), states=digits) for digits, ranks in groups.items())
 
 

@@ -8,7 +8,8 @@ from workbench.events import Kind, Unit, unit_words
 from workbench.live.messages import Model, Preview, RestPreview, SentPreview
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.collectives import closed_form, ring_bytes
-from workbench.replay.shards import AtRest, at_rest, shards, totals
+from workbench.replay.grouping import by_value
+from workbench.replay.shards import at_rest, shards, totals
 from workbench.trace.schema import Header
 
 
@@ -27,9 +28,7 @@ def preview(
     """
     header = Header(units=tuple(units), world_size=num_ranks)
     size = max((unit.shard_size for unit in units), default=1)
-    groups: dict[AtRest, list[int]] = {}
-    for rank in range(num_ranks):
-        groups.setdefault(at_rest(header, rank % size), []).append(rank)
+    groups = by_value((rank, at_rest(header, rank % size)) for rank in range(num_ranks))
     sent = _sent(header)
     in_units = totals(shards(header)).bytes_unsharded
     whole = next((model.num_bytes for model in models if model.name == name), in_units)
@@ -70,10 +69,5 @@ def _sent(header: Header) -> tuple[SentPreview, ...]:
 
 def models_of(by_rank: dict[int, tuple[ModelInfo, ...]]) -> tuple[Model, ...]:
     """Return the models of all ranks by name, each as on the first rank that has it."""
-    having: dict[str, list[int]] = {}
-    first: dict[str, ModelInfo] = {}
-    for rank, models in sorted(by_rank.items()):
-        for model in models:
-            having.setdefault(model.name, []).append(rank)
-            first.setdefault(model.name, model)
-    return tuple(Model(ranks=tuple(having[name]), **vars(first[name])) for name in sorted(first))
+    having = by_value(((rank, model), model.name) for rank, models in sorted(by_rank.items()) for model in models)
+    return tuple(Model(ranks=tuple(rank for rank, _ in own), **vars(own[0][1])) for _, own in sorted(having.items()))

@@ -33,7 +33,7 @@ from workbench.protocol.commands import (
 )
 from workbench.protocol.policy import policy_words
 from workbench.protocol.rank_messages import ModelInfo
-from workbench.replay.grouping import label, ranges
+from workbench.replay.grouping import by_value, label, ranges
 from workbench.replay.units import by_number, differing, listed, unmanaged_sentences
 from workbench.reports.clock_text import clock_words
 from workbench.reports.stop_positions import live_units
@@ -620,15 +620,7 @@ def _carried(optimizers: int) -> str:
 
 def _by_rank(values: Sequence[str]) -> str:
     """Return the texts with their ranks, equal ones once, without empty ones: ``"cpu on every rank"``."""
-    return "; ".join(f"{value} {_on(own, len(values))}" for value, own in _ranks_by(values).items() if value)
-
-
-def _ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ranks by text."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
+    return "; ".join(f"{value} {_on(own, len(values))}" for value, own in by_value(enumerate(values)).items() if value)
 
 
 # ---- from the ranks' replies to the report of a command
@@ -699,7 +691,7 @@ def _step(by_rank: Sequence[StepReply]) -> StepReport:
 
 def _unreduced(by_rank: Sequence[tuple[str, ...]]) -> str:
     """Return which units hold unreduced gradients, and what to do about it, as text; empty if none."""
-    ranks = {names: own for names, own in _ranks_by([listed(names) for names in by_rank]).items() if names}
+    ranks = {names: own for names, own in by_value(enumerate(map(listed, by_rank))).items() if names}
     if not ranks:
         return ""
     where = [f"gradients of {names} were not reduced {_on(own, len(by_rank))}" for names, own in ranks.items()]
