@@ -78,7 +78,7 @@ from workbench.reports.results import (
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
-from workbench.session.session import ClusterLike, Session, busy_sentence
+from workbench.session.session import Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import OnStanding, no_standing
 from workbench.session.trace_selectors import opened, side
@@ -179,7 +179,7 @@ class Workbench:
         profile: str | None = None,
         engines: str = "",
         interface: str = "",
-        cluster_factory: Callable[..., ClusterLike] = Cluster,
+        cluster_factory: Callable[..., Cluster] = Cluster,
         in_notebook: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.num_ranks = num_ranks
@@ -322,7 +322,7 @@ class Workbench:
             cluster.start(self._noting(on_wait))
             return self._take(cluster, "attached", begin)
 
-    def _take(self, cluster: ClusterLike, how: str, begin: float) -> StartReport:
+    def _take(self, cluster: Cluster, how: str, begin: float) -> StartReport:
         """Use a cluster that was just started or attached; return its report."""
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)

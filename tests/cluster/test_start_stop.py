@@ -189,7 +189,6 @@ def test_a_device_that_is_none_is_refused():
         lambda cluster: cluster.ask({}),
         lambda cluster: cluster.interrupt(),
         lambda cluster: cluster.rank_info,
-        lambda cluster: cluster.engine_ids,
     ],
 )
 def test_nothing_can_be_asked_before_the_start(use):

@@ -40,9 +40,8 @@ from workbench.live.messages import (
     read_question,
     refusal,
 )
-from workbench.live.panel_state import panel_state, params_of
+from workbench.live.panel_state import models_of, panel_state, params_of, preview
 from workbench.live.server import Views
-from workbench.live.shard_preview import models_of, preview
 from workbench.magics.command_lines import WORDS, help_text, parse_line
 from workbench.magics.display_output import emit
 from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Shard, Step, to_text

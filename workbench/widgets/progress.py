@@ -1,4 +1,4 @@
-"""Progress of a running command as one display that is updated in place.
+"""Progress of a running command or cell as one display that is updated in place.
 
 Plain HTML with inline styles and no script, so that it also renders in a saved notebook and on an exported page.
 Outside a notebook it is one line of text, updated in place on a terminal and written once elsewhere.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import html
 import sys
-from typing import Any, Literal, TextIO
+from collections.abc import Callable
+from typing import Any, Literal, TextIO, TypeVar
 
 from workbench.reports.step_progress import Progress
 from workbench.views.theme import ERROR_TEXT, format_duration, format_long, format_loss, plural
 
 State = Literal["running", "done", "failed"]
+
+_T = TypeVar("_T")
+_LINE_STYLE = "color:var(--jp-ui-font-color2, #757575);font-family:var(--jp-ui-font-family, sans-serif);font-size:13px"
 
 _COLOURS: dict[State, str] = {
     "running": "var(--jp-brand-color1, #1976d2)",
@@ -135,6 +139,40 @@ class ProgressDisplay(InPlaceDisplay):
         if page != self._shown:
             self._shown = page
             self._publish(page, text)
+
+
+class StallLine(InPlaceDisplay):
+    """A line below a silent cell about the ranks that still run it, from the first sentence on.
+
+    On a terminal it is cleared before the cell writes; elsewhere it is written once.
+    """
+
+    _is_written = False
+
+    def update(self, sentence: str) -> None:
+        """Show ``sentence``, plain text, instead of the last one; ``""`` clears the line."""
+        if sentence == self._shown:
+            return
+        self._shown = sentence
+        page = f'<div role="status" style="{_LINE_STYLE}">{html.escape(sentence)}</div>' if sentence else ""
+        self._publish(page, sentence)
+        if sentence and not (self._is_written or in_notebook() or self._stream.isatty()):
+            self._is_written = True
+            self._write(f"{sentence}\n")
+
+    def before(self, emit: Callable[[_T], None]) -> Callable[[_T], None]:
+        """Return ``emit`` wrapped to clear the line first, where it shares the stream with the cell's outputs."""
+
+        def give_way(output: _T) -> None:
+            if self._shown and not in_notebook():
+                self.update("")
+            emit(output)
+
+        return give_way
+
+    def close(self) -> None:
+        """Clear the line."""
+        self.update("")
 
 
 def in_notebook() -> bool:
