@@ -48,7 +48,7 @@ class Cart:
     word: ClassVar[str] = "cart"
     wheels: tuple[Wheel, ...]
     load: float | None = None
-    to: str = field(default="left", metadata=argument("which way", choices=("left", "right")))
+    to: str = argument("which way", default="left", choices=("left", "right"))
     cargo: Any = field(default=None, metadata={"typescript": "Cargo"})
 
 
