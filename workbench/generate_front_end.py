@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
+from workbench.codec import hints_of
 from workbench.devices import CHOICES
 from workbench.events import RANK_TRACKS, Category, Kind, UnitState
 from workbench.live import messages
@@ -179,7 +180,7 @@ def _reached(roots: Iterable[type]) -> list[type]:
             if kind not in found:
                 for base in _bases(kind):
                     visit(base)
-                for hint in _hints(kind).values():
+                for hint in hints_of(kind).values():
                     visit(hint)
                 found[kind] = None
         else:
@@ -197,7 +198,7 @@ def _interface(kind: Any, *, may_lack: bool) -> str:  # noqa: ANN401 - a datacla
     extends = f" extends {', '.join(map(_name, bases))}" if bases else ""
     word = getattr(kind, "word", "")
     members = [f"readonly word: {json.dumps(word)};"] if word else []
-    hints = _hints(kind)
+    hints = hints_of(kind)
     members += [
         _member(field, hints, may_lack=may_lack) for field in dataclasses.fields(kind) if field.name not in inherited
     ]
@@ -226,11 +227,6 @@ def _member(field: dataclasses.Field[Any], hints: Mapping[str, Any], *, may_lack
     choices = known.choices if known is not None else None
     type_ = field.metadata.get("typescript") or (_of_texts(choices) if choices else type_of(hints[field.name]))
     return f"readonly {field.name}{'?' if is_optional else ''}: {type_};"
-
-
-def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def type_of(kind: Any) -> str:  # noqa: ANN401 - a type

@@ -222,12 +222,9 @@ export interface Models extends PanelMessage {
   readonly text: string;
 }
 
-export interface RestPreview {
-  readonly ranks: readonly number[];
-  readonly params: number;
-  readonly grads: number;
-  readonly adam: number;
-}
+export interface AtRest { readonly params: number; readonly grads: number; readonly adam: number; }
+
+export interface RestPreview extends AtRest { readonly ranks: readonly number[]; }
 
 export interface SentPreview {
   readonly kind: string;

@@ -43,7 +43,6 @@ def is_gone(holder: ClusterOwner) -> bool:
 
 _CLIENT = "ipcontroller{}-client.json"
 _NEEDED = {"interface", "registration", "notification", "control", "signature_scheme"}
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)

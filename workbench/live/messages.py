@@ -47,6 +47,7 @@ from typing import Any, ClassVar, Literal, get_args
 from workbench.codec import NotFinite, decode_named
 from workbench.events import Kind, UnitState
 from workbench.protocol.rank_messages import ModelInfo
+from workbench.replay.shards import AtRest
 from workbench.reports.results import PastCommand
 from workbench.reports.stop_positions import State as Health
 from workbench.session.snapshot import Exchange, LastResult
@@ -584,20 +585,14 @@ class Models(PanelMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestPreview:
+class RestPreview(AtRest):
     """Bytes that ranks would hold between training steps with Adam.
 
     Attributes:
         ranks: ranks that would hold the same.
-        params: bytes of their shards, padding included.
-        grads: bytes of gradients.
-        adam: bytes of Adam's state.
     """
 
     ranks: tuple[int, ...]
-    params: int
-    grads: int
-    adam: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,7 +233,7 @@ def preview(
         bytes_unsharded=whole,
         bytes_ignored=ignored,
         at_rest=tuple(
-            RestPreview(ranks=tuple(ranks), params=held.params + ignored, grads=held.grads, adam=held.adam)
+            RestPreview(ranks=tuple(ranks), **vars(replace(held, params=held.params + ignored)))
             for held, ranks in groups.items()
         ),
         sent=sent,

@@ -60,6 +60,7 @@ from workbench.protocol.policy import (
 
 R_co = TypeVar("R_co", covariant=True)
 C = TypeVar("C", bound="Command")
+F = TypeVar("F", bound=Callable[..., Any])
 Q = TypeVar("Q", bound="RankRequest[Any]")
 
 NEXT = ("event", "collective", "unit", "phase")
@@ -97,6 +98,16 @@ def summary(command: type[Command]) -> str:
     """Return the first line of a command's docstring."""
     first = (command.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     return first[:1].lower() + first[1:]
+
+
+def registered(table: dict[type[Command], Any], command: type[Command]) -> Callable[[F], F]:
+    """Return a decorator that enters a function into ``table`` as the one for ``command``."""
+
+    def note(function: F) -> F:
+        table[command] = function
+        return function
+
+    return note
 
 
 class RankRequest(Generic[R_co]):

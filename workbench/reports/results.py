@@ -30,6 +30,7 @@ from workbench.protocol.commands import (
     UnshardReply,
     Verify,
     VerifyReply,
+    registered,
 )
 from workbench.protocol.policy import policy_words
 from workbench.protocol.rank_messages import ModelInfo
@@ -633,12 +634,7 @@ SAYS: dict[type[Command], Saying] = {}
 
 def says(command: type[Command]) -> Callable[[Saying], Saying]:
     """Register the decorated function as the report maker of ``command``."""
-
-    def note(saying: Saying) -> Saying:
-        SAYS[command] = saying
-        return saying
-
-    return note
+    return registered(SAYS, command)
 
 
 @says(Shard)
