@@ -318,7 +318,7 @@ def test_a_loss_that_is_no_number_is_written_as_the_panel_does(losses, said):
     ],
 )
 def test_verify_says_on_which_ranks_as_step_does(buffers, since, said):
-    same = {"params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
+    same = {"num_params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
     report = SAYS[Verify](
         [
             VerifyReply(

@@ -258,7 +258,7 @@ def test_a_step_is_that_of_an_unsharded_copy_and_training_goes_on_as_if_there_wa
         run(num_ranks, verified, POLICIES[name], True), run(num_ranks, verified, POLICIES[name], False), strict=True
     ):
         assert with_it["verify"]["ok"], with_it["verify"]
-        assert with_it["verify"]["params"] == 21
+        assert with_it["verify"]["num_params"] == 21
         assert with_it["losses"] == without["losses"]
 
 
@@ -581,7 +581,7 @@ def test_what_tensor_parallelism_has_split_is_verified_and_said_to_be_a_part(ori
     for losses, verified, (weight, flat), model, unit in run(4, in_parallel, orig_params):
         assert losses[3] < losses[2] < losses[0]
         assert verified["ok"], verified
-        assert verified["params"] == 12
+        assert verified["num_params"] == 12
         assert (weight.global_shape, weight.shard.of_rows) == ((24, 8), 12 * 8)
         assert flat.global_shape == (whole,)
         assert flat.shard.values.shape == (own // 2,)

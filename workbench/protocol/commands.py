@@ -389,8 +389,8 @@ class UnmanagedState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardReply:
-    """A model after sharding, on one rank.
+class ModelSharding:
+    """A model after sharding.
 
     Attributes:
         model: its name on the ranks.
@@ -398,12 +398,8 @@ class ShardReply:
         num_params: parameters (tensors).
         num_elements: elements of all parameters.
         bytes_unsharded: bytes of the whole model.
-        bytes_at_rest: bytes of parameters that the rank keeps between steps, padding included.
         policy: a phrase for each non-default property of how units are sharded and computed.
-        optimizers: number of optimizers that use its parameters.
-        unmanaged: state that the engine does not manage.
         chosen: classes that were wrapped because the command named none; None if it named some.
-        is_changed: whether the command changed anything.
     """
 
     model: str
@@ -411,11 +407,24 @@ class ShardReply:
     num_params: int
     num_elements: int
     bytes_unsharded: int
+    policy: tuple[str, ...] = ()
+    chosen: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardReply(ModelSharding):
+    """A model after sharding, on one rank.
+
+    Attributes:
+        bytes_at_rest: bytes of parameters that the rank keeps between steps, padding included.
+        optimizers: number of optimizers that use its parameters.
+        unmanaged: state that the engine does not manage.
+        is_changed: whether the command changed anything.
+    """
+
     bytes_at_rest: int
-    policy: tuple[str, ...]
     optimizers: int
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
-    chosen: tuple[str, ...] | None = None
     is_changed: bool = True
 
 
@@ -728,11 +737,11 @@ class Back(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReply:
-    """A sharded step compared with the same step of an unsharded copy, on one rank.
+class StepComparison:
+    """A sharded step compared with the same step of an unsharded copy.
 
     Attributes:
-        params: number of parameters compared.
+        num_params: number of parameters compared.
         max_abs_diff: largest absolute difference of any element.
         max_rel_diff: largest relative difference.
         worst_param: the parameter with the largest absolute difference.
@@ -741,12 +750,9 @@ class VerifyReply:
         tolerance: the tolerance, in words.
         loss_sharded, loss_reference: the losses of both steps; None: they have none.
         not_finite: parameters with NaN or infinity in both, at the same positions.
-        buffers_not_finite: buffers of this rank with NaN or infinity before the step.
-        since: first step of the current run of steps whose loss was not finite on this rank; None: the last was finite.
-        unmanaged: state that the engine does not manage, before the step.
     """
 
-    params: int
+    num_params: int
     max_abs_diff: float
     max_rel_diff: float
     worst_param: str
@@ -756,6 +762,18 @@ class VerifyReply:
     loss_sharded: float | None
     loss_reference: float | None
     not_finite: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReply(StepComparison):
+    """The comparison on one rank.
+
+    Attributes:
+        buffers_not_finite: buffers of this rank with NaN or infinity before the step.
+        since: first step of the current run of steps whose loss was not finite on this rank; None: the last was finite.
+        unmanaged: state that the engine does not manage, before the step.
+    """
+
     buffers_not_finite: tuple[str, ...] = ()
     since: int | None = None
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)

@@ -20,10 +20,12 @@ from typing import Any, Literal
 from workbench.events import Unit
 from workbench.protocol.commands import (
     Command,
+    ModelSharding,
     Reshard,
     Shard,
     ShardReply,
     Step,
+    StepComparison,
     StepReply,
     UnmanagedState,
     Unshard,
@@ -258,30 +260,16 @@ class StatusReport(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardReport(Report):
+class ShardReport(ModelSharding, Report):
     """A model was sharded.
 
     Attributes:
-        model: its name on the ranks.
-        units: names of its units, root ``""`` included.
-        num_params: parameters (tensors).
-        num_elements: elements of all parameters.
-        bytes_unsharded: bytes of the whole model.
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
-        policy: how they are stored and computed, a phrase each; empty for the default.
         notes: what is probably unintended, and what to do, a sentence each.
-        chosen: classes that were wrapped because the command named none; None if it named some.
     """
 
-    model: str
-    units: tuple[str, ...]
-    num_params: int
-    num_elements: int
-    bytes_unsharded: int
     bytes_at_rest: tuple[int, ...]
-    policy: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    chosen: tuple[str, ...] | None = None
 
     @property
     def headline(self) -> str:
@@ -396,35 +384,15 @@ class StepReport(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport(Report):
-    """One sharded step compared with the same step of an unsharded copy.
+class VerifyReport(StepComparison, Report):
+    """The comparison over all ranks: the largest differences, and the mean losses.
 
     Attributes:
-        num_params: parameters compared.
-        max_abs_diff: largest absolute difference of any element, on any rank.
-        max_rel_diff: largest relative difference.
-        worst_param: the parameter with the largest absolute difference.
-        loss_sharded: mean over ranks.
-        loss_reference: of the unsharded copy, mean over ranks.
-        equal_bits: parameters that are equal bit by bit.
-        ok: whether all differences are within the tolerance.
-        tolerance: the tolerance, as text.
-        not_finite: parameters that hold NaN or infinity in both.
         buffers: buffers that hold NaN or infinity, and on which ranks, as text; empty if none.
         since: since which step the loss is not finite, and on which ranks first, as text; empty if it is finite.
         notes: what is probably unintended, and what to do, a sentence each.
     """
 
-    num_params: int
-    max_abs_diff: float
-    max_rel_diff: float
-    worst_param: str
-    loss_sharded: float | None
-    loss_reference: float | None
-    equal_bits: int
-    ok: bool
-    tolerance: str
-    not_finite: tuple[str, ...] = ()
     buffers: str = ""
     since: str = ""
     notes: tuple[str, ...] = ()
@@ -732,7 +700,7 @@ def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ..
 def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
     worst = max(by_rank, key=lambda verified: verified.max_abs_diff)
     return VerifyReport(
-        num_params=worst.params,
+        num_params=worst.num_params,
         max_abs_diff=worst.max_abs_diff,
         max_rel_diff=max(verified.max_rel_diff for verified in by_rank),
         worst_param=worst.worst_param,
