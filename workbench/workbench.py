@@ -800,8 +800,7 @@ class Workbench:
         if when is not None:
             Condition.parse(when, rank)
         added = session.breakpoints.add(kind, unit, rank=rank, when=when)
-        session.push_breakpoints()
-        return BreakReport(breakpoints=session.stops(), said=f"breakpoint {added.id}: {added}")
+        return self._changed_breakpoints(f"breakpoint {added.id}: {added}")
 
     def break_list(self) -> BreakReport:
         """Return the breakpoints."""
@@ -813,11 +812,8 @@ class Workbench:
         Raises:
             UsageError: there is no such breakpoint.
         """
-        session = self._started()
-        count = session.breakpoints.clear(id)
-        session.push_breakpoints()
-        said = f"removed {plural(count, 'breakpoint')}" if count else ""
-        return BreakReport(breakpoints=session.stops(), said=said)
+        count = self._started().breakpoints.clear(id)
+        return self._changed_breakpoints(f"removed {plural(count, 'breakpoint')}" if count else "")
 
     def break_on(self, id: int | None = None) -> BreakReport:
         """Turn the breakpoint ``id`` on again, or all.
@@ -836,10 +832,14 @@ class Workbench:
         return self._switch(id, is_on=False)
 
     def _switch(self, id: int | None, *, is_on: bool) -> BreakReport:
+        count = self._started().breakpoints.switch(id, is_on=is_on)
+        return self._changed_breakpoints(
+            f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
+        )
+
+    def _changed_breakpoints(self, said: str) -> BreakReport:
         session = self._started()
-        count = session.breakpoints.switch(id, is_on=is_on)
         session.push_breakpoints()
-        said = f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
         return BreakReport(breakpoints=session.stops(), said=said)
 
     def units(self) -> list[str]:
@@ -908,11 +908,11 @@ class Workbench:
 
     def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
         """Return a widget that shows the ranks live, with buttons to stop inside a step."""
-        return importlib.import_module("workbench.widgets.dashboard").dashboard(self)
+        return importlib.import_module("workbench.widgets.dashboard").DashboardWidget(self)
 
     def canvas(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
         """Return a dashboard with only the timeline: the whole run, to pan and zoom, growing while ranks train."""
-        return importlib.import_module("workbench.widgets.dashboard").dashboard(self, panels=("timeline",))
+        return importlib.import_module("workbench.widgets.dashboard").DashboardWidget(self, panels=("timeline",))
 
     def layout(self, **options: object) -> go.Figure:
         """Return the figure of each parameter's rows on each rank."""

@@ -39,7 +39,7 @@ from workbench.session.snapshot import ClusterSnapshot, pulse
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import ClockReading, HostClock
 from workbench.views import draw
-from workbench.widgets.dashboard import DashboardWidget, dashboard
+from workbench.widgets.dashboard import DashboardWidget
 from workbench.workbench import Workbench
 
 RUNNING = Position(doing="step", place=StepPosition(1, 0))
@@ -750,7 +750,7 @@ def test_the_word_and_the_method_give_a_dashboard():
 
 def test_several_dashboards_of_one_workbench_are_independent():
     workbench = Pretender()
-    first, second = dashboard(workbench), dashboard(workbench)
+    first, second = DashboardWidget(workbench), DashboardWidget(workbench)
     first.close()
     assert second.comm is not None
     second.close()

@@ -72,8 +72,7 @@ FREE = "These ranks are free now. To take them: %fsdp attach."
 def said(pulse: ClusterSnapshot) -> str:
     """Return a sentence about what is shown, or what to do first; empty while ranks train."""
     if pulse.exchange == "start":
-        words = pulse.waits_for or "starting or attaching ranks"
-        return f"{words[:1].upper()}{words[1:]}."
+        return f"{theme.begun(pulse.waits_for or 'starting or attaching ranks')}."
     if pulse.exchange == "stop":
         return "The ranks are stopping; the trace is kept."
     if pulse.is_free:

@@ -107,8 +107,4 @@ def join_names(names: Sequence[str]) -> str:
     if len({pattern(name) for name in names}) != 1:
         raise ValueError(f"expected names that differ in their numbers only, got {', '.join(names) or 'none'}")
     columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(_join_parts(parts) for parts in columns)
-
-
-def _join_parts(parts: tuple[str, ...]) -> str:
-    return parts[0] if len(set(parts)) == 1 else ranges(int(part) for part in parts).replace(" ", "")
+    return ".".join(parts[0] if len(set(parts)) == 1 else ranges(map(int, parts)).replace(" ", "") for parts in columns)

@@ -87,7 +87,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
     wanted = {each.index for each in meant(trace.header.units, unit)}
     chosen = window(trace, step, 2 if step is None else 1)
     if chosen.last < 0:
-        return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
+        return theme.empty(theme.NO_STEP)
     shown, rows, clock = _rows(trace, chosen)
     rows = tuple(row for row in rows if unit is None or row.unit in wanted)
     if not rows:
@@ -249,7 +249,7 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         *unmanaged_notes(header),
         f"{theme.plural(num_left_out, 'more row')} not drawn: select units with --unit NAME" if num_left_out else "",
     ]
-    return " · ".join(sentence for sentence in sentences if sentence)
+    return theme.joined(sentences)
 
 
 def _carriers(header: Header, rows: Sequence[Comparison]) -> str:

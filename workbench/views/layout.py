@@ -173,7 +173,7 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
         _in_training(header),
         f"{theme.plural(num_left_out, 'small parameter')} not drawn" if num_left_out else "",
     ]
-    return " · ".join(sentence for sentence in sentences if sentence)
+    return theme.joined(sentences)
 
 
 def _flat(total: Totals) -> str:
