@@ -8,12 +8,13 @@ same key frames, so the picture agrees with those numbers at any time of the win
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import MOVES
-from workbench.live.feed import Increment, memory_of, shown_part, states_of
+from workbench.live.feed import Increment, memory_of, states_of
 from workbench.live.live_spans import NUM_TRACKS, SPAN_DTYPE, RankSpans, thinned
 from workbench.live.live_steps import LEARNED_DTYPE
 from workbench.live.state_at import StateAt
@@ -55,10 +56,9 @@ def window(
     """
     recorded = {rank_trace.rank for rank_trace in trace.ranks if len(rank_trace.rows)}
     told = groups if recorded.issuperset(group[0] for group in groups) else ()  # else the next feed restarts the view
-    parts = [
-        shown_part(moments.part(trace, group[0], begin_ns, end_ns), cuts or Cuts(), is_first=True) for group in told
-    ]
-    limit = None if all(_is_few(new.part) for new in parts) else MOST * len(parts)
+    found = [moments.part(trace, group[0], begin_ns, end_ns) for group in told]
+    parts = [(replace(part, rows=(cuts or Cuts()).rows(part.rows)), True) for part in found]
+    limit = None if all(map(_is_few, found)) else MOST * len(parts)
     told_memory, all_memory = memory_of(parts, limit)
     told_states, all_states = states_of(parts, len(trace.header.units), limit)
     every = _spans(trace, moments, ranks if recorded.issuperset(ranks) else (), (begin_ns, end_ns), cuts or Cuts())
