@@ -107,7 +107,7 @@ class ViewServer:
         from_us, to_us = float(question.from_us), float(question.to_us)
         begin_ns, end_ns = self._true_ns(from_us), self._true_ns(to_us)
         fold = self._fold
-        found = window(trace, fold.moments, fold.groups, begin_ns, end_ns, fold.cuts, fold.drawn)
+        found = window(fold, begin_ns, end_ns)
         counts, buffer = pack(found, fold.origin_ns)
         number = question.number
         return WindowDetail(number=number, from_us=from_us, to_us=to_us, exact=found.is_exact, counts=counts), [buffer]
