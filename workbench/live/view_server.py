@@ -96,19 +96,17 @@ class ViewServer:
             case AskFeed():
                 return self._news(pulse, clock)
             case AskWindow():
-                return self._window(trace, question)
+                return self._window(question)
             case AskAt():
                 moment = self._at(trace, self._true_ns(question.t_us))
             case AskBeside():
                 moment = self._fold.moments.beside(trace, question.rank, question.seq, question.by)
         return MomentReply(number=question.number, moment=moment), []
 
-    def _window(self, trace: Trace, question: AskWindow) -> tuple[WindowDetail, list[bytes]]:
+    def _window(self, question: AskWindow) -> tuple[WindowDetail, list[bytes]]:
         from_us, to_us = float(question.from_us), float(question.to_us)
-        begin_ns, end_ns = self._true_ns(from_us), self._true_ns(to_us)
-        fold = self._fold
-        found = window(fold, begin_ns, end_ns)
-        counts, buffer = pack(found, fold.origin_ns)
+        found = window(self._fold, self._true_ns(from_us), self._true_ns(to_us))
+        counts, buffer = pack(found, self._fold.origin_ns)
         number = question.number
         return WindowDetail(number=number, from_us=from_us, to_us=to_us, exact=found.is_exact, counts=counts), [buffer]
 
