@@ -81,7 +81,7 @@ from workbench.session.request import OnProgress, RequestListener, no_output, no
 from workbench.session.session import Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import OnStanding, no_standing
-from workbench.session.trace_selectors import opened, side
+from workbench.session.trace_selectors import opened_with_notes, side
 from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
@@ -207,7 +207,7 @@ class Workbench:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a workbench that shows a trace file, without ranks. Errors as :meth:`load`."""
+        """Return a workbench that shows a trace file or a recording's folder, without ranks. Errors as :meth:`load`."""
         workbench = cls()
         workbench.load(path)
         return workbench
@@ -451,7 +451,9 @@ class Workbench:
         return note
 
     def load(self, path: str | os.PathLike[str]) -> OpenReport:
-        """Show a trace file (``%fsdp open``) instead of the ranks' trace; ranks that are all lost are stopped.
+        """Show a trace file, or a recording's folder (``%fsdp open``), instead of the ranks' trace.
+
+        Ranks that are all lost are stopped.
 
         Views, the dashboard, ``compare``, ``export`` and ``back`` work on it as on the trace of live ranks.
 
@@ -460,7 +462,7 @@ class Workbench:
         """
         with self._exchanging("open"):
             self._check_replaceable("%fsdp open", " To view the file without stopping them: Workbench.open(path).")
-            trace = opened(path)
+            trace, notes = opened_with_notes(path)
             self.stop()
             self._last, self.record, self._is_new = ClusterSnapshot(trace=trace), Path(path).name, False
             self._show_newest()
@@ -470,6 +472,7 @@ class Workbench:
             steps=tuple(steps(trace)),
             models=sharded_models(trace.header),
             num_rows=trace.num_rows,
+            notes=notes,
         )
 
     def _show_newest(self) -> None:

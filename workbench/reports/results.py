@@ -465,6 +465,7 @@ class OpenReport(Report):
         steps: numbers of the training steps in it.
         models: the sharded models.
         num_rows: rows, all ranks together.
+        notes: what a recording lacks, as sentences.
     """
 
     name: str
@@ -472,6 +473,7 @@ class OpenReport(Report):
     steps: tuple[int, ...]
     models: tuple[ShardedModel, ...]
     num_rows: int
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -483,6 +485,7 @@ class OpenReport(Report):
         """Return the steps, the sharded models, and the commands that draw the trace."""
         found = [("steps", ranges(self.steps))] if self.steps else []
         found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
+        found += [("note", note) for note in self.notes]
         return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]
 
 
