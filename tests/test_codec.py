@@ -52,18 +52,18 @@ def sent(value):
 
 
 @pytest.mark.parametrize("house", [FULL, House(named={}, counted={}, number=3, pet=Cat(1))])
-def test_what_is_sent_comes(house):
+def test_encoding_round_trips(house):
     data, buffers = sent(house)
     assert decode(House, data, "house", buffers) == house
 
 
-def test_what_has_a_word_bears_it():
+def test_messages_with_a_word_contain_it():
     assert encode(Dog(("sit",))) == {"word": "dog", "tricks": ["sit"]}
     assert decode_named({"dog": Dog, "cat": Cat}, {"word": "cat", "lives": 9}, "animal") == Cat(9)
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"pet": {"word": "cow"}}, "unknown house.pet 'cow'; known: cat, dog"),
         ({"pet": {"word": "cat", "lives": True}}, "house.pet 'cat'.lives is True, expected int"),
@@ -83,14 +83,14 @@ def test_what_has_a_word_bears_it():
         ({"door": 1}, "house has unknown ['door']"),
     ],
 )
-def test_what_is_not_as_it_should_be_is_named(changed, says):
+def test_invalid_data_is_named(changed, message):
     data, buffers = sent(FULL)
     with pytest.raises(CodecError) as caught:
         decode(House, data | changed, "house", buffers)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_what_is_long_is_cut():
+def test_long_values_are_truncated():
     with pytest.raises(CodecError) as caught:
         decode(Cat, {"word": "cat", "lives": "9" * 10**6}, "cat")
     assert len(str(caught.value)) < 200
@@ -106,6 +106,6 @@ def test_a_text_of_one_of_two_literals_arrives(size):
     assert decode(Box, encode(Box(size)), "box") == Box(size)
 
 
-def test_a_text_of_none_of_two_literals_is_refused():
+def test_a_text_outside_of_two_literals_is_refused():
     with pytest.raises(CodecError, match=r"box.size is 'huge', expected one of"):
         decode(Box, {"size": "huge"}, "box")

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from workbench import __version__
-from workbench.errors import UsageError, WorkbenchError
+from workbench.errors import TraceError, UsageError, WorkbenchError
 from workbench.ports import LOOPBACK
 
 TOUR = "01_tour.ipynb"
@@ -27,7 +27,7 @@ _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of ju
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a run that stands, 2: wrong usage."""
+    """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a run that stands still, 2: wrong usage."""
     parser, parser_of = _parsers()
     args, rest = parser.parse_known_args(argv)
     if rest and args.word != "lab":
@@ -87,7 +87,7 @@ _VIEW = "Write a trace file, or the recording in a folder, as a page that replay
 _WHERE = """\
 Say where the ranks of a recorded run are, which collective they wait for, and which rank has not begun it. The folder
 is that of python -m workbench.record --out FOLDER; the run may go on meanwhile, on other hosts. The exit status is 1 if
-the run stands still, or a rank failed or was killed."""
+the run stands still, or a rank failed or was killed, and 2 if the folder cannot be read."""
 _DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
 
 
@@ -168,8 +168,10 @@ def _where(args: argparse.Namespace) -> int:
 
     try:
         report = where(read(Path(args.folder)), time.time_ns())
-    except OSError as error:
-        raise UsageError(f"cannot read {args.folder}: {error.strerror}") from error
+    except (OSError, TraceError) as error:
+        why = f"cannot read {args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        sys.stderr.write(f"{why}\n")
+        return 2
     sys.stdout.write(f"{report}\n")
     return int(report.stands)
 

@@ -840,10 +840,10 @@ class Workbench:
             f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
         )
 
-    def _changed_breakpoints(self, said: str) -> BreakReport:
+    def _changed_breakpoints(self, change: str) -> BreakReport:
         session = self._started()
         session.push_breakpoints()
-        return BreakReport(breakpoints=session.stops(), said=said)
+        return BreakReport(breakpoints=session.stops(), change=change)
 
     def units(self) -> list[str]:
         """Return the names of all units, including ``""`` for a root."""
@@ -884,7 +884,7 @@ class Workbench:
             found, cursor=self.cursor, record=self.record, exchange=self.exchange, waits_for=self._waits_for
         )
 
-    def asked(self) -> tuple[object, ...]:
+    def activity(self) -> tuple[object, ...]:
         """Return a value that changes when ranks start, get a request, stop, continue or end; contacts no rank."""
         return self.exchange, self._waits_for, *(() if self._session is None else self._session.request_state())
 
@@ -993,7 +993,7 @@ class Workbench:
         methods = {name: inspect.getdoc(member) or "" for name, member in inspect.getmembers(type(self), callable)}
         public = {name: text for name, text in methods.items() if text and not name.startswith("_")}
         if topic and topic not in public:
-            raise UsageError(f"there is no method {topic!r}; there are: {', '.join(public)}")
+            raise UsageError(f"there is no method {topic!r}; methods: {', '.join(public)}")
         return public[topic] if topic else "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in public.items())
 
 

@@ -17,7 +17,7 @@ class FakeWire:
         self.answer = exchange
 
 
-def test_a_rank_whose_answer_is_here_is_not_busy_even_if_nobody_has_noted_it_yet(monkeypatch):
+def test_a_rank_whose_reply_has_arrived_is_not_busy(monkeypatch):
     monkeypatch.setattr(
         Channels, "_dismiss", lambda *_: None
     )  # the thread that received the answer does this a moment later
@@ -30,7 +30,7 @@ def test_a_rank_whose_answer_is_here_is_not_busy_even_if_nobody_has_noted_it_yet
     assert not channels.is_busy(0)
 
 
-class Numbering:
+class UnlockedWire:
     """A wire that two threads must not use at once: a session numbers its messages without a lock."""
 
     channels = None
@@ -64,6 +64,6 @@ class Numbering:
     ids=["call", "cell", "ask", "interrupt"],
 )
 def test_one_at_a_time_sends(send):
-    wire = Numbering()
+    wire = UnlockedWire()
     wire.channels = Channels(wire, ["engine"])
     send(wire.channels)

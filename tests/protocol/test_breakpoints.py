@@ -30,12 +30,12 @@ UNITS = ["blocks.0", "blocks.1", "head", ""]
         ("forward.begin:blocks.?", ("forward.begin", "blocks.?")),
     ],
 )
-def test_what_a_person_writes(text, expected):
+def test_typed_events(text, expected):
     assert parse_event(text, UNITS) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "units", "says"),
+    ("text", "units", "message"),
     [
         ("all_gahter", UNITS, "there is no event 'all_gahter'; the events, nearest first: all_gather, "),
         ("", UNITS, "there is no event ''"),
@@ -47,10 +47,10 @@ def test_what_a_person_writes(text, expected):
         ("forward:x", [f"blocks.{i}" for i in range(20)], "... 8 more"),
     ],
 )
-def test_what_is_not_there_says_what_is(text, units, says):
+def test_missing_events_and_units_list_the_nearest(text, units, message):
     with pytest.raises(UsageError) as caught:
         parse_event(text, units)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @given(st.sampled_from(SPANS), st.sampled_from(("", *EDGES)), st.sampled_from(UNITS[:-1]))
@@ -70,7 +70,7 @@ def test_conditions(when):
 
 
 @pytest.mark.parametrize(
-    ("when", "says"),
+    ("when", "message"),
     [
         ("num_bytes >", "a Python expression such as"),
         ("print(1)", "no Call"),
@@ -92,10 +92,10 @@ def test_conditions(when):
         ("", "a Python expression such as"),
     ],
 )
-def test_conditions_that_are_none(when, says):
+def test_invalid_conditions(when, message):
     with pytest.raises(UsageError) as caught:
         Condition.parse(when, None)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 EVENT = {
@@ -131,7 +131,7 @@ OPERATORS = st.sampled_from(
 
 
 @given(st.lists(st.tuples(OPERATORS, OPERANDS), max_size=3), OPERANDS, st.sampled_from(["", "not ", "-", "~"]))
-def test_what_is_not_refused_can_be_asked_of_every_event(more, first, before):
+def test_an_accepted_condition_can_be_evaluated_at_every_event(more, first, before):
     when = before + " ".join([first, *(f"{operator} {operand}" for operator, operand in more)])
     with warnings.catch_warnings(action="ignore"):  # Python's own, about the comparison
         try:
@@ -141,11 +141,11 @@ def test_what_is_not_refused_can_be_asked_of_every_event(more, first, before):
         assert condition.holds(EVENT) in {True, False}
 
 
-def test_a_condition_may_look_at_the_rank_where_one_rank_stops():
+def test_a_condition_may_use_the_rank_if_one_rank_stops():
     Condition.parse("rank == 1", 1)
     for name in FIELDS:
         Condition.parse(f"{name} == 1", 0)
 
 
 def test_the_nearest_comes_first():
-    assert nearest("scatter", EVENTS)[0] == "reduce_scatter"
+    assert nearest("reducescater", EVENTS)[0] == "reduce_scatter"

@@ -296,7 +296,7 @@ def restarted():
 
 @pytest.mark.parametrize("event", ["all_gather", "backward"])
 @pytest.mark.parametrize("how", ["abort", "interrupt"])
-def test_giving_up_while_held_leaves_a_rank_that_can_go_on(how, event):
+def test_an_abort_while_held_leaves_a_usable_rank(how, event):
     expected = run(2, restarted)
     for rank, (first, name, text, accepted, after, broken) in enumerate(run(2, give_up, how, event, Meeting(2))):
         reported = {"abort": (StepAborted.__name__, "the user gave up"), "interrupt": ("KeyboardInterrupt", "")}
@@ -324,7 +324,7 @@ def change_a_parameter(when):
     return done["losses"]
 
 
-def test_a_parameter_changed_while_stopped_is_used_when_the_step_goes_on():
+def test_a_parameter_changed_while_stopped_is_used_afterwards():
     held, before = run(2, change_a_parameter, "held"), run(2, change_a_parameter, "before")
     assert held == before
     assert held != [losses for losses, _ in run(2, undisturbed, 2)]
@@ -407,7 +407,7 @@ def until():
     return held.breakpoint, place(held)[:3], done["steps_done"], execute(Step())["steps_done"]
 
 
-def test_until_comes_with_its_steps_stops_once_and_goes_with_them():
+def test_until_stops_once_and_ends_with_its_steps():
     assert run(2, until) == [(UNTIL, ("backward", "begin", "backward"), 2, 1)] * 2
 
 
@@ -434,7 +434,7 @@ def own_loop():
     return reported, rows["step"][rows["kind"] == Kind.STEP].tolist()
 
 
-def test_the_user_s_own_loop_stops_and_what_runs_meanwhile_ends_no_step():
+def test_a_user_loop_stops_and_cells_inside_end_no_step():
     for reported, steps in run(2, own_loop):
         assert reported == [0, "7\n"]
         assert steps == [0, 0, 1, 1]

@@ -22,7 +22,7 @@ def test_a_name_on_every_rank_is_fine():
 
 
 @pytest.mark.parametrize(
-    ("names", "model", "in_notebook", "says"),
+    ("names", "model", "in_notebook", "message"),
     [
         ({0: FULL, 1: BARE, 2: FULL, 3: BARE}, "model", never, "is on ranks 0, 2, not on ranks 1, 3"),
         ({0: BARE, 1: BARE}, "net", lambda name: name == "net", "put the code that defines it in a %%fsdp cell"),
@@ -31,10 +31,10 @@ def test_a_name_on_every_rank_is_fine():
         ({0: FULL}, "zzz.blocks", never, "no rank has a model named 'zzz': the ranks have model"),
     ],
 )
-def test_a_missing_model_says_where_it_is_or_what_there_is(names, model, in_notebook, says):
+def test_a_missing_model_is_reported_with_what_exists(names, model, in_notebook, message):
     with pytest.raises(UsageError) as caught:
         check_model(names, model, in_notebook)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_missing_function_names_near_ones():
@@ -50,7 +50,7 @@ def test_many_names_are_cut():
         check_model({0: many}, "zzz", never)
 
 
-def test_what_to_run_before_a_step():
+def test_commands_needed_before_a_step():
     assert "first %fsdp shard model" in str(shard_first({0: FULL}, "step"))
     assert "build a model in a %%fsdp cell" in str(shard_first({}, "step"))
 

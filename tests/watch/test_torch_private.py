@@ -1,4 +1,4 @@
-"""What ``watch/_torch.py`` uses of torch's private API exists in this version, and means what it is taken for."""
+"""What ``watch/`` uses of torch's private API exists in this version, and means what it is taken for."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.watched import make_blocks, shard_by_torch
-from workbench.watch import _torch
-from workbench.watch._torch import Replacements
+from workbench.watch import _torch_private as _torch
+from workbench.watch._torch_private import Replacements
 
 
 def test_a_replaced_function_is_the_original_again():

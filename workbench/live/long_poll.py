@@ -36,7 +36,7 @@ class WatchedWorkbench(Protocol):
     def pulse(self) -> ClusterSnapshot:
         """Return a snapshot of the cluster."""
 
-    def asked(self) -> object:
+    def activity(self) -> object:
         """Return a value that changes with news that cannot wait; queries no rank."""
 
 
@@ -45,17 +45,17 @@ class RateLimit:
 
     def __init__(self) -> None:
         self._due_s = self._latest_s = float("-inf")
-        self._told: object = None
-        self._asked: object = None
+        self._state: object = None
+        self._activity: object = None
 
-    def rest_s(self, now_s: float, asked: object = None) -> float:
+    def rest_s(self, now_s: float, activity: object = None) -> float:
         """Return how long to wait before the next check.
 
         Args:
             now_s: the current time.
-            asked: state of the ranks' requests; if it differs from that of the last answer, the wait is 0.
+            activity: state of the ranks' requests; if it differs from that of the last answer, the wait is 0.
         """
-        return max(self._due_s - now_s, 0.0) if asked == self._asked else 0.0
+        return max(self._due_s - now_s, 0.0) if activity == self._activity else 0.0
 
     def is_due(self, now_s: float, newest: object) -> bool:
         """Return whether to answer now, after :meth:`rest_s`.
@@ -64,11 +64,11 @@ class RateLimit:
             now_s: the current time.
             newest: a value that equals that of the last answer if there is nothing new.
         """
-        return newest != self._told or now_s >= self._latest_s
+        return newest != self._state or now_s >= self._latest_s
 
-    def answered(self, now_s: float, told: object, spent_s: float, asked: object = None) -> None:
-        """Record an answer with state ``told`` and requests ``asked``, which cost the kernel ``spent_s``."""
-        self._told, self._asked = told, asked
+    def answered(self, now_s: float, state: object, spent_s: float, activity: object = None) -> None:
+        """Record an answer with state ``state`` and ``activity``, which cost the kernel ``spent_s``."""
+        self._state, self._activity = state, activity
         self._due_s = now_s + min(max(EVERY_S, LEISURE * spent_s), IDLE_S)
         self._latest_s = max(now_s + IDLE_S, self._due_s)
 
@@ -79,14 +79,14 @@ class LongPoll:
     Args:
         look: returns a snapshot of the cluster.
         clock: seconds, monotonic.
-        asked: returns, without querying a rank, a value that changes when a request starts, stops, resumes or ends;
+        activity: returns, without querying a rank, a value that changes when a request starts, stops, resumes or ends;
             such a change is sent at once, even to a view that was answered a moment ago.
     """
 
     def __init__(
-        self, look: Callable[[], ClusterSnapshot], clock: Callable[[], float], asked: Callable[[], object]
+        self, look: Callable[[], ClusterSnapshot], clock: Callable[[], float], activity: Callable[[], object]
     ) -> None:
-        self._look, self._clock, self._asked = look, clock, asked
+        self._look, self._clock, self._activity = look, clock, activity
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._paces: dict[str, RateLimit] = {}
@@ -126,7 +126,7 @@ class LongPoll:
             thread.join()
 
     def _wait(self, name: str, pace: RateLimit, answer: Callable[[], Send]) -> None:
-        while (rest_s := pace.rest_s(self._clock(), self._asked())) and self._is_mine(name):
+        while (rest_s := pace.rest_s(self._clock(), self._activity())) and self._is_mine(name):
             if self._is_closed.wait(min(rest_s, LOOK_S)):
                 return
         while not self._is_closed.is_set() and self._is_mine(name):
@@ -140,8 +140,8 @@ class LongPoll:
 
     def _answers(self, name: str, pace: RateLimit, answer: Callable[[], Send]) -> bool:
         """Take a snapshot and answer if an answer is due; return whether the question is settled."""
-        asked = self._asked()
-        newest = asked, *mark(self._look())
+        activity = self._activity()
+        newest = activity, *mark(self._look())
         if not pace.is_due(self._clock(), newest):
             return False
         with self._lock:
@@ -149,7 +149,7 @@ class LongPoll:
                 return True
             del self._waits[name]
         send = answer()
-        pace.answered(self._clock(), newest, time.thread_time(), asked)  # this thread serves one question alone
+        pace.answered(self._clock(), newest, time.thread_time(), activity)  # this thread serves one question alone
         send()
         return True
 
@@ -157,6 +157,6 @@ class LongPoll:
 def mark(pulse: ClusterSnapshot) -> tuple[object, ...]:
     """Return a value that changes whenever there is something new to send."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
-    asked = pulse.under_way, pulse.ended, pulse.breakpoints
+    activity = pulse.under_way, pulse.ended, pulse.breakpoints
     held = pulse.losses, pulse.holder, pulse.is_free
-    return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), held, pulse.cursor, asked
+    return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), held, pulse.cursor, activity

@@ -87,7 +87,7 @@ class Views:
         self._lock = threading.RLock()
         self._views: dict[str, ViewServer] = {}
         self.live = live_trace_of(workbench)
-        self.waiting = LongPoll(partial(self.live.poll, workbench, MAX_AGE_S), clock, workbench.asked)
+        self.waiting = LongPoll(partial(self.live.poll, workbench, MAX_AGE_S), clock, workbench.activity)
         words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
         buttons = words if "ranks" in panels else ()
         self.initial = InitialState(buttons=buttons, sizes=NEXT, panels=tuple(panels))

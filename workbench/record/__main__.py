@@ -34,12 +34,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--max-mb", type=_whole, default=200, metavar="MB", help="limit of a rank's files; the oldest are deleted (200)"
     )
+    parser.add_argument(
+        "--every", type=_whole, default=1, metavar="N", help="record only every N-th step of the loop (default: all)"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     args = parser.parse_args(argv)
-    if args.max_mb < 1:
-        parser.error("--max-mb must be at least 1")
+    for flag in ("max_mb", "every"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} must be at least 1")
     if not args.module and not Path(args.script).is_file():
         parser.error(f"there is no script {args.script}")
     try:
@@ -67,10 +71,11 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
             program=program,
             max_bytes=args.max_mb << 20,
             keep=args.keep,
+            every=args.every,
             complain=lambda sentence: _say(here, sentence),
         )
-    except FileExistsError as error:
-        if str(error) and Path(str(error)).suffix == ".rec":
+    except FileExistsError:
+        if folder.is_dir():
             _refuse(here, f"{folder} has a recording of rank {here.rank} already: choose another --out, or delete it")
         _refuse(here, f"--out {folder} is not a folder")
     except OSError as error:
@@ -78,32 +83,38 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
     free = shutil.disk_usage(folder).free
     if here.local_rank == 0 and free < (needed := here.local_world_size * args.max_mb << 20):
         _say(here, f"{folder} has {free >> 20} MB free, and its ranks may write {needed >> 20} MB; see --max-mb")
-    recording.begin()
+    try:
+        recording.begin()
+    except AttributeError as error:
+        _refuse(here, f"this version of torch cannot be recorded: {error}")
     reason = "the process ended early"
     try:
         sys.argv = list(program)
         if args.module:
             runpy.run_module(args.script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(args.script).resolve().parent)
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(args.script).resolve().parent)
             runpy.run_path(args.script, run_name="__main__")
         reason = ""
     except SystemExit as error:
-        reason = "" if error.code in (None, 0) else f"exit status {error.code}"
+        is_number = isinstance(error.code, int)
+        reason = "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
         raise
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}{_line_of(error, args.script)}"
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ") + _line_of(error)
         raise
     finally:
         recording.end(reason)
 
 
-def _line_of(error: BaseException, script: str) -> str:
+def _line_of(error: BaseException) -> str:
     """Return the script's innermost line in an error's traceback; empty if it has none."""
     found, step = "", error.__traceback__
     while step is not None:
-        if step.tb_frame.f_code.co_filename == script:
-            found = f", at line {step.tb_lineno} of {script}"
+        frame = step.tb_frame
+        if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != __file__:
+            found = f", at line {step.tb_lineno} of {frame.f_code.co_filename}"
         step = step.tb_next
     return found
 

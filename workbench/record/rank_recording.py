@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -19,10 +21,10 @@ from workbench.clock import clock_here
 from workbench.engine import probe
 from workbench.engine.event_source import SOURCE
 from workbench.record.launch import Place
-from workbench.runtime.loop_steps import LoopSteps
+from workbench.runtime.loop_steps import SampledSteps
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
-from workbench.trace.recording import Beat, End, FrameKind, Quiet, RecordingWriter, Start
+from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import Header, RankInfo
 from workbench.watch import Watch
 
@@ -34,11 +36,14 @@ QUIET_S = (1, 10, 60)
 
 _BEAT_S = 1.0
 _MAX_FRAMES = 200
+_MAX_LINE = 200
 _OWN = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("record", "watch"))
 
 
 class RankRecording:
     """The recording of this process, from :meth:`begin` to :meth:`end`.
+
+    Processes that it forks, such as workers of a data loader, are no ranks: they record nothing.
 
     Args:
         folder: the recording's folder.
@@ -46,6 +51,7 @@ class RankRecording:
         program: the script and its arguments.
         max_bytes: limit of the rank's files together.
         keep: number of the newest steps to keep at least; 0: all.
+        every: record only each step whose number is a multiple of it.
         complain: receives a sentence if the recording has to stop early.
 
     Raises:
@@ -61,6 +67,7 @@ class RankRecording:
         program: tuple[str, ...] = (),
         max_bytes: int,
         keep: int = 0,
+        every: int = 1,
         complain: Callable[[str], object],
     ) -> None:
         self._folder, self._complain = folder, complain
@@ -76,7 +83,8 @@ class RankRecording:
             baseline_bytes=rss.num_bytes() if device == "cpu" else 0,
         )
         self._recorder.set_run(info, mesh_shape=(here.world_size,), mesh_axes=("rank",))
-        start = Start(
+        self._steps = SampledSteps(self._recorder, every)
+        start = RunStart(
             rank=here.rank,
             world_size=here.world_size,
             clock=clock_here(),
@@ -88,35 +96,58 @@ class RankRecording:
         self._header_version = self._recorder.header_version
         self._writer = RecordingWriter(folder, start, self._recorder.header, max_bytes, keep)
         self._main = threading.get_ident()
-        self._quiet_at = (-1, 0)  # number of the next event, stacks written since
+        self._pid = os.getpid()
+        self._progress = _Progress((-1, 0, 0), start.t_ns)
         self._next_beat = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
+        self._has_stopped = False
         self._watch: Watch | None = None
         self._undo: list[Callable[[], object]] = []
 
     def begin(self) -> None:
-        """Record from now on."""
+        """Record from now on.
+
+        Raises:
+            AttributeError: this version of torch has other names than :mod:`workbench.watch` knows; nothing is
+                recorded then.
+        """
         probe.active = self._recorder
         self._recorder.source(SOURCE)
-        steps = LoopSteps(self._recorder)
-        self._watch = Watch()
-        self._undo = [self._watch.end, *(hook.remove for hook in steps.install())]
-        os.register_at_fork(after_in_child=_forget)  # a data loader's worker is no rank
+        try:
+            self._watch = Watch()
+        except AttributeError:
+            probe.active = None
+            self._writer.close()
+            raise
+        self._undo = [self._watch.end, *(hook.remove for hook in self._steps.install())]
+        own = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(own()))
         self._thread.start()
 
     def end(self, reason: str = "") -> None:
         """Stop recording, and write the rest; ``reason`` says why the program ended, empty for success."""
+        if os.getpid() != self._pid:  # a forked process that ends as this one would
+            return
         for undo in self._undo:
             undo()
-        if probe.active is self._recorder:
-            probe.active = None
+        self._steps.close()
+        self.forget()
         self._stop.set()
         self._thread.join()
+        try:
+            if not self._has_stopped:
+                self._write()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the program ends as it would without
+            self._stop_early(error)
         with suppress(OSError):
-            self._write()
-            self._writer.write(FrameKind.END, End(t_ns=time.monotonic_ns(), reason=reason))
+            self._writer.write(FrameKind.END, RunEnd(t_ns=time.monotonic_ns(), reason=reason))
         self._writer.close()
+
+    def forget(self) -> None:
+        """Announce nothing more to the recorder."""
+        if probe.active is self._recorder:
+            probe.active = None
 
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
@@ -124,12 +155,15 @@ class RankRecording:
                 self._write()
                 self._write_if_quiet()
                 self._write_beat()
-            except OSError as error:
-                probe.active = None  # training goes on
-                self._complain(
-                    f"recording stopped: cannot write to {self._folder}: {error.strerror}; the program goes on"
-                )
+            except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
+                self._stop_early(error)
                 return
+
+    def _stop_early(self, error: Exception) -> None:
+        self._has_stopped = True
+        self.forget()
+        why = f"cannot write to {self._folder}: {error.strerror}" if isinstance(error, OSError) else repr(error)
+        self._complain(f"recording stopped: {why}; the program goes on")
 
     def _write(self) -> None:
         if self._watch is not None:
@@ -140,27 +174,41 @@ class RankRecording:
             self._writer.set_header(self._recorder.header)
         self._writer.append(drained.rows, drained.key_frame, lost=drained.lost)
         self._written = drained.key_frame.seq
-        self._writer.turn(self._recorder.step)
 
     def _write_if_quiet(self) -> None:
-        """Write the main thread's stack when no event has come for a while."""
-        newest = self._recorder.newest(1)
-        seq, since_ns = (int(newest["seq"][0]), int(newest["t_ns"][0])) if len(newest) else (-1, 0)
-        if seq != self._quiet_at[0]:
-            self._quiet_at = (seq, 0)
-        stacks = self._quiet_at[1]
-        silence_s = (time.monotonic_ns() - since_ns) / 1e9
-        if seq < 0 or stacks == len(QUIET_S) or silence_s < QUIET_S[stacks]:
+        """Write the main thread's stack when it has announced no event for a while, recorded or not."""
+        now_ns = time.monotonic_ns()
+        mark = (self._written - 1, self._recorder.next_step, self._recorder.ordinal)
+        if mark != self._progress.mark:
+            self._progress = _Progress(mark, now_ns)
+        stacks = self._progress.stacks
+        if stacks == len(QUIET_S) or now_ns - self._progress.t_ns < QUIET_S[stacks] * 1e9:
             return
-        self._quiet_at = (seq, stacks + 1)
+        self._progress.stacks += 1
         frame = sys._current_frames().get(self._main)
-        quiet = Quiet(t_ns=time.monotonic_ns(), seq=seq + 1, frames=() if frame is None else stack_of(frame))
-        self._writer.write(FrameKind.QUIET, quiet)
+        frames = () if frame is None else stack_of(frame)
+        self._writer.write(FrameKind.SILENT_STACK, SilentStack(t_ns=now_ns, seq=self._written, frames=frames))
 
     def _write_beat(self) -> None:
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + _BEAT_S
-            self._writer.write(FrameKind.BEAT, Beat(t_ns=time.monotonic_ns(), wall_ns=time.time_ns()))
+            beat = Heartbeat(t_ns=time.monotonic_ns(), wall_ns=time.time_ns(), event_ns=self._progress.t_ns)
+            self._writer.write(FrameKind.HEARTBEAT, beat)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the main thread has come.
+
+    Attributes:
+        mark: changes with every event: number of the newest row, and the next step and event, recorded or not.
+        t_ns: when that was seen first.
+        stacks: number of stacks written since.
+    """
+
+    mark: tuple[int, int, int]
+    t_ns: int
+    stacks: int = 0
 
 
 def stack_of(frame: FrameType) -> tuple[str, ...]:
@@ -168,10 +216,11 @@ def stack_of(frame: FrameType) -> tuple[str, ...]:
     calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith(_OWN)]
     first = next((at for at, call in enumerate(calls) if "runpy" not in call.filename), 0)
     return tuple(
-        f"{call.filename}:{call.lineno} in {call.name}: {call.line or ''}".rstrip(": ")
+        f"{call.filename}:{call.lineno} in {call.name}: {(call.line or '')[:_MAX_LINE]}".rstrip(": ")
         for call in calls[first:][-_MAX_FRAMES:]
     )
 
 
-def _forget() -> None:
-    probe.active = None
+def _forget(recording: RankRecording | None) -> None:
+    if recording is not None:
+        recording.forget()

@@ -14,7 +14,7 @@ import numpy as np
 
 from workbench.events import BESIDE, COLLECTIVES, Edge, Kind
 from workbench.trace.columns import RankTrace
-from workbench.trace.read_recording import RankRecording, Recording
+from workbench.trace.read_recording import RecordedRank, Recording
 from workbench.trace.schema import Header, Rows
 
 ALIVE_NS = 10_000_000_000
@@ -27,7 +27,7 @@ _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 """Parts of the paths of code that is not the user's."""
 
 
-class State(Enum):
+class RunState(Enum):
     """State of a rank; the value is its display text."""
 
     RUNS = "runs"
@@ -40,7 +40,7 @@ class State(Enum):
     ENDED = "has ended"
     FAILED = "failed"
     # without an end
-    LOST = "was killed, or its host is lost"
+    LOST = "was killed, or its host or disk failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class PendingCollective:
         number: how many collectives the group issued before it.
         absent: ranks of the group that have not begun it.
         others: what other ranks of the group issued in its place, by rank.
-        unknown: ranks of the group without a recording.
+        unknown: ranks of the group of which nothing about it is recorded.
     """
 
     kind: Kind
@@ -74,14 +74,14 @@ class RunPosition:
         kind: kind of its last event; None: it has announced none.
         edge: edge of its last event.
         unit: unit of its last event; -1: none.
-        for_ns: time since its last event, until it was last known to be alive.
+        for_ns: time since its last event, or since it began, until it was last known to be alive.
         pending: the collective that it waits for.
         reason: why its program ended; empty for success, or while it has not.
         frames: its stack, the innermost call last, if it was written since its last event.
     """
 
     rank: int
-    state: State
+    state: RunState
     step: int = -1
     kind: Kind | None = None
     edge: Edge = Edge.INSTANT
@@ -116,7 +116,7 @@ def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]
         now_wall_ns: time of day, in nanoseconds since 1970.
     """
     trace = recording.trace
-    begun = {rank_trace.rank: _begun(rank_trace.rows) for rank_trace in trace.ranks}
+    begun = {rank_trace.rank: _begun(trace.header, rank_trace) for rank_trace in trace.ranks}
     return tuple(
         _position(trace.header, rank_trace, recording.ranks[rank_trace.rank], begun, now_wall_ns)
         for rank_trace in sorted(trace.ranks, key=lambda each: each.rank)
@@ -126,25 +126,26 @@ def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]
 def _position(
     header: Header,
     rank_trace: RankTrace,
-    known: RankRecording,
-    begun: Mapping[int, Mapping[int, Mapping[int, Kind]]],
+    known: RecordedRank,
+    begun: Mapping[int, _Issued],
     now_wall_ns: int,
 ) -> RunPosition:
     events = rank_trace.rows[~np.isin(rank_trace.rows["kind"], BESIDE)]
-    row = events[-1] if len(events) else None
+    call = _open_call(events)
+    row = call if call is not None else events[-1] if len(events) else None
     at_ns, wall_ns = _last_alive(known)
-    for_ns = 0 if row is None else max(at_ns - _last_time(rank_trace.rows, known), 0)
-    pending = _pending(header, rank_trace, begun)
+    for_ns = max(at_ns - _last_time(rank_trace.rows, known), 0)
+    pending = None if call is None else _pending(header, rank_trace, call, begun)
     next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
     frames = next((quiet.frames for quiet in reversed(known.quiet) if quiet.seq == next_seq), ())
     if known.end is not None:
-        state = State.FAILED if known.end.reason else State.ENDED
+        state = RunState.FAILED if known.end.reason else RunState.ENDED
     elif now_wall_ns - wall_ns > ALIVE_NS:
-        state = State.LOST
+        state = RunState.LOST
     elif for_ns < STANDS_NS:
-        state = State.RUNS if pending is None else State.IN_COLLECTIVE
+        state = RunState.RUNS if pending is None else RunState.IN_COLLECTIVE
     else:
-        state = State.SILENT if pending is None else State.WAITS
+        state = RunState.SILENT if pending is None else RunState.WAITS
     return RunPosition(
         rank=rank_trace.rank,
         state=state,
@@ -159,7 +160,7 @@ def _position(
     )
 
 
-def _last_alive(known: RankRecording) -> tuple[int, int]:
+def _last_alive(known: RecordedRank) -> tuple[int, int]:
     """Return when a rank was last known to be alive: on its own clock, and in time of day."""
     if known.end is not None:
         return known.end.t_ns, known.start.wall_ns + known.end.t_ns - known.start.t_ns
@@ -168,34 +169,54 @@ def _last_alive(known: RankRecording) -> tuple[int, int]:
     return known.start.t_ns, known.start.wall_ns
 
 
-def _last_time(rows: Rows, known: RankRecording) -> int:
-    """Return the time of the last row on the rank's own clock."""
-    return int(rows["t_ns"][-1]) + known.offset_ns
+def _last_time(rows: Rows, known: RecordedRank) -> int:
+    """Return the time of the last event, recorded or not, on the rank's own clock; when it began if there is none."""
+    told = known.start.t_ns if known.last_beat is None else known.last_beat.event_ns
+    return max(told, int(rows["t_ns"][-1]) + known.offset_ns) if len(rows) else told
 
 
-def _begun(rows: Rows) -> dict[int, dict[int, Kind]]:
-    """Return the kinds of the collectives that a rank has begun, by group and number."""
-    own = rows[np.isin(rows["kind"], COLLECTIVES) & (rows["edge"] == Edge.BEGIN)]
-    found: dict[int, dict[int, Kind]] = {}
+_Issued = Mapping[int, Mapping[int, Kind]]
+"""Kinds of a rank's collectives, by group and number."""
+
+
+def _begun(header: Header, rank_trace: RankTrace) -> _Issued:
+    """Return the collectives that a rank has begun; without a group if older rows than the rank's may be about it."""
+    own = rank_trace.rows[np.isin(rank_trace.rows["kind"], COLLECTIVES) & (rank_trace.rows["edge"] == Edge.BEGIN)]
+    groups = () if rank_trace.start.seq else range(len(header.comm_groups))
+    found: dict[int, dict[int, Kind]] = {group: {} for group in groups}
     for group, number, kind in zip(*(own[name].tolist() for name in ("comm_group", "comm_seq", "kind")), strict=True):
         found.setdefault(group, {})[number] = Kind(kind)
     return found
 
 
-def _pending(
-    header: Header, rank_trace: RankTrace, begun: Mapping[int, Mapping[int, Mapping[int, Kind]]]
-) -> PendingCollective | None:
-    """Return the oldest collective that a rank has begun and not ended, if its last event is within it."""
-    rows = rank_trace.rows
-    rows = rows[np.isin(rows["kind"], (*COLLECTIVES, Kind.WAIT))]
-    if not len(rows) or rows["edge"][-1] != Edge.BEGIN:
+def _open_call(events: Rows) -> np.void | None:
+    """Return the begin of the collective, or of the wait for one, within which a rank is; None outside of any.
+
+    Ends of other collectives may be noticed and recorded while a rank waits.
+    """
+    is_end = np.isin(events["kind"], COLLECTIVES) & (events["edge"] == Edge.END)
+    ends, others = events[is_end], events[~is_end]
+    if not len(others):
         return None
-    group, number = int(rows["comm_group"][-1]), int(rows["comm_seq"][-1])
-    mine = rows[(rows["comm_group"] == group) & (rows["comm_seq"] == number) & np.isin(rows["kind"], COLLECTIVES)]
-    if not len(mine) or group < 0:
+    row: np.void = others[-1]
+    if row["kind"] not in (*COLLECTIVES, Kind.WAIT) or row["edge"] != Edge.BEGIN or row["comm_group"] < 0:
+        return None
+    has_ended = (ends["comm_group"] == row["comm_group"]) & (ends["comm_seq"] == row["comm_seq"])
+    return None if has_ended.any() else row
+
+
+def _pending(
+    header: Header, rank_trace: RankTrace, call: np.void, begun: Mapping[int, _Issued]
+) -> PendingCollective | None:
+    """Return the collective that ``call`` begins or waits for; None if its begin is not among the rank's rows."""
+    rows = rank_trace.rows
+    group, number = int(call["comm_group"]), int(call["comm_seq"])
+    mine = rows[np.isin(rows["kind"], COLLECTIVES) & (rows["comm_group"] == group) & (rows["comm_seq"] == number)]
+    if not len(mine):
         return None
     kind, info = Kind(mine["kind"][0]), header.comm_groups[group]
-    others = {rank: begun[rank].get(group, {}) for rank in info.ranks if rank in begun and rank != rank_trace.rank}
+    known = {rank: begun[rank][group] for rank in info.ranks if group in begun.get(rank, {})}
+    others = {rank: issued for rank, issued in known.items() if rank != rank_trace.rank}
     return PendingCollective(
         kind=kind,
         unit=int(mine["unit"][0]),
@@ -203,5 +224,5 @@ def _pending(
         number=number,
         absent=tuple(rank for rank, issued in others.items() if max(issued, default=-1) < number),
         others=tuple((rank, issued[number]) for rank, issued in others.items() if issued.get(number, kind) != kind),
-        unknown=tuple(rank for rank in info.ranks if rank not in begun),
+        unknown=tuple(rank for rank in info.ranks if rank not in known),
     )

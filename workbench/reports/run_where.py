@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from workbench.events import unit_words
 from workbench.replay.grouping import label
-from workbench.replay.run_positions import PendingCollective, RunPosition, State, positions
+from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
 from workbench.reports.results import Report
 from workbench.reports.stop_positions import event_words, unit_names
 from workbench.reports.tables import Table
@@ -15,8 +15,8 @@ from workbench.trace.read_recording import Recording
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_long
 
-_STANDING = (State.WAITS, State.SILENT)
-_OVER = (State.ENDED, State.FAILED, State.LOST)
+_STANDING = (RunState.WAITS, RunState.SILENT)
+_OVER = (RunState.ENDED, RunState.FAILED, RunState.LOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class RunWhereReport(Report):
     def stands(self) -> bool:
         """Whether no rank that is left goes on, or one was killed."""
         states = {position.state for position in self.positions}
-        left = states - {State.ENDED}
-        return bool(left) and (State.LOST in left or State.FAILED in left or left <= set(_STANDING))
+        left = states - {RunState.ENDED}
+        return bool(left) and (RunState.LOST in left or RunState.FAILED in left or left <= set(_STANDING))
 
     @property
     def headline(self) -> str:
@@ -48,7 +48,7 @@ class RunWhereReport(Report):
         return "; ".join([*self._over(), *self._pending(), *self._silent()])
 
     def _moves(self) -> str:
-        if all(position.state is State.ENDED for position in self.positions):
+        if all(position.state is RunState.ENDED for position in self.positions):
             return "the run has ended"
         steps = sorted({position.step for position in self.positions if position.step >= 0})
         at = f", at {step_name(steps[0], steps[-1])}" if steps else ""
@@ -57,7 +57,7 @@ class RunWhereReport(Report):
     def _over(self) -> list[str]:
         found: dict[str, list[int]] = {}
         for position in self.positions:
-            if position.state in (State.FAILED, State.LOST):
+            if position.state in (RunState.FAILED, RunState.LOST):
                 reason = f": {position.reason}" if position.reason else ""
                 found.setdefault(f"{position.state.value}{reason}", []).append(position.rank)
         return [f"{label(ranks)} {_plural(words, ranks)}" for words, ranks in found.items()]
@@ -66,7 +66,7 @@ class RunWhereReport(Report):
         """Name each collective that ranks wait for, and who has not begun it."""
         waiting: dict[PendingCollective, list[RunPosition]] = {}
         for position in self.positions:
-            if position.pending is not None and position.state is State.WAITS:
+            if position.pending is not None and position.state is RunState.WAITS:
                 waiting.setdefault(position.pending, []).append(position)
         return [self._wait_words(pending, found) for pending, found in waiting.items()]
 
@@ -93,7 +93,7 @@ class RunWhereReport(Report):
             f"{label([position.rank])} has announced nothing for {format_long(position.for_ns)}"
             + (f", in {position.users_frame}" if position.users_frame else "")
             for position in self.positions
-            if position.state is State.SILENT
+            if position.state is RunState.SILENT
         ]
 
     def __str__(self) -> str:
@@ -129,7 +129,11 @@ def _collective_words(pending: PendingCollective, units: Mapping[int, str]) -> s
 
 
 def _plural(words: str, ranks: Sequence[int]) -> str:
-    return words if len(ranks) == 1 else words.replace("was killed, or its host is", "were killed, or their hosts are")
+    return (
+        words
+        if len(ranks) == 1
+        else words.replace("was killed, or its host or disk", "were killed, or their hosts or disks")
+    )
 
 
 def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:

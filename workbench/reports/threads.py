@@ -63,9 +63,9 @@ def _libraries(alike: Sequence[tuple[int, Thread]]) -> str:
     if not count:
         return ""
     now = by_value((rank, library_place(thread)) for rank, thread in alike)
-    said = plural(count, "library frame")
+    total = plural(count, "library frame")
     places = [_place(text, ranks if len(now) > 1 else ()) for text, ranks in now.items() if text]
-    return f"{said}, now in {'; '.join(places)}" if places else said
+    return f"{total}, now in {'; '.join(places)}" if places else total
 
 
 def _place(text: str, ranks: Iterable[int]) -> str:

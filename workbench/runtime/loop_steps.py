@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ class LoopSteps:
         """Open a step for a training forward outside of one; evaluation is not a step."""
         if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
             self.before_step()
-            self._recorder.begin_step()
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._recorder.begin_step()
 
     def before_step(self) -> None:
         """Called before a step of a loop begins."""
@@ -74,6 +78,42 @@ class LoopSteps:
         if changed or known.entries != len(optimizer.state):
             known.entries = len(optimizer.state)
             known.set(state_bytes(optimizer))
+
+
+class SampledSteps(LoopSteps):
+    """Steps of a program outside the notebook; records only each step whose number is a multiple of ``every``.
+
+    The others run off the record. In a program without a sharded model no source announces forwards. There a step
+    begins as soon as an optimizer has ended the last one; the begin of step 0 is unknown, so it is outside of any step.
+    """
+
+    def __init__(self, recorder: Recorder, every: int) -> None:
+        super().__init__(recorder)
+        self._every = every
+        self._has_forwards = False
+        self._left_out = ExitStack()  # the step that runs off the record
+
+    def _before_forward(self) -> None:
+        self._has_forwards = True
+        super()._before_forward()
+
+    def _begin_step(self) -> None:
+        if self._recorder.next_step % self._every:
+            self._recorder.next_step += 1
+            self._left_out.enter_context(self._recorder.unrecorded())
+        else:
+            super()._begin_step()
+
+    def _after_optimizer(self, optimizer: Optimizer, *args: Any) -> None:  # noqa: ANN401 - hook signature
+        super()._after_optimizer(optimizer, *args)
+        self.close()
+        if not self._has_forwards:
+            self._recorder.next_step = max(self._recorder.next_step, 1)
+            self._begin_step()
+
+    def close(self) -> None:
+        """End a step that runs off the record; no-op in another one."""
+        self._left_out.close()
 
 
 class _StateBytes:

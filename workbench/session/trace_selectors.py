@@ -77,7 +77,7 @@ def _split(text: str) -> tuple[str, str]:
         return LAST, text
     found = _SIDE.fullmatch(text)
     if found is None:
-        raise UsageError("compare takes a trace file, 'last', or steps such as 3..5; got an empty text")
+        raise UsageError("compare takes a trace file, 'last', or steps such as 3..5; got an empty string")
     return found["source"], found["part"] or ""
 
 

@@ -2,13 +2,13 @@
 
 Two sources, which :class:`Watch` starts together:
 
-- ``collectives.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
+- ``c10d_calls.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
   else through the methods of ``ProcessGroup``, which see what Python calls but not what C++ does, such as the reducer
   of DistributedDataParallel.
 - ``fully_shard.py``: the units of models that torch's ``fully_shard`` shards.
 
-Nothing is changed in the program that is watched: no argument, no result, no stream, no order. ``_torch.py`` holds all
-that is torch's own.
+Nothing changes in the program that is watched: no argument, no result, no stream, no order. All uses of torch's private
+API are in ``_torch_private.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from workbench.engine import probe
-from workbench.watch._torch import Replacements, observe_calls, stop_observing_groups
-from workbench.watch.collectives import Collectives
+from workbench.watch._torch_private import Replacements, observe_calls, stop_observing_groups
+from workbench.watch.c10d_calls import CollectiveWatch
 from workbench.watch.fully_shard import FullyShardUnits
 
 __all__ = ["Watch"]
@@ -34,7 +34,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._changes = Replacements()
-        self._collectives = Collectives()
+        self._collectives = CollectiveWatch()
         self._units = FullyShardUnits(self._collectives)
         if probe.active is not None:
             probe.active.source(self._units)

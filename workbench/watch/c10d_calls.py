@@ -15,7 +15,7 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine.process_groups import OWN
 from workbench.events import COLLECTIVES, GROUP_INDICES, Comm, Edge, Kind
-from workbench.watch._torch import Tensors, Work, ranks_of
+from workbench.watch._torch_private import Tensors, Work, ranks_of
 
 _OF_OUTPUTS = (Kind.ALL_GATHER, Kind.SCATTER, Kind.RECV)
 """Kinds whose payload is their outputs; that of the others is their inputs."""
@@ -46,7 +46,7 @@ class _Group:
     issued: int = 0
 
 
-class Collectives:
+class CollectiveWatch:
     """Observer of c10d that announces calls, waits and ends to the probe.
 
     Attributes:

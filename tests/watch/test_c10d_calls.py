@@ -15,7 +15,7 @@ from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard
 from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter
 from workbench.events import COLLECTIVES, Edge, Kind
-from workbench.watch._torch import HAS_HOOKS
+from workbench.watch._torch_private import HAS_HOOKS
 
 ONE, FOUR = torch.ones(1), torch.ones(4)
 
