@@ -74,8 +74,8 @@ def test_arrow_keys_go_event_by_event_and_stop_at_the_ends():
 def test_a_moment_names_the_last_event_before_it():
     trace = example_trace(num_ranks=2)
     row = trace.rank(1).rows[40]
-    moment = StateAt().at(trace, int(row.t_us))
-    assert moment.t_us <= row.t_us
+    moment = StateAt().at(trace, int(row["t_ns"]))
+    assert moment.t_us <= row["t_ns"]
     assert moment.event.startswith("rank ")
 
 
