@@ -321,7 +321,7 @@ def test_nonfinite_losses_are_formatted_as_in_the_panel(losses, expected):
     ],
 )
 def test_verify_names_ranks_as_step_does(buffers, since, expected):
-    same = {"params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
+    same = {"num_params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
     report = SAYS[Verify](
         [
             VerifyReply(
