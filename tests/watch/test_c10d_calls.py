@@ -15,6 +15,7 @@ from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard, probe
 from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
+from workbench.watch import sees_all_collectives
 from workbench.watch._torch_private import HAS_HOOKS
 
 ONE, FOUR = torch.ones(1), torch.ones(4)
@@ -163,6 +164,10 @@ def test_collectives_of_a_dtensor_are_seen_where_torch_has_hooks():
     assert seen.results[0] == list(range(8))
     rows = seen.trace.ranks[0].rows
     assert Kind.ALL_GATHER in rows["kind"][rows["edge"] == Edge.BEGIN].tolist()
+
+
+def test_whether_all_collectives_are_seen_is_known():
+    assert sees_all_collectives() == HAS_HOOKS == (int(torch.__version__.split(".")[1]) >= 14)
 
 
 def refused():

@@ -19,12 +19,17 @@ from collections.abc import Iterable
 from torch import nn
 
 from workbench.engine import probe
-from workbench.watch._torch_private import Replacements, observe_calls, stop_observing_groups
+from workbench.watch._torch_private import HAS_HOOKS, Replacements, observe_calls, stop_observing_groups
 from workbench.watch.c10d_calls import CollectiveWatch
 from workbench.watch.flat_params import FlatParamUnits
 from workbench.watch.fully_shard import FullyShardUnits
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "sees_all_collectives"]
+
+
+def sees_all_collectives() -> bool:
+    """Return whether this torch announces every collective, also those that C++ issues; else only Python's are seen."""
+    return HAS_HOOKS
 
 
 class Watch:
