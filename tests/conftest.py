@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.helpers import browser, leaks, network_hosts, tools
 from tests.helpers.cpu_time import CpuTime
@@ -22,6 +22,7 @@ settings.register_profile(
     max_examples=100 if IN_CI else 30,
 )
 settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
+settings.register_profile("unshrunk", settings.get_profile("laws"), phases=[Phase.explicit, Phase.generate])  # mutants
 settings.load_profile("laws")
 
 # a collection in a forked rank would copy all of torch's objects: most of the time of a short test

@@ -26,8 +26,19 @@ ALSO = {
     "workbench/errors.py": ["tests/magics"],
     "workbench/events.py": ["tests/replay"],
     "workbench/codec.py": ["tests/protocol"],
+    "workbench/replay/": [
+        "tests/reports",
+        "tests/views/test_comms.py",
+        "tests/views/test_compare.py",
+        "tests/views/test_memory.py",
+        "tests/views/test_paused_time.py",
+        "tests/views/test_states.py",
+        "tests/views/test_training.py",
+    ],
+    "workbench/protocol/": ["tests/session", "tests/reports", "tests/magics/test_command_lines.py"],
+    "workbench/session/": ["tests/test_workbench.py", "tests/reports", "tests/magics/test_workbench_commands.py"],
 }
-"""Tests of a file besides those of its folder."""
+"""Tests of a file, or of all files of a folder, besides those of its folder of tests/: where its sentences are read."""
 
 SETTINGS = """\
 [mutmut]
@@ -40,6 +51,7 @@ pytest_add_cli_args=
     -m
     {markers}
     --hypothesis-seed=0
+    --hypothesis-profile=unshrunk
     -p
     no:cacheprovider
 pytest_add_cli_args_test_selection=
@@ -55,7 +67,7 @@ def mirrored(file: str) -> list[str]:
     path = Path("tests", Path(file).relative_to("workbench"))
     own = [path.with_name(f"test_{path.name}")] if path.parent == Path("tests") else path.parents
     found = [each.as_posix() for each in own if (REPO / each).exists()]
-    return [*found[:1], *ALSO.get(file, ())]
+    return [*found[:1], *(test for begin, tests in ALSO.items() if file.startswith(begin) for test in tests)]
 
 
 def copy() -> None:
@@ -68,13 +80,14 @@ def copy() -> None:
             shutil.copy2(REPO / name, COPY / name)
 
 
-def mutate(files: Sequence[str], jobs: int, sample: int | None = None) -> dict[str, str]:
+def mutate(files: Sequence[str], jobs: int, sample: int | None = None, seed: int = 0) -> dict[str, str]:
     """Try changes of ``files``, which have the same tests, in the copy; return the outcome of each by its name.
 
     Args:
         files: paths in the repository.
         jobs: number of changes that are tried at the same time.
-        sample: number of changes to try, chosen at random with a fixed seed; None for all.
+        sample: number of changes to try, chosen at random; None for all.
+        seed: what the choice depends on.
 
     Raises:
         subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
@@ -84,7 +97,7 @@ def mutate(files: Sequence[str], jobs: int, sample: int | None = None) -> dict[s
     shutil.rmtree(COPY / "mutants", ignore_errors=True)
     _run(jobs, "none", check=False)  # makes the changes; none has this name
     names = list(_outcomes())
-    chosen = names if sample is None or sample >= len(names) else random.Random(0).sample(names, sample)
+    chosen = names if sample is None or sample >= len(names) else random.Random(seed).sample(names, sample)
     if chosen:
         _run(jobs, *(chosen if len(chosen) < len(names) else ()))
     found = _outcomes()
@@ -123,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at the same time (default: 2)")
     parser.add_argument("--least", type=int, default=90, help="per cent that must be noticed (default: 90)")
     parser.add_argument("--sample", type=int, help="number of changes of each folder that are tried (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="another number chooses another sample (default: 0)")
     args = parser.parse_args(argv)
     files = sorted({path.relative_to(REPO).as_posix() for given in args.files for path in REPO.glob(given)})
     files = [file for file in files if mirrored(file)]
@@ -131,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     copy()
     found: dict[str, str] = {}
     for _, alike in itertools.groupby(sorted(files, key=mirrored), key=mirrored):
-        outcomes = mutate(list(alike), args.jobs, args.sample)
+        outcomes = mutate(list(alike), args.jobs, args.sample, args.seed)
         found |= outcomes
         for name, outcome in outcomes.items():
             if outcome in MISSED:
