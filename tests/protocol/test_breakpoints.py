@@ -98,7 +98,7 @@ def test_an_instant_has_one_edge():
 
 @pytest.mark.parametrize("when", ["num_bytes > 1e6", "unit == 'head' and not step % 2", "kind in ('wait', 'step')"])
 def test_conditions(when):
-    Condition.parse(when, None)
+    assert Condition.parse(when, None).text == when
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_what_is_not_refused_can_be_asked_of_every_event(more, first, before):
 
 
 def test_a_condition_may_look_at_the_rank_where_one_rank_stops():
-    Condition.parse("rank == 1", 1)
+    assert Condition.parse("rank == 1", 1).holds({"rank": 1})
     for name in FIELDS:
-        Condition.parse(f"{name} == 1", 0)
+        assert not Condition.parse(f"{name} == 1", 0).holds({name: 2})
 
 
 def test_the_nearest_comes_first():
