@@ -34,6 +34,15 @@ CPU_SECONDS = "seconds of CPU"
 USED = CpuTime()
 
 
+REACHED = None
+if os.environ.get("MUTANT_UNDER_TEST") == "stats":  # `make mutants` looks which test reaches which function
+    from mutmut.state import state
+
+    from tests.helpers.reached_in_ranks import Reached
+
+    REACHED = Reached(state())
+
+
 def pytest_configure():
     leaks.mark()
 
@@ -46,6 +55,8 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item, nextitem):
     """Add the CPU time of a file to the report of its last test."""
+    if REACHED is not None:
+        REACHED.take()
     try:
         return (yield)
     finally:

@@ -5,7 +5,8 @@ a test is missing, or the change has no effect. Survivors are printed as diffs, 
 were noticed. Several files may be named, separated by spaces, also as patterns: ``"workbench/replay/*.py"``.
 
 All happens in a copy, build/mutants/. The tests are those of the folder of tests/ with the same name, without those
-that need a browser or a cluster, and with :data:`ALSO`.
+that need a browser or a cluster, and with :data:`ALSO`. Where these are many, name those that matter:
+``"workbench/engine/reduction.py --sample 40 --tests tests/engine/test_gradients.py tests/engine/test_hsdp.py"``.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.helpers.package_source import REPO
@@ -80,11 +81,14 @@ def copy() -> None:
             shutil.copy2(REPO / name, COPY / name)
 
 
-def mutate(files: Sequence[str], jobs: int, sample: int | None = None, seed: int = 0) -> dict[str, str]:
-    """Try changes of ``files``, which have the same tests, in the copy; return the outcome of each by its name.
+def mutate(
+    files: Sequence[str], tests: Sequence[str], jobs: int, sample: int | None = None, seed: int = 0
+) -> dict[str, str]:
+    """Try changes of ``files`` in the copy; return the outcome of each by its name.
 
     Args:
         files: paths in the repository.
+        tests: paths of the tests that may notice them.
         jobs: number of changes that are tried at the same time.
         sample: number of changes to try, chosen at random; None for all.
         seed: what the choice depends on.
@@ -92,7 +96,7 @@ def mutate(files: Sequence[str], jobs: int, sample: int | None = None, seed: int
     Raises:
         subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
     """
-    settings = SETTINGS.format(files=_lines(files), markers=MARKERS, tests=_lines(mirrored(files[0])))
+    settings = SETTINGS.format(files=_lines(files), markers=MARKERS, tests=_lines(tests))
     (COPY / "setup.cfg").write_text(settings)
     shutil.rmtree(COPY / "mutants", ignore_errors=True)
     _run(jobs, "none", check=False)  # makes the changes; none has this name
@@ -137,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--least", type=int, default=90, help="per cent that must be noticed (default: 90)")
     parser.add_argument("--sample", type=int, help="number of changes of each folder that are tried (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="another number chooses another sample (default: 0)")
+    parser.add_argument("--tests", nargs="+", metavar="TEST", help="tests to run instead of those of the folder")
     args = parser.parse_args(argv)
     files = sorted({path.relative_to(REPO).as_posix() for given in args.files for path in REPO.glob(given)})
     files = [file for file in files if mirrored(file)]
@@ -144,8 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no file of the repository is {' or '.join(args.files)}")
     copy()
     found: dict[str, str] = {}
-    for _, alike in itertools.groupby(sorted(files, key=mirrored), key=mirrored):
-        outcomes = mutate(list(alike), args.jobs, args.sample, args.seed)
+    tests_of: Callable[[str], list[str]] = (lambda _: args.tests) if args.tests else mirrored
+    for tests, alike in itertools.groupby(sorted(files, key=tests_of), key=tests_of):
+        outcomes = mutate(list(alike), tests, args.jobs, args.sample, args.seed)
         found |= outcomes
         for name, outcome in outcomes.items():
             if outcome in MISSED:

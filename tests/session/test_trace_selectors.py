@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.export import export
-from workbench.session.trace_selectors import opened, side
+from workbench.session.trace_selectors import opened, side, some_steps
 from workbench.trace import save, steps
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
@@ -68,7 +68,7 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
             "nowhere.trace",
             "there is no file 'nowhere.trace'; compare takes a trace file, 'last', or steps such as 3..5",
         ),
-        ("lost", "there is no file 'lost'"),
+        ("lost", "there is no file 'lost'; compare takes a trace file, 'last', or steps such as 3..5"),
         ("last:7", "the trace has no step 7; its steps are: 0-5"),
         ("2..9", "the trace has no step 9; its steps are: 0-5"),
         ("last:-7", "the trace has no step -7; its steps are: 0-5"),
@@ -78,21 +78,32 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
     ],
 )
 def test_what_is_not_there_is_said(text, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError) as caught:
         side(text, recorded)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["", "x", "3...5", "3-5", "5..x"])
+def test_what_names_no_steps_is_told_how_they_are_written(text):
+    with pytest.raises(UsageError) as caught:
+        some_steps(recorded(), text)
+    assert str(caught.value) == f"steps are written 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}"
 
 
 def test_a_file_that_is_no_trace(tmp_path):
     (tmp_path / "x.trace").write_text("no")
     with pytest.raises(UsageError, match="it is not a trace"):
         side(tmp_path / "x.trace", recorded)
-    with pytest.raises(UsageError, match="cannot read"):
+    with pytest.raises(UsageError, match=f"^cannot read {tmp_path}: Is a directory$"):
         side(tmp_path, recorded)
 
 
 @pytest.mark.parametrize("text", ["last", "3..5", "last:1"])
 def test_nothing_is_recorded_yet(text):
-    with pytest.raises(UsageError, match="nothing is recorded yet"):
+    with pytest.raises(
+        UsageError,
+        match=r"^nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3$",
+    ):
         side(text, Trace.empty)
 
 
