@@ -37,7 +37,7 @@ ALSO = {
         "tests/views/test_training.py",
     ],
     "workbench/protocol/": ["tests/session", "tests/reports", "tests/magics/test_command_lines.py"],
-    "workbench/session/": ["tests/test_workbench.py", "tests/reports", "tests/magics/test_workbench_commands.py"],
+    "workbench/session/": ["tests/test_workbench.py", "tests/test_stopping.py", "tests/reports"],
 }
 """Tests of a file, or of all files of a folder, besides those of its folder of tests/: where its sentences are read."""
 
@@ -48,6 +48,8 @@ source_paths=
 only_mutate=
     {files}
 process_isolation=forkserver
+timeout_constant=5
+timeout_multiplier=4
 pytest_add_cli_args=
     -m
     {markers}
