@@ -751,14 +751,14 @@ def test_what_the_next_ctrl_c_does_is_said(trained, monkeypatch):
     ]
 
 
-def press_ctrl_c_on_drain(fake, times):
-    """Send this process SIGINT at each of the next ``times`` drains of a running request."""
+def press_ctrl_c_on_drain(fake, times, together=1):
+    """Send this process ``times`` SIGINT at the next drains of a running request, ``together`` at each."""
     left = times
 
     def on_drain():
         nonlocal left
         running = any(entry[0] in {"execute", "cell"} for entry in fake.log)
-        if running and left:
+        for _ in range(min(left, together) if running else 0):
             left -= 1
             signal.raise_signal(signal.SIGINT)
 
@@ -807,10 +807,11 @@ def test_ranks_that_have_just_ended_are_not_signalled(trained, monkeypatch):
     assert trained.sent("interrupt") == [("interrupt", (1, 3))]
 
 
-def test_a_second_ctrl_c_signals_at_once(trained, monkeypatch):
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_second_ctrl_c_signals_at_once(trained, monkeypatch, together):
     monkeypatch.setattr(waiter, "SIGNAL_CELL_AFTER_S", 1000.0)
     trained.fake.script["cell"] = computes
-    press_ctrl_c_on_drain(trained.fake, 2)
+    press_ctrl_c_on_drain(trained.fake, 2, together)
     with pytest.raises(Interrupted):
         trained.run_cell("x")
     assert trained.sent("interrupt") == [("interrupt", (0, 1, 2, 3))]
