@@ -16,6 +16,8 @@ from workbench.engine.classic.param_states import (
     _is_equal,
     _is_split,
     _joined,
+    _states_of_pieces,
+    split_states,
 )
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -129,3 +131,110 @@ def test_state_of_another_shape_cannot_be_split():
 )
 def test_numbers_are_equal_by_type_and_value(one, other, is_equal):
     assert _is_equal(one, other) is is_equal
+
+
+# ---- one rank's part
+
+WHOLES = (torch.tensor([1.0, 2, 3]), torch.tensor([[4.0, 5], [6, 7]]))
+OF_RANKS = [[1.0, 2], [3, 4], [5, 6], [7, 0]]  # with padding
+
+
+def flat_on(rank: int, *, use_orig_params: bool, num_shards: int = 4) -> SimpleNamespace:
+    """Return what the conversion asks of a flat parameter on a rank; it owns texts instead of parameters."""
+    layout = FlatLayout.of([whole.shape for whole in WHOLES], num_shards, rank)
+    names = ("bias", "weight")
+    parts = [
+        SimpleNamespace(index=i, fqn=name, global_shape=whole.shape, held=name, local_part=lambda value: value + 0)
+        for i, (name, whole) in enumerate(zip(names, WHOLES, strict=True))
+    ]
+    owns_wholes = use_orig_params and num_shards == 1
+    slot = torch.full((layout.slot_numel,), -1.0)
+    about = {"use_orig_params": use_orig_params, "owns_wholes": owns_wholes, "fqn": "net._flat_param"}
+    return SimpleNamespace(flat_layout=layout, parts=parts, slot=slot, sharded_param="flat", **about)
+
+
+def test_a_rank_with_pieces_has_those_of_its_elements_and_every_number():
+    numbers = [1]
+    states = [{"step": numbers, "avg": whole} for whole in WHOLES]
+    found = [split_states(flat_on(rank, use_orig_params=True), states) for rank in range(4)]
+    assert [list(of_rank) for of_rank in found] == [["bias"], ["bias", "weight"], ["weight"], ["weight"]]
+    pieces = [[value["avg"].tolist() for value in of_rank.values()] for of_rank in found]
+    assert pieces == [[[1.0, 2]], [[3.0], [4.0]], [[5.0, 6]], [[7.0]]]
+    assert all(list(value) == ["avg", "step"] for of_rank in found for value in of_rank.values())
+    assert all(value["step"] == [1] and value["step"] is not numbers for of_rank in found for value in of_rank.values())
+    assert list(split_states(flat_on(1, use_orig_params=True), [None, states[1]])) == ["weight"]
+
+
+def test_values_are_fetched_in_the_same_order_on_every_rank():
+    for use_orig_params in (True, False):
+        for rank in range(4):
+            fetched = []
+            flat = flat_on(rank, use_orig_params=use_orig_params)
+            states = [{"b": f"b of {part.fqn}", "a": f"a of {part.fqn}"} for part in flat.parts]
+            split_states(flat, states, lambda name, fetched=fetched: fetched.append(name) or torch.tensor(1.0))
+            by_part = ["a of bias", "b of bias", "a of weight", "b of weight"]
+            assert fetched == (by_part if use_orig_params else [by_part[i] for i in (0, 2, 1, 3)])
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_with_a_flat_parameter_has_one_state_with_zeros_at_the_end(rank):
+    flat = flat_on(rank, use_orig_params=False)
+    found = split_states(flat, [{"avg": whole.double(), "step": torch.tensor(3.0)} for whole in WHOLES])
+    assert list(found) == ["flat"]
+    assert found["flat"]["avg"].tolist() == OF_RANKS[rank]
+    assert found["flat"]["avg"].dtype == torch.float64
+    assert found["flat"]["step"] == 3
+    assert split_states(flat, [None, None]) == {}
+    # back: its piece of each part, and the number for all
+    pieces = _states_of_pieces(flat, found)
+    assert [torch.equal(had["avg"], piece) for had, piece in zip(pieces, _pieces(flat), strict=True)] == [True, True]
+    assert [had["step"] for had in pieces] == [3, 3]
+    assert _states_of_pieces(flat, {}) == [None, None]
+    assert _states_of_pieces(flat_on(rank, use_orig_params=True), {"weight": {"step": 1}}) == [None, {"step": 1}]
+
+
+def _pieces(flat: SimpleNamespace) -> list[torch.Tensor]:
+    return flat.flat_layout.pieces_of(torch.tensor(OF_RANKS[flat.flat_layout.rank], dtype=torch.float64))
+
+
+def test_a_rank_that_has_wholes_keeps_state_of_any_shape():
+    rows = torch.zeros(2)
+    flat = flat_on(0, use_orig_params=True, num_shards=1)
+    found = split_states(flat, [{"avg": WHOLES[0]}, {"avg": WHOLES[1], "rows": rows}])
+    assert [found[name]["avg"].tolist() for name in found] == [whole.tolist() for whole in WHOLES]
+    assert found["weight"]["rows"].shape == (2,)
+    assert found["weight"]["rows"] is not rows
+
+
+DIFFER = (
+    "the parameters of flat parameter 'net._flat_param' differ in optimizer state 'a', but share one state; to keep it "
+    "per parameter, wrap with use_orig_params=True"
+)
+KEEPS = (
+    ": the parameters of a flat parameter share their optimizer state; to keep it per parameter, wrap with "
+    "use_orig_params=True"
+)
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        ([{"a": 1}, {"a": 2}], DIFFER),
+        ([{"a": 1}, {"a": 1.0}], DIFFER),
+        ([{"a": WHOLES[0]}, {"a": 2}], DIFFER),
+        ([{"a": 1}, {"a": WHOLES[1]}], DIFFER),
+        ([{"a": WHOLES[0]}, {"a": WHOLES[1].double()}], DIFFER),
+        (
+            [{"b": 1, "a": 1}, None],
+            f"'weight' has no state, and another parameter of its flat parameter has a, b{KEEPS}",
+        ),
+        ([{"a": 1}, {}], f"'weight' has state of no key, and another parameter of its flat parameter has a{KEEPS}"),
+        (
+            [{"a": 1}, {"c": 1, "b": 1}],
+            f"'weight' has state b, c, and another parameter of its flat parameter has a{KEEPS}",
+        ),
+    ],
+)
+def test_parameters_of_a_flat_one_cannot_differ_in_what_they_share(states, says):
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        split_states(flat_on(0, use_orig_params=False), states)
