@@ -1,7 +1,7 @@
-"""``make bench``: training steps of our engine and others, bytes, the cost of recording and watching, traces and views.
+"""Measure the engine and the workbench, and compare them with other implementations.
 
-``--only`` measures selected parts. ``make bench-check`` makes only the comparison with the others, and exits with 1 if
-the targets (``bench/aims.py``) are not met. Both write build/bench.json, and exit with 1 if a measurement failed.
+Without options it measures everything: training steps, memory, sharding, the cost of recording and watching, traces
+and views. The result goes to build/bench.json. The exit status is 1 if a measurement failed.
 """
 
 import argparse
@@ -53,17 +53,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = list(verdicts(result))
     result["verdicts"] = [verdict.as_dict() for verdict in found]
     _write(result)
-    _say("\nwhat the issues ask", *report.verdicts(found), "", f"wrote {OUT}")
+    _say("\ntargets", *report.verdicts(found), "", f"wrote {OUT}")
     return _status(result, is_check=args.check, all_met=all(verdict.is_met for verdict in found))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="steps and sharding, judged by the issue's figures")
-    what.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some parts alone: {', '.join(PARTS)}")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--quick", action="store_true", help="little of everything: whether it works, not how fast")
+    what.add_argument(
+        "--check", action="store_true", help="measure steps and sharding only; exit with 1 if a target is missed"
+    )
+    what.add_argument(
+        "--only", nargs="+", choices=PARTS, metavar="PART", help=f"measure only these: {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=list(CASES),
+        metavar="CASE",
+        help=f"compare only these models: {', '.join(CASES)}",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few repetitions: check that everything runs; the times mean little"
+    )
     return parser.parse_args(argv)
 
 

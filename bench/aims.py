@@ -1,4 +1,4 @@
-"""The targets of the issues from "Engine" to "Hosts" as numbers, and the verdicts on a result."""
+"""The performance targets as numbers, and the verdicts on a result."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ class Aim:
         unit: of the numbers; empty for a ratio.
         is_at_least: more is better.
         digits: decimals to which a number is rounded before the comparison; None for no rounding.
-        is_must: the issue requires it; otherwise it is only aimed for.
+        is_must: a requirement; otherwise a goal.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Aim:
     is_must: bool = True
 
     @property
-    def asked(self) -> str:
+    def target(self) -> str:
         """The requirement, as a sign and a number."""
         sign = ">=" if self.is_at_least else "<="
         return f"{'must' if self.is_must else 'aim'} {sign} {self.limit:g} {self.unit}".rstrip()
@@ -137,8 +137,8 @@ def _recording(case: str, share: float, watched: float) -> Iterator[Aim]:
     yield Aim(what=f"{case}: events x ns / step CPU", part=part, values=(("rows_percent",),), limit=share, unit="%")
     yield Aim(what=f"{case}: step CPU, recorded / plain", part=part, values=(("cpu_ratio",),), limit=1.03)
     live = ("live", f"watched {case}")
-    yield Aim(what=f"{case}: step CPU, dashboard live / not", part=live, values=WATCHED, limit=watched)
-    yield Aim(what=f"{case}: drained, a step and rank", part=live, values=(("drained_kb",),), limit=10, unit="kB")
+    yield Aim(what=f"{case}: step CPU, with / without live dashboard", part=live, values=WATCHED, limit=watched)
+    yield Aim(what=f"{case}: drained per step and rank", part=live, values=(("drained_kb",),), limit=10, unit="kB")
 
 
 def _live(what: str, part: Path, value: str, limit: float, unit: str = "") -> Aim:
@@ -177,16 +177,16 @@ LIVE = (
     _frames("pan"),
     _frames("zoom"),
     _live("timeline: first paint, 1 M rectangles", ("browser", "timeline"), "first_paint_ms", 1000, "ms"),
-    _live("pixels after an event, median", ("browser", "pixels"), "median_ms", 150, "ms"),
+    _live("time from an event to its pixels, median", ("browser", "pixels"), "median_ms", 150, "ms"),
 )
 LAB = (
-    Aim(what="3.7M, 8 ranks: step CPU, panel open / not", part=("live", "panel 3.7M"), values=WATCHED, limit=1.05),
-    _live("panel: shown after a change, median", ("browser", "panel"), "median_ms", 200, "ms"),
-    _live("panel: first paint after its click", ("browser", "panel"), "first_paint_ms", 500, "ms"),
-    _live("panel: names a rank that was killed after", ("browser", "panel"), "recovers_ms", 2000, "ms"),
-    _live("panel: its bundle", ("browser", "panel"), "bundle_kb", 300, "kB"),
-    _live("8 hours: growth of the kernel", ("browser", "soak"), "kernel_mb", 200, "MB"),
-    _live("8 hours: growth of the page", ("browser", "soak"), "page_mb", 200, "MB"),
+    Aim(what="3.7M, 8 ranks: step CPU, with / without panel", part=("live", "panel 3.7M"), values=WATCHED, limit=1.05),
+    _live("panel: time until a change is shown, median", ("browser", "panel"), "median_ms", 200, "ms"),
+    _live("panel: first paint after the click", ("browser", "panel"), "first_paint_ms", 500, "ms"),
+    _live("panel: time until a killed rank is named", ("browser", "panel"), "recovers_ms", 2000, "ms"),
+    _live("panel: size of its bundle", ("browser", "panel"), "bundle_kb", 300, "kB"),
+    _live("8 hours: memory growth of the kernel", ("browser", "soak"), "kernel_mb", 200, "MB"),
+    _live("8 hours: memory growth of the page", ("browser", "soak"), "page_mb", 200, "MB"),
 )
 
 _SIZES = {"wide": "512 ranks x 128 units", "long": "512 ranks x 200 steps"}
@@ -205,7 +205,7 @@ SCALE = (
         is_at_least=True,
     ),
 )
-"""The part of "Hosts" that needs no hosts."""
+"""Traces as large as those of 512 ranks."""
 
 HOSTS = (
     *(
@@ -218,13 +218,13 @@ HOSTS = (
         for name in HOSTS_CASES
     ),
     _live(
-        "control channel of 3 hosts, above 2 latencies",
+        "control channel of 3 hosts, beyond 2 link latencies",
         ("live", "control channel of hosts"),
         "above_links_ms",
         30,
         "ms",
     ),
-    _live("attach to 8 engines that have loaded torch, to the first cell", ("live", "attach"), "median_s", 2, "s"),
+    _live("attach to 8 engines with torch loaded, until the first cell", ("live", "attach"), "median_s", 2, "s"),
 )
 """6 ranks on 3 hosts, at 1 Gbit/s and 2 ms; and a cluster that is already running."""
 
@@ -240,8 +240,8 @@ CLASSIC = tuple(
 )
 
 MANY = (
-    _live("next collective, a rank: of most / of fewest ranks", ("many", "next collective"), "growth", 1.5),
-    _live("shard and step, a unit: of most / of fewest units", ("many", "shard"), "growth", 1.5),
+    _live("next collective, time per rank: most / fewest ranks", ("many", "next collective"), "growth", 1.5),
+    _live("shard and step, time per unit: most / fewest units", ("many", "shard"), "growth", 1.5),
 )
 """Costs per rank and per unit; the totals are to be linear."""
 

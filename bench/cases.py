@@ -1,7 +1,7 @@
 """The cases: a model on a number of ranks in one precision; and the implementations that train it.
 
-The cases are those of the table "Fast" of the issue "Engine": sequences of 128 tokens, 4 per batch, one unit per block
-and one for the rest, fused AdamW.
+Every case trains on sequences of 128 tokens, 4 per batch, with one unit per block, one for the rest, and fused
+AdamW.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ IMPLEMENTATIONS = {
     ALONE: "the same arithmetic on every rank without any communication",
     DDP: "torch's DistributedDataParallel",
     TORCH: "torch's fully_shard",
-    OURS_GLOO: "ours over gloo's TCP, WORKBENCH_COMM=gloo",
-    OURS: "ours with the communication it chooses by itself, WORKBENCH_COMM unset",
+    OURS_GLOO: "our engine over gloo's TCP (WORKBENCH_COMM=gloo)",
+    OURS: "our engine with its default communication (WORKBENCH_COMM unset)",
 }
 CLASSIC, CLASSIC_TORCH = "classic", "classic torch"
 CLASSICS = {
     CLASSIC_TORCH: "torch's FullyShardedDataParallel",
-    CLASSIC: "ours, with the communication it chooses by itself",
+    CLASSIC: "our FullyShardedDataParallel with its default communication",
     OURS: "our fully_shard",
 }
 OF_OURS = (OURS_GLOO, OURS)
@@ -34,7 +34,7 @@ WITHOUT_OURS = (ALONE, TORCH)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of the issue's table.
+    """One row of the table of targets.
 
     Attributes:
         name: its name for ``--cases``.
@@ -121,7 +121,7 @@ RECORDED = {
         ),
     )
 }
-"""Models for measuring recording and watching: those of the issue "Live"."""
+"""Models for measuring the cost of recording and watching."""
 
 
 def num_params(config: GPTConfig) -> int:

@@ -21,7 +21,7 @@ import psutil
 
 from bench.pixels import chromium, clock_of
 from tests.helpers.built_panel import built_panel, bundle_bytes
-from tests.helpers.jupyterlab import Opened, begin, jupyterlab, opened
+from tests.helpers.jupyterlab import NotebookPage, begin, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL
 from workbench.replay import training
 from workbench.trace import load
@@ -96,7 +96,7 @@ def measure_panel(sample_s: float = SAMPLE_S) -> dict[str, Any]:
     panel = built_panel()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with jupyterlab(folder, CELLS, panel=panel) as url, opened(url, chromium()) as lab:
+        with jupyterlab(folder, CELLS, panel=panel) as url, open_notebook(url, chromium()) as lab:
             for number in range(STEP):
                 lab.do(number)
             paints = [_paint(lab, url) for _ in range(PAINTS)]
@@ -123,7 +123,7 @@ def measure_panel(sample_s: float = SAMPLE_S) -> dict[str, Any]:
     }
 
 
-def _paint(lab: Opened, url: str) -> float:
+def _paint(lab: NotebookPage, url: str) -> float:
     begin(lab.page, url)
     lab.page.evaluate(_PAINT, NUM_RANKS)
     lab.page.click(_TAB)
@@ -131,7 +131,7 @@ def _paint(lab: Opened, url: str) -> float:
     return took
 
 
-def _recovers(lab: Opened) -> float:
+def _recovers(lab: NotebookPage) -> float:
     """Return the milliseconds from the death of rank 1 during training until the panel names it."""
     lab.do(AGAIN)
     lab.page.wait_for_function("() => / of \\d+ steps/.test(document.querySelector('.fsdp-Headline').textContent)")

@@ -32,7 +32,7 @@ from typing import Any
 from playwright.sync_api import Page
 
 from tests.helpers.browser import find_chromium
-from tests.helpers.jupyterlab import Opened, jupyterlab, opened
+from tests.helpers.jupyterlab import NotebookPage, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL
 from tests.helpers.package_source import REPO
 from tests.helpers.timeline_page import open_page
@@ -121,16 +121,16 @@ def measure_pixels(sample_s: float = SAMPLE_S) -> dict[str, Any]:
 
 
 @contextmanager
-def _notebook(cells: Sequence[str]) -> Iterator[Opened]:
+def _notebook(cells: Sequence[str]) -> Iterator[NotebookPage]:
     with (
         tempfile.TemporaryDirectory() as folder,
         jupyterlab(Path(folder), cells) as url,
-        opened(url, chromium()) as lab,
+        open_notebook(url, chromium()) as lab,
     ):
         yield lab
 
 
-def _stop(lab: Opened) -> int:
+def _stop(lab: NotebookPage) -> int:
     """End the training; return the view's origin on the ranks' clock, in nanoseconds."""
     lab.page.locator(".fw-abort").click()
     lab.ends(STEP)
@@ -156,18 +156,18 @@ def _in_ms(found: dict[str, list[list[float]]], clock: tuple[float, float], orig
     happened = [origin_ns / 1e6 + t_us / 1e3 - ahead for t_us, _, _ in found["events"]]  # on the page's clock
     took = sorted(drawn - at for at, (_, _, drawn) in zip(happened, found["events"], strict=True))
     answers = found["answers"]
-    periods = [later[0] - asked[0] for asked, later in pairwise(answers)]
+    periods = [later[0] - sent[0] for sent, later in pairwise(answers)]
     return {
         "median_ms": statistics.median(took),
         "p95_ms": took[int(0.95 * len(took))],
         "samples": len(took),
         "clock_error_ms": error,
         "to_answer_ms": statistics.median(
-            came - at for at, (_, came, _) in zip(happened, found["events"], strict=True)
+            received - at for at, (_, received, _) in zip(happened, found["events"], strict=True)
         ),
-        "draw_ms": statistics.median(drawn - came for _, came, drawn in found["events"]),
+        "draw_ms": statistics.median(drawn - received for _, received, drawn in found["events"]),
         "period_ms": statistics.median(periods),
-        "round_trip_ms": statistics.median(came - asked for asked, came in answers),
+        "round_trip_ms": statistics.median(received - sent for sent, received in answers),
     }
 
 
@@ -192,7 +192,7 @@ class Growing:
         parts = tuple(RankTrace(r.rank, r.rows[:count], r.start) for r in self.trace.ranks)
         doing = dict.fromkeys(range(8), {{"doing": "step", "step": 1}})
         return pulse(Trace(self.trace.header, parts), [True] * 8, doing)
-    def asked(self):
+    def activity(self):
         return ()
 
 growing = Growing()
@@ -266,7 +266,7 @@ class Still:
         self.found = ClusterSnapshot(trace=trace, record="scale.trace")
     def pulse(self):
         return self.found
-    def asked(self):
+    def activity(self):
         return None
 
 still = Still(trace_of(SCALES["SIZE"]))

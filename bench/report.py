@@ -48,7 +48,7 @@ def parts(case: Tree) -> Iterator[str]:
     """Yield lines on the time that our step takes beyond compute alone."""
     names = list(case["parts"])
     if names:
-        yield "  above compute alone, ms (what each part is: bench/parts.py):"
+        yield "  time beyond compute alone, ms (parts: see bench/parts.py):"
         rows = [(key.replace("_", " "), *(number(case["parts"][n][f"{key}_ms"], 1) for n in names)) for key in PARTS]
         yield from table(("", *names), rows)
 
@@ -57,7 +57,7 @@ def memory(case: Tree) -> Iterator[str]:
     """Yield lines on the bytes of a step."""
     titles = ("", "peak MB", "/ torch", "shared", "full params", "engine's classes", "kept unused", "communication")
     if case["bytes"]:
-        yield "  most bytes at once within steps, of the rank that needs most (what they are: bench/memory.py):"
+        yield "  peak bytes within a step, of the rank with the highest peak (columns: see bench/memory.py):"
         yield from table(titles, (_bytes(name, row) for name, row in case["bytes"].items()))
 
 
@@ -71,7 +71,7 @@ def _bytes(name: str, row: Tree) -> tuple[str, ...]:
         number(row["shared"] / 1e6, 1),
         number(row["pages"] / 1e6, 1),
         *(("-", "-") if is_theirs else ours),
-        "-" if is_theirs else ", ".join(row["comm"]) or "not told",
+        "-" if is_theirs else ", ".join(row["comm"]) or "unknown",
     )
 
 
@@ -125,4 +125,4 @@ def failures(found: Tree) -> Iterator[str]:
 
 def verdicts(found: Iterable[Verdict]) -> Iterator[str]:
     """Yield lines that compare targets with measurements."""
-    yield from table(("", "aim", "measured", "verdict"), ((v.aim.what, v.aim.asked, v.number, v.word) for v in found))
+    yield from table(("", "aim", "measured", "verdict"), ((v.aim.what, v.aim.target, v.number, v.word) for v in found))

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from bench.pixels import READY, chromium
-from tests.helpers.jupyterlab import Opened, jupyterlab, opened
+from tests.helpers.jupyterlab import NotebookPage, jupyterlab, open_notebook
 from tests.helpers.long_trace import Repeated
 from tests.helpers.package_source import REPO
 from tests.helpers.simulated_job import Setup, simulate
@@ -99,8 +99,8 @@ class LongRun:
                 self.is_over.set()
             return pulse(self._collector.trace, [True] * NUM_RANKS, self._collector.positions)
 
-    def asked(self) -> tuple[object, ...]:
-        """Return an empty tuple: no rank is asked anything."""
+    def activity(self) -> tuple[object, ...]:
+        """Return an empty tuple: no rank runs."""
         return ()
 
     def facts(self) -> Tree:
@@ -164,7 +164,7 @@ def measure_soak(hours: float = HOURS) -> Tree:
     with (
         tempfile.TemporaryDirectory() as folder,
         jupyterlab(Path(folder), cells) as url,
-        opened(url, chromium()) as lab,
+        open_notebook(url, chromium()) as lab,
     ):
         lab.do(PREPARE)
         kernel = psutil.Process(int(_written(lab, PREPARE)))
@@ -193,7 +193,7 @@ def growth_mb(samples: Sequence[int]) -> float:
     return (max(samples) - samples[0]) / 1e6
 
 
-def _written(lab: Opened, number: int) -> str:
+def _written(lab: NotebookPage, number: int) -> str:
     return lab.cell(number).locator(".jp-OutputArea-output").first.inner_text()
 
 

@@ -75,7 +75,7 @@ class Viewer(ABC):
         self.sizes: list[int] = []
         self.times_s: list[float] = []
         self._session = Session()
-        self._asked = self._session.msg("comm_msg", {"comm_id": self._session.session, "data": {}})
+        self._parent = self._session.msg("comm_msg", {"comm_id": self._session.session, "data": {}})
         self._is_answered = threading.Event()
         self._is_answered.set()
 
@@ -115,7 +115,7 @@ class Viewer(ABC):
                 self.ask(wait=bool(self.sizes))
 
     def _take(self, data: dict[str, Any], buffers: Sequence[bytes] | None) -> None:
-        message = self._session.msg("comm_msg", {"comm_id": self._session.session, "data": data}, self._asked)
+        message = self._session.msg("comm_msg", {"comm_id": self._session.session, "data": data}, self._parent)
         parts = [*self._session.serialize(message), *(buffers or ())]
         self.sizes.append(sum(memoryview(part).nbytes for part in parts))
         self.times_s.append(time.monotonic())

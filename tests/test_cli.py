@@ -1,12 +1,16 @@
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.trace_strategies import example_trace
 from workbench import __version__, cli, demo, doctor
 from workbench.demo import DemoError
 from workbench.errors import UsageError
+from workbench.trace import save
+from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart
 
 
 def test_the_command_is_installed():
@@ -14,13 +18,25 @@ def test_the_command_is_installed():
     assert command.load() is cli.main
 
 
-@pytest.mark.parametrize("argv", [[], ["dmeo"], ["demo", "--fast"], ["doctor", "now"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["dmeo"],
+        ["demo", "--fast"],
+        ["doctor", "now"],
+        ["view"],
+        ["view", "run.trace", "more"],
+        ["where"],
+        ["where", "out", "--fast"],
+    ],
+)
 def test_wrong_usage_shows_the_usage(argv, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(argv)
     assert left.value.code == 2
     said = capsys.readouterr().err
-    assert f"usage: workbench{f' {argv[0]}' if argv[:1] and argv[0] in {'demo', 'doctor'} else ''} [-h]" in said
+    assert f"usage: workbench{f' {argv[0]}' if argv[:1] and argv[0] != 'dmeo' else ''} [-h]" in said
 
 
 @pytest.mark.parametrize(
@@ -30,9 +46,11 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
         ("lab", "copied into the current directory"),
         ("lab", "--port 9000"),
         ("doctor", "two ranks"),
+        ("view", "a page that replays it in any browser"),
+        ("where", "The exit status is 1 if the run stands still, or a rank failed or was killed, and 2 if the folder"),
     ],
 )
-def test_each_word_says_what_it_does(word, words, capsys):
+def test_each_subcommand_describes_itself(word, words, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main([word, "-h"])
     assert left.value.code == 0
@@ -106,7 +124,7 @@ def test_the_user_s_address_wins_and_a_folder_around_the_tour_needs_no_copy(tmp_
     assert cli.main(["lab", f"--notebook-dir={tmp_path}/missing"]) == 1
 
 
-def test_lab_copies_the_tour_of_a_wheel_once_and_says_so(tmp_path, monkeypatch, capsys):
+def test_lab_copies_the_tour_of_a_wheel_once_and_reports_it(tmp_path, monkeypatch, capsys):
     installed, here = tmp_path / "package", tmp_path / "here"
     for folder in (installed, here):
         folder.mkdir()
@@ -153,6 +171,105 @@ def test_a_missing_package_is_a_sentence(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("well", "code"), [(True, 0), (False, 1)])
-def test_doctor_exits_with_what_it_found(well, code, monkeypatch):
+def test_the_exit_status_of_doctor(well, code, monkeypatch):
     monkeypatch.setattr(doctor, "run", lambda: well)
     assert cli.main(["doctor"]) == code
+
+
+# ---- view and where
+
+
+def record(folder, *, ranks=(0, 1), at_ns=None, end=None):
+    """Record ``ranks`` of a run of two ranks, whose newest row is of now, or of ``at_ns`` on this clock."""
+    trace = example_trace(num_ranks=2, num_units=2, steps=2)
+    now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
+    newest_ns = int(trace.rank(0).rows["t_ns"][-1])
+    for rank in ranks:
+        rows = trace.rank(rank).rows.copy()
+        rows["t_ns"] += (now_ns if at_ns is None else at_ns) - newest_ns
+        begin_ns = int(rows["t_ns"][0])
+        start = RunStart(rank=rank, world_size=2, clock="one", t_ns=begin_ns, wall_ns=wall_ns - now_ns + begin_ns)
+        writer = RecordingWriter(folder, start, trace.header, 1 << 30)
+        writer.append(rows.tobytes(), trace.rank(rank).state_before(len(rows)))
+        writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=now_ns, wall_ns=wall_ns, event_ns=begin_ns))
+        if end is not None:
+            writer.write(FrameKind.END, end)
+        writer.close()
+    return trace
+
+
+def test_where_says_that_a_run_goes_on_and_leaves_with_0(tmp_path, capsys):
+    record(tmp_path)
+    assert cli.main(["where", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[:2] == [
+        "the run goes on, at step 1",
+        "  rank  state  step  last event       ago",
+    ]
+    assert said.err == ""
+
+
+def test_where_says_that_a_run_stands_and_leaves_with_1(tmp_path, capsys):
+    record(tmp_path, ranks=[0], at_ns=time.monotonic_ns() - 3600 * 10**9)
+    assert cli.main(["where", str(tmp_path)]) == 1
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "rank 0 has announced nothing for 1 h"
+    assert last == "  note: nothing can be shown of rank 1, of 2 ranks"
+
+
+def test_where_says_that_a_rank_failed_and_leaves_with_1(tmp_path, capsys):
+    record(tmp_path, end=RunEnd(t_ns=time.monotonic_ns(), reason="exit status 3"))
+    assert cli.main(["where", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "ranks 0-1 failed: exit status 3"
+
+
+def test_where_leaves_with_2_if_there_is_nothing_to_read(tmp_path, capsys):
+    assert cli.main(["where", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr() == ("", f"cannot read {tmp_path}/none: No such file or directory\n")
+    assert cli.main(["where", str(tmp_path)]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"{tmp_path} is a folder without the recording of a rank, such as rank0.0000.rec\n",
+    )
+    (tmp_path / "file").touch()
+    assert cli.main(["where", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr() == ("", f"cannot read {tmp_path}/file: Not a directory\n")
+
+
+def test_view_writes_a_recording_as_a_page_and_says_what_it_lacks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path / "out", ranks=[0])
+    assert cli.main(["view", "out"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("wrote out.html")
+    assert said.err == "note: nothing can be shown of rank 1, of 2 ranks\n"
+    assert "<title>out</title>" in (tmp_path / "out.html").read_text(encoding="utf-8")
+
+
+def test_view_writes_some_steps_of_a_trace_where_it_is_told(tmp_path, capsys):
+    save(example_trace(num_ranks=2, num_units=2, steps=4), tmp_path / "run.trace")
+    page = tmp_path / "page.html"
+    assert cli.main(["view", str(tmp_path / "run.trace"), "--steps=-2..", "--out", str(page)]) == 0
+    assert "steps 2-3" in capsys.readouterr().out
+    assert page.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["view", "none.trace"], "there is no file 'none.trace'"),
+        (["view", "."], ". is a folder without the recording of a rank, such as rank0.0000.rec"),
+        (["view", "out", "--steps", "9"], "the trace has no step 9; its steps are: 0-1"),
+        (["view", "out", "--steps", "x"], "steps are written 5, 3..5"),
+        (["view", "out", "--out", "page.pdf"], "'page.pdf' has no known format"),
+        (["view", "out", "--out", "none/page.html"], "there is no folder none"),
+    ],
+)
+def test_view_says_what_is_wrong_and_leaves_with_1(argv, why, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path / "out")
+    assert cli.main(argv) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert why in said.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

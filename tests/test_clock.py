@@ -13,13 +13,13 @@ def test_processes_of_one_machine_read_one_clock():
     assert other.stdout.strip() == clock_here() != ""
 
 
-def test_a_time_namespace_has_a_clock_of_its_own(monkeypatch, tmp_path):
+def test_a_time_namespace_has_its_own_clock(monkeypatch, tmp_path):
     here = clock_here()
     monkeypatch.setattr(clock, "_NAMESPACE", tmp_path)
     assert clock_here() != here
 
 
-def test_where_linux_does_not_say_it_the_machine_counts(monkeypatch):
+def test_without_a_boot_id_the_machine_counts(monkeypatch):
     here = clock_here()
     monkeypatch.setattr(clock, "_BOOT_ID", Path("/proc/nothing"))
     assert clock_here() == clock_here() != here

@@ -54,18 +54,18 @@ def sent(value):
 
 
 @pytest.mark.parametrize("house", [FULL, House(named={}, counted={}, number=3, pet=Cat(1))])
-def test_what_is_sent_comes(house):
+def test_encoding_round_trips(house):
     data, buffers = sent(house)
     assert decode(House, data, "house", buffers) == house
 
 
-def test_what_has_a_word_bears_it():
+def test_messages_with_a_word_contain_it():
     assert encode(Dog(("sit",))) == {"word": "dog", "tricks": ["sit"]}
     assert decode_named({"dog": Dog, "cat": Cat}, {"word": "cat", "lives": 9}, "animal") == Cat(9)
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"pet": {"word": "cow"}}, "unknown house.pet 'cow'; known: cat, dog"),
         ({"pet": {"word": "cat", "lives": True}}, "house.pet 'cat'.lives is True, expected int"),
@@ -91,11 +91,11 @@ def test_what_has_a_word_bears_it():
         ({"colour": "1"}, "house.colour is '1', expected int"),
     ],
 )
-def test_what_is_not_as_it_should_be_is_named(changed, says):
+def test_invalid_data_is_named(changed, message):
     data, buffers = sent(FULL)
     with pytest.raises(CodecError) as caught:
         decode(House, data | changed if changed else changed, "house", buffers)
-    assert str(caught.value) == says
+    assert str(caught.value) == message
 
 
 def test_all_fields_that_are_missing_or_unknown_are_named():
@@ -113,7 +113,7 @@ def test_numbers_of_64_bits_are_taken_at_both_ends():
     assert decode(House, data | {"number": most}, "house", buffers).number == most
 
 
-def test_what_is_long_is_cut():
+def test_long_values_are_truncated():
     with pytest.raises(CodecError) as caught:
         decode(Cat, {"word": "cat", "lives": "9" * 10**6}, "cat")
     assert str(caught.value) == f"cat.lives is '{'9' * 79}, expected int"
@@ -155,6 +155,6 @@ def test_a_text_of_one_of_two_literals_arrives(size):
     assert decode(Box, encode(Box(size)), "box") == Box(size)
 
 
-def test_a_text_of_none_of_two_literals_is_refused():
+def test_a_text_outside_of_two_literals_is_refused():
     with pytest.raises(CodecError, match=r"^box.size is 'huge', expected one of 'small', 'large'$"):
         decode(Box, {"size": "huge"}, "box")

@@ -15,7 +15,7 @@ def only(findings):
     return finding
 
 
-def test_a_finding_says_what_to_do_below_itself():
+def test_a_finding_has_its_advice_below():
     assert str(Finding("memory", Verdict.GOOD, "8 GiB")) == "  ok  memory             8 GiB"
     lines = str(Finding("torch", Verdict.BAD, "not installed", "do this\nthen that")).splitlines()
     assert lines[0].startswith(" BAD  torch")
@@ -37,7 +37,7 @@ def test_a_package_that_is_missing_or_of_another_version():
     assert "but >=900 is required" in other.found
 
 
-def test_a_package_that_is_newer_than_what_was_tried_may_do():
+def test_a_package_newer_than_tested_is_a_warning():
     newer = doctor.package(Requirement("numpy>=1,<2"))
     assert newer.verdict is Verdict.NOTE
     assert "newer than the tested versions, <2,>=1" in newer.found
@@ -96,7 +96,7 @@ def test_a_torch_that_cannot_be_loaded(monkeypatch):
     assert "cannot open shared object file" in finding.found
 
 
-def test_widgets_are_looked_for_where_jupyter_looks(tmp_path, monkeypatch):
+def test_widgets_are_searched_in_jupyters_paths(tmp_path, monkeypatch):
     monkeypatch.setattr(jupyter_extensions, "jupyter_path", lambda kind: [str(tmp_path / kind)])
     assert [f.verdict for f in doctor.widgets()] == [Verdict.NOTE, Verdict.NOTE]
     (tmp_path / "labextensions" / "anywidget").mkdir(parents=True)
@@ -129,7 +129,7 @@ def test_a_slow_self_test_is_noted(limit_s, verdict, monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_all_that_is_found_is_said(bad, monkeypatch, capsys):
+def test_all_findings_are_printed(bad, monkeypatch, capsys):
     looks = ("python", "packages", "machine", "devices", "widgets", "panel", "self_test")
     for name in looks:
         verdict = Verdict.BAD if bad and name == "devices" else Verdict.GOOD
@@ -137,7 +137,7 @@ def test_all_that_is_found_is_said(bad, monkeypatch, capsys):
     assert doctor.run() is not bad
     out = capsys.readouterr().out
     assert all(f"  {name}" in out or f" {name} " in out for name in looks)
-    assert ("All is well." in out) is not bad
+    assert ("All checks passed." in out) is not bad
 
 
 @pytest.mark.cluster

@@ -26,7 +26,7 @@ TORCH = re.search(r"^TORCH := (\S+)$", MAKEFILE, re.MULTILINE).group(1)
 OTHER_TORCH = re.search(r"^OTHER_TORCH := ([\d. ]+)#", MAKEFILE, re.MULTILINE).group(1).split()
 
 
-def test_what_is_imported_is_what_is_required():
+def test_imports_match_the_requirements():
     import sys
 
     found = {module.partition(".")[0].lower() for source in sources() for module in imports(source)}
@@ -74,7 +74,7 @@ def test_every_place_names_the_same_version():
     assert set(named) == {__version__}
 
 
-def test_a_source_distribution_has_what_the_readme_links_to():
+def test_a_source_distribution_has_the_readmes_links():
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     linked = {file.partition("/")[0] for file, _ in documents.links(documents.documents()[documents.README]) if file}
     assert {f"/{name}" for name in linked} <= set(included)
@@ -85,12 +85,12 @@ def test_binder_installs_the_same_torch():
     assert [line for line in lines if line.startswith("torch")] == [f"torch=={TORCH}+cpu"]
 
 
-def test_binder_has_a_python_that_is_allowed():
+def test_binder_has_a_supported_python():
     minor = int((REPO / "binder" / "runtime.txt").read_text().strip().removeprefix("python-3."))
     assert minor >= int(PROJECT["requires-python"].removeprefix(">=3."))
 
 
-def test_binder_starts_two_ranks_and_what_it_is_told_to():
+def test_binder_starts_two_ranks_and_its_command():
     start = REPO / "binder" / "start"
     done = subprocess.run([start, "printenv", "WORKBENCH_RANKS"], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"

@@ -47,14 +47,14 @@ def test_numbers_of_old_files_stay(words):
 
 
 @pytest.mark.parametrize("words", NUMBERS, ids=lambda words: words.__name__)
-def test_words_are_written_as_people_write_them(words):
+def test_display_names_are_plain_words(words):
     written = [member.words for member in words]
     assert len(set(written)) == len(written)
     assert all(word == word.lower() and "_" not in word and word.strip() for word in written)
 
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
-def test_what_is_known_of_a_kind_fits_together(kind):
+def test_the_properties_of_a_kind_are_consistent(kind):
     info = kind.info
     assert kind < NO_CATEGORY, "a byte holds it"
     assert info.is_span or info.track is None, "a track holds spans"
@@ -68,7 +68,7 @@ def test_what_is_known_of_a_kind_fits_together(kind):
 
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
-def test_tables_hold_every_kind_by_what_is_known_of_it(kind):
+def test_tables_cover_every_kind(kind):
     info = kind.info
     assert (kind in COLLECTIVES, kind in BESIDE) == (info.is_collective, not info.is_event)
     assert (STOPS.get(kind.name.lower()) is kind) == info.is_stop
@@ -89,16 +89,16 @@ def test_every_colour_is_used_and_there():
     assert used == set(Colour) == set(theme.COLOURS)
 
 
-def test_the_engine_tells_the_classes_that_are_the_engines():
+def test_the_engine_announces_its_own_classes():
     """The runtime announces the others, or nothing of ours does."""
-    told = {
+    of_engine = {
         node.attr
         for source in sources()
         if source.part == "engine"
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Category"
     }
-    assert told == {category.name for category in Category if category.info.is_engines}
+    assert of_engine == {category.name for category in Category if category.info.is_engines}
 
 
 def test_the_documents_name_every_event_that_can_be_stopped_at():

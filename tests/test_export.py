@@ -13,13 +13,13 @@ def test_names_in_perfettos_file_are_strings_of_it(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
 
 
-def test_perfettos_file_says_how_exact_times_of_another_clock_are(tmp_path):
+def test_the_perfetto_file_has_the_clock_errors(tmp_path):
     found = example_trace(num_ranks=3, steps=1)
     begin_ns = min(int(rank_trace.rows["t_ns"][0]) for rank_trace in found.ranks)
     end_ns = max(int(rank_trace.rows["t_ns"][-1]) for rank_trace in found.ranks)
     readings = tuple(ClockReading(t_ns=t_ns, offset_ns=7, error_ns=400_000) for t_ns in (begin_ns, end_ns + 1))
     clock = HostClock(ranks=(1, 2), readings=readings)
     export(Trace(dataclasses.replace(found.header, clocks=(clock,)), found.ranks), tmp_path / "run.json")
-    told = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in told if event["name"] == "process_name"]
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name.endswith(", times within 400 µs of rank 0's)") for name in names] == [False, True, True]

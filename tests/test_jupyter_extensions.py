@@ -21,20 +21,20 @@ def loaded(capsys):
     return capsys.readouterr().out
 
 
-def test_a_missing_panel_is_said_in_one_sentence_where_a_server_started_the_kernel(folder, monkeypatch, capsys):
+def test_a_missing_panel_is_reported_if_a_server_started_the_kernel(folder, monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", "/a/notebook.ipynb")
-    said = loaded(capsys)
-    assert said.startswith("panel not installed: ")
-    assert said.endswith("in JupyterLab's environment.\n")
-    assert said.count("\n") == 1
+    message = loaded(capsys)
+    assert message.startswith("panel not installed: ")
+    assert message.endswith("in JupyterLab's environment.\n")
+    assert message.count("\n") == 1
 
 
-def test_nothing_is_said_where_nobody_would_look_for_it(folder, monkeypatch, capsys):
+def test_a_missing_panel_is_not_reported_without_a_server(folder, monkeypatch, capsys):
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     assert loaded(capsys) == ""
 
 
-def test_nothing_is_said_where_it_is(folder, monkeypatch, capsys):
+def test_an_installed_panel_is_not_reported(folder, monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", "/a/notebook.ipynb")
     (folder / "fsdp-workbench").mkdir(parents=True)
     (folder / "fsdp-workbench" / "package.json").write_text("{}")

@@ -17,7 +17,9 @@ NEVER_LOADED = {
     "replay": {"torch", "ipyparallel", "IPython", "plotly"},
     "views": {"torch", "ipyparallel", "IPython"},
     "engine": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
+    "watch": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
     "runtime": {"plotly", "ipywidgets"},
+    "record": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
     "cluster": {"torch", "plotly"},
     "live": {"torch"},
     "widgets": {"torch"},
@@ -53,7 +55,7 @@ def test_every_part_has_its_row():
 
 
 @pytest.mark.parametrize(("parts", "permitted"), allowed(), ids=lambda value: "+".join(sorted(value)) or "nothing")
-def test_a_part_imports_what_it_may_and_no_less(parts, permitted):
+def test_a_part_imports_exactly_the_allowed_modules(parts, permitted):
     found = imported_by(parts)
     assert sorted(found - permitted) == [], "forbidden imports"
     assert sorted(permitted - found) == [], "permissions that nothing uses"
@@ -77,7 +79,7 @@ KIND_OF_DEVICE = re.compile(r"device\.type\b|\.is_cuda\b|\bdata_ptr\(|\btorch\.c
 
 
 @pytest.mark.parametrize(("folder", "num_files"), [("engine", 20), ("runtime", 15)])
-def test_only_backends_ask_for_the_kind_of_a_device_or_an_address(folder, num_files):
+def test_only_backends_depend_on_device_kinds_or_addresses(folder, num_files):
     others = [s for s in sources() if s.part == folder and ".backends" not in s.module]
     assert len(others) > num_files
     found = [
@@ -90,7 +92,7 @@ SHARED = {f"shared.{name}" for name in ("hierarchical_comm", "shared_comm", "sha
 KINDS = {"cpu", "cuda", "gloo", "streams"} | SHARED
 
 
-def test_what_a_kind_of_device_does_in_its_own_way_is_private_to_backends():
+def test_device_specific_behaviour_is_private_to_backends():
     private = {f"workbench.engine.backends.{name}" for name in KINDS}
     assert private <= {source.module for source in sources()}
     found = {s.module: imports(s) & private for s in sources() if ".backends" not in s.module}

@@ -92,9 +92,9 @@ EVIL = "</pre><img src=x onerror='document.title = 1'><script>document.title = 2
 
 def by_rank(*texts):
     """Return the outputs of a cell whose ranks wrote ``texts``."""
-    heard: list[Output] = []
-    written_at_once(dict(enumerate(texts)), heard.append)
-    return [nbformat.v4.new_output("display_data", data=output.data) for output in heard]
+    outputs: list[Output] = []
+    written_at_once(dict(enumerate(texts)), outputs.append)
+    return [nbformat.v4.new_output("display_data", data=output.data) for output in outputs]
 
 
 @pytest.mark.browser

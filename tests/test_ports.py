@@ -11,7 +11,7 @@ from workbench import ports
 from workbench.ports import LOOPBACK, reserved_port
 
 
-def test_a_reserved_port_is_for_those_who_reuse_addresses():
+def test_a_reserved_port_can_be_bound_with_reuse():
     port = reserved_port()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((LOOPBACK, port))
@@ -19,7 +19,7 @@ def test_a_reserved_port_is_for_those_who_reuse_addresses():
         router.bind(f"tcp://{LOOPBACK}:{port}")
 
 
-def test_nobody_who_asks_for_any_port_is_given_a_reserved_one():
+def test_a_reserved_port_is_never_assigned_as_a_free_one():
     reserved = {reserved_port() for _ in range(15)}
     assert len(reserved) == 15
     others = []
@@ -32,19 +32,19 @@ def test_nobody_who_asks_for_any_port_is_given_a_reserved_one():
     assert found.isdisjoint(reserved)
 
 
-def test_a_reserved_port_is_none_that_somebody_was_given_and_closed():
+def test_a_reserved_port_is_not_a_recently_closed_one():
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first, last = map(int, given.read_text().split()) if given.exists() else (49152, 65535)
     assert not {reserved_port() for _ in range(50)} & set(range(first, last + 1))
 
 
-def test_many_who_reserve_at_the_same_time_have_ports_of_their_own():
+def test_concurrent_reservations_get_different_ports():
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: reserved_port(), range(200)))
     assert len(set(found)) == 200
 
 
-def test_a_port_that_is_in_use_is_not_reserved_and_if_all_are_it_says_so(monkeypatch):
+def test_a_used_port_is_not_reserved_and_exhaustion_is_reported(monkeypatch):
     taken = reserved_port()
     monkeypatch.setattr(ports, "_PORTS", range(taken, taken + 1))
     monkeypatch.setattr(ports, "_TRIES", 1)

@@ -43,6 +43,6 @@ def test_all_names_nothing_twice(package):
     assert len(names) == len(set(names))
 
 
-def test_a_name_that_is_not_there_says_so():
+def test_a_missing_name_is_an_error():
     with pytest.raises(AttributeError, match="'workbench' has no attribute 'Werkbank'"):
         importlib.import_module("workbench").Werkbank  # noqa: B018 - reading it is the test

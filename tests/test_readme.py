@@ -46,7 +46,7 @@ def test_the_doctor_is_there(capsys):
 
 
 @pytest.mark.parametrize("first_column", documents.COMMAND_TABLES)
-def test_the_tables_of_commands_are_what_they_declare(first_column):
+def test_the_tables_of_commands_match_their_declarations(first_column):
     assert documents.table(first_column) == documents.command_rows(first_column), (
         "python -m tests.helpers.documents writes them"
     )
@@ -95,7 +95,7 @@ def test_the_five_lines_run(tmp_path):
 
 
 @pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.name)
-def test_what_is_linked_is_there(path):
+def test_linked_files_exist(path):
     for file, heading in documents.links(documents.documents()[path]):
         target = Path(os.path.normpath(path.parent / file)) if file else path
         assert target.is_relative_to(REPO), file
@@ -118,7 +118,7 @@ def is_there(name):
 
 
 @pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.name)
-def test_files_that_are_named_are_there(path):
+def test_named_files_exist(path):
     """Sources and folders are named by their path from the repository or from the package."""
     named = {
         name
@@ -133,7 +133,7 @@ def walks():
     return documents.blocks("text", documents.documents()[REPO / "docs" / "architecture.md"])
 
 
-def test_the_walks_name_files_that_are_there():
+def test_the_walks_name_existing_files():
     assert len(walks()) == 5
     files = {name for walk in walks() for name in re.findall(r"[\w/]+\.py\b|\b[a-z_]+/(?=[\s,])", walk)}
     assert sorted(name for name in files if not is_there(name)) == []

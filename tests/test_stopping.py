@@ -16,14 +16,14 @@ from tests.helpers.fake_cluster import (
     prints,
     raises,
     rank_error,
-    said,
     step_result,
+    text_reply,
 )
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from tests.reports.test_inspect_table import FOUND, FULL, GATHERED
 from workbench.cluster.pending_replies import Output
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.breakpoints import EVENTS
+from workbench.protocol.breakpoints import EVENTS, nearest
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
 from workbench.protocol.rank_messages import GiveUp, JobReply, SetBreakpoints
 from workbench.reports.pause_results import StopReport
@@ -44,7 +44,7 @@ class Bench(Workbench):
         self.fake.script["step"] = self.fake.script["cell"] = inside
         return self.fake
 
-    def asked(self, what):
+    def requests(self, what):
         return [entry for entry in self.fake.log if entry[0] == what]
 
     def make_late(self, rank, late=True):
@@ -74,7 +74,7 @@ def test_until_stops_once_and_the_step_stays_under_way(wb):
     assert ordinals(report) == dict.fromkeys(range(4), PROGRAM.index(("forward", "begin", 1)))
     assert report.headline == f"4 ranks stopped before forward of {unit(wb, 1)}, step 0"
     assert "under way   %fsdp step --until forward" in str(report)
-    assert not wb.asked("breakpoints")  # it is sent with the step, and so to all ranks or none
+    assert not wb.requests("breakpoints")  # it is sent with the step, and so to all ranks or none
     assert tuple(wb.break_list().breakpoints) == ()
     for refused in (wb.step, lambda: wb.unshard("model"), wb.verify):
         with pytest.raises(UsageError, match="first %fsdp continue or %fsdp abort"):
@@ -83,7 +83,7 @@ def test_until_stops_once_and_the_step_stays_under_way(wb):
     assert wb._session.request is None
 
 
-def test_an_event_that_does_not_come_is_said_with_those_that_did(wb):
+def test_a_missed_event_is_reported_with_those_that_occurred(wb):
     wb.fake.script["step"] = wb.fake.trains(3)
     report = wb.step(3, until=f"offload:{unit(wb, 1)}")
     assert report.headline.endswith(f"; offload:{unit(wb, 1)} did not occur")
@@ -105,7 +105,7 @@ def test_until_outlives_a_stop_at_something_else(wb):
     assert wb.resume().missed == ""
 
 
-def test_until_is_listed_while_it_is_due_and_is_no_breakpoint_to_turn_off_or_clear(wb):
+def test_until_is_not_a_breakpoint_to_turn_off_or_clear(wb):
     wb.break_add("forward", rank=None)
     wb.step(1, until="optimizer")
     assert [str(b) for b in wb.break_list().breakpoints] == ["forward", "optimizer"]
@@ -126,7 +126,7 @@ def test_a_breakpoint_stops_at_every_such_event(wb):
     assert found == [i for i, (kind, _, _) in enumerate(PROGRAM) if kind == "reduce_scatter"]
     wb.break_clear(1)
     assert wb.resume().steps_done == 1
-    assert wb.asked("breakpoints")[-1][1] == SetBreakpoints(breakpoints=())
+    assert wb.requests("breakpoints")[-1][1] == SetBreakpoints(breakpoints=())
 
 
 def test_next(wb):
@@ -134,9 +134,9 @@ def test_next(wb):
     assert set(ordinals(wb.next()).values()) == {3}
     wb.break_add("optimizer")
     assert set(ordinals(wb.next("phase")).values()) == {len(PROGRAM) - 1}
-    assert wb.asked("next")[0][1] == Next()
+    assert wb.requests("next")[0][1] == Next()
     assert wb.next().steps_done == 1
-    assert wb.asked("continue")  # it is not left for the next step
+    assert wb.requests("continue")  # it is not left for the next step
 
 
 def test_a_breakpoint_on_one_rank_leaves_the_others_waiting(wb):
@@ -154,7 +154,7 @@ def test_a_breakpoint_on_one_rank_leaves_the_others_waiting(wb):
     assert wb.resume().steps_done == 1
 
 
-def test_a_rank_that_is_not_heard_of_for_a_while_does_not_count_as_waiting(wb):
+def test_a_silent_rank_does_not_count_as_waiting(wb):
     wb.break_add("backward")
     gate, looks = wb.fake.gates[0], iter(range(8))
     gate.waits = True  # at its last reply
@@ -193,7 +193,7 @@ def test_one_ctrl_c_stops_all_ranks_at_one_event(wb):
     press_ctrl_c_on_drain(wb.fake, 1)
     report = wb.step(1)
     assert len(set(ordinals(report).values())) == 1
-    assert wb.asked("give up") == wb.asked("interrupt") == []
+    assert wb.requests("give up") == wb.requests("interrupt") == []
     assert isinstance(wb.abort().headline, str)
 
 
@@ -206,7 +206,7 @@ def test_ranks_at_different_events_run_to_the_furthest(wb):
     )
     press_ctrl_c_on_drain(wb.fake, 1)
     assert len(set(ordinals(wb.step(1)).values())) == 1
-    assert wb.asked("run to")
+    assert wb.requests("run to")
     wb.abort()
 
 
@@ -225,18 +225,18 @@ def test_a_ctrl_c_while_a_step_is_sent_stops_all_ranks(wb):
         signal.raise_signal(signal.SIGINT)  # Ctrl-C has its earlier meaning again
 
 
-def test_a_first_ctrl_c_says_what_it_waits_for(wb):
+def test_a_first_ctrl_c_shows_what_it_waits_for(wb):
     stall(wb)
     wb.make_late(3)
     press_ctrl_c_on_drain(wb.fake, 1)
-    told = []
+    sentences = []
 
     def on_standing(sentence):
-        told.append(sentence)
+        sentences.append(sentence)
         wb.make_late(3, False)
 
     assert wb.step(1, on_standing=on_standing).stop.held == (0, 1, 2, 3)
-    assert told == ["stops at the next event of rank 3; Ctrl-C again aborts"]
+    assert sentences == ["stops at the next event of rank 3; Ctrl-C again aborts"]
     wb.abort()
 
 
@@ -246,14 +246,14 @@ def test_a_second_ctrl_c_aborts(wb):
     press_ctrl_c_on_drain(wb.fake, 2)
     with pytest.raises(Interrupted, match=r"^Interrupted. The ranks are idle again"):
         wb.step(1)
-    assert wb.asked("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
-    assert len(wb.asked("recover")) == 1
+    assert wb.requests("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
+    assert len(wb.requests("recover")) == 1
     for rank in range(4):
         wb.make_late(rank, False)
     assert wb.step(1).steps_done == 1
 
 
-def test_a_rank_that_comes_late_is_named(wb):
+def test_a_late_rank_is_named(wb):
     stall(wb)
     wb.make_late(3)
     press_ctrl_c_on_drain(wb.fake, 1)
@@ -272,29 +272,29 @@ def test_a_rank_that_comes_late_is_named(wb):
 def test_abort_inside_a_step(wb):
     wb.step(1, until="backward")
     assert wb.abort().headline == "Aborted. The ranks are idle again; their variables are kept."
-    assert wb.asked("give up")[0][1] == GiveUp(reason="aborted")
+    assert wb.requests("give up")[0][1] == GiveUp(reason="aborted")
     assert wb.step(1).steps_done == 1
 
 
-def test_an_abort_says_what_ctrl_c_does(wb):
+def test_an_abort_explains_the_next_ctrl_c(wb):
     wb.step(1, until="backward")
     wb.fake.on_abort.clear()  # the ranks ignore it
-    told = []
+    sentences = []
 
     def on_standing(sentence):
-        told.append(sentence)
+        sentences.append(sentence)
         for gate in wb.fake.gates:
             gate.end(rank_error(gate.rank, "StepAborted", ""))
 
     assert "idle again" in wb.abort(on_standing=on_standing).headline
-    assert told == ["aborting; ranks 0-3 still run; Ctrl-C sends SIGINT"]
+    assert sentences == ["aborting; ranks 0-3 still run; Ctrl-C sends SIGINT"]
 
 
 def test_a_rank_that_fails_frees_the_stopped_ones(wb):
     wb.fake.script["step"] = [inside, inside, raises("ValueError", "mine"), inside]
     with pytest.raises(RankError, match="rank 2 raised ValueError: mine"):
         wb.step(1, until="forward")
-    assert wb.asked("give up")[0][2] == (0, 1, 3)
+    assert wb.requests("give up")[0][2] == (0, 1, 3)
     assert wb._session.request is None
 
 
@@ -312,14 +312,11 @@ def test_a_rank_that_dies_while_stopped(wb):
 
 
 STOPPED = ": no step is stopped; stop one with %fsdp step --until all_gather, or %fsdp break add EVENT and %fsdp step"
-NO_GATHER = (
-    "there is no event 'gather'; the events, nearest first: all_gather, step, optimizer, reduce_scatter, wait, "
-    "forward, unshard, reshard, backward, all_reduce, offload, copy_out, copy_in"
-)
+NO_GATHER = f"there is no event 'gathr'; the events, nearest first: {', '.join(nearest('gathr', EVENTS))}"
 
 
 @pytest.mark.parametrize(
-    ("method", "says"),
+    ("method", "message"),
     [
         ("pause", "nothing to pause: no step is running"),
         ("abort", "nothing to abort: no step is running"),
@@ -327,16 +324,16 @@ NO_GATHER = (
         ("next", f"next{STOPPED}"),
     ],
 )
-def test_nothing_to_stop_or_go_on_with(wb, method, says):
+def test_nothing_to_stop_or_continue(wb, method, message):
     with pytest.raises(UsageError) as caught:
         getattr(wb, method)()
-    assert str(caught.value) == says
+    assert str(caught.value) == message
 
 
-def test_pause_twice_says_the_same(wb):
+def test_a_repeated_pause_gives_the_same_report(wb):
     report = wb.step(1, until="forward")
     assert wb.pause() == report
-    assert wb.asked("pause") == []
+    assert wb.requests("pause") == []
 
 
 # ---- what ranks print
@@ -354,32 +351,32 @@ def writing(*texts, then=inside):
     return act, answers
 
 
-def test_what_was_printed_is_shown_when_ranks_stop_and_only_once(wb):
-    heard = []
+def test_output_is_shown_once_when_ranks_stop(wb):
+    outputs = []
     act, answers = writing(*["same\n"] * 3, "other\n")
     wb.fake.script["step"] = act
-    wb.step(1, until="backward", on_output=lambda output: heard.append(output.text or output.data["text/plain"]))
-    assert heard[-1] == "--- ranks 0-2:\nsame\n--- rank 3:\nother"
-    del heard[:]
+    wb.step(1, until="backward", on_output=lambda output: outputs.append(output.text or output.data["text/plain"]))
+    assert outputs[-1] == "--- ranks 0-2:\nsame\n--- rank 3:\nother"
+    del outputs[:]
     for answer in answers.values():
         answer.outputs.append(Output("stdout", text="later\n"))
     assert wb.news() == ()  # collects late output, as every command does
-    assert heard == ["later\n"]
+    assert outputs == ["later\n"]
     wb.resume()  # the callback is still in use
-    assert heard[1:] == ["--- 4 ranks agree\n"]
+    assert outputs[1:] == ["--- 4 ranks agree\n"]
 
 
-def test_a_rank_that_stands_earlier_has_written_nothing_unseen(wb):
-    heard = []
+def test_output_of_a_rank_stopped_earlier_is_not_lost(wb):
+    outputs = []
     wb.fake.script["cell"], answers = writing("a\nb\n", "a\n", "a\nb\n", "a\n")
     wb.break_add("backward")
-    wb.run_cell("train()", on_output=lambda output: heard.append(output.text))
-    assert heard == ["a\nb\n", "--- 4 ranks agree\n"]
+    wb.run_cell("train()", on_output=lambda output: outputs.append(output.text))
+    assert outputs == ["a\nb\n", "--- 4 ranks agree\n"]
     for rank in (1, 3):
         answers[rank].outputs.append(Output("stdout", text="b\n"))
     wb.break_clear()
-    report = wb.resume(on_output=lambda output: heard.append(output.text))
-    assert heard[2:] == ["--- 4 ranks agree\n"]
+    report = wb.resume(on_output=lambda output: outputs.append(output.text))
+    assert outputs[2:] == ["--- 4 ranks agree\n"]
     assert set(report.texts.values()) == {"a\nb\n"}
 
 
@@ -412,21 +409,21 @@ def test_only_the_last_stop_in_the_background_is_news(wb):
     wb.abort()
 
 
-def test_its_end_and_its_failure_are_told_once(wb):
+def test_its_end_and_its_failure_are_reported_once(wb):
     wb.step(1, background=True)
     wait_until(lambda: wb._session._news)
     assert wb.news() == ("in the background, %fsdp step --background: 1 step, loss 4.5, 250 ms a step (median)",)
     wb.fake.script["step"] = [raises("ValueError", "mine"), blocks, blocks, blocks]
     wb.step(1, background=True)
     wait_until(lambda: wb._session._news)
-    (told,) = wb.news()
-    assert "rank 0 raised ValueError: mine" in told
+    (notice,) = wb.news()
+    assert "rank 0 raised ValueError: mine" in notice
     assert wb.news() == ()
     wb.fake.script["step"] = lambda cluster, rank, answer: answer.future.set_result(step_result(1))
     assert wb.step(1).steps_done == 1
 
 
-def test_what_is_no_error_of_the_workbench_is_told_as_well(wb):
+def test_unexpected_errors_are_reported_too(wb):
     def on_progress(progress):
         raise KeyError("mine")
 
@@ -435,7 +432,7 @@ def test_what_is_no_error_of_the_workbench_is_told_as_well(wb):
     assert wb.news() == ("in the background, %fsdp step --background: KeyError: 'mine'",)
 
 
-def test_an_abort_takes_back_its_own_news_alone(wb, monkeypatch):
+def test_an_abort_removes_only_its_own_notice(wb, monkeypatch):
     wb.step(1, background=True)
     wait_until(lambda: wb._session._news)
     stall(wb)
@@ -449,25 +446,25 @@ def test_an_abort_takes_back_its_own_news_alone(wb, monkeypatch):
     watch = wb._session.request.watch
     monkeypatch.setattr(watch, "request_abort", is_asked.set)
     wb.abort()
-    (told,) = wb.news()
-    assert "1 step, loss 4.5" in told
+    (notice,) = wb.news()
+    assert "1 step, loss 4.5" in notice
 
 
-def test_no_news_is_lost_while_others_are_told(wb):
-    count, told, before = 5000, [], sys.getswitchinterval()
+def test_no_notice_is_lost_concurrently(wb):
+    count, received, before = 5000, [], sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         thread = threading.Thread(target=lambda: [wb._session._news.append((None, number)) for number in range(count)])
         thread.start()
         while thread.is_alive():
-            told += wb.news()
+            received += wb.news()
         thread.join()
     finally:
         sys.setswitchinterval(before)
-    assert told + list(wb.news()) == list(range(count))
+    assert received + list(wb.news()) == list(range(count))
 
 
-def test_a_step_of_the_background_goes_on_there_unless_it_is_to_be_waited_for(wb):
+def test_a_background_step_continues_there_unless_overridden(wb):
     wb.step(1, until="backward", background=True)
     wait_until(lambda: wb._session._news)
     wb.next()  # waits for this
@@ -476,8 +473,8 @@ def test_a_step_of_the_background_goes_on_there_unless_it_is_to_be_waited_for(wb
     wb.fake.gates[0].late = False
     wait_until(lambda: wb._session.request is None)
     wait_until(lambda: wb._session._news)
-    (told,) = wb.news()  # the notice of the stop is outdated
-    assert "1 step" in told
+    (notice,) = wb.news()  # the notice of the stop is outdated
+    assert "1 step" in notice
     wb.step(1, until="backward", background=True)
     wait_until(lambda: wb._session._news)
     assert "1 step" in wb.do(Continue(foreground=True)).headline
@@ -523,7 +520,7 @@ def test_buttons_in_other_threads(wb):
 # ---- inspection
 
 
-def test_a_rank_that_has_not_begun_what_it_was_asked_is_starting(wb):
+def test_a_rank_that_has_not_begun_its_request_is_starting(wb):
     wb.fake.script["step"] = blocks
     wb.step(1, background=True)
     assert {row.state for row in wb.where().rows} == {"starting"}
@@ -546,7 +543,7 @@ def test_a_rank_that_has_not_begun_what_it_was_asked_is_starting(wb):
     assert {row.state for row in wb.where().rows} == {"idle"}
 
 
-def test_a_device_that_was_waited_for_is_told_of(wb):
+def test_a_synchronised_device_is_reported(wb):
     wb.fake.gates[1].synchronised = True
     report = wb.step(1, until="backward")
     assert "synchronised on rank 1: all enqueued work is done" in str(report)
@@ -567,7 +564,7 @@ def test_where_is_a_table(wb):
     assert "<pre" in report._repr_html_()
 
 
-def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
+def test_only_stopped_ranks_are_waited_for(wb):
     wb.where(stacks=True)  # idle ranks answer once the machine lets them run
     assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
     wb.status()
@@ -590,18 +587,18 @@ def test_ranks_that_all_stand_are_waited_for_and_others_are_not(wb):
 def test_eval_and_inspect_inside_a_step(wb):
     wb.step(1, until="backward")
     for gate in wb.fake.gates:
-        gate.jobs = lambda rank, job: said("7")
+        gate.jobs = lambda rank, job: text_reply("7")
     assert str(wb.evaluate("3 + 4")) == "3 + 4 = 7   (4 ranks agree)"
     for gate in wb.fake.gates:
-        gate.jobs = lambda rank, job: said(str(rank % 2))
+        gate.jobs = lambda rank, job: text_reply(str(rank % 2))
     assert str(wb.evaluate("rank % 2")).splitlines()[1:] == ["  ranks 0, 2  0", "  ranks 1, 3  1"]
     for gate in wb.fake.gates:
-        gate.jobs = lambda rank, job: failed("NameError", "no x") if rank == 1 else said("1")
+        gate.jobs = lambda rank, job: failed("NameError", "no x") if rank == 1 else text_reply("1")
     with pytest.raises(RankError, match=r"^rank 1 raised NameError: no x\nthe step is still stopped: 4 ranks stopped"):
         wb.evaluate("x")
     jobs = []
     for gate in wb.fake.gates:
-        gate.jobs = lambda rank, job: jobs.append(job) or said("1")
+        gate.jobs = lambda rank, job: jobs.append(job) or text_reply("1")
     wb.evaluate("dist.all_reduce(x)", ranks=[0])
     wb.evaluate("dist.all_reduce(x)")
     assert [job.alone.partition(":")[0] for job in jobs] == ["rank 0 would call it", *[""] * 4]
@@ -624,11 +621,11 @@ def test_eval_and_inspect_inside_a_step(wb):
 
 def test_a_cell_inside_a_step(wb):
     wb.step(1, until="backward")
-    heard = []
-    report = wb.run_cell("go", ranks=[1, 2], on_output=heard.append)
+    outputs = []
+    report = wb.run_cell("go", ranks=[1, 2], on_output=outputs.append)
     assert report.texts == {1: "1: go", 2: "2: go"}
-    assert heard[-1].data["text/plain"] == "--- rank 1:\n1: go\n--- rank 2:\n2: go"
-    assert wb.asked("cell") == []
+    assert outputs[-1].data["text/plain"] == "--- rank 1:\n1: go\n--- rank 2:\n2: go"
+    assert wb.requests("cell") == []
     for gate in wb.fake.gates:
         gate.jobs = lambda rank, job: failed("ValueError", "no")
     with pytest.raises(RankError, match="the step is still stopped"):
@@ -644,9 +641,9 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
-        (lambda wb: wb.break_add("gather"), NO_GATHER),
+        (lambda wb: wb.break_add("gathr"), NO_GATHER),
         (
             lambda wb: wb.break_add("forward:nothing"),
             ("there is no unit 'nothing'; the units, nearest first: (root), blocks.0, blocks.1"),
@@ -657,7 +654,7 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
             "--when takes names, numbers and operators only, no Call as in 'f()'",
         ),
         (lambda wb: wb.break_clear(3), "there is no breakpoint 3; none is set"),
-        (lambda wb: wb.step(1, until="gather"), NO_GATHER),
+        (lambda wb: wb.step(1, until="gathr"), NO_GATHER),
         (
             lambda wb: wb.step(1, until="forward:nothing"),
             ("there is no unit 'nothing'; the units, nearest first: (root), blocks.0, blocks.1"),
@@ -668,12 +665,12 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
         (lambda wb: wb.evaluate("x"), f"eval{STOPPED}"),
     ],
 )
-def test_bad_requests_say_what_there_is(wb, call, says):
+def test_bad_requests_list_the_choices(wb, call, message):
     with pytest.raises(UsageError) as caught:
         call(wb)
-    assert str(caught.value) == says
+    assert str(caught.value) == message
     assert wb._session.request is None
-    assert not wb.asked("execute")
+    assert not wb.requests("execute")
 
 
 def test_commands_do_the_same_as_methods(wb):
@@ -697,7 +694,7 @@ def test_every_event_can_be_stopped_at(wb):
 # ---- back
 
 
-def test_back_moves_what_views_show(wb):
+def test_back_moves_the_shown_trace(wb):
     wb.fake.script["step"] = wb.fake.trains(3)
     wb.step(3)
     live = wb.training().to_json()

@@ -13,6 +13,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = Function | ast.ClassDef
 
 SAME_THING = {
+    "_torch.py": {"engine", "watch"},
+    "collectives.py": {"replay", "watch"},
     "errors.py": {".", "engine"},
     "memory.py": {"replay", "views"},
     "paused_time.py": {"replay", "views"},
@@ -55,7 +57,7 @@ def test_public_names_are_documented():
     assert {str(source.path): names for source in sources() if (names := without_docstring(source))} == {}
 
 
-def test_a_docstring_says_what_it_is_of_and_does_not_send_elsewhere():
+def test_docstrings_do_not_refer_to_module_docstrings():
     elsewhere = re.compile(r"see (the )?module docstring", re.IGNORECASE)
     assert [str(source.path) for source in sources() if elsewhere.search(source.text)] == []
 

@@ -81,7 +81,7 @@ def test_start_and_stop_reach_the_cluster_once():
     assert not bench.running
 
 
-def test_what_ranks_have_to_say_at_the_start_is_said_once():
+def test_warnings_of_ranks_at_the_start_are_shown_once():
     class Talks(FakeCluster):
         @property
         def rank_info(self):
@@ -92,13 +92,13 @@ def test_what_ranks_have_to_say_at_the_start_is_said_once():
     assert "torch &lt;9&gt; was not tried" in report._repr_html_()
 
 
-class Broken(FakeCluster):
+class BrokenCluster(FakeCluster):
     def start(self, on_wait):
         raise ClusterError("no")
 
 
 def test_a_cluster_that_does_not_start_leaves_nothing():
-    bench = Workbench(2, cluster_factory=Broken)
+    bench = Workbench(2, cluster_factory=BrokenCluster)
     with pytest.raises(ClusterError):
         bench.start()
     assert not bench.running
@@ -106,7 +106,7 @@ def test_a_cluster_that_does_not_start_leaves_nothing():
 
 
 @pytest.mark.parametrize("end", ["stop", "close"])
-def test_ctrl_c_while_ranks_are_stopped_waits_for_the_end_and_says_so(wb, monkeypatch, end):
+def test_ctrl_c_during_a_stop_waits_for_its_end_and_reports_it(wb, monkeypatch, end):
     monkeypatch.setattr(wb._session, "close", lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Interrupted, match="but no ranks are left in this notebook; the trace is kept"):
         getattr(wb, end)()
@@ -114,7 +114,7 @@ def test_ctrl_c_while_ranks_are_stopped_waits_for_the_end_and_says_so(wb, monkey
     assert not wb.running
 
 
-def test_ranks_are_stopped_whatever_goes_wrong_before(wb, monkeypatch):
+def test_ranks_are_stopped_despite_earlier_errors(wb, monkeypatch):
     def refuse(**_):
         raise ClusterError("no")
 
@@ -131,7 +131,7 @@ def test_ranks_that_are_all_lost_are_replaced(trained):
     first, recorded = trained.fake, trained.trace.num_rows
     for rank in range(4):
         first.lose(rank)
-    assert "ranks 0-3 of 4 gone: %fsdp stop, then %fsdp start" in str(trained.status())
+    assert "ranks 0-3 of 4 died: %fsdp stop, then %fsdp start" in str(trained.status())
     assert "died: the process was killed by SIGKILL" in str(trained.status())
     assert trained.status().num_rows == recorded
     assert trained.memory().data
@@ -142,7 +142,7 @@ def test_ranks_that_are_all_lost_are_replaced(trained):
     assert (trained.num_ranks, trained.fake.num_ranks, trained.losses) == (2, 2, {})
 
 
-def test_while_some_live_a_start_says_who_died(wb):
+def test_while_some_live_a_start_names_the_dead(wb):
     wb.fake.lose(1)
     with pytest.raises(UsageError, match=r"rank 1 died: the process was killed by SIGKILL; .* %fsdp stop first"):
         wb.start()
@@ -153,13 +153,13 @@ def test_a_start_that_fails_changes_nothing(trained):
     trained.step(3)
     trained.stop()
     recorded = trained.trace.num_rows
-    trained._factory = Broken
+    trained._factory = BrokenCluster
     with pytest.raises(ClusterError):
         trained.start(num_ranks=2)
     assert (trained.num_ranks, trained.trace.num_rows) == (4, recorded)
 
 
-def test_what_was_recorded_outlives_the_ranks(trained):
+def test_the_trace_outlives_the_ranks(trained):
     trained.step(3)
     trace = trained.trace
     trained.stop()
@@ -176,7 +176,7 @@ def troubled(header):
     return replace(header, unmanaged=("m.scale",), hooks=("m.weight",), ranks=tuple(ranks))
 
 
-def test_status_says_what_the_engine_does_not_manage(trained, tmp_path):
+def test_status_reports_unmanaged_parameters(trained, tmp_path):
     assert trained.status().notes == ()
     trace = trained.trace
     save(Trace(troubled(trace.header), trace.ranks), tmp_path / "a.trace")
@@ -189,19 +189,19 @@ def test_status_says_what_the_engine_does_not_manage(trained, tmp_path):
     assert all(note in str(status) for note in status.notes)
 
 
-def test_status_says_busy_for_a_rank_that_runs_a_step_and_gives_an_idle_rank_more_time(trained):
+def test_status_shows_busy_ranks_and_gives_idle_ranks_more_time(trained):
     trained.fake.script["step"] = [returns, returns, computes, computes]
     trained.step(background=True)
     wait_until(lambda: trained._session.request.watch.running == {2, 3})
     trained.fake.silent = {1, 3}
     trained.fake.patience.clear()
     assert [rank.doing for rank in trained.status().ranks] == ["idle", "", "idle", "busy"]
-    assert [asked for asked in trained.fake.patience if asked[0] == "locate"] == [("locate", waiter.PATIENT_S)]
+    assert [call for call in trained.fake.patience if call[0] == "locate"] == [("locate", waiter.PATIENT_S)]
     trained.fake.silent = set()
     trained.abort()
 
 
-def test_status_names_what_is_there(wb):
+def test_status_lists_ranks_and_models(wb):
     wb.fake.silent = {3}
     text = str(wb.status())
     assert "4 ranks running" in text
@@ -210,7 +210,7 @@ def test_status_names_what_is_there(wb):
     assert "nothing yet: %fsdp shard MODEL" in text
     assert "&lt;here&gt;" in wb.status()._repr_html_()
     wb.fake.dead = {2}
-    assert "rank 2 of 4 gone: %fsdp stop, then %fsdp start" in str(wb.status())
+    assert "rank 2 of 4 died: %fsdp stop, then %fsdp start" in str(wb.status())
 
 
 # ---- commands
@@ -296,7 +296,7 @@ def test_do_takes_the_command_itself(trained):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda wb: wb.step(), "nothing is sharded yet, so there is nothing to step: first %fsdp shard model"),
         (lambda wb: wb.verify(), "nothing is sharded yet, so there is nothing to verify: first %fsdp shard model"),
@@ -373,10 +373,10 @@ def test_do_takes_the_command_itself(trained):
         ),
     ],
 )
-def test_bad_requests_say_what_to_do_and_ask_no_rank(wb, call, says):
+def test_bad_requests_give_a_remedy_and_reach_no_rank(wb, call, message):
     with pytest.raises(UsageError) as caught:
         call(wb)
-    assert str(caught.value) == says
+    assert str(caught.value) == message
     assert wb.sent("execute") == wb.sent("cell") == []
 
 
@@ -401,7 +401,7 @@ def test_a_name_that_only_the_notebook_has():
 
 
 @pytest.mark.parametrize("call", [lambda wb: wb.step(), lambda wb: wb.shard("m"), lambda wb: wb.run_cell("1")])
-def test_before_start_it_says_so(call):
+def test_before_a_start_commands_are_refused(call):
     with pytest.raises(UsageError, match="Start them with %fsdp start -n 4"):
         call(Bench())
 
@@ -411,16 +411,16 @@ def test_before_start_it_says_so(call):
 
 def test_the_first_target_streams_and_the_rest_is_compared(wb):
     wb.fake.script["cell"] = [prints("hello\n"), prints("hello\n"), prints("other\n"), prints("hello\n")]
-    heard = []
-    report = wb.run_cell("print('hello')", on_output=heard.append)
-    assert heard[0].data["text/plain"] == "--- ranks differ:"
-    assert heard[-1].data["text/plain"] == report.remarks.rstrip("\n")
+    outputs = []
+    report = wb.run_cell("print('hello')", on_output=outputs.append)
+    assert outputs[0].data["text/plain"] == "--- ranks differ:"
+    assert outputs[-1].data["text/plain"] == report.remarks.rstrip("\n")
     assert report.remarks == "--- ranks 0-1, 3:\nhello\n--- rank 2:\nother\n"
     assert report.texts == {0: "hello\n", 1: "hello\n", 2: "other\n", 3: "hello\n"}
     assert "ran on ranks 0-3" in str(report)
 
 
-def test_a_cell_on_some_ranks_asks_only_those(wb):
+def test_a_cell_on_some_ranks_runs_only_there(wb):
     wb.fake.script["cell"] = prints("x")
     assert set(wb.run_cell("1", ranks=[3, 1, 3]).texts) == {1, 3}
     assert wb.sent("cell") == [("cell", "1", (1, 3))]
@@ -434,12 +434,12 @@ def test_results_count_as_output_and_silence_is_silent(wb):
     assert wb.run_cell("pass").remarks == ""
 
 
-def test_an_error_keeps_what_the_failing_rank_wrote(wb):
+def test_an_error_keeps_the_output_of_the_failing_rank(wb):
     wb.fake.script["cell"] = [prints("a\n"), prints("b\n", raises("ValueError")), prints("a\n"), prints("a\n")]
-    heard = []
+    outputs = []
     with pytest.raises(RankError):
-        wb.run_cell("x", on_output=heard.append)
-    assert heard[-1].data["text/plain"] == "--- ranks 0, 2-3:\na\n--- rank 1:\nb"
+        wb.run_cell("x", on_output=outputs.append)
+    assert outputs[-1].data["text/plain"] == "--- ranks 0, 2-3:\na\n--- rank 1:\nb"
 
 
 # ---- failures
@@ -474,7 +474,7 @@ def test_the_place_in_the_step_is_read_off_the_trace(trained):
     assert "(step 0, forward, unit blocks.1)" in str(caught.value)
 
 
-def test_a_cell_that_fails_everywhere_by_itself_needs_no_recovery(wb):
+def test_a_cell_that_fails_on_every_rank_needs_no_recovery(wb):
     wb.fake.script["cell"] = raises("NameError", "name 'x' is not defined")
     with pytest.raises(RankError) as caught:
         wb.run_cell("x")
@@ -523,7 +523,7 @@ def test_ranks_whose_optimizer_stepped_alone_are_named(trained):
         trained.step()
 
 
-def test_what_ranks_refuse_is_a_usage_error(wb):
+def test_a_refusal_of_ranks_is_a_usage_error(wb):
     wb.fake.script["shard"] = raises("UsageError", "the model has no module of class Blok; its classes are: Block (2)")
     with pytest.raises(UsageError, match=r"^the model has no module of class Blok"):
         wb.shard("model", wrap=["Blok"])
@@ -574,7 +574,7 @@ def test_a_cluster_that_is_stopped_meanwhile_is_named(trained):
         trained.step()
 
 
-def test_a_recovery_that_fails_names_the_culprit_and_every_line_says_at_once_what_to_do(trained):
+def test_a_failed_recovery_names_the_culprit_and_every_line_gives_a_remedy(trained):
     trained.fake.script["step"] = [blocks, raises("ValueError", "my mistake"), blocks, blocks]
     trained.fake.script["recover"] = [blocks, raises("AssertionError", "no group"), blocks, blocks]
     with pytest.raises(RankError) as caught:
@@ -604,7 +604,7 @@ def test_a_recovery_that_fails_names_the_culprit_and_every_line_says_at_once_wha
     assert len(trained.sent("recover")) == 1
 
 
-def test_a_recovery_to_which_a_rank_does_not_come_names_that_rank(trained, monkeypatch):
+def test_a_recovery_names_the_missing_rank(trained, monkeypatch):
     monkeypatch.setattr(session, "RECOVER_S", 0.01)
     monkeypatch.setattr(session, "CLOSE_S", 0.01)
     trained.fake.script["step"] = [raises("ValueError", "my mistake"), blocks, blocks, blocks]
@@ -635,17 +635,17 @@ def test_a_step_that_was_abandoned_blocks_the_next_one_until_it_has_ended(traine
     assert len(trained.sent("recover")) == 1
 
 
-def test_a_death_is_said_at_once_and_the_others_are_interrupted(trained, monkeypatch):
+def test_a_death_is_reported_immediately_and_the_others_are_interrupted(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     trained.fake.script["step"] = [computes, dies, computes, computes]
-    told = []
+    sentences = []
     with pytest.raises(RankDied):
-        trained.do(Step(), on_standing=told.append)
-    assert told[0].startswith("rank 1 died (SIGKILL); ranks 0, 2-3 have run for 0 s")
+        trained.do(Step(), on_standing=sentences.append)
+    assert sentences[0].startswith("rank 1 died (SIGKILL); ranks 0, 2-3 have run for 0 s")
     assert trained.sent("interrupt") == [("interrupt", (0, 2, 3))]
 
 
-def test_a_rank_that_dies_at_this_moment_is_not_said_to_run(trained, monkeypatch):
+def test_a_rank_that_just_died_is_not_reported_as_running(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     trained.fake.script["step"] = computes
 
@@ -653,20 +653,20 @@ def test_a_rank_that_dies_at_this_moment_is_not_said_to_run(trained, monkeypatch
         if any(entry[0] == "execute" and isinstance(entry[1], Step) for entry in trained.fake.log):
             trained.fake.lose(1)
 
-    trained.fake.on_drain, told = on_drain, []
+    trained.fake.on_drain, sentences = on_drain, []
     with pytest.raises(RankDied):
-        trained.step(on_standing=told.append)
-    assert re.fullmatch(r"rank 1 died \(SIGKILL\); ranks 0, 2-3 have run for \d+ s", told[0])
+        trained.step(on_standing=sentences.append)
+    assert re.fullmatch(r"rank 1 died \(SIGKILL\); ranks 0, 2-3 have run for \d+ s", sentences[0])
 
 
 def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.0)
-    hanging, told = [], []
+    hanging, sentences = [], []
     trained.fake.script["step"] = [lambda cluster, rank, answer: hanging.append(answer), dies, blocks, blocks]
 
     def on_standing(sentence):
-        told.append(sentence)
+        sentences.append(sentence)
         if sentence.endswith("; Ctrl-C stops waiting"):
             signal.raise_signal(signal.SIGINT)
 
@@ -675,7 +675,7 @@ def test_after_a_death_ctrl_c_stops_waiting_for_a_rank_that_ignores_sigint(train
     ) as caught:
         trained.step(on_standing=on_standing)
     assert trained.sent("interrupt") == [("interrupt", (0,))]
-    assert not told[0].endswith("stops waiting")
+    assert not sentences[0].endswith("stops waiting")
     assert re.search(r"\nbefore that: rank 1 died \(SIGKILL\); rank 0 has run for \d+ s.*$", str(caught.value))
     assert "stops waiting" not in str(caught.value)
 
@@ -689,14 +689,16 @@ def test_an_abort_ends_although_a_rank_does_not(trained, monkeypatch):
     )
 
 
-def test_who_worked_is_kept_after_ctrl_c(wb, monkeypatch):
+def test_the_stall_notice_is_kept_after_ctrl_c(wb, monkeypatch):
     monkeypatch.setattr(stall_notice, "QUIET_S", 0.0)
     wb.fake.script["cell"] = [returns, blocks, returns, returns]
     wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
     with pytest.raises(Interrupted) as caught:
-        wb.run_cell("x", on_standing=lambda said: signal.raise_signal(signal.SIGINT))
-    said = r"before that: rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
-    assert re.fullmatch(said, str(caught.value).splitlines()[1])
+        wb.run_cell("x", on_standing=lambda pattern: signal.raise_signal(signal.SIGINT))
+    pattern = (
+        r"before that: rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
+    )
+    assert re.fullmatch(pattern, str(caught.value).splitlines()[1])
 
 
 def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
@@ -715,36 +717,36 @@ def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
 # ---- Ctrl-C
 
 
-def test_who_hangs_and_where_is_said(wb, monkeypatch):
+def test_hanging_ranks_are_reported_with_their_position(wb, monkeypatch):
     monkeypatch.setattr(stall_notice, "QUIET_S", 0.0)
-    hanging, told = [], []
+    hanging, sentences = [], []
     wb.fake.script["cell"] = [returns, lambda cluster, rank, answer: hanging.append(answer), returns, returns]
     wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
 
     def on_standing(sentence):
-        told.append(sentence)
+        sentences.append(sentence)
         settle(hanging[0].future, None)
 
     wb.run_cell("x", on_standing=on_standing)
-    said = r"rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
-    assert re.fullmatch(said, told[0])
+    pattern = r"rank 1 has run for \d+ s, in dist\.barrier\(\) at line 2 of the cell; ranks 0, 2-3 have ended"
+    assert re.fullmatch(pattern, sentences[0])
 
 
-def test_what_the_next_ctrl_c_does_is_said(trained, monkeypatch):
+def test_the_effect_of_the_next_ctrl_c_is_shown(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_S", 1000.0)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.0)
     trained.fake.script["step"] = lambda cluster, rank, answer: None
-    told = []
+    sentences = []
 
     def on_standing(sentence):
-        if sentence not in told:
-            told.append(sentence)
+        if sentence not in sentences:
+            sentences.append(sentence)
             signal.raise_signal(signal.SIGINT)
 
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(Interrupted):
         trained.step(on_standing=on_standing)
-    assert told == [
+    assert sentences == [
         "stops at the next event of ranks 0-3; Ctrl-C again aborts",
         "aborting; ranks 0-3 still run; Ctrl-C again sends SIGINT",
         "aborting; ranks 0-3 still run; Ctrl-C again stops waiting",
@@ -826,14 +828,14 @@ def test_a_third_ctrl_c_stops_waiting(trained):
     assert trained.fake.patience[-2:] == [("drain", waiter.ASK_S), ("locate", waiter.ASK_S)]  # they need not answer
 
 
-def test_ctrl_c_because_a_rank_is_gone_still_says_so(trained):
+def test_ctrl_c_after_a_death_still_reports_it(trained):
     trained.fake.script["cell"] = [dies, blocks, blocks, blocks]
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(RankDied):
         trained.run_cell("x")
 
 
-def test_ctrl_c_elsewhere_is_as_ever(trained):
+def test_ctrl_c_elsewhere_works_as_usual(trained):
     before = signal.getsignal(signal.SIGINT)
     trained.step(3)
     assert signal.getsignal(signal.SIGINT) is before
@@ -856,7 +858,7 @@ def test_every_view_has_its_method(trained, view):
     assert getattr(trained, view)().to_json() == trained.view(view).to_json()
 
 
-def test_views_of_nothing_are_pictures_too():
+def test_views_of_an_empty_trace_are_figures():
     assert Bench().layout().layout.annotations[0].text
 
 
@@ -876,23 +878,23 @@ def test_export_of_some_steps_is_smaller_and_holds_only_them(trained, tmp_path, 
     whole, part = (tmp_path / f"{name}{suffix}" for name in ("whole", "part"))
     trained.step(3)
     trained.export(whole)
-    said = str(trained.export(part, steps="1..2"))
-    assert "steps 1-2" in said
+    sentence = str(trained.export(part, steps="1..2"))
+    assert "steps 1-2" in sentence
     if suffix == ".html":
         assert "4 ranks, 2 steps (1 to 2), " in part.read_text()
     assert part.stat().st_size < whole.stat().st_size
     if suffix == ".trace":
         assert steps(load(part)) == [1, 2]
     if suffix == ".json":
-        told = [event.get("args", {}).get("step", -1) for event in json.loads(part.read_text())["traceEvents"]]
-        assert set(told) - {-1} == {1, 2}
+        step_numbers = [event.get("args", {}).get("step", -1) for event in json.loads(part.read_text())["traceEvents"]]
+        assert set(step_numbers) - {-1} == {1, 2}
     with pytest.raises(UsageError, match="steps are written 5, "):
         trained.export(part, steps="three")
     with pytest.raises(UsageError, match="the trace has no step 99"):
         trained.export(part, steps="99")
 
 
-def test_export_writes_what_the_suffix_says(trained, tmp_path):
+def test_export_writes_the_format_of_the_suffix(trained, tmp_path):
     trained.step(3)
     assert "to open again" in str(trained.export(tmp_path / "run.trace"))
     assert load(tmp_path / "run.trace") == trained.trace
@@ -905,7 +907,7 @@ def test_export_writes_what_the_suffix_says(trained, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.json", "run.trace"]
 
 
-def test_a_record_that_no_browser_would_hold_is_not_made_a_page(trained, tmp_path, monkeypatch):
+def test_a_trace_too_large_for_a_browser_is_not_exported_as_a_page(trained, tmp_path, monkeypatch):
     trained.step(3)
     monkeypatch.setattr("workbench.export.MAX_PAGE_ROWS", 100)
     with pytest.raises(UsageError, match=r"a page holds at most 100: write fewer steps, such as %fsdp export run.html"):
@@ -923,7 +925,7 @@ def test_the_notebooks_process_never_loads_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_mesh_of_hosts_comes_to_the_ranks_in_numbers(wb):
+def test_a_mesh_of_hosts_reaches_the_ranks_as_numbers(wb):
     class OnTwoHosts(FakeCluster):
         @property
         def rank_info(self):

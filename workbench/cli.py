@@ -1,4 +1,4 @@
-"""The command ``workbench`` with its subcommands ``demo``, ``lab`` and ``doctor``.
+"""The command ``workbench`` with its subcommands ``demo``, ``lab``, ``doctor``, ``view`` and ``where``.
 
 Each subcommand imports its modules only when it runs.
 """
@@ -9,12 +9,13 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 from workbench import __version__
-from workbench.errors import UsageError, WorkbenchError
+from workbench.errors import TraceError, UsageError, WorkbenchError
 from workbench.ports import LOOPBACK
 
 TOUR = "01_tour.ipynb"
@@ -26,7 +27,7 @@ _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of ju
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``workbench`` and return its exit code: 0 for success, 1 for a failure, 2 for wrong usage."""
+    """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a run that stands still, 2: wrong usage."""
     parser, parser_of = _parsers()
     args, rest = parser.parse_known_args(argv)
     if rest and args.word != "lab":
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.word == "lab":
             return _lab(rest)
-        return _demo(Path(args.out)) if args.word == "demo" else _doctor()
+        return _COMMANDS[args.word](args)
     except WorkbenchError as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -82,6 +83,11 @@ _LAB = f"""\
 Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Without a clone of the repository, the tour is
 first copied into the current directory, unless it is there already. Further arguments go to JupyterLab, such as
 --port 9000 or --no-browser; with --ServerApp.root_dir FOLDER the tour is copied into FOLDER."""
+_VIEW = "Write a trace file, or the recording in a folder, as a page that replays it in any browser."
+_WHERE = """\
+Say where the ranks of a recorded run are, which collective they wait for, and which rank has not begun it. The folder
+is that of python -m workbench.record --out FOLDER; the run may go on meanwhile, on other hosts. The exit status is 1 if
+the run stands still, or a rank failed or was killed, and 2 if the folder cannot be read."""
 _DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
 
 
@@ -89,19 +95,25 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     """Return the parser, and the parsers of its subcommands by name."""
     parser = argparse.ArgumentParser(prog="workbench", description="See, debug and teach sharded training.")
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
-    words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor")
+    words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor | view | where")
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
     words.add_parser("lab", description=_LAB, help="open the tour in JupyterLab; further arguments go to JupyterLab")
     about = "check the installation, train on two ranks, and say how to repair it"
     words.add_parser("doctor", description=_DOCTOR, help=about)
+    view = words.add_parser("view", description=_VIEW, help="write a trace or a recording as a page")
+    view.add_argument("trace", help="a trace file, or the folder of a recording")
+    view.add_argument("--out", metavar="FILE", help="the page to write (default: the trace's name, with .html)")
+    view.add_argument("--steps", default="", help="the steps to write, such as 3..5, or -20.. for the newest 20")
+    where = words.add_parser("where", description=_WHERE, help="say where the ranks of a recorded run are")
+    where.add_argument("folder", help="the folder of the recording")
     return parser, words.choices
 
 
-def _demo(folder: Path) -> int:
+def _demo(args: argparse.Namespace) -> int:
     from workbench import demo  # noqa: PLC0415 - loaded when used
 
-    if demo.run(find_tour(), folder):
+    if demo.run(find_tour(), Path(args.out)):
         return 0
     sys.stderr.write("Some collectives differ from the expected ones: see `%fsdp comms` in the page.\n")
     return 1
@@ -133,10 +145,38 @@ def _copied(tour: Path, folder: Path) -> Path:
     return copy
 
 
-def _doctor() -> int:
+def _doctor(_: argparse.Namespace) -> int:
     from workbench import doctor  # noqa: PLC0415 - loaded when used
 
     return 0 if doctor.run() else 1
+
+
+def _view(args: argparse.Namespace) -> int:
+    from workbench.export import export  # noqa: PLC0415 - loaded when used
+    from workbench.session.trace_selectors import opened_with_notes  # noqa: PLC0415
+
+    trace, notes = opened_with_notes(args.trace)
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
+    sys.stdout.write(f"{export(trace, args.out or Path(args.trace).resolve().name + '.html', args.steps)}\n")
+    return 0
+
+
+def _where(args: argparse.Namespace) -> int:
+    from workbench.reports.run_where import where  # noqa: PLC0415 - loaded when used
+    from workbench.trace.read_recording import read  # noqa: PLC0415
+
+    try:
+        report = where(read(Path(args.folder)), time.time_ns())
+    except (OSError, TraceError) as error:
+        why = f"cannot read {args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        sys.stderr.write(f"{why}\n")
+        return 2
+    sys.stdout.write(f"{report}\n")
+    return int(report.stands)
+
+
+_COMMANDS = {"demo": _demo, "doctor": _doctor, "view": _view, "where": _where}
 
 
 if __name__ == "__main__":

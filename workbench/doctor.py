@@ -85,7 +85,7 @@ def run() -> bool:
             sys.stdout.write(f"{finding}\n")
             sys.stdout.flush()
             well = well and finding.verdict is not Verdict.BAD
-    sys.stdout.write("\nAll is well.\n" if well else "\nSome checks failed: see the lines with BAD.\n")
+    sys.stdout.write("\nAll checks passed.\n" if well else "\nSome checks failed: see the lines marked BAD.\n")
     return well
 
 

@@ -13,6 +13,7 @@ bytes on the wire. All byte counts are logical bytes (elements x itemsize).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -250,6 +251,14 @@ class Kind(Word):
     RESIDENT = 20, _instant("resident", Colour.PLAIN)
     # when a device reached an earlier row: value is the seq of that row, module the name of the stream
     DEVICE = 21, _instant("device", Colour.PLAIN, has_text=True)
+    ALL_TO_ALL = 22, _span("all-to-all", Colour.UNSHARDED_GRADS, Track.OTHER, is_collective=True)
+    REDUCE = 23, _span("reduce", Colour.UNSHARDED_GRADS, Track.OTHER, is_collective=True)
+    GATHER = 24, _span("gather", Colour.ALL_GATHER, Track.OTHER, is_collective=True)
+    SCATTER = 25, _span("scatter", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True)
+    BARRIER = 26, _span("barrier", Colour.PLAIN, Track.OTHER, is_collective=True)
+    # to or from one rank: other ranks of the group issue nothing, so it has no number among the group's collectives
+    SEND = 27, _span("send", Colour.SHARDED_GRADS, Track.OTHER)
+    RECV = 28, _span("recv", Colour.SHARDED_GRADS, Track.OTHER)
 
 
 def _kinds(**known: bool) -> Iterator[Kind]:
@@ -504,6 +513,13 @@ class ParamTensors:
     places: tuple[tuple[object, str], ...] = ()
 
 
+UNIT_INDICES = itertools.count()
+"""Indices for the units of this process, whatever their source."""
+
+GROUP_INDICES = itertools.count()
+"""Indices for the communication groups of this process, whatever their source."""
+
+
 class Source(Protocol):
     """Producer of the events on a rank, which it passes to a probe."""
 
@@ -543,6 +559,12 @@ class Probe(Protocol):
 
     def event(self, kind: Kind, edge: Edge, unit: int, num_bytes: int, comm: Comm | None, t_ns: int | None) -> None:
         """Receive an event; ``t_ns`` is set if the event lies in the past (the true end of a collective)."""
+
+    def late_end(self, kind: Kind, unit: int, num_bytes: int, comm: Comm | None, t_ns: int) -> None:
+        """A collective ended at ``t_ns`` for which no code that the source sees has waited.
+
+        Ranks learn of it at different events, so it is no event of a rank's progress, and a probe must not block.
+        """
 
     def issued(self, comm: Comm, wait: Callable[[], object]) -> None:
         """A collective was issued on a device; ``wait()`` makes the current stream, not the host, wait for it.

@@ -81,7 +81,7 @@ from workbench.session.request import OnProgress, RequestListener, no_output, no
 from workbench.session.session import ClusterLike, Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import OnStanding, no_standing
-from workbench.session.trace_selectors import opened, side
+from workbench.session.trace_selectors import opened_with_notes, side
 from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
@@ -207,7 +207,7 @@ class Workbench:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a workbench that shows a trace file, without ranks. Errors as :meth:`load`."""
+        """Return a workbench that shows a trace file or a recording's folder, without ranks. Errors as :meth:`load`."""
         workbench = cls()
         workbench.load(path)
         return workbench
@@ -451,7 +451,9 @@ class Workbench:
         return note
 
     def load(self, path: str | os.PathLike[str]) -> OpenReport:
-        """Show a trace file (``%fsdp open``) instead of the ranks' trace; ranks that are all lost are stopped.
+        """Show a trace file, or a recording's folder (``%fsdp open``), instead of the ranks' trace.
+
+        Ranks that are all lost are stopped.
 
         Views, the dashboard, ``compare``, ``export`` and ``back`` work on it as on the trace of live ranks.
 
@@ -460,7 +462,7 @@ class Workbench:
         """
         with self._exchanging("open"):
             self._check_replaceable("%fsdp open", " To view the file without stopping them: Workbench.open(path).")
-            trace = opened(path)
+            trace, notes = opened_with_notes(path)
             self.stop()
             self._last, self.record, self._is_new = ClusterSnapshot(trace=trace), Path(path).name, False
             self._show_newest()
@@ -470,6 +472,7 @@ class Workbench:
             steps=tuple(steps(trace)),
             models=sharded_models(trace.header),
             num_rows=trace.num_rows,
+            notes=notes,
         )
 
     def _show_newest(self) -> None:
@@ -801,7 +804,7 @@ class Workbench:
             Condition.parse(when, rank)
         added = session.breakpoints.add(kind, unit, rank=rank, when=when)
         session.push_breakpoints()
-        return BreakReport(breakpoints=session.stops(), said=f"breakpoint {added.id}: {added}")
+        return BreakReport(breakpoints=session.stops(), change=f"breakpoint {added.id}: {added}")
 
     def break_list(self) -> BreakReport:
         """Return the breakpoints."""
@@ -816,8 +819,8 @@ class Workbench:
         session = self._started()
         count = session.breakpoints.clear(id)
         session.push_breakpoints()
-        said = f"removed {plural(count, 'breakpoint')}" if count else ""
-        return BreakReport(breakpoints=session.stops(), said=said)
+        change = f"removed {plural(count, 'breakpoint')}" if count else ""
+        return BreakReport(breakpoints=session.stops(), change=change)
 
     def break_on(self, id: int | None = None) -> BreakReport:
         """Turn the breakpoint ``id`` on again, or all.
@@ -839,8 +842,8 @@ class Workbench:
         session = self._started()
         count = session.breakpoints.switch(id, is_on=is_on)
         session.push_breakpoints()
-        said = f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
-        return BreakReport(breakpoints=session.stops(), said=said)
+        change = f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
+        return BreakReport(breakpoints=session.stops(), change=change)
 
     def units(self) -> list[str]:
         """Return the names of all units, including ``""`` for a root."""
@@ -881,7 +884,7 @@ class Workbench:
             found, cursor=self.cursor, record=self.record, exchange=self.exchange, waits_for=self._waits_for
         )
 
-    def asked(self) -> tuple[object, ...]:
+    def activity(self) -> tuple[object, ...]:
         """Return a value that changes when ranks start, get a request, stop, continue or end; contacts no rank."""
         return self.exchange, self._waits_for, *(() if self._session is None else self._session.request_state())
 
@@ -990,7 +993,7 @@ class Workbench:
         methods = {name: inspect.getdoc(member) or "" for name, member in inspect.getmembers(type(self), callable)}
         public = {name: text for name, text in methods.items() if text and not name.startswith("_")}
         if topic and topic not in public:
-            raise UsageError(f"there is no method {topic!r}; there are: {', '.join(public)}")
+            raise UsageError(f"there is no method {topic!r}; methods: {', '.join(public)}")
         return public[topic] if topic else "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in public.items())
 
 

@@ -5,7 +5,7 @@ export const VERSION = 3;
 export const DEVICES = ["auto", "cpu", "cuda"];
 export const STRATEGIES = {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none": "NO_SHARD", "hybrid": "HYBRID_SHARD", "hybrid2": "_HYBRID_SHARD_ZERO2"};
 export const HYBRID = ["hybrid", "hybrid2"];
-export const VIEWS = {"layout": "draw which rows of which parameter lie on which rank", "memory": "draw bytes by class over time, and name the peak", "timeline": "draw compute, collectives and waits of a step, per rank", "states": "draw which unit is sharded, gathering, unsharded or reducing, over time", "comms": "count collectives of a step per unit: calls, bytes, also between hosts, and time, beside what a formula says", "training": "draw loss, step time and what else is logged"};
+export const VIEWS = {"layout": "draw which rank holds which rows of each parameter", "memory": "draw bytes by class over time, and name the peak", "timeline": "draw compute, collectives and waits of a step, per rank", "states": "draw which unit is sharded, gathering, unsharded or reducing, over time", "comms": "count collectives of a step per unit: calls, bytes (also between hosts) and time, next to the expected numbers", "training": "draw loss, step time and other logged metrics"};
 
 export interface PanelMessage { readonly number: number; }
 
@@ -300,7 +300,7 @@ export interface Refused {
 
 export interface OpenSpan {
   readonly track: number;
-  readonly kind: 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 17 | 18 | 19 | 20 | 21;
+  readonly kind: 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | 10 | 11 | 12 | 13 | 14 | 15 | 16 | 17 | 18 | 19 | 20 | 21 | 22 | 23 | 24 | 25 | 26 | 27 | 28;
   readonly unit: number;
   readonly start: number;
   readonly bytes: number;

@@ -26,7 +26,7 @@ def test_arguments_and_values_are_data():
     assert call_apart(f"{HERE}:doubled", number=21) == {"twice": 42}
 
 
-def test_a_failure_is_told_and_the_others_go_on():
+def test_a_failure_is_reported_and_the_others_continue():
     from bench.live import measured  # imports torch, which the answering process does without
 
     with pytest.raises(ApartFailure, match=r"(?s)^Traceback.*ValueError: no such luck$"):
@@ -36,7 +36,7 @@ def test_a_failure_is_told_and_the_others_go_on():
     assert measured("cells", lambda: {"a": 1}) == {"a": 1, "failed": {}}
 
 
-def test_what_takes_too_long_is_ended(monkeypatch):
+def test_a_slow_function_is_ended(monkeypatch):
     monkeypatch.setattr(apart, "GRACE_S", 5)
     with pytest.raises(ApartFailure, match=f"{HERE}:wait_long did not return within 1 s"):
         call_apart(f"{HERE}:wait_long", timeout_s=1)

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.exhaustive
 LITTLE = Effort(rounds=1, steps=1, pairs=1)
 
 
-def test_the_cases_are_the_issues():
+def test_the_cases():
     found = {name: (case.num_ranks, case.num_hosts, case.is_copied) for name, case in HOSTS_CASES.items()}
     assert found == {"3hosts": (6, 3, False), "3hosts-copies": (6, 3, True)}
     described = HOSTS_CASES["3hosts-copies"].describe()
     assert described == ("3hosts-copies: 3.3 M parameters (4 blocks x 256), 6 ranks on 3 hosts, each with a copy, fp32")
 
 
-def test_where_there_are_no_hosts_it_is_said_why(monkeypatch):
+def test_missing_hosts_are_reported_with_the_reason(monkeypatch):
     monkeypatch.setattr(between_hosts.ranks_on_hosts, "why_not", lambda: "only root can")
     assert compare_hosts(HOSTS_CASES["3hosts"], LITTLE) == {"left out": "only root can", "failed": {}}
 

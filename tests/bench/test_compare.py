@@ -66,13 +66,13 @@ def test_a_failing_rank_ends_its_peers_and_is_named():
         on_ranks(2, raises_on_the_second_rank)
 
 
-def test_of_failures_heard_of_together_the_first_is_named(monkeypatch):
+def test_of_simultaneous_failures_the_first_is_named(monkeypatch):
     monkeypatch.setattr(processes, "wait", lambda pipes, _: [pipe for pipe in pipes if pipe.poll(60)])
     with pytest.raises(RankFailure, match=r"(?s)^rank 1: .*ValueError: no such luck$"):
         on_ranks(2, raises_on_the_second_rank)
 
 
-def test_what_failed_is_not_started_again():
+def test_failed_work_is_not_restarted():
     runs = Runs()
     assert runs.on_ranks("steps", 1, int, "x") == []
     assert runs.failed["steps"].strip().endswith("ValueError: invalid literal for int() with base 10: 'x'")
@@ -123,12 +123,12 @@ def test_the_exit_status(is_check, all_met, failed, status):
 
 
 @pytest.mark.thorough
-def test_the_process_that_forks_ranks_has_nothing_of_the_engine():
+def test_the_forking_process_does_not_load_the_engine():
     program = "import sys, bench.__main__; sys.exit('workbench.engine' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_figure_of_the_wrapper_is_set_beside_another_that_was_measured():
+def test_a_figure_of_the_wrapper_is_compared_with_another_one():
     measured = {"classic": 3.0, "ours": 4.0}
     assert _ratio("to_fully_shard", measured, "ours") == {"to_fully_shard": 0.75}
     assert _ratio("to_torch", measured, "classic torch") == {}

@@ -1,4 +1,4 @@
-"""The measurements of the issues "Live", "Lab" and "Hosts"; every target finds its number in their results."""
+"""The live measurements; every target finds its number in their results."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ from bench.watched import (
 )
 from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.waiting import wait_until
-from tests.widgets.test_dashboard import Pretender
+from tests.widgets.test_dashboard import FakeWorkbench
 from workbench.protocol.rank_messages import DrainReply, Position
 from workbench.workbench import Workbench
 
@@ -104,14 +104,14 @@ def test_a_block_is_the_time_between_its_first_and_last_mark():
     assert found["wall_to_plain_low"] == found["wall_to_plain_high"] == 1
 
 
-def test_bytes_of_an_answer_are_those_of_its_words_and_buffers():
+def test_the_size_of_an_answer_is_that_of_its_text_and_buffers():
     small = DrainReply(rows=memoryview(b""), lost=0, key_frame={}, header=None, header_version=0, position=Position())
     assert size_of(replace(small, rows=memoryview(bytes(7)))) == size_of(small) + 7
     assert size_of(replace(small, key_frame={"a": 1})) == size_of(small) + len('"a": 1')
 
 
-def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
-    viewer = DashboardViewer(Pretender())
+def test_a_viewer_counts_answers_after_the_first():
+    viewer = DashboardViewer(FakeWorkbench())
     for _ in range(2):
         viewer._dashboard._handle_custom_msg({"view": "bench", "word": "feed"}, [])
     viewer.close()
@@ -122,17 +122,17 @@ def test_a_viewer_counts_what_it_is_told_after_the_first_answer():
     assert viewer.kib_per_s() == nothing_new / 1024 / 2
 
 
-def test_a_dashboard_that_does_not_answer_is_told(monkeypatch):
+def test_a_dashboard_without_an_answer_is_reported(monkeypatch):
     monkeypatch.setattr("bench.watched.ANSWER_S", 0.0)
-    viewer = DashboardViewer(Pretender())
+    viewer = DashboardViewer(FakeWorkbench())
     viewer._is_answered.clear()
     with pytest.raises(RuntimeError, match="did not answer"), viewer.asking():
         viewer.close()
 
 
-def test_a_viewer_asks_again_when_it_was_answered(monkeypatch):
+def test_a_viewer_sends_the_next_request_after_the_answer(monkeypatch):
     monkeypatch.setattr("bench.watched.ASK_EVERY_S", 0.0)
-    viewer = DashboardViewer(Pretender())
+    viewer = DashboardViewer(FakeWorkbench())
     with viewer.asking():
         wait_until(lambda: len(viewer.sizes) >= 2)
     viewer.close()
@@ -148,7 +148,7 @@ def test_a_panel_is_greeted_and_answers_with_how_everything_is():
     assert size > 500
 
 
-def test_what_a_panel_does_not_answer_to_is_told():
+def test_a_request_without_an_answer_from_the_panel_is_reported():
     with Workbench(num_ranks=2, device="cpu", cluster_factory=FakeCluster) as workbench:
         viewer = PanelViewer(workbench)
         with pytest.raises(RuntimeError, match="refused"):

@@ -12,7 +12,7 @@ def test_a_step_was_shown_when_so_many_or_more_were():
     assert delays(ends, [(1, 90.0), (3, 100.0), (4, 130.0)]) == [80.0, 70.0, 90.0]
 
 
-def test_what_is_said_again_or_later_of_less_adds_nothing():
+def test_repeated_and_outdated_states_add_nothing():
     assert delays([10.0, 20.0], [(1, 15.0), (2, 25.0), (1, 30.0), (2, 35.0)]) == [5.0]
 
 

@@ -25,7 +25,7 @@ class Code:
         self.co_filename, self.co_qualname = file, qualname
 
 
-class Story:
+class MeterTimeline:
     """Moves a meter through time."""
 
     def __init__(self):
@@ -52,7 +52,7 @@ class Story:
 
 @pytest.fixture
 def story():
-    return Story()
+    return MeterTimeline()
 
 
 HOOK, INNER = Code("/engine/fsdp_state.py"), Code("/engine/deeper/param.py")
@@ -69,7 +69,7 @@ def test_time_outside_of_the_engine_is_nobodys(story):
     assert story.parts == {}
 
 
-def test_a_hook_counts_from_entry_to_exit_with_what_it_calls(story):
+def test_a_hook_counts_from_entry_to_exit_including_its_calls(story):
     for begin in (10, 100):
         story.enter(begin, HOOK)
         story.enter(begin + 2, INNER)

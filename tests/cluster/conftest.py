@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.fake_rank import Look
+from tests.helpers.fake_rank import GetThreadState
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 
@@ -24,7 +24,7 @@ def wait_until_held(cluster, ranks=None):
     """Wait until the main threads of ``ranks`` are in ``fake_rank.hold`` or ``spin``."""
 
     def are_held():
-        replies = cluster.ask(Look(), ranks, timeout_s=PATIENCE_S)
+        replies = cluster.ask(GetThreadState(), ranks, timeout_s=PATIENCE_S)
         return all(reply.held for reply in replies.values())
 
     wait_until(are_held)

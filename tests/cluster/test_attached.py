@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
-from tests.helpers.fake_rank import Look, Release
+from tests.helpers.fake_rank import GetThreadState, Release
 from tests.helpers.ipp_engines import wait_for_engines
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
@@ -99,7 +99,7 @@ def test_engines_of_a_busy_machine_are_waited_for(profile):
 
 
 @pytest.mark.usefixtures("slow_engines")
-def test_engines_that_do_something_else_all_the_time_are_said_not_to_answer(profile, monkeypatch):
+def test_engines_that_stay_busy_are_reported_as_unresponsive(profile, monkeypatch):
     monkeypatch.setattr(cluster_module, "_ANSWER_S", 0.0)
     with pytest.raises(ClusterError, match=r"3 of 3 engines do not answer; .* keeps its engines busy"):
         attached().start()
@@ -113,7 +113,7 @@ def impatient(monkeypatch):
         monkeypatch.setattr(module, "NOTICE_S", 0.01)
 
 
-class GivesUp:
+class CancelsStart:
     """Records the notices of a start, and raises KeyboardInterrupt at the first that contains ``at``."""
 
     def __init__(self, at):
@@ -127,8 +127,8 @@ class GivesUp:
 
 @pytest.mark.usefixtures("slow_engines", "impatient")
 @pytest.mark.parametrize("at", ["attaching 3 ranks, 0 s: 3 have not answered yet", "connecting the ranks"])
-def test_an_attach_says_what_it_waits_for_and_is_given_up(profile, at):
-    gives_up, cluster = GivesUp(at), attached()
+def test_an_attach_shows_what_it_waits_for_and_can_be_cancelled(profile, at):
+    gives_up, cluster = CancelsStart(at), attached()
     with pytest.raises(Interrupted, match="The attach was cancelled: the cluster keeps running"):
         cluster.start(gives_up)
     assert at in gives_up.reported[-1]
@@ -138,13 +138,13 @@ def test_an_attach_says_what_it_waits_for_and_is_given_up(profile, at):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_controller_that_does_not_answer_is_waited_for_until_that_is_given_up(profile, tmp_path):
+def test_an_unresponsive_controller_is_waited_for_until_cancelled(profile, tmp_path):
     file = json.loads((profile / "security" / "ipcontroller-one-client.json").read_text())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         file["registration"] = silent.getsockname()[1]
         (tmp_path / "silent.json").write_text(json.dumps(file))
         cluster = Cluster.attached(AttachTarget(file=str(tmp_path / "silent.json")), device="cpu", start_timeout_s=1.0)
-        gives_up = GivesUp("attaching all engines, 0 s: the controller has not answered yet")
+        gives_up = CancelsStart("attaching all engines, 0 s: the controller has not answered yet")
         with pytest.raises(Interrupted, match="The attach was cancelled"):
             cluster.start(gives_up)
         assert not cluster.is_started
@@ -169,7 +169,8 @@ def test_engines_become_ranks_and_keep_their_variables_when_they_are_left(profil
         pending = second.run_cell("print(rank, x)")
         pending.results(PATIENCE_S)
         assert [texts(pending, rank) for rank in range(3)] == ["0 10\n", "1 11\n", "2 12\n"]
-        assert [reply.thread for reply in second.ask(Look(), timeout_s=PATIENCE_S).values()] == ["Control"] * 3
+        replies = second.ask(GetThreadState(), timeout_s=PATIENCE_S).values()
+        assert [reply.thread for reply in replies] == ["Control"] * 3
     assert all(process.is_running() for process in processes)
 
 
@@ -180,7 +181,7 @@ def test_after_a_stop_engines_are_plain_ones_and_may_become_other_ranks(profile)
         assert cluster.num_ranks == 3
 
 
-def test_ranks_that_were_left_are_taken_as_they_are_or_not_at_all(profile):
+def test_detached_ranks_are_attached_unchanged_or_refused(profile):
     with attached(2) as cluster:
         cluster.detach()
     with pytest.raises(UsageError, match="2 of its engines are already ranks and keep their variables"):
@@ -201,7 +202,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_second_notebook_looks_and_takes_over_what_is_nobody_s_any_more(profile):
+def test_a_second_notebook_views_ranks_and_takes_them_once_they_are_free(profile):
     with subprocess.Popen(
         [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -242,7 +243,7 @@ cluster.detach()
 
 
 @pytest.mark.thorough
-def test_who_had_the_ranks_is_told_when_another_notebook_takes_them(profile):
+def test_the_previous_holder_is_notified_when_another_notebook_takes_the_ranks(profile):
     first = attached()
     first.start()
     assert first.held_by == ""
@@ -261,12 +262,12 @@ def test_who_had_the_ranks_is_told_when_another_notebook_takes_them(profile):
         assert again.held_by == ""
 
 
-def test_what_is_no_cluster_is_said(profile, tmp_path):
+def test_a_missing_cluster_is_reported(profile, tmp_path):
     security = profile / "security"
     for target, reported in (
         (
             AttachTarget(profile="running", cluster_id="two"),
-            "no cluster with the id 'two' .*; there are: one; choose one with --cluster-id ID",
+            "no cluster with the id 'two' .*; running: one; choose one with --cluster-id ID",
         ),
         (AttachTarget(file=str(tmp_path / "none.json")), "none.json cannot be read: No such file"),
         (
@@ -291,7 +292,7 @@ def test_what_is_no_cluster_is_said(profile, tmp_path):
         assert cluster.num_ranks == 3
 
 
-def test_what_was_started_here_cannot_be_left(make_cluster):
+def test_ranks_started_here_cannot_be_detached(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
     with pytest.raises(UsageError, match="these ranks were started here and end with this notebook"):

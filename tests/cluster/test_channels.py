@@ -18,7 +18,7 @@ class FakeWire:
         self.answer = exchange
 
 
-def test_a_rank_whose_answer_is_here_is_not_busy_even_if_nobody_has_noted_it_yet(monkeypatch):
+def test_a_rank_whose_reply_has_arrived_is_not_busy(monkeypatch):
     monkeypatch.setattr(
         Channels, "_dismiss", lambda *_: None
     )  # the thread that received the answer does this a moment later
@@ -42,7 +42,7 @@ def test_a_rank_is_lost_for_the_first_reason_that_was_told():
     assert channels.losses == {0: "was killed"}
 
 
-class Numbering:
+class UnlockedWire:
     """A wire that two threads must not use at once: a session numbers its messages without a lock."""
 
     channels = None
@@ -76,6 +76,6 @@ class Numbering:
     ids=["call", "cell", "ask", "interrupt"],
 )
 def test_one_at_a_time_sends(send):
-    wire = Numbering()
+    wire = UnlockedWire()
     wire.channels = Channels(wire, ["engine"])
     send(wire.channels)

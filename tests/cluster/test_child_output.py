@@ -63,7 +63,7 @@ def written(cluster, code, kind="stdout"):
     return texts(pending, 0, kind)
 
 
-def test_what_children_write_is_in_the_cell_that_started_them(cluster):
+def test_output_of_child_processes_appears_in_their_cell(cluster):
     pending = cluster.run_cell(PROCESSES, ranks=[0])
     pending.result(0, PATIENCE_S)
     stdout = texts(pending, 0).splitlines()
@@ -72,11 +72,11 @@ def test_what_children_write_is_in_the_cell_that_started_them(cluster):
     assert written(cluster, "print('next')") == "next\n"
 
 
-def test_so_is_what_workers_of_a_dataloader_write(cluster):
+def test_output_of_dataloader_workers_appears_in_their_cell(cluster):
     assert sorted(written(cluster, WORKERS).splitlines()) == [f"item {place}" for place in range(4)]
 
 
-def test_so_is_what_processes_with_a_program_of_their_own_write(make_cluster):
+def test_output_of_other_programs_appears_in_their_cell(make_cluster):
     cluster = make_cluster(1)  # only one rank: multiprocessing's own helpers end with it
     cluster.start()
     pending = cluster.run_cell(STARTED, ranks=[0])
@@ -85,7 +85,7 @@ def test_so_is_what_processes_with_a_program_of_their_own_write(make_cluster):
     assert texts(pending, 0, "stderr").splitlines() == ["error"]
 
 
-def test_what_a_child_writes_in_a_command_is_shown_too(cluster):
+def test_output_of_a_child_during_a_command_is_shown(cluster):
     pending = cluster.apply("tests.helpers.fake_rank:fork_and_print", "hello", ranks=[0])
     pending.result(0, PATIENCE_S)
     assert texts(pending, 0) == "hello\n"
@@ -95,7 +95,7 @@ def test_a_redirection_of_the_users_stays(cluster):
     assert written(cluster, REDIRECTED) == "''\n"
 
 
-def test_a_rank_that_is_ended_ends_though_a_thread_of_the_user_runs(make_cluster):
+def test_a_rank_ends_although_a_user_thread_still_runs(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
     cluster.run_cell("import threading; threading.Thread(target=threading.Event().wait).start()").results(PATIENCE_S)

@@ -115,7 +115,7 @@ def own(request):
 
 
 @pytest.mark.parametrize("ranks", [[3], [-1], [0, 7]])
-def test_a_rank_that_there_is_not_is_refused_at_both_doors(shared, ranks):
+def test_an_unknown_rank_is_refused_on_both_channels(shared, ranks):
     for ask in (
         lambda: shared.ask(WHERE, ranks),
         lambda: shared.interrupt(ranks),
@@ -126,12 +126,12 @@ def test_a_rank_that_there_is_not_is_refused_at_both_doors(shared, ranks):
             ask()
 
 
-def test_nobody_may_be_asked_at_the_control_channel_and_answers(shared):
+def test_a_control_request_to_no_rank_returns_nothing(shared):
     assert shared.ask(WHERE, []) == {}
     shared.interrupt([])
 
 
-def test_work_for_nobody_is_refused(shared):
+def test_work_for_no_rank_is_refused(shared):
     with pytest.raises(UsageError, match="no rank was selected"):
         shared.run_cell("print(rank)", [])
     with pytest.raises(UsageError, match="no rank was selected"):
@@ -153,7 +153,7 @@ def test_all_are_alive_and_none_is_lost(shared):
     assert [info.rank for info in shared.rank_info] == [0, 1, 2]
 
 
-def test_a_dead_rank_ends_what_was_asked_and_refuses_what_is(own):
+def test_a_dead_rank_ends_its_request_and_refuses_new_ones(own):
     held = own.hold()
     own.kill(1)
     with pytest.raises(RankDied, match="rank 1 died: the process was killed by SIGKILL") as caught:
@@ -182,7 +182,7 @@ def test_dead_ranks_can_be_asked_and_stopped(own):
     assert own.losses() == {}
 
 
-def test_a_stop_ends_what_was_asked_and_can_come_again(own):
+def test_a_stop_ends_open_requests_and_can_be_repeated(own):
     held = own.hold()
     own.stop()
     own.stop()
@@ -233,7 +233,7 @@ def test_every_request_is_answered_by_its_type(training, request_):
         assert decode(request_.reply, data, "reply", buffers) == answer
 
 
-def test_ranks_say_who_they_are_and_what_they_have(training):
+def test_ranks_report_their_identity_and_variables(training):
     assert [position.rank for position in answers_of(training, WHERE)] == [0, 1, 2]
     for names in answers_of(training, ListNames()):
         assert "model" in names.modules
@@ -246,7 +246,7 @@ def test_ranks_say_who_they_are_and_what_they_have(training):
         assert (newer.header, newer.header_version) == (None, recorded.header_version)
 
 
-def test_ranks_say_which_models_they_have_and_what_a_command_would_make_of_one(training):
+def test_ranks_report_their_models_and_preview_a_command(training):
     for models in answers_of(training, ListModels()):
         assert {"model", "plain"} <= {model.name for model in models}
         assert all("Block" in {offered.name for offered in model.classes} for model in models)
@@ -271,7 +271,7 @@ def test_a_breakpoint_that_cannot_be_is_refused(training):
             assert reply.ename == "UsageError"
 
 
-def test_a_step_is_stopped_looked_into_and_goes_on(training):
+def test_a_step_is_stopped_inspected_and_continued(training):
     def held(condition):
         """Wait until all ranks are held and ``condition`` is true; return the hold."""
         seen = []

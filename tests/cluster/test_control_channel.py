@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tests.cluster.conftest import FOREVER_S, RUNTIME, wait_until_held
-from tests.helpers.fake_rank import Answer, ComeLate, Look, Looked, Raise, Release
+from tests.helpers.fake_rank import Answer, AnswerLate, GetThreadState, Raise, Release, ThreadState
 from tests.helpers.waiting import PATIENCE_S
 from workbench.errors import ClusterError, RankError
 from workbench.protocol.rank_messages import Stacks
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.cluster
 
 
 def test_every_rank_answers_with_plain_data_and_buffers(cluster):
-    replies = cluster.ask(Look(), timeout_s=PATIENCE_S)
+    replies = cluster.ask(GetThreadState(), timeout_s=PATIENCE_S)
     assert list(replies) == [0, 1, 2]
     for reply in replies.values():
-        assert isinstance(reply, Looked)
+        assert isinstance(reply, ThreadState)
         assert (reply.held, reply.thread) == (False, "Control")
         assert [bytes(reply.first), bytes(reply.second)] == [b"\x00\xff", b"second"]
 
@@ -26,7 +26,7 @@ def test_every_rank_answers_with_plain_data_and_buffers(cluster):
 def test_ranks_answer_while_their_main_thread_is_occupied(cluster, occupation):
     pending = cluster.apply(f"{RUNTIME}:{occupation}")
     wait_until_held(cluster)
-    replies = cluster.ask(Look(), timeout_s=FOREVER_S)
+    replies = cluster.ask(GetThreadState(), timeout_s=FOREVER_S)
     assert all(reply.held for reply in replies.values())
     assert not any(map(pending.done, range(3)))
     cluster.ask(Release())
@@ -44,10 +44,10 @@ def test_an_error_of_the_handler_is_the_ranks_answer(cluster):
     assert "handle_request" in replies[1].traceback
 
 
-def test_an_answer_that_is_no_plain_data_is_an_error(cluster):
+def test_an_answer_that_is_not_plain_data_is_an_error(cluster):
     replies = cluster.ask(Answer("unsendable"), ranks=[0], timeout_s=PATIENCE_S)
     assert isinstance(replies[0], RankError)
-    assert isinstance(cluster.ask(Look(), timeout_s=PATIENCE_S)[0], Looked)
+    assert isinstance(cluster.ask(GetThreadState(), timeout_s=PATIENCE_S)[0], ThreadState)
 
 
 def test_an_answer_of_another_type_is_an_error(cluster):
@@ -61,19 +61,19 @@ def test_a_request_that_the_rank_does_not_know_is_refused(cluster):
     assert replies[0].evalue.startswith("unknown request 'stacks'; known: locate, look")
 
 
-def test_a_rank_that_does_not_answer_in_time_is_said_so(cluster):
-    replies = cluster.ask(ComeLate(), ranks=[1, 2], timeout_s=0.1)
+def test_a_rank_that_does_not_answer_in_time_is_reported(cluster):
+    replies = cluster.ask(AnswerLate(), ranks=[1, 2], timeout_s=0.1)
     assert {type(reply) for reply in replies.values()} == {ClusterError}
     assert str(replies[2]) == "the control thread of rank 2 has not answered within 0.1 s"
     cluster.apply(f"{RUNTIME}:let_the_late_one_go").results(PATIENCE_S)
-    assert all(isinstance(reply, Looked) for reply in cluster.ask(Look(), timeout_s=PATIENCE_S).values())
+    assert all(isinstance(reply, ThreadState) for reply in cluster.ask(GetThreadState(), timeout_s=PATIENCE_S).values())
 
 
-def test_several_threads_may_ask_at_once(cluster):
+def test_several_threads_can_send_requests_concurrently(cluster):
     answers = []
 
     def ask():
-        answers.extend(cluster.ask(Look(), timeout_s=PATIENCE_S).values() for _ in range(10))
+        answers.extend(cluster.ask(GetThreadState(), timeout_s=PATIENCE_S).values() for _ in range(10))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -81,4 +81,4 @@ def test_several_threads_may_ask_at_once(cluster):
     for thread in threads:
         thread.join()
     assert len(answers) == 40
-    assert all(isinstance(reply, Looked) for replies in answers for reply in replies)
+    assert all(isinstance(reply, ThreadState) for replies in answers for reply in replies)

@@ -29,7 +29,7 @@ controller_heartbeat.GRACE_S = 0.1
 may_end = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 connect = lambda socket: socket.connect("tcp://127.0.0.1:" + sys.argv[1])
-args = (zmq.Context().socket(zmq.DEALER), connect, 0.8, lambda: print("asked", flush=True) or may_end.is_set())
+args = (zmq.Context().socket(zmq.DEALER), connect, 0.8, lambda: print("polled", flush=True) or may_end.is_set())
 threading.Thread(target=controller_heartbeat.end_when_alone, args=args, daemon=True).start()
 sys.stdin.read()
 may_end.set()
@@ -60,7 +60,7 @@ def controller(run, kind):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])  # gone, or its host does not answer
-def test_a_notebook_is_told_once(run, number):
+def test_a_notebook_is_notified_once(run, number):
     process, port = controller(run, "PUB")
     reported, is_told = [], threading.Event()
     listener = HeartbeatMonitor(f"tcp://127.0.0.1:{port}", PLAIN, lambda: (reported.append(1), is_told.set()))
@@ -77,7 +77,7 @@ def is_connected(port):
     return any(c.raddr and c.raddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in here)
 
 
-def test_nobody_is_told_of_a_connection_that_was_closed_here(run):
+def test_a_connection_closed_here_notifies_no_one(run):
     reported = []
     for _ in range(3):
         HeartbeatMonitor(f"tcp://127.0.0.1:{controller(run, 'PUB')[1]}", PLAIN, lambda: reported.append(1)).close()
@@ -85,11 +85,11 @@ def test_nobody_is_told_of_a_connection_that_was_closed_here(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_is_alone_ends_though_it_hears_no_signal(run, number):
+def test_an_engine_without_a_controller_ends_although_it_blocks_signals(run, number):
     process, port = controller(run, "ROUTER")
     engine = run(ENGINE, port)
     os.kill(process.pid, number)
-    assert engine.stdout.readline() == b"asked\n"
+    assert engine.stdout.readline() == b"polled\n"
     assert engine.poll() is None  # it may not end yet
     engine.stdin.close()
     assert engine.wait(PATIENCE_S) == 1

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import FOREVER_S, ROOT, RUNTIME, texts, wait_until_held
-from tests.helpers.fake_rank import Die, Look, Release
+from tests.helpers.fake_rank import Die, GetThreadState, Release
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster.processes import is_running
 from workbench.cluster.reaper import Reaper, process_of
@@ -20,7 +20,7 @@ from workbench.errors import ClusterError, RankDied
 pytestmark = pytest.mark.cluster
 
 
-def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluster):
+def test_a_killed_rank_ends_its_request_and_the_others_continue(make_cluster):
     cluster = make_cluster(3)
     cluster.start()
     pending = cluster.apply(f"{RUNTIME}:hold")
@@ -45,7 +45,7 @@ def test_a_killed_rank_ends_what_it_was_asked_and_the_others_work_on(make_cluste
         cluster.apply(f"{RUNTIME}:echo").results(PATIENCE_S)
 
 
-def test_a_rank_that_dies_while_it_is_asked_at_the_control_channel_is_not_waited_for(make_cluster):
+def test_a_rank_that_dies_during_a_control_request_is_not_waited_for(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
     replies = cluster.ask(Die(), timeout_s=FOREVER_S)
@@ -53,7 +53,7 @@ def test_a_rank_that_dies_while_it_is_asked_at_the_control_channel_is_not_waited
     assert isinstance(replies[0], RankDied)
 
 
-def test_a_rank_that_ends_itself_leaves_its_last_words(make_cluster):
+def test_a_rank_that_exits_leaves_its_last_output(make_cluster):
     cluster = make_cluster(2)
     cluster.start()
     pending = cluster.run_cell("import os\nos.write(2, b'out of shared memory')\nos._exit(3)", ranks=[0])
@@ -63,7 +63,7 @@ def test_a_rank_that_ends_itself_leaves_its_last_words(make_cluster):
     assert "out of shared memory" in message
 
 
-def test_without_its_controller_a_cluster_says_so(make_cluster):
+def test_a_cluster_without_its_controller_is_reported(make_cluster):
     cluster = make_cluster(2)
     cluster.start()
     pending = cluster.apply(f"{RUNTIME}:hold")
@@ -72,7 +72,7 @@ def test_without_its_controller_a_cluster_says_so(make_cluster):
     with pytest.raises(ClusterError, match="rank 0 cannot be reached: the cluster's controller was killed by SIGKILL"):
         pending.result(0)
     assert cluster.alive() == (False, False)
-    assert isinstance(cluster.ask(Look())[1], ClusterError)
+    assert isinstance(cluster.ask(GetThreadState())[1], ClusterError)
 
 
 KERNEL = f"""
@@ -144,7 +144,7 @@ def test_a_forked_child_that_keeps_the_pipe_open_does_not_hold_the_reaper(tmp_pa
         child.kill()
 
 
-def test_the_reaper_ends_what_it_adopted_and_removes_the_files(tmp_path):
+def test_the_reaper_ends_adopted_processes_and_removes_their_files(tmp_path):
     (tmp_path / "files").mkdir()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as adopted:
         reaper = Reaper("of a test", str(tmp_path / "files"))
@@ -179,7 +179,7 @@ def test_a_process_is_named_by_pid_and_creation_time():
     assert process_of({"pid": gone.pid, "created_s": 1.5}) is None
 
 
-def test_the_reaper_runs_the_last_commands_it_was_left_and_removes_what_it_was_told_of(tmp_path):
+def test_the_reaper_runs_its_final_commands_and_removes_registered_files(tmp_path):
     ran = {name: tmp_path / f"{name} ran" for name in ("before", "one", "two")}
     private, file = tmp_path / "private", tmp_path / "file"
     private.mkdir()

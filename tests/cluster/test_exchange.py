@@ -80,10 +80,10 @@ def test_outputs_between_the_two_are_kept_and_waited_for(request_):
     assert request_.answer.outputs == [Output("stdout", text="late")]
 
 
-def test_a_reply_that_is_lost_without_an_interrupt_is_no_interrupt(request_):
+def test_a_reply_lost_without_an_interrupt_does_not_count_as_one(request_):
     fall_idle(request_)
     request_.loop.let_time_pass()
-    with pytest.raises(ClusterError, match=r"^rank 3 has ended its request without a reply$"):
+    with pytest.raises(ClusterError, match=r"^rank 3 ended its request without a reply$"):
         request_.answer.future.result(0)
 
 
@@ -114,11 +114,11 @@ def test_a_request_that_ipyparallel_could_not_run_is_an_error(request_):
 
 
 @pytest.mark.parametrize("kind", ["status", "execute_input", "error", "comm_open"])
-def test_what_is_no_output_is_left_out(kind):
+def test_messages_that_are_not_output_are_ignored(kind):
     assert as_output(kind, {}) is None
 
 
-def test_a_controller_that_does_not_answer_is_not_waited_for_forever(tmp_path):
+def test_an_unresponsive_controller_is_not_waited_for_forever(tmp_path):
     ports = ("control", "task", "mux", "iopub", "notification", "registration", "broadcast")
     file = tmp_path / "client.json"
     info = {"interface": "tcp://127.0.0.1", "location": "127.0.0.1", "ssh": "", "task_scheme": "leastload", "key": "k"}

@@ -62,7 +62,7 @@ def test_a_host_that_answers_no_more_is_silent_until_it_does(knocking, answers_o
     wait_until(lambda: not host.is_silent(30.0))
 
 
-def test_a_host_that_was_never_heard_is_not_silent_and_few_attempts_wait_for_it(knocking, answers_once):
+def test_a_host_that_never_answered_is_not_lost_and_few_attempts_wait_for_it(knocking, answers_once):
     with socket.create_connection(answers_once.getsockname()):
         host = knocking(address_of(answers_once))
         assert not any(host.is_silent(float(second)) for second in range(50))
@@ -70,7 +70,7 @@ def test_a_host_that_was_never_heard_is_not_silent_and_few_attempts_wait_for_it(
 
 
 @pytest.mark.parametrize(("answer", "is_silent"), [(errno.EHOSTUNREACH, True), (errno.EADDRNOTAVAIL, False)])
-def test_what_a_router_says_is_no_sign_of_life_and_what_is_wrong_here_none_of_death(
+def test_router_errors_do_not_prove_life_and_local_errors_do_not_prove_death(
     knocking, refusing, monkeypatch, answer, is_silent
 ):
     host = knocking(refusing)
@@ -86,7 +86,7 @@ def test_what_a_router_says_is_no_sign_of_life_and_what_is_wrong_here_none_of_de
     assert host.is_silent(2.0 + SILENCE_S) is is_silent
 
 
-def test_who_becomes_silent_is_so_until_it_comes_back(refusing, answers_once, monkeypatch):
+def test_a_silent_host_stays_silent_until_it_answers_again(refusing, answers_once, monkeypatch):
     monkeypatch.setattr(host_liveness, "PERIOD_S", 0.01)
     monkeypatch.setattr(host_liveness, "SILENCE_S", 0.1)
     looking = HostMonitor({"one": refusing, "two": address_of(answers_once)})
@@ -110,12 +110,12 @@ def ranks_on(*hosts):
     ]
 
 
-def test_the_first_host_looks_at_the_others_and_the_second_at_the_first():
+def test_the_first_host_watches_the_others_and_the_second_watches_the_first():
     found = lookouts(ranks_on("a", "a", "b", "b", "c"))
     a, b, c = (Address(host=host, port=port) for host, port in (("a", 0), ("b", 2), ("c", 4)))
     assert found == {0: {"b": b, "c": c}, 2: {"a": a}}
     assert lookouts(ranks_on("a", "b")) == {0: {"b": Address(host="b", port=1)}, 1: {"a": a}}
 
 
-def test_one_host_alone_is_not_looked_at():
+def test_a_single_host_is_not_watched():
     assert lookouts(ranks_on("a", "a")) == {}

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
-from tests.helpers.fake_rank import Look, Release
+from tests.helpers.fake_rank import GetThreadState, Release
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster, ssh_launch
 from workbench.cluster import ipp_launch as launched_module
@@ -62,16 +62,16 @@ def test_the_launchers_are_those_that_ipyparallel_has_registered():
 
 
 def test_an_unknown_launcher_is_refused_with_the_list():
-    with pytest.raises(UsageError, match=r"no engine launcher 'slrum', did you mean 'slurm'\? there are .*ssh"):
+    with pytest.raises(UsageError, match=r"no engine launcher 'slrum', did you mean 'slurm'\? launchers: .*ssh"):
         Cluster(2, engines="slrum")
 
 
-def test_ranks_work_as_ever(launched):
+def test_ranks_work_as_usual(launched):
     assert [info.rank for info in launched.rank_info] == [0, 1]
     pending = launched.run_cell("import os; print(rank, os.environ['LENT_CONFIG'])")
     pending.results(PATIENCE_S)
     assert [texts(pending, rank) for rank in (0, 1)] == ["0 1\n", "1 1\n"]
-    replies = launched.ask(Look(), timeout_s=PATIENCE_S)
+    replies = launched.ask(GetThreadState(), timeout_s=PATIENCE_S)
     assert [reply.thread for reply in replies.values()] == ["Control", "Control"]
 
 
@@ -123,7 +123,7 @@ def test_a_killed_rank_is_named_and_the_others_work_on(ipython_directory):
         assert pending.result(0, PATIENCE_S)
 
 
-def test_a_profile_may_say_which_launcher(ipython_directory):
+def test_a_profile_may_choose_the_launcher(ipython_directory):
     config = (
         f"c.Cluster.engine_launcher_class = 'local'\nc.LocalEngineLauncher.engine_cmd = [{sys.executable!r}, '-c', '']"
     )
@@ -132,20 +132,20 @@ def test_a_profile_may_say_which_launcher(ipython_directory):
         Cluster(2, "cpu", "says", runtime=RUNTIME).start()
 
 
-def test_a_configuration_that_fails_is_said(ipython_directory):
+def test_a_configuration_that_fails_is_reported(ipython_directory):
     write_profile(ipython_directory, "fails", "raise RuntimeError('no such queue')")
     with pytest.raises(UsageError, match=r"profile_fails/ipcluster_config.py fails: RuntimeError: no such queue"):
         Cluster(2, "cpu", "fails", engines="local").start()
 
 
-def test_a_launcher_whose_program_is_missing_is_said(ipython_directory):
+def test_a_launcher_with_a_missing_program_is_reported(ipython_directory):
     write_profile(ipython_directory, "absent", "c.MPIEngineSetLauncher.mpi_cmd = ['no-such-mpiexec']")
-    said = r"no-such-mpiexec is not installed here, or not on PATH: install it, or set its path in .*profile_absent/"
-    with pytest.raises(UsageError, match=rf"{said}.*c\.MPIEngineSetLauncher\.mpi_cmd = "):
+    message = r"no-such-mpiexec is not installed here, or not on PATH: install it, or set its path in .*profile_absent/"
+    with pytest.raises(UsageError, match=rf"{message}.*c\.MPIEngineSetLauncher\.mpi_cmd = "):
         Cluster(2, "cpu", "absent", engines="mpi", runtime=RUNTIME).start(refuse_to_wait)
 
 
-def test_a_queue_that_is_not_there_is_said(ipython_directory, monkeypatch):
+def test_a_missing_queue_is_reported(ipython_directory, monkeypatch):
     write_profile(ipython_directory, "no_queue")
     monkeypatch.setenv("PATH", str(ipython_directory))
     with pytest.raises(UsageError, match=r"sbatch is not installed here.*on a machine that submits jobs"):
@@ -154,8 +154,8 @@ def test_a_queue_that_is_not_there_is_said(ipython_directory, monkeypatch):
 
 def test_ssh_without_hosts_says_where_to_name_them(ipython_directory):
     write_profile(ipython_directory, "no_hosts")
-    said = r"SSHEngineSetLauncher has no hosts: name them in .*profile_no_hosts/ipcluster_config\.py"
-    with pytest.raises(UsageError, match=rf"{said}, c\.SSHEngineSetLauncher\.engines = .*--profile NAME"):
+    message = r"SSHEngineSetLauncher has no hosts: name them in .*profile_no_hosts/ipcluster_config\.py"
+    with pytest.raises(UsageError, match=rf"{message}, c\.SSHEngineSetLauncher\.engines = .*--profile NAME"):
         Cluster(2, "cpu", "no_hosts", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
 
 
@@ -168,17 +168,19 @@ def test_ssh_without_hosts_says_where_to_name_them(ipython_directory):
 )
 def test_ssh_with_too_few_engines_is_refused_before_anything_is_started(ipython_directory, hosts, count, helps):
     write_profile(ipython_directory, "few", f"c.SSHEngineSetLauncher.engines = {hosts}\n")
-    said = rf"c\.SSHEngineSetLauncher\.engines in .*profile_few/ipcluster_config\.py has {count} engines?, but 2 ranks "
-    with pytest.raises(UsageError, match=rf"{said}need one each: add hosts, or engines to a host, {helps}"):
+    message = (
+        rf"c\.SSHEngineSetLauncher\.engines in .*profile_few/ipcluster_config\.py has {count} engines?, but 2 ranks "
+    )
+    with pytest.raises(UsageError, match=rf"{message}need one each: add hosts, or engines to a host, {helps}"):
         Cluster(2, "cpu", "few", engines="ssh", runtime=RUNTIME).start(refuse_to_wait)
 
 
-def test_an_interface_that_is_not_there_is_refused():
+def test_a_missing_interface_is_refused():
     with pytest.raises(UsageError, match=r"no address on 'ib7'; it has .*lo"):
         Cluster(2, "cpu", engines="local", interface="ib7").start()
 
 
-def test_a_start_that_is_given_up_leaves_nothing(ipython_directory):
+def test_a_cancelled_start_leaves_nothing_behind(ipython_directory):
     sleeper = "import signal; signal.pause()"
     config = f"c.LocalEngineLauncher.engine_cmd = [{sys.executable!r}, '-c', {sleeper!r}]"
     write_profile(ipython_directory, "waits", config)
@@ -195,7 +197,7 @@ def test_a_start_that_is_given_up_leaves_nothing(ipython_directory):
     assert set(psutil.Process().children(recursive=True)) <= children
 
 
-def test_where_the_controller_listens_is_what_is_configured_or_the_route(ipython_directory, monkeypatch):
+def test_the_controller_listens_as_configured_or_on_the_route(ipython_directory, monkeypatch):
     import workbench.cluster.ipp_launch as module
 
     routes = {"10.1.2.3": "10.1.0.1", module.ELSEWHERE: "192.168.0.9"}
@@ -219,7 +221,7 @@ def test_where_the_controller_listens_is_what_is_configured_or_the_route(ipython
     assert ip_of("slurm", controller="c.IPController.ip = '*'") == ""
 
 
-def test_how_soon_engines_are_gone_and_end_is_what_is_configured_or_ours(ipython_directory):
+def test_heartbeat_settings_are_the_configured_ones_or_ours(ipython_directory):
     def arguments(cluster="", controller="", engine=""):
         directory = write_profile(ipython_directory, "heart", cluster)
         (directory / "ipcontroller_config.py").write_text(f"c = get_config()\n{controller}")
@@ -273,7 +275,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.thorough
-def test_a_notebook_that_is_killed_leaves_nothing(ipython_directory):
+def test_a_killed_notebook_leaves_nothing(ipython_directory):
     directory = write_profile(ipython_directory, "killed kernel")
     command = [sys.executable, "-c", KERNEL]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as kernel:
@@ -285,7 +287,7 @@ def test_a_notebook_that_is_killed_leaves_nothing(ipython_directory):
 
 
 @pytest.mark.thorough
-def test_a_controller_that_is_killed_is_named_at_once(ipython_directory):
+def test_a_killed_controller_is_named_at_once(ipython_directory):
     write_profile(ipython_directory, "controller")
     with Cluster(2, "cpu", "controller", engines="local", runtime=RUNTIME) as cluster:
         pending = cluster.apply(f"{RUNTIME}:hold")

@@ -26,40 +26,40 @@ def queue(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("says", "word"),
+    ("states", "word"),
     [
         ("CANCELLED (None)", "the queue has ended job 12: CANCELLED"),
         ("TIMEOUT (TimeLimit)", "the queue has ended job 12: TIMEOUT (TimeLimit)"),
     ],
 )
-def test_how_a_job_has_ended_is_asked_once(queue, tmp_path, says, word):
-    job = queue(squeue=f"echo asked >>{tmp_path}/asked; echo '{says}'")
+def test_the_end_of_a_job_is_queried_once(queue, tmp_path, states, word):
+    job = queue(squeue=f"echo queried >>{tmp_path}/queries; echo '{states}'")
     assert [job.word_on_the_end() for _ in range(3)] == [word] * 3
     assert job.has_ended
-    assert (tmp_path / "asked").read_text() == "asked\n"
+    assert (tmp_path / "queries").read_text() == "queried\n"
 
 
-def test_a_job_that_is_being_ended_is_asked_for_again(queue, tmp_path):
+def test_an_ending_job_is_queried_again(queue, tmp_path):
     turns = f"if [ -e {tmp_path}/second ]; then echo 'FAILED (NonZeroExitCode)'; else echo 'COMPLETING (None)'; fi"
     job = queue(squeue=f"{turns}; : >{tmp_path}/second")
     assert job.word_on_the_end() == "the queue has ended job 12: FAILED (NonZeroExitCode)"
 
 
 @pytest.mark.parametrize(
-    ("says", "word"),
+    ("states", "word"),
     [
         ("COMPLETING (None)", "the queue is ending job 12"),
         ("COMPLETING (TimeLimit)", "the queue is ending job 12 (TimeLimit)"),
         ("RUNNING (None)", ""),
     ],
 )
-def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, says, word):
-    monkeypatch.setattr(job_queue, "_output", lambda *_: says)
+def test_a_job_that_has_not_ended_in_time(queue, monkeypatch, states, word):
+    monkeypatch.setattr(job_queue, "_output", lambda *_: states)
     monkeypatch.setattr(job_queue, "WORD_S", 0.3)
     assert queue().word_on_the_end() == word
 
 
-def test_a_job_that_the_queue_has_forgotten_is_looked_for_in_its_accounts(queue):
+def test_a_job_missing_in_the_queue_is_looked_up_in_the_accounting(queue):
     forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     job = queue(squeue=forgotten, sacct="echo 'CANCELLED by 1000'")
     assert job.word_on_the_end() == "job 12 is no longer in the queue; its accounting record: CANCELLED by 1000"
@@ -67,12 +67,12 @@ def test_a_job_that_the_queue_has_forgotten_is_looked_for_in_its_accounts(queue)
     assert job.word_on_the_end() == "job 12 is no longer in the queue"
 
 
-def test_a_queue_that_does_not_answer_says_nothing(queue, monkeypatch):
+def test_an_unresponsive_queue_gives_no_reason(queue, monkeypatch):
     monkeypatch.setattr(job_queue, "WORD_S", 0.1)
     assert queue(squeue="exec sleep 1000").word_on_the_end() == ""
 
 
-def test_who_is_no_queue_says_nothing(tmp_path):
+def test_a_launcher_without_a_queue_gives_no_reason(tmp_path):
     none = JobQueue(LocalEngineSetLauncher(profile_dir=str(tmp_path)))
     none.look()
     assert (none.can_be_asked, none.state, none.has_ended, none.word_on_the_end()) == (False, "", False, "")

@@ -53,7 +53,7 @@ def test_equal_errors_are_raised_once_and_name_the_other_ranks():
     assert (caught.value.rank, caught.value.also) == (1, (3,))
 
 
-def test_what_a_rank_raised_explains_more_than_another_ranks_death():
+def test_an_exception_of_a_rank_takes_precedence_over_a_death():
     pending = pending_with(r0=RankDied("rank 0 died", ranks=(0,)), r1=rank_error(1))
     with pytest.raises(RankError):
         pending.results()
@@ -80,6 +80,6 @@ def test_outputs_can_be_read_from_where_one_stopped():
     assert [output.text for output in pending.outputs(5, start=2)] == ["c"]
 
 
-def test_a_rank_that_was_not_asked_is_refused():
+def test_a_rank_without_a_request_is_refused():
     with pytest.raises(UsageError, match="rank 7 has no request; ranks with one: 0, 1"):
         pending_with(r0=1, r1=2).outputs(7)

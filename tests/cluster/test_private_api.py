@@ -38,7 +38,7 @@ def test_a_client_that_sends_differently_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "names"),
     [
         (ipyparallel.Client._setup_streams, ["_control_stream", "_mux_stream"]),
         (ipyparallel.Client._dispatch_single_reply, ["self._futures.get(msg_id)"]),
@@ -63,12 +63,12 @@ def test_a_client_that_sends_differently_is_refused(monkeypatch):
         (ipykernel.kernelbase.Kernel.execute_request, ['content.get("stop_on_error", True)']),
     ],
 )
-def test_private_names_mean_what_they_did(function, words):
+def test_private_names_mean_what_they_meant(function, names):
     source = inspect.getsource(inspect.unwrap(function))
-    assert [word for word in words if word not in source] == []
+    assert [word for word in names if word not in source] == []
 
 
-def test_an_engine_whose_number_is_there_before_its_name_has_not_registered():
+def test_an_engine_with_a_number_but_no_name_has_not_registered():
     wire = object.__new__(_ipyparallel.Wire)
     wire._client = SimpleNamespace(ids=[0, 1], _engines={1: "engine b"})
     assert wire.engines() == {"engine b": 1}
@@ -100,7 +100,7 @@ def frames(session, kind):
     return [zmq.Frame(part) for part in sent]
 
 
-def test_requests_of_the_control_channel_are_served_without_ado_and_others_as_ever():
+def test_control_requests_are_served_directly_and_others_as_usual():
     kernel = FakeKernel()
     _ipyparallel._serve_without_ado(kernel)
     other = frames(kernel.session, "interrupt_request")
@@ -111,7 +111,7 @@ def test_requests_of_the_control_channel_are_served_without_ado_and_others_as_ev
     assert kernel.processed == [other]
 
 
-def test_a_request_that_is_signed_by_somebody_else_is_not_served():
+def test_a_request_with_a_wrong_signature_is_not_served():
     kernel = FakeKernel()
     _ipyparallel._serve_without_ado(kernel)
     with pytest.raises(ValueError, match="Invalid Signature"):

@@ -73,7 +73,7 @@ def start(code, **environment):
     return process
 
 
-def test_everything_that_belongs_is_ended_and_nothing_else():
+def test_exactly_the_owned_processes_are_ended():
     cluster_id = uuid.uuid4().hex
     other = start(WAIT, **{MARKER: "of another"})
     marked = start(STUBBORN, **{MARKER: cluster_id})
@@ -103,7 +103,7 @@ def test_a_process_that_has_ended_does_not_run():
         assert processes.belonging("nobody", [known]) == set()
 
 
-def test_the_exit_code_of_a_watched_process_is_told_once():
+def test_the_exit_code_of_a_watched_process_is_reported_once():
     codes, reported = [], threading.Event()
     with start("print('up', flush=True); raise SystemExit(3)") as process:
         watched = ChildProcess(process, lambda code: (codes.append(code), reported.set()))

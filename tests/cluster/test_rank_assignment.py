@@ -56,7 +56,7 @@ def test_hosts_are_in_the_order_that_people_count():
     assert [seat.label for seat in seats(found)] == ["node1", "node2", "node10"]
 
 
-def test_hosts_of_one_name_are_told_apart():
+def test_hosts_of_one_name_are_distinguished():
     found = {"0": on("a"), "1": replace(on("a", address="10.0.0.2"), identity="another")}
     assert sorted(seat.label for seat in seats(found)) == ["a (10.0.0.1)", "a (10.0.0.2)"]
 
@@ -105,7 +105,7 @@ def test_each_host_with_too_few_gpus_is_named():
     with pytest.raises(UsageError) as caught:
         boots(seats(found), "cuda")
     assert str(caught.value).splitlines() == [
-        "2 ranks need 2 cuda devices, but a has 1: use --device cpu, or at most 1 there",
+        "2 ranks need 2 cuda devices, but a has 1: use --device cpu, or start at most 1 there",
         "1 rank needs 1 cuda device, but b has 0: use --device cpu",
     ]
 
@@ -135,11 +135,11 @@ def test_a_host_that_does_not_fit_is_named_once_with_what_to_do(other, reported)
     assert misfits(seats(found), "0.2.0") == [f"b has {reported} (its engines run /usr/bin/python3)"]
 
 
-def test_hosts_that_fit_are_not_spoken_of():
+def test_hosts_that_fit_are_not_mentioned():
     assert misfits(seats({"0": on("a"), "1": on("b", torch="2.13.0+cpu")}), "0.2.0") == []
 
 
-def test_no_torch_anywhere_is_said_of_each_host():
+def test_missing_torch_is_reported_for_each_host():
     found = {"0": on("a", torch=""), "1": on("b", torch="")}
     assert [sentence.partition(" (")[0] for sentence in misfits(seats(found), "0.2.0")] == [
         "a has no torch: install it",
@@ -166,7 +166,7 @@ def reported(**more):
     return decode(EngineInfo, json.loads(engine_probe.survey(more.pop("interface", ""), count_for="")), "said")
 
 
-def test_what_a_process_says_of_itself(registered_at):
+def test_the_report_of_a_process_about_itself(registered_at):
     registered_at("127.0.0.1")
     found = reported()
     assert found.identity == engine_probe.identity()
@@ -190,7 +190,7 @@ def test_the_address_is_that_of_the_route_to_the_controller(registered_at, monke
     assert (reported(interface="ib0").address, reported(interface="ib0").interface) == ("", "")
 
 
-def test_an_engine_without_the_workbench_and_torch_says_so(registered_at, monkeypatch):
+def test_an_engine_without_the_workbench_and_torch_is_reported(registered_at, monkeypatch):
     registered_at("127.0.0.1")
 
     def no_version(name):

@@ -46,14 +46,14 @@ def test_each_means_is_for_those_whom_the_one_before_has_not_freed(by, used):
     assert ranks.stores == [True] * (len(used) > 1)
 
 
-def test_ranks_that_are_asked_something_else_next_are_sent_no_signal():
+def test_ranks_with_a_newer_request_get_no_signal():
     ranks = Ranks()
     free(ranks, [0, 1], PendingReplies(ranks.answers), "stopped", store=False, interrupts=False)
     assert ranks.used == [(GIVE_UP, [0, 1]), (SHUT, [0, 1])]
     assert ranks.stores == [False]
 
 
-def test_whoever_was_asked_nothing_is_told_to_give_up_and_no_more():
+def test_a_rank_without_a_request_is_only_told_to_abort():
     ranks = Ranks()
     free(ranks, range(4), PendingReplies(ranks.answers), "stopped", store=False)
     assert ranks.used == [(GIVE_UP, [0, 1, 2, 3]), (SHUT, [0, 1, 2]), ("interrupt", [0, 1, 2])]

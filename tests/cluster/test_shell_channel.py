@@ -16,7 +16,7 @@ def test_a_function_is_called_by_name_on_every_rank(cluster):
     assert pending.results(PATIENCE_S) == dict.fromkeys(range(3), (1, {"b": [2]}))
 
 
-def test_only_the_ranks_that_were_named_are_asked(cluster):
+def test_only_the_selected_ranks_get_the_request(cluster):
     assert cluster.apply(f"{RUNTIME}:echo", ranks=[2, 0, 2]).ranks == (0, 2)
     assert cluster.run_cell("pass", ranks=(1,)).ranks == (1,)
 
@@ -27,7 +27,7 @@ def test_ranks_that_do_not_exist_are_refused(cluster, ranks, message):
         cluster.run_cell("pass", ranks=ranks)
 
 
-def test_every_rank_knows_who_it_is(cluster):
+def test_every_rank_knows_its_number(cluster):
     pending = cluster.run_cell("print(rank, world_size, device)")
     pending.results(PATIENCE_S)
     assert [texts(pending, rank) for rank in range(3)] == [f"{rank} 3 cpu\n" for rank in range(3)]
@@ -85,7 +85,7 @@ def test_names_live_from_cell_to_cell(cluster):
     assert texts(pending, 2) == "20\n"
 
 
-def test_an_error_in_a_cell_says_where(cluster):
+def test_an_error_in_a_cell_shows_where(cluster):
     pending = cluster.run_cell("def inverse(x):\n    return 1 / x\n\n\ninverse(rank)")
     assert pending.wait(PATIENCE_S)
     error = pending.error(0)
@@ -98,7 +98,7 @@ def test_an_error_in_a_cell_says_where(cluster):
         pending.results()
 
 
-def test_a_syntax_error_says_where(cluster):
+def test_a_syntax_error_shows_where(cluster):
     error = cluster.run_cell("fine = 1\n\nnot fine = 2", ranks=[1])
     assert error.wait(PATIENCE_S)
     assert (error.error(1).ename, error.error(1).line) == ("SyntaxError", 3)
@@ -180,7 +180,7 @@ def fail():
 
 
 @pytest.mark.parametrize("how", ["call", "cell"])
-def test_what_failed_holds_nothing_once_it_is_reported(cluster, how):
+def test_a_reported_failure_keeps_no_references(cluster, how):
     cluster.run_cell(HOLDING).results(PATIENCE_S)
     doing = cluster.apply(f"{RUNTIME}:call_user_function", "fail") if how == "call" else cluster.run_cell("fail()")
     assert doing.wait(PATIENCE_S)
@@ -216,7 +216,7 @@ def test_equal_errors_of_all_ranks_are_one(cluster):
 
 
 @pytest.mark.parametrize("name", ["no.such.module:f", f"{RUNTIME}:no_such_function"])
-def test_a_name_that_names_nothing_is_an_error_of_the_rank(cluster, name):
+def test_an_undefined_name_is_an_error_of_the_rank(cluster, name):
     pending = cluster.apply(name, ranks=[0])
     assert pending.wait(PATIENCE_S)
     assert pending.error(0).ename in ("ModuleNotFoundError", "AttributeError")

@@ -48,7 +48,7 @@ def engines():
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
-def test_engines_are_ended_with_what_they_started_and_what_they_wrote_is_removed(engines, tmp_path, shell):
+def test_engines_end_with_their_children_and_their_files_are_removed(engines, tmp_path, shell):
     children = [psutil.Process(int(engine.stdout.readline())) for engine in engines]
     files = [tmp_path / "it's one.out", tmp_path / "-two.out"]
     for file in files:
@@ -62,10 +62,10 @@ def test_engines_are_ended_with_what_they_started_and_what_they_wrote_is_removed
 
 
 @pytest.mark.parametrize("shell", [("sh", "-c", "exit 255"), ("no-such-ssh",)])
-def test_a_host_that_does_not_answer_is_told(shell):
+def test_an_unresponsive_host_is_reported(shell):
     assert not ssh_launch.end_there([launcher(2**22 + 1, shell=shell)])
 
 
-def test_a_host_that_never_answers_is_given_up(monkeypatch):
+def test_a_host_that_never_answers_is_abandoned(monkeypatch):
     monkeypatch.setattr(ssh_launch, "REACH_S", -ssh_launch.GRACE_S)
     assert not ssh_launch.end_there([launcher(2**22 + 1, shell=("sh", "-c", "exec sleep 1000"))])

@@ -39,7 +39,7 @@ def processes_now():
     return set(psutil.Process().children(recursive=True))
 
 
-def test_a_stop_leaves_nothing_but_what_is_kept(make_cluster, private):
+def test_a_stop_leaves_only_the_zygote(make_cluster, private):
     KEEPER.end()
     processes, threads = processes_now(), set(threading.enumerate())
     cluster = make_cluster()
@@ -64,7 +64,7 @@ def test_a_stop_leaves_nothing_but_what_is_kept(make_cluster, private):
     "what",
     quick([(Channels, "call"), (Channels, "close"), (ChildProcess, "join"), (Reaper, "close")], [(Channels, "call")]),
 )
-def test_an_error_on_the_way_leaves_nothing_either(make_cluster, private, monkeypatch, what):
+def test_an_error_during_the_start_leaves_nothing_behind(make_cluster, private, monkeypatch, what):
     processes = processes_now()
     cluster = make_cluster()
     cluster.start()
@@ -176,7 +176,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(num_ranks):
         Cluster(num_ranks)
 
 
-def test_a_device_that_is_none_is_refused():
+def test_an_unknown_device_is_refused():
     with pytest.raises(UsageError, match="one of auto, cpu, cuda, not 'tpu'"):
         Cluster(2, "tpu")
 
@@ -192,12 +192,12 @@ def test_a_device_that_is_none_is_refused():
         lambda cluster: cluster.engine_ids,
     ],
 )
-def test_nothing_can_be_asked_before_the_start(use):
+def test_requests_before_the_start_are_refused(use):
     with pytest.raises(UsageError, match="first %fsdp start"):
         use(Cluster(2))
 
 
-def test_what_the_rank_side_refuses_at_boot_is_said_in_its_words(make_cluster, monkeypatch, private):
+def test_a_refusal_of_a_rank_at_boot_is_shown_verbatim(make_cluster, monkeypatch, private):
     monkeypatch.setenv("FAKE_RANK_REFUSES_AT_BOOT", "1")
     cluster = make_cluster()
     with pytest.raises(UsageError, match=r"^not on a Sunday: use another day$"):
@@ -242,7 +242,7 @@ def replace_rank_1(monkeypatch, code):
     monkeypatch.setattr(local_launch, "engine_command", command)
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_log(make_cluster, monkeypatch, private):
+def test_a_rank_that_does_not_start_is_named_with_its_log(make_cluster, monkeypatch, private):
     replace_rank_1(monkeypatch, "import signal; print('I sleep instead', flush=True); signal.pause()")
     wait_for_engines = local_launch.LocalLaunch.wait_for_engines
 
@@ -259,7 +259,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_log(make_cluster, monkeypat
     assert list(private.iterdir()) == []
 
 
-def test_many_ranks_that_do_not_come_are_named_in_a_row_and_what_to_do_is_first(make_cluster, monkeypatch, private):
+def test_many_ranks_that_do_not_start_are_listed_after_the_advice(make_cluster, monkeypatch, private):
     monkeypatch.setattr(local_launch, "can_fork", lambda device: False)
     silent = [sys.executable, "-c", "import signal; signal.pause()"]
     monkeypatch.setattr(local_launch, "engine_command", lambda root, engine, timeout_s: silent)
@@ -278,7 +278,7 @@ def test_many_ranks_that_do_not_come_are_named_in_a_row_and_what_to_do_is_first(
     assert facts.startswith("memory: ")
 
 
-def test_a_start_on_this_machine_says_what_it_waits_for_and_is_given_up(make_cluster, monkeypatch, private):
+def test_a_local_start_shows_what_it_waits_for_and_can_be_cancelled(make_cluster, monkeypatch, private):
     replace_rank_1(monkeypatch, "import signal; signal.pause()")
     monkeypatch.setattr("workbench.cluster.cluster._QUICK_S", 0.0)
     reported = []
@@ -306,7 +306,7 @@ def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypat
         make_cluster().start()
 
 
-def test_a_controller_that_does_not_answer_comes_with_advice(make_cluster, monkeypatch, private):
+def test_an_unresponsive_controller_comes_with_advice(make_cluster, monkeypatch, private):
     def be_silent(_, timeout_s, on_gone, on_silence):
         raise TimeoutError
 
@@ -356,7 +356,7 @@ def test_a_profile_that_does_not_exist_is_refused(make_cluster, monkeypatch, tmp
     with pytest.raises(UsageError, match=r"'mine' does not exist in .*; there is none"):
         make_cluster(profile="mine").start()
     (tmp_path / "ipython" / "profile_other").mkdir(parents=True)
-    with pytest.raises(UsageError, match="there are: other"):
+    with pytest.raises(UsageError, match="profiles: other"):
         make_cluster(profile="mine").start()
 
 
@@ -384,7 +384,7 @@ def test_a_forked_child_does_not_stop_its_parents_ranks(make_cluster):
     assert cluster.apply(f"{RUNTIME}:echo").result(0, PATIENCE_S) == ()
 
 
-def test_the_private_files_are_gone_even_when_a_log_is_asked_for_later(make_cluster, private):
+def test_the_private_files_are_removed_even_if_a_log_is_read_later(make_cluster, private):
     started = local_launch.LocalLaunch(1, None, 60, lambda rank: None)
     assert Path(started.wait_for_controller()).exists()
     started.end()
@@ -393,7 +393,7 @@ def test_the_private_files_are_gone_even_when_a_log_is_asked_for_later(make_clus
     started.end()
 
 
-def test_what_has_started_is_ended_when_the_rest_cannot(make_cluster, monkeypatch, private):
+def test_a_partial_start_is_ended(make_cluster, monkeypatch, private):
     def refuse(self, process):
         raise ClusterError(f"process {process.pid} cannot be adopted")
 

@@ -36,7 +36,7 @@ def test_only_ranks_on_the_cpu_are_forked(monkeypatch, tmp_path):
     assert not can_fork("cpu")
 
 
-def test_each_rank_is_a_process_with_a_session_and_a_log_of_its_own(cluster):
+def test_each_rank_is_a_process_with_its_own_session_and_log(cluster):
     parent, ranks = processes_of(cluster)
     assert {rank.ppid() for rank in ranks} == {parent.pid}
     assert {os.getsid(rank.pid) for rank in ranks} == {rank.pid for rank in ranks}
@@ -53,7 +53,7 @@ def test_the_runtime_was_imported_once_and_random_numbers_differ(cluster):
     assert {imported for _, imported in reported} == {"True"}
 
 
-def test_a_rank_has_the_environment_it_would_have_had(cluster):
+def test_a_forked_rank_has_the_environment_of_a_started_one(cluster):
     cells = cluster.run_cell("import os\nprint(os.environ['OPENBLAS_NUM_THREADS'] == os.environ['OMP_NUM_THREADS'])")
     assert cells.wait(PATIENCE_S)
     assert [texts(cells, rank) for rank in range(3)] == ["True\n"] * 3
@@ -75,7 +75,7 @@ def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who):
     assert not any(map(is_running, (parent, *ranks)))
 
 
-def test_ranks_that_are_not_forked_work_as_well(make_cluster, monkeypatch):
+def test_ranks_that_are_not_forked_work_too(make_cluster, monkeypatch):
     monkeypatch.setattr("workbench.cluster.local_launch.can_fork", lambda device: False)
     cluster = make_cluster(2)
     cluster.start()
@@ -99,7 +99,7 @@ def test_a_rank_that_ends_while_it_starts_is_named_with_its_log(make_cluster, mo
         make_cluster().start()
 
 
-def test_a_zygote_that_cannot_import_says_why(make_cluster, monkeypatch, tmp_path):
+def test_a_zygote_that_cannot_import_reports_why(make_cluster, monkeypatch, tmp_path):
     (tmp_path / "broken_runtime.py").write_text("raise RuntimeError('broken as can be')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     cluster = Cluster(2, "cpu", runtime="broken_runtime")

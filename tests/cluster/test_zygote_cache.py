@@ -36,7 +36,7 @@ def reported(cluster, code):
     return [texts(cell, rank) for rank in range(cluster.num_ranks)]
 
 
-def test_the_next_start_forks_its_ranks_from_what_was_kept(make_cluster):
+def test_the_next_start_forks_from_the_cached_zygote(make_cluster):
     first, second = make_cluster(), make_cluster()
     first.start()
     zygote, before = zygote_of(first), {info.pid for info in first.rank_info}
@@ -74,7 +74,7 @@ print(json.dumps([same, own]))
 
 
 @pytest.mark.thorough
-def test_what_ranks_did_to_themselves_is_not_found_by_those_after_them(make_cluster, monkeypatch):
+def test_changes_made_by_ranks_are_not_seen_by_later_ranks(make_cluster, monkeypatch):
     cluster, found, zygotes = make_cluster(), [], set()
     for test in ("one", "another"):
         monkeypatch.setenv("PYTEST_CURRENT_TEST", test)
@@ -133,7 +133,7 @@ def take(tmp_path):
         zygote.end(PATIENCE_S)
 
 
-def test_where_nothing_is_otherwise_the_same_one_is_taken(take):
+def test_an_unchanged_environment_reuses_the_zygote(take):
     zygote = take()
     KEEPER.keep(zygote, PATIENCE_S)
     assert take() is zygote
@@ -167,7 +167,7 @@ def test_for_another_rank_side_a_new_one_is(take):
     assert not is_running(zygote.process)
 
 
-def test_of_two_that_were_used_at_once_one_is_kept(take):
+def test_of_two_zygotes_used_concurrently_one_is_kept(take):
     zygotes = take(), take()
     assert zygotes[0] is not zygotes[1]
     for zygote in zygotes:
@@ -186,7 +186,7 @@ def test_one_that_died_meanwhile_is_replaced(take):
     assert not any(map(is_running, both))
 
 
-def test_what_nobody_wants_for_long_is_ended(take, monkeypatch):
+def test_an_unused_zygote_is_ended(take, monkeypatch):
     monkeypatch.setattr(zygote_cache, "IDLE_S", 0)
     zygote = take()
     KEEPER.keep(zygote, PATIENCE_S)
@@ -194,7 +194,7 @@ def test_what_nobody_wants_for_long_is_ended(take, monkeypatch):
     assert KEEPER.processes == ()
 
 
-def test_where_no_thread_can_be_had_any_more_nothing_is_kept(take, monkeypatch):
+def test_without_a_thread_for_the_timer_nothing_is_kept(take, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -205,7 +205,7 @@ def test_where_no_thread_can_be_had_any_more_nothing_is_kept(take, monkeypatch):
     assert not is_running(zygote.process)
 
 
-def test_one_whose_ranks_were_not_all_born_is_not_kept(monkeypatch, tmp_path):
+def test_a_zygote_that_failed_to_fork_is_not_kept(monkeypatch, tmp_path):
     (tmp_path / "never_imported.py").write_text("import signal\nwhile True: signal.pause()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     cluster = Cluster(1, "cpu", runtime="never_imported")
@@ -232,7 +232,7 @@ if os.fork() == 0:
 
 
 @pytest.mark.thorough
-def test_what_a_rank_forked_and_left_behind_is_ended_with_its_cluster(make_cluster):
+def test_children_left_by_a_rank_end_with_its_cluster(make_cluster):
     for _ in range(2):  # with a new zygote, and with a kept one
         cluster = make_cluster(1)
         cluster.start()
@@ -268,7 +268,7 @@ exec(sys.argv[1])
         "KEEPER.processes[0].suspend(); os._exit(3)",  # it is suspended
     ],
 )
-def test_what_is_kept_does_not_outlive_the_kernel(ending):
+def test_a_cached_zygote_does_not_outlive_the_kernel(ending):
     kernel = subprocess.run(
         [sys.executable, "-c", KERNEL, ending],
         capture_output=True,
@@ -291,7 +291,7 @@ def runs(pid, created_s):
         return False
 
 
-def test_what_is_kept_does_not_outlive_a_kernel_whose_forked_child_keeps_the_pipe():
+def test_a_cached_zygote_does_not_outlive_a_kernel_whose_child_keeps_the_pipe():
     script = "if os.fork(): os._exit(0)\nprint(os.getpid(), flush=True); signal.pause()"
     kernel = subprocess.Popen([sys.executable, "-c", KERNEL, script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     with kernel:
@@ -301,7 +301,7 @@ def test_what_is_kept_does_not_outlive_a_kernel_whose_forked_child_keeps_the_pip
         child.kill()
 
 
-def test_a_forked_child_has_nothing_of_what_its_parent_keeps(take):
+def test_a_forked_child_does_not_inherit_the_cache(take):
     KEEPER.keep(take(), PATIENCE_S)
     kept = KEEPER.processes
     child = os.fork()

@@ -179,7 +179,7 @@ def announced_policies() -> list[tuple[str, bool]]:
     return announced
 
 
-def test_a_change_of_what_units_announce_is_announced_and_nothing_else():
+def test_only_changes_of_announced_units_are_announced():
     (announced,) = run_ranks(1, announced_policies)
     assert announced == [("", False), ("blocks.0", False), ("blocks.1", False), ("blocks.0", True)]
 

@@ -54,5 +54,5 @@ def five_steps(reshard: bool | None, tied: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(("reshard", "tied"), [(None, True), (True, False), (False, False)])
-def test_five_steps_beside_torchs_own(world_size, reshard, tied):
+def test_five_steps_match_torch(world_size, reshard, tied):
     run_ranks(world_size, five_steps, reshard, tied)

@@ -139,7 +139,7 @@ def not_for(api: str, operation: str, difference: str) -> bool:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("api", ["fully_shard", "flat", "originals"])
-def test_every_rank_refuses_in_the_same_sentence_and_goes_on_when_it_is_done(api, world_size):
+def test_every_rank_refuses_with_the_same_sentence_and_continues_after_the_fix(api, world_size):
     results = run_ranks(world_size, refused_alike, api)
     assert all(result == results[0] for result in results)
     assert len(results[0]) >= 10
@@ -175,7 +175,7 @@ def one_cannot() -> str:
     return str(refused.value)
 
 
-def test_what_one_rank_cannot_do_no_rank_does():
+def test_if_one_rank_cannot_no_rank_does():
     first, second = run_ranks(2, one_cannot)
     assert first == second
     assert "unshard_module is not possible on rank 1, so no rank did it: RuntimeError" in first
@@ -301,7 +301,7 @@ def interrupted_too_late() -> bool:
     return bool(interrupted)
 
 
-def test_an_interrupt_that_comes_when_all_are_ready_comes_too_late():
+def test_an_interrupt_after_the_agreement_has_no_effect():
     assert run_ranks(2, interrupted_too_late) == [False, True]
 
 
@@ -330,6 +330,6 @@ def with_grads_of(around: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "flat", "originals"])
-def test_parameters_of_several_roots_are_told_apart(api):
+def test_parameters_of_several_roots_are_distinguished(api):
     first, second = run_ranks(2, of_two_roots, api)
     assert first == second

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.both_engines import APIS, CLOSE, tell
+from tests.helpers.both_engines import APIS, CLOSE, call_setter
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.pairwise import quick
 from tests.helpers.parity import assert_same_shards, average_grads
@@ -104,11 +104,11 @@ class Wanderer(nn.Module):
     def _block(self, x: torch.Tensor, index: int) -> torch.Tensor:
         beside = self.plan.in_forward.get(index)
         if beside is not None:
-            tell(self.blocks[beside], "unshard")
+            call_setter(self.blocks[beside], "unshard")
         out = self.blocks[index](x)
         beside = self.plan.in_backward.get(index)
         if beside is not None and out.requires_grad:
-            out.register_hook(lambda _: tell(self.blocks[beside], "unshard"))
+            out.register_hook(lambda _: call_setter(self.blocks[beside], "unshard"))
         return out
 
 
@@ -121,18 +121,18 @@ def one_step(model: Wanderer, plan: Plan, step: int) -> torch.Tensor:
             model.blocks[block].set_modules_to_forward_prefetch([model.blocks[i] for i in forward])
             model.blocks[block].set_modules_to_backward_prefetch([model.blocks[i] for i in backward])
     for unit in plan.by_hand[0]:
-        tell(units[unit], "unshard")
+        call_setter(units[unit], "unshard")
     losses = [model(data(10 * step + i).double()).square().mean() for i in range(plan.num_forwards)]
     values = torch.stack([loss.detach() for loss in losses])
     for unit in plan.given_up:
-        tell(units[unit], "reshard")
+        call_setter(units[unit], "reshard")
     for unit in plan.by_hand[1]:
-        tell(units[unit], "unshard")
+        call_setter(units[unit], "unshard")
     while losses:
-        tell(model, "set_is_last_backward", len(losses) == 1)
+        call_setter(model, "set_is_last_backward", len(losses) == 1)
         losses.pop(0 if plan.oldest_first else -1).backward()
     for unit in units:  # unsharded but never used: torch's engine would read stale values after the optimizer step
-        tell(unit, "reshard")
+        call_setter(unit, "reshard")
     return values
 
 

@@ -32,7 +32,7 @@ def test_each_kind_of_device_has_its_backend(kind, backend):
     assert backend_of(device).device == device
 
 
-def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
+def test_each_rank_has_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert backends.counts() == {"cuda": 3}
     assert [backends.kind(name).of_rank(2) for name in ("cpu", "cuda")] == [torch.device("cpu"), torch.device("cuda:2")]
@@ -47,7 +47,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
         (None, "cpu:gloo,cuda:nccl", "cpu"),
     ],
 )
-def test_a_rank_computes_on_what_is_there_if_it_can_communicate(accelerator, c10d, usual, monkeypatch):
+def test_a_rank_uses_an_available_device_if_it_can_communicate(accelerator, c10d, usual, monkeypatch):
     found = None if accelerator is None else torch.device(accelerator)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     monkeypatch.setattr(dist, "get_backend_config", lambda: c10d)
@@ -55,7 +55,7 @@ def test_a_rank_computes_on_what_is_there_if_it_can_communicate(accelerator, c10
     assert backends.can_pin() == (accelerator == "cuda")
 
 
-def test_memory_that_is_resized_is_there_only_while_it_is_used():
+def test_resized_memory_exists_only_while_used():
     memory, spare = ResizedMemory(8, torch.float32, torch.device("cpu")), SparePages()
 
     def num_bytes() -> int:
@@ -72,7 +72,7 @@ def test_memory_that_is_resized_is_there_only_while_it_is_used():
         assert num_bytes() == 0
 
 
-asked: Counter[str] = Counter()
+num_calls: Counter[str] = Counter()
 
 
 class NotedStreams(Streams):
@@ -81,15 +81,15 @@ class NotedStreams(Streams):
     are_there = True
 
     def gathering(self):
-        asked["gathering"] += 1
+        num_calls["gathering"] += 1
         return super().gathering()
 
     def reducing(self, *, after_compute: bool):
-        asked["reducing"] += 1
+        num_calls["reducing"] += 1
         return super().reducing(after_compute=after_compute)
 
     def join(self) -> None:
-        asked["join"] += 1
+        num_calls["join"] += 1
 
 
 class Simulated(Backend):
@@ -98,11 +98,11 @@ class Simulated(Backend):
     is_host = True
 
     def full_memory(self, numel: int, dtype: torch.dtype) -> ResizedMemory:
-        asked["memory"] += 1
+        num_calls["memory"] += 1
         return super().full_memory(numel, dtype)
 
     def pair(self) -> CommPair:
-        asked["pair"] += 1
+        num_calls["pair"] += 1
         return CommPair(DefaultAllGather(), DefaultReduceScatter(), "simulated")
 
     def streams(self) -> Streams:
@@ -112,7 +112,7 @@ class Simulated(Backend):
 def train() -> tuple[list[float], dict[str, int]]:
     with computing_on(Simulated(torch.device("cpu"))):
         losses = check_parity(make_net, shard_net, 3)
-    return losses, dict(asked)
+    return losses, dict(num_calls)
 
 
 def test_a_simulated_device_takes_one_class(monkeypatch):
@@ -160,7 +160,7 @@ def test_memory_is_there_between_fill_and_empty_and_its_views_last(backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_copied_in_comes_out_again(backend, dtype):
+def test_copy_out_restores_what_copy_in_wrote(backend, dtype):
     layouts = [ShardLayout(torch.Size(shape), dim, 3) for shape, dim in (((7, 2), 0), ((2, 6), 1), ((3,), 0))]
     grads = [torch.rand(layout.shape, device=backend.device) for layout in layouts]
     for some in ([0, 1, 2], [0, 2]):  # if all shards are along dim 0, a device may copy them with one kernel
@@ -178,7 +178,7 @@ def test_what_is_copied_in_comes_out_again(backend, dtype):
             assert torch.equal(la.full_view(padded), grad[0].to(dtype).float())
 
 
-def test_what_waits_for_an_event_comes_after_it(backend):
+def test_work_that_waits_for_an_event_runs_after_it(backend):
     streams, values = backend.streams(), torch.zeros(1, device=backend.device)
     streams.shards_changed(None)
     with streams.gathering():
@@ -198,11 +198,11 @@ def test_what_waits_for_an_event_comes_after_it(backend):
     backend.synchronize()
 
 
-def test_a_clock_belongs_to_a_device_that_goes_on_while_its_host_does(backend):
+def test_only_asynchronous_devices_have_a_clock(backend):
     assert (backend.clock() is not None) == isinstance(backend, StreamBackend)
 
 
-class Ends:
+class EndedWork:
     """A collective that has ended, with ``error`` if given."""
 
     def __init__(self, error: str = "") -> None:
@@ -223,16 +223,16 @@ class Ends:
 
 def check_waits(make) -> None:
     transport = make().transport(dist.group.WORLD)
-    pending = transport.pending(Ends(), "all-gather")
+    pending = transport.pending(EndedWork(), "all-gather")
     pending.wait()
     pending.finish()
     assert pending.has_ended
-    failed = transport.pending(Ends("gone"), "all-gather")
+    failed = transport.pending(EndedWork("gone"), "all-gather")
     with pytest.raises(CollectiveFailed, match="all-gather failed: gone"):
         (failed.wait(), failed.finish())
     cancellation.cancel("enough")
     with pytest.raises(StepAborted, match="enough"):
-        transport.pending(Ends(), "all-gather").wait()
+        transport.pending(EndedWork(), "all-gather").wait()
     cancellation.reset()
 
 

@@ -211,7 +211,7 @@ def replicated(where: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_replicate_and_fully_shard_leave_each_others_modules_alone(where):
+def test_replicate_and_fully_shard_ignore_each_others_modules(where):
     first, second = run_ranks(2, replicated, where)
     for name in first:
         torch.testing.assert_close(first[name], second[name], **SAME)
@@ -230,5 +230,5 @@ def both_on_one() -> None:
     average_grads(copied)
 
 
-def test_a_module_that_is_not_sharded_any_more_can_be_replicated():
+def test_an_unsharded_module_can_be_replicated():
     run_ranks(2, both_on_one)

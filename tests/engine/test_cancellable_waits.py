@@ -201,7 +201,7 @@ def abandoned(where: str) -> int:
 
 
 @pytest.mark.parametrize("where", ["first forward", "a later forward"])
-def test_a_rank_that_waits_for_one_that_never_comes_is_freed_and_all_go_on(where):
+def test_a_rank_that_waits_for_a_missing_one_is_freed_and_all_continue(where):
     unfinished, _ = run_ranks(2, abandoned, where)
     assert (unfinished > 0) == (where != "first forward")  # a first forward issues nothing before all ranks agree
 
@@ -228,7 +228,7 @@ def abandoned_in_backward() -> tuple[int, list[Category]]:
     return unfinished, alive
 
 
-def test_a_rank_that_waits_in_backward_is_freed_and_all_go_on():
+def test_a_rank_that_waits_in_backward_is_freed_and_all_continue():
     assert run_ranks(2, abandoned_in_backward) == [(1, [Category.SHARDED_PARAMS]), (0, [Category.SHARDED_PARAMS])]
 
 
@@ -267,9 +267,9 @@ def after_its_group_was_destroyed() -> list[str]:
 
 
 def test_nothing_is_issued_on_a_destroyed_group_or_after_an_abort():
-    said = r"all-gather of unit .+: its process group was destroyed; recover or restart the ranks"
+    message = r"all-gather of unit .+: its process group was destroyed; recover or restart the ranks"
     for first, second in run_ranks(2, after_its_group_was_destroyed):
-        assert re.fullmatch(said, first)
+        assert re.fullmatch(message, first)
         assert second == "rank 1 failed"
 
 
@@ -378,7 +378,7 @@ def test_no_host_thread_waits_for_work_on_a_device():
         pending.wait()
 
 
-def test_work_on_a_device_that_cannot_tell_counts_as_ended():
+def test_work_on_a_device_without_status_counts_as_ended():
     for work in (None, Bare("")):
         assert StreamWork(work, REDUCE).has_ended
 
@@ -403,7 +403,7 @@ class Watcher:
         self.finished_with.append(pending)
 
 
-def test_whoever_waits_looks_around_in_every_slice(monkeypatch):
+def test_a_wait_polls_for_cancellation_in_every_slice(monkeypatch):
     monkeypatch.setattr(cancellable_waits, "SLICE_S", 0.001)
     watcher = Watcher()
     with pytest.raises(RanksDisagreeError, match=r"^something else$"):
@@ -412,7 +412,7 @@ def test_whoever_waits_looks_around_in_every_slice(monkeypatch):
     assert watcher.given_up == [RanksDisagreeError]
 
 
-def test_the_watcher_learns_of_every_wait_that_came_to_nothing():
+def test_the_watcher_is_notified_of_every_failed_wait():
     watcher = Watcher()
     failed = FakeWork("gone")
     failed.future.set_result(None)
@@ -436,7 +436,7 @@ def test_a_sleep_ends_with_an_abort():
     thread.join()
 
 
-def test_waiting_threads_come_to_the_stop_point_and_may_be_interrupted_there(monkeypatch):
+def test_waiting_threads_reach_the_stop_point_and_can_be_interrupted(monkeypatch):
     def stop():
         raise KeyboardInterrupt
 
@@ -471,14 +471,14 @@ def refused_until_rebuilt() -> list[str]:
     return messages
 
 
-def test_after_an_abort_nothing_is_issued_until_the_groups_are_built_anew():
-    said = (
+def test_after_an_abort_nothing_is_issued_until_the_groups_are_built_again():
+    pattern = (
         r"all-gather of unit .*: an earlier collective was aborted \(StepAborted: rank 1 failed\), so the ranks' "
         r"collectives may no longer match; call workbench\.engine\.rebuild_groups\(\) on all ranks and "
         r"reset_iter_state\(\) on the root"
     )
     for messages in run_ranks(2, refused_until_rebuilt):
-        assert all(re.fullmatch(said, message) for message in messages)
+        assert all(re.fullmatch(pattern, message) for message in messages)
 
 
 # ---- stream waits outside the engine
@@ -491,7 +491,7 @@ class WorkOfC10d(dist.Work):
         return True
 
 
-def test_streams_of_others_wait_for_c10ds_own_work_alone(monkeypatch):
+def test_foreign_streams_wait_only_for_c10d_work(monkeypatch):
     work = WorkOfC10d()
     wait = StreamWork(work, REDUCE).lets_stream_wait
     assert wait is not None
@@ -503,7 +503,7 @@ def test_streams_of_others_wait_for_c10ds_own_work_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("error", ["", "the communicator was aborted"])
-def test_a_stream_waits_for_what_is_given_up_while_it_may_still_write(error, monkeypatch):
+def test_a_stream_waits_for_aborted_work_that_may_still_write(error, monkeypatch):
     work = DeviceWork(error)
     StreamWork(work, REDUCE).abandon()
     assert work.waits == 1

@@ -151,7 +151,7 @@ def gone_on(request, checkpoints) -> list[dict[tuple[str, str], list[float]]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("saved", ["1-D", "HSDP"])
-def test_other_ranks_go_on_as_the_uninterrupted_run_does(checkpoints, gone_on, saved, way):
+def test_a_resumed_run_on_other_ranks_matches_the_uninterrupted_one(checkpoints, gone_on, saved, way):
     for losses in gone_on:
         assert_close(losses[saved, way], checkpoints[1][saved])
 

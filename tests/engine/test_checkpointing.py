@@ -160,7 +160,7 @@ def by_block(counts: Counter[str]) -> dict[str, int]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_what_is_run_again_is_gathered_as_often_as_by_torch(reentrant, monkeypatch):
+def test_recomputation_gathers_as_often_as_in_torch(reentrant, monkeypatch):
     monkeypatch.setenv("WORKBENCH_COMM", "default")  # the c10d calls that torch's engine makes
     cases = {kind: functools.partial(beside_torchs, kind, reentrant) for kind in KINDS}
     for found in run_cases(2, cases):
@@ -234,7 +234,7 @@ def whole_model_again() -> Counter[str]:
     return record.count(Kind.REDUCE_SCATTER)
 
 
-def test_a_model_that_is_run_again_as_a_whole():
+def test_a_model_recomputed_as_a_whole():
     assert run_ranks(2, whole_model_again) == [dict.fromkeys(UNITS, 2)] * 2
 
 
@@ -245,5 +245,5 @@ def whole_recomputation() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_forward_recomputed_to_its_end_is_no_forward_of_its_own(world_size):
+def test_a_recomputed_forward_does_not_count_as_a_forward(world_size):
     assert run_ranks(world_size, whole_recomputation)[0] == dict.fromkeys(UNITS, 1)

@@ -96,7 +96,7 @@ class Rank:
         self.program = program
         self.ranks = ranks
         self.issued = []
-        self.said = "running"
+        self.outcome = "running"
         self.order = OrderCheck(Board(store, rank, len(PLACES)), PLACES, rank, is_part=False)
 
     def run(self) -> None:
@@ -105,14 +105,14 @@ class Rank:
             for call in self.program:
                 self.do(call)
             self.wait_for(len(self.issued))
-            self.said = "done"
-            while self.looks_on and any(rank.said == "running" for rank in self.ranks):
+            self.outcome = "done"
+            while self.looks_on and any(rank.outcome == "running" for rank in self.ranks):
                 self.order.look()  # as before its next collective
             if self.looks_on:
                 self.order.look()
         except RanksDisagreeError as error:
             self.order.leave(str(error))
-            self.said = str(error)
+            self.outcome = str(error)
 
     def do(self, collective: Collective) -> None:
         if collective is END:
@@ -144,10 +144,10 @@ def go(programs: list[list[Collective]], store=None) -> list[Rank]:
 
 
 def both(program: list[Collective], store=None) -> list[str]:
-    return [rank.said for rank in go([program, list(program)], store)]
+    return [rank.outcome for rank in go([program, list(program)], store)]
 
 
-def asked(*iterations: list[Collective]) -> list[int]:
+def requests_per_iteration(*iterations: list[Collective]) -> list[int]:
     """Return the number of questions that a lone rank asks in each iteration."""
     store = Memory()
     counts = []
@@ -162,29 +162,31 @@ def asked(*iterations: list[Collective]) -> list[int]:
     return counts
 
 
-def test_who_follows_the_known_order_asks_nobody():
-    assert asked([A, B, C], [A, B, C], [A, B, C]) == [4, 0, 0]
+def test_a_rank_in_the_known_order_sends_no_request():
+    assert requests_per_iteration([A, B, C], [A, B, C], [A, B, C]) == [4, 0, 0]
 
 
-def test_a_known_branch_is_asked_about_where_it_begins_only():
+def test_a_known_branch_is_checked_only_where_it_begins():
     train, evaluate = [A, B, C, D], [A, B]
     # first: its calls and its end; first evaluation: its end; then one question each, after B
-    assert asked(train, evaluate, train, evaluate, train) == [5, 1, 1, 1, 1]
+    assert requests_per_iteration(train, evaluate, train, evaluate, train) == [5, 1, 1, 1, 1]
 
 
 def test_a_branch_that_no_one_takes_any_more_is_forgotten():
-    counts = asked([A, B, C], [A, D], *[[A, B, C]] * (collective_order.REMEMBERED + 3))
+    counts = requests_per_iteration([A, B, C], [A, D], *[[A, B, C]] * (collective_order.REMEMBERED + 3))
     assert counts[:2] == [4, 2]
     assert set(counts[2:-2]) == {1}
     assert counts[-2:] == [0, 0]
-    assert asked([A], *[[A, B]] * (collective_order.REMEMBERED + 3))[-1] == 0  # a sequence that ends along another one
+    assert (
+        requests_per_iteration([A], *[[A, B]] * (collective_order.REMEMBERED + 3))[-1] == 0
+    )  # a sequence that ends along another one
 
 
-def test_an_iteration_without_calls_is_none():
-    assert asked([A], [], [A], []) == [2, 0, 0, 0]
+def test_an_iteration_without_collectives_does_not_count():
+    assert requests_per_iteration([A], [], [A], []) == [2, 0, 0, 0]
 
 
-def test_what_recurs_not_is_asked_about_and_not_remembered():
+def test_orders_that_do_not_recur_are_checked_and_not_stored():
     store = Memory()
     lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
     lone.ask(D)
@@ -202,7 +204,9 @@ def test_every_kind_of_store_serves(kind):
     path = Path(tempfile.mkdtemp()) / "store"
     store = dist.PrefixStore("prefix", dist.HashStore() if kind == "hash" else dist.FileStore(str(path), 1))
     assert both([A, B, END, A, B, END, A, C, END], store) == ["done", "done"]
-    assert "rank 4 all-gather of unit b (64 bytes); rank 7 all-gather of unit c" in go([[A, B], [A, C]], store)[0].said
+    assert (
+        "rank 4 all-gather of unit b (64 bytes); rank 7 all-gather of unit c" in go([[A, B], [A, C]], store)[0].outcome
+    )
 
 
 MESSAGES = [  # programs of two ranks, and the message on both
@@ -224,26 +228,26 @@ MESSAGES = [  # programs of two ranks, and the message on both
 ]
 
 
-@pytest.mark.parametrize(("first", "second", "said"), MESSAGES)
+@pytest.mark.parametrize(("first", "second", "message"), MESSAGES)
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_all_are_told_the_same(first, second, said, exchanged):
+def test_all_ranks_raise_the_same_message(first, second, message, exchanged):
     words = {name: f"all-gather of unit {name} (64 bytes)" for name in "abcd"} | {"e": "end of the iteration"}
     programs = [second, first] if exchanged else [first, second]
     ranks = go(programs)
-    assert ranks[0].said == ranks[1].said
-    begin, end = said.format(**words).split("rank 4 ")
+    assert ranks[0].outcome == ranks[1].outcome
+    begin, end = message.format(**words).split("rank 4 ")
     one, other = end.rstrip(".").split("; rank 7 ")
     if exchanged:
         one, other = other, one
-    assert f"{begin}rank 4 {one}; rank 7 {other}. Run the same" in ranks[0].said
-    assert ranks[0].said.startswith("ranks disagree on collective ")
+    assert f"{begin}rank 4 {one}; rank 7 {other}. Run the same" in ranks[0].outcome
+    assert ranks[0].outcome.startswith("ranks disagree on collective ")
 
 
-def test_who_asks_for_more_is_told_though_the_other_never_looks_again(monkeypatch):
+def test_a_rank_with_more_collectives_fails_although_the_other_never_polls_again(monkeypatch):
     monkeypatch.setattr(Rank, "looks_on", False)
-    said = [rank.said for rank in go([[A, END, A, B], [A, END, A, END]])]
-    assert said[1] in {"done", said[0]}  # it looks once more if the other rank was first
-    assert "rank 4 all-gather of unit b (64 bytes); rank 7 end of the iteration." in said[0]
+    outcomes = [rank.outcome for rank in go([[A, END, A, B], [A, END, A, END]])]
+    assert outcomes[1] in {"done", outcomes[0]}  # it looks once more if the other rank was first
+    assert "rank 4 all-gather of unit b (64 bytes); rank 7 end of the iteration." in outcomes[0]
 
 
 def iterations_of(program: list[list[Collective]]) -> list[Collective]:
@@ -255,9 +259,9 @@ PROGRAMS = st.lists(st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=4)
 
 @settings(max_examples=60, deadline=None)
 @given(PROGRAMS)
-def test_law_equal_ranks_are_never_told_off(program):
+def test_law_equal_ranks_never_fail(program):
     ranks = go([iterations_of(program)] * 2)
-    assert [rank.said for rank in ranks] == ["done", "done"]
+    assert [rank.outcome for rank in ranks] == ["done", "done"]
     assert ranks[0].issued == [call for calls in program for call in calls]
 
 
@@ -268,14 +272,14 @@ def test_law_no_two_ranks_ever_join_in_different_collectives(alike, first, secon
     ranks = go([iterations_of([*alike, *first, [D]]), iterations_of([*alike, *second, [D, D]])])
     joined = min(len(rank.issued) for rank in ranks)
     assert ranks[0].issued[:joined] == ranks[1].issued[:joined]
-    assert ranks[0].said == ranks[1].said
-    assert ranks[0].said.startswith("ranks disagree on collective")
+    assert ranks[0].outcome == ranks[1].outcome
+    assert ranks[0].outcome.startswith("ranks disagree on collective")
 
 
 # ---- cost
 
 
-class Crowd:
+class ThreadRanks:
     """Ranks as threads; none polls again before all others wait too."""
 
     def __init__(self, size: int) -> None:
@@ -325,19 +329,19 @@ EACH = 13  # operations per question: a vote, a deletion where due, at most thre
 
 
 def done_by_each(monkeypatch, size: int, do) -> tuple[float, list]:
-    crowd = Crowd(size)
+    crowd = ThreadRanks(size)
     monkeypatch.setattr(collective_order, "_pause", crowd.pause)
     crowd.run(lambda mine: mine.ask(D))
     before = crowd.store.num_done
     assert before <= (EACH + 10) * size  # includes the rendezvous
-    again = Crowd(size)
+    again = ThreadRanks(size)
     monkeypatch.setattr(collective_order, "_pause", again.pause)
     results = again.run(lambda mine: (mine.ask(D), do(mine))[1])
     return (again.store.num_done - before) / size, results
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_rank_does_with_the_store_does_not_grow_with_their_number(monkeypatch, size):
+def test_store_requests_of_a_rank_do_not_grow_with_the_number_of_ranks(monkeypatch, size):
     """Run an iteration that asks about every call, then one that asks about none."""
 
     def iterate(mine: OrderCheck) -> bool:
@@ -354,15 +358,15 @@ def test_what_a_rank_does_with_the_store_does_not_grow_with_their_number(monkeyp
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_nor_does_what_a_comparison_costs_as_long_as_all_say_the_same(monkeypatch, size):
+def test_the_cost_of_an_equal_comparison_does_not_grow_with_the_number_of_ranks(monkeypatch, size):
     each, results = done_by_each(monkeypatch, size, lambda mine: (mine.tell(A, f"{mine._rank}"), mine.compare(B, "x")))
     assert results == [("0", ["x"] * size)] * size
     assert each <= 2 * EACH + 5
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_compare_what_differs_get_every_text(monkeypatch, size):
-    crowd = Crowd(size)
+def test_ranks_with_different_texts_get_all_of_them(monkeypatch, size):
+    crowd = ThreadRanks(size)
     monkeypatch.setattr(collective_order, "_pause", crowd.pause)
     texts = [["x", str(rank // (size // 2))] for rank in range(size)]
     results = crowd.run(lambda mine: [mine.compare(A, text) for text in texts[mine._rank]])
@@ -371,7 +375,7 @@ def test_ranks_that_compare_what_differs_get_every_text(monkeypatch, size):
 
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_one_of_many_that_differs_is_named_to_all(monkeypatch, size):
-    crowd = Crowd(size)
+    crowd = ThreadRanks(size)
     monkeypatch.setattr(collective_order, "_pause", crowd.pause)
 
     def differ(mine: OrderCheck) -> str:
@@ -386,7 +390,7 @@ def test_one_of_many_that_differs_is_named_to_all(monkeypatch, size):
     assert f"ranks {others} {B.sized()}; rank 2 {C.sized()}." in messages.pop()
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
+def test_a_missing_rank_is_waited_for_until_an_abort(monkeypatch):
     store = Memory()
     store.values = {"note/1": "[]", "met": 1}
     lone = OrderCheck(Board(store, 0, 2), (0, 1), 0, is_part=False)
@@ -408,11 +412,11 @@ def test_a_rank_that_does_not_come_is_waited_for_until_an_abort(monkeypatch):
     three = OrderCheck(Board(store, 0, 3), (0, 1, 2), 0, is_part=True)
     with pytest.raises(RanksDisagreeError) as refused:
         three.before(A)
-    said = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
-    assert said + "rank 2 elsewhere." in str(refused.value)
+    message = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
+    assert message + "rank 2 did not answer." in str(refused.value)
 
 
-def test_a_store_that_has_gone_is_a_failure():
+def test_a_lost_store_is_a_failure():
     class Gone(Memory):
         def set(self, *_):
             raise dist.DistNetworkError("Broken pipe\n frames")
@@ -426,7 +430,7 @@ def test_a_store_that_has_gone_is_a_failure():
     board.take_down()  # its keys died with the store
 
 
-def test_a_dispute_older_than_what_is_remembered_is_one_all_the_same():
+def test_a_dispute_older_than_the_record_is_still_reported():
     store = Memory()
     lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
     for _ in range(collective_order.REMEMBERED + 3):
@@ -445,7 +449,7 @@ def test_a_dispute_older_than_what_is_remembered_is_one_all_the_same():
 # ---- ranks that are processes
 
 
-class Unlike(nn.Module):
+class DivergingModel(nn.Module):
     """One rank deviates: another order of blocks, fewer or more of them, or no gradients."""
 
     def __init__(self, *, unequal: bool) -> None:
@@ -488,7 +492,7 @@ def step(model: nn.Module) -> None:
 
 
 def differ(how: str, num_before: int) -> str:
-    plain = Unlike(unequal=how == "unequal")
+    plain = DivergingModel(unequal=how == "unequal")
     model = shard_net(copy.deepcopy(plain))
     if num_before:
         train_both(plain, model, num_before)
@@ -518,15 +522,15 @@ def check_told(messages: list[str], how: str) -> None:
     most = len(messages) - 1
     others = "rank 0" if most == 1 else "ranks 0, 1, 2"
     common, odd = SAID[how]
-    said = messages[0].partition(" of this iteration: ")[2].partition(". Run the same")[0].split("; ")
-    assert said[0].startswith(others)
-    assert common in said[0]
-    assert said[1].startswith(f"rank {most} {odd}")
+    parts = messages[0].partition(" of this iteration: ")[2].partition(". Run the same")[0].split("; ")
+    assert parts[0].startswith(others)
+    assert common in parts[0]
+    assert parts[1].startswith(f"rank {most} {odd}")
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("how", SAID)
-def test_two_ranks_that_part_are_told_and_go_on_after_a_rebuild(how, num_before):
+def test_two_ranks_that_diverge_fail_and_continue_after_a_rebuild(how, num_before):
     check_told(run_ranks(2, differ, how, num_before), how)
 
 
@@ -548,7 +552,7 @@ def iterations(num: int) -> int:
     return default_store().num_keys()
 
 
-def test_the_store_does_not_grow_and_ranks_that_do_alike_are_never_told_off():
+def test_the_store_does_not_grow_and_equal_ranks_never_fail():
     short, long = run_ranks(2, iterations, 3), run_ranks(2, iterations, 30)
     assert max(long) <= max(short) + 1  # a rank that looks for a question creates its tally
 
@@ -568,7 +572,7 @@ def notes_left() -> list[dict[str, set[str]]]:
     return left
 
 
-def test_a_rebuild_leaves_nothing_of_before_in_the_store():
+def test_a_rebuild_removes_old_keys_from_the_store():
     left = run_ranks(2, notes_left)
     assert left[0] == left[1]
     for number, keys in enumerate(left[0]):
@@ -614,11 +618,11 @@ def told_by_others() -> tuple[str, list[list[float]]]:
     return str(refused.value), seen
 
 
-def test_who_waits_in_another_group_for_a_rank_that_was_told_is_told_as_well():
+def test_a_rank_that_waits_in_another_group_for_a_failed_rank_fails_too():
     results = run_ranks(4, told_by_others)
     (message,) = {message for message, _ in results}
-    said = "collective 1 of this iteration among ranks 2, 3: rank 2 all-gather of unit a (32 bytes); rank 3 all-gather"
-    assert said in message
+    text = "collective 1 of this iteration among ranks 2, 3: rank 2 all-gather of unit a (32 bytes); rank 3 all-gather"
+    assert text in message
     assert [seen for _, seen in results] == [
         [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
     ]  # fmt: skip
@@ -637,7 +641,7 @@ def groups_of_their_own() -> dict[tuple[int, ...], tuple[int, list[float]]]:
     return {group.ranks: (group.incarnation, gather(group, "a")) for group in mine}
 
 
-def test_incarnations_are_equal_on_all_members_whatever_other_groups_they_have():
+def test_incarnations_are_equal_on_all_members_of_a_group():
     for seen in run_ranks(4, groups_of_their_own):
         for ranks, (incarnation, rows) in seen.items():
             assert rows == list(ranks)
@@ -664,12 +668,12 @@ def interrupted_while_asking() -> list[str]:
     return gather(group, "a")
 
 
-def test_an_interrupt_while_asking_counts_as_given_up():
+def test_an_interrupt_during_a_request_counts_as_an_abort():
     assert run_ranks(2, interrupted_while_asking) == [[0, 1], [0, 1]]
 
 
 @simulating
-def test_a_simulated_world_asks_nobody():
+def test_a_simulated_world_sends_no_request():
     with simulated_rank(1, 4):
         group = process_groups.group_of((0, 1, 2, 3))
         assert group.rank == 1

@@ -68,7 +68,7 @@ def expected(world_size: int, numel: int, dtype: torch.dtype) -> tuple[torch.Ten
     ("numel", "dtype"),
     [(0, torch.float32), (1, torch.float32), (1000, torch.float64), (7, torch.bfloat16), (140_000, torch.float32)],
 )
-def test_what_the_collectives_compute(world_size, name, numel, dtype):
+def test_results_of_the_collectives(world_size, name, numel, dtype):
     gathered, sums = expected(world_size, numel, dtype)
     for rank, (output, total, staging) in enumerate(run_ranks(world_size, collect, name, numel, dtype)):
         assert torch.equal(output, gathered)
@@ -96,9 +96,7 @@ def most_allocated_in_a_gather(numel: int) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "numel", "num_copies"), [(2, 100_000, 0), (3, 100_000, 2), (3, 140_000, 0)])
-def test_a_gather_over_gloo_takes_no_memory_beside_its_output_but_for_copies_of_what_is_small(
-    world_size, numel, num_copies
-):
+def test_a_gather_over_gloo_allocates_only_its_output_and_small_copies(world_size, numel, num_copies):
     for num_bytes in run_ranks(world_size, most_allocated_in_a_gather, numel):
         assert num_bytes == pytest.approx(num_copies * numel * 4, abs=numel)
 
@@ -108,7 +106,7 @@ def pair_for(device: torch.device) -> tuple[tuple[type, type], str]:
     return (type(pair.gather), type(pair.reduce)), pair.name
 
 
-def test_which_pair_is_taken(monkeypatch):
+def test_the_chosen_pair_of_collectives(monkeypatch):
     fast, default = (PAIRS["fast"], "gloo"), (PAIRS["default"], "c10d")
     monkeypatch.delenv("WORKBENCH_COMM", raising=False)
     assert pair_for(CPU) == fast
@@ -127,7 +125,7 @@ def losses_and_peak() -> tuple[list[float], int]:
     return losses, record.peak[Category.REDUCE_SCATTER_BUFFERS]
 
 
-def test_training_is_the_same_with_either_pair(monkeypatch):
+def test_training_is_the_same_with_both_pairs(monkeypatch):
     fast = run_ranks(2, losses_and_peak)
     monkeypatch.setenv("WORKBENCH_COMM", "default")
     default = run_ranks(2, losses_and_peak)
@@ -219,7 +217,7 @@ def test_a_communication_without_traits_is_as_torch_has_it():
     assert CommTraits().nbytes_in_flight(torch.empty(3), 4) == 12
 
 
-def test_what_is_in_flight_is_the_buffer_and_its_staging_or_nothing_if_it_is_shared():
+def test_bytes_in_flight_are_the_buffer_and_its_staging_or_none_if_shared():
     staged = CommTraits(staging_nbytes=lambda num_bytes, num_ranks: num_bytes * num_ranks)
     assert staged.nbytes_in_flight(torch.empty(3), 4) == 12 + 48
     assert CommTraits(is_shared=True).nbytes_in_flight(torch.empty(3), 4) == 0

@@ -40,7 +40,7 @@ def test_an_object_of_the_user_replaces_one_of_the_usual_pair_and_keeps_the_user
     assert (both.gather, both.reduce) == (gather, reduce)
 
 
-def test_memory_of_the_group_is_given_up_but_no_other_choice_is():
+def test_only_the_choice_of_group_memory_is_dropped():
     choice = CommChoice(CPU)
     assert choice.in_group_memory(None, "blocks.0") is None
     choice.settle(ROOTS)

@@ -41,7 +41,7 @@ class Attributes(dict):
     __setattr__ = dict.__setitem__
 
 
-class Itself(dict):
+class AttributeDict(dict):
     """Items are attributes, because it is its own ``__dict__``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "dict": lambda y: {"y": y, "n": 1},
     "subclass of dict": lambda y: Dict(y=y),
     "dict by attributes": lambda y: Attributes(y=y),
-    "dict that is its __dict__": lambda y: Itself(y=y),
+    "dict that is its __dict__": lambda y: AttributeDict(y=y),
     "dict with attributes": lambda y: own(Dict(n=1), y=y),
     "frozen dict": lambda y: Frozen("y", y),
     "OrderedDict": lambda y: OrderedDict(y=y),
@@ -152,7 +152,7 @@ def first_in(value: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_container_is_copied_as_what_it_is_with_other_tensors(kind):
+def test_a_container_is_copied_as_its_type_with_other_tensors(kind):
     y = torch.ones(2, dtype=torch.double)
     value = MAKE[kind](y)
     before = str(value)
@@ -166,7 +166,7 @@ def test_a_container_is_copied_as_what_it_is_with_other_tensors(kind):
         assert getattr(found, attribute, None) == getattr(value, attribute, None)
     if isinstance(getattr(value, "y", None), torch.Tensor):
         assert found.y.dtype == torch.half
-    if isinstance(value, Itself):
+    if isinstance(value, AttributeDict):
         found.other = 1
         assert found["other"] == 1
 
@@ -196,7 +196,7 @@ def test_containers_may_hold_themselves():
     assert found[0][1] is found
 
 
-def test_what_a_function_returns_and_what_has_nothing_in_it():
+def test_results_of_functions_and_empty_containers():
     values = torch.tensor([[1.0, 2.0]])
     result = torch.max(values, 1)
     found = cast_floats(result, torch.half)
@@ -210,7 +210,7 @@ def test_what_a_function_returns_and_what_has_nothing_in_it():
     assert [t is values for t in tensors_in(SimpleNamespace(y=UserDict(y=values)))] == [True]
 
 
-def test_a_tensor_that_comes_twice_is_changed_once():
+def test_a_repeated_tensor_is_changed_once():
     x, y = torch.ones(1, requires_grad=True), torch.ones(1)
     value = Dict(a=[x, y], b=(x, x))
     assert [id(t) for t in differentiable_in(value)] == [id(x)]
@@ -221,7 +221,7 @@ def test_a_tensor_that_comes_twice_is_changed_once():
 # ---- in modules
 
 
-class Holds(nn.Module):
+class TakesContainer(nn.Module):
     """Takes and returns a container."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
@@ -236,7 +236,7 @@ class Holds(nn.Module):
 class Model(nn.Module):
     def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.first, self.second = Holds(make), Holds(make)
+        self.first, self.second = TakesContainer(make), TakesContainer(make)
 
     def forward(self, value: Any) -> Any:
         return self.second(self.first(value))
@@ -256,7 +256,7 @@ def with_wrappers(api: Any, model: nn.Module, *, nested: bool, precise: bool) ->
     if not precise:
         options["mixed_precision"] = api.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     if nested:
-        options["auto_wrap_policy"] = api.ModuleWrapPolicy({Holds})
+        options["auto_wrap_policy"] = api.ModuleWrapPolicy({TakesContainer})
     return api.FullyShardedDataParallel(model, **options)
 
 

@@ -188,7 +188,7 @@ def offloaded(*, is_fused: bool) -> None:
 
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("world_size", RANKS)
-def test_offloaded_shards_are_pinned_and_come_and_go_in_place(world_size, is_fused):
+def test_offloaded_shards_are_pinned_and_copied_in_place(world_size, is_fused):
     run_on_gpus(world_size, partial(offloaded, is_fused=is_fused))
 
 
@@ -213,7 +213,7 @@ def copied_beside_backward() -> None:
 
 
 @pytest.mark.parametrize("world_size", RANKS)
-def test_offloaded_gradients_are_copied_beside_backward(world_size):
+def test_offloaded_gradients_are_copied_during_backward(world_size):
     run_on_gpus(world_size, copied_beside_backward)
 
 
@@ -297,8 +297,8 @@ def recorded() -> None:
     rows = np.frombuffer(recorder.drain().rows, ROW_DTYPE)
     whole = RankTrace(dist.get_rank(), rows)
     assert check(Trace(recorder.header, (whole,))) == []
-    tells = rows[rows["kind"] == Kind.DEVICE]
-    assert sorted(tells["value"].tolist()) == rows["seq"][~np.isin(rows["kind"], BESIDE)].tolist()
+    device_rows = rows[rows["kind"] == Kind.DEVICE]
+    assert sorted(device_rows["value"].tolist()) == rows["seq"][~np.isin(rows["kind"], BESIDE)].tolist()
     found = on_device(whole, RankTrace(whole.rank, rows, KeyFrame()), recorder.header)
     assert found is not None
     steps, collectives = spans(found.part.rows, (Kind.STEP,)), spans(found.part.rows, COLLECTIVES)
@@ -308,7 +308,7 @@ def recorded() -> None:
 
 
 @pytest.mark.parametrize("world_size", RANKS)
-def test_the_device_tells_when_it_came_to_what(world_size):
+def test_the_device_reports_when_it_reached_each_event(world_size):
     run_on_gpus(world_size, recorded)
 
 
@@ -368,7 +368,7 @@ def test_all_gathers_are_issued_one_ahead_in_their_own_stream():
     run_on_gpus(2, stream_of_each_gather)
 
 
-def test_each_context_has_three_streams_beside_the_one_that_computes():
+def test_each_context_has_three_streams_besides_compute():
     streams = DeviceStreams(backend_of(torch.device("cuda", torch.cuda.current_device())))
     with streams.gathering():
         assert torch.cuda.current_stream() == streams.copy_in

@@ -18,7 +18,7 @@ from workbench.events import COMPUTE_STREAM
 MS = 1_000_000
 
 
-class Counted:
+class CountingDevice:
     """A device that counts its events."""
 
     def __init__(self, device) -> None:
@@ -102,7 +102,7 @@ def numbered(*marks):
     return marks
 
 
-def test_a_mark_lies_where_the_device_comes_to_it_and_the_host_does_not_wait(on):
+def test_a_mark_is_timed_by_the_device_and_the_host_does_not_wait(on):
     clock = DeviceClock(on.device, on.now_ns)
     begin_ns = on.now_ns()
     first = clock.mark()
@@ -141,7 +141,7 @@ def test_streams_do_not_wait_for_each_other(on):
     assert early.t_ns < late.t_ns
 
 
-def test_a_collective_ends_where_it_ends_whoever_waits_for_it_later(on):
+def test_the_end_of_a_collective_does_not_depend_on_later_waits(on):
     clock = DeviceClock(on.device, on.now_ns)
     with on.other_stream():
         on.work(20)
@@ -155,7 +155,7 @@ def test_a_collective_ends_where_it_ends_whoever_waits_for_it_later(on):
     assert waited.t_ns - end.t_ns > 20 * MS
 
 
-def test_what_cannot_be_waited_for_has_no_end(on):
+def test_work_without_a_wait_has_no_end(on):
     def fail():
         raise RuntimeError("the communicator was aborted")
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_waited_for_has_no_end(on):
     assert after.stream == COMPUTE_STREAM
 
 
-def test_a_mark_that_has_no_row_yet_is_told_when_it_has_and_never_if_it_is_nobodys(on):
+def test_a_mark_is_reported_once_it_has_a_row_and_never_without_one(on):
     clock = DeviceClock(on.device, on.now_ns)
     later, never = clock.mark(), clock.mark()
     on.device.synchronize()
@@ -178,7 +178,7 @@ def test_a_mark_that_has_no_row_yet_is_told_when_it_has_and_never_if_it_is_nobod
 
 
 def test_events_are_used_again(on):
-    device = Counted(on.device)
+    device = CountingDevice(on.device)
     clock = DeviceClock(device, on.now_ns)
     made = []
     for _ in range(5):
@@ -231,7 +231,7 @@ def test_32_bit_milliseconds_stay_exact_in_a_loop_that_never_waits():
 
 
 @given(st.floats(0.9999, 1.0001), st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), max_size=30))
-def test_no_mark_lies_before_it_was_made_or_after_it_was_read_whatever_the_clocks_say(rate, steps):
+def test_a_mark_lies_between_its_creation_and_its_reading(rate, steps):
     host = HostClock()
     device = FakeDevice(host, rate=rate)
     clock = DeviceClock(device, host)

@@ -78,10 +78,10 @@ def ranks():
     return run_ranks(2, run, 3)
 
 
-def told(header, rows):
+def device_times(header, rows):
     """Return ``(row, stream, time)`` for each device time, in the order of issue."""
-    tells = rows[rows["kind"] == Kind.DEVICE]
-    found = [(rows[int(row["value"])], header.strings[row["module"]], int(row["t_ns"])) for row in tells]
+    device_rows = rows[rows["kind"] == Kind.DEVICE]
+    found = [(rows[int(row["value"])], header.strings[row["module"]], int(row["t_ns"])) for row in device_rows]
     return sorted(found, key=lambda each: each[0]["seq"])
 
 
@@ -90,18 +90,18 @@ def of_device(header, rows):
     return on_device(whole, RankTrace(whole.rank, rows, KeyFrame()), header)
 
 
-def test_everything_is_told_once_and_after_it_was_handed_over(ranks):
+def test_device_times_are_reported_once_and_after_their_issue(ranks):
     for header, rows, _ in ranks:
         assert check(Trace(header, (RankTrace(header.ranks[0].rank, rows),))) == []  # neither early nor twice
         events = rows["seq"][~of_kind(rows, BESIDE)]
-        assert [row["seq"] for row, _, _ in told(header, rows)] == events.tolist()
+        assert [row["seq"] for row, _, _ in device_times(header, rows)] == events.tolist()
         assert rows["step"].max() == 2
 
 
 def test_each_stream_is_in_its_own_order(ranks):
     for header, rows, _ in ranks:
         by_stream: dict[str, list[int]] = {}
-        for _, stream, t_ns in told(header, rows):
+        for _, stream, t_ns in device_times(header, rows):
             by_stream.setdefault(stream, []).append(t_ns)
         assert set(by_stream) >= {COMPUTE_STREAM, "copy-in", "reduce", COMMUNICATION}
         for stream, times in by_stream.items():
@@ -110,8 +110,8 @@ def test_each_stream_is_in_its_own_order(ranks):
 
 def test_work_is_where_the_engine_puts_it(ranks):
     for header, rows, _ in ranks:
-        where = {(Kind(row["kind"]), Edge(row["edge"])): set() for row, _, _ in told(header, rows)}
-        for row, stream, _ in told(header, rows):
+        where = {(Kind(row["kind"]), Edge(row["edge"])): set() for row, _, _ in device_times(header, rows)}
+        for row, stream, _ in device_times(header, rows):
             where[Kind(row["kind"]), Edge(row["edge"])].add(stream)
         for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.STEP, Kind.UNSHARD):
             assert where[kind, Edge.BEGIN] == where[kind, Edge.END] == {COMPUTE_STREAM}
@@ -148,10 +148,10 @@ def test_a_drain_in_the_middle_of_a_step_loses_nothing():
     for header, rows, _ in run_ranks(2, run, 2, True):
         assert rows["seq"].tolist() == list(range(len(rows)))
         events = rows["seq"][~of_kind(rows, BESIDE)]
-        assert [row["seq"] for row, _, _ in told(header, rows)] == events.tolist()
+        assert [row["seq"] for row, _, _ in device_times(header, rows)] == events.tolist()
 
 
-def test_ranks_without_a_device_tell_nothing_and_wait_as_often_as_before():
+def test_ranks_without_a_device_report_no_times_and_wait_as_often():
     for rows in run_ranks(2, on_the_host):
         assert Kind.DEVICE not in rows["kind"]
         waits = spans(rows, (Kind.WAIT,))

@@ -26,7 +26,7 @@ def phrases(node: ast.AST) -> set[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ENGINE)))
-def test_the_engine_asserts_nothing(path):
+def test_the_engine_has_no_assert_statements(path):
     tree = ast.parse(path.read_text())
     assert [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)] == []
     assert "AssertionError" not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

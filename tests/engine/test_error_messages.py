@@ -221,7 +221,7 @@ def test_a_mesh_info_without_an_axis_to_shard_over():
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.MAX, dist.ReduceOp.AVG])
 @on_one_rank
-def test_a_reduction_that_is_no_sum(op):
+def test_a_reduction_other_than_sum(op):
     like = torch.ones(2)
     with pytest.raises(ValueError, match="GlooReduceScatter supports SUM only, got"):
         GlooReduceScatter()(like, like, dist.group.WORLD, op)

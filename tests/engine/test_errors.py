@@ -123,14 +123,14 @@ REFUSED = {
 }
 
 
-def refuses(error: type[Exception], said: str) -> AbstractContextManager:
+def refuses(error: type[Exception], message: str) -> AbstractContextManager:
     """Expect ``error`` whose message contains ``said``, in which only ``.*`` is special."""
-    return pytest.raises(error, match=".*".join(map(re.escape, said.split(".*"))))
+    return pytest.raises(error, match=".*".join(map(re.escape, message.split(".*"))))
 
 
 @pytest.mark.parametrize("case", REFUSED)
 @on_one_rank
-def test_a_refused_call_says_why_and_changes_nothing(case):
+def test_a_refused_call_explains_why_and_changes_nothing(case):
     prepare, options, error, message = REFUSED[case]
     model = prepare(Pair())
     before = fingerprint(model)
@@ -151,7 +151,7 @@ def test_a_refused_call_says_why_and_changes_nothing(case):
     ],
 )
 @on_one_rank
-def test_what_is_no_module_to_shard(argument, error, message):
+def test_invalid_modules_to_shard(argument, error, message):
     with refuses(error, message):
         fully_shard(argument)
 
@@ -186,8 +186,10 @@ def test_tied_over_two_units(inner):
     fully_shard(model.get_submodule(inner))
     before = fingerprint(model)
     outer = "head" if inner == "embed" else "embed"
-    said = f"parameter '{outer}.weight' is tied to 'weight' of {owner}, .* put both into one unit: .* a list of the two"
-    with refuses(ValueError, said):
+    message = (
+        f"parameter '{outer}.weight' is tied to 'weight' of {owner}, .* put both into one unit: .* a list of the two"
+    )
+    with refuses(ValueError, message):
         fully_shard(model)
     assert fingerprint(model) == before
     assert model.head.weight.shape == (7, 5)
@@ -246,9 +248,9 @@ def test_parameters_still_on_meta():
         model = Pair()
     fully_shard(model.b)
     fully_shard(model)
-    said = "still on the meta device: a.weight, a.bias, b.weight, b.bias; call module.to_empty(device=...) and"
+    message = "still on the meta device: a.weight, a.bias, b.weight, b.bias; call module.to_empty(device=...) and"
     for _ in range(2):  # repeats until fixed
-        with refuses(RuntimeError, said):
+        with refuses(RuntimeError, message):
             model(torch.ones(1, 2))
     model.to_empty(device="cpu")
     for param in model.parameters():
@@ -262,8 +264,10 @@ def test_an_inner_module_that_runs_first():
     fully_shard(model.b)
     fully_shard(model)
     model.b(torch.ones(1, 2))
-    said = "module 'b' ran before its FSDP root FSDPPair; run the root first, or .* shard their common parent as well"
-    with refuses(RuntimeError, said):
+    message = (
+        "module 'b' ran before its FSDP root FSDPPair; run the root first, or .* shard their common parent as well"
+    )
+    with refuses(RuntimeError, message):
         model(torch.ones(1, 2))
 
 
@@ -271,8 +275,10 @@ def test_an_inner_module_that_runs_first():
 def test_a_module_that_was_exchanged_after_fully_shard():
     model = fully_shard(Pair())
     model.b = nn.Linear(2, 2)
-    said = "parameter 'b.weight' belongs to a unit of the FSDP root FSDPPair, but the Linear that held it is not below"
-    with refuses(RuntimeError, said):
+    message = (
+        "parameter 'b.weight' belongs to a unit of the FSDP root FSDPPair, but the Linear that held it is not below"
+    )
+    with refuses(RuntimeError, message):
         model(torch.ones(1, 2))
 
 
@@ -280,10 +286,10 @@ def test_a_module_that_was_exchanged_after_fully_shard():
 def test_a_parameter_replaced_by_a_plain_one():
     model = fully_shard(Pair())
     model.a.weight = nn.Parameter(torch.ones(2, 2))
-    said = (
+    message = (
         "parameter 'a.weight' was replaced by a plain Parameter after fully_shard; replace it before .*copy_(dtensor)"
     )
-    with refuses(TypeError, said):
+    with refuses(TypeError, message):
         model(torch.ones(1, 2))
 
 
@@ -292,10 +298,10 @@ def test_parts_of_a_unit_converted():
     model = fully_shard(Pair())
     model(torch.ones(1, 2)).sum().backward()
     model.b.double()
-    said = (
+    message = (
         "of one unit must share dtype and device: 'a.weight' is float32 on cpu, 'b.weight' is float64 on cpu; convert"
     )
-    with refuses(ValueError, said):
+    with refuses(ValueError, message):
         model(torch.ones(1, 2))
     model.double()
     assert model(torch.ones(1, 2).double()).dtype == torch.float64
@@ -308,8 +314,8 @@ def test_parts_of_a_unit_converted():
 @on_one_rank
 def test_transforms_of_functions_around_a_sharded_module(transform):
     model = fully_shard(Pair())
-    said = "FSDPPair is sharded and cannot run within a transform of torch.func .* or undo it with unshard_module"
-    with refuses(NotImplementedError, said):
+    message = "FSDPPair is sharded and cannot run within a transform of torch.func .* or undo it with unshard_module"
+    with refuses(NotImplementedError, message):
         transform(lambda x: model(x).sum())(torch.ones(1, 2))
     model(torch.ones(1, 2)).sum().backward()
 
@@ -317,8 +323,8 @@ def test_transforms_of_functions_around_a_sharded_module(transform):
 @on_one_rank
 def test_sparse_gradients():
     model = fully_shard(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)))
-    said = "parameter '0.weight' got a sparse gradient, which .* make it dense (sparse=False), or .* ignored_params"
-    with refuses(NotImplementedError, said):
+    message = "parameter '0.weight' got a sparse gradient, which .* make it dense (sparse=False), or .* ignored_params"
+    with refuses(NotImplementedError, message):
         model(torch.tensor([1, 2])).sum().backward()
 
 

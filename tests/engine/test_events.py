@@ -131,7 +131,7 @@ def test_a_single_rank_does_no_collective():
     assert record.groups == {}
 
 
-def test_collectives_are_numbered_alike_on_all_ranks_and_end_at_their_true_time():
+def test_collectives_have_the_same_numbers_on_all_ranks_and_their_true_end():
     records = run_ranks(2, one_step, None, 2)
     issued = [
         [(kind, record.name(unit), comm) for kind, edge, unit, _, comm, _ in record.rows if comm and edge is Edge.BEGIN]

@@ -33,7 +33,7 @@ class Tied(nn.Module):
         return functional.linear(self.block(self.embed(x)), self.embed.weight)
 
 
-class Keeps(nn.Module):
+class KeepsView(nn.Module):
     """Keeps a view of its parameter, made while the parameter is unsharded."""
 
     def __init__(self):
@@ -45,7 +45,7 @@ class Keeps(nn.Module):
         return x @ self.view
 
 
-class Within(Tied):
+class BackwardInForward(Tied):
     """Runs a backward within its own forward, which reshards it."""
 
     def forward(self, x):
@@ -103,7 +103,7 @@ def helper():
 
 
 def within():
-    model = Within()
+    model = BackwardInForward()
     return message(lambda: sharded(model, model.block)(torch.ones(2, 4)))
 
 
@@ -113,7 +113,7 @@ def wrapper():
 
 
 def kept_view(fully=True):
-    model = nn.Sequential(Keeps(), nn.Linear(8, 4))
+    model = nn.Sequential(KeepsView(), nn.Linear(8, 4))
     if fully:
         inner, _ = model
         sharded(model, inner)
@@ -130,7 +130,7 @@ def kept_view_of_a_wrapper():
 
 
 def kept_view_of_a_closed_unit():
-    model = sharded(Keeps())
+    model = sharded(KeepsView())
     model.unshard()
     view = model.weight.t()
     model.reshard()

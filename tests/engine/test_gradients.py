@@ -37,12 +37,12 @@ def divided(api: ModuleType, factor: float | None, only_root: bool, force_sum: b
     """Each unit's gradient is the sum over ranks divided by the unit's factor, by default the number of ranks."""
     plain = double_net()
     model = shard_net_with(api, copy.deepcopy(plain))
-    told = [model] if only_root else list(units_below(model))
+    targets = [model] if only_root else list(units_below(model))
     for unit in units_below(model):
         # for a custom factor torch's engine needs an operation that gloo does not have
         unit.set_force_sum_reduction_for_comms(force_sum or (api is not engine and factor is not None))
     if factor is not None:
-        for unit in told:
+        for unit in targets:
             unit.set_gradient_divide_factor(factor)
     for m in (plain, model):
         one_batch(m, 0)
@@ -211,7 +211,7 @@ def collectives_alone(hybrid: bool) -> tuple[set[Kind], dict[int, tuple[int, ...
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_one_rank_communicates_with_nobody(hybrid):
+def test_a_single_rank_does_not_communicate(hybrid):
     ((kinds, groups),) = run_ranks(1, collectives_alone, hybrid)
     assert not kinds & {Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.WAIT}
     assert groups == {}

@@ -93,10 +93,10 @@ def assert_live(handles: Handles, model: nn.Module, wanted: dict[str, torch.Tens
     for kind, tensors in handles.items():
         for name, tensor in tensors.items():
             local = model.get_parameter(name).to_local()
-            said = f"{kind} of {name}"
+            label = f"{kind} of {name}"
             found = tensor.data.view(local.shape)  # autograd forbids computing with a tensor that was stepped in place
-            torch.testing.assert_close(found, wanted[name], msg=lambda m, s=said: f"{s}: {m}")
-            assert not local.numel() or tensor.data_ptr() == local.data_ptr(), said
+            torch.testing.assert_close(found, wanted[name], msg=lambda m, s=label: f"{s}: {m}")
+            assert not local.numel() or tensor.data_ptr() == local.data_ptr(), label
 
 
 # ---- events in between
@@ -258,7 +258,7 @@ PUTS = (assigned, assigned_one_by_one, one_assigned, set_anew, swapped)
 
 @COMMS
 @pytest.mark.parametrize("world_size", quick([1, 2], [1]))
-def test_memory_that_the_user_has_put_in_place_is_where_training_goes_on(world_size, over):
+def test_training_continues_in_memory_provided_by_the_user(world_size, over):
     cases = {
         f"{put.__name__}, after {after} steps": lambda p=put, a=after: put_in_place(p, on_meta=False, after=a)
         for put in PUTS
@@ -281,7 +281,7 @@ def put_on_one_rank() -> None:
 
 
 @COMMS
-def test_ranks_agree_where_only_one_has_memory_of_its_own(over):
+def test_ranks_agree_if_only_one_has_its_own_memory(over):
     run_ranks(2, put_on_one_rank)
 
 
@@ -492,11 +492,11 @@ def gone_after() -> None:
 
 
 @pytest.mark.parametrize("comm", [""])
-def test_nothing_is_left_once_nobody_holds_it(over):
+def test_nothing_is_left_once_all_references_are_gone(over):
     run_ranks(2, gone_after)
 
 
-def test_values_go_along_when_other_pages_come_to_lie_beneath():
+def test_values_survive_a_change_of_the_pages():
     for numel in (1, 1000, page_pool._ALIGNMENT // 4 + 5):
         region = page_pool.Region(numel, torch.float32)
         assert not region.tensor.any()

@@ -155,7 +155,7 @@ def dropped() -> list[float]:
 
 
 @on_hosts
-def test_reductions_that_nobody_waits_for_do_no_harm(network):
+def test_reductions_without_a_wait_do_no_harm(network):
     assert run_on(seats(network, 2, 2), dropped) == [[0.0, 12.0, 24.0]] * 4
 
 
@@ -185,7 +185,7 @@ def start(relay: Relay, name: str) -> tuple[FakeWork, FakeWork, Any]:
     return first, second, relay.start(lambda _group: first, issue)
 
 
-def test_second_steps_begin_in_the_order_of_the_first_ones_in_whatever_order_these_end():
+def test_second_steps_begin_in_the_order_of_the_first_ones():
     relay = Relay(Steps(), Steps())
     started = {name: start(relay, name) for name in "abc"}
     for name, issued in (("b", []), ("a", ["a", "b"]), ("c", ["a", "b", "c"])):
@@ -198,7 +198,7 @@ def test_second_steps_begin_in_the_order_of_the_first_ones_in_whatever_order_the
         steps.wait()
 
 
-def test_after_one_that_failed_no_second_step_begins_until_the_group_is_built_anew():
+def test_after_a_failure_no_second_step_begins_until_a_rebuild():
     relay = Relay(Steps(), Steps())
     (failing, _, failed), (first, _, after) = start(relay, "a"), start(relay, "b")
     first.future.set_result(None)
@@ -221,7 +221,7 @@ def test_after_one_that_failed_no_second_step_begins_until_the_group_is_built_an
     assert relay.then.issued == ["d"]
 
 
-def test_what_was_begun_before_the_group_was_built_anew_never_goes_on():
+def test_work_from_before_a_rebuild_never_continues():
     relay = Relay(Steps(), Steps())
     first, _, steps = start(relay, "a")
     relay.then.index += 1
@@ -388,7 +388,7 @@ def issued(num_copies: int) -> list[tuple[Kind, tuple[int, ...], int, str]]:
         [((2, 2), "", 1)],
     ),
 )
-def test_what_crosses_between_hosts_is_what_the_formula_says(network, monkeypatch, counts, choice, num_copies):
+def test_bytes_between_hosts_match_the_formula(network, monkeypatch, counts, choice, num_copies):
     if choice:
         monkeypatch.setenv("WORKBENCH_COMM", choice)
     hosts_of_ranks = [host for host, count in enumerate(counts) for _ in range(count)]
@@ -445,7 +445,7 @@ def cancel_when_unfinished() -> None:
 
 
 @on_hosts
-def test_a_step_that_was_given_up_leaves_nothing_that_could_come_later(network):
+def test_an_aborted_step_leaves_no_late_messages(network):
     run_on(seats(network, 2, 2), aborted_and_gone_on)
 
 
@@ -479,11 +479,11 @@ def refused() -> None:
 
 @on_hosts
 def test_an_input_that_it_did_not_allocate_is_refused(network):
-    with pytest.raises(RankFailure, match="copies nothing: the input must be the tensor that allocate"):
+    with pytest.raises(RankFailure, match="works in place: the input must be the tensor that allocate"):
         run_on(seats(network, 2, 2), refused)
 
 
-def test_a_host_is_known_by_what_was_told_or_by_its_machine(monkeypatch):
+def test_a_host_is_identified_by_the_setting_or_by_its_machine(monkeypatch):
     monkeypatch.setattr(shared_memory, "host", "told")
     assert hierarchical_comm._identity() == "told"
     monkeypatch.setattr(shared_memory, "host", "")

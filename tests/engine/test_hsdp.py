@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.helpers.both_engines import (
     APIS,
     CLOSE,
+    call_setter,
     double_net,
     in_order,
     one_batch,
     shard_net_with,
-    tell,
     train_all,
     units_below,
 )
@@ -165,7 +165,7 @@ def test_an_axis_of_one_rank_gives_the_same_numbers(replicas, shards):
 def reduce_now_replicate_later(model: nn.Module, step: int) -> None:
     """Run three micro-batches; reduce only the last one over the replicas."""
     for micro in range(3):
-        tell(model, "set_requires_all_reduce", micro == 2)
+        call_setter(model, "set_requires_all_reduce", micro == 2)
         one_batch(model, 3 * step + micro)
         if micro < 2 and isinstance(model.scale, DTensor):
             assert all(p.grad is None for p in model.parameters())  # a partial gradient is not visible
@@ -173,7 +173,7 @@ def reduce_now_replicate_later(model: nn.Module, step: int) -> None:
 
 def without_any_sync(model: nn.Module, step: int) -> None:
     for micro in range(3):
-        tell(model, "set_requires_gradient_sync", micro == 2)
+        call_setter(model, "set_requires_gradient_sync", micro == 2)
         one_batch(model, 3 * step + micro)
 
 
@@ -265,7 +265,7 @@ def replicas_disagree() -> str:
     return str(refused.value)
 
 
-def test_replicas_that_use_different_parameters_are_told_which(monkeypatch):
+def test_replicas_with_different_used_parameters_are_reported(monkeypatch):
     monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # wait for a slow rank's part of the message
     for what in run_ranks(4, replicas_disagree):
         assert "all-reduce without experts.1.0.weight, experts.1.0.bias, experts.1.1.weight, experts.1.1.bias (" in what
@@ -400,5 +400,5 @@ def refused(shape: tuple[int, ...], names: tuple[str, ...] | None, message: str)
 
 
 @pytest.mark.parametrize("kind", MESHES)
-def test_other_meshes_are_refused_and_leave_the_module_alone(kind):
+def test_other_meshes_are_refused_and_the_module_is_unchanged(kind):
     run_ranks(4, refused, *MESHES[kind])

@@ -89,7 +89,7 @@ def tied(model: nn.Module) -> set[tuple[str, ...]]:
 
 @pytest.mark.filterwarnings(VIEWS)
 @pytest.mark.parametrize("name", ["Llama", "Llama, checkpointed", "GPT-2", "Mixtral", "T5"])
-def test_five_steps_beside_torchs_own_and_the_unsharded_model(name):
+def test_five_steps_match_torch_and_the_unsharded_model(name):
     first, second = run_cases(2, {reshard: partial(five_steps, name, reshard) for reshard in (None, False)})
     for reshard, losses in first.items():
         assert all(math.isfinite(loss) for loss in losses)
@@ -129,7 +129,7 @@ def generates(name: str) -> None:
 
 @pytest.mark.filterwarnings(VIEWS)
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5"])
-def test_five_steps_in_bfloat16_beside_torchs_own_and_what_the_unsharded_model_generates(name):
+def test_five_steps_in_bfloat16_match_torch_and_the_unsharded_generation(name):
     cases = {"in bfloat16": partial(with_precision, name), "generates": partial(generates, name)}
     found, *_ = run_cases(2, cases)
     assert all(math.isfinite(loss) for loss in found["in bfloat16"])

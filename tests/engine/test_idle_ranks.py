@@ -61,7 +61,7 @@ def trained_beside_idle(
 @pytest.mark.parametrize(
     ("make", "gather"), [(make_modules, gather_with_modules), (make_wrapped, gather_with_optimizer)]
 )
-def test_an_iteration_asks_nothing_of_ranks_that_have_no_part_in_it(make, gather):
+def test_an_iteration_does_not_involve_idle_ranks(make, gather):
     first, second, idle = run_ranks(3, trained_beside_idle, make, gather)
     assert len(first) == len(second) == 4
     assert idle == []

@@ -28,7 +28,7 @@ def imported_by(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_file_of_the_engine_imports_only_what_it_may(path):
+def test_engine_files_import_only_allowed_modules(path):
     names = imported_by(path)
     assert not [name for name in names if name.startswith(FORBIDDEN)]
     known = ("workbench.engine", "workbench.events", "workbench.devices")
@@ -90,7 +90,7 @@ def test_no_file_of_the_engine_reads_private_names_of_another(path):
         assert private_names_of_others(path) == set()
 
 
-def test_importing_the_engine_loads_none_of_what_it_must_not():
+def test_importing_the_engine_loads_no_forbidden_module():
     code = (
         "import sys, workbench.engine\n"
         "print([m for m in sys.modules if m.startswith(('torch.distributed.fsdp', 'plotly', 'ipywidgets', 'IPython', "

@@ -372,15 +372,17 @@ def uses(policy: str, units: tuple[str, ...], use: Callable) -> tuple[str, str, 
 
 
 @pytest.mark.parametrize("policy", quick(["kept", "resharded"], ["resharded"]))
-def test_backwards_of_any_kind_give_torchs_gradients_or_say_what_is_missing(policy):
+def test_any_backward_gives_torchs_gradients_or_a_clear_error(policy):
     cases = {(use.__name__, units): partial(uses, policy, units, use) for use in USES for units in ((), ("l2",))}
     for rank in run_cases(2, cases):
         assert not [case for case, (theirs, ours, _) in rank.items() if theirs == "same" and ours != "same"]
         assert not [case for case, (*_, after) in rank.items() if after != "same"]
         refused = {case: ours for case, (_, ours, _) in rank.items() if ours != "same"}
         assert {name for name, _ in refused} >= {"part_last", "penalty"}
-        assert not [said for said in refused.values() if not said.startswith("backward needs the full parameter 'l")]
-        assert all("reshard_after_forward=False" in said for said in refused.values())
+        assert not [
+            message for message in refused.values() if not message.startswith("backward needs the full parameter 'l")
+        ]
+        assert all("reshard_after_forward=False" in message for message in refused.values())
 
 
 def penalty_with_params_kept() -> str:
@@ -401,5 +403,5 @@ def penalty_with_params_kept() -> str:
     return used(model, use, grads_of(plain), values)
 
 
-def test_what_the_message_advises_works():
+def test_the_advice_of_the_message_works():
     assert run_ranks(2, penalty_with_params_kept) == ["same", "same"]

@@ -269,7 +269,7 @@ def test_meta_shards_hold_no_bytes_and_conversions_are_followed():
     assert run_ranks(2, meta_then_real)[0] == [{}, {SHARDS: numel_shard * 4}, {SHARDS: numel_shard * 8}]
 
 
-def test_a_probe_hears_only_of_the_death_of_what_it_saw_born():
+def test_a_probe_gets_frees_only_for_allocations_it_got():
     before = probe.BufferHandle(SHARDS, 0, 100)
     with recording() as first:
         during = probe.BufferHandle(SHARDS, 0, 30)

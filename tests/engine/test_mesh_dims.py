@@ -113,7 +113,9 @@ def beside_torchs(case: str) -> None:
         for (name, a), b, p in zip(ours.named_parameters(), theirs.parameters(), plain.parameters(), strict=True):
             assert_same(a, b)
             assert_same(a.grad, b.grad)
-            torch.testing.assert_close(a.grad.full_tensor(), p.grad, msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(
+                a.grad.full_tensor(), p.grad, msg=lambda message, name=name: f"{name}: {message}"
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -125,7 +127,7 @@ def beside_torchs(case: str) -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # CommDebugMode's, from its module hooks
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # of torch's engine
 @pytest.mark.parametrize("case", quick(MESHES, ["one axis", "hybrid", "replicas alone"]))
-def test_three_steps_beside_torchs_and_the_plain_model(case):
+def test_three_steps_match_torch_and_the_plain_model(case):
     run_ranks(math.prod(MESHES[case][0].values()), beside_torchs, case)
 
 
@@ -149,13 +151,15 @@ def test_unsharded_again_the_parameters_are_dtensors_on_the_whole_mesh():
     run_ranks(4, undone)
 
 
-def refused(mesh: DeviceMesh, model: nn.Module, kind: type[Exception], said: str, dims: object, **more: object) -> None:
-    with pytest.raises(kind, match=re.escape(said)):
+def refused(
+    mesh: DeviceMesh, model: nn.Module, kind: type[Exception], message: str, dims: object, **more: object
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims, **more)
 
 
 @on_one_rank
-def test_what_cannot_be_is_said_in_a_sentence():
+def test_impossible_meshes_are_refused():
     mesh, dims = mesh_of({"dp": 1, "cp": 1, "tp": 1}), DataParallelMeshDims
     model = on_mesh(mesh)
     refused(mesh, model, ValueError, "names 'x'; the axes of the mesh have 'dp', 'cp', 'tp'", dims("x"))

@@ -117,16 +117,16 @@ def frozen_on_meta() -> list[bool]:
     model = meta_net()
     model.embed.requires_grad_(False)
     shard_net(model)
-    asked = [p.requires_grad for p in model.parameters()]
+    requires_grad = [p.requires_grad for p in model.parameters()]
     model.to_empty(device="cpu")
-    assert [p.requires_grad for p in model.parameters()] == asked
-    return asked
+    assert [p.requires_grad for p in model.parameters()] == requires_grad
+    return requires_grad
 
 
 @on_one_rank
 def test_frozen_parameters_stay_frozen_when_filled():
-    asked = frozen_on_meta()
-    assert asked.count(False) == 1
+    requires_grad = frozen_on_meta()
+    assert requires_grad.count(False) == 1
 
 
 def still_on_meta() -> str:
@@ -334,7 +334,7 @@ def test_the_full_parameters_are_freed_before_fully_shard_returns(world_size, ma
 
 
 @on_one_rank
-def test_what_is_held_on_to_is_noticed():
+def test_retained_references_are_noticed():
     held: list[object] = []
 
     def keep(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.both_engines import double_net, one_batch, shard_net_with, sharded, tell, train_all
+from tests.helpers.both_engines import call_setter, double_net, one_batch, shard_net_with, sharded, train_all
 from tests.helpers.expected_sizes import NET, UNITS
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.recording_probe import recording
@@ -23,19 +23,19 @@ MICRO_BATCHES = 3
 
 def sync_last(model: nn.Module, step: int) -> None:
     for micro in range(MICRO_BATCHES):
-        tell(model, "set_requires_gradient_sync", micro == MICRO_BATCHES - 1)
+        call_setter(model, "set_requires_gradient_sync", micro == MICRO_BATCHES - 1)
         one_batch(model, MICRO_BATCHES * step + micro)
 
 
 def say_which_is_last(model: nn.Module, step: int) -> None:
     for micro in range(MICRO_BATCHES):
-        tell(model, "set_is_last_backward", micro == MICRO_BATCHES - 1)
+        call_setter(model, "set_is_last_backward", micro == MICRO_BATCHES - 1)
         one_batch(model, MICRO_BATCHES * step + micro)
 
 
 def keep_until_the_last(model: nn.Module, step: int) -> None:
     for micro in range(MICRO_BATCHES):
-        tell(model, "set_reshard_after_backward", micro == MICRO_BATCHES - 1)
+        call_setter(model, "set_reshard_after_backward", micro == MICRO_BATCHES - 1)
         one_batch(model, MICRO_BATCHES * step + micro)
         if micro < MICRO_BATCHES - 1 and hasattr(model, "unshard"):
             assert not sharded(model)
@@ -44,9 +44,9 @@ def keep_until_the_last(model: nn.Module, step: int) -> None:
 def all_three(model: nn.Module, step: int) -> None:
     for micro in range(MICRO_BATCHES):
         is_last = micro == MICRO_BATCHES - 1
-        tell(model, "set_is_last_backward", is_last)
-        tell(model, "set_requires_gradient_sync", is_last)
-        tell(model, "set_reshard_after_backward", is_last)
+        call_setter(model, "set_is_last_backward", is_last)
+        call_setter(model, "set_requires_gradient_sync", is_last)
+        call_setter(model, "set_reshard_after_backward", is_last)
         one_batch(model, MICRO_BATCHES * step + micro)
 
 
@@ -61,9 +61,9 @@ def one_forward_one_backward(model: nn.Module, step: int) -> None:
 
 
 def _backward(model: nn.Module, loss: torch.Tensor, *, last: bool) -> None:
-    tell(model, "set_is_last_backward", last)
-    tell(model, "set_requires_gradient_sync", last)
-    tell(model, "set_reshard_after_backward", last)
+    call_setter(model, "set_is_last_backward", last)
+    call_setter(model, "set_requires_gradient_sync", last)
+    call_setter(model, "set_reshard_after_backward", last)
     loss.backward()
 
 

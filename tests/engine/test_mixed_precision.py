@@ -76,7 +76,7 @@ def test_a_step_in_low_precision_equals_the_reference_and_counts_its_bytes(param
         assert reduced == 2 * (root + BLOCKS * block) * itemsize(reduce, param)
 
 
-class Weighed(nn.Module):
+class GradientIsInput(nn.Module):
     """A parameter whose gradient is its input."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Weighed(nn.Module):
 
 
 def reduced_gradient(api: ModuleType, per_rank: list[float], reduce: torch.dtype | None) -> float:
-    model = api.fully_shard(Weighed(), mp_policy=api.MixedPrecisionPolicy(reduce_dtype=reduce))
+    model = api.fully_shard(GradientIsInput(), mp_policy=api.MixedPrecisionPolicy(reduce_dtype=reduce))
     model(torch.full((), per_rank[dist.get_rank()])).backward()
     (value,) = set(model.weight.grad.full_tensor().flatten().tolist())
     return value
@@ -113,7 +113,7 @@ def accumulated(api: ModuleType, reduce: torch.dtype | None) -> tuple[float, flo
     """Run four micro-batches, the last with sync; return the gradient, its exact value, and the bytes before sync."""
     factors = [1.0, 2.0**-9, 2.0**-9, 2.0**-9]  # each is a bf16 number, but no sum of them is
     with recording() as record:
-        model = api.fully_shard(Weighed(), mp_policy=api.MixedPrecisionPolicy(BF16, reduce))
+        model = api.fully_shard(GradientIsInput(), mp_policy=api.MixedPrecisionPolicy(BF16, reduce))
         for factor in factors[:-1]:
             model.set_requires_gradient_sync(False)
             model(torch.tensor(factor)).backward()
@@ -140,7 +140,7 @@ def test_accumulation_without_sync_adds_up_in_the_reduce_dtype(api, reduce):
 Point = namedtuple("Point", "x y")
 
 
-class Sees(nn.Module):
+class RecordsDtypes(nn.Module):
     """Records the dtypes of its inputs."""
 
     def __init__(self, dim: int = DIM) -> None:
@@ -175,7 +175,7 @@ def inputs() -> tuple[tuple, dict]:
 
 def seen_inputs(api: ModuleType, cast: bool) -> tuple[object, torch.dtype]:
     policy = api.MixedPrecisionPolicy(BF16, cast_forward_inputs=cast)
-    model = api.fully_shard(Sees(), mp_policy=policy)
+    model = api.fully_shard(RecordsDtypes(), mp_policy=policy)
     args, kwargs = inputs()
     model(*args, **kwargs).sum().backward()
     return model.seen, args[0].grad.dtype
@@ -183,7 +183,7 @@ def seen_inputs(api: ModuleType, cast: bool) -> tuple[object, torch.dtype]:
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("cast", [True, False])
-def test_inputs_are_cast_wherever_they_lie(api, cast):
+def test_inputs_are_cast_in_any_container(api, cast):
     def like(dtype: torch.dtype) -> torch.dtype:
         return BF16 if cast else dtype
 
@@ -222,14 +222,14 @@ def answered(api: ModuleType, output: torch.dtype | None) -> tuple[object, list[
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("output", [None, F32, F64])
-def test_outputs_are_cast_wherever_they_lie(api, output):
+def test_outputs_are_cast_in_any_container(api, output):
     dtype = output or BF16
     expected = {"y": dtype, "list": [dtype, [torch.int64, None]], "point": [dtype, "text"]}
     assert run_ranks(2, answered, api, output) == [(expected, dtype)] * 2
 
 
 def buffers_after_a_step(api: ModuleType) -> list[str]:
-    model = Sees()
+    model = RecordsDtypes()
     buffers = dict(model.named_buffers())
     before = {name: (b.dtype, b.data_ptr(), b.clone()) for name, b in buffers.items()}
     api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(BF16, F32))
@@ -299,7 +299,7 @@ def test_norms_in_fp32_within_a_model_in_bf16():
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = Sees(), Sees()
+        self.a, self.b = RecordsDtypes(), RecordsDtypes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.a(x)

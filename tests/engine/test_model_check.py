@@ -93,14 +93,14 @@ def disagree(build) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("build", CASES)
-def test_every_rank_is_told_which_parameter_differs_and_lives_on(build):
+def test_every_rank_names_the_differing_parameter_and_survives(build):
     results = run_ranks(3, disagree, build)
     assert all(result == results[0] for result in results)
     messages = results[0][0]
     assert messages[0] == messages[1]
     number, common, odd = CASES[build]
-    said = f"ranks built different models; parameter {number}: ranks 0, 1 have {common}; rank 2 has {odd}"
-    assert messages[0].startswith(said)
+    message = f"ranks built different models; parameter {number}: ranks 0, 1 have {common}; rank 2 has {odd}"
+    assert messages[0].startswith(message)
     assert messages[0].endswith("Build the same model on every rank, and shard it in the same way.")
 
 

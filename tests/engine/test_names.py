@@ -212,9 +212,9 @@ def test_post_backward_is_an_autograd_function():
     ("protocol", "default"), [("AllGather", "DefaultAllGather"), ("ReduceScatter", "DefaultReduceScatter")]
 )
 def test_the_default_comms_take_the_protocols_arguments(protocol, default):
-    asked, given = concept(protocol), concept(default)
+    required, given = concept(protocol), concept(default)
     for method in ("allocate", "__call__"):
-        assert list(arguments(getattr(given, method))) == list(arguments(getattr(asked, method)))
+        assert list(arguments(getattr(given, method))) == list(arguments(getattr(required, method)))
 
 
 def test_the_protocols_are_torchs():
@@ -230,7 +230,7 @@ def test_the_protocols_are_torchs():
 
 
 @on_one_rank
-def test_what_a_sharded_module_leads_to():
+def test_names_reachable_from_a_sharded_module():
     model = engine.fully_shard(nn.Sequential(engine.fully_shard(nn.Linear(2, 2)), nn.Linear(2, 1)))
     state = model._get_fsdp_state()
     assert engine.fully_shard.state(model) is state

@@ -114,15 +114,15 @@ def bytes_and_events(policy: OffloadPolicy) -> tuple[list[dict[Category, int]], 
             alive.append(record.alive)
             model.zero_grad()
     assert [unit.offload for unit in record.units.values()] == [isinstance(policy, CPUOffloadPolicy)] * 4
-    return alive, dict(record.peak), told(record)
+    return alive, dict(record.peak), transfers(record)
 
 
-def told(record: Recording) -> list[str]:
+def transfers(record: Recording) -> list[str]:
     return [event for event in record.events if Kind.OFFLOAD.name in event or "REDUCE" in event or "GATHER" in event]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_bytes_by_category_and_events_are_those_without_and_nothing_is_copied(world_size):
+def test_on_the_cpu_offloading_changes_neither_bytes_nor_events(world_size):
     offloaded = run_ranks(world_size, bytes_and_events, CPUOffloadPolicy())
     assert offloaded == run_ranks(world_size, bytes_and_events, OffloadPolicy())
     assert not any(Kind.OFFLOAD.name in event for *_, events in offloaded for event in events)

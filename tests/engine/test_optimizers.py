@@ -146,7 +146,7 @@ def forward_between_backward_and_step(keep: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("keep", ["root", "all"])
-def test_no_forward_sees_parameters_from_before_a_step(world_size, keep):
+def test_every_forward_sees_the_stepped_parameters(world_size, keep):
     run_ranks(world_size, forward_between_backward_and_step, keep)
 
 

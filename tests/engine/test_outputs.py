@@ -138,7 +138,7 @@ def test_tensors_in_objects_that_are_no_containers(world_size):
     assert record.count(Kind.BACKWARD) == {"first": 1, "second": 1}
 
 
-def test_where_tensors_are_looked_for():
+def test_containers_that_are_searched_for_tensors():
     a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
     loop = SimpleNamespace(c=c, text="x", number=1)
     loop.itself = loop

@@ -35,7 +35,7 @@ def moves(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("numel", SIZES)
-def test_what_points_to_empty_memory_reads_as_nan_and_to_filled_memory_what_was_written(numel, dtype, moves, spare):
+def test_views_of_freed_memory_read_nan_and_views_of_live_memory_their_values(numel, dtype, moves, spare):
     memory = PageRange(numel, dtype)
     alias = memory.tensor.detach()[1:]
     for value in (2.0, 3.0):
@@ -49,7 +49,7 @@ def test_what_points_to_empty_memory_reads_as_nan_and_to_filled_memory_what_was_
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_memory_that_is_filled_at_the_same_time_is_nobody_elses(numel, moves, spare):
+def test_memory_in_use_is_never_shared(numel, moves, spare):
     """Fill and empty in every order; sizes differ, so that a range also gets part of another one's pages."""
     memories = [PageRange(max(0, numel - i % 3), torch.float32) for i in range(4)]
     for turn in range(3):
@@ -65,7 +65,7 @@ def test_memory_that_is_filled_at_the_same_time_is_nobody_elses(numel, moves, sp
         assert all(memory.tensor.isnan().all() for memory in memories)
 
 
-def test_what_is_written_to_empty_memory_harms_nobody(moves, spare):
+def test_writes_to_freed_memory_do_no_harm(moves, spare):
     first, second = PageRange(10, torch.float32), PageRange(10, torch.float32)
     first.tensor.zero_()
     assert second.tensor.isnan().all()
@@ -76,7 +76,7 @@ def test_what_is_written_to_empty_memory_harms_nobody(moves, spare):
 
 @pytest.mark.skipif(not page_pool._can_move(), reason="this system cannot move pages")
 @on_one_rank
-def test_memory_that_is_filled_after_another_was_emptied_needs_no_fresh_page():
+def test_freed_pages_are_reused():
     spare, numel = SparePages(), page_pool._ALIGNMENT // 8  # too small for huge pages, which would cause few faults
     memories = [PageRange(numel, torch.float32) for _ in range(3)]
     num_pages = memories[0].tensor.nbytes // os.sysconf("SC_PAGE_SIZE")
@@ -100,7 +100,7 @@ def advice(address: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
-def test_memory_asks_for_huge_pages_whether_they_are_new_or_another_s(moves, spare):
+def test_huge_pages_are_requested_for_new_and_reused_memory(moves, spare):
     first, second = (PageRange(page_pool._TILE, torch.uint8) for _ in range(2))
     first.fill(spare)
     assert "hg" in advice(first.tensor.data_ptr())
@@ -125,7 +125,7 @@ def test_empty_memory_takes_no_pages_once_the_spare_ones_are_released():
 
 
 @pytest.mark.skipif(not page_pool._can_move(), reason="this system cannot move pages")
-def test_spare_pages_are_as_many_as_were_used_at_once_and_count_while_nobody_uses_them(spare):
+def test_spare_pages_cover_the_peak_use_and_are_counted_while_unused(spare):
     small, large, larger = (PageRange(numel, torch.float32) for numel in (2, 8, 16))
     with recording() as record:
         for memory in (large, small):
@@ -164,7 +164,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_says_how_much(monkeypatch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(0,), (3, 0), (1,), (3, 5), (page_pool._ALIGNMENT // 4 + 5,)])
-def test_a_buffer_is_nobody_elses_until_it_is_given_back(size, dtype):
+def test_a_buffer_is_exclusive_until_it_is_released(size, dtype):
     buffers = Buffers()
     for _ in range(2):
         first, second = (buffers.take(size, dtype).fill_(value) for value in (1, 2))
@@ -191,7 +191,7 @@ def test_a_buffer_of_the_size_of_the_one_before_needs_no_fresh_page():
     assert use(numel) >= num_pages
 
 
-def test_buffers_count_while_nobody_uses_them_and_not_once_they_are_dropped():
+def test_buffers_are_counted_while_unused_and_not_once_dropped():
     buffers = Buffers()
     with recording() as record:
         given, dropped = (buffers.take((10,), torch.float32) for _ in range(2))

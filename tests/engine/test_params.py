@@ -176,7 +176,7 @@ def unused_input() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_feeds_an_unused_input_gets_no_gradient(world_size):
+def test_the_source_of_an_unused_input_gets_no_gradient(world_size):
     run_ranks(world_size, unused_input)
 
 
@@ -240,7 +240,7 @@ def held_full_parameter() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_full_parameter_that_is_held_on_to_cannot_be_read_once_resharded(world_size):
+def test_a_retained_full_parameter_cannot_be_read_after_reshard(world_size):
     assert run_ranks(world_size, held_full_parameter)[0] == [(7, 5), ()] * 2
 
 

@@ -133,7 +133,7 @@ def both(kind: type, reshard: bool | None) -> list[bool]:
 @pytest.mark.parametrize(
     "kind", quick([ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, *ZERO_BUBBLE], [Schedule1F1B])
 )
-def test_a_pipeline_of_sharded_stages_is_what_it_is_with_torchs_engine(kind):
+def test_a_pipeline_of_sharded_stages_matches_torch(kind):
     for has_grad in run_ranks(4, both, kind, False):
         assert all(has_grad)
 

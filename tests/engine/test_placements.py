@@ -104,13 +104,13 @@ def test_columns_over_the_shard_axis_of_hsdp():
 
 
 @on_one_rank
-def test_the_function_is_asked_for_every_managed_parameter_and_no_other():
-    asked: list[nn.Parameter] = []
+def test_the_function_is_called_for_exactly_the_managed_parameters():
+    seen: list[nn.Parameter] = []
     model = make_net(num_blocks=1, tied=True)
     params = dict(model.named_parameters())
     fully_shard(model.blocks[0])
-    fully_shard(model, shard_placement_fn=asked.append, ignored_params={model.scale})
-    assert {id(p) for p in asked} == {id(params["embed.weight"])}  # once per tied parameter; not the inner unit's
+    fully_shard(model, shard_placement_fn=seen.append, ignored_params={model.scale})
+    assert {id(p) for p in seen} == {id(params["embed.weight"])}  # once per tied parameter; not the inner unit's
 
 
 # ---- a placement with its own mesh

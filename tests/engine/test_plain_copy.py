@@ -11,7 +11,7 @@ from workbench.engine.classic import unwrapping as classic_undo
 from workbench.engine.unsharding import plain_copy
 
 
-class Counted:
+class CountsCopies:
     """Counts its copies; ``refusing`` makes copying fail."""
 
     def __init__(self, *, refusing=False):
@@ -21,13 +21,13 @@ class Counted:
         self.copies += 1
         if self.refusing:
             raise TypeError("not to be copied")
-        return Counted()
+        return CountsCopies()
 
 
 def copied_with(api, *, refusing):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model.counted = Counted()
-    model.other = Counted(refusing=refusing)
+    model.counted = CountsCopies()
+    model.other = CountsCopies(refusing=refusing)
     sharded = engine.fully_shard(model) if api == "fully_shard" else FullyShardedDataParallel(model)
     copy = plain_copy(sharded, {}) if api == "fully_shard" else classic_undo.plain_copy(sharded, {})[0]
     inner = copy if hasattr(copy, "counted") else copy.module

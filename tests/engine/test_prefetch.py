@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.helpers.both_engines import double_net, one_batch, shard_net_with, sharded, tell, train_all
+from tests.helpers.both_engines import call_setter, double_net, one_batch, shard_net_with, sharded, train_all
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.pairwise import quick
 from tests.helpers.recording_probe import ROOT, Recording, recording
@@ -169,7 +169,7 @@ def set_ahead(model: Net, k: int) -> None:
     backward = (model, *reversed(model.blocks))
     for order, setter in ((forward, "set_modules_to_forward_prefetch"), (backward, "set_modules_to_backward_prefetch")):
         for i, unit in enumerate(order):
-            tell(unit, setter, list(order[i + 1 : i + 1 + k]))
+            call_setter(unit, setter, list(order[i + 1 : i + 1 + k]))
 
 
 def by_lists(counts: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
@@ -187,7 +187,7 @@ def by_lists(counts: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 2), (3, 1, 2)])
-def test_lists_say_how_far_ahead_and_may_change_between_iterations(counts):
+def test_prefetch_lists_may_change_between_iterations(counts):
     assert run_ranks(2, by_lists, counts) == [[(expected(k), expected(k)) for k in counts]] * 2
 
 
@@ -211,17 +211,17 @@ def test_without_lists_it_is_left_to_the_engine_again():
     assert run_ranks(2, lists_given_up) == [(expected(1), expected(1))] * 2
 
 
-class Noted:
+class LoggedCollective:
     """A collective that logs its unit before it is issued."""
 
-    def __init__(self, plain: object, said: str, sequence: list[str]) -> None:
-        self.plain, self.said, self.sequence = plain, said, sequence
+    def __init__(self, plain: object, label: str, sequence: list[str]) -> None:
+        self.plain, self.label, self.sequence = plain, label, sequence
 
     def allocate(self, size, *, dtype, device):
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, *args, **kwargs):
-        self.sequence.append(self.said)
+        self.sequence.append(self.label)
         return self.plain(*args, **kwargs)
 
 
@@ -230,8 +230,8 @@ def sequence_of(api: ModuleType, k: int | None, reshard: bool | None, micro_batc
     model, sequence = double_net(num_blocks=COUNT), []
     shard_net_with(api, model, reshard_after_forward=reshard)
     for name, unit in zip(FORWARD, (model, *model.blocks), strict=True):
-        unit.set_custom_all_gather(Noted(engine.DefaultAllGather(), f"gather {name}", sequence))
-        unit.set_custom_reduce_scatter(Noted(engine.DefaultReduceScatter(), f"reduce {name}", sequence))
+        unit.set_custom_all_gather(LoggedCollective(engine.DefaultAllGather(), f"gather {name}", sequence))
+        unit.set_custom_reduce_scatter(LoggedCollective(engine.DefaultReduceScatter(), f"reduce {name}", sequence))
         if k is None:
             unit.set_modules_to_forward_prefetch([])
     if k is not None:
@@ -246,7 +246,7 @@ def sequence_of(api: ModuleType, k: int | None, reshard: bool | None, micro_batc
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("k", quick([None, 1, 2], [2]))
-def test_all_gathers_and_reduce_scatters_come_in_torchs_order(k, reshard, micro_batches):
+def test_all_gathers_and_reduce_scatters_are_in_torchs_order(k, reshard, micro_batches):
     theirs, *others = (
         sequence for api in (fsdp, engine) for sequence in run_ranks(2, sequence_of, api, k, reshard, micro_batches)
     )
@@ -287,8 +287,8 @@ def mistaken(model: Net, step: int) -> None:
     blocks = list(model.blocks)
     lists = [list(reversed(blocks)), [blocks[0]], [blocks[1]] * 2, [model, blocks[2]]][step]
     for unit in (model, *blocks):
-        tell(unit, "set_modules_to_forward_prefetch", lists)
-        tell(unit, "set_modules_to_backward_prefetch", lists)
+        call_setter(unit, "set_modules_to_forward_prefetch", lists)
+        call_setter(unit, "set_modules_to_backward_prefetch", lists)
     one_batch(model, step)
     assert not hasattr(model, "unshard") or sharded(model)
 

@@ -89,7 +89,7 @@ def test_a_rank_that_makes_a_group_alone_can_be_freed():
     assert run_ranks(2, made_alone, multiprocessing.get_context("fork").Event()) == [[0, 1], [0, 1]]
 
 
-class Spinning:
+class EndlessWork:
     """A collective on a device whose peer never joins."""
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ def unfinished(transport: Transport) -> tuple[list[str], int]:
     done: list[str] = []
     group.process_group = dropped = SimpleNamespace(abort=lambda: done.append("abort"))
     group._transport = transport
-    group._in_flight.add(StreamWork(Spinning(), Collective("all-gather", "a", 0), group))
+    group._in_flight.add(StreamWork(EndlessWork(), Collective("all-gather", "a", 0), group))
     references = sys.getrefcount(dropped)
     group.let_go()
     assert group.process_group is None
@@ -143,7 +143,7 @@ def with_one_peer_dead_and_one_that_never_comes(begun, is_free) -> list[object] 
     return found
 
 
-def test_what_failed_in_part_is_unfinished_while_the_rest_goes_on():
+def test_a_partial_failure_is_unfinished_while_the_rest_runs():
     begun, is_free = (multiprocessing.get_context("fork").Event() for _ in range(2))
     found = outcomes(3, with_one_peer_dead_and_one_that_never_comes, begun, is_free, timeout_s=20)
     assert found == [("ok", [False, 1]), ("ok", None), ("died", "exit code 1")]

@@ -51,7 +51,7 @@ def test_ranks_are_forked_where_a_test_patches_something(monkeypatch):
 
 
 @pytest.mark.fresh_ranks
-def test_ranks_are_forked_where_the_test_says_so():
+def test_ranks_are_forked_if_the_test_requests_it():
     assert not set(pids()) & set(pids())
 
 
@@ -68,7 +68,7 @@ def test_inner_functions_lambdas_modules_and_parts_are_sent():
     assert run_ranks(2, lambda api: api is torchs, torchs) == [True, True]
 
 
-def test_what_only_a_fork_can_take_along_is_forked():
+def test_arguments_that_cannot_be_pickled_are_forked():
     class Local:
         value = 7
 
@@ -157,7 +157,7 @@ def seen() -> list[object]:
     ]
 
 
-def test_a_rank_that_stays_is_put_back():
+def test_a_kept_rank_is_reset():
     fresh = run_ranks(2, seen, fresh=True)
     stays = pids()
     assert run_ranks(2, seen) == fresh
@@ -181,7 +181,7 @@ def learn(shape: tuple[int, ...]) -> list[object]:
 
 
 @forgets_meshes
-def test_what_dtensor_learned_refers_to_no_earlier_process_group():
+def test_dtensor_caches_refer_to_no_earlier_process_group():
     stays = pids(4)
     fresh = run_ranks(4, learn, (2, 2), fresh=True)
     assert run_ranks(4, learn, (2, 2)) == fresh
@@ -191,7 +191,7 @@ def test_what_dtensor_learned_refers_to_no_earlier_process_group():
     assert pids(4) == stays
 
 
-def test_each_function_has_a_store_of_its_own():
+def test_each_function_has_its_own_store():
     def count(name: str) -> int:
         return dist.distributed_c10d._get_default_store().add(name, 1)
 

@@ -64,7 +64,7 @@ def waits(readers: Readers) -> bool:
     return False
 
 
-def test_who_has_read_waits_for_those_who_have_not(two):
+def test_a_reader_waits_for_those_that_have_not_read(two):
     first, second = two
     numbers = [(first.issue(), second.issue()) for _ in range(2)]
     assert not waits(first)  # it has read nothing, so the other one's reads do not concern its shard
@@ -77,7 +77,7 @@ def test_who_has_read_waits_for_those_who_have_not(two):
     assert first._group.given_up
 
 
-def test_what_a_rank_has_not_read_when_it_may_write_itself_is_its_own_affair(two):
+def test_a_ranks_own_unread_data_does_not_block_its_write(two):
     first, second = two
     first.done(first.issue())
     second.issue()
@@ -86,7 +86,7 @@ def test_what_a_rank_has_not_read_when_it_may_write_itself_is_its_own_affair(two
     assert not waits(first)
 
 
-def test_who_has_gone_further_is_not_waited_for(two):
+def test_a_rank_that_is_ahead_is_not_waited_for(two):
     first, second = two
     first.done(first.issue())
     second.issue()
@@ -95,7 +95,7 @@ def test_who_has_gone_further_is_not_waited_for(two):
     assert not waits(first)
 
 
-def test_a_rebuilt_group_begins_anew(two):
+def test_a_rebuilt_group_begins_again(two):
     first, second = two
     first.issue()
     first.done(first.issue())
@@ -130,7 +130,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(two, monkeypatch):
     assert not shared_memory._has_ended(os.getpid())  # the system cannot tell
 
 
-def test_a_rank_that_does_something_else_is_told(two, monkeypatch):
+def test_a_rank_that_diverges_gets_the_error(two, monkeypatch):
     monkeypatch.setattr(shared_memory, "SLICE_S", 0.0)
     first, second = two
     first.done(first.issue())

@@ -131,13 +131,13 @@ def changed_midway(change: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_bit_identically_with_the_same_parameters(world_size, change):
+def test_training_continues_bit_identically_with_the_same_parameters(world_size, change):
     run_ranks(world_size, changed_midway, change)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("change", [{"wrap": is_linear}, {"reshard_after_forward": 2}], ids=["wrap", "split in twos"])
-def test_training_goes_on_bit_identically_on_four_ranks_with_empty_shards(change):
+def test_training_continues_bit_identically_on_four_ranks_with_empty_shards(change):
     run_ranks(4, changed_midway, change)
 
 
@@ -149,7 +149,7 @@ def over_shared_memory(change: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("change", [{"wrap": is_linear}, {"reshard_after_forward": False}], ids=["wrap", "schedule"])
-def test_training_goes_on_bit_identically_over_shared_memory(change):
+def test_training_continues_bit_identically_over_shared_memory(change):
     run_ranks(2, over_shared_memory, change)
 
 
@@ -345,7 +345,7 @@ def settings_of(model: nn.Module) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("change", ["mesh", "wrap", "precision"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_was_set_by_hand_stays(world_size, change):
+def test_manual_settings_are_kept(world_size, change):
     run_ranks(world_size, settings_by_name, change)
 
 
@@ -754,7 +754,7 @@ def test_the_policy_of_one_unit_alone():
 
 
 @on_one_rank
-def test_what_is_no_unit_or_not_to_be_changed_now():
+def test_modules_that_cannot_be_changed_now():
     model = shard_net(make_net(num_blocks=1))
     with pytest.raises(ValueError, match="fully_shard was not called on this Linear"):
         reshard_unit(model.head, reshard_after_forward=False)
@@ -822,7 +822,7 @@ def fails_midway(at: int) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 8, 30])
-def test_a_failure_in_the_middle_puts_back_what_was(at):
+def test_a_failure_in_the_middle_is_rolled_back(at):
     run_ranks(2, fails_midway, at)
 
 
@@ -847,28 +847,28 @@ def fails_at_the_optimizer() -> None:
     assert_equal(model, twin)
 
 
-def test_a_failure_at_the_very_end_puts_back_what_was():
+def test_a_failure_at_the_end_is_rolled_back():
     run_ranks(2, fails_at_the_optimizer)
 
 
 def old_graphs() -> list[str]:
-    said = []
+    messages = []
     for change in ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, {"wrap": nothing}):
         model = shard_net(make_net(num_blocks=1))
         loss = loss_of(model, batch(0, 0))
         reshard_module(model, **change)
         with pytest.raises(RuntimeError) as caught:
             loss.backward()
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
         model.reset_iter_state()
         backward(model, 0)
-    return said
+    return messages
 
 
-def test_a_graph_from_before_fails_and_says_so():
-    (said,) = run_ranks(1, old_graphs)
-    assert "modified by an inplace operation" in said[0]
-    assert "run the forward again" in said[1]
+def test_an_old_graph_raises_an_error():
+    (messages,) = run_ranks(1, old_graphs)
+    assert "modified by an inplace operation" in messages[0]
+    assert "run the forward again" in messages[1]
 
 
 # ---- bytes
@@ -893,7 +893,7 @@ def bytes_meanwhile(change: str) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("change", ["wrap", "mesh"])
-def test_old_and_new_shards_are_there_at_once_only_if_they_are_others(change):
+def test_old_and_new_shards_coexist_only_if_they_differ(change):
     old, whole = (FP32 * (slots(size, ROOT_SHAPES) + BLOCKS * slots(size, BLOCK_SHAPES)) for size in (2, 1))
     expected = (old, old, old, old) if change == "wrap" else (old, old + whole, whole, whole)
     assert run_ranks(2, bytes_meanwhile, change) == [expected] * 2
@@ -913,8 +913,8 @@ def refused_replicas() -> str:
 
 
 def test_a_hook_with_a_stream_and_replicas_are_refused():
-    said = (
+    reason = (
         "has an all-reduce hook with a stream, which replicas do not allow; call set_all_reduce_hook without a "
         "stream first"
     )
-    assert all(said in message for message in run_ranks(2, refused_replicas))
+    assert all(reason in message for message in run_ranks(2, refused_replicas))

@@ -13,11 +13,11 @@ from tests.helpers.both_engines import (
     APIS,
     CLOSE,
     NEWER_APIS,
+    call_setter,
     double_net,
     one_batch,
     shard_net_with,
     sharded,
-    tell,
     train_all,
 )
 from tests.helpers.forked_ranks import run_ranks
@@ -126,12 +126,12 @@ def in_stages_told_which_is_last(model: Stages, step: int) -> None:
     first, last = model.stages
     outs, ins = [], []
     for micro in range(2):
-        tell(last, "set_is_last_backward", micro == 1)
+        call_setter(last, "set_is_last_backward", micro == 1)
         outs.append(first(data(2 * step + micro).double()))
         ins.append(outs[-1].detach().requires_grad_())
         last(ins[-1]).square().mean().backward()
     for micro, (out, received) in enumerate(zip(outs, ins, strict=True)):
-        tell(first, "set_is_last_backward", micro == 1)
+        call_setter(first, "set_is_last_backward", micro == 1)
         out.backward(received.grad)
 
 
@@ -184,8 +184,8 @@ def broken_off(where: str, with_lists: bool) -> dict[Category, int]:
         for step in range(4):
             for model in models:
                 if with_lists:
-                    tell(model.blocks[0], "set_modules_to_forward_prefetch", list(model.blocks[1:]))
-                    tell(model.blocks[2], "set_modules_to_backward_prefetch", [model.blocks[1], model.blocks[0]])
+                    call_setter(model.blocks[0], "set_modules_to_forward_prefetch", list(model.blocks[1:]))
+                    call_setter(model.blocks[2], "set_modules_to_backward_prefetch", [model.blocks[1], model.blocks[0]])
                 if step in (1, 3):
                     break_off(model, where)
                     model.reset_iter_state()

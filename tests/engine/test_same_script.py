@@ -51,7 +51,7 @@ def test_a_shallow_copy_shares_everything():
 
 @pytest.mark.parametrize("api", APIS, ids=["ours", "torch's"])
 @on_one_rank
-def test_modules_in_a_tuple_come_back_in_it(api):
+def test_a_tuple_of_modules_is_returned_as_a_tuple(api):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pair = (model[0], model[1])
     assert api.fully_shard(pair) is pair
@@ -76,7 +76,7 @@ def test_attributes_of_the_users_stay_the_users():
     assert model._states == model._own_units == model._one_mesh == model._units == "mine"
 
 
-class Watches(nn.Linear):
+class RecordsAssignments(nn.Linear):
     """Records assignments to its attributes, as recurrent layers do."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -85,14 +85,14 @@ class Watches(nn.Linear):
 
 
 def watched(api: ModuleType) -> list[tuple[str, bool]]:
-    model = Watches(DIM, DIM, bias=False)
+    model = RecordsAssignments(DIM, DIM, bias=False)
     api.fully_shard(model)
     vars(model)["seen"].clear()
     squares(model, 0).backward()
     return model.seen
 
 
-def test_a_module_that_watches_its_attributes_sees_the_parameters_come_and_go():
+def test_a_module_with_setattr_sees_parameter_changes():
     changes = [("weight", False), ("weight", True)]  # full for forward and backward, then shards
     assert run_ranks(2, watched, engine) == run_ranks(2, watched, fsdp) == [changes] * 2
 
@@ -135,7 +135,7 @@ def between_forward_and_backward(api: ModuleType) -> list[object]:
     ]
 
 
-def test_parameters_over_fewer_ranks_lie_as_torchs_do():
+def test_parameters_over_fewer_ranks_are_placed_as_in_torch():
     assert run_ranks(4, between_forward_and_backward, engine) == run_ranks(4, between_forward_and_backward, fsdp)
 
 
@@ -152,7 +152,7 @@ class ReturnsViews(nn.Module):
         return both[:, :DIM], both[:, DIM:]
 
 
-class WritesToWhatItGot(nn.Module):
+class WritesToInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = ReturnsViews(), ReturnsViews(), nn.Linear(DIM, DIM)
@@ -166,9 +166,9 @@ class WritesToWhatItGot(nn.Module):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_view_that_is_written_to_still_brings_the_backward(world_size):
+def test_writing_to_a_view_keeps_the_backward_hook(world_size):
     """The write drops the view's hooks; torch warns of wrong gradients there."""
-    record = run_ranks(world_size, compare, WritesToWhatItGot, shard_each, squares)[0]
+    record = run_ranks(world_size, compare, WritesToInput, shard_each, squares)[0]
     assert record.count(Kind.BACKWARD) == {"first": 1, "second": 1, "last": 1}
 
 
@@ -249,12 +249,12 @@ def inner_alone() -> None:
     squares(model, 1).backward()
 
 
-def test_an_inner_module_may_be_evaluated_alone_and_its_shards_be_written_then():
+def test_an_inner_module_can_be_evaluated_alone_and_its_shards_written():
     run_ranks(2, inner_alone)
 
 
 @on_one_rank
-def test_an_event_stands_for_one_optimizer_step():
+def test_an_event_covers_one_optimizer_step():
     model = shard_each(blocks(2))
     root = model._get_fsdp_state().root_ctx
     model.set_post_optim_event(None)  # as a script without streams does on the CPU
@@ -334,7 +334,7 @@ def staging() -> list[object]:
     return sorted((str(dtype), reducer.num_bytes > 0) for (_, dtype), reducer in keys.items())
 
 
-def test_no_memory_is_shared_for_gradients_that_never_come():
+def test_no_memory_is_shared_for_frozen_parameters():
     staged = [("torch.bfloat16", False), ("torch.float32", True), ("torch.int8", False)]
     assert run_ranks(2, staging) == [staged] * 2
 

@@ -73,7 +73,7 @@ def registered_after_forward() -> set[tuple[int, ...]]:
     return {shape[-1:] for shape in shapes}
 
 
-def test_after_forward_the_registered_parameters_lie_on_the_smaller_mesh():
+def test_after_forward_the_registered_parameters_are_on_the_smaller_mesh():
     assert run_ranks(4, registered_after_forward) == [{(2,)}] * 4
 
 
@@ -242,7 +242,7 @@ def with_memory_of_the_group() -> set[str]:
     return {unit.comm for unit in record.units.values()} - {""}
 
 
-def test_a_backend_that_allocates_nothing_goes_on_as_before():
+def test_a_backend_without_an_allocator_works_as_before():
     assert run_ranks(2, with_memory_of_the_group) == [{"gloo"}] * 2
 
 
@@ -269,7 +269,7 @@ def released() -> tuple[list[int], int]:
     return reserved, after_release
 
 
-def test_released_buffers_are_not_reserved_and_come_back_when_needed():
+def test_released_buffers_are_not_reserved_and_are_allocated_again_on_demand():
     for reserved, after_release in run_ranks(2, released):
         assert min(reserved) > 0
         assert after_release == 0
@@ -332,5 +332,5 @@ def backward_after_a_reshard_by_hand() -> str:
     return str(caught.value)
 
 
-def test_a_backward_through_given_up_parameters_is_an_error():
+def test_a_backward_through_freed_parameters_is_an_error():
     assert all("version" in message for message in run_ranks(2, backward_after_a_reshard_by_hand))

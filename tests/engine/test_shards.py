@@ -96,7 +96,7 @@ def test_every_parameter_is_aligned_as_its_own_size_is(shapes, world_size):
         assert [p.fqn for p in unit.describe().params] == [f"p{i}" for i in range(len(shapes))]
 
 
-def test_slots_of_odd_sizes_come_last():
+def test_slots_of_odd_sizes_are_last():
     sizes = [1, 96, 6, 64, 3]
     assert in_flat_order(sizes) == [1, 3, 2, 4, 0]
     assert in_flat_order([]) == []

@@ -193,7 +193,7 @@ def stages_grow() -> list[int]:
     return sizes
 
 
-def test_stages_grow_are_given_up_and_come_again():
+def test_stages_grow_are_released_and_are_allocated_again():
     assert run_ranks(2, stages_grow) == [[0, 5 * 4096, 5 * 5 * 4096, 5 * 4096]] * 2
 
 
@@ -290,7 +290,7 @@ def casts_in_turn(numels: list[int], at_once: int) -> list[bool]:
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_casts_are_gathered_in_two_stages_however_many_wait_to_be_read(world_size, at_once):
+def test_casts_are_gathered_in_two_stages(world_size, at_once):
     numels = [7, 3, 64, 0, 64, 1, 7, 7]
     assert run_ranks(world_size, casts_in_turn, numels, at_once) == [[True] * len(numels)] * world_size
 
@@ -349,7 +349,7 @@ def after_a_rebuild() -> list[float]:
     return seen
 
 
-def test_after_an_abandoned_reduction_new_groups_count_anew():
+def test_after_an_abandoned_reduction_new_groups_count_again():
     assert run_ranks(2, after_a_rebuild) == [[6.0, 8.0, 10.0]] * 2
 
 
@@ -369,7 +369,7 @@ def dropped() -> list[float]:
     return drop_some(SharedMemoryReduceScatter(connected(), torch.float32))
 
 
-def test_reductions_that_nobody_waits_for_do_no_harm():
+def test_reductions_without_a_wait_do_no_harm():
     assert run_ranks(2, dropped) == [[0.0, 6.0, 12.0]] * 2
 
 
@@ -400,11 +400,11 @@ def too_many() -> tuple[str, list[list[float]]]:
 
 
 def test_a_reduction_that_was_waited_for_too_late_is_an_error_not_a_wrong_sum():
-    said = (
+    message = (
         "wait() came too late for this reduction: the maximum number of outstanding reductions was issued after it, "
         "or the group was rebuilt, so its stages may hold other gradients"
     )
-    assert run_ranks(2, too_many) == [(said, [[5.0], [2.0], [4.0]])] * 2
+    assert run_ranks(2, too_many) == [(message, [[5.0], [2.0], [4.0]])] * 2
 
 
 def refusals() -> list[str]:
@@ -443,7 +443,7 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_what_cannot_be_done_without_copying_is_refused():
+def test_tensors_that_would_need_a_copy_are_refused():
     messages, _ = run_ranks(2, refusals)
     assert messages[1] == (
         "an output of 4 elements of torch.bfloat16 was requested, but this unit's shared memory has 4 of "

@@ -144,7 +144,7 @@ def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
     """Another host's process may have the same pid and descriptor; the name differs."""
     with (tmp_path / "file").open("wb") as file:
         fd = file.fileno() if there else 10_000
-        error, said = (
+        error, message = (
             (OSError, "is not the other rank's memory: the rank is on another host or in another")
             if there
             else (
@@ -152,7 +152,7 @@ def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
                 "No such file",
             )
         )
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             shared_memory._map(f"{os.getpid()} {fd} workbench-0123 ", 8)
 
 
@@ -244,10 +244,10 @@ def refused_rows(damage: Callable[[pytest.MonkeyPatch], None], damaged_rank: int
         (unmappable, 1, "unable to mmap 3 bytes"),
     ],
 )
-def test_lack_of_memory_is_an_error_on_all_ranks_that_says_why(damage, rank, why):
+def test_lack_of_memory_is_an_error_on_all_ranks_that_explains_why(damage, rank, why):
     messages = run_ranks(2, refused_rows, damage, rank)
-    said = f"ranks [0, 1] cannot share 8000 bytes of memory; rank {rank}: {why}. "
-    assert messages == [said + "To run without shared memory, set WORKBENCH_COMM=gloo."] * 2
+    message = f"ranks [0, 1] cannot share 8000 bytes of memory; rank {rank}: {why}. "
+    assert messages == [message + "To run without shared memory, set WORKBENCH_COMM=gloo."] * 2
 
 
 def test_the_memory_of_this_machine_is_known():
@@ -303,14 +303,14 @@ def killed(victim: int, peer_is_past_the_barrier) -> tuple[str, float]:
 def test_a_killed_rank_leaves_nothing_and_its_peers_keep_what_they_share(victim):
     results = outcomes(2, killed, victim, FORK.Event())
     assert results[victim][0] == "died"
-    what, said = results[1 - victim]
-    assert what == "ok", said
-    name, total = said
+    what, message = results[1 - victim]
+    assert what == "ok", message
+    name, total = message
     assert total == 3000.0
     assert holders(name) == []
 
 
-def test_who_holds_memory_is_found():
+def test_processes_that_hold_memory_are_found():
     name = f"workbench-{os.getpid()}"  # unique on this machine
     fd = os.memfd_create(name)
     os.posix_fallocate(fd, 0, 1)
@@ -334,7 +334,7 @@ def no_file_is_made() -> tuple[set[str], int]:
     return {name for name in os.listdir("/dev/shm") if "workbench" in name}, len(open_files())
 
 
-def test_no_descriptor_and_no_file_stands_for_the_memory():
+def test_the_memory_has_neither_descriptor_nor_file():
     assert run_ranks(2, no_file_is_made) == [(set(), 0)] * 2
 
 
@@ -350,5 +350,5 @@ def alone_at_a_barrier(other_may_come) -> bool:
     return dist.get_rank() == 0 and early
 
 
-def test_a_barrier_ends_when_the_last_rank_has_come():
+def test_a_barrier_ends_when_the_last_rank_arrives():
     assert run_ranks(2, alone_at_a_barrier, FORK.Event()) == [False, False]

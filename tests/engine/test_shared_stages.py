@@ -115,7 +115,7 @@ def slow_reader(plan: Plan, slow: int, may_read, in_wait: str) -> bool:
 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("num_outstanding", [1, 2, 3])
-def test_with_2n_plus_1_stages_a_slow_rank_is_not_robbed_and_nobody_waits(num_outstanding, slow):
+def test_with_2n_plus_1_stages_no_rank_waits_for_a_slow_one(num_outstanding, slow):
     plan = Plan(num_outstanding, 2 * num_outstanding + 1)
     assert run_ranks(2, slow_reader, plan, slow, FORK.Event(), "") == [True, True]
 
@@ -146,7 +146,7 @@ def no_wait_in_allocate(plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("num_outstanding", [1, 2, 3])
-def test_who_reads_before_writing_needs_2n_stages(num_outstanding):
+def test_reading_before_writing_needs_2n_stages(num_outstanding):
     plan = Plan(num_outstanding, 2 * num_outstanding, reads_first=True)
     assert run_ranks(2, no_wait_in_allocate, plan) == [True, True]
 
@@ -195,19 +195,25 @@ def bytes_of_a_step(num_blocks: int) -> tuple[int, int, int, int, int]:
             loss_of(model, batch(dist.get_rank(), number, plain["vocab"])).backward()
         reduce = unit.comm_choice.pair.reduce
         largest = max(u.shard_numel for u in (model._get_fsdp_state()._fsdp_param_group, unit))
-        told = 0 if reduce.lease is None else reduce.num_bytes
+        reported = 0 if reduce.lease is None else reduce.num_bytes
         dist.barrier()  # the other ranks have returned their part too
-        return reduce.num_bytes, record.peak[Category.REDUCE_SCATTER_BUFFERS], told, resident(reduce._stages), largest
+        return (
+            reduce.num_bytes,
+            record.peak[Category.REDUCE_SCATTER_BUFFERS],
+            reported,
+            resident(reduce._stages),
+            largest,
+        )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stages_are_for_the_largest_unit_and_have_no_memory_between_steps(world_size, monkeypatch):
     monkeypatch.delenv("WORKBENCH_COMM", raising=False)
-    for num_bytes, used, told, in_memory, largest in run_ranks(world_size, bytes_of_a_step, 3):
+    for num_bytes, used, reported, in_memory, largest in run_ranks(world_size, bytes_of_a_step, 3):
         needed = (world_size - 1) * largest * 4
         assert num_bytes == 2 * -(-needed // PAGE) * PAGE
         assert used == needed
-        assert told == in_memory == 0
+        assert reported == in_memory == 0
 
 
 def kept(can_give_back: bool) -> tuple[int, int]:
@@ -224,11 +230,11 @@ def kept(can_give_back: bool) -> tuple[int, int]:
         return record.live[Category.RESERVED], resident(reduce._stages)
 
 
-def test_where_the_system_takes_nothing_back_it_is_still_counted():
+def test_memory_that_cannot_be_returned_is_still_counted():
     assert run_ranks(2, kept, True) == [(0, 0)] * 2
-    for told, in_memory in run_ranks(2, kept, False):
-        assert told == 2 * 5 * PAGE * 4
-        assert in_memory >= told // 2
+    for reported, in_memory in run_ranks(2, kept, False):
+        assert reported == 2 * 5 * PAGE * 4
+        assert in_memory >= reported // 2
 
 
 @pytest.mark.parametrize(("problem", "is_told"), [(errno.ENOMEM, True), (errno.EFAULT, True), (errno.EINVAL, False)])
@@ -260,5 +266,5 @@ def one_is_slow(has_looked: Any) -> list[bool]:
     return [bool((total == 2.0 - rank).all())]
 
 
-def test_what_another_rank_has_yet_to_sum_is_not_given_back():
+def test_stages_that_another_rank_still_reads_are_not_released():
     assert run_ranks(2, one_is_slow, FORK.Event()) == [[True]] * 2

@@ -87,12 +87,12 @@ BUILDERS = {
     ("build", "world_size", "num_blocks"),
     [("usual", 1, 1), ("usual", 2, 1), ("usual", 4, 1), ("neighbours", 2, 2), ("kept", 2, 0)],
 )
-def test_pages_are_kept_for_as_many_blocks_as_were_full_at_once_until_none_is_gathered(build, world_size, num_blocks):
+def test_pages_are_kept_for_the_peak_number_of_unsharded_blocks(build, world_size, num_blocks):
     kept = world_size * num_blocks * slots(world_size, BLOCK_SHAPES) * FP32
     assert run_ranks(world_size, kept_in_steps, build) == [{(kept, 0)}] * world_size
 
 
-def test_a_unit_inside_of_another_needs_pages_of_its_own():
+def test_a_nested_unit_needs_its_own_pages():
     kept = 2 * slots_of(UsesInner()) * FP32  # only one of the two middle units at a time
     assert run_ranks(2, kept_in_steps, "nested") == [{(kept, 0)}] * 2
 
@@ -157,9 +157,9 @@ def sums(policy: MixedPrecisionPolicy) -> list[tuple[str, int, int]]:
             nonlocal counted
             if (kind, edge) in {(Kind.FORWARD, Edge.BEGIN), (Kind.FORWARD, Edge.END), (Kind.BACKWARD, Edge.BEGIN)}:
                 counted += 1
-                told = sum(record.live[category] for category in TAKEN)
-                if told != allocated(model):
-                    wrong.append((f"{kind.name} {edge.name} {record.name(unit)}", told, allocated(model)))
+                reported = sum(record.live[category] for category in TAKEN)
+                if reported != allocated(model):
+                    wrong.append((f"{kind.name} {edge.name} {record.name(unit)}", reported, allocated(model)))
 
         record.event = event
         for number in range(1, 4):
@@ -199,7 +199,7 @@ def forward_deviates() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_unit_that_is_needed_beside_another_in_forward_changes_no_bit(world_size):
+def test_an_overlapping_unit_in_forward_changes_no_bit(world_size):
     run_ranks(world_size, forward_deviates)
 
 
@@ -230,9 +230,7 @@ def same_step(model: nn.Module, twin: nn.Module, number: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("ahead", "needed"), [(0, 2), (1, 2), (3, 1)])
-def test_a_unit_that_is_needed_beside_another_in_backward_finds_its_values_where_its_graph_points(
-    world_size, ahead, needed
-):
+def test_an_overlapping_unit_in_backward_finds_its_values(world_size, ahead, needed):
     run_ranks(world_size, backward_deviates, ahead, needed)
 
 
@@ -351,7 +349,7 @@ def two_models() -> None:
         assert record.reserved == of_all // 3
 
 
-def test_two_models_keep_pages_of_their_own():
+def test_two_models_keep_their_own_pages():
     run_ranks(2, two_models)
 
 

@@ -112,8 +112,8 @@ def plain_values() -> str:
 
 
 def test_assigning_plain_values_says_which_parameter():
-    (said,) = run_ranks(1, plain_values)
-    assert said.startswith("parameter 'weight' was replaced by a plain Parameter after fully_shard")
+    (message,) = run_ranks(1, plain_values)
+    assert message.startswith("parameter 'weight' was replaced by a plain Parameter after fully_shard")
 
 
 def of_an_optimizer() -> None:
@@ -135,5 +135,5 @@ def of_an_optimizer() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_model_and_optimizer_go_on_bit_identically_from_their_state_dicts(world_size):
+def test_model_and_optimizer_resume_bit_identically_from_their_state_dicts(world_size):
     run_ranks(world_size, of_an_optimizer)

@@ -103,7 +103,7 @@ class AllReduced(Step):
         self.summed.then.reducer.finish(self.summed.part)
 
 
-def test_what_follows_a_reduce_scatter_trails_and_compute_does_not_wait_for_it(device, monkeypatch):
+def test_work_after_a_reduce_scatter_does_not_block_compute(device, monkeypatch):
     def all_reduce(reducer, _total, _group, _unused) -> AllReduced:
         device.do(f"{reducer.unit.name} begins all-reduce")
         return AllReduced(device, reducer.unit.name)
@@ -152,7 +152,7 @@ def test_the_input_of_a_reduce_scatter_is_freed_before_the_gradients_are_set(dev
     assert is_freed == [True]
 
 
-def test_on_the_cpu_there_are_none():
+def test_the_cpu_has_no_streams():
     streams = backend_of(torch.device("cpu")).streams()
     assert not streams.are_there
     with streams.trailing(torch.ones(1)):
@@ -202,7 +202,7 @@ def test_a_flat_shard_goes_to_the_device_in_one_piece():
 
 
 @on_one_rank
-def test_a_single_rank_copies_from_what_was_brought_to_the_device():
+def test_a_single_rank_copies_from_the_device_copy():
     """Pretend that a unit's shards are on another device."""
     model = shard_net(make_net(num_blocks=1))
     loss_of(model, batch(0, 0))

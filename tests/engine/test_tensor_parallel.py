@@ -141,7 +141,7 @@ def test_hsdp_with_tensor_parallelism_equals_the_plain_model():
 
 
 @pytest.mark.exhaustive
-def test_hsdp_with_tensor_parallelism_on_eight_ranks_where_nothing_is_clipped():
+def test_hsdp_with_tensor_parallelism_on_eight_ranks_without_clipping():
     run_ranks(8, partial(three_steps, HSDP_TP, (2, 2, 2), clip=100.0))
 
 

@@ -93,7 +93,7 @@ def test_the_installed_torch_is_one_that_was_tried():
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cpu"])
-def test_of_a_torch_that_was_tried_nothing_is_said(version):
+def test_a_tested_torch_gives_no_warning(version):
     assert untried(version) == ""
 
 
@@ -119,7 +119,7 @@ class Scaler(GradScalerWithFlags):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("grad", [None, 1.0, torch.inf])
-def test_a_scaler_tells_what_it_found_and_does_as_it_is_told(grad, fused):
+def test_a_scaler_reports_infinities_and_obeys_settings(grad, fused):
     param = nn.Parameter(torch.ones(2, dtype=torch.float32 if fused else torch.float16))
     param.grad = None if grad is None else torch.full_like(param, grad)
     scaler = Scaler("cpu", init_scale=8.0)
@@ -330,12 +330,12 @@ def conversions() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_conversion_keeps_the_parameter_and_exchanges_what_it_wraps(world_size):
+def test_a_conversion_keeps_the_parameter_and_replaces_its_tensor(world_size):
     run_ranks(world_size, conversions)
 
 
 @pytest.mark.parametrize("exchange", [set_parameter, put_parameter])
-def test_a_parameter_is_exchanged_where_modules_look_for_it(exchange):
+def test_a_parameter_is_replaced_in_its_modules(exchange):
     module = nn.Linear(2, 2)
     plain = nn.Parameter(torch.ones(2, 2))
     assert parameter_of(module, "weight") is module.weight
@@ -396,15 +396,15 @@ def test_a_backward_is_noticed_only_within_it_and_in_those_that_it_runs():
     assert not is_in_backward()
 
 
-def test_a_module_with_a_setattr_of_its_own_is_asked_to_exchange_a_parameter():
+def test_a_module_with_its_own_setattr_gets_the_replacement():
     seen = []
 
-    class Watches(nn.Linear):
+    class RecordsAssignments(nn.Linear):
         def __setattr__(self, name: str, value: object) -> None:
             seen.append(name)
             super().__setattr__(name, value)
 
-    module = Watches(2, 2)
+    module = RecordsAssignments(2, 2)
     assert has_own_setattr(module)
     assert not has_own_setattr(nn.Linear(2, 2))
     seen.clear()
@@ -414,7 +414,7 @@ def test_a_module_with_a_setattr_of_its_own_is_asked_to_exchange_a_parameter():
 
 
 @on_one_rank
-def test_writing_to_a_view_drops_its_hooks_and_keeps_those_of_what_it_is_a_view_of():
+def test_writing_to_a_view_drops_its_hooks_and_keeps_those_of_its_base():
     weight = torch.ones(2, 2, requires_grad=True)
     fired = []
     whole = weight * 2
@@ -449,7 +449,7 @@ def test_a_parameter_can_be_emptied_and_filled_again_under_autograds_saved_tenso
 
 
 @on_one_rank
-def test_autograd_notices_a_version_that_is_another_one_and_not_one_that_is_set_back():
+def test_autograd_notices_a_changed_version_but_not_a_restored_one():
     """This is why refilled memory passes as the saved tensor, and why a backward without an unshard fails."""
     param = nn.Parameter(torch.ones(2))
     version = param._version
@@ -521,7 +521,7 @@ class Backend:
     """The interface that the engine needs of a backend with an allocator."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, torch.dtype]] = []
+        self.requests: list[tuple[int, torch.dtype]] = []
 
     def _get_backend(self, device: torch.device) -> "Backend":
         return self
@@ -530,21 +530,21 @@ class Backend:
         return True
 
     def allocate_tensor(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.asked.append((numel, dtype))
+        self.requests.append((numel, dtype))
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-def test_a_backend_that_allocates_is_asked():
+def test_a_backend_with_an_allocator_is_used():
     backend, cpu = Backend(), torch.device("cpu")
     allocate = group_allocator(backend, cpu)
     assert allocate(3, dtype=torch.float16, device=cpu).shape == (3,)
-    assert backend.asked == [(3, torch.float16)]
+    assert backend.requests == [(3, torch.float16)]
     for name in ("supports_tensor_alloc", "allocate_tensor"):
         assert callable(getattr(torch._C._distributed_c10d.Backend, name)), name  # c10d's backend has them
 
 
 @pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "_make_nccl_premul_sum"), reason="torch without NCCL")
-def test_a_sum_that_multiplies_first_is_an_operation_of_its_own():
+def test_a_premultiplied_sum_is_its_own_operation():
     op = premultiplied_sum(0.25)
     assert op == dist.ReduceOp.PREMUL_SUM
     assert op != dist.ReduceOp.SUM
@@ -591,7 +591,7 @@ def names() -> None:
     assert default in named_groups()
 
 
-def test_groups_are_known_by_name():
+def test_groups_are_found_by_name():
     run_ranks(1, names, fresh=True)
 
 
@@ -644,7 +644,7 @@ def test_reading_can_be_forbidden_where_torch_can_and_is_allowed_again():
     assert alias.sum() == 4
 
 
-def test_pipelining_takes_modules_of_a_kind_it_was_told_of_for_sharded_ones():
+def test_pipelining_treats_registered_module_types_as_sharded():
     class Ours:
         pass
 
@@ -664,15 +664,15 @@ def test_pipelining_takes_modules_of_a_kind_it_was_told_of_for_sharded_ones():
         assert stage.fully_shard.state(nn.Linear(1, 1)) is None
 
 
-def test_pipelining_asks_for_nothing_else():
-    asked = {
+def test_pipelining_calls_only_known_methods():
+    called = {
         node.attr
         for path in (stage.__file__, schedules.__file__)
         for node in ast.walk(ast.parse(Path(path).read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id in {"fsdp_module", "distributed_state", "fully_shard", "fsdp_param_group"}
     }
-    assert asked | {"post_backward"} == {  # torch 2.11 calls it on a state's only unit, under another name
+    assert called | {"post_backward"} == {  # torch 2.11 calls it on a state's only unit, under another name
         "set_is_last_backward",
         "set_reshard_after_backward",
         "set_requires_gradient_sync",
@@ -705,7 +705,7 @@ def test_a_placement_splits_one_dim():
     ]
 
 
-class Asked(nn.Module):
+class RecordsNameRequests(nn.Module):
     """Records whether checkpoints ask for names."""
 
     def __init__(self) -> None:
@@ -723,8 +723,8 @@ class Asked(nn.Module):
         yield from super().named_modules(*args, **kwargs)
 
 
-def test_it_is_known_when_checkpoints_ask():
-    module = Asked()
+def test_calls_from_checkpoints_are_recognised():
+    module = RecordsNameRequests()
     list(module.parameters())
     assert module.for_names == [""]
     get_model_state_dict(module)
@@ -738,7 +738,7 @@ def test_it_is_known_when_checkpoints_ask():
         assert module.for_frozen.pop()
 
 
-class AskedThroughOverrides(Asked):
+class RecordsThroughOverrides(RecordsNameRequests):
     """A user's subclass of a wrapper, with overrides that only pass on."""
 
     def named_parameters(self, *args, **kwargs):
@@ -748,7 +748,7 @@ class AskedThroughOverrides(Asked):
         yield from super().named_modules(*args, **kwargs)
 
 
-class Around(nn.Module):
+class OuterModule(nn.Module):
     """A module around a wrapper that has no names of its own."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -764,11 +764,11 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize(
     "through",
-    [lambda m: m, Around, lambda m: torch.compile(m, backend="eager"), nn.Sequential],
+    [lambda m: m, OuterModule, lambda m: torch.compile(m, backend="eager"), nn.Sequential],
     ids=["itself", "module", "compiled", "sequential"],
 )
-def test_it_is_known_through_overrides_wrappers_and_compiled_modules(through):
-    module = AskedThroughOverrides()
+def test_calls_from_checkpoints_are_recognised_through_wrappers(through):
+    module = RecordsThroughOverrides()
     outer = through(module)
     list(outer.named_parameters())
     list(outer.named_modules())
@@ -781,7 +781,7 @@ def test_it_is_known_through_overrides_wrappers_and_compiled_modules(through):
     assert not any(module.for_names)
 
 
-@pytest.mark.parametrize("kind", [Asked, AskedThroughOverrides])
+@pytest.mark.parametrize("kind", [RecordsNameRequests, RecordsThroughOverrides])
 def test_a_compiled_function_may_ask_for_names(kind):
     module = kind()
     torch.compile(lambda: list(module.named_parameters(recurse=False)), backend="eager")()  # Dynamo warns of nothing
@@ -790,8 +790,8 @@ def test_a_compiled_function_may_ask_for_names(kind):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # the checkpoints' own gc.isenabled
-@pytest.mark.parametrize("kind", [Asked, AskedThroughOverrides])
-def test_it_is_known_when_checkpoints_ask_in_a_compiled_function(kind):
+@pytest.mark.parametrize("kind", [RecordsNameRequests, RecordsThroughOverrides])
+def test_calls_from_checkpoints_are_recognised_in_a_compiled_function(kind):
     module = kind()
     torch.compile(lambda: get_model_state_dict(module), backend="eager")()
     assert set(module.for_names) == {"named_parameters"}
@@ -815,7 +815,7 @@ class Wrapper(nn.Module):
 class Answers(Checkpointed):
     """Answers for :class:`Wrapper`; records the calls."""
 
-    asked: ClassVar[list[object]] = []
+    requests: ClassVar[list[object]] = []
 
     @staticmethod
     def fsdp_modules(module):
@@ -824,26 +824,26 @@ class Answers(Checkpointed):
     @staticmethod
     @contextmanager
     def state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config):
-        Answers.asked.append((state_dict_type.name, vars(state_dict_config), vars(optim_state_dict_config)))
+        Answers.requests.append((state_dict_type.name, vars(state_dict_config), vars(optim_state_dict_config)))
         yield
 
     @staticmethod
     def optim_state_dict(model, optim, optim_state_dict, group=None):
-        Answers.asked.append(("made", list(optim_state_dict["state"]), group))
+        Answers.requests.append(("made", list(optim_state_dict["state"]), group))
         return {"state": {"weight": optim_state_dict["state"][0]}, "param_groups": [{"params": ["weight"], "lr": 3.0}]}
 
     @staticmethod
     def optim_state_dict_to_load(model, optim, optim_state_dict, group=None):
-        Answers.asked.append(("to load", list(optim_state_dict["state"]), group))
+        Answers.requests.append(("to load", list(optim_state_dict["state"]), group))
         return {"state": {}, "param_groups": [{**optim_state_dict["param_groups"][0], "params": [0]}]}
 
 
-def test_checkpoints_ask_about_wrappers_as_they_were_told(monkeypatch):
+def test_checkpoints_query_wrappers_with_their_settings(monkeypatch):
     checkpoints = sys.modules["torch.distributed.checkpoint.state_dict"]
     is_sharded = "_get_module_fsdp_state_if_fully_sharded_module"
     monkeypatch.setattr(checkpoints, "FSDP", FullyShardedDataParallel)
     monkeypatch.setattr(checkpoints, is_sharded, getattr(_common_utils, is_sharded))
-    monkeypatch.setattr(Answers, "asked", [])
+    monkeypatch.setattr(Answers, "requests", [])
     model = nn.Sequential(Wrapper())[0]
     optimizer = torch.optim.Adam(model.parameters())
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
@@ -852,16 +852,16 @@ def test_checkpoints_ask_about_wrappers_as_they_were_told(monkeypatch):
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(cpu_offload=True))
     assert optimizer.param_groups[0]["lr"] == 3.0
     how = ("SHARDED_STATE_DICT", *2 * ({"offload_to_cpu": True, "_use_dtensor": False},))
-    assert Answers.asked == [how, ("made", [0], None), how, ("to load", ["weight"], None)]
+    assert Answers.requests == [how, ("made", [0], None), how, ("to load", ["weight"], None)]
     plain = nn.Linear(1, 1)
     assert get_optimizer_state_dict(plain, torch.optim.Adam(plain.parameters()))["state"].keys() == {"weight", "bias"}
-    assert len(Answers.asked) == 4
+    assert len(Answers.requests) == 4
     monkeypatch.delattr(checkpoints, "FSDP")
     with pytest.raises(NotImplementedError, match=r"of torch .* differs from that of 2\.11 to 2\.14"):
         get_optimizer_state_dict(model, optimizer)
 
 
-def test_a_parameter_that_is_none_of_the_modules_is_in_no_checkpoint():
+def test_a_foreign_parameter_is_in_no_checkpoint():
     module = nn.Linear(1, 1, bias=False)
     module.register_buffer("table", torch.ones(1), persistent=False)
     own = nn.Parameter(torch.ones(1))

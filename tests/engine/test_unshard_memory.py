@@ -29,7 +29,7 @@ ALIASES: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-class Kept(nn.Module):
+class KeepsWeight(nn.Module):
     """Keeps references to its weight while it runs."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def read(kept: dict[str, object]) -> dict[str, bool]:
 
 
 def kept_by_a_forward(recorded: bool) -> None:
-    model = Kept()
+    model = KeepsWeight()
     plain = copy.deepcopy(model)
     fully_shard(model, reshard_after_forward=True)
     with torch.set_grad_enabled(recorded):
@@ -69,12 +69,12 @@ def kept_by_a_forward(recorded: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_what_is_kept_of_a_full_parameter_reads_as_nan_after_reshard(world_size, recorded):
+def test_retained_views_of_a_full_parameter_read_nan_after_reshard(world_size, recorded):
     run_ranks(world_size, kept_by_a_forward, recorded)
 
 
 def kept_over_iterations() -> None:
-    model = nn.Sequential(Kept(), Kept(), Kept())
+    model = nn.Sequential(KeepsWeight(), KeepsWeight(), KeepsWeight())
     for module in (*model, model):
         fully_shard(module)
     for step in range(3):
@@ -86,7 +86,7 @@ def kept_over_iterations() -> None:
         assert set(read(module.kept).values()) == {True}
 
 
-def test_what_is_kept_of_a_parameter_whose_pages_others_use_reads_as_nan():
+def test_retained_views_of_reused_pages_read_nan():
     run_ranks(2, kept_over_iterations)
 
 

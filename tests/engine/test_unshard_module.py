@@ -102,7 +102,7 @@ def goes_on_bit_identically() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_bit_identically(world_size):
+def test_training_continues_bit_identically(world_size):
     run_ranks(world_size, goes_on_bit_identically)
 
 
@@ -143,7 +143,7 @@ def not_run_yet() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_undone_before_it_ever_ran(world_size):
+def test_unsharded_before_the_first_run(world_size):
     run_ranks(world_size, not_run_yet)
 
 
@@ -230,7 +230,7 @@ def test_a_failure_in_the_middle_leaves_the_model_sharded(at):
 
 
 @on_one_rank
-def test_what_is_no_list_of_optimizers_is_refused():
+def test_an_invalid_list_of_optimizers_is_refused():
     model = shard_net(make_net(num_blocks=1))
     before = fingerprint(model)
     for wrong in (torch.optim.SGD(model.parameters()), [model], 3):

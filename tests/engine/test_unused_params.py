@@ -48,13 +48,13 @@ def each_its_own() -> str:
     return str(refused.value)
 
 
-def test_ranks_that_use_different_parameters_are_told_which(monkeypatch):
+def test_ranks_with_different_used_parameters_are_reported(monkeypatch):
     """Both ranks have equally many bytes: without the check, one expert would silently get the other's gradient."""
     monkeypatch.setattr(collective_order, "ANSWERS_S", 600.0)  # wait for a slow rank's part of the message
     for what in run_ranks(2, each_its_own):
         for rank, unused in enumerate(("experts.1.weight, experts.1.bias", "experts.0.weight, experts.0.bias")):
             assert f"rank {rank} reduce-scatter without {unused} (no gradient; " in what
-        assert "set_reduce_scatter_unused_params(True) counts that as zero" in what
+        assert "set_reduce_scatter_unused_params(True) treats it as zero" in what
 
 
 def average_with_zeros(model: nn.Module) -> None:
@@ -120,5 +120,5 @@ def unused_everywhere() -> None:
         sharded.zero_grad()
 
 
-def test_what_no_rank_uses_has_no_gradient():
+def test_parameters_that_no_rank_uses_have_no_gradient():
     run_ranks(2, unused_everywhere)

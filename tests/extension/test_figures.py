@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, notebook7, opened
+from tests.helpers.jupyterlab import jupyterlab, notebook7, open_notebook
 from tests.helpers.panel_page import run, shot
 from tests.helpers.simulated_job import example_trace
 from workbench.trace import save
@@ -39,7 +39,7 @@ def book(request, tmp_path_factory, chromium):
     folder = tmp_path_factory.mktemp("figures")
     save(example_trace(), folder / "run.trace")
     serve = jupyterlab if request.param == "JupyterLab" else notebook7
-    with serve(folder, CELLS, panel=built_panel()) as url, opened(url, chromium) as book:
+    with serve(folder, CELLS, panel=built_panel()) as url, open_notebook(url, chromium) as book:
         book.page.set_default_timeout(PATIENCE_MS)
         book.folder, book.url, book.name = folder, url, request.param
         for number in (OPEN, DRAW):
@@ -73,7 +73,7 @@ def test_a_notebook_keeps_the_figure_that_it_was_given(book):
     assert output["data"][PLOTLY_MIME]["layout"] == given["layout"]
 
 
-def test_of_a_saved_notebook_figures_are_drawn_anew(book):
+def test_figures_of_a_saved_notebook_are_drawn_again(book):
     book.page.set_viewport_size(NARROW[book.name])
     book.page.goto(book.url.replace("&reset", ""))
     again = seen(book, "true")

@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, opened
+from tests.helpers.jupyterlab import jupyterlab, open_notebook
 from tests.helpers.notebook_model import UNHURRIED
 from tests.helpers.panel_page import dashboard, headline, panel, run, section, shot, tool
 
@@ -82,7 +82,7 @@ def lab(tmp_path_factory, chromium):
     folder = tmp_path_factory.mktemp("lab")
     with (
         jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url,
-        opened(url, chromium) as lab,
+        open_notebook(url, chromium) as lab,
     ):
         lab.do(0)
         yield lab
@@ -210,7 +210,7 @@ def test_one_unit_is_resharded_from_its_menu(lab):
     expect(kept.locator(".fsdp-Unit-row")).to_have_attribute("title", re.compile("reshard after forward: false"))
 
 
-def test_a_screen_reader_hears_once_what_is_the_case_and_not_each_step(lab):
+def test_a_screen_reader_announces_states_once_and_not_each_step(lab):
     lab.page.evaluate(LISTEN, ".fsdp-Panel")
     tool(lab, "Train 1 step").focus()
     lab.page.get_by_label("Training steps").fill("100000")
@@ -221,9 +221,9 @@ def test_a_screen_reader_hears_once_what_is_the_case_and_not_each_step(lab):
     enter(tool(lab, "Pause inside the step"))
     expect(panel(lab).get_by_role("status", name="state of the ranks")).to_contain_text(" stopped ")
     assert focused(lab)["name"] == "Pause inside the step"  # it is disabled now, and keeps the focus
-    said = [words for words in lab.page.evaluate("said") if "step 100000" in words or " stopped " in words]
-    assert len(said) == len(set(said)) <= 4, said
-    assert [" stopped " in words for words in said].count(True) == 1
+    announced = [words for words in lab.page.evaluate("said") if "step 100000" in words or " stopped " in words]
+    assert len(announced) == len(set(announced)) <= 4, announced
+    assert [" stopped " in words for words in announced].count(True) == 1
 
 
 def test_breakpoints_are_cleared_one_after_the_other(lab):
@@ -252,15 +252,15 @@ def test_the_dashboard_has_names_keeps_the_focus_and_is_calm_for_readers(lab):
         expect(dashboard(lab).locator(".fw-why")).not_to_have_text(where)
         expect(dashboard(lab).locator(".fw-badge")).to_contain_text("stopped")
         expect(following).to_be_focused()
-    said = lab.page.evaluate("said")
-    assert any(words.startswith("stopped: ") for words in said)
-    assert all(words != again for words, again in pairwise(said))
+    announced = lab.page.evaluate("said")
+    assert any(words.startswith("stopped: ") for words in announced)
+    assert all(words != again for words, again in pairwise(announced))
     shot(lab, "keyboard_dashboard")
     tool(lab, "Abort").click()
     expect(section(lab, "Ranks").locator(".fsdp-mod-idle")).to_have_count(2)
 
 
-def test_nothing_of_a_name_has_become_html(lab):
+def test_names_are_not_interpreted_as_html(lab):
     for place in (".fsdp-Panel", ".fsdp-Dashboard", ".jp-Notebook"):
         assert lab.page.locator(f"{place} img[src=x]").count() == 0
     assert lab.errors == []

@@ -6,5 +6,5 @@ from tests.helpers.built_panel import run_script
 
 
 @pytest.mark.timeout(900)  # the first run of a checkout fetches the packages
-def test_the_models_and_the_words_of_the_panel_and_the_dashboard():
+def test_unit_tests_of_the_front_end():
     run_script("test")

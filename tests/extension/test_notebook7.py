@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import notebook7, opened
+from tests.helpers.jupyterlab import notebook7, open_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import dashboard, headline, panel, section, shot, tool
 
@@ -36,7 +36,7 @@ def book(tmp_path_factory, chromium):
     """A Notebook 7 with the panel, on a notebook whose kernel has loaded nothing."""
     expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("notebook")
-    with notebook7(folder, CELLS, panel=built_panel()) as url, opened(url, chromium) as book:
+    with notebook7(folder, CELLS, panel=built_panel()) as url, open_notebook(url, chromium) as book:
         yield book
 
 
@@ -105,6 +105,6 @@ def test_abort_ends_the_step_and_the_ranks_are_ready(book):
     expect(section(book, "Ranks").locator(".fsdp-mod-idle")).to_have_count(2)
 
 
-def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(book):
+def test_no_outside_requests_and_no_console_errors(book):
     assert book.outside == []
     assert [error for error in book.errors if not error.startswith(f"TypeError: {OF_NOTEBOOK}")] == []

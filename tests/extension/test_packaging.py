@@ -104,19 +104,19 @@ def test_an_editable_installation_has_it(panel, tmp_path):
     assert "package.json" in of_the_panel(wheel)
 
 
-def test_without_node_all_but_the_panel_is_packed_and_that_is_said(clone, tmp_path):
-    wheel, said = packed("wheel", clone, tmp_path / "wheel", PATH=NO_NODE)
+def test_without_node_everything_but_the_panel_is_packed_with_a_message(clone, tmp_path):
+    wheel, output = packed("wheel", clone, tmp_path / "wheel", PATH=NO_NODE)
     assert of_the_panel(wheel) == set()
     assert "workbench/workbench.py" in zipfile.ZipFile(wheel).namelist()
-    assert "panel not installed: it was not built, as there is no Node." in said
+    assert "panel not installed: it was not built, as there is no Node." in output
 
 
-def test_a_failing_build_is_said_with_what_npm_said(clone, tmp_path):
+def test_a_failing_build_is_reported_with_npms_output(clone, tmp_path):
     (tmp_path / "npm").write_text("#!/bin/sh\necho no such package\nexit 7\n")
     (tmp_path / "npm").chmod(0o755)
-    wheel, said = packed("wheel", clone, tmp_path / "wheel", PATH=str(tmp_path))
+    wheel, output = packed("wheel", clone, tmp_path / "wheel", PATH=str(tmp_path))
     assert of_the_panel(wheel) == set()
-    assert "panel not installed: npm ci failed with code 7: no such package." in said
+    assert "panel not installed: npm ci failed with code 7: no such package." in output
 
 
 def test_where_the_panel_is_required_its_absence_is_an_error(clone, tmp_path):
@@ -132,7 +132,7 @@ def hook(root):
     return hatch_build.PanelHook(str(root), {}, None, None, str(root), "wheel")
 
 
-def test_node_is_fetched_only_where_something_is_to_be_built_and_none_is_there(panel, clone, tmp_path, monkeypatch):
+def test_node_is_downloaded_only_if_a_build_needs_it(panel, clone, tmp_path, monkeypatch):
     monkeypatch.delenv("WORKBENCH_PANEL", raising=False)
     monkeypatch.setenv("PATH", NO_NODE)
     assert hook(REPO).dependencies() == []
@@ -145,7 +145,7 @@ def test_node_is_fetched_only_where_something_is_to_be_built_and_none_is_there(p
     assert hook(clone).dependencies() == []
 
 
-def test_what_was_built_from_other_sources_is_not_fresh(panel, clone):
+def test_a_build_from_other_sources_is_outdated(panel, clone):
     shutil.copytree(panel, hatch_build.panel_folder(clone))
     assert hatch_build.is_fresh(clone)
     (clone / "extension" / "src" / "index.ts").write_text("// changed")

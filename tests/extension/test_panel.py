@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, opened, write_notebook
+from tests.helpers.jupyterlab import jupyterlab, open_notebook, write_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import SHOW, headline, panel, process_of, reply, run, section, shot, status_bar, tool
 
@@ -44,7 +44,7 @@ def lab(tmp_path_factory, chromium):
     expect.set_options(timeout=PATIENCE_MS)
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
         write_notebook(folder / "other.ipynb", ["1 + 1"])
-        with opened(url, chromium) as lab:
+        with open_notebook(url, chromium) as lab:
             lab.page.evaluate(f"() => {SHOW}")
             yield lab
 
@@ -80,7 +80,7 @@ def test_until_ranks_have_been_stopped_no_others_can_be_started(lab):
     expect(section(lab, "Commands")).not_to_contain_text("being started or stopped")
 
 
-def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
+def test_a_model_is_sharded_by_a_form_with_a_preview(lab):
     lab.run(0)
     lab.ends(0)
     shard = section(lab, "Shard")
@@ -103,7 +103,7 @@ def test_a_model_is_sharded_by_a_form_that_says_first_what_that_comes_to(lab):
     expect(shard.get_by_role("row").first).to_have_text("units4")  # the preview of a reshard without changes
 
 
-def test_a_sharded_model_is_shown_as_it_is_and_what_is_changed_alone_is_sent(lab):
+def test_the_form_shows_the_current_policy_and_sends_only_changes(lab):
     shard = section(lab, "Shard")
     precision, prefetch = shard.get_by_label("Precision"), shard.get_by_label("Prefetch")
     expect(shard.get_by_label(re.compile("^Block"))).to_be_checked()
@@ -120,7 +120,7 @@ def test_a_sharded_model_is_shown_as_it_is_and_what_is_changed_alone_is_sent(lab
     expect(prefetch).to_have_value("0")
 
 
-def test_a_running_step_is_paused_looked_at_and_continued(lab):
+def test_a_running_step_is_paused_inspected_and_continued(lab):
     panel(lab).get_by_label("Training steps").fill("100000")
     assert panel(lab).get_by_label("Training steps").evaluate("(field) => field.scrollWidth <= field.clientWidth")
     tool(lab, "Train 100000 steps").click()
@@ -135,10 +135,10 @@ def test_a_running_step_is_paused_looked_at_and_continued(lab):
     section(lab, "Units").locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click()
     section(lab, "Units").get_by_role("button", name="blocks.1.norm.weight").click()
     expect(section(lab, "Commands")).to_contain_text("%fsdp inspect blocks.1.norm.weight")
-    said = section(lab, "Commands").get_by_role("region", name="Result of %fsdp inspect blocks.1.norm.weight")
-    expect(said).to_have_css("white-space", "pre")  # a table: its columns stay aligned
-    said.focus()  # so that keys scroll it
-    expect(said).to_be_focused()
+    result = section(lab, "Commands").get_by_role("region", name="Result of %fsdp inspect blocks.1.norm.weight")
+    expect(result).to_have_css("white-space", "pre")  # a table: its columns stay aligned
+    result.focus()  # so that keys scroll it
+    expect(result).to_be_focused()
     tab = lab.page.get_by_role("tab", name="FSDP: inspect")
     expect(tab).to_be_visible()
     table = lab.page.locator(".fsdp-Picture:visible table").last
@@ -171,7 +171,7 @@ def test_a_breakpoint_is_set_on_a_unit_turned_off_and_cleared(lab):
     expect(headline(lab)).to_contain_text("of 100000 steps")
 
 
-def test_a_unit_is_shown_in_the_layout_in_a_tab_of_its_own(lab):
+def test_the_layout_of_a_unit_opens_in_its_own_tab(lab):
     section(lab, "Units").locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click(button="right")
     lab.page.get_by_text("Show in Layout").click()
     expect(lab.page.get_by_role("tab", name="FSDP: layout")).to_be_visible()
@@ -189,14 +189,14 @@ def test_a_unit_is_shown_in_the_layout_in_a_tab_of_its_own(lab):
     expect(headline(lab)).to_contain_text("of 100000 steps")  # training continued
 
 
-def test_what_a_button_does_can_be_copied_as_a_line(lab):
+def test_the_line_of_a_button_can_be_copied(lab):
     lab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tool(lab, "Pause inside the step").click(button="right", force=True)
     lab.page.get_by_text("Copy as %fsdp Line").click()
     lab.page.wait_for_function("async () => (await navigator.clipboard.readText()) === '%fsdp pause'")
 
 
-def test_the_dashboard_is_a_tab_beside_the_notebook(lab):
+def test_the_dashboard_is_a_tab_next_to_the_notebook(lab):
     run(lab, "fsdp:open-dashboard")
     expect(lab.page.locator(".fsdp-Dashboard .fw-badge")).to_contain_text("training")
     lab.page.wait_for_function("() => document.querySelector('.fsdp-Dashboard .fw-dashboard').dashboard.model.end > 0")
@@ -214,7 +214,7 @@ def test_a_reloaded_page_shows_the_truth_again_in_the_middle_of_training(lab):
     shot(lab, "reloaded")
 
 
-def test_each_notebook_has_ranks_of_its_own(lab):
+def test_each_notebook_has_its_own_ranks(lab):
     run(lab, "docmanager:open", path="other.ipynb")
     expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     lab.page.get_by_role("tab", name="run.ipynb", exact=True).click()
@@ -262,6 +262,6 @@ def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_ranks_start_agai
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(1)
 
 
-def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):
+def test_no_outside_requests_and_no_console_errors(lab):
     assert lab.outside == []
     assert lab.errors == []

@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, opened, write_notebook
+from tests.helpers.jupyterlab import jupyterlab, open_notebook, write_notebook
 from tests.helpers.panel_page import dashboard, headline, panel, reply, run, section, shot, to, tool
 from workbench.views import VIEWS
 
@@ -41,7 +41,7 @@ def lab(tmp_path_factory, chromium):
     folder = tmp_path_factory.mktemp("lab")
     with jupyterlab(folder, [LONG], panel=built_panel(), has_one_kernel=False) as url:
         write_notebook(folder / "other.ipynb", ["1 + 1"])
-        with opened(url, chromium) as lab:
+        with open_notebook(url, chromium) as lab:
             yield lab
 
 
@@ -56,7 +56,7 @@ def test_the_icon_in_the_toolbar_opens_the_panel(lab):
     expect(panel(lab)).to_be_visible()
 
 
-def test_a_start_says_that_it_works_and_can_be_cancelled(lab):
+def test_a_start_shows_progress_and_can_be_cancelled(lab):
     panel(lab).get_by_label("Ranks", exact=True).fill("2")
     panel(lab).get_by_label("Device").select_option("cpu")
     tool(lab, "Start 2 ranks").click()
@@ -69,7 +69,7 @@ def test_a_start_says_that_it_works_and_can_be_cancelled(lab):
     expect(tool(lab, "Start 2 ranks")).to_be_enabled()
 
 
-def test_few_cores_are_told_of_before_many_ranks_are_started(lab):
+def test_starting_many_ranks_on_few_cores_is_warned_about(lab):
     panel(lab).get_by_label("Ranks", exact=True).fill("1000")
     expect(panel(lab)).to_contain_text(re.compile(r"cores? here: 1000 ranks share .* and the start may take minutes"))
     tool(lab, "Start 1000 ranks").click()
@@ -83,7 +83,7 @@ def test_few_cores_are_told_of_before_many_ranks_are_started(lab):
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
 
 
-def test_a_button_that_can_do_nothing_says_why(lab):
+def test_a_disabled_button_explains_why(lab):
     step = tool(lab, "Train 1 step")
     expect(step).to_have_attribute("title", "Train 1 step: Define a model in a %%fsdp cell.")
     step.click(force=True)  # disabled for Playwright, but users can press it
@@ -146,7 +146,7 @@ def test_every_view_has_a_button_a_command_and_a_tab(lab, word):
     tab.locator(".lm-TabBar-tabCloseIcon").click()
 
 
-def test_a_step_is_verified_and_what_fails_is_red(lab):
+def test_a_step_is_verified_and_failures_are_red(lab):
     view(lab, "Verify").click()
     expect(reply(lab)).to_contain_text("sharded training is the same as unsharded")
     section(lab, "Record").get_by_label("Export to").fill("run.nothing")
@@ -155,7 +155,7 @@ def test_a_step_is_verified_and_what_fails_is_red(lab):
     expect(reply(lab).get_by_role("button", name="Show in a tab")).to_have_count(0)
 
 
-def test_a_reply_that_is_not_seen_whole_can_be_shown_in_a_tab(lab):
+def test_a_truncated_reply_can_be_shown_in_a_tab(lab):
     section(lab, "Record").get_by_label("Export to").fill("one line of many words " * 60 + ".nothing")
     section(lab, "Record").get_by_role("button", name="Export").click()
     expect(reply(lab)).to_contain_text("'one line of")
@@ -176,7 +176,7 @@ def test_the_panel_follows_the_dashboard_in_front(lab):
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
 
 
-def test_a_dashboard_whose_notebook_is_closed_says_how_many_ranks_go_on(lab):
+def test_a_dashboard_of_a_closed_notebook_counts_the_running_ranks(lab):
     lab.page.evaluate(
         """() => {
             const tabs = [...window.jupyterapp.shell.widgets("main")];
@@ -234,6 +234,6 @@ def test_without_a_notebook_the_launcher_s_card_shows_the_panel(lab):
     expect(panel(lab)).to_contain_text("Open a notebook to see its ranks here.")
 
 
-def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):
+def test_no_outside_requests_and_no_console_errors(lab):
     assert lab.outside == []
     assert lab.errors == []

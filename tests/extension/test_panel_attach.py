@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 from tests.cluster.test_attached import profile as running_profile
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, opened, write_notebook
+from tests.helpers.jupyterlab import jupyterlab, open_notebook, write_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import SHOW, headline, panel, process_of, reply, section, shot, to, tool
 
@@ -33,7 +33,7 @@ def lab(tmp_path_factory, chromium, profile):
     folder = tmp_path_factory.mktemp("lab")
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
         write_notebook(folder / "other.ipynb", ["1 + 1"])
-        with opened(url, chromium) as lab:
+        with open_notebook(url, chromium) as lab:
             lab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
             lab.page.evaluate(f"() => {SHOW}")
             yield lab
@@ -58,7 +58,7 @@ def copies(lab, button, line):
     lab.page.wait_for_function("async (line) => (await navigator.clipboard.readText()) === line", arg=line)
 
 
-def test_what_few_need_is_under_more(lab):
+def test_rarely_used_settings_are_under_more(lab):
     expect(panel(lab)).to_contain_text("The workbench is not loaded in this notebook yet.")
     expect(panel(lab).get_by_label("Engines", exact=True)).to_be_hidden()
     panel(lab).get_by_text("More", exact=True).click()
@@ -71,13 +71,13 @@ def test_what_few_need_is_under_more(lab):
     shot(lab, "attach_form")
 
 
-def test_a_cluster_that_is_not_there_is_said_to_be_missing(lab):
+def test_a_missing_cluster_is_reported(lab):
     attach(lab, Profile="nowhere")
     expect(section(lab, "Commands")).to_contain_text("IPython profile 'nowhere' does not exist")
     expect(tool(lab, "Attach")).to_be_enabled()
 
 
-def test_an_attach_that_waits_for_engines_can_be_given_up(lab, profile):
+def test_an_attach_that_waits_for_engines_can_be_cancelled(lab, profile):
     engines = [one for one in psutil.Process().children(recursive=True) if "ipyparallel.engine" in one.cmdline()]
     assert len(engines) == 3
     for engine in engines:
@@ -110,7 +110,7 @@ def test_engines_of_a_profile_become_ranks_and_train(lab):
     shot(lab, "attached")
 
 
-def test_another_notebook_looks_at_them_and_says_who_has_them(lab, profile):
+def test_another_notebook_views_the_ranks_and_names_the_holder(lab, profile):
     pids = [process_of(lab, rank).pid for rank in range(2)]
     to(lab, "other.ipynb")
     file = profile / "security" / "ipcontroller-one-client.json"
@@ -132,7 +132,7 @@ def test_another_notebook_looks_at_them_and_says_who_has_them(lab, profile):
     expect(section(lab, "Commands")).to_contain_text("Detached")
 
 
-def test_ranks_that_become_free_are_taken_by_one_click(lab):
+def test_free_ranks_are_taken_by_one_click(lab):
     attach(lab)  # as before
     expect(headline(lab)).to_contain_text("View only: the notebook of ")
     to(lab, "run.ipynb")
@@ -150,7 +150,7 @@ def test_ranks_that_become_free_are_taken_by_one_click(lab):
     expect(section(lab, "Shard")).to_contain_text("model (Net)")
 
 
-def test_ranks_that_are_left_are_found_again_with_what_they_have(lab):
+def test_detached_ranks_keep_their_variables(lab):
     pids = [process_of(lab, rank).pid for rank in range(2)]
     tool(lab, "Detach").click()
     expect(ranks(lab)).to_have_count(0)
@@ -163,6 +163,6 @@ def test_ranks_that_are_left_are_found_again_with_what_they_have(lab):
     expect(ranks(lab)).to_have_count(0)
 
 
-def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):
+def test_no_outside_requests_and_no_console_errors(lab):
     assert lab.outside == []
     assert lab.errors == []

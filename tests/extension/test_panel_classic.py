@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, opened
+from tests.helpers.jupyterlab import jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL
 from tests.helpers.panel_page import SHOW, headline, panel, reply, section, shot, tool
 
@@ -30,7 +30,7 @@ def lab(tmp_path_factory, chromium):
     expect.set_options(timeout=PATIENCE_MS)
     with (
         jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel()) as url,
-        opened(url, chromium) as lab,
+        open_notebook(url, chromium) as lab,
     ):
         lab.page.evaluate(f"() => {SHOW}")
         for cell in range(3):
@@ -56,7 +56,7 @@ def train(lab, steps, last):
     expect(headline(lab)).to_have_text("2 ranks, idle")
 
 
-def test_the_form_has_what_the_api_has(form):
+def test_the_form_has_the_options_of_the_api(form):
     expect(form.get_by_label("After forward")).to_be_visible()
     expect(form.get_by_label("Strategy")).to_have_count(0)
     form.get_by_label("API").select_option("classic")
@@ -68,7 +68,7 @@ def test_the_form_has_what_the_api_has(form):
     expect(form.get_by_role("row").first).to_have_text("units4")
 
 
-def test_what_a_strategy_comes_to_or_lacks_is_said_before(lab, form):
+def test_a_strategy_is_previewed_or_refused_in_the_form(lab, form):
     half, full = amount(form, "each rank keeps").inner_text(), amount(form, "in full").inner_text()
     assert half != full
     form.get_by_label("Strategy").select_option("NO_SHARD")
@@ -102,7 +102,7 @@ def test_it_shards_and_its_line_can_be_copied(lab, form):
     train(lab, 3, last=2)
 
 
-def test_a_flat_parameter_is_shown_with_what_lies_in_it(lab):
+def test_a_flat_parameter_is_shown_with_its_parts(lab):
     units = section(lab, "Units")
     units.locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click()
     names = units.get_by_role("button", name=re.compile(r"^blocks\.1\."))
@@ -134,12 +134,12 @@ def test_it_goes_over_to_fully_shard_and_trains_on(lab, form):
     train(lab, 4, last=6)
 
 
-def test_what_was_done_is_in_the_history_of_commands(lab):
+def test_actions_are_in_the_command_history(lab):
     lab.do(3)
     lab.reads(3, SHARD)
     lab.reads(3, RESHARD)
 
 
-def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):
+def test_no_outside_requests_and_no_console_errors(lab):
     assert lab.outside == []
     assert lab.errors == []

@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, opened
+from tests.helpers.jupyterlab import jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL
 from tests.helpers.panel_page import SHOW, dashboard, headline, panel, run, section, shot, status_bar, tool
 from tests.integration import test_hosts_attached
@@ -31,7 +31,7 @@ def lab(tmp_path_factory, chromium, running):
     expect.set_options(timeout=PATIENCE_MS)
     with (
         jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel(), has_one_kernel=False) as url,
-        opened(url, chromium) as lab,
+        open_notebook(url, chromium) as lab,
     ):
         lab.page.evaluate(f"() => {SHOW}")
         yield lab
@@ -78,6 +78,6 @@ def test_a_host_that_loses_its_cable_is_named_with_its_ranks(lab, network):
         expect(section(lab, "Ranks")).to_have_count(0)
 
 
-def test_nothing_complains(lab):
+def test_no_console_errors(lab):
     assert lab.outside == []
     assert lab.errors == []

@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import begin, jupyterlab, opened
+from tests.helpers.jupyterlab import begin, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import (
     SHOW,
@@ -68,7 +68,10 @@ def lab(tmp_path_factory, chromium):
     """A JupyterLab with the panel open, on a notebook whose kernel has loaded nothing."""
     expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("lab")
-    with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url, opened(url, chromium) as lab:
+    with (
+        jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url,
+        open_notebook(url, chromium) as lab,
+    ):
         lab.sockets = Sockets(lab.page)
         begin(lab.page, url)  # reload, with sockets that can be cut
         lab.page.evaluate(f"() => {SHOW}")
@@ -113,7 +116,7 @@ def test_a_panel_that_was_open_before_the_workbench_was_loaded_notices_it(lab):
     lab.do(LOAD)
 
 
-def test_a_rank_that_is_killed_is_named_everywhere_and_the_status_bar_is_red(lab):
+def test_a_killed_rank_is_named_everywhere_and_the_status_bar_is_red(lab):
     train(lab)
     process_of(lab, 1).kill()
     rank_1_is_said_to_be_gone(lab)
@@ -129,7 +132,7 @@ def test_a_rank_that_is_killed_is_named_everywhere_and_the_status_bar_is_red(lab
     expect(status_bar(lab)).to_have_count(0)
 
 
-def test_after_a_sleep_in_which_sockets_were_lost_and_a_rank_died_the_page_says_so(lab):
+def test_after_a_sleep_the_page_reports_lost_sockets_and_a_dead_rank(lab):
     train(lab)
     process = process_of(lab, 1)
     devtools = lab.page.context.new_cdp_session(lab.page)
@@ -153,11 +156,11 @@ def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_all_of_it_works_
 
 
 @pytest.mark.parametrize("place", [panel, dashboard], ids=["panel", "dashboard"])
-def test_a_socket_that_is_not_opened_again_is_said_to_be_lost_and_opened_by_a_button(lab, place):
+def test_a_lost_socket_is_reported_and_reopened_by_a_button(lab, place):
     lab.sockets.cut(ON_PURPOSE)
-    for said in (panel(lab), dashboard(lab)):
-        expect(said).to_contain_text("does not reopen it")
-        expect(said.get_by_role("button", name="Reconnect")).to_be_visible()
+    for view in (panel(lab), dashboard(lab)):
+        expect(view).to_contain_text("does not reopen it")
+        expect(view.get_by_role("button", name="Reconnect")).to_be_visible()
     expect(section(lab, "Ranks")).to_have_count(0)
     expect(status_bar(lab)).to_have_text("FSDP: connection lost")
     shot(lab, "cut")
@@ -167,6 +170,6 @@ def test_a_socket_that_is_not_opened_again_is_said_to_be_lost_and_opened_by_a_bu
     expect(lab.page.get_by_role("button", name="Reconnect")).to_have_count(0)
 
 
-def test_nothing_complains(lab):
+def test_no_console_errors(lab):
     assert lab.outside == []
     assert lab.errors == []

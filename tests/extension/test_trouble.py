@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, opened, write_notebook
+from tests.helpers.jupyterlab import jupyterlab, open_notebook, write_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import (
     SHOW,
@@ -51,7 +51,7 @@ def lab(tmp_path_factory, chromium):
     folder = tmp_path_factory.mktemp("lab")
     with jupyterlab(folder, CELLS, panel=built_panel(), has_one_kernel=False) as url:
         write_notebook(folder / "other.ipynb", CELLS)
-        with opened(url, chromium) as lab:
+        with open_notebook(url, chromium) as lab:
             lab.page.evaluate(f"() => {SHOW}")
             yield lab
 
@@ -76,8 +76,8 @@ def ranks_of(lab):
 def all_of(lab):
     """Return the processes of the front notebook: its kernel, the kernel's children, and the ranks."""
     lab.do(MINE)
-    said = lab.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-OutputArea-output").filter(has_text="mine ")
-    _, *pids = said.last.inner_text().split()
+    outputs = lab.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-OutputArea-output").filter(has_text="mine ")
+    _, *pids = outputs.last.inner_text().split()
     found = []
     for rank in range(2):
         with suppress(psutil.NoSuchProcess):  # it was killed
@@ -103,7 +103,7 @@ def close(lab):
     )
 
 
-def test_a_page_that_is_reloaded_while_ranks_are_stopped_shows_where_and_lets_them_go_on(lab):
+def test_a_page_reloaded_during_a_stop_shows_where_and_can_continue(lab):
     train(lab)
     pause(lab)
     lab.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
@@ -169,7 +169,7 @@ def test_a_notebook_that_is_closed_with_its_kernel_leaves_nothing(lab, name):
     assert_over(processes)
 
 
-def test_without_a_notebook_nothing_is_shown_and_nothing_complains(lab):
+def test_without_a_notebook_nothing_is_shown_and_no_console_errors(lab):
     expect(panel(lab)).to_contain_text("Open a notebook")
     expect(section(lab, "Ranks")).to_have_count(0)
     expect(status_bar(lab)).to_have_count(0)

@@ -38,7 +38,7 @@ class Click:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class PageResult:
     """What was seen.
 
     Attributes:
@@ -54,7 +54,7 @@ class Seen:
     requests: list[str]
 
 
-def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last: str, shot: Path) -> Seen:
+def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last: str, shot: Path) -> PageResult:
     """Open a file in Firefox, and look at it.
 
     Args:
@@ -65,7 +65,7 @@ def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last:
         last: a function in JavaScript that returns what is seen at the end.
         shot: where a picture of the page goes then.
     """
-    asked = {
+    request = {
         "firefox": firefox,
         "url": file.as_uri(),
         "viewport": VIEWPORT,
@@ -79,10 +79,10 @@ def look(firefox: str, file: Path, *, ready: str, clicks: Sequence[Click], last:
     node = shutil.which("node", path=with_node()["PATH"])
     assert node is not None, "there is no Node"
     done = subprocess.run(
-        [node, "drive.mjs"], cwd=HERE, input=json.dumps(asked), capture_output=True, text=True, check=False
+        [node, "drive.mjs"], cwd=HERE, input=json.dumps(request), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return Seen(**json.loads(done.stdout))
+    return PageResult(**json.loads(done.stdout))
 
 
 def _install() -> None:

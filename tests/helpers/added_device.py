@@ -12,10 +12,10 @@ from IPython.core.completer import provisionalcompleter
 from tests.helpers.ipython_shell import ipython_shell
 from tests.helpers.simulated_device import FakeDevice
 
-LINE = '    "lagging": Device("tests.helpers.added_device:Lagging"),\n'
+LINE = '    "lagging": Device("tests.helpers.added_device:LaggingDevice"),\n'
 
 
-class Lagging(FakeDevice):
+class LaggingDevice(FakeDevice):
     """A device that computes on the CPU and reports later times."""
 
     def __init__(self, _device: torch.device) -> None:

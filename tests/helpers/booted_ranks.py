@@ -78,29 +78,29 @@ def boot_of(rank, world_size, device="cpu"):
     )
 
 
-def _main(rank, world_size, port, ask, job):
+def _main(rank, world_size, port, requests, job):
     fn, args = job
     try:
         address = rank_module.boot(encode(boot_of(rank, world_size)))
         torch.set_num_threads(1)  # OpenMP's threads do not survive the fork: a parallel loop would wait for them
         if rank == 0:
             port.send(address)
-        rank_module.connect(encode(Connect(address=Address(**ask.recv()))))
+        rank_module.connect(encode(Connect(address=Address(**requests.recv()))))
         result = ("ok", fn(*args))
     except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
         result = (f"{type(error).__name__}: {error}", traceback.format_exc())
     port.send(result)
     if result[0] == "ok":
-        ask.recv()  # until all ranks have answered: others may still be creating a group with this rank
+        requests.recv()  # until all ranks have answered: others may still be creating a group with this rank
     rank_module.shutdown()
 
 
 def run(world_size, fn, *args, timeout_s=120):
     """Return ``fn(*args)`` of every rank, in order; if a rank raised, fail with its traceback."""
     answers = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
-    asks = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
+    requests = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        _FORK.Process(target=_main, args=(r, world_size, answers[r][1], asks[r][0], (fn, args)))
+        _FORK.Process(target=_main, args=(r, world_size, answers[r][1], requests[r][0], (fn, args)))
         for r in range(world_size)
     ]
     for process in processes:
@@ -108,19 +108,19 @@ def run(world_size, fn, *args, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     try:
         address = answers[0][0].recv()
-        for _, ask in asks:
-            ask.send(address)
+        for _, request in requests:
+            request.send(address)
         return [_result(answers[r][0], processes[r], r, deadline) for r in range(world_size)]
     finally:
-        for _, ask in asks:
-            ask.send("end")
+        for _, request in requests:
+            request.send("end")
         for process in processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
                 process.join()
             process.close()
-        for reader, writer in (*answers, *asks):
+        for reader, writer in (*answers, *requests):
             reader.close()
             writer.close()
 
@@ -133,9 +133,9 @@ def _result(answer, process, rank, deadline):
     return value
 
 
-def assert_refused(said, parts):
+def assert_refused(messages, parts):
     """Check that each message is that of a UsageError and contains the part at the same index."""
-    for message, part in zip(said, parts, strict=True):
+    for message, part in zip(messages, parts, strict=True):
         assert message.startswith(f"{UsageError.__name__}: "), message
         assert part in message
 

@@ -45,7 +45,7 @@ def shard_net_with(api: ModuleType, model: nn.Module, **options: Any) -> nn.Modu
     return api.fully_shard(model, **options)
 
 
-def tell(model: nn.Module, setter: str, *args: object, **kwargs: object) -> None:
+def call_setter(model: nn.Module, setter: str, *args: object, **kwargs: object) -> None:
     """Call a setter, unless the model is the plain one."""
     if hasattr(model, "_get_fsdp_state"):
         getattr(model, setter)(*args, **kwargs)

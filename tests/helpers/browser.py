@@ -53,9 +53,9 @@ def _first(variable: str, names: tuple[str, ...], elsewhere: tuple[str, ...]) ->
 @functools.cache
 def _of_playwright() -> str | None:
     """Return the path of playwright's own Chromium; None if it or its driver does not run here."""
-    ask = "import playwright.sync_api as p\nwith p.sync_playwright() as asked: print(asked.chromium.executable_path)"
+    code = "import playwright.sync_api as p\nwith p.sync_playwright() as driver: print(driver.chromium.executable_path)"
     try:
-        found = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+        found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
         subprocess.run([found, "--version"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -110,7 +110,7 @@ SHARED = SharedBrowser()
 
 
 @dataclass
-class Opened:
+class OfflinePage:
     """A page, the addresses that it requested, and the errors and warnings of its console."""
 
     page: Page
@@ -124,12 +124,12 @@ class Opened:
 
 
 @contextmanager
-def open_offline(chromium: str, file: Path) -> Iterator[Opened]:
+def open_offline(chromium: str, file: Path) -> Iterator[OfflinePage]:
     """Open a local file in a fresh profile, with the network off."""
     with SHARED.browser(chromium) as browser:
         context = browser.new_context(offline=True, viewport={"width": 1280, "height": 900})
         context.set_default_timeout(PATIENCE_MS)
-        opened = Opened(context.new_page())
+        opened = OfflinePage(context.new_page())
         opened.page.on("request", lambda request: opened.requests.append(request.url))
         opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))
         opened.page.on(

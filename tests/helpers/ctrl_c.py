@@ -7,7 +7,7 @@ TOGETHER = "import torch.distributed as dist\ndist.barrier()\nprint('begins', fl
 """First lines of a cell: once its first output arrives, all ranks are in the cell."""
 
 
-class Pressing:
+class CtrlCCallback:
     """A callback for ``on_progress`` or ``on_output`` that presses Ctrl-C after a step is done, or at the first output.
 
     Args:
@@ -19,8 +19,8 @@ class Pressing:
         self._times, self._anyway = times, anyway
         self._has_pressed = False
 
-    def __call__(self, told):
-        if not self._has_pressed and (self._anyway or getattr(told, "done", 1)):
+    def __call__(self, sentence):
+        if not self._has_pressed and (self._anyway or getattr(sentence, "done", 1)):
             self._has_pressed = True
             for _ in range(self._times):
                 os.kill(os.getpid(), signal.SIGINT)

@@ -94,8 +94,8 @@ COMMAND_TABLES: dict[str, tuple[Path, Callable[[type[Command]], str]]] = {
 
 def command_rows(first_column: str) -> list[list[str]]:
     """Return the rows that a table of commands must have."""
-    _, says = COMMAND_TABLES[first_column]
-    return [[f"`%fsdp {word.example}`", says(word)] for word in command_lines.WORDS.values()]
+    _, description = COMMAND_TABLES[first_column]
+    return [[f"`%fsdp {word.example}`", description(word)] for word in command_lines.WORDS.values()]
 
 
 def _write_tables() -> None:

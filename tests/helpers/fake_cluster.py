@@ -117,7 +117,7 @@ class FakeGate:
         self.mode: RankRequest[None] = Continue()
         self.breakpoints: tuple[Breakpoint, ...] = ()
         self.tickets: dict[str, JobReply] = {}
-        self.jobs: Callable[[int, Job], JobReply] = lambda rank, job: said(f"{rank}: {text_of(job)}")
+        self.jobs: Callable[[int, Job], JobReply] = lambda rank, job: text_reply(f"{rank}: {text_of(job)}")
         self.late = self.waits = self.synchronised = False
         self.since_ns = 0
 
@@ -225,7 +225,7 @@ def text_of(job: Job) -> str:
     return str(text)
 
 
-def said(text: str) -> JobReply:
+def text_reply(text: str) -> JobReply:
     return JobReply(text=text)
 
 

@@ -22,8 +22,8 @@ TARDY = threading.Event()
 
 
 def boot(data):
-    asked = decode(Boot, data, "boot")
-    rank, world_size = asked.rank, asked.world_size
+    boot_request = decode(Boot, data, "boot")
+    rank, world_size = boot_request.rank, boot_request.world_size
     if os.environ.get("FAKE_RANK_REFUSES_AT_BOOT"):
         raise UsageError("not on a Sunday: use another day")
     if os.environ.get("FAKE_RANK_HANGS_AT_BOOT") == str(rank):
@@ -54,7 +54,7 @@ def shutdown():
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
+class ThreadState:
     """Whether the main thread is held, the thread that answers, and some bytes."""
 
     held: bool
@@ -64,9 +64,9 @@ class Looked:
 
 
 @dataclass(frozen=True)
-class Look(RankRequest[Looked]):
+class GetThreadState(RankRequest[ThreadState]):
     word: ClassVar[str] = "look"
-    reply: ClassVar[Any] = Looked
+    reply: ClassVar[Any] = ThreadState
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Release(RankRequest[None]):
 
 
 @dataclass(frozen=True)
-class ComeLate(RankRequest[None]):
+class AnswerLate(RankRequest[None]):
     word: ClassVar[str] = "come late"
 
 
@@ -104,7 +104,7 @@ class Answer(RankRequest[None]):
     amiss: str
 
 
-KNOWN = {cls.word: cls for cls in (Locate, Look, Raise, Release, ComeLate, Die, Variable, Answer)}
+KNOWN = {cls.word: cls for cls in (Locate, GetThreadState, Raise, Release, AnswerLate, Die, Variable, Answer)}
 
 
 def handle_request(data):
@@ -112,8 +112,8 @@ def handle_request(data):
     match decode_named(KNOWN, data, "request"):
         case Locate():
             answer = Position(rank=STORE["info"].rank)
-        case Look():
-            answer = Looked(
+        case GetThreadState():
+            answer = ThreadState(
                 held=HELD.is_set(),
                 thread=threading.current_thread().name,
                 first=memoryview(b"\x00\xff"),
@@ -123,7 +123,7 @@ def handle_request(data):
             raise ValueError("no such thing")
         case Release():
             RELEASED.set()
-        case ComeLate():
+        case AnswerLate():
             TARDY.wait()
         case Die():
             os._exit(7)

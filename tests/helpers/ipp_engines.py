@@ -36,9 +36,9 @@ def engines_on(namespaces: Sequence[str], address: str) -> Iterator[AttachTarget
         yield AttachTarget(file=str(client_file))
 
 
-def _run(last: ExitStack, module: str, *words: str, in_namespace: str = "") -> None:
+def _run(last: ExitStack, module: str, *arguments: str, in_namespace: str = "") -> None:
     """Run a module in a new process, in a network namespace or here, until ``last`` closes."""
-    command = [sys.executable, "-m", module, *words]
+    command = [sys.executable, "-m", module, *arguments]
     if in_namespace:
         named = f'hostname {in_namespace} && exec "$@"'
         command = [

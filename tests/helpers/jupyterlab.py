@@ -96,7 +96,7 @@ def _address(runtime: Path) -> str | None:
 
 
 @dataclass
-class Opened:
+class NotebookPage:
     """A page, the addresses that it requested, and the errors of its console."""
 
     page: Page
@@ -146,26 +146,28 @@ class Opened:
         self.page.wait_for_function("(theme) => document.body.dataset.jpThemeName === theme", arg=theme)
         self.page.wait_for_function(is_over)
 
-    def reads(self, number: int, words: str) -> None:
+    def reads(self, number: int, text: str) -> None:
         """Wait until a cell's output, which is drawn after the cell has ended, contains ``words``; scroll to it."""
         output = self.cell(number).locator(".jp-OutputArea-output")
-        output.filter(has_text=words).first.scroll_into_view_if_needed()
+        output.filter(has_text=text).first.scroll_into_view_if_needed()
 
 
-def _is_ours(said: ConsoleMessage) -> bool:
+def _is_ours(message: ConsoleMessage) -> bool:
     """Return whether it is an error, other than that of JupyterLab's debugger when a kernel ends during its request."""
-    return said.type == "error" and not said.text.startswith("Could not restore the debugger state: Canceled future")
+    return message.type == "error" and not message.text.startswith(
+        "Could not restore the debugger state: Canceled future"
+    )
 
 
 @contextmanager
-def opened(url: str, chromium: str) -> Iterator[Opened]:
+def open_notebook(url: str, chromium: str) -> Iterator[NotebookPage]:
     """Yield the notebook in the browser, with its kernel ready."""
     with SHARED.browser(chromium) as browser:
-        found = Opened(browser.new_page(viewport={"width": 1400, "height": 1100}))
+        found = NotebookPage(browser.new_page(viewport={"width": 1400, "height": 1100}))
         try:
             found.page.set_default_timeout(PATIENCE_MS)
             found.page.on("request", lambda request: found.requests.append(request.url))
-            found.page.on("console", lambda said: found.errors.append(said.text) if _is_ours(said) else None)
+            found.page.on("console", lambda message: found.errors.append(message.text) if _is_ours(message) else None)
             found.page.on("pageerror", lambda error: found.errors.append(error.stack or str(error)))
             begin(found.page, url)
             yield found

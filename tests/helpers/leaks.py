@@ -86,12 +86,12 @@ def _descendants():
     """Return all descendants from /proc: psutil reads every process of the machine, which adds up at twice per test."""
     if not Path("/proc/thread-self/children").exists():  # not Linux
         return set(psutil.Process().children(recursive=True))
-    found, asked = set(), [os.getpid()]
-    while asked:
-        for pid in _children(asked.pop()):
+    found, parents = set(), [os.getpid()]
+    while parents:
+        for pid in _children(parents.pop()):
             with suppress(psutil.NoSuchProcess):
                 found.add(psutil.Process(pid))
-            asked.append(pid)
+            parents.append(pid)
     return found
 
 

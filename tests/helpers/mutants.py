@@ -123,21 +123,23 @@ def _run(jobs: int, *names: str, check: bool = True) -> None:
 
 
 def _outcomes() -> dict[str, str]:
-    return dict(line.strip().split(": ") for line in _told("results", "--all", "true"))
+    return dict(line.strip().split(": ") for line in _output_of("results", "--all", "true"))
 
 
 def diff_of(name: str) -> str:
     """Return the lines that a change of the copy is about, as it was and as it became."""
-    shown = _told("show", name)
+    shown = _output_of("show", name)
     return "\n".join(line for line in shown if line[:1] in {"+", "-"} and line[:3] not in {"+++", "---"})
 
 
-def _told(*words: str) -> list[str]:
-    return subprocess.run([*MUTMUT, *words], cwd=COPY, check=True, capture_output=True, text=True).stdout.splitlines()
+def _output_of(*arguments: str) -> list[str]:
+    return subprocess.run(
+        [*MUTMUT, *arguments], cwd=COPY, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
-def _lines(words: Sequence[str]) -> str:
-    return "\n    ".join(words)
+def _lines(arguments: Sequence[str]) -> str:
+    return "\n    ".join(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -231,5 +231,5 @@ def _end(process: psutil.Process, popen: subprocess.Popen[bytes]) -> None:
     popen.wait()
 
 
-def _run(program: str, *words: str) -> None:
-    subprocess.run([find(program) or program, *words], check=True, capture_output=True)
+def _run(program: str, *arguments: str) -> None:
+    subprocess.run([find(program) or program, *arguments], check=True, capture_output=True)

@@ -154,7 +154,7 @@ class Cables:
     def become(self, link: Link) -> None:
         """Give all links these properties from now on."""
         self._link = link
-        self._ask({"link": asdict(link), "unplugged": []})
+        self._request({"link": asdict(link), "unplugged": []})
 
     @contextmanager
     def over(self, link: Link) -> Iterator[None]:
@@ -169,7 +169,7 @@ class Cables:
     @contextmanager
     def unplugged(self, port: int) -> Iterator[None]:
         """Unplug the cable of a port, so that it has no carrier."""
-        self._ask({"link": asdict(self._link), "unplugged": [port]})
+        self._request({"link": asdict(self._link), "unplugged": [port]})
         try:
             yield
         finally:
@@ -177,13 +177,13 @@ class Cables:
 
     def sent(self) -> list[int]:
         """Return the bytes that each port has sent so far, including frame headers."""
-        return self._ask({})["sent"]
+        return self._request({})["sent"]
 
     def num_lost(self) -> int:
         """Return the number of frames lost so far."""
-        return self._ask({})["lost"]
+        return self._request({})["lost"]
 
-    def _ask(self, what: dict[str, object]) -> dict[str, Any]:
+    def _request(self, what: dict[str, object]) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what).encode() + b"\n")
         self._process.stdin.flush()
@@ -201,8 +201,8 @@ class Cables:
 @contextmanager
 def joined(ports: Sequence[Port]) -> Iterator[Cables]:
     """Join network namespaces with a switch; its devices are removed with it."""
-    words = [json.dumps([astuple(port) for port in ports])]
-    command = [sys.executable, "-I", "-S", __file__, *words]
+    arguments = [json.dumps([astuple(port) for port in ports])]
+    command = [sys.executable, "-I", "-S", __file__, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             yield Cables(process)

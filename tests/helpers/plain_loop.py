@@ -59,9 +59,9 @@ class PlainLoop:
         self._whole_grads: dict[int, list[list[float]]] = {}
         for rank, probe in enumerate(probes):
             probe.source(OnRank(self, rank))
-        self._tell("comm_group", 0, tuple(range(self._size)))
+        self._call_probes("comm_group", 0, tuple(range(self._size)))
         for index in range(layers + 1):
-            self._tell("unit", self._unit(index, _name(index), share))
+            self._call_probes("unit", self._unit(index, _name(index), share))
             self._move(Category.SHARDED_PARAMS, index, share * ITEMSIZE)
 
     def _unit(self, index: int, name: str, share: int) -> Unit:
@@ -105,15 +105,15 @@ class PlainLoop:
 
     # ---- the probes of all ranks
 
-    def _tell(self, what: str, *args: object) -> None:
+    def _call_probes(self, what: str, *args: object) -> None:
         for probe in self._probes:
             getattr(probe, what)(*args)
 
     def _event(self, kind: Kind, edge: Edge, unit: int = -1, num_bytes: int = 0, comm: Comm | None = None) -> None:
-        self._tell("event", kind, edge, unit, num_bytes, comm, None)
+        self._call_probes("event", kind, edge, unit, num_bytes, comm, None)
 
     def _move(self, category: Category, unit: int, num_bytes: int) -> None:
-        self._tell("memory", category, unit, num_bytes)
+        self._call_probes("memory", category, unit, num_bytes)
         self.live[category] += num_bytes
         self.peak = max(self.peak, self.live.total())
 
@@ -121,22 +121,22 @@ class PlainLoop:
 
     def step(self) -> None:
         """Run one forward, backward and optimizer step."""
-        self._tell("begin_step")
+        self._call_probes("begin_step")
         inputs, outputs = self._forward()
         losses = [sum((y - 1) ** 2 for y in output) / self._rows for output in outputs]
         self.losses.append(sum(losses) / self._size)
-        self._tell("metric", "loss", self.losses[-1])
+        self._call_probes("metric", "loss", self.losses[-1])
         self._backward(inputs, [[2 * (y - 1) / self._rows for y in output] for output in outputs])
-        self._tell("phase", Phase.OPTIMIZER)
+        self._call_probes("phase", Phase.OPTIMIZER)
         self._event(Kind.OPTIMIZER, Edge.BEGIN)
         self._optimize()
         self._event(Kind.OPTIMIZER, Edge.END)
-        self._tell("phase", Phase.IDLE)
-        self._tell("end_step")
+        self._call_probes("phase", Phase.IDLE)
+        self._call_probes("end_step")
 
     def _forward(self) -> tuple[dict[int, list[list[float]]], list[list[float]]]:
         """Return the inputs of each unit on each rank, and the outputs; the root's own weights are applied last."""
-        self._tell("phase", Phase.FORWARD)
+        self._call_probes("phase", Phase.FORWARD)
         self._gather(0)
         self._event(Kind.FORWARD, Edge.BEGIN, 0)
         inputs, values = {}, self._inputs
@@ -153,17 +153,17 @@ class PlainLoop:
 
     def _backward(self, inputs: dict[int, list[list[float]]], grads: list[list[float]]) -> None:
         for unit in [0, *reversed(range(1, len(self._shards)))]:
-            self._tell("phase", Phase.PRE_BACKWARD)
+            self._call_probes("phase", Phase.PRE_BACKWARD)
             if unit not in self._full:
                 self._gather(unit)
-            self._tell("phase", Phase.BACKWARD)
+            self._call_probes("phase", Phase.BACKWARD)
             self._event(Kind.BACKWARD, Edge.BEGIN, unit)
             self._move(Category.UNSHARDED_GRADS, unit, self._num_bytes)
             own = [[g * x for g, x in zip(*pair, strict=True)] for pair in zip(grads, inputs[unit], strict=True)]
             self._whole_grads[unit] = own
             grads = [[g * w for g, w in zip(grad, self._full[unit], strict=True)] for grad in grads]
             self._event(Kind.BACKWARD, Edge.END, unit)
-            self._tell("phase", Phase.POST_BACKWARD)
+            self._call_probes("phase", Phase.POST_BACKWARD)
             self._reshard(unit)
             self._reduce(unit, own)
 

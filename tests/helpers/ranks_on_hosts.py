@@ -84,5 +84,5 @@ def network_of(num_hosts: int) -> Iterator[Network]:
         yield Network(tuple(seats), cables)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run([find("ip") or "ip", *words], check=True, capture_output=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run([find("ip") or "ip", *arguments], check=True, capture_output=True)

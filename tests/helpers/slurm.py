@@ -87,29 +87,29 @@ def slurm(directory: Path) -> Iterator[Path]:
         wait_until((directory / "munge.socket").exists)
         run("slurmctld", "-D", "-i")
         run("slurmd", "-D")
-        wait_until(lambda: _says(config, "sinfo", "--noheader", "--format=%T", "--partition=open") == "idle")
+        wait_until(lambda: _output_of(config, "sinfo", "--noheader", "--format=%T", "--partition=open") == "idle")
         yield config
 
 
 def jobs(config: Path) -> list[str]:
     """Return the ids of the jobs that wait, run or are ending."""
-    return _says(config, "squeue", "--noheader", "--format=%A").split()
+    return _output_of(config, "squeue", "--noheader", "--format=%A").split()
 
 
 def cancel(config: Path, job: str) -> None:
     """End a job as its queue would."""
-    _says(config, "scancel", job)
+    _output_of(config, "scancel", job)
 
 
-def _serve(last: ExitStack, directory: Path, environment: dict[str, str], name: str, *words: str) -> None:
+def _serve(last: ExitStack, directory: Path, environment: dict[str, str], name: str, *arguments: str) -> None:
     log = last.enter_context((directory / f"{name}.log").open("wb"))
-    command = [find(name) or name, *words]
+    command = [find(name) or name, *arguments]
     served = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     last.callback(served.wait)
     last.callback(served.terminate)
 
 
-def _says(config: Path, program: str, *words: str) -> str:
-    command = [find(program) or program, *words]
+def _output_of(config: Path, program: str, *arguments: str) -> str:
+    command = [find(program) or program, *arguments]
     environment = {**os.environ, "SLURM_CONF": str(config)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.strip()

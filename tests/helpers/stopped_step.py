@@ -79,13 +79,13 @@ def beside(script, command):
 
     If the command raises, its exception is its result.
     """
-    channel, said = Channel(), []
+    channel, results = Channel(), []
 
     def run():
         try:
-            said.append(script(channel))
+            results.append(script(channel))
         except BaseException as error:  # noqa: BLE001 - raised again below
-            said.append(error)
+            results.append(error)
         finally:
             channel(SetBreakpoints(breakpoints=()))
             channel(Continue())
@@ -97,9 +97,9 @@ def beside(script, command):
     except BaseException as error:  # noqa: BLE001 - the test checks which one
         outcome = error
     thread.join()
-    if isinstance(said[0], BaseException):
-        raise said[0]
-    return outcome, said[0]
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return outcome, results[0]
 
 
 class Meeting:

@@ -12,7 +12,7 @@ TICK_S = 0.05
 """The kernel counts CPU time in ticks."""
 
 
-def test_what_this_process_uses_counts_once():
+def test_cpu_time_of_this_process_counts_once():
     used = CpuTime()
     begin = time.process_time()
     while time.process_time() - begin < BURNT_S:
@@ -22,7 +22,7 @@ def test_what_this_process_uses_counts_once():
     assert used.since_last() < first
 
 
-def test_what_a_child_uses_counts_while_it_runs_and_no_second_time_when_it_has_ended():
+def test_cpu_time_of_a_child_counts_once():
     used = CpuTime()
     with subprocess.Popen([sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()

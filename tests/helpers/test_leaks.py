@@ -34,7 +34,7 @@ def test_a_process_that_lost_its_parent_is_reported():
         assert any(f"process {pid}:" in line for line in leaks.left_over(before, deadline_s=0))
 
 
-def test_what_is_kept_for_the_next_start_is_not_reported_as_long_as_it_is_kept(monkeypatch):
+def test_a_cached_zygote_is_not_reported_as_a_leak(monkeypatch):
     leaks.KEEPER.end()
     before, end = leaks.census(), threading.Event()
     thread = threading.Thread(target=end.wait, name="keeps it")

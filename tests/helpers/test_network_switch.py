@@ -79,7 +79,7 @@ def test_every_frame_arrives_once_in_order_and_no_sooner_than_rate_and_delay_all
     assert all(numbers == sorted(numbers) for numbers in of_ways.values())
 
 
-def test_a_frame_is_taken_little_sooner_than_it_can_leave():
+def test_a_frame_is_accepted_shortly_before_it_can_leave():
     switch = acquainted(2, Link(rate_mbit=100))
     switch.take(0, frame(0, 1, size=50_000), 10.0)
     assert switch.opens_s(0) == pytest.approx(10.004 - AHEAD_S)
@@ -104,13 +104,13 @@ def test_the_same_frames_are_lost_each_time_and_as_many_as_asked():
 
 
 @pytest.mark.parametrize("target", [None, 9])
-def test_what_is_for_everyone_or_for_one_who_was_never_heard_goes_to_all_others(target):
+def test_broadcast_and_unknown_destinations_go_to_all_other_ports(target):
     switch = acquainted(3, Link())
     switch.take(1, frame(1, target), 0.0)
     assert sorted(port for _, port, _ in arrivals(switch)) == [0, 2]
 
 
-def test_a_port_that_is_unplugged_neither_gives_nor_gets():
+def test_an_unplugged_port_neither_sends_nor_receives():
     switch = acquainted(3, Link())
     switch.become(Link(), [2])
     for source, target in ((0, 2), (2, 0), (0, None), (1, 0)):
@@ -169,8 +169,8 @@ def pour(here, there):
     end = os.urandom(8)
     for _ in range(20):  # some of them will arrive
         here.send(end)
-    said = iter(lambda: there.recv(2000), end)
-    return [int.from_bytes(each[:4], "big") for each in said if len(each) == 1400]  # skip earlier end marks
+    chunks = iter(lambda: there.recv(2000), end)
+    return [int.from_bytes(each[:4], "big") for each in chunks if len(each) == 1400]  # skip earlier end marks
 
 
 @between
@@ -198,7 +198,7 @@ def test_one_of_a_hundred_is_lost_and_the_others_keep_their_order(network, ends)
 
 @between
 @pytest.mark.parametrize("loss", [0.0, 0.01])
-def test_a_connection_brings_all_bytes_over_whatever_is_lost(network, loss):
+def test_a_connection_delivers_all_bytes_despite_losses(network, loss):
     network.cables.become(Link(rate_mbit=1000, delay_ms=2, loss=loss))
     here, there = network.hosts
     data = os.urandom(4_000_000)
@@ -213,7 +213,7 @@ def test_a_connection_brings_all_bytes_over_whatever_is_lost(network, loss):
 
 
 @between
-def test_without_its_cable_a_host_has_no_carrier_and_hears_nothing(network, ends):
+def test_an_unplugged_host_has_no_carrier_and_receives_nothing(network, ends):
     carrier = [find("ip"), "netns", "exec", network.hosts[1].namespace, "cat", "/sys/class/net/eth0/carrier"]
     here, there = ends
     with network.cables.unplugged(1):
@@ -245,6 +245,6 @@ with joined([Port("", "wbtry0")]) as cables:
 
 @between
 def test_it_ends_with_the_process_that_started_it_and_its_devices_with_it():
-    told = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=False).stdout
-    wait_until(lambda: not psutil.pid_exists(int(told)))
+    output = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=False).stdout
+    wait_until(lambda: not psutil.pid_exists(int(output)))
     wait_until(lambda: not Path("/sys/class/net/wbtry0").exists())

@@ -26,7 +26,7 @@ def run(*flags, **variables):
 
 
 @pytest.mark.parametrize("flags", [(), ("--numprocesses=1",)], ids=["here", "in a worker"])
-def test_tests_are_left_out_and_the_last_lines_say_how_many_why_and_what_brings_it(flags):
+def test_skipped_tests_are_summarised_with_count_reason_and_remedy(flags):
     code, text = run(*flags, **MISSING)
     assert code == 0, text
     *lines, last = text.partition("= left out =")[2].splitlines()
@@ -36,7 +36,7 @@ def test_tests_are_left_out_and_the_last_lines_say_how_many_why_and_what_brings_
     assert "seconds per file" not in text
 
 
-def test_in_ci_nothing_is_left_out_and_every_file_has_its_seconds():
+def test_in_ci_nothing_is_skipped_and_every_file_is_timed():
     code, text = run(**MISSING, CI="true")
     assert code == 1, text
     assert re.search("needs (Firefox|Chromium or Chrome): none was found; ", text)
@@ -56,7 +56,7 @@ def test_each_tool_is_here_or_says_what_is_missing_and_for_which_line(monkeypatc
         assert tool.packages in tool.command() or tool.otherwise in tool.command(), name
 
 
-def test_who_is_not_root_is_given_the_line_for_it(monkeypatch):
+def test_a_user_without_root_rights_gets_the_command_for_it(monkeypatch):
     tool = Tool(name="a thing", why_not=lambda: "not installed: thing", packages="thing", is_for_root=True)
     monkeypatch.setattr(tools.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(os, "getuid", lambda: 1000)

@@ -72,7 +72,7 @@ def optimizer_rows(bench):
     return [int((rank.rows["kind"] == Kind.OPTIMIZER).sum()) for rank in bench.trace.ranks]
 
 
-def test_a_model_goes_on_training_after_its_ranks_were_left(profile):
+def test_a_model_continues_training_after_a_detach(profile):
     with Workbench.attach(2, profile="running", device="cpu") as first:
         first.run_cell(CELL)
         first.shard("model", wrap="Block")
@@ -141,7 +141,7 @@ def left_at_work(profile):
         notebook.kill()
 
 
-def test_what_ranks_do_for_a_notebook_that_is_gone_is_given_up_by_the_next(left_at_work):
+def test_a_new_notebook_can_abort_the_request_of_a_lost_one(left_at_work):
     with again() as bench:
         for ask in (bench.step, bench.pause):
             with pytest.raises(
@@ -157,13 +157,13 @@ def test_what_ranks_do_for_a_notebook_that_is_gone_is_given_up_by_the_next(left_
             bench.abort()
 
 
-def test_ranks_at_work_for_a_notebook_that_is_gone_can_be_stopped(left_at_work):
+def test_ranks_that_work_for_a_lost_notebook_can_be_stopped(left_at_work):
     again().stop()
     with Workbench.attach(2, profile="running", device="cpu") as anew:
         assert anew.status().models == ()
 
 
-def test_what_was_started_here_is_not_left():
+def test_ranks_started_here_cannot_be_detached():
     bench = Workbench(1, device="cpu")
     with pytest.raises(UsageError, match="No ranks are running"):
         bench.detach()

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.helpers.ctrl_c import Pressing
+from tests.helpers.ctrl_c import CtrlCCallback
 from tests.helpers.figure_checks import subtitle
 from tests.helpers.notebook_model import CELL, fresh_cell
 from tests.helpers.pairwise import quick
@@ -78,7 +78,7 @@ def wb():
         yield bench
 
 
-def say(wb, line):
+def output_of(wb, line):
     return wb.do(parse_line(line))
 
 
@@ -88,7 +88,7 @@ def fresh(wb, strategy):
         wb.abort()
     wb.break_clear()
     wb.run_cell(FRESH)
-    say(wb, f"shard model --api classic --wrap Block {STRATEGIES[strategy][0]}")
+    output_of(wb, f"shard model --api classic --wrap Block {STRATEGIES[strategy][0]}")
 
 
 @pytest.fixture(scope="module")
@@ -113,27 +113,32 @@ def assert_all_at_one_event(report):
 
 
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full"]))
-def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed, strategy):
+def test_steps_stopped_repeatedly_compute_the_same(wb, undisturbed, strategy):
     fresh(wb, strategy)
     first = wb.step(1)
-    say(wb, f"break add {STRATEGIES[strategy][1]}")
-    say(wb, "break add forward:blocks.1 --when 'step < 3'")
-    report, said = say(wb, f"step {STEPS - 1}"), []
+    output_of(wb, f"break add {STRATEGIES[strategy][1]}")
+    output_of(wb, "break add forward:blocks.1 --when 'step < 3'")
+    report, outputs = output_of(wb, f"step {STEPS - 1}"), []
     for what in ("event", "collective", "unit", "phase"):
         assert_all_at_one_event(report)
-        said += [report, say(wb, "where --stacks"), say(wb, "inspect blocks.1.mlp.0.weight"), wb.evaluate("count")]
-        report = say(wb, f"next {what}")
-    say(wb, "break clear")
-    report = say(wb, "continue")
+        outputs += [
+            report,
+            output_of(wb, "where --stacks"),
+            output_of(wb, "inspect blocks.1.mlp.0.weight"),
+            wb.evaluate("count"),
+        ]
+        report = output_of(wb, f"next {what}")
+    output_of(wb, "break clear")
+    report = output_of(wb, "continue")
     assert (first.losses + report.losses, wb.run_cell(WEIGHTS).texts) == undisturbed[strategy]
     assert check(wb.trace) == []
-    assert "blocks.1" in "".join(map(str, said))
-    assert "_fsdp_wrapped_module" not in "".join(map(str, said))
+    assert "blocks.1" in "".join(map(str, outputs))
+    assert "_fsdp_wrapped_module" not in "".join(map(str, outputs))
 
 
 @pytest.mark.parametrize("event", ["forward.end:blocks.1", "backward:blocks.1", "optimizer", "a collective"])
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full"]))
-def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, strategy, event):
+def test_an_aborted_step_can_be_repeated(wb, undisturbed, strategy, event):
     fresh(wb, strategy)
     first = wb.step(2)
     assert_all_at_one_event(wb.step(1, until=STRATEGIES[strategy][1] if event == "a collective" else event))
@@ -146,7 +151,7 @@ def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, strategy, ev
 
 
 @pytest.mark.parametrize("strategy", ["full", "none"])
-def test_a_rank_that_raises_in_forward_is_named_with_the_unit_and_training_goes_on(wb, undisturbed, strategy):
+def test_a_rank_that_raises_in_forward_is_named_with_the_unit_and_training_continues(wb, undisturbed, strategy):
     fresh(wb, strategy)
     first = wb.step(1)
     wb.run_cell(
@@ -166,22 +171,22 @@ handle = model.blocks[1].mlp.register_forward_pre_hook(refuse)
 
 
 @pytest.mark.parametrize("strategy", ["full", "none"])
-def test_ranks_that_disagree_are_told_so_by_the_names_of_units(wb, strategy):
+def test_disagreeing_ranks_are_reported_with_unit_names(wb, strategy):
     fresh(wb, strategy)
     wb.step(1)
     with pytest.raises(RankError, match="RanksDisagreeError: ranks disagree on collective") as caught:
         wb.run_cell("model.blocks[rank](torch.ones(1, 16)).sum().backward()")
-    said = str(caught.value)
-    assert "of unit blocks.0 (" in said
-    assert "of unit blocks.1 (" in said
-    assert "_fsdp_wrapped_module" not in said
+    message = str(caught.value)
+    assert "of unit blocks.0 (" in message
+    assert "of unit blocks.1 (" in message
+    assert "_fsdp_wrapped_module" not in message
     wb.run_cell("opt.zero_grad()")
     assert wb.step(1).steps_done == 1
 
 
 def test_ctrl_c_pauses_and_a_pause_in_the_background_as_well(wb, every_rank_comes):
     fresh(wb, "full")
-    assert_all_at_one_event(wb.step(1_000_000, on_progress=Pressing()))
+    assert_all_at_one_event(wb.step(1_000_000, on_progress=CtrlCCallback()))
     assert "idle again" in wb.abort().headline
     wb.step(1_000_000, background=True)
     assert_all_at_one_event(wb.pause())
@@ -191,32 +196,32 @@ def test_ctrl_c_pauses_and_a_pause_in_the_background_as_well(wb, every_rank_come
     assert wb.step(1).steps_done == 1
 
 
-def test_a_classic_model_is_sharded_stopped_looked_at_and_taken_to_fully_shard(wb):
+def test_a_classic_model_is_sharded_stopped_inspected_and_converted(wb):
     if wb._session.request is not None:
         wb.abort()
     wb.break_clear()
     wb.run_cell(CELL)
-    assert "classic: one flat parameter per unit" in str(say(wb, "shard model --api classic --wrap Block"))
+    assert "classic: one flat parameter per unit" in str(output_of(wb, "shard model --api classic --wrap Block"))
     policies = {model.name: model.policy for model in wb.status().models}
     assert "classic: one flat parameter per unit" in policies["model"]
-    say(wb, "step 2")
+    output_of(wb, "step 2")
     last = steps(wb.trace)[-1]
     assert not [c for c in collectives.compare(wb.trace, last) if c.differs]
-    say(wb, "step 1 --until backward:blocks.1")
-    assert "elements" in str(say(wb, "inspect blocks.1.mlp.0.weight"))
-    assert say(wb, "layout").data
-    say(wb, "continue")
-    assert say(wb, "verify").ok
+    output_of(wb, "step 1 --until backward:blocks.1")
+    assert "elements" in str(output_of(wb, "inspect blocks.1.mlp.0.weight"))
+    assert output_of(wb, "layout").data
+    output_of(wb, "continue")
+    assert output_of(wb, "verify").ok
     before, of_classic = wb.trace.slice(step=last), newest(wb)
     assert all(param.parts for unit in of_classic for param in unit.params)
-    say(wb, "reshard model --api fully_shard")
+    output_of(wb, "reshard model --api fully_shard")
     assert not {unit.index for unit in of_classic} & {unit.index for unit in live_units(wb.trace.header)}
     assert not [param for unit in newest(wb) for param in unit.params if param.parts]
-    say(wb, "step 2")
-    assert say(wb, "verify").ok
+    output_of(wb, "step 2")
+    assert output_of(wb, "verify").ok
     after = wb.trace.slice(step=last + 3)
     assert "in 4 flat parameters -&gt; stored separately" in subtitle(draw(before, after))
-    say(wb, "unshard model")
+    output_of(wb, "unshard model")
 
 
 @pytest.mark.parametrize("orig_params", quick(["", "--orig-params"], ["--orig-params"]))
@@ -226,7 +231,7 @@ def test_an_offloaded_model_is_saved_loaded_and_resharded_with_its_optimizer(wb,
 
     def begins(offloads):
         wb.run_cell(FRESH)
-        say(wb, f"{shards} {offloads}")
+        output_of(wb, f"{shards} {offloads}")
 
     for saves, loads in CHECKPOINTS.values():
         begins("--offload")
@@ -240,14 +245,14 @@ def test_an_offloaded_model_is_saved_loaded_and_resharded_with_its_optimizer(wb,
     begins("--no-offload")
     losses = wb.step(1).losses
     for line in ("--offload", "--no-offload", "--offload"):
-        assert ("host memory" in str(say(wb, f"reshard model {line}"))) == (line == "--offload")
+        assert ("host memory" in str(output_of(wb, f"reshard model {line}"))) == (line == "--offload")
         losses += wb.step(1).losses
     assert (losses, wb.run_cell(WEIGHTS).texts) == expected
     assert check(wb.trace) == []
 
 
 @pytest.mark.thorough
-def test_a_rank_that_is_killed_in_a_step_is_named_and_the_others_are_free():
+def test_a_killed_rank_in_a_step_is_named_and_the_others_are_free():
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)
         fresh(wb, "full")

@@ -54,7 +54,7 @@ def start(last: ExitStack, before: list[str], module: str) -> subprocess.Popen[b
     return process
 
 
-def test_what_is_found_of_each_clock_is_as_exact_as_it_says(bench):
+def test_each_clock_offset_is_within_its_error(bench):
     found = bench.trace.header.clocks
     assert [clock.ranks for clock in found] == [(1,), (2,)]
     for clock in found:
@@ -70,7 +70,7 @@ def test_rows_of_all_ranks_are_on_one_clock(bench):
     assert max(begins) - min(begins) < 3600 * S
 
 
-def test_a_file_says_what_the_live_record_said(bench, tmp_path):
+def test_a_file_has_the_clocks_of_the_live_trace(bench, tmp_path):
     bench.export(tmp_path / "hosts.trace")
     loaded, live = load(tmp_path / "hosts.trace"), bench.trace
     for known, later in zip(loaded.header.clocks, live.header.clocks, strict=True):
@@ -94,7 +94,7 @@ def test_clocks_are_compared_again_while_ranks_are_in_a_step(bench, monkeypatch)
         bench.abort()
 
 
-def test_since_when_a_rank_stands_is_told_by_its_own_clock(bench):
+def test_the_time_since_a_stop_is_measured_by_the_ranks_clock(bench):
     bench.step(1, until="forward")
     try:
         sinces = [row.since.split() for row in bench.where().rows]

@@ -36,7 +36,7 @@ def victims_of(bench, who):
     ("num_ranks", "who"),
     [(1, "every rank"), (2, "every rank"), (2, "the controller"), (2, "the zygote")],
 )
-def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(num_ranks, who, tmp_path):
+def test_with_all_ranks_dead_views_work_and_a_start_replaces_them(num_ranks, who, tmp_path):
     with Workbench(num_ranks, device="cpu") as bench:
         bench.run_cell(CELL)
         bench.shard("model", wrap=["Block"])
@@ -55,7 +55,7 @@ def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(
         assert RESTART in str(caught.value)
 
         assert how in str(bench.status())
-        assert "gone: %fsdp stop, then %fsdp start" in bench.status().headline
+        assert "died: %fsdp stop, then %fsdp start" in bench.status().headline
         assert bench.status().num_rows > 0
         for view in VIEWS:
             bench.view(view)
@@ -82,7 +82,7 @@ def test_with_no_rank_left_all_that_can_be_looked_at_is_and_a_start_begins_anew(
 
 
 @pytest.mark.thorough
-def test_while_a_rank_lives_a_start_says_who_died_and_what_to_do():
+def test_while_a_rank_lives_a_start_names_the_dead_and_the_remedy():
     with Workbench(2, device="cpu") as bench:
         os.kill(bench.status().ranks[1].pid, signal.SIGKILL)
         wait_until(lambda: 1 in bench.losses)

@@ -64,7 +64,7 @@ def assert_all_at_one_event(report, num_ranks=4):
 
 
 @pytest.mark.parametrize("phase", STOPS)
-def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed, phase):
+def test_steps_stopped_repeatedly_compute_the_same(wb, undisturbed, phase):
     fresh(wb)
     first = wb.step(1)
     for event in STOPS[phase]:
@@ -91,7 +91,7 @@ def test_steps_that_are_stopped_again_and_again_compute_the_same(wb, undisturbed
 
 
 @pytest.mark.parametrize("event", [events[0] for events in STOPS.values()])
-def test_a_step_that_is_given_up_can_be_done_again(wb, undisturbed, event):
+def test_an_aborted_step_can_be_repeated(wb, undisturbed, event):
     fresh(wb)
     first = wb.step(2)
     assert_all_at_one_event(wb.step(1, until=event))

@@ -150,11 +150,11 @@ def test_collectives_of_hosts_whose_clocks_are_hours_apart_are_at_the_same_time(
     assert [clock.ranks for clock in trace.header.clocks] == [(2, 3), (4, 5)]
     assert late_ends(trace, REDUCTIONS) == []
     assert 0 < error_ns(trace) < 3600 * 10**9
-    told = dict(bench.status().facts())
-    assert told[network.names[0]] == "ranks 0-1"
+    facts = dict(bench.status().facts())
+    assert facts[network.names[0]] == "ranks 0-1"
     for name, hours in zip(network.names[1:], network_hosts.HOURS[1:], strict=True):
         apart_s = 3600 * (hours - network_hosts.HOURS[0])
-        assert f"its clock is {abs(apart_s)} s {'ahead of' if apart_s > 0 else 'behind'} rank 0's" in told[name]
+        assert f"its clock is {abs(apart_s)} s {'ahead of' if apart_s > 0 else 'behind'} rank 0's" in facts[name]
 
 
 def test_copies_are_across_hosts_and_shards_within(bench):
@@ -165,9 +165,9 @@ def test_copies_are_across_hosts_and_shards_within(bench):
 
 def test_comms_says_what_crosses_between_hosts(bench, network):
     losses_of(bench)
-    told = subtitle(bench.comms())
-    assert "transport: shared memory, gloo between hosts" in told
-    assert "each of 3 hosts sends " in told
+    text = subtitle(bench.comms())
+    assert "transport: shared memory, gloo between hosts" in text
+    assert "each of 3 hosts sends " in text
     last = steps(bench.trace)[-1]
     row = next(row for row in compare(bench.trace, last) if row.kind == Kind.REDUCE_SCATTER)
     assert row.crossing == pytest.approx(dict.fromkeys(network.names, 2 / 3 * row.num_bytes))

@@ -55,7 +55,7 @@ def long(wait):
     return wait.format(round(3 * SILENCE_S))
 
 
-def test_hosts_whose_ranks_are_busy_or_stand_still_are_not_lost(bench):
+def test_hosts_with_busy_or_stopped_ranks_are_not_lost(bench):
     bench.abort()
     standing = psutil.Process(bench.status().ranks[2].pid)
     standing.suspend()
@@ -91,7 +91,7 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, runni
     looking.detach()
 
 
-def test_engines_of_a_host_that_has_come_back_become_ranks_again(bench, running, network):
+def test_engines_of_a_restored_host_become_ranks_again(bench, running, network):
     with network.unplugged(network.names[1]):
         wait_until(lambda: bench.losses, SOON_S)
     bench.stop()

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.ctrl_c import TOGETHER, Pressing
+from tests.helpers.ctrl_c import TOGETHER, CtrlCCallback
 from tests.helpers.notebook_model import CELL
 from tests.helpers.pairwise import quick
 from tests.helpers.waiting import PATIENCE_S, wait_until
@@ -75,8 +75,8 @@ def test_after_a_failed_cell_the_newest_event_is_that_of_the_last_step(living):
     assert living.step(1).steps_done == 1
 
 
-def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(living, every_rank_comes):
-    assert "2 ranks stopped " in str(living.step(100_000, on_progress=Pressing()))  # before an event, or in a wait
+def test_ctrl_c_stops_a_step_which_is_aborted_and_training_continues(living, every_rank_comes):
+    assert "2 ranks stopped " in str(living.step(100_000, on_progress=CtrlCCallback()))  # before an event, or in a wait
     assert "idle again" in str(living.abort())
     assert living.step(2).steps_done == 2
     assert living.verify().ok
@@ -85,25 +85,25 @@ def test_ctrl_c_stops_a_step_which_is_given_up_and_training_goes_on(living, ever
 def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(living):
     for code in ("while True: pass", "import time; time.sleep(1000)"):
         with pytest.raises(Interrupted):
-            living.run_cell(TOGETHER + code, on_output=Pressing())
+            living.run_cell(TOGETHER + code, on_output=CtrlCCallback())
     assert living.run_cell("print('well')").texts[1].strip() == "well"
 
 
-def test_a_cell_that_hangs_says_who_waits_and_where(living, monkeypatch):
+def test_a_hanging_cell_shows_which_rank_waits_where(living, monkeypatch):
     monkeypatch.setattr(stall_notice, "QUIET_S", 0.1)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
     expected = r"rank 1 has run for \d+ s, in dist.barrier\(\) at line 3 of the cell; rank 0 has ended"
-    told = []
+    sentences = []
 
     def give_up_once_it_is_said(sentence):
-        told.append(sentence)
+        sentences.append(sentence)
         if re.fullmatch(expected, sentence):
             living.abort()
 
     code = "import torch.distributed as dist\nif rank == 1:\n    dist.barrier()"
     with pytest.raises(Interrupted, match="idle again"):
         living.run_cell(code, on_standing=give_up_once_it_is_said)
-    assert any(re.fullmatch(expected, sentence) for sentence in told)
+    assert any(re.fullmatch(expected, sentence) for sentence in sentences)
     assert living.step(1).steps_done == 1
 
 
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_named_and_the_others_keep_their_variables(bench):
 
 
 @pytest.mark.parametrize("word", quick(["resume", "abort"], ["resume"]))
-def test_a_rank_killed_while_all_are_stopped_is_named_whatever_is_asked_next(bench, word):
+def test_a_rank_killed_during_a_stop_is_named_by_any_next_command(bench, word):
     bench.step(5, until="backward:blocks.1")
     os.kill(bench.status().ranks[1].pid, signal.SIGKILL)
     wait_until(lambda: [row.state for row in bench.where().rows] == ["held", "gone"])

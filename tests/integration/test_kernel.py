@@ -38,14 +38,14 @@ def kernel():
     manager.cleanup_resources()
 
 
-def execute(client, code, heard=lambda text: None):
+def execute(client, code, on_output=lambda text: None):
     """Run a cell; return its status and output. ``heard`` gets each piece of output as it arrives."""
     texts = []
 
     def keep(message):
         content = message["content"]
         texts.append(content.get("text") or f"{content.get('data', {}).get('text/plain', '')}\n")
-        heard(texts[-1])
+        on_output(texts[-1])
 
     reply = client.execute_interactive(code, output_hook=keep, timeout=250)["content"]
     return reply["status"], "".join([*texts, *reply.get("traceback", ())])

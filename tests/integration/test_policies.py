@@ -31,11 +31,11 @@ def train_step():
 
 
 def change(answers, wb):
-    told, _ = answers.answer(AskFeed(), wb.pulse(), time.monotonic)
-    return told["change"]
+    answer, _ = answers.answer(AskFeed(), wb.pulse(), time.monotonic)
+    return answer["change"]
 
 
-def test_a_change_of_policy_is_told_with_its_step_and_no_average_is_of_two():
+def test_a_policy_change_is_reported_with_its_step_and_averages_do_not_mix_policies():
     early = DashboardView()
     with Workbench(2, device="cpu") as wb:
         wb.run_cell(CELL)
@@ -57,8 +57,8 @@ def test_a_change_of_policy_is_told_with_its_step_and_no_average_is_of_two():
             found = change(answers, wb)
             assert found["what"].startswith("api: fully_shard \u2192 classic")
             assert (found["at_step"], found["before"]["num_steps"], found["after"]["num_steps"]) == (10, 3, 2)
-        told = Steps().take(wb.trace)
+        steps = Steps().take(wb.trace)
     assert change(DashboardView(), wb) == found, "a dashboard first shown after a stop reports it too"
-    assert told["step"].tolist() == [0, 1, 2, 3, 4, *range(6, 13)]
-    assert len(np.unique(told["model"])) == 1, "it is the same model, so its curve goes on"
+    assert steps["step"].tolist() == [0, 1, 2, 3, 4, *range(6, 13)]
+    assert len(np.unique(steps["model"])) == 1, "it is the same model, so its curve goes on"
     assert training.summary(wb.trace).cuts == ()

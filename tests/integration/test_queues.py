@@ -95,25 +95,25 @@ def test_ranks_whose_job_the_queue_ends_are_named(queue, of_profile, monkeypatch
     engines, (job,) = engines_of(bench), slurm.jobs(queue)
     slurm.cancel(queue, job)
     wait_until(lambda: set(bench.losses) == {0, 1})
-    said = rf"died: the process on \S+ has ended: the queue has ended job {job}: CANCELLED.*"
-    assert re.fullmatch(said, bench.losses[1])
+    message = rf"died: the process on \S+ has ended: the queue has ended job {job}: CANCELLED.*"
+    assert re.fullmatch(message, bench.losses[1])
     wait_until(lambda: not any(engine.is_running() for engine in engines))
 
 
 @pytest.mark.needs("slurm")
-def test_what_a_queue_waits_for_is_told_and_giving_up_leaves_nothing_in_it(queue, of_profile):
-    bench, told = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'"), []
+def test_the_queue_state_is_shown_and_cancelling_removes_the_job(queue, of_profile):
+    bench, notices = of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = 'closed'"), []
 
     def give_up(sentence):
-        told.append(sentence)
+        notices.append(sentence)
         if "PENDING" in sentence:
             assert len(slurm.jobs(queue)) == 1
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="The start was cancelled: no ranks are running"):
         bench.start(give_up)
-    said = re.escape("0 of 2 engines are connected, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), \d+ s"
-    assert re.match(said, told[-1])
+    message = re.escape("0 of 2 engines are connected, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), \d+ s"
+    assert re.match(message, notices[-1])
     wait_until(lambda: slurm.jobs(queue) == [])
 
 
@@ -140,7 +140,7 @@ bench.run_cell("import time\\nwhile True: time.sleep(0.01)", on_output=lambda _:
 
 @pytest.mark.needs("slurm")
 @pytest.mark.parametrize("partition", ["open", "closed"])
-def test_a_notebook_that_is_killed_leaves_neither_job_nor_process(queue, of_profile, ipython, partition):
+def test_a_killed_notebook_leaves_neither_job_nor_process(queue, of_profile, ipython, partition):
     of_profile("slurm", f"{HERE}c.SlurmLauncher.queue = {partition!r}")
     with subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True) as kernel:
         try:

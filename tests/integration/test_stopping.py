@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 
-from tests.helpers.ctrl_c import TOGETHER, Pressing
+from tests.helpers.ctrl_c import TOGETHER, CtrlCCallback
 from tests.helpers.notebook_model import CELL
 from tests.helpers.waiting import wait_until
 from workbench import Workbench
@@ -120,10 +120,10 @@ def test_looking_around_inside_the_step(ready):
     assert "shard" in str(report)
     with pytest.raises(UsageError, match=r"nearest first: blocks\.1\.mlp\.0\.weight"):
         ready.inspect("blocks.1.mlp.0.wieght")
-    heard = []
-    cell = ready.run_cell("print('inside', rank)\ninside = rank", on_output=heard.append)
+    outputs = []
+    cell = ready.run_cell("print('inside', rank)\ninside = rank", on_output=outputs.append)
     assert cell.texts == {0: "inside 0\n", 1: "inside 1\n"}
-    assert heard[-1].data["text/plain"] == "--- rank 0:\ninside 0\n--- rank 1:\ninside 1"
+    assert outputs[-1].data["text/plain"] == "--- rank 0:\ninside 0\n--- rank 1:\ninside 1"
     assert len(ready.states().data) > 0
     for refused in (lambda: ready.step(1), lambda: ready.unshard("model")):
         with pytest.raises(UsageError, match="first %fsdp continue or %fsdp abort"):
@@ -141,11 +141,11 @@ def test_looking_around_inside_the_step(ready):
     assert ready.run_cell("print(inside)").texts == {0: "0\n", 1: "1\n"}
 
 
-def test_one_ctrl_c_pauses_and_it_goes_on(ready, every_rank_comes):
-    report = ready.step(FOREVER, on_progress=Pressing())
+def test_one_ctrl_c_pauses_and_the_step_continues(ready, every_rank_comes):
+    report = ready.step(FOREVER, on_progress=CtrlCCallback())
     assert len(places(report)) == 1
     assert report.stop.held == (0, 1)
-    assert len(places(ready.resume(on_progress=Pressing()))) == 1
+    assert len(places(ready.resume(on_progress=CtrlCCallback()))) == 1
     assert "idle again" in ready.abort().headline
     assert ready.step(1).steps_done == 1
     assert ready.verify().ok
@@ -164,13 +164,13 @@ slow = True
 """
     )
     with pytest.raises(Interrupted, match="idle again"):
-        ready.step(1, on_progress=Pressing(2, anyway=True))
+        ready.step(1, on_progress=CtrlCCallback(2, anyway=True))
     ready.run_cell("slow = False")
     assert ready.step(1).steps_done == 1
     ready.run_cell("train_step = old_step")
 
 
-def test_a_rank_that_comes_late_is_named_and_stops_later(ready, tmp_path):
+def test_a_late_rank_is_named_and_stops_later(ready, tmp_path):
     flag = tmp_path / "go"
     ready.run_cell(
         f"""
@@ -182,7 +182,7 @@ def train_step():
     return old_step()
 """
     )
-    press = Pressing(anyway=True)
+    press = CtrlCCallback(anyway=True)
 
     def press_once_rank_0_waits(progress):
         if ready.where().rows[0].state == "waiting":
@@ -200,11 +200,11 @@ def train_step():
 
 def test_ctrl_c_in_a_cell_interrupts_it(ready):
     with pytest.raises(Interrupted):
-        ready.run_cell(f"{TOGETHER}while True: pass", on_output=Pressing())
+        ready.run_cell(f"{TOGETHER}while True: pass", on_output=CtrlCCallback())
     assert ready.step(1).steps_done == 1
 
 
-def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready, every_rank_comes):
+def test_background_steps_pause_continue_and_are_reported(ready, every_rank_comes):
     assert "runs in the background" in str(ready.step(FOREVER, background=True))
     assert states(ready) <= {"starting", "running", "waiting", "no answer"}  # never idle
     wait_until(lambda: states(ready) <= {"running", "waiting"})
@@ -220,12 +220,12 @@ def test_steps_in_the_background_pause_and_go_on_and_are_told_of(ready, every_ra
     ready.resume(background=True)
     assert "idle again" in ready.abort().headline
     report = ready.step(3, background=True)
-    told = []
-    wait_until(lambda: told.extend(ready.news()) or any("3 steps" in said for said in told))
+    news = []
+    wait_until(lambda: news.extend(ready.news()) or any("3 steps" in sentence for sentence in news))
 
 
 @pytest.mark.parametrize("event", ["wait.end", "reduce_scatter:blocks.1", "copy_out.end:(root)", "optimizer"])
-def test_a_step_that_was_given_up_leaves_no_memory_behind(ready, event):
+def test_an_aborted_step_leaves_no_memory_behind(ready, event):
     ready.run_cell("import gc; gc.collect()")  # reference cycles of earlier tests may be freed at any time
     ready.step(1)
     before = in_use(ready)
@@ -241,17 +241,17 @@ def in_use(bench):
     return [advance(rank.start, rank.rows).bytes_by_category for rank in bench.trace.ranks]
 
 
-def test_gradients_of_a_step_that_was_given_up_are_told(ready):
+def test_gradients_of_an_aborted_step_are_reported(ready):
     ready.step(1)  # drops those that the previous test may have left
     ready.step(1, until="forward:blocks.1")
     assert "gradients" not in ready.abort().headline  # there are none yet
     ready.step(1, until="optimizer")
-    said = "gradients of that step remain on ranks 0-1, and the next backward adds to them"
-    assert said in ready.abort().headline
+    sentence = "gradients of that step remain on ranks 0-1, and the next backward adds to them"
+    assert sentence in ready.abort().headline
     ready.step(1, until="optimizer")
     assert "gradients" not in ready.abort().headline  # as before that step: some loops keep them
     ready.run_cell("opt.zero_grad()")
-    with pytest.raises(RankError, match=said):
+    with pytest.raises(RankError, match=sentence):
         ready.run_cell("train_step.__globals__['opt'] = None\ntrain_step()")
     ready.run_cell("opt = torch.optim.AdamW(model.parameters(), lr=1e-2)\nopt.zero_grad()")
     assert ready.verify().ok
@@ -262,10 +262,10 @@ def test_a_loop_of_the_user_s_own_stops_as_well(ready):
     report = ready.run_cell("loss = train_step(); print('done')")
     assert len(places(report)) == 1
     ready.break_clear()
-    heard = []
-    done = ready.resume(on_output=heard.append)
+    outputs = []
+    done = ready.resume(on_output=outputs.append)
     assert done.texts == {0: "done\n", 1: "done\n"}
-    assert "".join(output.text for output in heard).startswith("done\n")
+    assert "".join(output.text for output in outputs).startswith("done\n")
 
 
 def test_back_moves_the_cursor_and_nothing_else(ready):

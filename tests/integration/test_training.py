@@ -35,7 +35,7 @@ def test_every_rank_has_its_names(trained):
     assert [text.strip() for text in report.texts.values()] == ["0 2 cpu 2 True", "1 2 cpu 2 True"]
 
 
-def test_all_that_listens_does_so_on_this_machine_alone(trained):
+def test_all_sockets_listen_on_loopback_only(trained):
     """The store and gloo do not authenticate connections: see docs/security.md."""
     processes = trained._session.cluster._place._zygote.process, *psutil.Process().children(recursive=True)
     addresses = {
@@ -49,13 +49,13 @@ def test_all_that_listens_does_so_on_this_machine_alone(trained):
     assert ranks <= {pid for pid, _ in addresses}  # gloo listens on each
 
 
-def test_what_was_recorded_obeys_every_rule(trained):
+def test_the_recorded_trace_satisfies_all_invariants(trained):
     trace = trained.trace
     assert check(trace) == []
     assert {0, 1, 2} <= set(steps(trace))
 
 
-def test_live_views_know_of_a_recorded_trace_what_replay_says_of_it(trained):
+def test_live_views_of_a_recorded_trace_match_replay(trained):
     trace = trained.trace
     parts = [prefix(trace, [len(r.rows) * share // 4 for r in trace.ranks]) for share in (1, 2, 3)]
     fold = folded([*parts, trace])
@@ -91,7 +91,7 @@ def test_every_view_draws_what_was_recorded(trained, name):
     assert figure.layout.title.text
 
 
-def test_verify_finds_both_alike_and_changes_nothing(trained):
+def test_verify_finds_no_difference_and_changes_nothing(trained):
     before = trained.run_cell(
         "print(sum(p.full_tensor().detach().double().sum().item() for p in model.parameters()))"
     ).texts[0]
@@ -109,7 +109,7 @@ def test_a_loop_of_the_user_s_own_is_recorded_as_steps(trained):
     assert check(trained.trace) == []
 
 
-def test_what_the_user_logs_is_drawn(trained):
+def test_logged_metrics_are_drawn(trained):
     trained.run_cell(
         """
 old_step = train_step
@@ -136,16 +136,16 @@ hook.remove()
 """
 
 
-def test_what_the_engine_does_not_manage_is_said_from_cell_to_cell_in_status_and_comms(trained):
+def test_unmanaged_parameters_are_reported_in_status_and_comms(trained):
     assert trained.status().notes == ()
     trained.run_cell(UNMANAGED)
     hooks, buffers = trained.status().notes
     assert hooks.startswith("register_hook is never called on a sharded parameter: head.weight. ")
     assert buffers.startswith("buffers differ between ranks: drawn. ")
     trained.step(1)
-    said = subtitle(trained.comms())
-    assert "head.weight. Use register_post_accumulate_grad_hook" in said
-    assert "differ between ranks: drawn. " in said
+    text = subtitle(trained.comms())
+    assert "head.weight. Use register_post_accumulate_grad_hook" in text
+    assert "differ between ranks: drawn. " in text
     trained.run_cell(MENDED)
     assert trained.status().notes == ()
     trained.run_cell("del model.drawn")

@@ -83,9 +83,9 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, netwo
     in_memory = files_in_memory()
     with network.unplugged(network.names[lost]):
         wait_until(lambda: bench.losses, SOON_S)
-        said = text_of_the_end(bench)
-        assert f"rank {lost} died: the process on {network.names[lost]} has ended, or its host is gone" in said
-        assert f"without rank {lost} no step is possible" in said
+        message = text_of_the_end(bench)
+        assert f"rank {lost} died: the process on {network.names[lost]} has ended, or its host is gone" in message
+        assert f"without rank {lost} no step is possible" in message
         assert set(bench.losses) == {lost}
         assert [test_hosts.told_by(bench, "rank", rank) for rank in sorted(others)] == list(map(str, sorted(others)))
         assert engines[lost].is_running()
@@ -100,8 +100,8 @@ def test_a_controller_that_dies_is_named_and_no_rank_stays(bench):
     engines = engines_of(bench)
     os.kill(bench._session.cluster._place._cluster.controller.pid, signal.SIGKILL)
     wait_until(lambda: len(bench.losses) == 3, SOON_S)
-    said = text_of_the_end(bench)
-    assert "cannot be reached: the cluster's controller has ended" in said
+    message = text_of_the_end(bench)
+    assert "cannot be reached: the cluster's controller has ended" in message
     wait_until(lambda: not any(engine.is_running() for engine in engines.values()))
     assert bench.stop() is None
 
@@ -150,7 +150,7 @@ sys.stdin.read()
 
 @pytest.mark.usefixtures("one_each")
 @pytest.mark.parametrize("is_reached", [True, False])
-def test_a_notebook_that_is_killed_leaves_nothing_on_any_host(network, profile, is_reached):
+def test_a_killed_notebook_leaves_nothing_on_any_host(network, profile, is_reached):
     before, in_memory = files_in(profile), files_in_memory()
     there = pids_on_hosts(network)
     with subprocess.Popen(
@@ -175,19 +175,19 @@ def files_in(profile):
 
 
 @pytest.mark.parametrize(
-    ("host", "said"),
+    ("host", "message"),
     [
         ("no-such-host.invalid", r"could not start 3 engines on no-such-host.invalid: .*Could not resolve hostname"),
         ("192.0.2.7", r"could not start 3 engines on 192.0.2.7: "),  # an unused address: like a filtered port
     ],
 )
-def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_left(profile, host, said):
+def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_left(profile, host, message):
     config = profile / "ipcluster_config.py"
     before, children = config.read_text(), set(psutil.Process().children(recursive=True))
     files = set(profile.rglob("*"))
     config.write_text(f"{before}\nc.SSHEngineSetLauncher.engines = {{{host!r}: 3}}\n")
     try:
-        with pytest.raises(ClusterError, match=said) as raised:
+        with pytest.raises(ClusterError, match=message) as raised:
             Workbench(3, device="cpu", profile="hosts", engines="ssh").start()
         assert f"check that ssh {host} works from here without a password" in str(raised.value)
     finally:

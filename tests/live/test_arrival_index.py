@@ -32,12 +32,12 @@ def expect(found, t_ns):
 
 
 @given(times, st.integers(0, 9))
-def test_a_row_is_known_with_the_latest_before_it(t_ns, first):
+def test_arrival_times_are_a_running_maximum(t_ns, first):
     expect(ArrivalIndex(rank_of(t_ns, first)), t_ns)
 
 
 @given(times, times, st.integers(0, 9), st.data())
-def test_what_was_known_before_is_used_and_right(before, more, first, data):
+def test_cached_arrival_times_are_reused_and_correct(before, more, first, data):
     whole = [*before, *more]
     dropped = data.draw(st.integers(0, len(before)))
     earlier = ArrivalIndex(rank_of(before, first))

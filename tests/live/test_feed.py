@@ -107,7 +107,7 @@ def test_states_add_up_to_the_states_at_the_end(prefixes):
 
 @settings(max_examples=40)
 @given(growing())
-def test_steps_add_up_and_each_comes_once(prefixes):
+def test_steps_add_up_and_each_is_sent_once(prefixes):
     found, whole = add_up(prefixes)["steps"], add_up(prefixes[-1:])["steps"]
     assert found["step"].tolist() == whole["step"].tolist()
     np.testing.assert_array_equal(found["loss"], whole["loss"])
@@ -117,7 +117,7 @@ def test_steps_add_up_and_each_comes_once(prefixes):
 
 @settings(max_examples=40)
 @given(growing(whole=False))
-def test_a_trace_that_begins_late_is_no_trouble(prefixes):
+def test_a_trace_with_a_late_beginning(prefixes):
     add_up(prefixes)
 
 
@@ -137,7 +137,7 @@ def test_spans_of_a_step_are_those_that_were_recorded():
     assert (waits["issue_ns"] > 0).all()
 
 
-def test_what_has_not_ended_is_open_and_told_once_it_has():
+def test_unfinished_spans_are_open_and_sent_once_ended():
     trace, feed = example_trace(num_ranks=2, num_units=2, steps=1), FeedView()
     rows = trace.rank(0).rows
     first = int(np.flatnonzero((rows["kind"] == Kind.ALL_GATHER) & (rows["edge"] == Edge.BEGIN))[0])
@@ -158,7 +158,7 @@ def test_steps_are_the_training_views():
     assert found["step_ns"].tolist() == expected.step_times.high.tolist()
 
 
-def test_nothing_new_is_nothing():
+def test_without_new_rows_nothing_is_sent():
     trace, feed = example_trace(), FeedView()
     assert feed.take(trace).restart
     again = feed.take(trace)
@@ -166,13 +166,13 @@ def test_nothing_new_is_nothing():
     assert [len(getattr(again, name)) for name in TABLES] == [0, 0, 0, 0]
 
 
-def test_an_empty_trace_is_nothing():
+def test_an_empty_trace_sends_nothing():
     found = FeedView().take(Trace.empty())
     assert found.groups == ()
     assert [len(getattr(found, name)) for name in TABLES] == [0, 0, 0, 0]
 
 
-def test_alike_ranks_share_a_group_until_they_differ():
+def test_equal_ranks_share_a_group_until_they_differ():
     trace = simulate(Setup(num_ranks=4, steps=3))
     assert FeedView().take(trace).groups == ((0, 1, 2, 3),)
     odd = trace.rank(2).rows.copy()
@@ -186,7 +186,7 @@ def test_alike_ranks_share_a_group_until_they_differ():
     assert found.groups == ((0, 1, 3), (2,))
 
 
-def test_after_lost_rows_a_view_goes_on():
+def test_after_lost_rows_a_view_continues():
     """The view keeps its data and receives the state after the missing rows."""
     trace, feed = example_trace(), FeedView()
     feed.take(prefix(trace, [400] * len(trace.ranks)))
@@ -246,7 +246,7 @@ def test_columns_are_read_back():
 
 @settings(max_examples=25)
 @given(growing(), st.integers(0, 2))
-def test_what_is_told_of_a_stopped_run_is_what_is_shown_of_it(prefixes, number):
+def test_a_stopped_run_is_streamed_as_it_is_shown(prefixes, number):
     """For any division into pieces, the times are those of the trace without the holds, as in the static views."""
     whole = prefixes[-1]
     counts = [int(((r.rows["kind"] == Kind.BACKWARD) & (r.rows["edge"] == Edge.BEGIN)).sum()) for r in whole.ranks]
@@ -257,10 +257,10 @@ def test_what_is_told_of_a_stopped_run_is_what_is_shown_of_it(prefixes, number):
     first_ns = min(int(r.rows["t_ns"].min()) for r in held.ranks)
     pieces = [known_at(held, t_ns) for t_ns in np.linspace(first_ns, last_ns, 4).astype(np.int64)]
     cut = without_holds(held)[0]
-    told, shown = add_up(pieces), add_up([cut])
-    assert told["spans"]["end_ns"].max() == shown["spans"]["end_ns"].max()
+    streamed, shown = add_up(pieces), add_up([cut])
+    assert streamed["spans"]["end_ns"].max() == shown["spans"]["end_ns"].max()
     if groups_of(pieces) == groups_of([cut]):  # the first rows known may have decided which rank represents a group
-        assert set(told["memory"]["t_ns"].tolist()) == set(shown["memory"]["t_ns"].tolist())
+        assert set(streamed["memory"]["t_ns"].tolist()) == set(shown["memory"]["t_ns"].tolist())
 
 
 def known_at(trace, t_ns):

@@ -73,7 +73,7 @@ def unfinished(trace):
 
 @settings(max_examples=60)
 @given(growing())
-def test_a_fold_in_pieces_is_what_replay_says_of_the_whole(prefixes):
+def test_a_fold_in_pieces_equals_replay_of_the_whole(prefixes):
     fold, trace = folded(prefixes), prefixes[-1]
     check(fold, trace)
     check_steps(fold, trace)
@@ -103,7 +103,7 @@ def stops(trace):
 
 @settings(max_examples=30)
 @given(traces(whole=True), st.integers(0, 3), st.data())
-def test_time_cut_out_and_what_an_aborted_step_left_are_those_of_the_whole(trace, number, data):
+def test_cut_time_and_aborted_steps_are_those_of_the_whole(trace, number, data):
     if trace.ranks and stops(trace) > number:
         trace = stopped_before(trace, Kind.BACKWARD, number=number)
     if all((r.rows["step"] == 1).any() for r in trace.ranks):
@@ -134,7 +134,7 @@ def without(trace, rank, first, last):
 
 @settings(max_examples=60)
 @given(st.floats(0.01, 1), st.floats(0, 1), st.floats(0, 1))
-def test_after_a_gap_the_fold_goes_on_and_keeps_its_peak(seen, lost, later):
+def test_after_a_gap_the_fold_continues_and_keeps_its_peak(seen, lost, later):
     rows = LONG.rank(1).end_seq
     end = int(seen * rows)
     begin = end + int(lost * (rows - end))
@@ -175,7 +175,7 @@ def test_a_peak_from_before_a_gap_keeps_its_description():
     assert fold.peak(0) == before
 
 
-def test_other_ranks_and_another_file_begin_anew():
+def test_other_ranks_and_another_file_restart_the_fold():
     trace, fold = example_trace(num_ranks=2, steps=2), Fold()
     fold.update(trace)
     first = fold.epoch

@@ -119,7 +119,7 @@ def drawn(trace):
     return found
 
 
-def told(trace):
+def live_spans(trace):
     """The same of the live timeline: what has ended, and what has not."""
     feed = FeedView(history_rows=trace.num_rows)
     new = feed.take(trace, 1 << 40)
@@ -133,7 +133,7 @@ def told(trace):
 
 
 def check_the_pictures_agree(trace):
-    bars, (ended, still_open) = drawn(trace), told(trace)
+    bars, (ended, still_open) = drawn(trace), live_spans(trace)
     assert {span for span in ended if span[4] >= 0 and span[5] > span[4]} <= bars  # before it are no steps
     in_both = {bar for bar in bars if bar[1] < NUM_TRACKS}  # not those that only a device has
     begun = {span[:5] for span in still_open}
@@ -177,7 +177,7 @@ def test_a_wait_for_a_collective_from_before_the_picture_is_drawn_in_each():
 
 
 @given(st.floats(0, 1), st.booleans(), st.data())
-def test_an_abort_ends_what_was_open(share, goes_on, data):
+def test_an_abort_ends_open_spans(share, goes_on, data):
     trace = aborted(example_trace(num_ranks=2, steps=3), 1, share)
     for rank_trace in trace.ranks:
         rows = rank_trace.rows
@@ -202,7 +202,7 @@ def as_listed(parts):
 
 
 @given(st.sampled_from([1, 7, 40, 333]))
-def test_spans_of_a_device_are_those_it_did_however_late_they_are_told(piece):
+def test_late_device_spans_have_their_true_times(piece):
     true = example_trace(num_ranks=2, steps=4)
     trace = on_devices(true)
     whole = trace.rank(1)
@@ -214,15 +214,15 @@ def test_spans_of_a_device_are_those_it_did_however_late_they_are_told(piece):
     mine = found[~np.isin(found["kind"], COPIES)]
     expected = expected[~copies]
     for track in (1, 2):
-        told, true_spans = mine[mine["track"] == track], expected[expected["track"] == track]
-        assert told[COLUMNS].tolist() == true_spans[COLUMNS].tolist()
+        live_spans, true_spans = mine[mine["track"] == track], expected[expected["track"] == track]
+        assert live_spans[COLUMNS].tolist() == true_spans[COLUMNS].tolist()
     for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WAIT):
         ends = [int(part["end_ns"][part["kind"] == kind].max()) for part in (mine, expected)]
         assert ends[0] == ends[1]
     assert as_listed(parts) == as_listed([RankSpans().take(whole, header=trace.header)])
 
 
-def test_a_device_that_hangs_is_seen_in_what_it_is_in():
+def test_a_hanging_device_shows_its_open_span():
     trace = on_devices(example_trace(num_ranks=2, steps=2))
     rows = trace.rank(0).rows
     waits = (rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END) & (rows["step"] == 1)
@@ -234,8 +234,8 @@ def test_a_device_that_hangs_is_seen_in_what_it_is_in():
     assert not (open_now["track"] == 0).any(), "it waits, and does not compute"
 
 
-def test_nothing_is_told_of_a_device_before_it_tells():
-    trace = on_devices(example_trace(num_ranks=2, steps=1), tells=False)
+def test_nothing_is_shown_for_a_device_before_its_first_time():
+    trace = on_devices(example_trace(num_ranks=2, steps=1), has_device_rows=False)
     reader = RankSpans()
     assert len(reader.take(trace.rank(0), header=trace.header)) == 0
     assert len(reader.open) == 0

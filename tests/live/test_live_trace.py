@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.simulated_job import example_trace
 from tests.live.test_feed import prefix
 from tests.panel.conftest import FakeComm
-from tests.widgets.test_dashboard import Pretender, ask
+from tests.widgets.test_dashboard import FakeWorkbench, ask
 from workbench.live.feed import Feed
 from workbench.live.live_trace import LiveTrace, live_trace_of
 from workbench.live.messages import VERSION
@@ -19,7 +19,7 @@ from workbench.session.snapshot import ClusterSnapshot
 from workbench.widgets.dashboard import DashboardWidget
 
 
-class Counted(Pretender):
+class CountingWorkbench(FakeWorkbench):
     """A workbench that counts its snapshots, and that a panel can show."""
 
     outlives, held_by, exchange, cores = False, "", "", 1
@@ -33,7 +33,7 @@ class Counted(Pretender):
     def count(self):
         self.taken += 1
 
-    def asked(self):
+    def activity(self):
         return self.requests
 
     def shown(self):
@@ -43,7 +43,7 @@ class Counted(Pretender):
 @pytest.fixture
 def clients(kept):
     """Two dashboards and a panel of one workbench; each is asked how everything is, and returns its answer."""
-    workbench, comm = Counted(), FakeComm()
+    workbench, comm = CountingWorkbench(), FakeComm()
     panel = Client(workbench, comm, version="0.2.0")
     comm.receive({"word": "hello", "number": 1, "version": VERSION, "extension": "0.2.0"})
 
@@ -72,9 +72,9 @@ def test_they_share_the_fold_of_the_trace(clients, monkeypatch):
     workbench.trace = prefix(trace, [310] * 4)
     feeds = [look() for look in looks]
     assert sum(read) == 4 * 10, "each new row of each rank once"
-    for told in feeds[:2]:
-        assert told["counts"] == feeds[0]["counts"]
-        assert not told["restart"]
+    for feed in feeds[:2]:
+        assert feed["counts"] == feeds[0]["counts"]
+        assert not feed["restart"]
     assert feeds[2]["ranks"][0]["num_bytes"] == list(live_trace_of(workbench).fold.rank(0).memory.bytes_by_category)
 
 
@@ -93,7 +93,7 @@ def test_a_client_that_opens_later_receives_what_another_received_in_pieces():
 
 
 def test_waiting_clients_share_a_snapshot_until_it_is_old_or_a_request_changes():
-    workbench, live = Counted(), LiveTrace()
+    workbench, live = CountingWorkbench(), LiveTrace()
     first = live.poll(workbench, 60.0)
     assert live.poll(workbench, 60.0) is first
     assert workbench.taken == 1
@@ -103,8 +103,8 @@ def test_waiting_clients_share_a_snapshot_until_it_is_old_or_a_request_changes()
     assert workbench.taken == 4
 
 
-def test_nothing_of_a_workbench_is_kept_that_is_gone():
-    workbench = Counted()
+def test_nothing_is_kept_for_a_deleted_workbench():
+    workbench = CountingWorkbench()
     live_trace_of(workbench).poll(workbench)
     fold, gone = weakref.ref(live_trace_of(workbench).fold), weakref.ref(workbench)
     del workbench

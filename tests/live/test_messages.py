@@ -42,13 +42,13 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("union", [Question, Answer])
-def test_words_are_each_of_one_message(union):
+def test_each_word_belongs_to_one_message(union):
     words = [message.word for message in get_args(union)]
     assert len(set(words)) == len(words)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
-def test_every_message_says_what_each_field_is_and_whose_it_is(message):
+def test_every_message_documents_its_fields(message):
     fields = [field.name for field in dataclasses.fields(message)]
     assert fields[0] == ("view" if message in VIEW_MESSAGES else "number")
     attributes = {}

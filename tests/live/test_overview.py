@@ -37,19 +37,19 @@ WAITING = Position(doing="step", waiting=True)
             {0: RUNNING, 1: WAITING, 2: WAITING, 3: WAITING},
             12.0,
             "stuck",
-            "no event for 12 s: rank 0 still running its own code, ranks 1-3 waiting for others",
+            "no event for 12 s: rank 0 still running user code, ranks 1-3 waiting for others",
         ),
         (dict.fromkeys(range(4), RUNNING), 60.0, "training", ""),  # a long computation
         (dict.fromkeys(range(4), HELD), 60.0, "stopped", "ranks 0-3 before all-gather of blocks.1, step 1"),
         (dict.fromkeys(range(4), Position()), 60.0, "idle", "step 2 was the last"),
     ],
 )
-def test_the_word_for_what_ranks_do(positions, quiet_s, word, why):
+def test_the_status_word(positions, quiet_s, word, why):
     found = status(pulse(TRACE, [True] * 4, positions), quiet_s)
     assert (found.word, found.why) == (word, why)
 
 
-def test_of_a_step_that_was_given_up_it_is_said_that_it_did_not_end():
+def test_an_aborted_step_is_reported_as_unfinished():
     rows = TRACE.rank(2).rows
     (end,) = np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == 2))
     ranks = tuple(replace(r, rows=r.rows[:end]) if r.rank == 2 else r for r in TRACE.ranks)
@@ -57,7 +57,7 @@ def test_of_a_step_that_was_given_up_it_is_said_that_it_did_not_end():
     assert (status(idle, 0.0).word, status(idle, 0.0).why) == ("idle", "step 2 did not finish")
 
 
-def test_a_dead_rank_is_said_in_words_before_all_else():
+def test_a_dead_rank_is_reported_first():
     alive = pulse(TRACE, [True, False, True, True], dict.fromkeys(range(4), HELD))
     assert status(alive, 0.0).word == "dead"
     assert status(alive, 0.0).why == "rank 1 is gone"
@@ -72,7 +72,7 @@ def test_without_ranks_it_is_over_or_was_never():
     assert (status(nothing, 0.0).word, status(nothing, 0.0).why) == ("empty", "")
 
 
-def test_whose_ranks_they_are():
+def test_the_holder_of_the_ranks():
     assert ", cuda, kernel" in whose(on_devices(TRACE).header, 12)
     assert whose(TRACE.header, 12).startswith("4 ranks on ")
     assert whose(TRACE.header, 12).endswith(", kernel pid 12")
@@ -81,8 +81,8 @@ def test_whose_ranks_they_are():
 
 @given(traces(whole=True))
 def test_the_exposed_share_is_that_of_the_waits(trace):
-    told = Steps().take(trace)
-    for step in told:
+    steps = Steps().take(trace)
+    for step in steps:
         waits = [r.rows[(r.rows["kind"] == Kind.WAIT) & (r.rows["step"] == step["step"])] for r in trace.ranks]
         ns = [int(np.where(rows["edge"] == Edge.END, rows["t_ns"], -rows["t_ns"]).sum()) for rows in waits]
         assert step["exposed"] == pytest.approx(min(np.mean(ns) / max(step["step_ns"], 1), 1), abs=1e-5)
@@ -93,18 +93,18 @@ def test_the_exposed_share_is_that_of_the_waits(trace):
 
 
 @given(traces(whole=True), st.data())
-def test_who_is_late_does_not_depend_on_what_clocks_show(trace, data):
+def test_the_straggler_does_not_depend_on_the_clocks(trace, data):
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
         rows["t_ns"] += data.draw(st.integers(-(10**12), 10**12))
         ranks.append(replace(rank, rows=rows))
-    told, moved = (Steps().take(shown) for shown in (trace, Trace(trace.header, tuple(ranks))))
+    steps, moved = (Steps().take(shown) for shown in (trace, Trace(trace.header, tuple(ranks))))
     for name in ("step", "step_ns", "exposed", "straggler", "spread_ns"):
-        assert moved[name].tolist() == told[name].tolist()
+        assert moved[name].tolist() == steps[name].tolist()
 
 
-def test_in_pieces_steps_cost_what_they_cost_at_once():
+def test_steps_in_pieces_cost_the_same_as_at_once():
     trace, reader = simulate(Setup(num_ranks=2, steps=4)), Steps()
     rows = len(trace.rank(0).rows)
     parts = [reader.take(prefix(trace, end)) for end in range(7, rows + 7, 7)]
@@ -117,12 +117,12 @@ def resharded(trace, **changes):
     return Trace(replace(trace.header, units=units), trace.ranks)
 
 
-def test_what_was_turned_is_named():
+def test_changed_settings_are_named():
     before = knobs(TRACE.header.units)
     assert turned(before, before) == ""
     changed = resharded(TRACE, reshard_after_forward=False, offload=True)  # the root's was already false
-    said = "reshard after forward: true → false (blocks.0, blocks.1, blocks.2); offloaded: false → true"
-    assert turned(before, knobs(changed.header.units)) == said
+    changes = "reshard after forward: true → false (blocks.0, blocks.1, blocks.2); offloaded: false → true"
+    assert turned(before, knobs(changed.header.units)) == changes
     assert turned(before, knobs(TRACE.header.units[:2])) == "4 units → 2"
     flat = knobs([replace(unit, params=(make_flat((3, 4), 2),)) for unit in TRACE.header.units])
     assert turned(before, flat) == "api: fully_shard → classic"
@@ -141,19 +141,19 @@ def change_told(parts):
     for until, policies in parts:
         trace = prefix(LONG, int(np.flatnonzero(steps == until)[0]) if until < 12 else len(steps))
         known = tuple(ActivePolicy(from_step=step, units=units) for step, units in policies)
-        told, _ = answers.answer(AskFeed(), ClusterSnapshot(trace=trace, policies=known), time.monotonic)
-        change = told["change"] or change
+        answer, _ = answers.answer(AskFeed(), ClusterSnapshot(trace=trace, policies=known), time.monotonic)
+        change = answer["change"] or change
     return change
 
 
 def cost_of(first, last):
     """Return the median time of some steps in ms."""
-    told = Steps().take(LONG)
-    return float(np.median(told["step_ns"][(told["step"] >= first) & (told["step"] <= last)])) / 1e6
+    steps = Steps().take(LONG)
+    return float(np.median(steps["step_ns"][(steps["step"] >= first) & (steps["step"] <= last)])) / 1e6
 
 
 @pytest.mark.parametrize("looks", [(12,), (4, 12), (6, 8, 12), tuple(range(1, 13))])
-def test_a_change_of_policy_is_told_with_its_step_whenever_a_view_looks(looks):
+def test_a_policy_change_is_reported_with_its_step_at_any_poll(looks):
     """The last of two changes, after steps 4 and 8; no average mixes steps of two policies."""
     known = [(0, PLAIN), (5, OFFLOADED), (9, KEPT)]
     change = change_told([(until, [policy for policy in known if policy[0] < max(until, 1)]) for until in looks])
@@ -168,7 +168,7 @@ def test_a_change_of_policy_is_told_with_its_step_whenever_a_view_looks(looks):
         assert costs["peak_bytes"] > 0
 
 
-def test_what_changes_no_setting_is_no_change_of_policy():
+def test_a_reshard_without_changes_is_not_reported():
     renamed = tuple(replace(unit, comm="gloo") for unit in PLAIN)
     assert change_told([(12, [(0, PLAIN), (5, renamed)])]) is None
 

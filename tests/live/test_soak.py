@@ -37,12 +37,12 @@ def test_of_a_full_record_a_view_keeps_no_more_and_no_more():
     try:
         for number, trace in enumerate(records):
             pulse = ClusterSnapshot(trace=trace)
-            told, _ = answers.answer(AskFeed(), pulse, lambda: next(ticks) / 10)
-            assert told["restart"] == (number == 0)
-            begin_us, end_us = told["begin_us"], told["now"]["t_us"]
+            answer, _ = answers.answer(AskFeed(), pulse, lambda: next(ticks) / 10)
+            assert answer["restart"] == (number == 0)
+            begin_us, end_us = answer["begin_us"], answer["now"]["t_us"]
             window = AskWindow(number=number, from_us=begin_us, to_us=end_us)
             assert answers.answer(window, pulse, lambda: 0.0)[0]["counts"]["spans"] > 0
-            del trace, pulse, told
+            del trace, pulse, answer
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:

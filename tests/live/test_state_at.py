@@ -15,27 +15,27 @@ from workbench.trace.columns import Trace
 
 
 @given(traces(), st.data())
-def test_any_row_is_as_the_replay_says(trace, data):
+def test_the_state_at_any_row_matches_replay(trace, data):
     ranks = [r for r in trace.ranks if len(r.rows)]
     if not ranks:
         assert StateAt().at(trace, 0) is None
         return
     rank = data.draw(st.sampled_from(ranks))
     seq = data.draw(st.integers(rank.start.seq, rank.end_seq - 1))
-    told = StateAt().at_row(trace, rank.rank, seq)
-    mine = next(shown for shown in told["ranks"] if rank.rank in shown["ranks"])
+    moment = StateAt().at_row(trace, rank.rank, seq)
+    mine = next(shown for shown in moment["ranks"] if rank.rank in shown["ranks"])
     times = np.maximum.accumulate(rank.rows["t_ns"])
     if mine["ranks"][0] == rank.rank:
         last = rank.start.seq + int((times <= times[seq - rank.start.seq]).sum()) - 1  # known when row ``seq`` arrived
         found = states.at(rank, last)
         assert mine["units"] == tuple(int(found[unit.index]) for unit in trace.header.units)
         assert mine["bytes"] == advance(rank.start, rank.rows[: last + 1 - rank.start.seq]).bytes_by_category
-    assert told["t_ns"] == times[seq - rank.start.seq]
-    assert StateAt().at(trace, told["t_ns"])["t_ns"] == told["t_ns"]
-    assert sorted(r for shown in told["ranks"] for r in shown["ranks"]) == [r.rank for r in ranks]
+    assert moment["t_ns"] == times[seq - rank.start.seq]
+    assert StateAt().at(trace, moment["t_ns"])["t_ns"] == moment["t_ns"]
+    assert sorted(r for shown in moment["ranks"] for r in shown["ranks"]) == [r.rank for r in ranks]
 
 
-def test_key_frames_on_the_way_change_nothing(monkeypatch):
+def test_intermediate_key_frames_change_nothing(monkeypatch):
     monkeypatch.setattr(state_at, "EVERY", 32)
     trace = simulate(Setup(num_ranks=2, steps=3))
     kept, rows = StateAt(), trace.rank(1).rows
@@ -47,9 +47,9 @@ def test_key_frames_on_the_way_change_nothing(monkeypatch):
     assert kept.at_row(later, 7, 300) is None
 
 
-def test_ranks_alike_are_told_once():
-    told = StateAt().at(example_trace(num_ranks=4), 1 << 62)
-    assert [shown["label"] for shown in told["ranks"]] == ["ranks 0-3"]
+def test_equal_ranks_are_sent_once():
+    moment = StateAt().at(example_trace(num_ranks=4), 1 << 62)
+    assert [shown["label"] for shown in moment["ranks"]] == ["ranks 0-3"]
 
 
 def test_arrow_keys_go_event_by_event_and_stop_at_the_ends():
@@ -74,27 +74,27 @@ def test_arrow_keys_go_event_by_event_and_stop_at_the_ends():
 def test_a_moment_names_the_last_event_before_it():
     trace = example_trace(num_ranks=2)
     row = trace.rank(1).rows[40]
-    told = StateAt().at(trace, int(row["t_ns"]))
-    assert told["t_ns"] <= row["t_ns"]
-    assert told["event"].startswith("rank ")
+    moment = StateAt().at(trace, int(row["t_ns"]))
+    assert moment["t_ns"] <= row["t_ns"]
+    assert moment["event"].startswith("rank ")
 
 
-def test_a_phase_is_said_once():
+def test_a_phase_is_mentioned_once():
     trace = example_trace(num_ranks=2, num_units=2)
-    said = {state_at.describe_with_phase(trace.header, row) for row in trace.rank(0).rows}
-    assert {"backward of blocks.0 begins", "optimizer begins", "forward of (root) ends"} <= said
-    assert any(text.startswith("forward · all-gather of blocks.0 begins (") for text in said)
-    assert any(text.startswith("post-backward · ") for text in said)
+    sentences = {state_at.describe_with_phase(trace.header, row) for row in trace.rank(0).rows}
+    assert {"backward of blocks.0 begins", "optimizer begins", "forward of (root) ends"} <= sentences
+    assert any(text.startswith("forward · all-gather of blocks.0 begins (") for text in sentences)
+    assert any(text.startswith("post-backward · ") for text in sentences)
     assert not any(
-        text.startswith(("backward · backward", "optimizer · optimizer", "forward · forward")) for text in said
+        text.startswith(("backward · backward", "optimizer · optimizer", "forward · forward")) for text in sentences
     )
 
 
 def test_rows_read_as_sentences():
     trace = example_trace(num_ranks=2, num_units=2)
-    said = {state_at.describe(trace.header, row) for row in trace.rank(0).rows}
-    assert any(text.startswith("all-gather of blocks.0 begins (") for text in said)
-    assert "wait of (root) ends" in said
-    assert "freed unsharded params of blocks.0" in said
-    assert any(text.startswith("allocated sharded grads of blocks.0 (") for text in said)
-    assert "optimizer begins" in said
+    sentences = {state_at.describe(trace.header, row) for row in trace.rank(0).rows}
+    assert any(text.startswith("all-gather of blocks.0 begins (") for text in sentences)
+    assert "wait of (root) ends" in sentences
+    assert "freed unsharded params of blocks.0" in sentences
+    assert any(text.startswith("allocated sharded grads of blocks.0 (") for text in sentences)
+    assert "optimizer begins" in sentences

@@ -53,7 +53,7 @@ def test_types(kind, text):
     assert type_of(kind) == text
 
 
-def test_what_no_message_holds_is_refused():
+def test_types_that_no_message_has_are_refused():
     with pytest.raises(TypeError, match="set"):
         type_of(set[int])
 

@@ -49,15 +49,15 @@ def drawn_units(found, group, t_ns, num_units):
     return tuple(int(u["state"][np.searchsorted(u["t_ns"], t_ns, side="right") - 1]) for u in at.values())
 
 
-def numbers(told, rank):
+def numbers(state, rank):
     """Return a rank's numbers at a moment."""
-    mine = next(shown for shown in told["ranks"] if rank in shown["ranks"])
+    mine = next(shown for shown in state["ranks"] if rank in shown["ranks"])
     return tuple(mine["bytes"]), mine["units"]
 
 
 @settings(max_examples=60)
 @given(windows())
-def test_at_every_event_in_the_window_what_is_drawn_is_what_the_numbers_say(drawn):
+def test_at_every_event_the_window_matches_the_numbers(drawn):
     trace, groups, begin_ns, end_ns = drawn
     kept = StateAt()
     found = window(trace, kept, groups, begin_ns, end_ns)
@@ -67,14 +67,14 @@ def test_at_every_event_in_the_window_what_is_drawn_is_what_the_numbers_say(draw
         rank, rows = group[0], trace.rank(group[0]).rows
         times = known_ns(trace, rank)
         for seq in rows["seq"][(times >= begin_ns) & (times <= end_ns)].tolist():
-            told = kept.at_row(trace, rank, seq)
-            mine = next(shown for shown in told["ranks"] if rank in shown["ranks"])
+            state = kept.at_row(trace, rank, seq)
+            mine = next(shown for shown in state["ranks"] if rank in shown["ranks"])
             if mine["ranks"][0] == rank:  # otherwise another rank represents it, which may differ by ALIKE
                 drawn_there = (
-                    drawn_bytes(found, place, told["t_ns"]),
-                    drawn_units(found, place, told["t_ns"], num_units),
+                    drawn_bytes(found, place, state["t_ns"]),
+                    drawn_units(found, place, state["t_ns"], num_units),
                 )
-                assert numbers(told, rank) == drawn_there
+                assert numbers(state, rank) == drawn_there
 
 
 @settings(max_examples=60)
@@ -112,7 +112,7 @@ def tables(trace, kept, groups, part):
 
 
 @pytest.mark.parametrize("rows_per_rank", [2_000, 40_000])
-def test_of_too_much_only_extremes_are_told_and_that_is_said(rows_per_rank):
+def test_a_large_window_sends_only_extremes_and_says_so(rows_per_rank):
     trace = long_trace(num_ranks=2, rows_per_rank=rows_per_rank)
     groups, times = FeedView().take(trace).groups, known_ns(trace, 0)
     found = window(trace, StateAt(), groups, int(times[0]), int(times[-1]))
@@ -132,11 +132,11 @@ def test_a_moment_without_memory_rows_still_has_a_state():
     assert found.is_exact
     assert len(found.memory) == 1
     assert len(found.states) == len(trace.header.units)
-    told = StateAt().at_row(trace, 0, int(rows["seq"][quiet]))
-    assert tuple(found.memory["num_bytes"][0].tolist()) == tuple(told["ranks"][0]["bytes"])
+    state = StateAt().at_row(trace, 0, int(rows["seq"][quiet]))
+    assert tuple(found.memory["num_bytes"][0].tolist()) == tuple(state["ranks"][0]["bytes"])
 
 
-def test_of_ranks_that_the_trace_does_not_have_nothing_is_told():
+def test_unknown_ranks_are_not_sent():
     trace = simulate(Setup(num_ranks=2, steps=1))
     for shown, groups in ((Trace.empty(), ((0, 1),)), (trace, ((0, 1), (7,)))):
         found = window(shown, StateAt(), groups, 0, 1)
@@ -152,8 +152,8 @@ def test_its_spans_are_those_of_the_whole_run_that_reach_into_it(drawn):
     whole = window(trace, StateAt(), groups, -(1 << 62), 1 << 62, ranks=ranks).spans
     there = whole[(whole["end_ns"] >= begin_ns) & (whole["begin_ns"] <= end_ns)]
     names = ["track", "kind", "unit", "begin_ns"]
-    told = {tuple(span) for span in found[names].tolist()}
-    assert told >= {tuple(span) for span in there[names].tolist()}
+    spans = {tuple(span) for span in found[names].tolist()}
+    assert spans >= {tuple(span) for span in there[names].tolist()}
 
 
 @pytest.mark.parametrize("part", [(0.0, 1.0), (0.4, 0.41), (0.4, 0.4001), (0.9, 1.1)])

@@ -26,7 +26,7 @@ from workbench.views import VIEWS
 from workbench.workbench import Workbench, on_ranks
 
 
-def test_every_view_has_its_word_and_every_word_its_method_with_its_arguments():
+def test_every_view_is_a_command_and_every_command_a_method():
     looking = [*COMMANDS].index("verify") + 1
     assert list(WORDS) == [*[*COMMANDS][:looking], *VIEWS, *[*COMMANDS][looking:]]
     for name, word in WORDS.items():
@@ -39,7 +39,7 @@ def test_every_view_has_its_word_and_every_word_its_method_with_its_arguments():
 
 
 @pytest.mark.parametrize("word", [word for word in COMMANDS.values() if word.on_ranks], ids=lambda word: word.word)
-def test_the_method_of_a_word_of_the_ranks_takes_what_the_word_declares(word):
+def test_the_method_of_a_rank_command_takes_its_declared_arguments(word):
     taken = list(inspect.signature(getattr(Workbench, word.word)).parameters.values())[1:]
     declared = list(inspect.signature(word).parameters.values())
     own = [parameter for parameter in taken if not parameter.name.startswith("on_")]
@@ -48,7 +48,7 @@ def test_the_method_of_a_word_of_the_ranks_takes_what_the_word_declares(word):
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_help_of_a_word_shows_usage_and_a_line_that_works(name):
+def test_help_of_a_command_shows_usage_and_a_working_line(name):
     with pytest.raises(HelpAsked) as requested:
         parse_line(f"{name} -h")
     text = str(requested.value)
@@ -96,7 +96,7 @@ def test_lines_become_commands(line, command):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("shrad model", "no command 'shrad', did you mean 'shard'?\n%fsdp help lists them"),
         ("memroy", "did you mean 'memory'"),
@@ -124,28 +124,28 @@ def test_lines_become_commands(line, command):
         ("shard 'model", "No closing quotation"),
         ("layout --fold perhaps", "expected true or false"),
         ("status now", "unknown argument 'now'"),
-        ("open -x.trace", "required: FILE; '-x.trace' reads as a flag, write -- before it: %fsdp open -- -x.trace\n"),
+        ("open -x.trace", "required: FILE; '-x.trace' is read as a flag; write -- before it: %fsdp open -- -x.trace\n"),
         ("open --odd.trace", "write -- before it: %fsdp open -- --odd.trace\n"),
-        ("break add -x", "unknown flag '-x'; '-x' reads as a flag, write -- before it: %fsdp break add -- -x\n"),
+        ("break add -x", "unknown flag '-x'; '-x' is read as a flag; write -- before it: %fsdp break add -- -x\n"),
         ("export --steps 3 -x", "write -- before it: %fsdp export --steps 3 -- -x\n"),
     ],
 )
-def test_wrong_lines_say_what_is_right(line, says):
+def test_wrong_lines_explain_the_correction(line, message):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "line", ["open", "step -4", "status -x", "layout --unit -x", "inspect -- -a -b", "shard m --ofload"]
 )
-def test_no_word_is_told_to_stand_behind_where_none_can_or_it_does(line):
+def test_the_hint_to_write_dashes_appears_only_where_it_helps(line):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
-    assert "reads as a flag" not in str(caught.value)
+    assert "is read as a flag" not in str(caught.value)
 
 
-def test_help_has_all_words_below_headings():
+def test_help_lists_all_commands_below_headings():
     text = overview()
     lines = text.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ")][: len(WORDS)] == list(WORDS)
@@ -155,7 +155,7 @@ def test_help_has_all_words_below_headings():
 
 
 @pytest.mark.parametrize("line", ["", "   ", "help", "-h", "--help"])
-def test_nothing_means_help(line):
+def test_an_empty_line_shows_help(line):
     assert parse_line(line).word == "help"
 
 
@@ -183,7 +183,7 @@ variable = {"n": "3", "m": "net", "w": "unit", "flag": "--stacks", "b": "true"}.
 
 
 @pytest.mark.parametrize("name", [*EXPANDED, *VIEWS])
-def test_names_in_braces_are_replaced_in_every_word(name):
+def test_names_in_braces_are_replaced_in_every_argument(name):
     line, field, value = EXPANDED.get(name, (name, "", None))
     assert getattr(parse_line(line, variable), field, None) == value
     if name in VIEWS:
@@ -192,7 +192,7 @@ def test_names_in_braces_are_replaced_in_every_word(name):
             assert getattr(parse_line(f"{name} {flag} {{b}}", variable), flag[2:].replace("-", "_")) is True
 
 
-def test_every_word_that_takes_a_text_has_its_line_above():
+def test_every_command_with_free_text_has_an_example():
     parsers = {name: parser_for(name) for name in WORDS}
     taking = {name for name, parser in parsers.items() if parser.positionals or parser.flags.keys() - {"-h", "--help"}}
     assert taking <= {*EXPANDED, *VIEWS}
@@ -210,7 +210,7 @@ def test_code_is_left_as_it_is():
     ("text", "path"),
     [("{{n}}", "{n}"), ("{{{n}}}", "{3}"), ("{{{{n}}}}", "{{n}}"), ("{n}{n}", "33"), ("{", "{"), ("{}-}", "{}-}")],
 )
-def test_two_braces_stand_for_one_and_one_that_is_alone_for_itself(text, path):
+def test_double_braces_are_literal_and_a_single_brace_is_kept(text, path):
     assert parse_line(f"open {text}", variable).path == path
 
 
@@ -226,7 +226,7 @@ def test_view_options_are_those_of_the_view():
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_the_help_of_a_view_says_its_defaults_and_no_none(view):
+def test_the_help_of_a_view_shows_its_defaults_except_none(view):
     reported = parser_for(view).format_help()
     assert "None" not in reported
     assert ("(default: the newest)" in reported) == ("the last step to show" in reported)
@@ -249,7 +249,7 @@ def test_the_widget_of_the_timeline_takes_no_other_flag():
         ("dashboard", False),
     ],
 )
-def test_a_word_or_an_argument_that_is_given_needs_no_ranks(line, waits):
+def test_completion_of_fixed_words_needs_no_ranks(line, waits):
     assert parse_line(line).waits_for_start is waits
 
 
@@ -260,7 +260,7 @@ def test_ranks_as_a_list_or_in_runs(ranks):
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "-1", "1-", "1.5"])
-def test_what_is_no_list_of_ranks(text):
+def test_invalid_lists_of_ranks(text):
     with pytest.raises(ValueError, match="such as 1,3 or 0-2"):
         parse_ranks(text)
 
@@ -284,7 +284,7 @@ class Tally(Command):
     of: str = field(default="units", metadata=argument("of what", completes=("units", "params")))
 
 
-def test_a_word_is_its_declaration_what_a_rank_does_and_what_is_said(notebook, monkeypatch):
+def test_a_command_is_its_declaration_handler_and_report(notebook, monkeypatch):
     monkeypatch.setitem(WORDS, "tally", Tally)
     monkeypatch.setitem(commands.ON_RANKS, "tally", Tally)
     monkeypatch.setitem(SAYS, Tally, lambda by_rank: EndReport(sentence=f"{sum(t.count for t in by_rank)} in all"))

@@ -33,7 +33,7 @@ def test_some_steps_of_a_file_and_one_rank(bare, files):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("compare before.trace", "B"),
         ("compare before.trace nowhere.trace", "there is no file 'nowhere.trace'"),
@@ -42,13 +42,13 @@ def test_some_steps_of_a_file_and_one_rank(bare, files):
         ("compare before.trace after.trace --rank 9", "no rank 9; its ranks are: 0-3"),
     ],
 )
-def test_a_wrong_line_says_what_is_there(bare, files, line, says):
+def test_a_wrong_line_lists_the_choices(bare, files, line, message):
     error = bare.run(f"%fsdp {line}").error
     assert isinstance(error, UsageError)
-    assert says in str(error)
+    assert message in str(error)
 
 
-def test_in_python_a_trace_stands_for_itself():
+def test_python_calls_take_a_trace_object():
     trace = example_trace()
     figure = Workbench(2).compare(trace, trace)
     assert figure.layout.title.text == "the same, event for event"

@@ -48,6 +48,6 @@ def test_candidates(before, symbol, expected):
 @pytest.mark.parametrize(
     "line", ["%fsdp ", "%fsdp sh", "%fsdp shard --", "%fsdp shard m --mesh 2", "%fsdp start -n 4", ""]
 )
-def test_ranks_are_asked_only_for_names(line):
+def test_completion_queries_ranks_only_for_names(line):
     symbol = line.rpartition(" ")[2]
     assert isinstance(candidates(line, symbol, refuse), list)

@@ -70,7 +70,7 @@ def test_an_error_is_an_error_with_one_clean_text(cells):
     assert usage.traceback[0].startswith("UsageError: %fsdp has no command 'shrad', did you mean 'shard'?")
 
 
-def test_what_ranks_print_is_saved_as_tabs_and_as_text(cells):
+def test_output_of_ranks_is_saved_as_tabs_and_as_text(cells):
     same, upper, lower = cells["differ"]
     assert same.text == "same\n"
     assert upper.data["text/html"].count("<input ") == 5

@@ -18,7 +18,7 @@ def run(tmp_path, monkeypatch):
     save(example_trace(), "run.trace")
 
 
-def test_a_record_has_every_view_the_dashboard_compare_back_and_export_without_a_rank(bare, run):
+def test_an_opened_trace_has_every_view_without_ranks(bare, run):
     reported = bare.ok("%fsdp open run.trace").shown[0]["text/plain"]
     assert reported.startswith("opened run.trace: 4 ranks, 3 steps, ")
     assert "  steps    0-2\n" in reported
@@ -37,7 +37,7 @@ def test_a_record_has_every_view_the_dashboard_compare_back_and_export_without_a
     assert not bare.fakes
 
 
-def test_what_needs_ranks_says_so_and_that_a_record_is_open(bare, run):
+def test_commands_for_ranks_say_that_a_trace_is_open(bare, run):
     bare.ok("%fsdp open run.trace")
     for line in ("%fsdp step", "%fsdp where", "%%fsdp\n1", "%fsdp continue"):
         assert "No ranks are running; views show run.trace. Start them with %fsdp start -n 4" in bare.run(line).out
@@ -46,7 +46,7 @@ def test_what_needs_ranks_says_so_and_that_a_record_is_open(bare, run):
     assert "blocks.0" in status
 
 
-def test_ranks_that_run_are_not_given_up_for_a_file(notebook, run):
+def test_running_ranks_are_not_stopped_for_a_file(notebook, run):
     error = notebook.run("%fsdp open run.trace").error
     assert isinstance(error, UsageError)
     assert (
@@ -60,20 +60,20 @@ def test_ranks_that_run_are_not_given_up_for_a_file(notebook, run):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("rnu.trace", "there is no file 'rnu.trace', did you mean 'run.trace'?"),
         ("notes.txt", "cannot read notes.txt: it is not a trace, or it is damaged or truncated"),
         ("folder", "cannot read folder: Is a directory"),
     ],
 )
-def test_what_cannot_be_opened_is_said_and_what_was_shown_stays(bare, run, tmp_path, name, says):
+def test_an_unreadable_file_is_reported_and_the_shown_trace_stays(bare, run, tmp_path, name, message):
     (tmp_path / "notes.txt").write_text("no")
     (tmp_path / "folder").mkdir()
     bare.ok("%fsdp open run.trace")
     error = bare.run(f"%fsdp open {name}").error
     assert isinstance(error, UsageError)
-    assert says in str(error)
+    assert message in str(error)
     assert "run.trace is open" in bare.ok("%fsdp status").shown[0]["text/plain"]
 
 

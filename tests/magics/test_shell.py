@@ -38,12 +38,12 @@ def test_help(bare):
 
 
 @pytest.mark.parametrize("line", ["{}", "help {}", "step {}", "step --{}", "open {}"])
-def test_a_word_of_any_length_is_answered_in_few(bare, line):
+def test_the_error_for_an_unknown_command_is_short(bare, line):
     assert len(str(bare.run("%fsdp " + line.format("x" * 5000)).error)) < 2500
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("%fsdp shrad model", "did you mean 'shard'?"),
         ("%fsdp shard model --warp Block", "did you mean '--wrap'?"),
@@ -55,11 +55,11 @@ def test_a_word_of_any_length_is_answered_in_few(bare, line):
         ("%fsdp start -n {ranks}", "there is no notebook variable 'ranks'"),
     ],
 )
-def test_a_wrong_line_raises_and_shows_one_clean_message(bare, line, says):
+def test_a_wrong_line_raises_and_shows_one_clean_message(bare, line, message):
     cell = bare.run(line)
     assert isinstance(cell.error, UsageError)
     assert cell.out.startswith("UsageError: ")
-    assert says in cell.out
+    assert message in cell.out
     assert "Traceback" not in cell.out
     assert "workbench/magics" not in cell.out
 
@@ -85,7 +85,7 @@ def test_start_and_stop(bare):
     assert [fake.num_ranks for fake in bare.fakes] == [4, 2]
 
 
-def test_a_stop_says_which_host_it_did_not_reach(bare, monkeypatch):
+def test_a_stop_names_unreachable_hosts(bare, monkeypatch):
     bare.ok("%fsdp start -n 2")
     monkeypatch.setattr(bare.fake, "stop", lambda: "node3 was not reached")
     assert bare.ok("%fsdp stop").out.splitlines()[-2:] == [
@@ -94,16 +94,16 @@ def test_a_stop_says_which_host_it_did_not_reach(bare, monkeypatch):
     ]
 
 
-def test_a_start_after_a_death_says_so_and_replaces_ranks_that_are_all_dead(bare):
+def test_a_start_after_a_death_reports_it_and_replaces_dead_ranks(bare):
     bare.ok("%fsdp start -n 2")
     bare.fake.lose(1)
     assert "rank 1 died: the process was killed by SIGKILL" in bare.run("%fsdp start -n 2").out
     bare.fake.lose(0)
-    assert "ranks 0-1 of 2 gone" in bare.ok("%fsdp status").shown[0]["text/plain"]
+    assert "ranks 0-1 of 2 died" in bare.ok("%fsdp status").shown[0]["text/plain"]
     assert "2 ranks started" in bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
 
 
-def test_what_is_opened_before_the_start_shows_the_ranks_that_come(bare):
+def test_a_dashboard_opened_before_the_start_shows_the_new_ranks(bare):
     bare.ok("early = %fsdp dashboard\n%fsdp start -n 2")
     early = bare.shell.user_ns["early"]
     assert early._views._workbench.running
@@ -122,12 +122,12 @@ def test_names_in_braces_are_variables_of_the_notebook(bare):
     assert "3 steps" in bare.ok("%fsdp step {n}").shown[-1]["text/plain"]
     unknown = bare.run("%fsdp step {m}")
     assert isinstance(unknown.error, UsageError)
-    assert "there is no notebook variable 'm' to replace {m}" in unknown.out
-    assert "for the text itself write {{m}}" in unknown.out
+    assert "there is no notebook variable 'm' for {m}" in unknown.out
+    assert "for a literal {m} write {{m}}" in unknown.out
     assert "there is no file '{m}'" in bare.run("%fsdp stop\n%fsdp open {{m}}").out
 
 
-def test_ipython_expands_nothing_by_itself(bare):
+def test_ipython_does_not_expand_lines(bare):
     magics = bare.shell.magics_manager.registry["FsdpMagics"]
     assert getattr(magics.fsdp, MAGIC_NO_VAR_EXPAND_ATTR)
 
@@ -207,7 +207,7 @@ def test_rich_output_of_the_first_rank_is_shown(notebook):
 # ---- views
 
 
-def test_a_view_is_displayed_wherever_its_line_stands(sharded):
+def test_a_view_is_displayed_at_any_position_in_a_cell(sharded):
     sharded.ok("%fsdp step 3")
     shown = sharded.ok("%fsdp layout\n%fsdp training\nx = 1").shown
     assert len(shown) == 2
@@ -269,7 +269,7 @@ def test_files_complete_what_compares_and_exports(bare, tmp_path, monkeypatch):
     assert "notes.txt" not in bare.complete("%fsdp export ")
 
 
-def test_completion_waits_for_a_rank_that_does_not_answer_a_moment_only(sharded):
+def test_completion_waits_for_an_unresponsive_rank_a_moment_only(sharded):
     sharded.ok("%fsdp step 3")
     sharded.fake.patience.clear()
     sharded.fake.silent.add(1)
@@ -278,7 +278,7 @@ def test_completion_waits_for_a_rank_that_does_not_answer_a_moment_only(sharded)
     assert {seconds for _, seconds in sharded.fake.patience} == {ASK_S}
 
 
-def test_units_complete_the_model_that_is_resharded(sharded):
+def test_reshard_completes_unit_names(sharded):
     units = ["model.blocks.0", "model.blocks.1"]
     assert sharded.complete("%fsdp reshard model.") == units
     assert sharded.complete("%fsdp reshard model.b") == units

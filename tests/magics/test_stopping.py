@@ -49,17 +49,17 @@ def test_lines_become_commands(line, command):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("break add", "needs an event, such as all_gather:blocks.2"),
         ("break", "required: add|list|clear"),
-        ("break dance x", "there is no 'dance'; there are: add, list, clear, "),
+        ("break dance x", "there is no 'dance'; choose from: add, list, clear, "),
         ("break clear all_gather", "takes a number that %fsdp break list shows"),
         ("break list 3", "takes no event"),
         ("break clear 3 --rank 1", "takes no --rank"),
         ("break add forward --rank one", "expected a rank such as 1"),
-        ("next week", "there is no 'week'; there are: event, collective, unit, phase"),
-        ("next colective", "there is no 'colective', did you mean 'collective'? there are: event, "),
+        ("next week", "there is no 'week'; choose from: event, collective, unit, phase"),
+        ("next colective", "there is no 'colective', did you mean 'collective'? choose from: event, "),
         ("eval", "required: EXPR"),
         ("eval -t 1", "required: EXPR"),
         ("eval -t 1 --", "required: EXPR"),
@@ -71,10 +71,10 @@ def test_lines_become_commands(line, command):
         ("inspect", "required: FQN"),
     ],
 )
-def test_wrong_lines_say_what_is_right(line, says):
+def test_wrong_lines_explain_the_correction(line, message):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_help_of_eval_and_its_names():
@@ -112,7 +112,7 @@ def test_tab_completes_events_units_and_parameters(stoppable):
     assert workbench.parameters()[0] in stoppable.complete(f"%fsdp inspect {workbench.parameters()[0][:3]}")
 
 
-def test_a_step_that_stops_returns_with_a_sentence_and_goes_on(stoppable):
+def test_a_stopped_step_returns_with_a_sentence_and_continues(stoppable):
     shown = stoppable.ok("%fsdp step --until backward\nreached = True").shown
     assert "4 ranks stopped before backward of " in shown[-1]["text/plain"]
     assert stoppable.shell.user_ns["reached"]
@@ -125,14 +125,14 @@ def test_a_step_that_stops_returns_with_a_sentence_and_goes_on(stoppable):
     assert "1 step" in cell.shown[-1]["text/plain"]
 
 
-def test_what_steps_print_is_seen_when_they_stop_and_an_event_that_did_not_come_is_named(stoppable):
+def test_output_is_shown_at_a_stop_and_a_missed_event_is_named(stoppable):
     stoppable.fake.script["step"] = prints("hello\n", then=inside)
     assert stoppable.ok("%fsdp step --until backward").out.count("hello\n--- 4 ranks agree\n") == 1
     assert "hello" not in stoppable.ok("%fsdp continue").out
     assert "; all_reduce did not occur" in stoppable.ok("%fsdp step --until all_reduce").shown[-1]["text/plain"]
 
 
-def test_status_says_where_stopped_ranks_stand(stoppable):
+def test_status_shows_where_ranks_are_stopped(stoppable):
     def first_line(line):
         return stoppable.ok(f"%fsdp {line}").shown[-1]["text/plain"].splitlines()[0]
 
@@ -162,13 +162,13 @@ def test_breakpoints(stoppable):
     assert "2 breakpoints" in stoppable.ok("%fsdp break list").shown[0]["text/plain"]
     assert "(off: %fsdp break on 2)" in stoppable.ok("%fsdp break off 2").shown[0]["text/plain"]
     assert "off" not in stoppable.ok("%fsdp break on").shown[0]["text/plain"]
-    assert "there is no breakpoint 7; there are: 1, 2" in stoppable.run("%fsdp break off 7").out
+    assert "there is no breakpoint 7; breakpoints: 1, 2" in stoppable.run("%fsdp break off 7").out
     assert "optimizer" in stoppable.ok("%fsdp break clear 1").shown[0]["text/plain"]
     assert "no breakpoints" in stoppable.ok("%fsdp break clear\n%fsdp break list").shown[-1]["text/plain"]
     assert "nearest first: forward" in stoppable.run("%fsdp break add farward").out
 
 
-def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
+def test_the_next_command_reports_ended_background_steps(stoppable):
     assert "runs in the background" in stoppable.ok("%fsdp step --background").shown[0]["text/plain"]
     workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
     wait_until(lambda: workbench._session.request is None and workbench._session._news)
@@ -176,7 +176,7 @@ def test_what_ended_in_the_background_is_told_at_the_next_word(stoppable):
     assert "in the background" not in stoppable.ok("%fsdp status").out
 
 
-def test_words_when_nothing_is_stopped(stoppable):
+def test_commands_while_nothing_is_stopped(stoppable):
     for word in ("next", "continue", "inspect x", "eval x"):
         reported = f"{word.partition(' ')[0]}: no step is stopped; stop one with %fsdp step --until"
         assert reported in stoppable.run(f"%fsdp {word}").out
@@ -191,7 +191,7 @@ def test_back(stoppable):
     assert "at the newest event" in stoppable.ok("%fsdp back 0").shown[0]["text/plain"]
 
 
-def test_what_was_begun_in_the_background_goes_on_there(stoppable):
+def test_background_steps_continue_in_the_background(stoppable):
     workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
     stoppable.ok("%fsdp step --until backward --background")
     wait_until(lambda: workbench._session._news)
@@ -204,7 +204,7 @@ def test_what_was_begun_in_the_background_goes_on_there(stoppable):
     assert "1 step" in stoppable.ok("%fsdp continue --foreground").shown[-1]["text/plain"]
 
 
-def test_a_step_of_the_foreground_goes_on_in_the_background(stoppable):
+def test_a_foreground_step_continues_in_the_background(stoppable):
     workbench = stoppable.shell.magics_manager.registry["FsdpMagics"].workbench
     stoppable.ok("%fsdp step --until backward")
     assert "runs in the background" in stoppable.ok("%fsdp continue --background").shown[-1]["text/plain"]

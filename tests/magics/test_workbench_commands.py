@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import workbench
-from tests.helpers.fake_cluster import FakeCluster, inside, said
+from tests.helpers.fake_cluster import FakeCluster, inside, text_reply
 from workbench.errors import UsageError
 from workbench.protocol.commands import Abort, Attach, Help, Shard, Start, Status, Stop
 from workbench.workbench import MAX_PAST, Workbench
@@ -132,7 +132,7 @@ def rooms():
     return [file for file, _ in groupby(reversed(found))]
 
 
-def test_a_command_goes_from_room_to_room_and_never_back(notebook):
+def test_a_command_passes_each_layer_once(notebook):
     seen = []
 
     def step(cluster, rank, answer):
@@ -141,7 +141,7 @@ def test_a_command_goes_from_room_to_room_and_never_back(notebook):
 
     def evaluate(rank, job):
         seen.append(rooms())
-        return said("1")
+        return text_reply("1")
 
     notebook.fake.sharded()
     notebook.fake.script["step"] = step

@@ -52,8 +52,8 @@ def test_a_cell_that_raises_is_named(tmp_path):
 
 
 def test_a_kernel_that_dies_is_named(tmp_path):
-    said = r"in cell 1 of 1: import os; os._exit\(1\)\nthe notebook's kernel failed: Kernel died"
-    with pytest.raises(DemoError, match=said):
+    message = r"in cell 1 of 1: import os; os._exit\(1\)\nthe notebook's kernel failed: Kernel died"
+    with pytest.raises(DemoError, match=message):
         demo.execute(notebook("import os; os._exit(1)"), tmp_path)
 
 
@@ -74,7 +74,7 @@ with socket.create_server((ports.LOOPBACK, 0)) as taken:
 
 
 @pytest.mark.thorough
-def test_a_kernel_that_does_not_start_is_told_and_leaves_nothing_to_say_at_the_exit(tmp_path):
+def test_a_kernel_that_does_not_start_is_reported_without_noise_at_exit(tmp_path):
     """The kernel writes to the same streams, but never the texts that must not appear."""
     done = subprocess.run([sys.executable, "-c", UNSTARTED], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "before the first cell\nthe notebook's kernel failed: Kernel died" in done.stdout
@@ -107,7 +107,7 @@ def test_page_trace_and_summary(as_expected, tmp_path, capsys):
     assert "<html" in (tmp_path / "tour.html").read_text()
 
 
-def test_heldout_losses_are_read_from_what_was_printed():
+def test_heldout_losses_are_parsed_from_the_output():
     executed = printed(
         "held-out loss 4.833, unigram 3.238 nats", "nothing", "x\nheld-out loss 2.351, unigram 3.238 nats"
     )
@@ -139,7 +139,7 @@ def test_the_rank_that_differs_is_the_one_shown():
     assert sent.calls == sent.expected_calls - 1
 
 
-def test_no_steps_are_no_communication():
+def test_without_steps_there_is_no_communication():
     sent = communication(Trace.empty())
     assert sent.as_expected
     assert (sent.num_steps, sent.calls) == (0, 0)

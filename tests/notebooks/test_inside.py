@@ -21,8 +21,8 @@ def lines_of(notebook) -> list[str]:
 
 def words_of(path) -> set[str]:
     lines = lines_of(nbformat.read(path, as_version=4))
-    said = [line.removeprefix("%fsdp ") for line in lines if line.startswith("%fsdp ")]
-    return {command_lines.parse_line(line, {"n": "2"}.__getitem__).word for line in said}
+    commands = [line.removeprefix("%fsdp ") for line in lines if line.startswith("%fsdp ")]
+    return {command_lines.parse_line(line, {"n": "2"}.__getitem__).word for line in commands}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def ran(tmp_path_factory):
     ]
 
 
-def said(ran, line: str) -> str:
+def output_of(ran, line: str) -> str:
     return next(text for source, text in ran if source.startswith(line))
 
 
@@ -48,41 +48,43 @@ def test_it_is_kept_without_outputs():
     assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")
 
 
-def test_the_notebooks_together_show_every_word():
+def test_the_notebooks_together_use_every_command():
     elsewhere = {"attach", "detach"}  # they need a running cluster
     assert set(command_lines.WORDS) - words_of(TOUR) - words_of(INSIDE) == {"status", "help"} | elsewhere
 
 
 def test_all_ranks_stop_at_the_breakpoint(ran):
-    assert "2 ranks stopped before all-gather of blocks.2, step 20" in said(ran, "%fsdp step 1")
-    assert said(ran, "%fsdp where").count("before all-gather") == 2
+    assert "2 ranks stopped before all-gather of blocks.2, step 20" in output_of(ran, "%fsdp step 1")
+    assert output_of(ran, "%fsdp where").count("before all-gather") == 2
 
 
-def test_a_stopped_step_can_be_looked_into(ran):
-    table = said(ran, "%fsdp inspect")
+def test_a_stopped_step_can_be_inspected(ran):
+    table = output_of(ran, "%fsdp inspect")
     assert re.search(r"\n +rank 0 +rank 1\n  this shard +rows +0-127 of 256 +128-255 of 256\n +shape +128x64 ", table)
-    assert "torch.Size([128, 64])" in said(ran, "%fsdp eval")
-    assert "rank 1 has it as DTensor" in said(ran, '%%fsdp\nprint(f"rank {rank} has it')
+    assert "torch.Size([128, 64])" in output_of(ran, "%fsdp eval")
+    assert "rank 1 has it as DTensor" in output_of(ran, '%%fsdp\nprint(f"rank {rank} has it')
 
 
-def test_it_goes_on_in_small_steps_and_to_the_end(ran):
-    assert "stopped before all-gather of blocks.3" in said(ran, "%fsdp next collective")
-    assert "20 events before the newest" in said(ran, "%fsdp back")
-    assert "1 step, loss" in said(ran, "%fsdp continue")
-    assert "sharded training is the same as unsharded" in said(ran, "%fsdp verify")
+def test_it_continues_in_small_steps_and_to_the_end(ran):
+    assert "stopped before all-gather of blocks.3" in output_of(ran, "%fsdp next collective")
+    assert "20 events before the newest" in output_of(ran, "%fsdp back")
+    assert "1 step, loss" in output_of(ran, "%fsdp continue")
+    assert "sharded training is the same as unsharded" in output_of(ran, "%fsdp verify")
 
 
-def test_a_step_in_the_background_is_paused_and_given_up(ran):
+def test_a_background_step_is_paused_and_aborted(ran):
     both, late = r"2 ranks stopped ", r"rank (\d) stopped .*; rank (?!\1)\d (stopped|waits|stops at the next event)"
-    assert re.search(f"{both}|{late}", said(ran, "%fsdp pause"))  # a pause waits 0.4 s for a computing rank
-    assert "The ranks are idle again" in said(ran, "%fsdp abort")
+    assert re.search(f"{both}|{late}", output_of(ran, "%fsdp pause"))  # a pause waits 0.4 s for a computing rank
+    assert "The ranks are idle again" in output_of(ran, "%fsdp abort")
 
 
-def test_a_change_of_policy_is_told_apart(ran):
-    assert "resharded in place" in said(ran, "%fsdp reshard")
-    assert "4 fewer all-gathers a step" in said(ran, "%fsdp compare")
+def test_a_policy_change_is_explained(ran):
+    assert "resharded in place" in output_of(ran, "%fsdp reshard")
+    assert "4 fewer all-gathers a step" in output_of(ran, "%fsdp compare")
 
 
 def test_the_live_model_goes_over_to_flat_parameters(ran):
-    assert re.search("policy +classic: one flat parameter per unit", said(ran, "%fsdp reshard model --api classic"))
-    assert "12 parameters in 1 unit, packed into 1 flat parameter" in said(ran, "%fsdp layout --unit blocks.2")
+    assert re.search(
+        "policy +classic: one flat parameter per unit", output_of(ran, "%fsdp reshard model --api classic")
+    )
+    assert "12 parameters in 1 unit, packed into 1 flat parameter" in output_of(ran, "%fsdp layout --unit blocks.2")

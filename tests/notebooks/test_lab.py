@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import SHOTS, jupyterlab, opened
+from tests.helpers.jupyterlab import SHOTS, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL
 from tests.views.test_theme import contrast
 
@@ -40,7 +40,10 @@ IS_LARGE = "(figure) => { const box = figure.getBoundingClientRect(); return box
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, chromium):
     """The notebook in the browser, with the panel, after all its cells have run."""
-    with jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel()) as url, opened(url, chromium) as lab:
+    with (
+        jupyterlab(tmp_path_factory.mktemp("lab"), CELLS, panel=built_panel()) as url,
+        open_notebook(url, chromium) as lab,
+    ):
         lab.page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")  # waits until they end
         words = lab.page.locator(".jp-Notebook").inner_text()
         assert lab.page.evaluate(NUMBER_OF_THE_LAST) == len(CELLS), words[-2000:]
@@ -77,7 +80,7 @@ ON_THE_PAGE = (
 
 
 @pytest.mark.parametrize("theme", ["Dark", "Light"])
-def test_text_of_figures_has_the_contrast_of_other_text_whatever_the_theme(ran, theme):
+def test_text_of_figures_has_enough_contrast_in_every_theme(ran, theme):
     ran.change_theme(theme)
     for name, number in CELL_OF.items():
         cell = ran.cell(number)
@@ -89,20 +92,20 @@ def test_text_of_figures_has_the_contrast_of_other_text_whatever_the_theme(ran, 
         (SHOTS / f"lab_{name}_{theme.lower()}.png").write_bytes(cell.screenshot())
 
 
-def test_progress_ends_full_and_says_what_came_out(ran):
+def test_progress_ends_full_with_the_result(ran):
     cell = ran.cell(CELLS.index("%fsdp step 3"))
     cell.scroll_into_view_if_needed()  # JupyterLab empties cells that are out of sight
     cell.get_by_text("3 of 3 steps").wait_for()
     cell.get_by_text("3 steps, loss").wait_for()
 
 
-def test_an_error_is_one_sentence_with_the_nearest_word(ran):
+def test_an_error_is_one_sentence_with_a_suggestion(ran):
     cell = ran.cell(len(CELLS) - 1)
     cell.scroll_into_view_if_needed()
     cell.get_by_text("did you mean 'timeline'?").wait_for()
     assert cell.get_by_text("Traceback").count() == 0
 
 
-def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(ran):
+def test_no_outside_requests_and_no_console_errors(ran):
     assert ran.outside == []
     assert ran.errors == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.jupyterlab import SHOTS, jupyterlab, opened
+from tests.helpers.jupyterlab import SHOTS, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 
 pytestmark = [
@@ -37,7 +37,7 @@ TIMELINE = "document.querySelector('.fw-canvas').dashboard.timeline.chart"
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory, chromium):
     """The notebook, with its dashboard shown and a long step running."""
-    with jupyterlab(tmp_path_factory.mktemp("lab"), CELLS) as url, opened(url, chromium) as lab:
+    with jupyterlab(tmp_path_factory.mktemp("lab"), CELLS) as url, open_notebook(url, chromium) as lab:
         for number in range(STEP):
             do(lab, number)
         show(lab)
@@ -87,7 +87,7 @@ def settles(lab, then="true"):
     return waits(lab, IS_ANSWERED, then)
 
 
-def says(lab, words):
+def wait_for_text(lab, words):
     """Wait until the dashboard contains ``words``."""
     lab.page.wait_for_function(
         "(words) => document.querySelectorAll('.fw-dashboard')[1].innerText.includes(words)", arg=words
@@ -109,7 +109,7 @@ def look(lab, panel):
 PANELS = (".fw-memory", ".fw-states", ".fw-timeline canvas")
 
 
-def test_one_that_was_opened_before_the_start_shows_the_ranks_that_came(lab):
+def test_a_dashboard_opened_before_the_start_shows_the_new_ranks(lab):
     early = lab.page.locator(".fw-dashboard").first
     early.scroll_into_view_if_needed()  # out of sight it requests nothing
     early.filter(has_text="ranks 0-1").filter(has_text="running").wait_for()
@@ -118,13 +118,13 @@ def test_one_that_was_opened_before_the_start_shows_the_ranks_that_came(lab):
     show(lab)
 
 
-def test_it_is_told_what_happens_while_the_cell_runs(lab):
+def test_it_is_updated_while_the_cell_runs(lab):
     before = get(lab, "[d.model.steps.length, d.model.end, d.timeline.chart.stats().rectangles]")
     waits(lab, f"model.steps.length > {before[0] + 3}")
     waits(lab, f"timeline.chart.stats().rectangles > {before[2]}")
     assert get(lab, "d.model.end") > before[1]
     for words in ("unsharded on rank", "peak "):
-        says(lab, words)
+        wait_for_text(lab, words)
     get(lab, NOTE_HINTS)
     misses(lab, steps=30)  # more than fits into one answer
     waits(lab, "hinted.has('simplified: click for every change')")
@@ -219,9 +219,11 @@ def drawn_at_cursor(lab):
     assert drawn["isExact"]
     assert drawn["hint"] == ""
     assert [drawn["bytes"], drawn["units"]] == drawn["told"]
-    in_use, *told = [in_bytes(text) for text in drawn["legend"]]  # of classes that are drawn anywhere in the picture
+    in_use, *by_class = [
+        in_bytes(text) for text in drawn["legend"]
+    ]  # of classes that are drawn anywhere in the picture
     sizes = [drawn["inUse"], *filter(None, drawn["bytes"])]
-    assert [in_use, *filter(None, told)] == pytest.approx(sizes, rel=0.006)  # three digits
+    assert [in_use, *filter(None, by_class)] == pytest.approx(sizes, rel=0.006)  # three digits
     return drawn
 
 
@@ -247,7 +249,7 @@ def drawn_one_event_on(lab, key):
     return drawn_at_cursor(lab)
 
 
-def test_what_is_drawn_under_the_cursor_is_what_the_numbers_say(lab):
+def test_the_drawing_under_the_cursor_matches_the_numbers(lab):
     memory, seen = show(lab).locator(".fw-memory"), []
     width = memory.bounding_box()["width"]
     for percent in (95, 80, 65, 50, 35, *range(90, 0, -4)):
@@ -261,7 +263,7 @@ def test_what_is_drawn_under_the_cursor_is_what_the_numbers_say(lab):
     assert len({tuple(drawn["units"]) for drawn in seen}) > 2
 
 
-def test_a_held_view_stays_while_training_goes_on_until_live_lets_go(lab):
+def test_a_held_view_stays_until_live_is_clicked(lab):
     view, count = get(lab, "[d.timeline.view.join(), d.model.steps.length]")
     waits(lab, f"model.steps.length > {count + 3}")
     assert get(lab, "d.timeline.view.join()") == view
@@ -302,24 +304,24 @@ def test_buttons_stop_inside_the_running_step(lab):
     show(lab)
     where = waits(lab, STAND, "d.model.health.find(({state}) => state === 'held').where")
     assert where.startswith(("before ", "while waiting "))  # wherever the rank happens to be
-    says(lab, f"held {where}")
+    wait_for_text(lab, f"held {where}")
     shoot(lab, "held")
     place = waits(lab, STAND, "JSON.stringify(d.model.health)")
     dash.locator(".fw-next").click()
     waits(lab, f"{STAND} && JSON.stringify(d.model.health) !== '{place}'")
 
 
-def test_the_word_moves_the_cursor_and_lets_it_go(lab):
+def test_back_moves_the_cursor_and_releases_it(lab):
     dash = show(lab)
     waits(lab, "cursor.isLive")
     do(lab, BACK)
     show(lab)
     waits(lab, "cursor.isLive === false && d.cursor.moment !== null")
-    told = settles(lab, "[d.cursor.us, d.timeline.chart.cursor, d.model.now.t_us]")
-    assert told[0] == told[1] < told[2]
+    positions = settles(lab, "[d.cursor.us, d.timeline.chart.cursor, d.model.now.t_us]")
+    assert positions[0] == positions[1] < positions[2]
     lab.reads(BACK, "60 events before the newest")
     shoot(lab, "back")
-    assert drawn_at_cursor(lab)["at"] == told[0]
+    assert drawn_at_cursor(lab)["at"] == positions[0]
     zoom_out_until(lab, "memory.hint.textContent.startsWith('simplified: zoom in')")
     shoot(lab, "simplified")
     seq = get(lab, "d.cursor.moment.seq")
@@ -364,6 +366,6 @@ def test_closing_takes_everything_away(lab):
     do(lab, STOP)
 
 
-def test_nothing_is_fetched_from_elsewhere_and_nothing_complains(lab):
+def test_no_outside_requests_and_no_console_errors(lab):
     assert lab.outside == []
     assert lab.errors == []

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.helpers.jupyterlab import SHOTS, jupyterlab, opened
+from tests.helpers.jupyterlab import SHOTS, jupyterlab, open_notebook
 
 pytestmark = [
     pytest.mark.thorough,
@@ -74,7 +74,7 @@ def lab(tmp_path_factory, chromium):
         for rank in range(NUM_RANKS):
             (folder / f"turn-{turn}-{rank}").write_text("go")
 
-    with jupyterlab(folder, cells(folder)) as url, opened(url, chromium) as lab:
+    with jupyterlab(folder, cells(folder)) as url, open_notebook(url, chromium) as lab:
         for number in range(WAIT):
             lab.run(number)
             lab.ends(number)
@@ -89,7 +89,7 @@ def shot(lab, cell, name):
     lab.change_theme("Light")
 
 
-def test_what_all_print_is_there_once(lab):
+def test_equal_output_appears_once(lab):
     lab, _ = lab
     cell = lab.cell(AGREE)
     lab.reads(AGREE, "hello")
@@ -118,7 +118,7 @@ def test_tabs_grow_while_the_cell_runs_and_the_one_that_was_chosen_stays(lab):
     shot(lab, cell, "by_rank_all")
 
 
-def test_arrows_go_from_tab_to_tab_and_what_is_printed_is_text(lab):
+def test_arrow_keys_switch_tabs_and_output_is_escaped(lab):
     lab, _ = lab
     lab.run(TEXT)
     lab.ends(TEXT)
@@ -142,7 +142,7 @@ def test_figures_are_those_of_the_first_rank(lab):
     assert [text.splitlines()[-1] for text in seen(cell)] == ["after 0"]
 
 
-def test_nothing_is_complained_of_or_fetched(lab):
+def test_no_outside_requests_and_no_console_errors(lab):
     lab, _ = lab
     assert lab.errors == []
     assert lab.outside == []

@@ -43,7 +43,7 @@ def test_its_cells_are_short_and_each_section_teaches(cells):
     assert cells[0].source.startswith("# ")
 
 
-def test_its_words_are_words_of_fsdp(cells):
+def test_its_lines_are_valid_commands(cells):
     lines = [line for c in cells if c.cell_type == "code" for line in c.source.splitlines()]
     used = [
         command_lines.parse_line(line.removeprefix("%fsdp "), {"n": "4"}.__getitem__).word
@@ -118,7 +118,7 @@ def test_the_knob_changes_the_number_of_all_gathers(trace):
 
 
 @pytest.mark.thorough
-def test_every_collective_is_as_the_closed_form_says(trace):
+def test_every_collective_matches_the_closed_form(trace):
     sent = communication(trace)
     assert sent.as_expected
     assert sent.calls == 40 * (9 + 5) - 1 + 3 * (5 + 5)

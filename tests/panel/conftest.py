@@ -41,7 +41,7 @@ class Browser:
     panel: Client
     comm: FakeComm
     fakes: list
-    asked: int = 0
+    num_requests: int = 0
 
     @property
     def fake(self):
@@ -49,9 +49,9 @@ class Browser:
 
     def ask(self, word, **fields):
         """Return the answer to a request."""
-        self.asked += 1
-        self.comm.receive({"word": word, "number": self.asked, **fields})
-        return self.answer_to(self.asked)
+        self.num_requests += 1
+        self.comm.receive({"word": word, "number": self.num_requests, **fields})
+        return self.answer_to(self.num_requests)
 
     def answer_to(self, number):
         def answers():

@@ -96,8 +96,8 @@ def test_from_load_to_unload(kernel):
     assert kernel.ask(comm_id, {"word": "look", "number": 1}) is None  # closed: there is no panel before %load_ext
     kernel.run(f"%load_ext workbench\n{FAKE}")
     first, second = kernel.panel(), kernel.panel()
-    said = kernel.question(first, "do", command={"word": "start", "num_ranks": 2})
-    assert (said["line"], said["is_error"]) == ("%fsdp start -n 2", False)
+    answer = kernel.question(first, "do", command={"word": "start", "num_ranks": 2})
+    assert (answer["line"], answer["is_error"]) == ("%fsdp start -n 2", False)
     for panel in (first, second):
         assert [rank["health"] for rank in kernel.question(panel, "look")["ranks"]] == ["idle", "idle"]
     assert "2 ranks" in kernel.run("%fsdp status")

@@ -33,17 +33,17 @@ BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
 
 
 @pytest.mark.parametrize(
-    ("version", "says"),
+    ("version", "message"),
     [
         (VERSION, ""),
         (VERSION - 1, "install workbench 0.2.0 where JupyterLab runs, and reload this page"),
         (VERSION + 1, "install the same workbench where the kernel runs, and restart the kernel"),
     ],
 )
-def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, says):
+def test_mismatched_versions_are_reported_with_a_remedy(browser, version, message):
     welcome = browser.ask("hello", version=version, extension="7.8.9")
-    assert (welcome["version"], says in welcome["problem"]) == (VERSION, True)
-    if says:
+    assert (welcome["version"], message in welcome["problem"]) == (VERSION, True)
+    if message:
         assert f"(extension 7.8.9) uses protocol version {version}" in welcome["problem"]
         assert f"(workbench 0.2.0) version {VERSION}" in welcome["problem"]
         assert browser.look()["text"] == "the first message must be hello, with a matching protocol version"
@@ -51,7 +51,7 @@ def test_versions_that_do_not_fit_are_told_with_what_to_do(browser, version, say
         assert browser.look()["word"] == "state"
 
 
-def test_hello_comes_first(browser):
+def test_hello_must_be_the_first_message(browser):
     comm = FakeComm()
     panel = Client(browser.workbench, comm, version="0.2.0")
     comm.receive({"word": "look", "number": 3})
@@ -65,7 +65,7 @@ def test_hello_comes_first(browser):
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (None, "unknown question None"),
         ("look", "unknown question None"),
@@ -98,11 +98,11 @@ def test_hello_comes_first(browser):
         ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next takes one of"),
     ],
 )
-def test_what_is_no_question_is_refused_with_a_sentence_and_nothing_is_done(started, data, says):
-    before, asked = list(started.fake.log), len(started.comm.sent)
+def test_an_invalid_request_is_refused_and_changes_nothing(started, data, message):
+    before, num_sent = list(started.fake.log), len(started.comm.sent)
     started.comm.receive(data)
-    (answer,) = [sent for sent, _ in started.comm.sent[asked:]]
-    assert (answer["word"], says in answer["text"]) == ("refused", True), answer["text"]
+    (answer,) = [sent for sent, _ in started.comm.sent[num_sent:]]
+    assert (answer["word"], message in answer["text"]) == ("refused", True), answer["text"]
     assert answer["number"] == (7 if isinstance(data, dict) and data.get("number") == 7 else -1)
     assert started.fake.log == before
     assert len(started.workbench.history().commands) == 1  # the start
@@ -119,9 +119,9 @@ def test_before_there_are_ranks(browser):
         "steps_per_s": None,
         "tokens_per_s": None,
     }
-    said = browser.do("shard", model="model")
-    assert (said["is_error"], said["line"]) == (True, "%fsdp shard model")
-    assert "Start them with %fsdp start" in said["text"]
+    answer = browser.do("shard", model="model")
+    assert (answer["is_error"], answer["line"]) == (True, "%fsdp shard model")
+    assert "Start them with %fsdp start" in answer["text"]
 
 
 def test_whether_ranks_have_a_train_step_is_found_with_their_models(started):
@@ -130,7 +130,7 @@ def test_whether_ranks_have_a_train_step_is_found_with_their_models(started):
     assert not started.ask("find models")["has_step"]
 
 
-def test_while_no_rank_has_answered_it_is_not_said_that_they_have_no_model(started):
+def test_before_any_reply_missing_models_are_not_reported(started):
     started.fake.silent = set(range(4))
     refused = started.ask("find models")
     assert refused["word"] == "refused"
@@ -139,7 +139,7 @@ def test_while_no_rank_has_answered_it_is_not_said_that_they_have_no_model(start
     assert [model["ranks"] for model in started.ask("find models")["models"]] == [[3]]
 
 
-def test_the_loss_is_told_with_the_step_that_it_is_of():
+def test_the_loss_is_sent_with_its_step():
     whole = example_trace(num_ranks=2, steps=3)
     ends = {rank: int(whole.slice(step=2).rank(rank).start.seq) + 1 for rank in range(2)}  # step 2 has just begun
     trace = Trace(whole.header, tuple(r.cut(r.start.seq, ends[r.rank]) for r in whole.ranks))
@@ -148,16 +148,16 @@ def test_the_loss_is_told_with_the_step_that_it_is_of():
     assert found.loss == summary(whole).losses[1]
 
 
-def test_a_start_that_was_given_up_has_not_failed(browser, monkeypatch):
+def test_a_cancelled_start_is_not_a_failure(browser, monkeypatch):
     def start(_cluster, *_given):
         raise Interrupted("The start was cancelled: no ranks are running")
 
     monkeypatch.setattr(FakeCluster, "start", start)
-    said = browser.do("start")
-    assert (said["text"], said["is_error"]) == ("The start was cancelled: no ranks are running", False)
+    answer = browser.do("start")
+    assert (answer["text"], answer["is_error"]) == ("The start was cancelled: no ranks are running", False)
 
 
-def test_what_is_recorded_or_opened_is_told(started, tmp_path):
+def test_the_recorded_or_opened_trace_is_named(started, tmp_path):
     assert not started.look()["is_recorded"]
     started.fake.sharded()
     for rank in started.fake.ranks:
@@ -173,13 +173,13 @@ def test_what_is_recorded_or_opened_is_told(started, tmp_path):
     assert [unit["name"] for unit in state["units"]] == ["(root)", "blocks.0", "blocks.1"]
 
 
-def test_clocks_that_are_not_rank_0s_are_told():
+def test_clocks_other_than_rank_0s_are_sent():
     found = example_trace(num_ranks=3, steps=1)
     clock = HostClock(ranks=(1, 2), readings=(ClockReading(t_ns=0, offset_ns=-5_000_000, error_ns=40_000),))
     trace = Trace(replace(found.header, clocks=(clock,)), found.ranks)
-    (told,) = state_at(ClusterSnapshot(trace=trace), num_ranks=3).clocks
-    assert (told.ranks, told.error_ns) == ((1, 2), 40_000)
-    assert told.text == "its clock is 5.00 ms behind rank 0's, ± 40.0 µs"
+    (shown,) = state_at(ClusterSnapshot(trace=trace), num_ranks=3).clocks
+    assert (shown.ranks, shown.error_ns) == ((1, 2), 40_000)
+    assert shown.text == "its clock is 5.00 ms behind rank 0's, ± 40.0 µs"
 
 
 @pytest.mark.parametrize(("loss", "sent"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
@@ -191,7 +191,7 @@ def test_a_loss_that_is_not_finite_is_sent_as_text(loss, sent):
     assert decode(TrainingSummary, encode(state.training), "training") == state.training
 
 
-def test_ranks_units_and_memory_are_told(started):
+def test_ranks_units_and_memory_are_sent(started):
     started.fake.sharded()
     for rank in started.fake.ranks:
         rank.recorded = rank.step_ends[0]
@@ -216,7 +216,7 @@ def test_ranks_units_and_memory_are_told(started):
     assert started.ask("find params", unit=999)["params"] == []
 
 
-def test_a_flat_parameter_is_told_with_what_lies_in_it_on_each_rank():
+def test_a_flat_parameter_is_sent_with_its_parts_on_each_rank():
     flat = make_flat((3, 4), 2)
     header = Header(units=(make_unit(flat), make_unit(replace(flat, fqn="gone"), index=1, retired=True)), world_size=2)
     (unit,) = units_of(header)
@@ -235,17 +235,17 @@ def test_a_flat_parameter_is_told_with_what_lies_in_it_on_each_rank():
     assert second.rows_per_rank == (1, 3)
 
 
-def test_what_waits_is_told_what_is_new_and_units_once(started):
+def test_a_long_poll_gets_news_and_units_once(started):
     assert started.look()["units"] == []
     started.fake.sharded()
-    told = []
-    wait_until(lambda: told.append(started.look(wait=True)["units"]) or told[-1])
-    assert len(told[-1]) == 3
+    answers = []
+    wait_until(lambda: answers.append(started.look(wait=True)["units"]) or answers[-1])
+    assert len(answers[-1]) == 3
     assert started.look(wait=True)["units"] is None
     assert len(started.look()["units"]) == 3
 
 
-def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypatch):
+def test_while_ranks_are_started_or_stopped_the_state_is_reported(started, monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def stop(_cluster, stop=FakeCluster.stop):
@@ -262,8 +262,8 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
         started.comm.receive({"word": "do", "number": 50, "command": {"word": "stop"}})
         assert begun.wait(60)
         state = started.look()
-        told = state["cluster"]
-        assert (told["is_running"], told["exchange"]) == (False, "stop")
+        cluster = state["cluster"]
+        assert (cluster["is_running"], cluster["exchange"]) == (False, "stop")
         assert state["said"] == "The ranks are stopping; the trace is kept."
         assert "being started or stopped" in started.do("start")["text"]
         assert exchange() == "stop"  # the refused command is not under way
@@ -278,25 +278,25 @@ def test_while_ranks_are_started_or_stopped_the_state_says_so(started, monkeypat
 
     monkeypatch.setattr(FakeCluster, "start", start)
     started.do("start")
-    assert [(told["cluster"]["is_running"], told["cluster"]["exchange"]) for told in seen] == [(False, "start")] * 2
-    assert [told["cluster"]["waits_for"] for told in seen] == ["", "they are being started"]
-    assert [told["said"] for told in seen] == ["Starting or attaching ranks.", "They are being started."]
+    assert [(state["cluster"]["is_running"], state["cluster"]["exchange"]) for state in seen] == [(False, "start")] * 2
+    assert [state["cluster"]["waits_for"] for state in seen] == ["", "they are being started"]
+    assert [state["said"] for state in seen] == ["Starting or attaching ranks.", "They are being started."]
     assert started.look()["cluster"]["waits_for"] == ""
 
 
-def test_a_rank_that_is_gone_says_how(started):
+def test_a_dead_rank_has_its_cause(started):
     started.fake.lose(2)
     state = started.look(wait=True)
     assert [(r["health"], r["where"]) for r in state["ranks"]][2] == ("gone", "died: the process was killed by SIGKILL")
     assert "No further step can run" in state["said"]
 
 
-def test_a_command_says_what_a_cell_would_and_is_in_the_history(started):
+def test_a_command_gives_a_cells_output_and_is_in_the_history(started):
     started.fake.script["shard"] = gives(SHARD_RESULT)
-    said = started.do("shard", model="model", wrap=["Block"], mesh="2x2")
-    assert said["text"].startswith("model: 3 units on 4 ranks")
-    assert (said["line"], said["is_error"]) == ("%fsdp shard model --wrap Block --mesh 2x2", False)
-    assert "text/html" in said["data"]
+    answer = started.do("shard", model="model", wrap=["Block"], mesh="2x2")
+    assert answer["text"].startswith("model: 3 units on 4 ranks")
+    assert (answer["line"], answer["is_error"]) == ("%fsdp shard model --wrap Block --mesh 2x2", False)
+    assert "text/html" in answer["data"]
     lines = [past["line"] for past in started.ask("recall")["commands"]]
     assert lines == ["%fsdp start", "%fsdp shard model --wrap Block --mesh 2x2"]
     assert {past["source"] for past in started.ask("recall")["commands"]} == {"panel"}
@@ -304,7 +304,7 @@ def test_a_command_says_what_a_cell_would_and_is_in_the_history(started):
     assert started.ask("spell", command={"word": "open", "path": "-{a}"})["line"] == "%fsdp open -- '-{{a}}'"
 
 
-def test_models_are_offered_with_what_they_hold(started):
+def test_models_are_offered_with_their_sizes(started):
     started.fake.modules[3] = ["teacher"]
     model, teacher = started.ask("find models")["models"]
     assert (model["name"], model["ranks"], model["suggested"]) == ("model", [0, 1, 2], ["Block"])
@@ -314,7 +314,7 @@ def test_models_are_offered_with_what_they_hold(started):
     assert "build one in a %%fsdp cell" in started.ask("find models")["text"]
 
 
-def test_a_way_to_shard_is_tried_by_the_closed_form_and_nothing_is_done(started):
+def test_a_preview_uses_the_closed_form_and_changes_nothing(started):
     log = list(started.fake.log)
     found = started.ask("try", command={"word": "shard", "model": "model", "wrap": ["Block"]})
     header = started.fake.job.header
@@ -330,7 +330,7 @@ def test_a_way_to_shard_is_tried_by_the_closed_form_and_nothing_is_done(started)
     assert started.fake.log == log
 
 
-def test_where_all_is_left_out_all_is_kept_whole_and_nothing_is_sent():
+def test_ignoring_every_parameter_keeps_all_unsharded():
     found = preview(1, "%fsdp shard model --ignore '*'", (), 2, (example_model("model"),), "model")
     whole = example_model("model").num_bytes
     assert whole > 0
@@ -348,7 +348,7 @@ def test_a_reshard_is_tried_as_well(started):
 
 
 @pytest.mark.parametrize(
-    ("command", "says"),
+    ("command", "message"),
     [
         (
             {"word": "shard", "model": "model", "wrap": ["Blcok"]},
@@ -362,28 +362,28 @@ def test_a_reshard_is_tried_as_well(started):
         ({"word": "step"}, "only shard and reshard can be previewed, not step"),
     ],
 )
-def test_what_cannot_be_done_says_so_before(started, command, says):
-    assert says in started.ask("try", command=command)["problem"]
+def test_a_preview_reports_invalid_policies(started, command, message):
+    assert message in started.ask("try", command=command)["problem"]
 
 
-def test_a_figure_comes_as_a_notebook_would_have_it(started):
+def test_a_figure_is_the_same_as_in_a_notebook(started):
     started.fake.sharded()
-    said = started.do("layout")
-    assert "application/vnd.plotly.v1+json" in said["data"]
-    assert said["text"].startswith("Each of 4 ranks keeps")
+    answer = started.do("layout")
+    assert "application/vnd.plotly.v1+json" in answer["data"]
+    assert answer["text"].startswith("Each of 4 ranks keeps")
     one = started.do("layout", unit="(root)")
     assert one["line"] == "%fsdp layout --unit '(root)'"
     assert "of the parameters of (root)" in one["text"]
     assert "there is no unit 'rot'; the units, nearest first: (root)" in started.do("layout", unit="rot")["text"]
 
 
-def test_a_step_goes_on_in_the_background_until_a_breakpoint_that_can_be_turned_off(started):
+def test_a_background_step_stops_at_a_breakpoint_that_can_be_turned_off(started):
     started.fake.sharded()
     started.fake.script["step"] = inside
     assert "breakpoint 1: backward" in started.do("break", action="add", event="backward")["text"]
-    said = started.do("step", count=3)
-    assert said["line"] == "%fsdp step 3 --background"
-    assert "runs in the background" in said["text"]
+    answer = started.do("step", count=3)
+    assert answer["line"] == "%fsdp step 3 --background"
+    assert "runs in the background" in answer["text"]
 
     def stopped():
         request = started.look()["request"]
@@ -409,7 +409,7 @@ def test_a_step_goes_on_in_the_background_until_a_breakpoint_that_can_be_turned_
     assert (state["ended"]["count"], state["ended"]["text"][:6]) == (1, "1 step")
 
 
-def test_steps_whose_loss_is_nan_end_as_what_failed_does(started):
+def test_steps_with_a_nan_loss_end_as_failures(started):
     started.fake.sharded()
     started.fake.script["step"] = gives(step_result(2) | {"losses": [1.0, math.nan]})
     started.do("step", count=2)
@@ -419,13 +419,13 @@ def test_steps_whose_loss_is_nan_end_as_what_failed_does(started):
     assert ended["is_error"]
 
 
-def test_an_error_on_a_rank_is_told_with_the_command_and_stays_in_the_state(started):
+def test_an_error_on_a_rank_is_reported_and_stays_in_the_state(started):
     started.fake.sharded()
     started.fake.script["verify"] = raises("ValueError", BAD_NAME)
-    said = started.do("verify")
-    assert said["is_error"]
-    assert BAD_NAME in said["text"]
-    assert said["data"] == {}
+    answer = started.do("verify")
+    assert answer["is_error"]
+    assert BAD_NAME in answer["text"]
+    assert answer["data"] == {}
     assert BAD_NAME in started.look()["ended"]["text"]
 
 

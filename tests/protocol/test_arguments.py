@@ -39,7 +39,7 @@ def test_texts_are_read(read, text, value):
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "says"),
+    ("read", "text", "message"),
     [
         (number, "0", "expected a whole number of at least 1, got '0'"),
         (number, "-1", "expected a whole number of at least 1, got '-1'"),
@@ -53,10 +53,10 @@ def test_texts_are_read(read, text, value):
         (truth, "True", "expected true or false, got 'True'"),
     ],
 )
-def test_texts_of_another_form_are_refused(read, text, says):
+def test_texts_of_another_form_are_refused(read, text, message):
     with pytest.raises(ValueError, match=r".+") as caught:
         read(text)
-    assert str(caught.value) == says
+    assert str(caught.value) == message
 
 
 def test_variables_are_inserted_and_doubled_braces_are_single_ones():

@@ -41,7 +41,7 @@ from workbench.protocol.commands import (
 )
 
 
-def test_every_command_there_is_has_a_word_of_its_own():
+def test_every_command_has_its_own_word():
     defined = {c for c in vars(all_commands).values() if isinstance(c, type) and issubclass(c, Command) and c.word}
     assert defined - {Cell} == set(COMMANDS.values())
 
@@ -59,7 +59,7 @@ def test_the_line_of_a_command_makes_it_again(word: str, data: st.DataObject):
 
 @pytest.mark.parametrize("word", ON_RANKS)
 @given(data=st.data())
-def test_what_ranks_do_arrives_there(word: str, data: st.DataObject):
+def test_rank_commands_survive_the_wire(word: str, data: st.DataObject):
     command = data.draw(command_strategies.commands(ON_RANKS[word]))
     assert from_dict(json.loads(json.dumps(to_dict(command)))) == command
 
@@ -134,7 +134,7 @@ def test_code_makes_it_again(code, ranks):
         (WORDS["layout"](fold=True, talk=False), "layout --fold true --no-talk"),
     ],
 )
-def test_text_is_what_a_person_would_write(command: Command, text: str):
+def test_text_is_the_typed_line(command: Command, text: str):
     assert to_text(command) == text
 
 
@@ -165,7 +165,7 @@ STRATEGY = (
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: Shard(model="a-b"), f"{MODEL}'a-b'"),
         (lambda: Shard(model=""), f"{MODEL}''"),
@@ -292,10 +292,10 @@ STRATEGY = (
         (lambda: from_dict(["step"]), f"unknown command None{KNOWN}"),
     ],
 )
-def test_what_is_refused(make, says: str):
+def test_invalid_commands_are_refused(make, message: str):
     with pytest.raises(ValueError, match=r".+") as caught:
         make()
-    assert str(caught.value) == says
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("mesh", ["2x2", [2, 2], (2, 2)])
@@ -309,7 +309,7 @@ def test_names_and_meshes_as_a_person_writes_them(mesh):
 
 
 @pytest.mark.parametrize("word", COMMANDS.values(), ids=COMMANDS)
-def test_what_is_said_of_a_word_is_one_line(word):
+def test_the_help_of_a_command_is_one_line(word):
     assert summary(word)
     assert "`" not in summary(word)
     assert len(summary(word)) <= 110
@@ -328,7 +328,7 @@ def test_hosts_with_different_numbers_of_ranks_make_no_mesh():
         Shard("m", mesh="hosts").on_hosts([2, 1])
 
 
-def test_a_strategy_is_checked_once_it_is_known_what_hosts_there_are():
+def test_a_strategy_is_checked_once_the_hosts_are_known():
     hybrid = Shard("m", api="classic", strategy="hybrid", mesh="hosts")
     assert hybrid.on_hosts([2, 2]).mesh == (2, 2)
     with pytest.raises(ValueError, match="needs a mesh of replicas x shard ranks"):
@@ -394,7 +394,7 @@ def test_of_a_command_it_is_declared_who_runs_it_and_what_is_answered():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "value", "world_size", "shard_size", "says"),
+    ("mesh", "value", "world_size", "shard_size", "message"),
     [
         ((), 2, 8, 8, ""),
         ((), 3, 8, 0, ""),
@@ -404,8 +404,8 @@ def test_of_a_command_it_is_declared_who_runs_it_and_what_is_answered():
         ((2, 3), 3, 8, 8, "mesh 2x3 = 6 does not match the number of ranks, 8; these fit: 8, 2x4, 4x2, 8x1"),
     ],
 )
-def test_a_mesh_and_a_number_of_ranks_fit_the_job(mesh, value, world_size, shard_size, says):
+def test_a_mesh_and_a_number_of_ranks_fit_the_job(mesh, value, world_size, shard_size, message):
     command = Reshard("m", mesh=mesh, reshard_after_forward=value)
-    with pytest.raises(ValueError, match=r".+") if says else nullcontext() as caught:
+    with pytest.raises(ValueError, match=r".+") if message else nullcontext() as caught:
         command.check_fits(world_size, shard_size)
-    assert says == "" or str(caught.value).endswith(says)
+    assert message == "" or str(caught.value).endswith(message)

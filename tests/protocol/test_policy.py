@@ -44,12 +44,12 @@ def test_mixed_precision_is_read(text, expected):
         ("off", PrecisionNames()),
     ],
 )
-def test_what_a_text_does_not_name_stays(text, expected):
+def test_unnamed_dtypes_are_kept(text, expected):
     assert PrecisionNames(param="bf16", reduce="fp32", output="fp64").changed(text) == expected
 
 
 @given(*[st.sampled_from(["", *DTYPES])] * 3)
-def test_what_is_written_for_a_precision_is_read_as_it(param, reduce, output):
+def test_the_text_of_a_precision_parses_to_itself(param, reduce, output):
     precision = PrecisionNames(param=param, reduce=reduce, output=output)
     assert PrecisionNames.parse(str(precision)) == precision
 
@@ -62,7 +62,7 @@ def test_a_mesh_is_read(value, mesh):
 
 
 @pytest.mark.parametrize("value", ["", "x", "2x", "-4", "2*2", 2.0, True, None])
-def test_what_is_no_mesh(value):
+def test_invalid_meshes(value):
     with pytest.raises(ValueError, match="such as 4 or 2x2") as caught:
         as_mesh(value)
     assert str(caught.value) == (
@@ -72,7 +72,7 @@ def test_what_is_no_mesh(value):
 
 
 @given(st.integers(1, 64))
-def test_exactly_the_meshes_said_to_fit_do(world_size):
+def test_exactly_the_listed_meshes_fit(world_size):
     fitting = meshes_that_fit(world_size)
     assert fitting[0] == str(world_size)
     for text in fitting:
@@ -84,7 +84,7 @@ def test_exactly_the_meshes_said_to_fit_do(world_size):
     assert str(caught.value).endswith(", ".join(fitting))
 
 
-def test_a_mesh_that_does_not_fit_is_told_what_would():
+def test_a_mesh_that_does_not_fit_lists_those_that_do():
     with pytest.raises(
         ValueError,
         match=r"^mesh 2x3 = 6 does not match the number of ranks, 4; these fit: 4, 2x2, "
@@ -96,12 +96,12 @@ def test_a_mesh_that_does_not_fit_is_told_what_would():
 
 
 @pytest.mark.parametrize("value", ["auto", "true", "false", "", 2, 4])
-def test_what_splits_a_copy_of_eight_ranks(value):
+def test_sizes_that_split_eight_ranks(value):
     check_reshard_fits(value, 8)
 
 
 @pytest.mark.parametrize(("value", "size"), [(3, 8), (8, 8), (16, 8)])
-def test_what_does_not_is_told_what_would(value, size):
+def test_other_sizes_are_refused_with_those_that_fit(value, size):
     with pytest.raises(ValueError, match=r"these fit: 2, 4; or auto, true, false$"):
         check_reshard_fits(value, size)
 
@@ -111,7 +111,7 @@ def test_few_ranks_have_no_number_that_fits():
         check_reshard_fits(2, 2)
 
 
-def test_a_number_is_a_number_and_a_word_a_word():
+def test_numbers_and_words_are_distinguished():
     assert [as_reshard_after_forward(text) for text in ("4", "auto", "-1")] == [4, "auto", "-1"]
 
 

@@ -74,7 +74,7 @@ def test_how_a_rank_is_started_arrives(request):
     assert decode(type(request), json.loads(json.dumps(encode(request))), request.word) == request
 
 
-def test_what_a_person_asks_goes_to_the_rank_as_it_is():
+def test_a_command_that_is_a_request_is_sent_unchanged():
     assert read_request({"word": "next", "what": "unit"}) == Next(what="unit")
     sent = {"word": "continue", "foreground": True, "background": False}
     assert read_request(sent) == Continue(foreground=True)
@@ -83,7 +83,7 @@ def test_what_a_person_asks_goes_to_the_rank_as_it_is():
 
 
 @pytest.mark.parametrize("data", [None, [], "where", {"op": "where"}, {"word": ["where"]}, {"word": "x" * 10**6}])
-def test_what_is_no_request_is_refused_in_few_words(data):
+def test_an_invalid_request_is_refused_briefly(data):
     with pytest.raises(CodecError, match="unknown request") as caught:
         read_request(data)
     assert len(str(caught.value)) < 400

@@ -44,7 +44,7 @@ def test_a_trace_and_itself_at_another_time_are_the_same_event_for_event(trace):
 
 
 @given(traces(), traces())
-def test_every_event_of_both_stands_on_the_axis_once_and_in_order(a, b):
+def test_every_event_of_both_traces_is_on_the_axis_once_and_in_order(a, b):
     found = aligned(a, b)
     for number, side in ((found.in_a, found.a), (found.in_b, found.b)):
         assert number[number >= 0].tolist() == list(range(len(side.place)))
@@ -52,7 +52,7 @@ def test_every_event_of_both_stands_on_the_axis_once_and_in_order(a, b):
 
 
 @given(traces(), traces())
-def test_what_shares_a_place_is_the_same_logical_event(a, b):
+def test_events_at_one_position_are_the_same_logical_event(a, b):
     found = aligned(a, b)
     both = (found.in_a >= 0) & (found.in_b >= 0)
     in_a, in_b = found.in_a[both], found.in_b[both]
@@ -73,7 +73,7 @@ def test_the_curve_has_the_peak_and_no_more(trace):
             assert found.a.total.max() <= top
 
 
-def test_holds_and_measurements_are_no_events():
+def test_holds_and_measurements_are_not_aligned():
     rows = example_trace().rank(0).rows
     found = aligned(example_trace(), example_trace())
     assert not np.isin(rows["kind"][found.a.place], BESIDE).any()
@@ -108,7 +108,7 @@ def test_another_number_of_bytes_is_a_difference_too():
     assert found.a.place[found.first_difference] == place
 
 
-def test_what_pools_keep_is_not_in_use():
+def test_pooled_bytes_are_not_in_use():
     trace = example_trace()
     rows = trace.rank(0).rows.copy()
     rows["category"][rows["category"] == Category.ACTIVATIONS] = Category.RESERVED
@@ -116,7 +116,7 @@ def test_what_pools_keep_is_not_in_use():
     assert found.first_difference == -1
 
 
-def test_what_prefetching_moves_is_found_again():
+def test_prefetched_events_are_matched():
     found = aligned(*(simulate(Setup(prefetch=early)) for early in (False, True)))
     assert found.num_moved > 0
     assert (found.in_a < 0).sum() == (found.in_b < 0).sum() == found.num_moved

@@ -27,7 +27,7 @@ def header_of(num_ranks, *clocks):
     return Header(world_size=num_ranks, comm_groups=(group,), clocks=hosts)
 
 
-def told(header, found, error_ns=0):
+def arrivals(header, found, error_ns=0):
     """Return ``(rank, after_ns)`` of each collective, the same for all ranks."""
     results = last_to_come(header, found, error_ns)
     pairs = {tuple(zip(last.rank.tolist(), last.after_ns.tolist(), strict=True)) for last in results.values()}
@@ -35,29 +35,29 @@ def told(header, found, error_ns=0):
     return list(result)
 
 
-def test_of_ranks_of_one_clock_the_last_is_named_however_close():
+def test_on_one_clock_the_last_rank_is_always_named():
     found = {0: issued(10, 20, 33), 1: issued(11, 25, 31), 2: issued(2, 26, 30)}
-    assert told(header_of(3), found, error_ns=100) == [(1, 1), (2, 1), (0, 2)]
+    assert arrivals(header_of(3), found, error_ns=100) == [(1, 1), (2, 1), (0, 2)]
 
 
-def test_of_ranks_of_several_clocks_nobody_is_named_if_it_was_closer_than_the_error():
+def test_on_several_clocks_no_rank_is_named_within_the_error():
     header = header_of(3, (2,))
     found = {0: issued(10, 20, 900), 1: issued(11, 990, 30), 2: issued(200, 950, 901)}
-    assert told(header, found, error_ns=50) == [(2, 189), (TOO_CLOSE, 0), (TOO_CLOSE, 0)]
-    assert told(header, found, error_ns=30) == [(2, 189), (1, 40), (TOO_CLOSE, 0)]
-    assert told(header, found, error_ns=0) == [(2, 189), (1, 40), (2, 1)]
+    assert arrivals(header, found, error_ns=50) == [(2, 189), (TOO_CLOSE, 0), (TOO_CLOSE, 0)]
+    assert arrivals(header, found, error_ns=30) == [(2, 189), (1, 40), (TOO_CLOSE, 0)]
+    assert arrivals(header, found, error_ns=0) == [(2, 189), (1, 40), (2, 1)]
 
 
-def test_where_not_all_that_take_part_are_known_nobody_is_named():
-    assert told(header_of(3), {0: issued(1), 1: issued(2)}) == [(UNTOLD, 0)]
-    assert told(header_of(1), {0: issued(1)}) == [(UNTOLD, 0)]
+def test_with_unknown_participants_no_rank_is_named():
+    assert arrivals(header_of(3), {0: issued(1), 1: issued(2)}) == [(UNTOLD, 0)]
+    assert arrivals(header_of(1), {0: issued(1)}) == [(UNTOLD, 0)]
     alone = replace(issued(1), comm_group=np.array([-1]))
-    assert told(header_of(2), {0: alone, 1: alone}) == [(UNTOLD, 0)]
+    assert arrivals(header_of(2), {0: alone, 1: alone}) == [(UNTOLD, 0)]
     assert last_to_come(Header(), {}, 0) == {}
 
 
 @given(st.data())
-def test_nobody_is_named_whom_the_clocks_may_have_made_late(data):
+def test_no_rank_is_named_that_the_clock_error_may_have_made_late(data):
     """For any clock errors within the limit, the named rank really came last."""
     num_ranks = data.draw(st.integers(2, 6))
     clock_of = [0, *(data.draw(st.integers(0, 2)) for _ in range(num_ranks - 1))]
@@ -67,12 +67,12 @@ def test_nobody_is_named_whom_the_clocks_may_have_made_late(data):
     clocks = [tuple(rank for rank in range(num_ranks) if clock_of[rank] == clock) for clock in (1, 2)]
     header = header_of(num_ranks, *filter(None, clocks))
     found = {rank: issued(true_ns[rank] + off_ns[clock_of[rank]]) for rank in range(num_ranks)}
-    ((rank, _),) = told(header, found, error_ns)
+    ((rank, _),) = arrivals(header, found, error_ns)
     assert rank == TOO_CLOSE or true_ns[rank] == max(true_ns)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_a_rank_that_is_late_comes_last(copies):
+def test_a_late_rank_arrives_last(copies):
     trace = simulate(Setup(num_ranks=4, copies=copies, late=3, steps=1))
     found = {rank.rank: table(rank) for rank in trace.ranks}
     last = last_to_come(trace.header, found, 0)
@@ -83,7 +83,7 @@ def test_a_rank_that_is_late_comes_last(copies):
             assert named == 3 or 3 not in ranks
 
 
-def test_a_trace_without_collectives_names_nobody():
+def test_a_trace_without_collectives_names_no_rank():
     alone = example_trace(num_ranks=1)
     assert all(rank == UNTOLD for each in _all(alone) for rank in each.rank.tolist())
 

@@ -31,7 +31,7 @@ def test_ranks_of_one_clock_have_no_error():
     assert error_ns(trace) == 400
 
 
-def test_of_two_clocks_that_are_not_rank_0s_the_errors_add_up():
+def test_errors_of_two_other_clocks_add_up():
     clocks = clock_of((0, 5, 400)), clock_of((0, 7, 30), ranks=(2,)), clock_of((0, 7, 50), ranks=(3,))
     trace = trace_of(*clocks, num_ranks=4)
     assert error_ns(trace) == 450
@@ -39,7 +39,7 @@ def test_of_two_clocks_that_are_not_rank_0s_the_errors_add_up():
     assert error_ns(Trace(trace.header, trace.ranks[:2])) == 400
 
 
-def test_of_each_rank_with_another_clock_than_rank_0s_it_is_told_how_exact_that_is():
+def test_ranks_with_another_clock_have_an_error():
     clocks = clock_of((0, 5, 400), ranks=(1, 3)), clock_of((0, 7, 30), ranks=(2,))
     assert errors_of_ranks(trace_of(*clocks, num_ranks=4)) == {1: 400, 3: 400, 2: 30}
     assert errors_of_ranks(trace_of(num_ranks=4)) == {}
@@ -61,7 +61,7 @@ def test_a_time_is_as_exact_as_the_readings_around_it(begin_ns, end_ns, expected
 
 
 @given(st.lists(st.integers(-500, 500), min_size=2, max_size=6), st.data())
-def test_whatever_a_clock_drifts_to_between_readings_is_within_the_error(steps_ns, data):
+def test_drift_between_readings_is_within_the_error(steps_ns, data):
     """A reading converts the times after it; the clock drifts evenly until the next reading."""
     offsets = np.cumsum([0, *steps_ns]).tolist()
     errors = [data.draw(st.integers(0, 300)) for _ in offsets]

@@ -188,7 +188,7 @@ def test_a_part_is_never_more_than_its_whole(trace: Trace, late_ns: int):
         assert bars is None or (bars.exposed_ns <= bars.duration_ns).all()
 
 
-def test_what_stays_full_after_a_pass_is_not_gathered_in_the_next_one():
+def test_units_kept_unsharded_are_not_gathered_in_the_next_pass():
     unit = make_unit(make_param((5, 3), 2))
     kept, last = Pass(reshards=False, reduces=False, all_reduces=False), Pass(all_reduces=False)
     looks = Pass(has_backward=False, reshards=False, reduces=False, all_reduces=False)
@@ -271,7 +271,7 @@ def test_a_number_gathers_among_that_many_ranks_in_backward(policy, gathers):
     assert [entry[1:] for entry in form(unit) if entry[0] == Kind.ALL_GATHER] == gathers
 
 
-def test_groups_whose_ranks_are_not_known_are_taken_for_the_units():
+def test_groups_with_unknown_ranks_count_as_the_units_group():
     trace = simulate(Setup(num_ranks=4, copies=2, steps=1))
     nameless = tuple(dataclasses.replace(group, ranks=()) for group in trace.header.comm_groups)
     assert counts(Trace(dataclasses.replace(trace.header, comm_groups=nameless), trace.ranks), 0) == counts(trace, 0)
@@ -310,7 +310,7 @@ def is_reduction_of(rank: RankTrace, unit: int) -> np.ndarray:
     return np.isin(rank.rows["kind"], (Kind.REDUCE_SCATTER,)) & (rank.rows["unit"] == unit)
 
 
-def test_a_rank_that_did_less_is_told_apart():
+def test_a_rank_with_fewer_collectives_is_separate():
     trace = example_trace(steps=1)
     lazy = Trace(trace.header, tuple(without(r, is_reduction_of(r, 1)) if r.rank == 2 else r for r in trace.ranks))
     alike, different = (row for row in compare(lazy, 0) if row.unit == 1 and row.kind == Kind.REDUCE_SCATTER)
@@ -321,7 +321,7 @@ def test_a_rank_that_did_less_is_told_apart():
     assert sum(row.differs for row in compare(lazy, 0)) == 1
 
 
-def test_parameters_that_are_full_as_a_step_begins_are_not_gathered_in_forward():
+def test_parameters_unsharded_before_a_step_are_not_gathered_in_forward():
     def kept(rank: RankTrace) -> RankTrace:
         rows = rank.rows
         unit, gathers = rows["unit"] == 0, np.isin(rows["kind"], (Kind.ALL_GATHER, Kind.UNSHARD))
@@ -337,7 +337,7 @@ def test_parameters_that_are_full_as_a_step_begins_are_not_gathered_in_forward()
     assert not any(row.differs for step in (0, 1) for row in compare(full, step))
 
 
-def test_a_step_that_is_not_whole_is_not_compared():
+def test_an_incomplete_step_is_not_compared():
     trace = example_trace(steps=2)
     cut = Trace(trace.header, tuple(r.cut(0, r.end_seq - 5) for r in trace.ranks))
     assert all(row.expected is None and not row.differs for row in compare(cut, 1))
@@ -367,7 +367,7 @@ def test_times_are_means_over_the_ranks():
     assert row.exposed_ns == pytest.approx(np.mean([c.exposed_ns for c in mine]))
 
 
-def test_no_such_step_is_no_row():
+def test_a_missing_step_has_no_rows():
     assert compare(example_trace(steps=1), 9) == counts(example_trace(steps=1), 9) == ()
     assert compare(Trace.empty(), 0) == ()
 
@@ -383,7 +383,7 @@ def test_collectives_are_the_schemas():
 
 
 @pytest.mark.parametrize(("numels", "padded"), [((10, 3), 16), ((7, 1), 8), ((1,), 4)])
-def test_a_flat_parameter_is_padded_once_for_all_that_are_in_it(numels: tuple[int, ...], padded: int):
+def test_a_flat_parameter_is_padded_once(numels: tuple[int, ...], padded: int):
     flat = make_flat(numels, 4)
     gather, reduce = closed_form(Header(units=(make_unit(flat, reshard_after_forward=True),)))
     assert (gather.calls, gather.num_bytes) == (2, 2 * padded * 2)
@@ -418,9 +418,7 @@ def test_bytes_that_cross_between_hosts(carrier, hosts, kind, expected):
     kind=st.sampled_from([Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE]),
     carrier=st.sampled_from(CARRIERS),
 )
-def test_no_way_sends_less_between_hosts_than_each_needs_of_the_others_and_none_is_needed_within_one(
-    hosts, kind, carrier
-):
+def test_bytes_between_hosts_have_a_lower_bound_and_are_zero_within_one(hosts, kind, carrier):
     found = crossing_bytes(kind, 5040, hosts, carrier)
     assert set(found) == set(hosts)
     several = len(set(hosts)) > 1
@@ -448,13 +446,13 @@ def test_every_group_s_collectives_cross_once(copies, hosts, comm):
         assert row.crossing == pytest.approx(within)
 
 
-def test_what_is_gathered_among_fewer_ranks_is_gathered_over_gloo():
+def test_gathers_among_fewer_ranks_use_gloo():
     trace = on_hosts(simulate(Setup(reshard_after_forward=2, num_units=2, steps=1)), "abab", PER_HOST)
     among_two = next(row for row in compare(trace, 0) if row.num_ranks == 2)
     assert among_two.crossing == crossing_bytes(Kind.ALL_GATHER, 2 * among_two.num_bytes, "ab", GLOO)
 
 
-def test_a_group_whose_ranks_differ_is_counted_in_one_row():
+def test_a_group_with_differing_ranks_is_one_row():
     trace = on_hosts(example_trace(steps=1), "aabb", GLOO)
     lazy = Trace(trace.header, tuple(without(r, is_reduction_of(r, 1)) if r.rank == 2 else r for r in trace.ranks))
     alike, different = (row for row in compare(lazy, 0) if row.unit == 1 and row.kind == Kind.REDUCE_SCATTER)
@@ -462,7 +460,7 @@ def test_a_group_whose_ranks_differ_is_counted_in_one_row():
     assert sum(different.crossing.values()) == 0
 
 
-def test_on_one_host_or_on_unknown_ones_nothing_is_said():
+def test_on_one_host_or_on_unknown_hosts_no_bytes_between_hosts():
     assert {row.crossing for row in compare(example_trace(steps=1), 0)} == {None}
     trace = on_hosts(example_trace(steps=1), "aabb", GLOO)
     for header in (

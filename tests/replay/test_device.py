@@ -31,35 +31,35 @@ def test_the_trace_of_devices_is_one():
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_every_span_has_the_devices_times_wherever_they_are_told(step):
+def test_every_span_has_device_times_wherever_they_are_recorded(step):
     whole, part = part_of(TRACE, step)
-    told = on_device(whole, part, TRACE.header)
+    converted = on_device(whole, part, TRACE.header)
     _, true = part_of(TRUE, step)
-    assert told.end_seq == part.end_seq
+    assert converted.end_seq == part.end_seq
     for kinds in ((Kind.FORWARD,), (Kind.BACKWARD,), (Kind.WAIT,), COLLECTIVES):
-        found, expected = spans(told.part.rows, kinds), spans(true.rows, kinds)
+        found, expected = spans(converted.part.rows, kinds), spans(true.rows, kinds)
         assert found.begin_ns.tolist() == expected.begin_ns.tolist()
         assert found.end_ns.tolist() == expected.end_ns.tolist()
-    assert table(told.part).wait_ns.tolist() == table(true).wait_ns.tolist()
-    assert Kind.DEVICE not in told.part.rows["kind"]
+    assert table(converted.part).wait_ns.tolist() == table(true).wait_ns.tolist()
+    assert Kind.DEVICE not in converted.part.rows["kind"]
 
 
-def test_copies_beside_compute_are_no_compute():
+def test_copies_next_to_compute_are_not_compute():
     whole, part = part_of(TRACE, 1)
-    told = on_device(whole, part, TRACE.header)
+    converted = on_device(whole, part, TRACE.header)
     copies = part.rows[of_kind(part.rows, COPIES)]
-    tells = whole.rows[whole.rows["kind"] == Kind.DEVICE]
-    stream = {int(row["value"]): TRACE.header.strings[row["module"]] for row in tells}
+    device_rows = whole.rows[whole.rows["kind"] == Kind.DEVICE]
+    stream = {int(row["value"]): TRACE.header.strings[row["module"]] for row in device_rows}
     beside = [seq for seq in copies["seq"].tolist() if stream[seq] != COMPUTE_STREAM]
-    assert told.copies["seq"].tolist() == beside
-    assert not np.isin(told.part.rows["seq"], beside).any()
-    assert {Kind(kind) for kind in told.part.rows["kind"][of_kind(told.part.rows, COPIES)]} == {Kind.COPY_OUT}
+    assert converted.copies["seq"].tolist() == beside
+    assert not np.isin(converted.part.rows["seq"], beside).any()
+    assert {Kind(kind) for kind in converted.part.rows["kind"][of_kind(converted.part.rows, COPIES)]} == {Kind.COPY_OUT}
 
 
 def test_memory_keeps_the_hosts_times():
     whole, part = part_of(TRACE, 1)
-    told = on_device(whole, part, TRACE.header)
-    rows = told.part.rows
+    converted = on_device(whole, part, TRACE.header)
+    rows = converted.part.rows
     mine, hosts = (
         rows[of_kind(rows, BESIDE)],
         part.rows[of_kind(part.rows, BESIDE) & (part.rows["kind"] != Kind.DEVICE)],
@@ -67,35 +67,35 @@ def test_memory_keeps_the_hosts_times():
     assert mine["t_ns"].tolist() == hosts["t_ns"].tolist()
 
 
-def test_what_the_device_has_not_come_to_is_left_out_and_what_it_is_in_stays_open():
+def test_unreached_spans_are_left_out_and_the_current_one_is_open():
     whole = TRACE.rank(1)
     waits = (whole.rows["kind"] == Kind.WAIT) & (whole.rows["edge"] == Edge.END) & (whole.rows["step"] == 2)
     trace = hung(TRACE, 1, int(np.flatnonzero(waits)[2]))
     assert check(trace) == []
     stuck, part = part_of(trace, 2)
-    told = on_device(stuck, part, trace.header)
-    assert told.end_seq < part.end_seq
-    found = spans(told.part.rows, (Kind.WAIT,))
+    converted = on_device(stuck, part, trace.header)
+    assert converted.end_seq < part.end_seq
+    found = spans(converted.part.rows, (Kind.WAIT,))
     assert (found.end_seq < 0).tolist() == [False, False, True]
     drawn = window(trace, 2, 1).drawn(trace)
     assert (drawn.clock, drawn.is_whole) == (ClockSource.DEVICE, False)
 
 
-def test_without_a_word_of_the_device_there_is_nothing_but_the_host():
-    trace = on_devices(TRUE, tells=False)
+def test_without_device_rows_the_host_times_remain():
+    trace = on_devices(TRUE, has_device_rows=False)
     assert on_device(*part_of(trace, 1), trace.header) is None
     assert window(trace, 1, 1).drawn(trace).clock is ClockSource.ENQUEUED
     assert window(TRUE, 1, 1).drawn(TRUE).clock is ClockSource.HOST
 
 
-def test_steps_cut_out_keep_what_later_rows_tell_of_them(tmp_path):
+def test_selected_steps_keep_their_later_device_times(tmp_path):
     part = TRACE.slice(step=1)
     assert check(part) == []
     save(part, tmp_path / "one.trace")
     whole, rows = part_of(load(tmp_path / "one.trace"), 1)
-    told, expected = on_device(whole, rows, part.header), on_device(*part_of(TRACE, 1), TRACE.header)
-    assert told.end_seq == rows.end_seq
-    assert told.part.rows["t_ns"].tolist() == expected.part.rows["t_ns"].tolist()
+    converted, expected = on_device(whole, rows, part.header), on_device(*part_of(TRACE, 1), TRACE.header)
+    assert converted.end_seq == rows.end_seq
+    assert converted.part.rows["t_ns"].tolist() == expected.part.rows["t_ns"].tolist()
     assert set(np.unique(host_rows(part.rank(1).rows)["step"])) == {1}
 
 
@@ -104,13 +104,13 @@ def test_exposed_time_is_the_devices():
     exposed = {(row.unit, row.kind): row.exposed_ns for row in compare(drawn.trace, 2)}
     expected = {(row.unit, row.kind): row.exposed_ns for row in compare(TRUE, 2)}
     assert exposed == expected
-    hosts = {(row.unit, row.kind): row.exposed_ns for row in compare(on_devices(TRUE, tells=False), 2)}
+    hosts = {(row.unit, row.kind): row.exposed_ns for row in compare(on_devices(TRUE, has_device_rows=False), 2)}
     assert hosts != expected
     assert max(info.device_error_ns for info in TRACE.header.ranks) == ERROR_NS
 
 
-def test_a_rank_of_whose_device_nothing_is_told_is_left_out():
-    silent = on_devices(TRUE, tells=False)
+def test_a_rank_without_device_rows_is_left_out():
+    silent = on_devices(TRUE, has_device_rows=False)
     mixed = Trace(TRACE.header, (TRACE.rank(0), silent.rank(1), TRACE.rank(2)))
     drawn = window(mixed, 1, 1).drawn(mixed)
     assert [rank.rank for rank in drawn.trace.ranks] == [0, 2]

@@ -61,7 +61,7 @@ def test_the_other_way_round_is_the_opposite(a, b):
         }
 
 
-def test_the_peak_names_who_holds_more_and_through_which_phases():
+def test_the_peak_names_units_and_phases():
     a = example_trace()
     b = holding_on(a, 0, ranks=(2,))
     found = differences(a, b)
@@ -91,7 +91,7 @@ def test_collectives_that_are_fewer_are_found_with_their_bytes():
 
 @pytest.mark.parametrize("unit", [0, 1])
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD, Kind.WAIT])
-def test_time_goes_to_who_took_it(kind, unit):
+def test_time_is_attributed_to_its_cause(kind, unit):
     a = example_trace()
     b = slower(a, kind, unit, 3_000_000)
     found = differences(a, b)
@@ -109,7 +109,7 @@ def test_only_steps_that_both_have_are_compared():
     assert found.aligned.first_difference == -1
 
 
-def test_what_was_there_before_is_nobodys_in_particular():
+def test_bytes_from_before_are_not_attributed_to_units():
     trace = example_trace()
     found = differences(trace.slice(step=0), trace.slice(step=2)).peak
     assert found.category is Category.OPTIMIZER_STATE
@@ -117,7 +117,7 @@ def test_what_was_there_before_is_nobodys_in_particular():
 
 
 @given(traces(whole=True), st.data())
-def test_of_ranks_that_did_the_same_one_is_looked_at(trace, data):
+def test_one_of_several_equal_ranks_is_compared(trace, data):
     """The rank that is chosen is the same as if each rank had been compared."""
     odd = data.draw(st.sampled_from([None, *(rank.rank for rank in trace.ranks)]))
     other = Trace(trace.header, tuple(with_more_bytes(rank) if rank.rank == odd else rank for rank in trace.ranks))

@@ -21,7 +21,7 @@ from workbench.trace.columns import RankTrace, Trace
         ((*range(7), *range(8, 64)), "ranks 0-6, 8-63"),
     ],
 )
-def test_label_says_ranks_as_people_do(ranks, text):
+def test_label_formats_ranks_for_people(ranks, text):
     assert grouping.label(ranks) == text
 
 
@@ -34,7 +34,7 @@ def test_ranges_name_exactly_the_numbers_given(numbers):
     assert named == numbers
 
 
-def test_ranks_with_equal_keys_are_one_group_and_the_largest_comes_first():
+def test_ranks_with_equal_keys_are_one_group_and_the_largest_is_first():
     trace = example_trace(num_ranks=5)
     odd = trace.rank(2)
     changed = RankTrace(2, odd.rows[:-1], odd.start)
@@ -88,13 +88,13 @@ def test_of_many_pieces_some_ranks_are_counted():
 
 @given(st.sets(st.integers(0, 511)))
 def test_no_rank_is_lost_in_a_label(ranks):
-    said = grouping.label(ranks)
-    named, _, more = said.removeprefix("ranks ").removeprefix("rank ").partition(" and ")
+    text = grouping.label(ranks)
+    named, _, more = text.removeprefix("ranks ").removeprefix("rank ").partition(" and ")
     if ranks:
         pieces = [piece.partition("-") for piece in named.split(", ")]
         count = sum(int(last or first) - int(first) + 1 for first, _, last in pieces)
         assert count + int(more.partition(" ")[0] or 0) == len(ranks)
-    assert len(said) <= 80
+    assert len(text) <= 80
 
 
 @given(setups())

@@ -176,7 +176,7 @@ def test_the_unit_at_work_when_most_is_live(entries, unit):
     assert memory.peak(RankTrace(0, rows_of(*entries))).unit == unit
 
 
-def test_the_words_name_what_else_was_going_on():
+def test_the_peak_names_concurrent_work():
     header = simulate(Setup(num_units=4)).header
     found = memory.peak(RankTrace(0, np.empty(0, ROW_DTYPE)))
     words = {
@@ -192,7 +192,7 @@ def test_the_words_name_what_else_was_going_on():
     )
 
 
-def test_what_pools_keep_is_no_part_of_the_peak():
+def test_pooled_bytes_are_not_part_of_the_peak():
     trace = example_trace(num_units=4)
     pooled_trace = with_pool(trace)
     plain, found = (memory.peak(t.slice(step=1).rank(0)) for t in (trace, pooled_trace))

@@ -44,26 +44,26 @@ def test_units_belong_to_their_root():
     assert found() == ()
 
 
-def test_a_model_made_anew_is_another_one_even_with_the_same_names():
+def test_a_rebuilt_model_is_a_new_one_even_with_the_same_names():
     assert found(make_unit(0), make_unit(1)) == (0, 1)
 
 
-def test_one_that_was_undone_goes_on_however_it_is_cut_into_units():
+def test_an_unsharded_model_continues_with_any_units():
     old = make_unit(0, names=("a", "b"), retired=True), make_unit(1, root=0, names=("c",), retired=True)
     assert found(*old, make_unit(2, names=("a", "b", "c"))) == (0, 0, 0)
     assert found(*old, make_unit(2, names=("a", "b", "c"), retired=True), make_unit(3, names=("a",))) == (0, 0, 0, 0)
 
 
-def test_one_that_was_undone_is_no_model_of_other_parameters():
+def test_an_unsharded_model_does_not_continue_with_other_parameters():
     assert found(make_unit(0, retired=True), make_unit(1, shape=(8, 4))) == (0, 1)
     assert found(make_unit(0, retired=True), make_unit(1, names=("other",))) == (0, 1)
 
 
-def test_one_that_was_undone_goes_on_once():
+def test_an_unsharded_model_continues_once():
     assert found(make_unit(0, retired=True), make_unit(1), make_unit(2)) == (0, 0, 2)
 
 
-def test_one_that_goes_on_as_a_flat_parameter_is_the_same_model():
+def test_a_model_that_continues_with_flat_parameters_is_the_same():
     parts = tuple(
         FlatPart(fqn=name, shape=(4, 2), global_shape=(4, 4), first=first) for name, first in (("a", 0), ("b", 8))
     )

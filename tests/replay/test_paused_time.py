@@ -34,7 +34,7 @@ def pairs(found):
     return list(zip(found.begin_ns.tolist(), found.end_ns.tolist(), strict=True))
 
 
-def test_what_is_cut_is_the_time_in_which_all_are_held():
+def test_the_cut_time_is_that_in_which_all_ranks_are_held():
     """The module's example: rank 0 arrives at the stop 4 before rank 1."""
     first = [(STEP, BEGIN, 0), (GATE, BEGIN, 10), (GATE, END, 50), (STEP, END, 60)]
     second = [(STEP, BEGIN, 0), (GATE, BEGIN, 14), (GATE, END, 52), (STEP, END, 60)]
@@ -61,7 +61,7 @@ def test_a_rank_that_is_still_held_is_held_until_the_newest_row_of_any():
     assert pairs(cuts(trace_of(held, waits))) == [(30, 50)]
 
 
-def test_a_step_that_was_given_up_at_a_stop_is_over_when_the_next_begins():
+def test_a_step_aborted_at_a_stop_ends_when_the_next_begins():
     rows = [(STEP, BEGIN, 0), (GATE, BEGIN, 10), (STEP, BEGIN, 40), (STEP, END, 60)]
     assert pairs(cuts(trace_of(rows))) == [(10, 40)]
 
@@ -84,7 +84,7 @@ def test_a_trace_without_a_stop_is_left_as_it_is():
 
 
 @given(trace=traces(whole=True), number=st.integers(0, 3), hold_ns=st.integers(0, 10**12))
-def test_a_stopped_run_is_shown_as_if_nobody_had_stopped_it(trace, number, hold_ns):
+def test_a_stopped_run_is_shown_without_its_stops(trace, number, hold_ns):
     """Except for the time between the first and the last arrival at the stop."""
     backwards = [(r.rows["kind"] == Kind.BACKWARD) & (r.rows["edge"] == BEGIN) for r in trace.ranks]
     if min((int(b.sum()) for b in backwards), default=0) <= number:
@@ -138,7 +138,7 @@ def _stands(trace, t_ns):
 
 @settings(max_examples=200)
 @given(trace=jobs())
-def test_exactly_the_time_is_removed_in_which_one_is_held_and_none_works(trace):
+def test_exactly_the_time_without_a_working_rank_is_removed(trace):
     found = cuts(trace)
     assert {t for begin, end in pairs(found) for t in range(begin, end)} == by_hand(trace)
     assert (found.begin_ns[1:] > found.end_ns[:-1]).all()
@@ -157,7 +157,7 @@ def test_the_mapping_is_monotone_never_stretches_and_finds_back(trace, times):
 
 
 @given(trace=jobs(), times=st.lists(st.integers(0, 200), max_size=5))
-def test_a_trace_that_grows_has_the_same_cuts_and_moves_nothing_that_was_shown(trace, times):
+def test_a_growing_trace_keeps_its_cuts(trace, times):
     growing = GrowingCuts()
     grows(growing, trace, times)
     assert pairs(growing.cuts.joined()) == pairs(cuts(trace))
@@ -218,13 +218,13 @@ def runs(draw):
 
 @settings(max_examples=200)
 @given(trace=runs())
-def test_exactly_the_idle_time_is_removed_that_is_long(trace):
+def test_exactly_the_long_idle_time_is_removed(trace):
     found = GrowingCuts(IDLE).update(trace).joined()
     assert {t for begin, end in pairs(found) for t in range(begin, end)} == idle_by_hand(trace)
 
 
 @given(trace=runs(), times=st.lists(st.integers(0, 200), max_size=5))
-def test_idle_time_of_a_trace_that_grows_moves_nothing_that_was_shown(trace, times):
+def test_idle_time_of_a_growing_trace_keeps_earlier_cuts(trace, times):
     """For each prefix shown, less than IDLE of its idle time remains."""
     growing = GrowingCuts(IDLE)
     grows(growing, trace, times)
@@ -234,7 +234,7 @@ def test_idle_time_of_a_trace_that_grows_moves_nothing_that_was_shown(trace, tim
     assert len(whole - cut) < IDLE * (len(times) + 1)
 
 
-def test_an_abort_that_is_told_late_makes_no_time_idle_in_which_another_rank_worked():
+def test_a_late_abort_does_not_make_working_time_idle():
     """Rank 0 works until 11. Rank 1 is silent from 10 and aborts at 20. So both are idle for 9, which is too short."""
     works = [(STEP, BEGIN, 0), (WAIT, BEGIN, 1), (WAIT, END, 10), (STEP, END, 11)]
     aborts = [(STEP, BEGIN, 0), (WAIT, BEGIN, 10), (WAIT, END, 10), (Kind.RESET, Edge.INSTANT, 20)]

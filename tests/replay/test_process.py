@@ -28,7 +28,7 @@ def test_prefix_law(trace, part):
             assert np.concatenate([getattr(half, name) for half in halves]).tolist() == getattr(whole, name).tolist()
 
 
-def test_owned_are_all_classes_what_pools_keep_included():
+def test_owned_bytes_are_all_classes_including_pools():
     trace = simulate(Setup(samples=True))
     rank = trace.rank(1)
     found = process.series(trace.header, rank)
@@ -36,7 +36,7 @@ def test_owned_are_all_classes_what_pools_keep_included():
         assert sum(rank.cut(seq, seq).start.bytes_by_category) == owned
 
 
-def test_memory_that_was_asked_for_and_never_touched_is_not_missing_twice():
+def test_untouched_memory_is_not_counted_twice():
     trace = simulate(Setup(samples=True))
     rows = trace.rank(0).rows.copy()
     rows["num_bytes"][rows["kind"] == Kind.RESIDENT] = 1

@@ -121,7 +121,7 @@ def test_totals_follow_the_closed_form(setup):
 
 
 @pytest.mark.parametrize("how", ["retired", "gone"])
-def test_units_that_are_not_in_use_hold_nothing(how):
+def test_retired_units_hold_nothing(how):
     header = example_trace().header
     unused = replace(header, units=tuple(replace(unit, **{how: True}) for unit in header.units))
     assert shards(unused) == ()
@@ -136,7 +136,7 @@ def test_a_parameter_without_elements_has_no_empty_shards():
     assert (part.bytes_at_rest, part.bytes_wasted, part.empty_shards) == (0, 0, ())
 
 
-def test_repeated_blocks_are_alike_and_the_root_is_not():
+def test_repeated_blocks_are_equal_and_the_root_differs():
     header = simulate(Setup(num_units=6, steps=0)).header
     groups = alike(shards(header))
     blocks = [group for group in groups if group[0].unit.name]
@@ -147,7 +147,7 @@ def test_repeated_blocks_are_alike_and_the_root_is_not():
     )
 
 
-def test_a_block_with_one_other_parameter_stands_apart_as_a_whole():
+def test_a_block_with_one_different_parameter_is_separate():
     same = [make_unit(make_param((4,), 2, fqn=f"b.{i}.w"), index=i, name=f"b.{i}") for i in range(2)]
     other = make_unit(make_param((4,), 2, fqn="b.2.w"), make_param((4,), 2, fqn="b.2.extra"), index=2, name="b.2")
     groups = alike(shards(Header(units=(*same, other))))
@@ -155,7 +155,7 @@ def test_a_block_with_one_other_parameter_stands_apart_as_a_whole():
 
 
 @given(setups())
-def test_memory_at_rest_is_what_the_ranks_hold_after_a_step(setup):
+def test_memory_at_rest_is_that_after_a_step(setup):
     trace = simulate(replace(setup, steps=1))
     for rank in trace.ranks:
         live = advance(rank.start, rank.rows).bytes_by_category
@@ -174,7 +174,7 @@ def test_memory_at_rest_of_the_docstring_and_of_frozen_parameters():
     assert at_rest(frozen, 0) == AtRest(params=24, grads=0, adam=0)
 
 
-def test_of_a_flat_parameter_an_optimizer_has_all_the_room_or_the_pieces_that_are_trained():
+def test_optimizer_state_of_a_flat_parameter_covers_all_of_it_or_its_trained_pieces():
     flat = make_flat((3, 4), 2)
     assert [at_rest(Header(units=(make_unit(flat),)), rank) for rank in (0, 1)] == [
         AtRest(params=16, grads=16, adam=36)
@@ -202,7 +202,7 @@ def test_under_tensor_parallelism_the_whole_is_the_global_shape():
     assert (found.bytes_at_rest, found.bytes_wasted) == (64, 0)
 
 
-def test_units_of_another_policy_stand_apart():
+def test_units_of_another_policy_are_separate():
     one, two = (make_unit(make_param((4,), 2, fqn=f"b.{i}.w"), index=i, name=f"b.{i}") for i in range(2))
     assert len(alike(shards(Header(units=(one, two))))) == 1
     for other in ({"compute_dtype": "bfloat16"}, {"offload": True}, {"reshard_after_forward": False}):

@@ -100,7 +100,7 @@ SPANS = tuple(kind for kind in Kind if kind.info.is_span)
 
 
 @given(st.integers(1, 3), st.integers(0, 1), st.floats(0, 1), st.booleans())
-def test_after_an_abort_nothing_is_open(num_ranks, step, part, prefetch):
+def test_an_abort_leaves_no_open_spans(num_ranks, step, part, prefetch):
     setup = Setup(num_ranks=num_ranks, steps=3, num_units=3, prefetch=prefetch)
     trace = aborted(simulate(setup), step, part)
     for rank in trace.ranks:
@@ -117,7 +117,7 @@ def test_after_an_abort_nothing_is_open(num_ranks, step, part, prefetch):
 
 
 @given(st.floats(0, 1))
-def test_what_a_rank_does_after_an_abort_is_not_taken_for_the_aborted_span(part):
+def test_work_after_an_abort_does_not_belong_to_the_aborted_span(part):
     rows = aborted(simulate(Setup(steps=3)), 1, part).ranks[0].rows
     found = closed(spans(rows, (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)), rows)
     owner, begin_ns, end_ns = exclusive(found)
@@ -126,7 +126,7 @@ def test_what_a_rank_does_after_an_abort_is_not_taken_for_the_aborted_span(part)
         assert begin_ns[owner == span].min() >= found.begin_ns[span]
 
 
-def test_a_reset_within_a_step_ends_what_its_unit_was_at():
+def test_a_reset_within_a_step_ends_the_spans_of_its_unit():
     rows = rows_of(
         (Kind.STEP, Edge.BEGIN, -1, 0),
         (Kind.FORWARD, Edge.BEGIN, 0, 10),
@@ -145,7 +145,7 @@ def test_a_collective_issued_before_a_step_may_be_waited_for_within_it():
     assert end_aborted(spans(rows, (Kind.ALL_GATHER,)), rows).end_seq.tolist() == [-1]
 
 
-def test_an_aborted_gate_holds_nobody_in_later_steps():
+def test_an_aborted_hold_does_not_reach_later_steps():
     rows = rows_of((Kind.GATE, Edge.BEGIN, -1, 40), (Kind.LOG, Edge.INSTANT, -1, 50), (Kind.STEP, Edge.BEGIN, -1, 70))
     rows["step"] = 0, 0, 1
     assert durations_ns(rows, np.array([60]), np.array([70])).tolist() == [10]

@@ -40,7 +40,7 @@ def test_prefix_law(data):
 
 
 @given(traces())
-def test_the_state_at_every_row_is_what_following_the_rows_gives(trace: Trace):
+def test_the_state_at_every_row_equals_the_fold(trace: Trace):
     for rank in trace.ranks:
         for unit in range(len(trace.header.units)):
             by_hand = states_by_hand(rank, unit)
@@ -50,7 +50,7 @@ def test_the_state_at_every_row_is_what_following_the_rows_gives(trace: Trace):
 
 
 @given(traces())
-def test_spans_tell_the_same_as_the_fold(trace: Trace):
+def test_spans_equal_the_fold(trace: Trace):
     for rank in trace.ranks:
         found = states.spans(rank, units=range(len(trace.header.units)))
         for unit in range(len(trace.header.units)):
@@ -84,7 +84,7 @@ def test_at_the_end_of_a_step_everything_is_sharded_again():
     assert states.at(rank, rank.end_seq) == states.States({}, {})
 
 
-def test_units_asked_for_are_there_without_any_row():
+def test_requested_units_exist_without_rows():
     found = states.spans(example_trace(num_units=2).ranks[0].cut(0, 3), units=(0, 1, 9))
     assert found.unit.tolist() == [0, 1, 9]
     assert found.state.tolist() == [UnitState.SHARDED] * 3

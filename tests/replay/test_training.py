@@ -46,7 +46,7 @@ def make_trace(*ranks):
 
 
 @given(any_packed_rows(max_size=30), st.data())
-def test_any_rows_in_pieces_lead_to_the_state_of_all_at_once(packed, data):
+def test_any_rows_in_pieces_give_the_same_state(packed, data):
     rows = rows_from(packed).copy()
     rows["kind"] = rows["kind"] % 19  # more of the kinds that matter
     rows["edge"] = rows["edge"] % 3
@@ -57,7 +57,7 @@ def test_any_rows_in_pieces_lead_to_the_state_of_all_at_once(packed, data):
 
 
 @given(traces(), st.data())
-def test_a_real_trace_in_pieces_leads_to_the_state_of_all_at_once(trace, data):
+def test_a_real_trace_in_pieces_gives_the_same_state(trace, data):
     for rank in trace.ranks:
         cuts = data.draw(cuttings(len(rank.rows)))
         pieces = reduce(training.advance, (rank.rows[cut] for cut in cuts), training.start())
@@ -84,7 +84,7 @@ def of_models(*units_and_losses, header):
     return Trace(header, (RankTrace(0, make_rows(rows)),))
 
 
-def test_what_is_said_of_the_run_is_said_of_the_present_model():
+def test_the_summary_is_of_the_current_model():
     header = Header(strings=STRINGS, units=(make_unit(0), make_unit(1)))
     found = training.summary(of_models((0, 66.95), (0, 60.0), (1, 5.0), (1, 4.868), header=header))
     assert found.cuts == (2,)
@@ -93,7 +93,7 @@ def test_what_is_said_of_the_run_is_said_of_the_present_model():
     assert found.metrics["loss"].mean.tolist() == [66.95, 60.0, 5.0, 4.868]
 
 
-def test_a_model_that_was_undone_and_sharded_again_goes_on():
+def test_a_model_unsharded_and_sharded_again_continues():
     header = Header(strings=STRINGS, units=(make_unit(0, retired=True), make_unit(1)))
     found = training.summary(of_models((0, 6.0), (1, 5.0), header=header))
     assert found.cuts == ()
@@ -152,12 +152,12 @@ def test_whose_values_were_the_first_that_are_no_numbers_is_told(first):
     assert training.summary(trace).metrics["loss"].first_not_finite == (1, 3)
 
 
-def test_the_loss_comes_first_and_unknown_names_get_a_number():
+def test_the_loss_is_first_and_unknown_names_get_a_number():
     rows = [logged(5.0, OTHER, step=0), logged(1.0, step=0), logged(2.0, 7, step=0)]
     assert list(training.summary(make_trace(rows)).metrics) == ["loss", "tokens/s", "metric 7"]
 
 
-def test_step_time_leaves_out_what_a_gate_held():
+def test_step_time_excludes_held_time():
     gate = [row(Kind.GATE, Edge.BEGIN, t_ns=20, step=0), row(Kind.GATE, Edge.END, t_ns=70, step=0)]
     again = [row(Kind.GATE, Edge.BEGIN, t_ns=80, step=0), row(Kind.GATE, Edge.END, t_ns=85, step=0)]
     between = [row(Kind.GATE, Edge.BEGIN, t_ns=101), row(Kind.GATE, Edge.END, t_ns=199)]
@@ -172,7 +172,7 @@ def test_only_the_end_right_after_its_beginning_tells_how_long_a_gate_held():
         assert training.summary(make_trace(step_rows(0, 10, 100, *inside))).step_times.mean.tolist() == [90.0]
 
 
-def test_only_steps_seen_from_begin_to_end_have_a_time():
+def test_only_complete_steps_have_a_time():
     begin, end = step_rows(1, 100, 150)
     cut_off = [
         row(Kind.STEP, Edge.END, t_ns=90, step=0),

@@ -24,7 +24,7 @@ def test_a_unit_the_header_does_not_know_is_called_by_its_number():
     assert [unit_name(header, unit) for unit in (3, -1)] == ["unit 3", "unit -1"]
 
 
-def test_units_are_ordered_by_name_below_their_root_also_where_that_is_none_itself():
+def test_units_are_ordered_by_name_below_their_root():
     header = example_trace(num_units=3).header
     assert model_order(header) == [2, 0, 1]
     names = ["blocks.10", "blocks.2", "an.encoder"]

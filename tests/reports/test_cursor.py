@@ -39,18 +39,18 @@ def on_other_clocks(trace, draw):
 @given(setups(), st.data(), st.integers(1, 60))
 def test_ranks_that_did_the_same_are_cut_at_the_same_logical_event(setup, data, count):
     trace = on_other_clocks(simulate(setup), data.draw)
-    cursor, said = back(trace, None, count)
+    cursor, sentence = back(trace, None, count)
     assume(cursor is not None)
     shown = [logical(r) for r in cut(trace, cursor).ranks]
     whole, ends = logical(trace.rank(0)), moments(trace.rank(0))
     assert shown == [whole[: ends[max(len(ends) - 1 - count, 0)]]] * 3
-    assert said.startswith("ranks 0-2 after ")
+    assert sentence.startswith("ranks 0-2 after ")
     further, _ = back(trace, cursor, 1)
     assert [logical(r) for r in cut(trace, further).ranks] == [whole[: ends[max(len(ends) - 2 - count, 0)]]] * 3
 
 
 @given(setups(), st.data())
-def test_what_is_left_of_a_trace_is_cut_at_the_same_event_too(setup, data):
+def test_a_truncated_trace_is_cut_at_the_same_event(setup, data):
     """The builder keeps equally many rows of each rank, which need not be the same ones."""
     trace = on_other_clocks(simulate(setup), data.draw)
     ranks = [r.cut(data.draw(st.integers(0, r.end_seq)), r.end_seq) for r in trace.ranks]
@@ -68,23 +68,23 @@ def test_a_rank_without_the_event_is_cut_by_time_between_those_it_shares():
     rows["seq"] = np.arange(len(rows))
     trace = Trace(TRACE.header, (lead, RankTrace(1, rows)))
     passed = (~np.isin(lead.rows["kind"][: gone + 1], BESIDE)).sum()
-    cursor, said = back(trace, None, sum(end > passed for end in moments(lead)))
+    cursor, sentence = back(trace, None, sum(end > passed for end in moments(lead)))
     assert cursor.ends[0] == gone + 1
-    assert "; rank 1 has no such event:" in said
-    assert said.startswith("rank 0 after the end of forward")
+    assert "; rank 1 has no such event:" in sentence
+    assert sentence.startswith("rank 0 after the end of forward")
     events = logical(lead.cut(0, gone))
     assert logical(cut(trace, cursor).rank(1)) == events
 
 
-def test_back_goes_event_by_event_and_stays_at_the_first():
-    cursor, said = back(TRACE, None, 1)
-    assert "1 events before the newest" in said
+def test_back_moves_by_events_and_stays_at_the_first():
+    cursor, sentence = back(TRACE, None, 1)
+    assert "1 events before the newest" in sentence
     further, _ = back(TRACE, cursor, 1)
     assert further.t_ns <= cursor.t_ns
     assert back(TRACE, None, 2)[0] == further
-    first, said = back(TRACE, None, 10**6)
+    first, sentence = back(TRACE, None, 10**6)
     assert back(TRACE, first, 1)[0] == first
-    assert said.startswith("ranks 0-1 after the start of ")
+    assert sentence.startswith("ranks 0-1 after the start of ")
 
 
 @given(setups(), st.integers(1, 60))
@@ -98,7 +98,7 @@ def test_a_cursor_is_a_time_as_well(setup, count):
     assert len(cut(trace, cursor).ranks[0].rows) == np.searchsorted(known, cursor.t_ns, side="right")
 
 
-def test_back_to_an_earlier_model_says_so():
+def test_back_to_an_earlier_model_is_reported():
     first, second = (simulate(Setup(num_ranks=2, num_units=2, steps=2, seed=seed)) for seed in (0, 1))
     count = len(first.header.units)
     units = [replace(u, index=u.index + count, root=u.root + count) for u in second.header.units]
@@ -116,12 +116,12 @@ def test_back_to_an_earlier_model_says_so():
     assert ", of an earlier model: " in back(trace, None, 10**6)[1]
 
 
-def test_back_over_nothing():
+def test_back_without_events():
     assert back(Trace.empty(), None, 1) == (None, "cannot go back: nothing is recorded yet")
 
 
 @given(trace=traces(), count=st.integers(1, 50))
-def test_what_is_shown_is_a_prefix_of_every_rank(trace, count):
+def test_the_cut_is_a_prefix_of_every_rank(trace, count):
     cursor, _ = back(trace, None, count)
     if cursor is None:
         return
@@ -132,7 +132,7 @@ def test_what_is_shown_is_a_prefix_of_every_rank(trace, count):
         assert (before.rows["seq"][: len(after.rows)] == after.rows["seq"]).all()
 
 
-def test_of_a_rank_that_the_cursor_does_not_know_nothing_is_shown():
+def test_a_rank_unknown_to_the_cursor_is_not_shown():
     shown = cut(TRACE, Cursor(t_ns=0, ends={0: 2**62}))
     assert shown.rank(0) == TRACE.rank(0)
     assert not len(shown.rank(1).rows)

@@ -104,11 +104,11 @@ def test_ranks_whose_optimizer_went_ahead_are_named():
     assert "optimizer" not in str(to_error([DIVISION], level, next_thing=NEXT))
 
 
-def test_gradients_that_a_step_left_behind_are_told():
+def test_leftover_gradients_are_reported():
     left = {0: Aftermath(), 1: Aftermath(left_gradients=True), 2: Aftermath(left_gradients=True)}
-    said = str(to_error([DIVISION], left, next_thing=NEXT))
-    assert "gradients of that step remain on ranks 1-2, and the next backward adds to them" in said
-    assert said.endswith(NEXT)
+    message = str(to_error([DIVISION], left, next_thing=NEXT))
+    assert "gradients of that step remain on ranks 1-2, and the next backward adds to them" in message
+    assert message.endswith(NEXT)
     assert left_behind({0: Aftermath()}) == []
     assert "gradients" not in str(to_error([DEAD], left, next_thing=NEXT))  # there is no next backward
 
@@ -118,7 +118,7 @@ def test_the_cause_does_not_depend_on_the_order_of_consequences(failures):
     assert first_cause(failures) is DIVISION
 
 
-def test_a_death_comes_before_its_consequences_and_they_before_nothing():
+def test_a_death_takes_precedence_over_its_consequences():
     assert first_cause([CLOSED, DEAD]) is DEAD
     assert first_cause([CLOSED]) is CLOSED
 
@@ -186,7 +186,7 @@ def test_death_sentence_without_survivors():
     assert str(Failure(rank=0, died=True)) == "its process is gone"
 
 
-def test_losses_that_are_alike_are_one():
+def test_equal_deaths_are_merged():
     assert losses_in_words({0: "died: a", 1: "died: b", 2: "died: a"}) == "ranks 0, 2 died: a; rank 1 died: b"
     assert losses_in_words({}) == ""
 

@@ -29,12 +29,12 @@ FOUND = InspectReply(
 FIRST = replace(FOUND, shard=replace(SHARD, first_row=0, values=replace(TENSOR, norm=2.0)))
 
 
-def said(*found):
+def rows_of(*found):
     return table_of(dict(enumerate(found))).rows
 
 
 def test_a_column_a_rank_and_each_fact_a_row():
-    assert said(FIRST, FOUND) == [
+    assert rows_of(FIRST, FOUND) == [
         ("this shard", "rows", "0-7 of 32", "8-15 of 32"),
         ("", "shape", "8x16", "8x16"),
         ("", "dtype", "float32", "float32"),
@@ -66,7 +66,7 @@ def test_ranks_alike_share_a_column():
 
 def test_a_rank_that_has_more_than_the_others():
     full = FullFacts(state=UnitState.UNSHARDED, why="its forward runs", values=GATHERED)
-    rows = said(FIRST, replace(FOUND, full=full, full_grad=TENSOR))
+    rows = rows_of(FIRST, replace(FOUND, full=full, full_grad=TENSOR))
     assert ("full parameter", "state", "sharded", "unsharded") in rows
     assert ("", "shape", "", "32x16") in rows
     assert rows[rows.index(("", "shape", "", "32x16")) + 1] == ("", "bytes", "0 B", "2.00 KiB")
@@ -92,9 +92,9 @@ def test_other_states():
     )
 
 
-def test_a_device_is_said_where_it_is_another_than_the_shards():
+def test_a_device_is_shown_if_it_differs_from_the_shards():
     full = FullFacts(state=UnitState.UNSHARDED, why="its forward runs", values=replace(GATHERED, device="cuda:0"))
-    rows = said(replace(FOUND, full=full))
+    rows = rows_of(replace(FOUND, full=full))
     assert [row for row in rows if row[1] == "device"] == [("", "device", "cpu"), ("", "device", "cuda:0")]
 
 
@@ -116,6 +116,6 @@ def test_the_report_is_a_table_with_the_reasons_above_it():
     assert report._repr_mimebundle_() == {"text/plain": str(report), "text/html": page}
 
 
-def test_an_evaluation_names_who_was_not_asked():
+def test_an_evaluation_names_ranks_that_were_not_queried():
     report = EvalReport(expr="x", texts={1: "3"}, others=(0,))
     assert str(report) == "x = 3   (rank 1)\n  not queried  rank 0: not held in the gate, see %fsdp where"

@@ -69,12 +69,12 @@ def written(*texts):
         ("tab\there", "tab\there"),
     ],
 )
-def test_what_a_terminal_shows(text, shown):
+def test_terminal_control_characters(text, shown):
     assert screen(text) == shown
 
 
 @given(st.text(st.sampled_from("ab\r\n\b\x1b[m0;\x07é\x00"), max_size=60))
-def test_nothing_that_moves_a_cursor_is_left(text):
+def test_cursor_movements_are_removed(text):
     shown = screen(text)
     assert not set(shown) & set("\r\b\x1b\x07\x00")
     assert screen(shown) == shown
@@ -88,7 +88,7 @@ def test_the_first_rank_is_first_and_equal_texts_share_a_pane():
     assert as_text(panes_of(written("x", ""), 0)) == "--- rank 0:\nx\n--- rank 1:\n(no output)\n"
 
 
-def test_what_was_cut_says_so_and_begins_with_a_line():
+def test_truncated_output_says_so_and_begins_at_a_line():
     (pane,) = panes_of({0: RankOutput(text="alf a line\na line\n", is_cut=True)}, 0)
     assert pane.text == f"{CUT}\na line"
     (pane,) = panes_of({0: RankOutput(text="one long line", is_cut=True)}, 0)
@@ -102,7 +102,7 @@ def test_many_ranks_have_less_room_each_and_all_have_some():
     assert rooms[64] >= FEW_CHARS
 
 
-def test_agreement_in_words():
+def test_the_agreement_line():
     assert agreement(4) == "--- 4 ranks agree\n"
     assert alone(0, [1, 2, 3]) == "--- above: rank 0; ranks 1-3 wrote nothing\n"
 
@@ -131,7 +131,7 @@ def test_a_pane_for_each_text_that_its_ranks_tabs_show(is_live):
     assert not re.search(r"(html|body|:root):has", text)  # a browser would restyle the whole page at each change of it
 
 
-def test_what_ranks_wrote_is_text():
+def test_output_of_ranks_is_escaped():
     page = Page(panes_page("wb-1", panes_of(written(EVIL, "b"), 0), (), is_live=False))
     assert EVIL in page.texts
     assert not page.all("script")

@@ -80,7 +80,7 @@ def test_every_report_is_a_sentence_and_an_escaped_table(report):
     assert (EVIL in str(report)) == ("&lt;img src=x onerror=alert(1)&gt;" in bundle["text/html"])
 
 
-def test_shard_says_bytes_before_and_after_by_rank():
+def test_shard_reports_bytes_before_and_after_by_rank():
     assert str(SHARD).splitlines()[1:] == [
         f"  units            {EVIL}, (root)",
         "  full model       3.91 KiB",
@@ -88,7 +88,7 @@ def test_shard_says_bytes_before_and_after_by_rank():
     ]
 
 
-def test_many_units_with_long_names_are_few_words():
+def test_many_units_with_long_names_are_abbreviated():
     names = tuple(f"layers.{i}.{'inner.' * 40}weight{i}" for i in range(1000))
     text = str(ShardReport(**{**vars(SHARD), "units": names}))
     assert len(text) < 1500
@@ -97,7 +97,7 @@ def test_many_units_with_long_names_are_few_words():
     assert "... 989 more ..." in text
 
 
-def test_reshard_says_what_changed_and_what_was_carried_along():
+def test_reshard_reports_changes_and_carried_state():
     assert str(RESHARD).startswith(f"resharded in place, {EVIL}: 2 units on 3 ranks, ")
     assert RESHARD.headline.endswith(", state of 1 optimizer carried over")
     assert f"policy           computes in bfloat16; {EVIL}" in str(RESHARD)
@@ -139,7 +139,7 @@ def test_verify_without_a_loss_leaves_it_out():
     assert EVIL not in str(quiet)
 
 
-def test_status_says_what_is_missing():
+def test_status_reports_what_is_missing():
     lost = StatusReport(running=True, num_rows=1, num_lost=5)
     assert "nothing yet: %fsdp shard MODEL" in str(lost)
     assert "1 event, 5 lost" in str(lost)
@@ -169,7 +169,7 @@ def test_losses_belong_to_their_steps():
     assert "3 steps, loss 1 -> 3, " in report.headline
 
 
-def test_everything_that_ranks_do_is_done_and_said():
+def test_every_rank_command_has_a_handler_and_a_report():
     assert set(SAYS) == set(ON_RANKS.values())
     assert all(word.reply is not NoneType for word in SAYS)
 
@@ -181,12 +181,12 @@ def test_lines_of_a_headline_stay_lines_and_are_text():
     assert shown["text/html"] == "<div><strong>aborted; idle again</strong><br>gradients of &lt;b&gt; are left</div>"
 
 
-def test_status_says_what_was_let_go():
-    said = str(StatusReport(running=False, num_rows=2_000_000, num_dropped=12_345))
-    assert "2,000,000 events, 12,345 older ones dropped: the limit is reached" in said
+def test_status_reports_dropped_events():
+    text = str(StatusReport(running=False, num_rows=2_000_000, num_dropped=12_345))
+    assert "2,000,000 events, 12,345 older ones dropped: the limit is reached" in text
 
 
-def test_status_says_what_is_under_way_and_which_cluster_was_attached():
+def test_status_shows_the_request_and_the_attached_cluster():
     going = "%fsdp step 400 --background: 372 of 400 steps"
     facts = dict(StatusReport(running=True, under_way=going, cluster="the cluster of profile 'mine'").facts())
     assert facts["sharded"] == "nothing yet: %fsdp shard MODEL"
@@ -214,7 +214,7 @@ def make_unit(index, root, **more):
     return replace(example_trace().header.units[0], index=index, root=root, **more)
 
 
-def test_each_sharded_model_is_said_with_its_units_in_order_and_its_policy():
+def test_each_sharded_model_is_listed_with_units_and_policy():
     header = Header(units=units_of_two_models())
     first = "3 units: (root), layers.2, layers.10; HSDP 2x2: 2 replicas, each sharded over 2 ranks; compute in bfloat16"
     assert [str(model) for model in sharded_models(header)] == [first, "2 units: (root), layers.2"]
@@ -225,11 +225,11 @@ def test_each_sharded_model_is_said_with_its_units_in_order_and_its_policy():
         StatusReport(running=True, models=named),
         OpenReport(name="a.trace", num_ranks=1, steps=(), models=named, num_rows=1),
     ):
-        said = [text for name, text in report.facts() if name == "sharded"]
-        assert said == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
+        models = [text for name, text in report.facts() if name == "sharded"]
+        assert models == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
 
 
-def test_what_was_opened_says_what_draws_it():
+def test_the_report_of_open_lists_the_views():
     report = OpenReport(name="a.trace", num_ranks=1, steps=(0,), models=(), num_rows=1)
     assert report.facts() == [
         ("steps", "0"),
@@ -243,7 +243,7 @@ def test_before_the_first_forward_the_units_of_a_model_are_one_model():
     assert [str(model) for model in sharded_models(header)] == ["2 units: (root), layers.0"]
 
 
-def test_parts_that_are_sharded_each_for_itself_are_one_model_in_a_file_too():
+def test_separately_sharded_parts_are_one_model_in_a_file():
     units = (make_unit(0, 0, name="encoder"), make_unit(1, 1, name="decoder"), make_unit(2, 1, name="decoder.0"))
     alone = make_unit(3, 3, name="")
     models = [str(model) for model in sharded_models(Header(units=(*units, alone)))]
@@ -271,7 +271,7 @@ def test_ranks_of_several_hosts_are_grouped_by_host():
     ]
 
 
-def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
+def test_status_shows_clocks_other_than_rank_0s():
     ranks = tuple(
         RankStatus(rank=rank, alive=True, host=host, device="cpu", pid=10 + rank, doing="idle")
         for rank, host in enumerate("aabc")
@@ -286,14 +286,14 @@ def test_the_clock_of_each_host_is_told_that_is_not_rank_0s():
         )
         for rank, offset_ns in ((2, 7_200_000_000_000), (3, -5_000_000))
     )
-    told = dict(StatusReport(running=True, ranks=ranks, clocks=clocks).facts())
-    assert told["a"] == "ranks 0-1"
-    assert told["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, ± 400 µs"
-    assert told["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, ± 400 µs"
+    facts = dict(StatusReport(running=True, ranks=ranks, clocks=clocks).facts())
+    assert facts["a"] == "ranks 0-1"
+    assert facts["b"] == "rank 2; its clock is 7200 s ahead of rank 0's, ± 400 µs"
+    assert facts["c"] == "rank 3; its clock is 5.00 ms behind rank 0's, ± 400 µs"
     assert StatusReport(running=True, ranks=ranks[:2]).facts()[0] == ("rank 0", "cpu on a, pid 10; idle")
 
 
-def test_verify_of_nothing_but_nan_says_no_difference():
+def test_verify_of_nan_only_cannot_compare():
     """A difference of 0 without any equal parameter would be confusing."""
     nan = math.nan
     alike = replace(VERIFY, num_params=2, not_finite=("a", "b"), equal_bits=0, loss_sharded=nan, loss_reference=nan)
@@ -304,20 +304,20 @@ def test_verify_of_nothing_but_nan_says_no_difference():
         assert "largest difference" in dict(other.facts())
 
 
-@pytest.mark.parametrize(("losses", "said"), [((2.0, math.nan), "loss 2 -> NaN"), ((math.nan,), "loss NaN")])
-def test_a_loss_that_is_no_number_is_written_as_the_panel_does(losses, said):
-    assert said in StepReport(steps_done=2, losses=losses, seconds=(), optimizer_steps=2).headline
+@pytest.mark.parametrize(("losses", "expected"), [((2.0, math.nan), "loss 2 -> NaN"), ((math.nan,), "loss NaN")])
+def test_nonfinite_losses_are_formatted_as_in_the_panel(losses, expected):
+    assert expected in StepReport(steps_done=2, losses=losses, seconds=(), optimizer_steps=2).headline
 
 
 @pytest.mark.parametrize(
-    ("buffers", "since", "said"),
+    ("buffers", "since", "expected"),
     [
-        ([("b",), ("b",)], [3, 3], ("b on every rank", "the loss is not finite since step 3 on every rank")),
-        ([(), ("b", "c")], [None, 3], ("b, c on rank 1", "the loss is not finite since step 3, first on rank 1")),
+        ([("b",), ("b",)], [3, 3], ("b on every rank", "the loss has not been finite since step 3 on every rank")),
+        ([(), ("b", "c")], [None, 3], ("b, c on rank 1", "the loss has not been finite since step 3, first on rank 1")),
         ([(), ()], [None, None], ("", "")),
     ],
 )
-def test_verify_says_on_which_ranks_as_step_does(buffers, since, said):
+def test_verify_names_ranks_as_step_does(buffers, since, expected):
     same = {"params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
     report = SAYS[Verify](
         [
@@ -327,14 +327,14 @@ def test_verify_says_on_which_ranks_as_step_does(buffers, since, said):
             for bad, step in zip(buffers, since, strict=True)
         ]
     )
-    assert (report.buffers, report.since) == said
+    assert (report.buffers, report.since) == expected
 
 
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("losses", "said"),
+    ("losses", "expected"),
     [
         ([(1.0, 2.0), (1.0, 2.0)], ""),
         ([(1.0, NAN, NAN), (1.0, NAN, NAN)], "loss is NaN from step 6 on, on every rank"),
@@ -343,12 +343,12 @@ NAN, INF = float("nan"), float("inf")
         ([None, (1.0, NAN)], "loss is NaN from step 6 on, first on rank 1"),
     ],
 )
-def test_a_step_says_where_the_loss_first_was_not_finite(losses, said):
+def test_a_step_names_the_first_nonfinite_loss(losses, expected):
     same = {"seconds": (0.1, 0.1, 0.1), "optimizer_steps": 3, "first_step": 5, "unreduced": ()}
     report = SAYS[Step]([StepReply(steps_done=3, losses=own, **same) for own in losses])
-    assert report.not_finite == said
-    assert said in str(report)
-    assert bool(said) == ("loss is" in str(report))
+    assert report.not_finite == expected
+    assert expected in str(report)
+    assert bool(expected) == ("loss is" in str(report))
 
 
 STEP = StepReport(
@@ -376,7 +376,7 @@ BROKEN = StatusReport(
         (BROKEN, BROKEN.obstacle.split("\n")),
     ],
 )
-def test_what_went_wrong_has_the_colour_of_errors(report, red):
+def test_problems_have_the_error_colour(report, red):
     marked = [f'<span style="color:{ERROR_TEXT}">{html.escape(text)}</span>' for text in red]
     page = report._repr_html_()
     assert [page.count(text) for text in marked] == [1] * len(red)
@@ -385,7 +385,7 @@ def test_what_went_wrong_has_the_colour_of_errors(report, red):
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
-def test_what_went_well_has_none_of_that_colour(report):
+def test_success_has_no_error_colour(report):
     assert report.problem == ""
     assert ERROR_TEXT not in report._repr_html_()
 

@@ -21,7 +21,7 @@ def follow(begin, *rest):
     return [follower.catch_up(trace) for trace in rest]
 
 
-def test_at_the_end_it_says_what_the_training_fold_says():
+def test_at_the_end_it_matches_the_training_fold():
     trace = example_trace(num_ranks=2, steps=3)
     (end,) = follow(prefix(trace, 0), trace)
     whole = training.summary(trace)
@@ -42,21 +42,21 @@ def test_the_newest_loss_may_be_of_an_older_step_than_the_one_that_has_begun():
     assert (found.step, found.loss_step, found.loss) == (2, 1, training.summary(trace).losses[1])
 
 
-def test_a_state_that_comes_late_takes_nothing_back():
+def test_a_late_state_is_ignored():
     trace = example_trace(num_ranks=2, steps=3)
     begin, half = prefix(trace, 0), prefix(trace, 0.5)
     assert follow(begin, trace, half, trace) == follow(begin, trace) * 3
 
 
 @given(trace=traces(whole=True), shares=st.lists(st.floats(0, 1), max_size=4).map(sorted))
-def test_the_end_does_not_depend_on_how_often_one_looked(trace, shares):
+def test_the_end_does_not_depend_on_the_polls(trace, shares):
     looks = [prefix(trace, share) for share in shares]
     assert follow(prefix(trace, 0), *looks, trace)[-1] == follow(prefix(trace, 0), trace)[-1]
     done = [progress.done for progress in follow(prefix(trace, 0), *looks, trace)]
     assert done == sorted(done)
 
 
-def test_what_was_before_does_not_count():
+def test_earlier_steps_do_not_count():
     trace = example_trace(num_ranks=2, steps=3)
     first = Trace(trace.header, tuple(r.cut(0, trace.slice(step=0).rank(r.rank).end_seq) for r in trace.ranks))
     (end,) = follow(first, trace)
@@ -65,7 +65,7 @@ def test_what_was_before_does_not_count():
     assert nothing == Progress(done=0, total=9)
 
 
-def test_nothing_recorded_is_no_progress():
+def test_without_events_there_is_no_progress():
     assert follow(Trace.empty(), Trace.empty()) == [Progress(done=0, total=9)]
 
 
@@ -83,7 +83,7 @@ def test_tokens_of_all_ranks_per_second():
     assert (end.tokens_per_s, end.step_ns, end.loss) == (300.0, 2e9, None)
 
 
-def test_a_rate_of_tokens_that_are_not_finite_is_none():
+def test_a_nonfinite_token_rate_is_none():
     rows = np.zeros(3, ROW_DTYPE)
     rows["seq"], rows["unit"], rows["module"], rows["value"] = range(3), -1, [-1, 0, -1], [np.nan, np.inf, np.nan]
     rows["kind"], rows["edge"] = [Kind.STEP, Kind.METRIC, Kind.STEP], [Edge.BEGIN, Edge.INSTANT, Edge.END]

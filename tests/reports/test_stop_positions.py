@@ -65,12 +65,12 @@ def test_a_stop_in_a_sentence():
     assert str(StopGroup(positions={})) == "no rank is stopped"
 
 
-def test_a_rank_in_a_wait_is_where_the_others_come_to():
+def test_a_rank_in_a_wait_is_at_the_others_stop():
     stop = StopGroup(positions={0: position(held(kind=Kind.WAIT)), 1: position(held(kind=Kind.RESHARD))}, units=UNITS)
     assert str(stop) == "2 ranks stopped before reshard of blocks.0, step 2"
 
 
-def test_the_end_of_a_wait_is_said_as_the_wait():
+def test_the_end_of_a_wait_is_described_as_the_wait():
     stop = StopGroup(positions={0: position(held(kind=Kind.WAIT, edge=Edge.END))}, units=UNITS)
     assert str(stop) == "rank 0 stopped while waiting for blocks.0, just before the wait ends, step 2"
 
@@ -80,9 +80,9 @@ def test_a_line_of_the_table():
     name = header.units[0].name
     stopped = row_of(1, position(held(phase=Phase.POST_BACKWARD), now_ns=3_000_001), header)
     assert stopped.cells() == ("1", "held", "2", "post-backward", name or "(root)", "before all-gather", "3.00 ms")
-    for edge, said in ((Edge.BEGIN, "in a wait"), (Edge.END, "at the end of a wait")):
+    for edge, text in ((Edge.BEGIN, "in a wait"), (Edge.END, "at the end of a wait")):
         waits = position(held(kind=Kind.WAIT, edge=edge))
-        assert row_of(1, waits, header).event == said
+        assert row_of(1, waits, header).event == text
     works = position(newest=EventInfo(kind=Kind.FORWARD, edge=Edge.BEGIN, phase=Phase.FORWARD), now_ns=1000)
     assert row_of(0, works, header).cells() == ("0", "running", "2", "forward", "", "start of forward", "1.00 µs")
     assert row_of(0, Position(), header).cells() == ("0", "idle", "", "", "", "", "")

@@ -20,7 +20,7 @@ widths = st.lists(st.integers(1, WIDTH - 20), min_size=1, max_size=12)
 
 
 @given(widths)
-def test_a_wide_table_goes_on_below_with_its_labels_and_nothing_is_lost(widths):
+def test_a_wide_table_wraps_with_its_labels(widths):
     head = ["name", *(f"{place}".rjust(width, "x") for place, width in enumerate(widths))]
     table = Table(head=head, rows=[["label", *("y" for _ in widths)]])
     lines = table.lines()

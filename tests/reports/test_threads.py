@@ -25,7 +25,7 @@ WAITING = (main(WAIT, SLICE, CALL, FORWARD, CALL, STEP), *IDLE)
 HELD = (main(GATE, CALL, FORWARD, CALL, STEP), *IDLE)
 
 
-def test_equal_stacks_are_said_once_the_user_s_frames_first_and_where_each_rank_is():
+def test_equal_stacks_are_printed_once_with_user_frames_first():
     assert lines_of({0: WAITING, 1: HELD, 2: WAITING}) == [
         "ranks 0-2, MainThread:",
         "    0  cell:21 in forward: x = block(x)",
@@ -36,7 +36,7 @@ def test_equal_stacks_are_said_once_the_user_s_frames_first_and_where_each_rank_
     ]
 
 
-def test_ranks_whose_own_code_differs_stand_apart_main_threads_first():
+def test_ranks_in_different_user_code_are_separate():
     loads = other("loader", WAIT, Frame(text="data.py:3 in load", number=0))
     lines = lines_of({0: (main(STEP), loads), 1: HELD})
     assert [line for line in lines if not line.startswith(" ")] == [
@@ -48,12 +48,12 @@ def test_ranks_whose_own_code_differs_stand_apart_main_threads_first():
     assert lines[1:3] == ["    1  cell:30 in train_step: loss = model(x)", "rank 1, MainThread:"]
 
 
-def test_nobody_asked_or_nobody_answered():
+def test_without_requests_or_replies():
     assert lines_of({}) == lines_of({0: (), 1: ()}) == []
     assert "Thread" not in str(WhereReport(rows=(WhereRow(rank=0, state="idle"),)))
 
 
-def test_what_a_rank_names_is_escaped():
+def test_names_from_ranks_are_escaped():
     thread = Thread(name="<b>", is_main=True, frames=(Frame(text="a.py:1 in f", number=0), WAIT))
     report = WhereReport(rows=(WhereRow(rank=0, state="held", stacks=(thread,)),))
     assert "&lt;b&gt;" in report._repr_html_()

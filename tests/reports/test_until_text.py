@@ -10,7 +10,7 @@ UNITS = [unit.name for unit in TRACE.header.units]
 
 
 @pytest.mark.parametrize("asked", ["all_gather:blocks.9", "all_gather.end:blocks.9", "offload", "optimizer.end"])
-def test_what_came_is_named_as_breakpoints_are_the_nearest_first(asked):
+def test_occurred_events_are_listed_nearest_first(asked):
     found = came(TRACE, {}, asked)
     assert 0 < len(found) <= MAX_CAME
     for event in found:
@@ -22,7 +22,7 @@ def test_what_came_is_named_as_breakpoints_are_the_nearest_first(asked):
     assert {event.partition(".")[0].partition(":")[0] for event in found} <= set(EVENTS)
 
 
-def test_only_what_the_request_did_counts():
+def test_only_events_of_the_request_count():
     ends = {rank.rank: rank.end_seq for rank in TRACE.ranks}
     assert came(TRACE, ends, "forward") == []
     assert came(Trace.empty(), {}, "forward") == []

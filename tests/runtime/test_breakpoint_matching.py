@@ -52,7 +52,7 @@ def test_breakpoints_of_other_ranks_are_left_out_but_must_be_right_all_the_same(
             arm([wrong], rank=1)
 
 
-def test_one_that_is_off_stops_nobody():
+def test_a_disabled_breakpoint_stops_no_rank():
     those = [Breakpoint(id=1, event="wait"), Breakpoint(id=2, event="wait", is_on=False)]
     assert [found.breakpoint.id for found in arm(those, rank=0)] == [1]
 
@@ -69,7 +69,7 @@ def test_a_condition_sees_the_event_and_the_rank():
     )
 
 
-def test_next_goes_to_the_next_of_its_kind():
+def test_next_stops_at_the_next_of_its_kind():
     assert next_after("event", Phase.FORWARD)(event(Kind.COPY_OUT))
     collective = next_after("collective", Phase.FORWARD)
     assert collective(event(Kind.REDUCE_SCATTER))
@@ -109,7 +109,7 @@ def test_on_the_way_to_a_place_breakpoints_do_not_count():
     assert wanted.stops_waiting(StepPosition(5, 18))
 
 
-def test_after_a_wait_the_event_that_others_stood_at_is_passed():
+def test_after_a_wait_the_others_stop_event_is_passed():
     once = armed("all_gather", once=True)
     wanted = StopTargets(is_next=next_after("event", Phase.FORWARD), breakpoints=(once,), after=StepPosition(5, 17))
     assert wanted.stops_at(event()) == (False, once)

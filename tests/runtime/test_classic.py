@@ -72,7 +72,7 @@ def plainly():
 
 
 @pytest.mark.parametrize("name", quick(POLICIES, ["full", "grad, pieces", "offload"]))
-def test_it_trains_as_fully_shard_and_is_recorded_as_its_closed_form_says(name):
+def test_it_trains_as_fully_shard_and_matches_its_closed_form(name):
     policy = POLICIES[name]
     num_ranks = 4 if "mesh" in policy else 2
     results = run(num_ranks, train, policy)
@@ -119,7 +119,7 @@ def wrapped_in_a_cell():
     return before, found["ok"], [unit.name for unit in trace_here().header.units]
 
 
-def test_what_a_cell_wraps_is_known_by_its_names_before_the_first_step():
+def test_a_model_wrapped_in_a_cell_has_its_names_before_the_first_step():
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
     for before, ok, after in run(2, wrapped_in_a_cell):
         assert sorted(before) == sorted(after) == names
@@ -140,7 +140,7 @@ def alone():
     return warned(shard(strategy="grad")), warned(Unshard(model="model")), warned(shard(strategy="none"))
 
 
-def test_one_rank_is_told_once_that_nothing_is_split():
+def test_one_rank_gets_one_warning_that_nothing_is_sharded():
     ((split, plain, whole),) = run(1, alone)
     assert split == [
         "FullyShardedDataParallel: on one rank, SHARD_GRAD_OP is the same as NO_SHARD; start several ranks, or pass "
@@ -165,7 +165,7 @@ def partly_frozen():
     return plan, trace.header.units, live[Category.OPTIMIZER_STATE], at_rest(trace.header, rank.rank).adam
 
 
-def test_an_optimizer_has_state_of_the_pieces_that_are_trained_alone():
+def test_an_optimizer_has_state_only_for_trained_pieces():
     for plan, units, live, expected in run(2, partly_frozen):
         assert sorted(map(planned, plan), key=str) == sorted(map(planned, units), key=str)
         assert live == expected
@@ -244,7 +244,7 @@ def test_a_flat_parameter_is_whole_where_those_in_it_are(orig_params, strategy):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_where_nothing_is_split_a_shard_is_all_of_it(num_ranks):
+def test_without_sharding_a_shard_is_the_whole(num_ranks):
     for piece, flat in run(num_ranks, inspected, False, "none"):
         assert (piece.shard.first_row, piece.shard.num_rows, piece.shard.of_rows) == (0, 49 * 16, 49 * 16)
         assert flat.shard.num_rows == flat.shard.of_rows
@@ -252,7 +252,7 @@ def test_where_nothing_is_split_a_shard_is_all_of_it(num_ranks):
 
 
 @pytest.mark.parametrize("name", quick(["full", "grad, pieces", "copies", "half precision", "hybrid"], ["full"]))
-def test_a_step_is_that_of_an_unsharded_copy_and_training_goes_on_as_if_there_was_none(name):
+def test_verify_matches_an_unsharded_copy_and_does_not_disturb_training(name):
     num_ranks = 4 if "mesh" in POLICIES[name] else 2
     for with_it, without in zip(
         run(num_ranks, verified, POLICIES[name], True), run(num_ranks, verified, POLICIES[name], False), strict=True
@@ -378,7 +378,7 @@ def reshards_by_plan():
 
 
 @pytest.mark.thorough
-def test_what_a_reshard_from_and_to_classic_comes_to_is_told_before():
+def test_a_reshard_from_and_to_classic_is_previewed():
     for found in run(4, reshards_by_plan):
         for (reported, changes), (policy, before, after) in zip(RESHARDS, found, strict=True):
             is_told = (policy.api, policy.strategy, policy.mesh, policy.reshard_after_forward, policy.orig_params)
@@ -414,7 +414,7 @@ def given_up_when_plain():
     return policy.api, policy.mesh
 
 
-def test_a_model_that_is_plain_for_a_moment_is_sharded_anew_on_every_rank_whatever_is_given_up():
+def test_an_interrupted_conversion_leaves_the_model_sharded_on_every_rank():
     assert run(4, given_up_when_plain) == [("classic", "2x2")] * 4
 
 
@@ -472,7 +472,7 @@ def train_on(model, optimizer, tokens):
 
 
 @pytest.mark.parametrize(("strategy", "orig_params"), [("full", False), ("full", True), ("none", False)])
-def test_a_model_on_the_meta_device_begins_alike_on_all_ranks_and_its_optimizer_trains_it(strategy, orig_params):
+def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(strategy, orig_params):
     (begun, then), *others = run(2, without_values, strategy, orig_params)
     torch.manual_seed(0)  # rank 0 draws the values unit by unit, from the innermost on
     inner, outer = nn.Linear(4, 7, bias=False), nn.Embedding(7, 4)
@@ -517,16 +517,16 @@ def refused():
     assert_refused(Reshard(model="model", api="classic"), ValueError, "is trained and 'head.weight' is frozen")
 
 
-def assert_refused(command, error, says):
+def assert_refused(command, error, message):
     """Check that the plan of a command and the command itself are refused with the same text."""
-    with pytest.raises(error, match=says) as before:
+    with pytest.raises(error, match=message) as before:
         shard_planning.plan(command, namespace()["world_size"])
-    with pytest.raises(error, match=says) as done:
+    with pytest.raises(error, match=message) as done:
         execute(command)
     assert str(before.value) == str(done.value)
 
 
-def test_what_an_optimizer_or_the_other_api_cannot_have_is_refused_and_all_is_as_it_was():
+def test_an_impossible_conversion_is_refused_and_changes_nothing():
     run(2, refused)
 
 
@@ -576,7 +576,7 @@ def in_parallel(orig_params):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("orig_params", [False, True])
-def test_what_tensor_parallelism_has_split_is_verified_and_said_to_be_a_part(orig_params):
+def test_tensor_parallel_parameters_are_verified_and_shown_as_parts(orig_params):
     own, whole = 2 * 8 + 12 * 8 + 12 + 8 * 12 + 8, 2 * 8 + 24 * 8 + 24 + 8 * 24 + 8
     for losses, verified, (weight, flat), model, unit in run(4, in_parallel, orig_params):
         assert losses[3] < losses[2] < losses[0]

@@ -71,7 +71,7 @@ def loaded_by_a_first_shard():
 
 
 @pytest.mark.thorough
-def test_what_sharding_needs_is_loaded_before_ranks_are_forked():
+def test_modules_for_sharding_are_imported_before_the_fork():
     """In a new process: other tests import more than the ranks' module does."""
     code = (
         "from tests.helpers import booted_ranks; from tests.runtime import test_commands as t;"
@@ -118,7 +118,7 @@ def classes_chosen():
     ]
 
 
-def test_a_class_that_was_chosen_is_said_and_one_that_was_named_is_not():
+def test_an_automatic_wrap_class_is_reported_and_a_given_one_is_not():
     for replies in run(1, classes_chosen):
         assert [reply.chosen for reply in replies] == [None, ("Block",), ()]
         named, chosen, alone = (dict(SAYS[Shard]([reply]).facts()) for reply in replies)
@@ -136,7 +136,7 @@ def losses_with(reshard):
     return losses + execute(Step(count=2))["losses"]
 
 
-def test_policies_do_not_change_numbers_and_training_goes_on_through_a_reshard():
+def test_policies_do_not_change_numbers_and_training_continues_after_a_reshard():
     auto, true, false = (run(2, losses_with, policy) for policy in ("auto", "true", "false"))
     assert auto == true == false
 
@@ -167,7 +167,7 @@ def wrong_requests():
     return untouched, texts
 
 
-def test_every_wrong_request_says_what_to_do():
+def test_every_wrong_request_gives_a_remedy():
     untouched, texts = run(1, wrong_requests)[0]
     assert untouched
     parts = [
@@ -175,7 +175,7 @@ def test_every_wrong_request_says_what_to_do():
         "'model' has no attribute 'nothing'",
         "'number' is a int, not a torch.nn.Module",
         "did you mean Block?",
-        "--ignore nope* matches no parameter; there are: ",
+        "--ignore nope* matches no parameter; parameters: ",
         "not sharded; shard it first: %fsdp shard model",
         "no variable 'nothing'",
         "'number' is a int, not a function",
@@ -206,7 +206,7 @@ def different_models():
     return texts, isinstance(ns["model"], FSDPModule)
 
 
-def test_ranks_with_different_models_are_told_before_anything_changes():
+def test_different_models_are_reported_before_anything_changes():
     for texts, sharded in run(2, different_models):
         assert texts.startswith(RanksDisagreeError.__name__)
         assert "rank 0 has" in texts
@@ -307,7 +307,7 @@ def position_and_names():
     return where, names, refusals
 
 
-def test_the_control_channel_tells_where_a_rank_is_and_what_it_has():
+def test_the_control_channel_reports_position_and_variables():
     where, names, refusals = run(1, position_and_names)[0]
     assert (where.rank, where.unfinished, where.optimizer_steps) == (0, 0, 0)
     assert "model" in names.modules
@@ -355,7 +355,7 @@ def missed_gradients():
     return {name: stepped["unreduced"] for name, stepped in texts.items()}
 
 
-def test_a_step_says_which_gradients_no_reduction_took():
+def test_a_step_names_unreduced_gradients():
     for texts in run(2, missed_gradients):
         assert texts == {"usual": [], "kept": [], "kept before": [], "inside": [""]}
 
@@ -443,7 +443,7 @@ def unmanaged():
     return sharded, verified, headers
 
 
-def test_what_the_engine_does_not_manage_is_named_with_what_to_do():
+def test_unmanaged_parameters_are_named_with_a_remedy():
     replies = run(2, unmanaged)
     shard = SAYS[Shard]([decode(ShardReply, sharded, "reply") for sharded, *_ in replies])
     verify = SAYS[Verify]([decode(VerifyReply, verified, "reply") for _, verified, _ in replies])

@@ -38,7 +38,7 @@ class Stream:
         self.written, self.kept = [*self.written, *self.kept], []
 
 
-def test_only_an_accelerator_is_waited_for_and_what_was_printed_is_written_out(monkeypatch):
+def test_before_a_hold_an_accelerator_is_synchronised_and_output_flushed(monkeypatch):
     waited, stream = [], Stream()
     monkeypatch.setattr(sys, "stdout", stream)
     sys.stdout.write("before the stop")
@@ -85,7 +85,7 @@ def let_go_meanwhile():
     return done["steps_done"], seen
 
 
-def test_a_rank_that_is_let_go_while_its_device_works_does_not_hold():
+def test_a_rank_released_during_synchronisation_does_not_hold():
     assert run(1, let_go_meanwhile) == [(1, [2])]
 
 

@@ -207,7 +207,7 @@ def looks_from_now():
 
 
 def paused_before_a_collective_of_the_users_own(meeting):
-    """Rank 0 has finished its backward and waits for rank 1, without an event; then both clip the norm."""
+    """Rank 0 has finished its backward and waits for rank 1; then both clip the norm."""
     ns = prepare(clip=1.0)
     execute(Shard(model="model", wrap=("Block",)))
     execute(Step())
@@ -215,7 +215,8 @@ def paused_before_a_collective_of_the_users_own(meeting):
     Channel().break_at({**last_wait, "rank": 1})
 
     def is_through(where):
-        return where.waiting and where.newest.phase is Phase.POST_BACKWARD and where.newest.kind is Kind.COPY_OUT
+        after_backward = where.newest.phase is Phase.POST_BACKWARD and where.newest.kind is Kind.COPY_OUT
+        return where.waiting and (after_backward or where.newest.kind is Kind.ALL_REDUCE)
 
     def script(channel):
         where = channel.until(lambda where: where.held if ns["rank"] else is_through(where))
@@ -243,14 +244,20 @@ def clipped_after_a_sum(params, max_norm):
 
 
 # over shared memory rank 0 waits for the readers of its gradients, over gloo in that sum
-@pytest.mark.parametrize(("comm", "clip"), [("", clip_grad_norm_), ("gloo", clipped_after_a_sum)])
-def test_a_rank_is_not_held_in_a_wait_without_an_event_as_others_may_be_past_it(comm, clip, monkeypatch):
+@pytest.mark.parametrize(
+    ("comm", "clip", "place"),
+    [
+        ("", clip_grad_norm_, ("optimizer", "begin", "optimizer", -1)),
+        ("gloo", clipped_after_a_sum, ("wait", "begin", "idle", -1)),
+    ],
+)
+def test_a_rank_is_not_held_in_a_wait_without_an_event_as_others_may_be_past_it(comm, clip, place, monkeypatch):
     monkeypatch.setenv("WORKBENCH_COMM", comm)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     (_, (moved, where)), (_, (other_moved, other_where)) = run(
         2, paused_before_a_collective_of_the_users_own, Meeting(2)
     )
-    assert where == other_where == ("optimizer", "begin", "optimizer", -1)
+    assert where == other_where == place
     assert (moved, other_moved) == (False, True)
 
 
@@ -289,7 +296,7 @@ def restarted():
 
 @pytest.mark.parametrize("event", ["all_gather", "backward"])
 @pytest.mark.parametrize("how", ["abort", "interrupt"])
-def test_giving_up_while_held_leaves_a_rank_that_can_go_on(how, event):
+def test_an_abort_while_held_leaves_a_usable_rank(how, event):
     expected = run(2, restarted)
     for rank, (first, name, text, accepted, after, broken) in enumerate(run(2, give_up, how, event, Meeting(2))):
         reported = {"abort": (StepAborted.__name__, "the user gave up"), "interrupt": ("KeyboardInterrupt", "")}
@@ -317,7 +324,7 @@ def change_a_parameter(when):
     return done["losses"]
 
 
-def test_a_parameter_changed_while_stopped_is_used_when_the_step_goes_on():
+def test_a_parameter_changed_while_stopped_is_used_afterwards():
     held, before = run(2, change_a_parameter, "held"), run(2, change_a_parameter, "before")
     assert held == before
     assert held != [losses for losses, _ in run(2, undisturbed, 2)]
@@ -400,7 +407,7 @@ def until():
     return held.breakpoint, place(held)[:3], done["steps_done"], execute(Step())["steps_done"]
 
 
-def test_until_comes_with_its_steps_stops_once_and_goes_with_them():
+def test_until_stops_once_and_ends_with_its_steps():
     assert run(2, until) == [(UNTIL, ("backward", "begin", "backward"), 2, 1)] * 2
 
 
@@ -427,7 +434,7 @@ def own_loop():
     return reported, rows["step"][rows["kind"] == Kind.STEP].tolist()
 
 
-def test_the_user_s_own_loop_stops_and_what_runs_meanwhile_ends_no_step():
+def test_a_user_loop_stops_and_cells_inside_end_no_step():
     for reported, steps in run(2, own_loop):
         assert reported == [0, "7\n"]
         assert steps == [0, 0, 1, 1]

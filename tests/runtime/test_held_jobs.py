@@ -178,7 +178,7 @@ def assigned_in_an_expression():
     return stopped_at("forward", "blocks.1", script)
 
 
-def test_what_an_expression_assigns_becomes_a_variable_of_the_cells():
+def test_assignments_in_an_expression_become_cell_variables():
     assert run(1, assigned_in_an_expression) == [(5, False, "5")]
 
 
@@ -204,7 +204,7 @@ def dtensors():
     return stopped_at("forward", "blocks.0", script)
 
 
-def test_a_dtensor_is_described_as_this_shard_and_a_pending_sum_is_no_number():
+def test_a_dtensor_is_described_by_its_shard_and_a_partial_sum_is_refused():
     for shard, partial, full in run(2, dtensors):
         assert shard.startswith("this shard, [25, 16] of [49, 16]") or shard.startswith(
             "this shard, [24, 16] of [49, 16]"
@@ -252,7 +252,7 @@ def alone(comm):
 
 
 @pytest.mark.parametrize("comm", ["gloo", ""])
-def test_what_runs_on_some_ranks_only_may_not_wait_for_others_and_the_step_goes_on(comm):
+def test_code_on_some_ranks_may_not_wait_for_others(comm):
     expected = run(2, undisturbed, 2)
     for rank, ((refused, local, mine, everybody), *after, broken) in enumerate(run(2, alone, comm)):
         for text, answer in refused.items():
@@ -279,7 +279,7 @@ def failures():
     return stopped_at("backward", "blocks.1", script)
 
 
-def test_what_raises_is_told_in_a_line_and_the_stop_stays():
+def test_an_exception_is_one_line_and_the_stop_remains():
     ((answers, held, assigned),) = run(1, failures)
     assert held == "backward"
     assert assigned == 1
@@ -350,7 +350,7 @@ def inspections():
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_inspect_says_what_this_rank_holds_of_a_parameter_and_why(world_size):
+def test_inspect_shows_the_ranks_part_of_a_parameter_and_why(world_size):
     rows = [len(c) for c in torch.arange(49).chunk(world_size)]
     totals = {"running": 0.0, "sharded": 0.0}
     fulls = set()
@@ -406,7 +406,7 @@ def stacks_while_held():
     return stopped_at("backward", "blocks.1", script)
 
 
-def test_stacks_begin_with_the_main_thread_and_show_where_it_stands():
+def test_stacks_begin_with_the_main_thread_and_its_position():
     (found,) = run(1, stacks_while_held)
     assert found[0].name == "MainThread"
     assert found[0].is_main

@@ -70,7 +70,7 @@ def test_a_cell_in_a_stopped_step_is_interrupted_at_once(flagged):
         ctrl_c("workbench.runtime.held_eval")
 
 
-def test_afterwards_the_signal_does_what_it_did_before():
+def test_the_signal_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     interrupts = Interrupts(lambda: None)
     with interrupts.guarded():

@@ -48,7 +48,7 @@ def test_a_model_is_as_large_within_a_step_as_before_it(api):
         assert set(sizes) == {sizes[0]}
 
 
-def test_only_a_model_made_anew_cuts_the_curve():
+def test_only_a_model_made_again_cuts_the_curve():
     results = run(2, two_models)
     first, both = (joined([result[place] for result in results]) for place in (0, 1))
     assert training.summary(first).cuts == ()

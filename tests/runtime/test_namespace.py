@@ -11,7 +11,7 @@ from workbench.protocol.rank_messages import CellLine
 from workbench.runtime import namespace, rank, stacks
 
 
-class Making:
+class ConcurrentNamespace:
     """Adds a variable whenever its class is read, as a cell in another thread may."""
 
     def __init__(self, variables):
@@ -20,12 +20,12 @@ class Making:
     @property
     def __class__(self):
         self._variables[f"new_{len(self._variables)}"] = self
-        return Making
+        return ConcurrentNamespace
 
 
 def test_names_can_be_asked_for_while_a_cell_makes_new_ones(monkeypatch):
     variables = {"model": torch.nn.Linear(1, 1)}
-    variables |= {"a": Making(variables), "b": Making(variables)}
+    variables |= {"a": ConcurrentNamespace(variables), "b": ConcurrentNamespace(variables)}
     monkeypatch.setattr(namespace, "user_namespace", lambda: variables)
     assert namespace.module_names() == ["model"]
     assert len(variables) > 3

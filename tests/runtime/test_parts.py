@@ -199,7 +199,7 @@ def around_on_one_rank(api):
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_what_ranks_compare_does_not_depend_on_what_a_unit_is_called(api):
+def test_compared_texts_do_not_depend_on_unit_names(api):
     first, second = run(2, around_on_one_rank, api)
     assert first == {f"0.{name}" for name in second}
     assert sorted(second) == UNITS[api]

@@ -86,7 +86,7 @@ def plainly(num_ranks):
 
 
 @pytest.mark.parametrize("name", quick(POLICIES, ["plain", "kept", "mixed precision", "offload"]))
-def test_a_policy_trains_is_recorded_as_its_closed_form_says_and_verifies(name):
+def test_a_policy_trains_matches_its_closed_form_and_verifies(name):
     policy = POLICIES[name]
     num_ranks = ranks_for(policy)
     results = trained(name)
@@ -122,7 +122,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_a_policy_is_put_in_words(name):
+def test_the_text_of_a_policy(name):
     assert trained(name)[0]["shard"]["policy"][: len(WORDS[name])] == WORDS[name]
 
 
@@ -147,7 +147,7 @@ def repeat_policy():
     return out
 
 
-def test_a_policy_that_the_model_has_already_changes_nothing():
+def test_the_current_policy_changes_nothing():
     for out in run(2, repeat_policy):
         assert [reply["is_changed"] for reply in out["again"]] == [False] * 5
         assert out["again"][2]["units"] == ["blocks.1"]
@@ -205,7 +205,7 @@ def losses_unchanged(num_ranks, clip, **policy):
 
 
 @pytest.mark.parametrize(("first", "second"), quick_rows(CHANGES, CHANGES[:1]), ids=str)
-def test_a_live_model_gets_another_policy_and_goes_on(first, second):
+def test_a_live_model_gets_another_policy_and_continues(first, second):
     num_ranks, clip = ranks_for(first, second), 1.0 if "mesh" in second else None  # the norm is summed over the mesh
     for unchanged, (losses, report, carried, kinds, ok, broken, units) in zip(
         losses_unchanged(num_ranks, clip, **first), run(num_ranks, change, first, second, clip), strict=True
@@ -253,7 +253,7 @@ def policies_told():
     return found
 
 
-def test_a_sharded_model_says_how_in_the_words_of_reshard():
+def test_the_policy_of_a_sharded_model_is_shown_as_reshard_options():
     for found in run(4, policies_told):
         assert found[0][0] == ModelPolicy(
             api="fully_shard",
@@ -272,7 +272,7 @@ def test_a_sharded_model_says_how_in_the_words_of_reshard():
             assert sorted(map(planned, again), key=str) == sorted(map(planned, kept), key=str), changes
 
 
-def test_what_a_reshard_comes_to_can_be_told_before():
+def test_a_reshard_can_be_previewed():
     for found, model in run(4, reshards_by_plan):
         for changes, (before, after) in zip(RESHARDS, found, strict=True):
             assert sorted(map(planned, before), key=str) == sorted(map(planned, after), key=str), changes
@@ -298,7 +298,7 @@ def reshards_that_cannot_be():
     return texts
 
 
-def test_a_reshard_that_cannot_be_says_so_before():
+def test_the_preview_of_an_impossible_reshard_is_an_error():
     for texts in run(1, reshards_that_cannot_be):
         parts = ["'model' is not sharded; shard it first", "the model has no module of class Blok; its classes are: "]
         parts += [
@@ -333,7 +333,7 @@ def reshards_of_a_unit():
     return found, model, check(trace_here())
 
 
-def test_one_unit_gets_a_policy_of_its_own_and_the_others_keep_theirs():
+def test_one_unit_gets_its_own_policy_and_the_others_keep_theirs():
     for found, model, broken in run(2, reshards_of_a_unit):
         plain = None
         for (changes, wanted), (before, units, report, losses) in zip(UNITS, found, strict=True):
@@ -400,7 +400,7 @@ def precisions_field_by_field():
     return found
 
 
-def test_of_a_precision_what_is_not_named_stays():
+def test_unnamed_parts_of_a_precision_are_kept():
     for found in run(2, precisions_field_by_field):
         for (name, changes, expected), (before, units, precisions) in zip(PRECISIONS, found, strict=True):
             assert precisions == expected, (name, changes)
@@ -432,7 +432,7 @@ def wrong_units():
     return texts, same
 
 
-def test_what_one_unit_cannot_have_is_said_and_nothing_changes():
+def test_an_option_that_a_unit_cannot_have_is_refused():
     for texts, same in run(2, wrong_units):
         parts = [
             "'model.blocks.1' is not sharded; shard it first",
@@ -469,7 +469,7 @@ def keeps_prefetch():
     return texts, lists, emptied
 
 
-def test_prefetch_lists_follow_the_units_until_they_are_given_up():
+def test_prefetch_lists_follow_the_units_until_removed():
     texts, lists, emptied = run(1, keeps_prefetch)[0]
     assert texts == [["gathers 2 units ahead"]] * 2
     assert lists == [2, 2, 2, 2, 2, 2, 1, 0]
@@ -516,7 +516,7 @@ def wrong_policies():
     return texts, plain, before == after
 
 
-def test_a_policy_that_does_not_fit_says_what_does_and_changes_nothing():
+def test_a_policy_that_does_not_fit_lists_those_that_do():
     for texts, plain, same in run(2, wrong_policies):
         parts = [
             "'model' is not sharded; shard it first: %fsdp shard model",

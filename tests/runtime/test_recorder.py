@@ -73,7 +73,7 @@ def test_steps_are_numbered_and_close_the_one_before():
     assert rows["step"].tolist() == [0, 0, 1, 1]
 
 
-def test_a_step_given_up_has_no_end():
+def test_an_aborted_step_has_no_end():
     recorder = Recorder(Header())
     recorder.begin_step()
     recorder.give_up_step()
@@ -104,7 +104,7 @@ def report(recorder, events):
 
 
 @given(EVENTS, st.sampled_from([4, 7, 16, 128]))
-def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, capacity):
+def test_drains_add_up_and_key_frames_are_exact(events, capacity):
     recorder, everything = Recorder(Header(), capacity), Recorder(Header())
     drains = []
     for what, a, b in events:
@@ -125,7 +125,7 @@ def test_drains_add_up_to_what_was_recorded_and_key_frames_are_exact(events, cap
 
 
 @given(EVENTS, EVENTS, EVENTS)
-def test_what_is_off_the_record_leaves_only_what_it_changed(before, between, after):
+def test_unrecorded_work_leaves_only_its_memory_changes(before, between, after):
     recorder, everything = Recorder(Header()), Recorder(Header())
     report(everything, before + between + after)
     report(recorder, before)
@@ -146,7 +146,7 @@ def test_what_is_off_the_record_leaves_only_what_it_changed(before, between, aft
     assert recorder.ordinal == len([what for what, *_ in before + after if what in ("unshard", "reshard")]) + 1
 
 
-def test_off_the_record_what_began_on_it_ends_on_it():
+def test_recorded_spans_end_while_recording_is_off():
     recorder = Recorder(Header())
     emit(recorder, Kind.ALL_GATHER, Edge.BEGIN, comm=COMM)
     with recorder.unrecorded():
@@ -154,7 +154,7 @@ def test_off_the_record_what_began_on_it_ends_on_it():
     assert rows_of(recorder.drain())["edge"].tolist() == [Edge.BEGIN, Edge.END]
 
 
-def test_what_the_garbage_collector_announces_within_an_append_is_kept():
+def test_events_from_the_garbage_collector_within_an_append_are_kept():
     recorder = Recorder(Header())
 
     class Dies:
@@ -196,7 +196,7 @@ def test_drains_from_another_thread_lose_nothing():
     assert seqs.tolist() == list(range(count))
 
 
-def test_a_drain_can_be_asked_for_again():
+def test_a_drain_can_be_repeated():
     recorder = Recorder(Header())
     for _ in range(3):
         emit(recorder, Kind.FORWARD, Edge.BEGIN)
@@ -240,7 +240,7 @@ def test_units_are_described_and_replaced():
     assert recorder.header_version > version
 
 
-class Known:
+class UnitSource:
     """A source of some units."""
 
     def __init__(self, name, *units):
@@ -253,8 +253,8 @@ class Known:
         raise AssertionError("nobody asks for tensors here")
 
 
-def test_units_that_no_source_has_any_more_are_gone():
-    recorder, first, second = Recorder(Header()), Known("first", 0, 1), Known("second", 2)
+def test_units_without_a_source_are_removed():
+    recorder, first, second = Recorder(Header()), UnitSource("first", 0, 1), UnitSource("second", 2)
     for index in range(3):
         recorder.unit(dataclasses.replace(example_trace().header.units[0], index=index))
     recorder.note_gone()
@@ -271,7 +271,7 @@ def test_units_that_no_source_has_any_more_are_gone():
     assert recorder.header_version > version
 
 
-def test_a_slot_that_is_taken_and_given_back_moves_between_classes():
+def test_an_acquired_and_released_slot_moves_between_classes():
     recorder = Recorder(Header())
     for category, delta in (
         (Category.UNSHARDED_PARAMS, 64),
@@ -310,7 +310,7 @@ def left_by_an_evaluation(recorder):
     emit(recorder, Kind.ALL_GATHER, Edge.BEGIN, unit=2, comm=COMM)
 
 
-def test_after_a_cell_that_failed_between_steps_no_step_is_said_to_be_aborted():
+def test_a_failed_cell_between_steps_aborts_no_step():
     recorder = Recorder(Header())
     recorder.begin_step()
     recorder.end_step()
@@ -320,7 +320,7 @@ def test_after_a_cell_that_failed_between_steps_no_step_is_said_to_be_aborted():
 
 
 @pytest.mark.parametrize("begin", [Recorder.begin_step, lambda recorder: recorder.phase(Phase.FORWARD)])
-def test_what_was_under_way_is_said_to_be_aborted_also_when_it_is_given_up_twice(begin):
+def test_an_abort_is_recorded_once_even_if_repeated(begin):
     recorder = Recorder(Header())
     begin(recorder)
     left_by_an_evaluation(recorder)
@@ -376,7 +376,7 @@ def checked(recorder):
     return rows
 
 
-def test_the_device_tells_of_every_event_when_it_has_come_to_it_and_the_host_goes_on():
+def test_device_times_are_recorded_without_blocking_the_host():
     recorder, device = on_device()
     recorder.begin_step()
     tell_one(recorder, Kind.FORWARD, Edge.BEGIN)
@@ -411,7 +411,7 @@ def test_a_collective_ends_where_the_device_ends_it_and_compute_waits_until_then
     assert rows["t_ns"][3] < ended[0]  # the host had passed it long before
 
 
-def test_a_step_given_up_claims_no_end_that_was_not():
+def test_an_aborted_step_has_no_false_end():
     recorder, device = on_device()
     recorder.begin_step()
     gather(recorder, device, ends=False)
@@ -456,7 +456,7 @@ def test_drains_in_the_middle_of_a_step_lose_nothing_of_the_device(doing):
     checked(recorder)
 
 
-def test_what_the_device_tells_is_no_event_and_no_place_where_a_rank_is():
+def test_device_rows_are_neither_events_nor_positions():
     recorder, device = on_device()
     recorder.begin_step()
     for _ in range(400):
@@ -468,7 +468,7 @@ def test_what_the_device_tells_is_no_event_and_no_place_where_a_rank_is():
     assert device.events < 500
 
 
-def test_off_the_record_nothing_is_marked_and_what_was_marked_before_is_told_later():
+def test_unrecorded_work_is_not_marked_and_earlier_marks_arrive_later():
     recorder, device = on_device()
     tell_one(recorder, Kind.FORWARD, Edge.BEGIN)
     with recorder.unrecorded():

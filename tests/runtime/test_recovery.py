@@ -76,7 +76,7 @@ def failed_and_gone_on(blocked):
 
 
 @pytest.mark.parametrize("blocked", [in_the_engine, in_a_barrier, in_clipping])
-def test_blocked_ranks_are_freed_and_training_goes_on(blocked):
+def test_blocked_ranks_are_freed_and_training_continues(blocked):
     for rank, (_, error, after, total) in enumerate(failed_and_gone_on(blocked)):
         assert rank == 1 or error == (StepAborted, REASON)
         assert len(after) == 2

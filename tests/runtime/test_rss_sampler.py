@@ -28,7 +28,7 @@ def statm(tmp_path):
     return tmp_path / "statm"
 
 
-def test_resident_pages_are_told_in_bytes(statm):
+def test_resident_pages_are_reported_in_bytes(statm):
     found = []
     sampler = RssSampler(found.append, statm)
     sampler.sample()
@@ -43,7 +43,7 @@ def test_no_two_samples_are_closer_than_a_few_milliseconds(statm):
     assert len(found) == 3
 
 
-def test_each_sample_reads_anew(statm):
+def test_each_sample_reads_again(statm):
     clock, found = Clock(), []
     sampler = RssSampler(found.append, statm, clock)
     sampler.sample()
@@ -53,7 +53,7 @@ def test_each_sample_reads_anew(statm):
     assert found[1] - found[0] == os.sysconf("SC_PAGE_SIZE")
 
 
-def test_where_the_system_does_not_tell_nothing_is_sampled(tmp_path):
+def test_without_a_system_counter_nothing_is_sampled(tmp_path):
     found = []
     sampler = RssSampler(found.append, tmp_path / "none")
     sampler.sample()
@@ -61,7 +61,7 @@ def test_where_the_system_does_not_tell_nothing_is_sampled(tmp_path):
 
 
 @has_statm
-def test_it_is_what_psutil_says():
+def test_it_matches_psutil():
     mine, theirs = RssSampler(print).num_bytes(), psutil.Process().memory_info().rss
     assert mine == pytest.approx(theirs, rel=0.05)
 
@@ -114,7 +114,7 @@ def test_a_phase_is_sampled_at_its_end_and_the_rows_are_valid():
     assert check(trace) == []
 
 
-def test_a_sample_does_not_say_where_a_rank_is():
+def test_a_sample_is_not_a_position():
     recorder = Recorder(Header(world_size=1))
     recorder.begin_step()
     recorder.resident(4096)

@@ -82,7 +82,7 @@ def test_every_view_draws_it(recorded, view):
     assert title(fig)
 
 
-def test_views_say_what_it_did(recorded):
+def test_views_show_its_events(recorded):
     loop, trace = recorded
     assert "as expected" in title(draw("comms", trace))
     curves = [list(line.y) for line in draw("training", trace).data]
@@ -148,7 +148,7 @@ def inspected(gate, *names):
     return [gate.tickets[name] for name in names]
 
 
-def test_what_it_holds_is_inspected_as_of_our_engine():
+def test_its_parameters_are_inspected_like_the_engines():
     def look(gate):
         return inspected(gate, "layers.1.weight", "layers.0.weight", "weight", "layer")
 
@@ -168,7 +168,7 @@ def test_what_it_holds_is_inspected_as_of_our_engine():
     assert "nearest: layers.2.weight, layers.1.weight" in unknown.error.evalue
 
 
-def test_why_a_parameter_of_it_is_there_is_read_from_what_it_told():
+def test_the_reason_of_a_parameter_comes_from_its_events():
     cases = {
         ("forward", "layers.1"): "its forward is about to run (requested in forward of step 0)",
         ("forward.end", "layers.1"): "its forward runs (requested in forward of step 0)",
@@ -185,7 +185,7 @@ def test_why_a_parameter_of_it_is_there_is_read_from_what_it_told():
         assert done.inspected.full.why.startswith(why), event
 
 
-def test_it_needs_nothing_but_the_words():
+def test_it_imports_only_events():
     program = "import sys, tests.helpers.plain_loop; print(*{m for m in sys.modules if m.startswith('workbench')})"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {"workbench", "workbench.events"}

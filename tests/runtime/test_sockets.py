@@ -37,7 +37,7 @@ def test_tracked_sockets_end_and_others_live(listener):
         sock.close()
 
 
-def test_the_store_s_connections_are_left_alone(listener):
+def test_the_stores_connections_are_not_shut(listener):
     sockets = PeerSockets()
     sockets.store_port = listener.getsockname()[1]
     with sockets.tracked():

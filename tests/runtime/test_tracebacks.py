@@ -80,7 +80,7 @@ def test_a_deep_recursion_is_cut_to_its_ends(rendered):
     assert len(text.splitlines()) < 20 * tracebacks.MAX_FRAMES
 
 
-def test_what_led_to_an_exception_is_folded_too(rendered):
+def test_causes_of_an_exception_are_folded_too(rendered):
     text = rendered("again")
     assert "The above exception was the direct cause" in text
     assert text.index("RuntimeError") < text.index("my own words")

@@ -64,7 +64,7 @@ def without_verify(reshard, warm):
 
 @pytest.mark.parametrize("reshard", ["true", "false"])
 @pytest.mark.parametrize("warm", quick([True, False], [False]))
-def test_nothing_that_is_shown_changes_by_verify(reshard, warm):
+def test_verify_changes_no_view(reshard, warm):
     results = run(2, with_and_without_verify, reshard, warm)
     before, after, end = (joined([result[place] for result in results]) for place in range(3))
     results_without = run(2, without_verify, reshard, warm)
@@ -120,7 +120,7 @@ def verify_of_unsharded_units():
     return before, after, same
 
 
-def test_parameters_and_gradients_stay_and_where_they_are_is_told():
+def test_parameters_and_gradients_stay_and_the_position_is_reported():
     for before, after, same in run(2, verify_of_unsharded_units):
         assert same
         assert before.bytes_by_category[Category.SHARDED_GRADS] > 0
@@ -155,7 +155,7 @@ def accumulates_without_sync():
     return verified, execute(Step(count=1))["steps_done"]
 
 
-def test_a_step_that_says_something_to_fsdp_modules_is_compared_as_any_other():
+def test_a_step_that_calls_fsdp_methods_is_verified():
     for verified, steps in run(2, accumulates_without_sync):
         assert verified["ok"]
         assert verified["max_abs_diff"] < 1e-6
@@ -207,7 +207,7 @@ def verify_with(*, api, nan):
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "classic"])
-def test_a_model_that_keeps_what_deepcopy_refuses_is_verified(api):
+def test_a_model_with_uncopyable_attributes_is_verified(api):
     for verified in run(2, functools.partial(verify_with, api=api, nan=False)):
         assert verified["ok"]
         assert verified["not_finite"] == []
@@ -246,14 +246,14 @@ def train_in_parallel(dim, mp_policy):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
-def test_a_model_that_is_split_by_tensor_parallelism_as_well_is_verified(mp_policy):
+def test_a_tensor_parallel_model_is_verified(mp_policy):
     for right, losses in run(4, train_in_parallel, 8, mp_policy):
         assert right["ok"], right
         assert right["params"] == 3 * 6
         assert losses[1] < losses[0]
 
 
-def test_nan_in_both_is_named_and_is_no_difference():
+def test_nan_in_both_is_reported_and_not_a_difference():
     for stepped, verified, _ in run(2, functools.partial(verify_with, api="fully_shard", nan=True)):
         assert stepped["first_step"] == 0
         assert verified["ok"]

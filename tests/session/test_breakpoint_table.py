@@ -4,7 +4,7 @@ from workbench.errors import UsageError
 from workbench.session.breakpoint_table import Breakpoints
 
 
-def test_they_are_numbered_and_taken_away():
+def test_they_are_numbered_and_removed():
     points = Breakpoints()
     first = points.add("wait", None, rank=None, when=None)
     points.add("forward", "head", rank=1, when="step > 2")
@@ -14,7 +14,7 @@ def test_they_are_numbered_and_taken_away():
     assert points.named(first.id) == "breakpoint 1: wait"
     assert points.named(9) == "breakpoint 9"
     assert points.clear(1) == 1
-    with pytest.raises(UsageError, match="there is no breakpoint 1; there are: 2"):
+    with pytest.raises(UsageError, match="there is no breakpoint 1; breakpoints: 2"):
         points.clear(1)
     assert points.clear(None) == 1
     with pytest.raises(UsageError, match="there is no breakpoint 7; none is set"):

@@ -62,7 +62,7 @@ def converted(found, rank, t_ns):
     return np.frombuffer(found.on_rank_0s(rank, rows.tobytes()), ROW_DTYPE)["t_ns"].tolist()
 
 
-def test_ranks_that_read_the_clock_of_rank_0_are_not_asked_and_keep_their_times():
+def test_ranks_on_rank_0s_clock_are_not_queried_and_keep_their_times():
     hosts = Hosts({0: "far", 1: "far"})
     found = hosts.clocks()
     assert not found.compare(hosts, range(2), timeout_s=1.0)
@@ -88,7 +88,7 @@ def test_times_of_other_hosts_become_rank_0s_within_the_error(first):
             assert abs(reading.offset_ns - (hosts.shows(rank) - true_ns)) <= reading.error_ns
 
 
-def test_one_rank_of_each_host_is_asked_several_times_and_again_later():
+def test_one_rank_of_each_host_is_queried_several_times_and_again_later():
     hosts = Hosts({rank: "ab"[rank // 2] for rank in range(4)})
     hosts.host_of[0] = hosts.host_of[1] = "here"
     found = hosts.clocks()
@@ -102,7 +102,7 @@ def test_one_rank_of_each_host_is_asked_several_times_and_again_later():
     assert len(found.readings[0].readings) == 2
 
 
-def test_where_a_rank_does_not_answer_the_next_one_of_its_host_is_asked():
+def test_if_a_rank_does_not_answer_the_next_of_its_host_is_queried():
     hosts = Hosts({0: "here", 1: "a", 2: "a"}, silent={1})
     found = hosts.clocks()
     assert not found.compare(hosts, range(3), timeout_s=1.0)
@@ -112,7 +112,7 @@ def test_where_a_rank_does_not_answer_the_next_one_of_its_host_is_asked():
     assert found.knows(1)
 
 
-def test_of_a_rank_whose_clock_is_not_known_nothing_is_collected_yet():
+def test_a_rank_with_an_unknown_clock_is_not_collected():
     cluster = FakeCluster(2)
     cluster.start()
     cluster.ranks[1].recorded = cluster.ranks[0].recorded = 50
@@ -130,7 +130,7 @@ def test_of_a_rank_whose_clock_is_not_known_nothing_is_collected_yet():
     assert set(moved.tolist()) == {-reading.offset_ns}
 
 
-def test_an_answer_that_takes_long_says_less_than_what_is_known():
+def test_a_slow_answer_does_not_replace_a_better_reading():
     hosts = Hosts({0: "here", 1: "a"}, {"a": HOUR})
     found = hosts.clocks()
     found.compare(hosts, range(2), timeout_s=1.0)
@@ -141,7 +141,7 @@ def test_an_answer_that_takes_long_says_less_than_what_is_known():
     assert [reading.error_ns for reading in clock.readings] == [clock.readings[0].error_ns]
 
 
-def test_nobody_waits_for_many_slow_answers():
+def test_many_slow_answers_are_not_waited_for():
     hosts = Hosts({0: "here", 1: "a", 2: "b"}, takes_ns=S)
     begin_ns, found = hosts.now_ns, hosts.clocks()
     assert found.compare(hosts, range(3), timeout_s=1.0)
@@ -171,7 +171,7 @@ def test_readings_of_many_hours_stay_few(monkeypatch):
     ahead_ns=st.integers(-(10**16), 10**16),
     pauses=st.lists(st.sampled_from([20_000_000, S, 11 * S, HOUR]), min_size=1, max_size=12),
 )
-def test_whatever_clocks_do_times_are_within_the_error_and_in_their_order(seed, faster, ahead_ns, pauses):
+def test_times_are_within_the_error_and_ordered_for_any_clocks(seed, faster, ahead_ns, pauses):
     """Two ranks of another host record at any time, and are drained after any pause."""
     hosts = Hosts({0: "here", 1: "a", 2: "a"}, {"a": ahead_ns}, {"a": faster}, random=Random(seed))
     found, reported = hosts.clocks(), {1: [], 2: []}

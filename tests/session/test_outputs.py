@@ -17,7 +17,7 @@ class Job:
         self.now = 0.0
         self.answers = {first + rank: Answer() for rank in range(num_ranks)}
         self.stream = Stream(PendingReplies(self.answers), first, lambda: self.now)
-        self.heard = []
+        self.outputs = []
 
     def write(self, texts, **more):
         """Write ``texts``: of all ranks, or by rank."""
@@ -31,10 +31,10 @@ class Job:
         return self.reported(self.stream.forward)
 
     def reported(self, method, **more):
-        heard = []
-        method(heard.append, **more)
-        self.heard += heard
-        return heard
+        outputs = []
+        method(outputs.append, **more)
+        self.outputs += outputs
+        return outputs
 
     def end(self, *ranks):
         for rank in ranks or self.answers:
@@ -70,14 +70,14 @@ def marked(lower):
 # ---- they agree
 
 
-def test_what_all_wrote_is_handed_on_at_once():
+def test_common_output_is_passed_on_immediately():
     job = Job()
     assert texts(job.write("hello\n")) == ["hello\n"]
     assert texts(job.write("again\n")) == ["again\n"]
     assert texts(job.finish()) == ["--- 3 ranks agree\n"]
 
 
-def test_what_the_first_wrote_alone_waits_for_a_moment():
+def test_output_of_the_first_rank_alone_waits_briefly():
     job = Job()
     assert job.write({0: "hello\n"}) == []
     assert job.look(GRACE_S / 2) == []
@@ -87,45 +87,45 @@ def test_what_the_first_wrote_alone_waits_for_a_moment():
     assert texts(job.finish()) == ["--- 3 ranks agree\n"]
 
 
-def test_it_waits_for_nobody_who_has_ended():
+def test_it_does_not_wait_for_ended_ranks():
     job = Job()
     job.end(1, 2)
     assert texts(job.write({0: "hello\n"})) == ["hello\n"]
 
 
-def test_what_others_wrote_first_is_no_difference():
+def test_output_that_arrives_earlier_from_others_is_no_difference():
     job = Job()
     assert job.write({1: "a\nb\n", 2: "a\n"}) == []
     assert texts(job.write({0: "a\nb\n"})) == []  # rank 2 may still write something else
     assert texts(job.write({2: "b\n"})) == ["a\nb\n"]
 
 
-def test_who_wrote_alone_is_named_in_a_line():
+def test_a_rank_that_wrote_alone_is_named_in_a_line():
     job = Job()
     job.write({0: "hello\n"})
     assert texts(job.finish()) == ["hello\n", "--- above: rank 0; ranks 1-2 wrote nothing\n"]
 
 
-def test_silence_and_a_rank_by_itself_need_no_words():
+def test_silence_and_a_single_rank_need_no_line():
     assert Job().finish() == []
     job = Job(1)
     assert texts(job.write("x")) == ["x"]
     assert job.finish() == []
 
 
-def test_a_failure_says_only_what_differs():
+def test_a_failure_shows_only_differences():
     job = Job()
     job.write("hello\n")
     job.end()
     assert job.reported(job.stream.finish, also_agreement=False) == []
 
 
-def test_figures_of_the_first_come_in_their_place():
+def test_figures_of_the_first_rank_appear_in_order():
     job = Job()
     assert job.write({0: "a\n"}) == job.write({0: PNG}) == job.write({0: "b\n"}) == []
     for output in (Output("stdout", text="a\n"), PNG, Output("stdout", text="b\n")):
         job.write({1: output, 2: output})
-    assert [output.text or plain(output) for output in job.heard] == ["a\n", "<Figure>", "b\n"]
+    assert [output.text or plain(output) for output in job.outputs] == ["a\n", "<Figure>", "b\n"]
 
 
 # ---- they differ
@@ -139,16 +139,16 @@ def test_tabs_begin_with_the_line_in_which_ranks_differ():
     assert plain(lower) == "--- ranks 0-1:\nloss 1\n--- rank 2:\nloss 2"
     assert marked(lower) == [2]
     assert lower.is_draft
-    assert texts(job.heard[:1]) == ["same\n"]
+    assert texts(job.outputs[:1]) == ["same\n"]
     (last,) = job.finish()
     assert (last.kind, last.display_id, last.is_draft) == ("update", lower.display_id, False)
     assert plain(last) == plain(lower)
 
 
-def test_a_line_that_was_begun_alike_is_whole_in_the_tabs():
+def test_a_line_with_a_common_beginning_is_complete_in_the_tabs():
     job = Job(2)
     job.write("a\nrank ")
-    assert texts(job.heard) == ["a\nrank "]
+    assert texts(job.outputs) == ["a\nrank "]
     _, lower = tabs(job.write({0: "0\n", 1: "1\n"}))
     assert plain(lower) == "--- rank 0:\nrank 0\n--- rank 1:\nrank 1"
 
@@ -182,7 +182,7 @@ def test_a_rank_that_parts_earlier_moves_the_beginning():
     assert plain(lower) == "--- rank 0:\na\nb\n--- rank 1:\na\nx\n--- rank 2:\na!"
 
 
-def test_who_wrote_less_at_the_end_differs():
+def test_a_rank_with_less_output_differs():
     job = Job(2)
     job.write("a\n")
     job.write({0: "b\n"}, after_s=1)
@@ -191,22 +191,22 @@ def test_who_wrote_less_at_the_end_differs():
     assert marked(lower) == [1]
 
 
-def test_the_first_rank_is_the_first_that_was_asked():
+def test_the_first_rank_is_the_first_target():
     job = Job(2, first=2)
     job.write({2: "two\n", 3: "three\n"})
-    assert plain(job.heard[-1]).startswith("--- rank 2:\ntwo\n")
+    assert plain(job.outputs[-1]).startswith("--- rank 2:\ntwo\n")
 
 
 def test_figures_are_shown_and_texts_that_differ_are_not_shown_twice():
     job = Job(2)
     job.write({0: "0\n", 1: "1\n"})
     value = Output("result", data={"text/plain": "7"})
-    heard = job.write({0: value, 1: value}) + job.write({0: PNG, 1: PNG})
-    assert heard == [PNG]
+    outputs = job.write({0: value, 1: value}) + job.write({0: PNG, 1: PNG})
+    assert outputs == [PNG]
     assert plain(job.finish()[-1]) == "--- rank 0:\n0\n7\n<Figure>\n--- rank 1:\n1\n7\n<Figure>"
 
 
-def test_what_a_rank_clears_takes_the_tabs_along():
+def test_clearing_the_output_removes_the_tabs():
     job = Job(2)
     upper, _ = tabs(job.write({0: "0\n", 1: "1\n"}))
     clear, new, _ = [*job.write({0: Output("clear")}), *job.look(2 * RENEW_S)]
@@ -215,7 +215,7 @@ def test_what_a_rank_clears_takes_the_tabs_along():
     assert new.display_id != upper.display_id
 
 
-def test_what_was_settled_at_a_stop_is_not_shown_again():
+def test_output_shown_at_a_stop_is_not_shown_again():
     job = Job(2)
     job.write("same\n")
     assert texts(job.reported(job.stream.pause)) == ["--- 2 ranks agree\n"]
@@ -226,7 +226,7 @@ def test_what_was_settled_at_a_stop_is_not_shown_again():
     assert texts(job.finish()) == ["--- 2 ranks agree\n"]
 
 
-def test_a_rank_that_stands_earlier_is_compared_later():
+def test_a_rank_stopped_earlier_is_compared_later():
     job = Job(2)
     job.write({0: "a\nb\n", 1: "a\n"})
     assert texts(job.reported(job.stream.pause)) == ["a\nb\n", "--- 2 ranks agree\n"]
@@ -234,13 +234,13 @@ def test_a_rank_that_stands_earlier_is_compared_later():
     assert texts(job.finish()) == ["--- 2 ranks agree\n"]
 
 
-def test_what_is_written_at_once():
-    heard = []
-    assert written_at_once({1: "a", 2: "a"}, heard.append) == "--- 2 ranks agree\n"
-    assert texts(heard) == ["a", "--- 2 ranks agree\n"]
+def test_output_written_immediately():
+    outputs = []
+    assert written_at_once({1: "a", 2: "a"}, outputs.append) == "--- 2 ranks agree\n"
+    assert texts(outputs) == ["a", "--- 2 ranks agree\n"]
     reported = "--- rank 1:\na\n--- rank 2:\nb\n"
-    assert written_at_once({1: "a", 2: "b"}, heard.append) == reported
-    assert plain(heard[-1]) == reported.rstrip("\n")
+    assert written_at_once({1: "a", 2: "b"}, outputs.append) == reported
+    assert plain(outputs[-1]) == reported.rstrip("\n")
 
 
 # ---- laws
@@ -248,11 +248,11 @@ def test_what_is_written_at_once():
 PIECES = st.lists(st.sampled_from(["a\n", "b", "\n", "long line\n", ""]), max_size=6)
 
 
-def test_ranks_that_differ_in_an_empty_line_are_told_apart():
+def test_ranks_that_differ_in_an_empty_line_are_distinguished():
     job = Job(2)
     job.write({0: "a\na\n", 1: "a\n\na\n"})
     job.finish()
-    assert plain(job.heard[-1]).count("---") == 2
+    assert plain(job.outputs[-1]).count("---") == 2
 
 
 @given(st.lists(PIECES, min_size=2, max_size=4), st.data())
@@ -265,14 +265,14 @@ def test_nothing_is_lost_and_all_agree_or_every_rank_is_named(written, data):
         job.write({rank: left[rank].pop(0)}, after_s=data.draw(st.sampled_from([0.0, 0.3])))
     job.finish()
     whole = ["".join(pieces) for pieces in written]
-    streamed = "".join(output.text for output in job.heard if not output.text.startswith("---"))
-    panes = [plain(output) for output in job.heard if output.display_id.endswith("panes")]
+    streamed = "".join(output.text for output in job.outputs if not output.text.startswith("---"))
+    panes = [plain(output) for output in job.outputs if output.display_id.endswith("panes")]
     assert whole[0].startswith(streamed)
     if not panes:
         assert streamed == whole[0]
         assert len({text.strip() for text in whole[1:]}) == 1
         return
-    assert not job.heard[-1].is_draft
+    assert not job.outputs[-1].is_draft
     shown = panes[-1]
     for rank, text in enumerate(whole):
         lines = text.splitlines()
@@ -294,7 +294,7 @@ def test_a_part_of_a_text_in_pieces_is_that_of_the_whole(pieces, data):
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_much_output_of_many_ranks_is_looked_at_once_each(differs):
+def test_much_output_of_many_ranks_is_read_once(differs):
     """The characters compared or shown are linear in those written, not quadratic."""
     job, looked = Job(64), []
     part = _Text.part
@@ -308,8 +308,8 @@ def test_much_output_of_many_ranks_is_looked_at_once_each(differs):
         for turn in range(300):
             job.write({rank: f"{turn} {rank * differs}\n" + "x" * 99 + "\n" for rank in job.answers}, after_s=0.02)
         job.finish()
-    num_renewed = sum(output.display_id.endswith("panes") for output in job.heard)
-    size = max((len(plain(output)) for output in job.heard if output.data), default=0)
+    num_renewed = sum(output.display_id.endswith("panes") for output in job.outputs)
+    size = max((len(plain(output)) for output in job.outputs if output.data), default=0)
     assert sum(looked) < 64 * 300 * 110 * 3 + (num_renewed + 1) * 64 * 6_000
     assert size < 400_000
 
@@ -321,7 +321,7 @@ def bar(percent, speed, more=""):
     return f"\r{percent:3}%|{'#' * (percent // 10):10}| {percent}/100 [00:0{speed}<00:0{speed}, {speed}.5it/s{more}]"
 
 
-def test_bars_that_differ_in_speed_alone_are_one():
+def test_bars_that_differ_only_in_speed_are_merged():
     job = Job(2)
     job.write(bar(0, 0))
     job.write({0: bar(40, 2), 1: bar(50, 3)})
@@ -331,7 +331,7 @@ def test_bars_that_differ_in_speed_alone_are_one():
     job.write({0: bar(100, 2) + "\n", 1: bar(90, 3) + bar(100, 3) + "\n"})
     job.write("and then\n")
     assert texts(job.finish()) == ["--- 2 ranks agree\n"]
-    shown = "".join(texts(job.heard[:-1]))
+    shown = "".join(texts(job.outputs[:-1]))
     assert shown == bar(0, 0) + bar(40, 2) + bar(80, 2) + bar(100, 2) + "\nand then\n"
 
 
@@ -343,24 +343,24 @@ def test_a_bar_moves_on_while_another_rank_is_slow():
 
 
 @pytest.mark.parametrize("end", ["\n", "\r" + " " * 60 + "\r"])
-def test_bars_that_end_elsewhere_are_told_apart_at_the_end(end):
+def test_bars_with_different_ends_are_distinguished_at_the_end(end):
     job = Job(2)
     job.write(bar(0, 0))
     job.write({0: bar(30, 2) + bar(100, 2, ", loss=1") + end, 1: bar(50, 3) + bar(100, 3, ", loss=2") + end})
     found = job.finish()
     if end == "\n":
-        _, lower = tabs([output for output in job.heard if output.display_id][:2])
+        _, lower = tabs([output for output in job.outputs if output.display_id][:2])
         assert "loss=1" in plain(lower)
         assert "loss=2" in plain(lower)
     else:  # nothing of them is visible any more
         assert texts(found)[-1] == "--- 2 ranks agree\n"
 
 
-def test_behind_bars_that_are_one_ranks_are_told_apart_from_their_own_line_on():
+def test_after_merged_bars_ranks_differ_from_their_own_line_on():
     job = Job(2)
     job.write({0: bar(0, 0) + bar(100, 2) + "\n", 1: bar(0, 0) + bar(50, 9) + bar(100, 9) + "\n"})
     found = job.write({0: "mine\nrest\n", 1: "yours\nrest\n"})
-    assert texts(job.heard[:-2]) == [bar(0, 0) + bar(100, 2) + "\n"]
+    assert texts(job.outputs[:-2]) == [bar(0, 0) + bar(100, 2) + "\n"]
     assert plain(tabs(found[-2:])[1]) == "--- rank 0:\nmine\nrest\n--- rank 1:\nyours\nrest"
 
 
@@ -383,7 +383,7 @@ def test_a_bar_within_a_stopped_step_is_compared_from_its_line_on_later():
     assert texts(job.finish())[-1] == "--- 2 ranks agree\n"
 
 
-def test_panes_of_bars_that_differ_in_speed_alone_are_one():
+def test_panes_of_bars_that_differ_only_in_speed_are_merged():
     job = Job(3)
     found = job.write({0: "a\n" + bar(100, 2) + "\n", 1: "a\n" + bar(100, 3) + "\n", 2: "b\n" + bar(100, 4) + "\n"})
     assert plain(tabs(found[-2:])[1]).count("---") == 2

@@ -61,7 +61,7 @@ def test_a_rank_held_in_a_wait_runs_to_the_furthest_too():
     assert channel.sent[-1] == (RunTo(place=StepPosition(0, 5)), (0, 1))
 
 
-def test_a_rank_that_blocks_lets_the_others_come_after_a_moment():
+def test_a_blocking_rank_lets_the_others_pass_after_a_moment():
     stopper, channel, clock = setup()
     stopper.pause({0, 1})
     assert stopper.look({0: at(3), 1: at(6, held=False)}, {0, 1}) is None
@@ -84,7 +84,7 @@ def test_a_rank_that_computes_on_is_late():
     assert (stop.held, stop.is_late) == ((0,), True)
 
 
-def test_a_rank_that_has_not_looked_up_from_its_wait_is_waited_for_as_one_that_computes():
+def test_a_rank_that_has_not_polled_in_its_wait_counts_as_computing():
     stopper, _, clock = setup()
     assert SETTLED_S < PAUSE_S
     stopper.pause({0, 1})
@@ -95,7 +95,7 @@ def test_a_rank_that_has_not_looked_up_from_its_wait_is_waited_for_as_one_that_c
     assert (stop.held, stop.is_late) == ((0,), False)
 
 
-def test_a_rank_that_does_not_answer_is_named_as_well():
+def test_an_unresponsive_rank_is_named_as_well():
     stopper, _, clock = setup()
     stopper.pause({0, 1})
     clock.now = STARVED_S
@@ -125,7 +125,7 @@ def test_ranks_that_wait_for_a_held_one_are_stopped_once_all_is_quiet():
     assert (stop.held, stop.is_late) == ((1,), False)
 
 
-def test_a_rank_behind_the_held_one_waits_for_the_machine_and_goes_on():
+def test_a_rank_behind_the_held_one_waits_and_continues():
     stopper, _, clock = setup()
     behind = {0: at(2, held=False, waiting=True), 1: at(3)}
     for clock.now in (0.0, 2 * SETTLED_S):
@@ -136,7 +136,7 @@ def test_a_rank_behind_the_held_one_waits_for_the_machine_and_goes_on():
     assert stopper.look(behind, {0, 1}).held == (1,)
 
 
-def test_what_was_let_go_is_not_held_any_more():
+def test_a_released_rank_is_no_longer_held():
     stopper, channel, _ = setup()
     stopper.release({0, 1}, {0: at(3), 1: at(3)}, "unit")
     assert channel.sent == [(Next(what="unit"), (0, 1))]
@@ -154,7 +154,7 @@ def test_a_rank_that_has_ended_does_not_count():
     assert stopper.look({0: at(3), 1: at(0, held=False)}, {0}).held == (0,)
 
 
-def test_a_rank_that_was_seen_held_is_not_asked_again_until_it_is_let_go():
+def test_a_held_rank_is_not_queried_again_until_released():
     """With many ranks on few cores, some answer each poll late: they need not all answer the same one."""
     stopper, channel, _ = setup()
     ranks = set(range(64))
@@ -172,7 +172,7 @@ def test_a_rank_that_was_seen_held_is_not_asked_again_until_it_is_let_go():
     assert stopper.look({0: at(5, since=3)}, ranks) is None
 
 
-def test_a_rank_held_in_a_wait_is_asked_again():
+def test_a_rank_held_in_a_wait_is_queried_again():
     stopper, channel, _ = setup()
     in_wait = Hold(place=StepPosition(0, 3), kind=Kind.WAIT, edge=Edge.BEGIN, since_ns=1)
     assert stopper.look({0: Position(place=StepPosition(0, 3), held=in_wait, doing="step")}, {0, 1}) is None
@@ -180,7 +180,7 @@ def test_a_rank_held_in_a_wait_is_asked_again():
     assert channel.sent == [(Locate(), (0, 1))]
 
 
-def test_ranks_have_as_long_to_themselves_as_they_took_to_answer():
+def test_polls_back_off_by_the_time_of_the_answer():
     stopper, channel, clock = setup()
     ask = channel.ask
 

@@ -39,13 +39,13 @@ def jobs(channel, ranks, num_ranks=4):
     return RemoteEval(channel, JobRanks(ranks=ranks, held=range(num_ranks), num_ranks=num_ranks))
 
 
-def test_it_asks_until_the_answer_is_there_and_forgets_it():
+def test_it_polls_until_the_answer_arrives_and_deletes_it():
     channel = Channel("", "not yet", "done")
     assert jobs(channel, [0, 2]).run(Evaluate(expr="3 + 4")) == {0: JobReply(text="7"), 2: JobReply(text="7")}
     assert channel.sent == ["job", "locate", "locate", "locate", "forget"]
 
 
-def test_a_rank_that_does_not_stand_in_the_gate():
+def test_a_rank_that_is_not_held_in_the_gate():
     channel = Channel(accepted=False)
     with pytest.raises(UsageError, match="ranks 0-1 are not held in the gate"):
         jobs(channel, [0, 1]).run(RunCell(code="x"))
@@ -59,7 +59,7 @@ def test_a_rank_that_dies_meanwhile():
         jobs(Channel(RankDied("gone", ranks=(0,))), [0]).run(RunCell(code="x"))
 
 
-def test_a_rank_that_goes_on_meanwhile():
+def test_a_rank_that_continues_meanwhile():
     channel = Channel("not yet")
     channel.position = lambda answer: Position()
     with pytest.raises(ClusterError, match="left the gate"):
@@ -81,7 +81,7 @@ def test_ctrl_c_reaches_the_ranks_and_a_second_one_ends_the_wait():
     assert channel.sent[-1] == "forget"
 
 
-def test_what_runs_on_some_ranks_only_says_so_to_them():
+def test_code_for_some_ranks_carries_that_information():
     channel = Channel("done")
     jobs(channel, [0, 2]).run(Evaluate(expr="x"))
     part = "or read this rank's shard with to_local()"

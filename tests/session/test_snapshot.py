@@ -11,7 +11,7 @@ from workbench.session.session import PULSE_S, REST_S
 from workbench.workbench import Workbench
 
 
-class Watched:
+class WatchedWorkbench:
     """A workbench with viewers: its clock stands still unless the test moves it; counts the polls of ranks."""
 
     def __init__(self, monkeypatch):
@@ -52,12 +52,12 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch):
-    found = Watched(monkeypatch)
+    found = WatchedWorkbench(monkeypatch)
     yield found
     found.workbench.stop()
 
 
-def test_idle_ranks_are_asked_now_and_then(watched):
+def test_idle_ranks_are_polled_seldom(watched):
     assert watched.asks(0.0) == 1
     assert watched.asks(0.9 * REST_S) == 0
     assert watched.asks(0.2 * REST_S) == 1
@@ -66,7 +66,7 @@ def test_idle_ranks_are_asked_now_and_then(watched):
     assert watched.asks(2 * PULSE_S) == 0
 
 
-def test_once_something_has_begun_stands_or_is_over_ranks_are_asked_at_once(watched):
+def test_a_started_stopped_or_ended_request_polls_immediately(watched):
     watched.asks(0.0)
     watched.do(lambda: watched.workbench.step(1, until="all_gather"))
     assert watched.asks(0.0) == 1
@@ -78,7 +78,7 @@ def test_once_something_has_begun_stands_or_is_over_ranks_are_asked_at_once(watc
     assert watched.asks(2 * PULSE_S) == 0
 
 
-def test_a_rank_that_did_not_answer_is_asked_as_often_as_ever(watched):
+def test_a_rank_without_an_answer_is_polled_as_often(watched):
     watched.asks(0.0)
     watched.fake.silent.add(1)
     assert watched.asks(1.1 * REST_S) == 1
@@ -88,7 +88,7 @@ def test_a_rank_that_did_not_answer_is_asked_as_often_as_ever(watched):
     assert watched.asks(1.1 * PULSE_S) == 0
 
 
-def test_a_rank_that_is_lost_is_told_at_once_and_each_look_asks_the_processes_once(watched):
+def test_a_lost_rank_is_reported_immediately_with_one_process_check(watched):
     watched.asks(0.0)
     looked, alive = [], watched.fake.alive
     watched.fake.alive = lambda: looked.append(0) or alive()
@@ -97,7 +97,7 @@ def test_a_rank_that_is_lost_is_told_at_once_and_each_look_asks_the_processes_on
     assert len(looked) == 1
 
 
-def test_a_rank_that_is_lost_while_ranks_are_asked_is_gone_wherever_it_is_told(watched):
+def test_a_rank_lost_during_a_poll_is_gone_everywhere(watched):
     watched.fake.on_drain = lambda: watched.fake.lose(1)
     reported = watched.workbench.pulse()
     assert (reported.states[1], set(reported.losses)) == ("gone", {1})

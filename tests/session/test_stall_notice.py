@@ -6,7 +6,7 @@ from workbench.protocol.rank_messages import CellLine
 from workbench.session.stall_notice import AGAIN_S, MAX_TEXT, QUIET_S, StallNotice, who_works
 
 
-class Scene:
+class NoticeScenario:
     """A request, a clock that the test sets, and the notices."""
 
     def __init__(self):
@@ -14,23 +14,23 @@ class Scene:
         self.standing = StallNotice(lambda: self.now)
         self.look("begun")
 
-    def look(self, heard):
-        self.standing.look(heard, lambda seconds: f"{seconds:.0f} s", self.reported.append)
+    def look(self, lines):
+        self.standing.look(lines, lambda seconds: f"{seconds:.0f} s", self.reported.append)
 
-    def after(self, seconds, heard):
+    def after(self, seconds, lines):
         self.now += seconds
-        self.look(heard)
+        self.look(lines)
 
 
-def test_nothing_is_said_while_something_is_heard():
-    scene = Scene()
+def test_no_notice_while_output_arrives():
+    scene = NoticeScenario()
     for number in range(10):
         scene.after(0.9 * QUIET_S, number)
     assert scene.reported == []
 
 
-def test_it_is_said_after_a_while_and_anew_and_taken_back():
-    scene = Scene()
+def test_the_notice_appears_is_renewed_and_removed():
+    scene = NoticeScenario()
     scene.after(QUIET_S, "begun")
     scene.after(0.5 * AGAIN_S, "begun")
     assert scene.reported == ["3 s"]
@@ -43,8 +43,8 @@ def test_it_is_said_after_a_while_and_anew_and_taken_back():
     assert scene.reported[3:] == ["7 s"]
 
 
-def test_of_what_lasts_long_it_is_said_less_often():
-    scene = Scene()
+def test_long_stalls_are_reported_less_often():
+    scene = NoticeScenario()
     for _ in range(3600 * 10):
         scene.after(0.1, "begun")
     assert len(scene.reported) < 200
@@ -75,7 +75,7 @@ STEP = CellLine(line=5, function="train_step", text="loss.backward()")
         ([0], {0: replace(BARRIER, text="")}, (), "rank 0 has run for 3 s, at line 2 of the cell"),
     ],
 )
-def test_who_works(working, lines, ended, expected):
+def test_working_ranks_in_words(working, lines, ended, expected):
     assert who_works(3.2, working, lines, ended) == expected
 
 
@@ -93,7 +93,7 @@ def test_who_died_comes_first_and_has_not_ended():
 
 
 def test_what_is_urgent_is_said_at_once_and_again_while_there_is_news():
-    scene = Scene()
+    scene = NoticeScenario()
     scene.after(0.1, "begun")
     for number, seconds in enumerate((0.1, 0.1, AGAIN_S)):
         scene.now += seconds

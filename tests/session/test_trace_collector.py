@@ -5,7 +5,7 @@ from workbench.session import trace_collector
 from workbench.session.trace_collector import TraceCollector
 
 
-def test_only_who_answered_when_asked_last_was_heard():
+def test_only_ranks_of_the_last_reply_count_as_heard():
     cluster, collector = FakeCluster(2), TraceCollector()
     cluster.start()
     collector.drain(cluster, range(2), timeout_s=1.0)
@@ -20,7 +20,7 @@ def test_only_who_answered_when_asked_last_was_heard():
     ("num_ranks", "took_s", "rests_s"),
     [(2, 0.001, 0.02), (2, 0.04, 0.06), (8, 0.04, 0.24), (2, 0.2, 0.25), (2, 3.0, 3.0)],
 )
-def test_many_ranks_and_those_that_take_long_to_answer_are_asked_less_often(monkeypatch, num_ranks, took_s, rests_s):
+def test_many_or_slow_ranks_are_polled_less_often(monkeypatch, num_ranks, took_s, rests_s):
     now = [100.0]
 
     def pass_time():

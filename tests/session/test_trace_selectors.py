@@ -38,7 +38,7 @@ def recorded():
         ("-1", "this run, step 5", [5]),
     ],
 )
-def test_steps_of_what_is_recorded(text, name, found):
+def test_steps_of_the_current_trace(text, name, found):
     called, trace = side(text, recorded)
     assert (called, steps(trace)) == (name, found)
 
@@ -50,7 +50,7 @@ def test_a_file_whole_and_in_part(file):
     assert side(file, Trace.empty)[1] == example_trace(steps=8)
 
 
-def test_a_trace_stands_for_itself():
+def test_a_trace_object_is_accepted():
     trace = recorded()
     assert side(trace, Trace.empty) == ("a trace", trace)
 
@@ -74,10 +74,10 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
         ("last:-7", "the trace has no step -7; its steps are: 0-5"),
         ("last:-2..-4", "steps 4..2 run backwards; write 2..4"),
         ("5..3", "steps 5..3 run backwards; write 3..5"),
-        ("", "compare takes a trace file, 'last', or steps such as 3..5; got an empty text"),
+        ("", "compare takes a trace file, 'last', or steps such as 3..5; got an empty string"),
     ],
 )
-def test_what_is_not_there_is_said(text, message):
+def test_missing_files_and_steps_are_reported(text, message):
     with pytest.raises(UsageError) as caught:
         side(text, recorded)
     assert str(caught.value) == message
@@ -113,7 +113,7 @@ def test_a_trace_without_steps_has_none_to_choose():
 
 
 @pytest.mark.parametrize("name", ["", "a\0b.trace", "~nobody-of-this-name/a.trace"])
-def test_what_no_file_can_be_called_is_refused_to_read_and_to_write(name):
+def test_invalid_file_names_are_refused(name):
     trace = Trace(Header(world_size=1), ())
     for use in (opened, lambda path: export(trace, path)):
         with pytest.raises(UsageError, match="is not a file name"):
@@ -125,7 +125,7 @@ def test_a_folder_that_does_not_exist_is_named_before_a_file_is_written(tmp_path
         export(Trace(Header(world_size=1), ()), tmp_path / "nodir" / "a.trace")
 
 
-def test_a_file_that_is_nearly_named_is_named_before_what_a_side_is(tmp_path, monkeypatch):
+def test_a_similar_file_name_is_suggested_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("seven.trace").touch()
     reported = r"^there is no file 'sevn\.trace', did you mean 'seven\.trace'\? compare takes a trace file, 'last'"

@@ -36,7 +36,7 @@ def test_a_name_on_every_rank_is_fine():
 
 
 @pytest.mark.parametrize(
-    ("names", "model", "in_notebook", "says"),
+    ("names", "model", "in_notebook", "message"),
     [
         (
             {0: FULL, 1: BARE, 2: FULL, 3: BARE},
@@ -55,10 +55,10 @@ def test_a_name_on_every_rank_is_fine():
         ({0: FULL}, "zzz.blocks", never, "no rank has a model named 'zzz': the ranks have model"),
     ],
 )
-def test_a_missing_model_says_where_it_is_or_what_there_is(names, model, in_notebook, says):
+def test_a_missing_model_is_reported_with_what_exists(names, model, in_notebook, message):
     with pytest.raises(UsageError) as caught:
         check_model(names, model, in_notebook)
-    assert str(caught.value) == says
+    assert str(caught.value) == message
 
 
 def test_a_missing_function_names_near_ones():
@@ -86,7 +86,7 @@ def test_what_to_run_before_a_step():
     assert str(shard_first({}, "verify")) == NOTHING.format("verify") + build
 
 
-def test_a_parameter_that_is_not_there_is_told_which_are_near():
+def test_commands_needed_before_a_step():
     known = [f"blocks.{i}.weight" for i in range(6)]
     check_parameter("blocks.2.weight", known)
     near = "blocks.2.weight, blocks.0.weight, blocks.1.weight, blocks.3.weight, blocks.4.weight"
@@ -173,7 +173,7 @@ SHARDED = Header(world_size=2, units=units("", "head"))
 
 
 @pytest.mark.parametrize(
-    ("command", "header", "says"),
+    ("command", "header", "message"),
     [
         (Step(), SHARDED, ""),
         (Step(until="forward:head"), SHARDED, ""),
@@ -197,7 +197,7 @@ SHARDED = Header(world_size=2, units=units("", "head"))
         (Unshard("net"), Header(), "no rank has a model named 'net': the ranks have model"),
     ],
 )
-def test_what_not_all_ranks_could_do_is_refused_before_any_begins(command, header, says):
-    with pytest.raises(UsageError) if says else nullcontext() as caught:
+def test_what_not_all_ranks_could_do_is_refused_before_any_begins(command, header, message):
+    with pytest.raises(UsageError) if message else nullcontext() as caught:
         check(command, {0: FULL, 1: FULL}, header, 2, never)
-    assert not says or str(caught.value).startswith(says)
+    assert not message or str(caught.value).startswith(message)

@@ -174,7 +174,7 @@ def test_ranks_may_number_their_strings_each_in_its_own_order():
     assert np.array_equal(trace.rank(0).rows["module"], trace.rank(1).rows["module"])
 
 
-def test_threads_may_append_and_look_at_the_same_time():
+def test_threads_may_append_and_read_concurrently():
     trace = example_trace(num_ranks=4, steps=3)
     builder, failures = TraceBuilder(), []
 

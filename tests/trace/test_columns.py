@@ -119,7 +119,7 @@ def test_open_sides_reach_to_the_edges():
     assert trace.slice(first=9).rank(0).start.seq == trace.rank(0).end_seq
 
 
-def test_a_missing_step_is_empty_where_it_would_have_been():
+def test_a_missing_step_is_an_empty_slice_at_its_place():
     trace = example_trace()
     after, before = trace.slice(last=0).slice(step=2), trace.slice(first=2).slice(step=1)
     assert (after.num_rows, before.num_rows) == (0, 0)
@@ -166,7 +166,7 @@ def test_rows_of_steps_are_where_their_numbers_are(trace, first, last):
 
 
 @given(traces(), st.data())
-def test_what_is_kept_of_a_rank_is_what_would_be_found_anew(trace, data):
+def test_cached_properties_of_a_rank_are_correct(trace, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns, "KEPT_EVERY", 16)
         for rank in trace.ranks:

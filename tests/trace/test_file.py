@@ -38,7 +38,7 @@ def test_numpy_opens_a_trace_too(tmp_path):
 
 
 @given(any_traces())
-def test_what_breaks_the_rules_is_written_as_it_is_and_refused_in_a_sentence(folder, trace):
+def test_an_invalid_trace_is_written_unchanged_and_refused_on_load(folder, trace):
     save(trace, folder / "any.trace")
     broken = check(trace)
     if not broken:
@@ -189,13 +189,13 @@ def deflated(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> b
 
 def claiming(data: bytes, name: str, num_bytes: int) -> bytes:
     """Return a zip file with a member whose stated size is wrong."""
-    said = num_bytes.to_bytes(4, "little")
+    claimed = num_bytes.to_bytes(4, "little")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         info, entry = archive.getinfo(name), archive.start_dir
     while data[entry + 46 :][: len(name)] != name.encode():
         entry = data.index(b"PK\x01\x02", entry + 1)
     changed = bytearray(data)
-    changed[entry + 24 : entry + 28] = changed[info.header_offset + 22 : info.header_offset + 26] = said
+    changed[entry + 24 : entry + 28] = changed[info.header_offset + 22 : info.header_offset + 26] = claimed
     return bytes(changed)
 
 
@@ -219,7 +219,7 @@ ZEROS = bytes(64 << 20)
     ],
     ids=["header", "header-lies", "other-method", "rows", "rows-lie", "rows-hide", "rows-zip", "members"],
 )
-def test_what_would_unpack_to_more_than_it_says_costs_next_to_nothing(tmp_path, make, sentence):
+def test_a_decompression_bomb_costs_little(tmp_path, make, sentence):
     (tmp_path / "bomb.trace").write_bytes(make(members_of(tmp_path)))
     tracemalloc.start()
     try:
@@ -275,7 +275,7 @@ def test_any_bytes_are_refused(folder, junk, start):
         load(folder / "junk.trace")
 
 
-def test_a_header_that_would_not_be_read_again_is_not_written(tmp_path, monkeypatch):
+def test_an_unreadable_header_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("workbench.trace.file.MAX_META_BYTES", 100)
     with pytest.raises(TraceError, match=r"the header takes .* bytes, more than the limit of 100"):
         save(example_trace(steps=1), tmp_path / "a.trace")

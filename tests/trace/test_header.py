@@ -41,12 +41,12 @@ def test_a_key_frame_survives_json(key_frame):
 
 
 @pytest.mark.parametrize(
-    ("version", "says"),
+    ("version", "message"),
     [(SCHEMA_VERSION + 1, "update fsdp-workbench to read it"), (SCHEMA_VERSION - 1, "record the trace again")],
 )
-def test_a_header_of_another_schema_is_refused_whatever_else_it_holds(version, says):
+def test_a_header_of_another_schema_is_refused_whatever_else_it_holds(version, message):
     data = {"schema_version": version, "surprise": []}
-    text = f"the trace has schema version {version}, and this workbench reads version {SCHEMA_VERSION}: {says}"
+    text = f"the trace has schema version {version}, and this workbench reads version {SCHEMA_VERSION}: {message}"
     with pytest.raises(TraceError, match=text):
         header_from_dict(data)
 
@@ -57,13 +57,13 @@ def test_a_header_keeps_the_parts_of_a_flat_parameter():
     assert header_from_dict(data).units[0].params[0].parts == header.units[0].params[0].parts
 
 
-def test_a_header_keeps_what_the_engine_does_not_manage():
+def test_a_header_keeps_unmanaged_parameters():
     info = RankInfo(rank=0, host="a", device="cpu", pid=1, buffers=(BufferSum(name="model.mean", crc32=7),))
     header = Header(world_size=1, ranks=(info,), unmanaged=("model.scale",), hooks=("model.weight",))
     assert header_from_dict(json.loads(json.dumps(header_to_dict(header)))) == header
 
 
-def test_the_newest_header_says_which_parameters_are_of_no_unit():
+def test_the_newest_header_lists_unmanaged_parameters():
     before, after = (Header(world_size=2, unmanaged=params) for params in (("model.scale",), ()))
     assert join(after, before).unmanaged == ("model.scale",)
     assert join(before, after).unmanaged == ()
@@ -101,7 +101,7 @@ def test_a_wrong_header_is_refused_with_the_place(path, value, sentence):
         header_from_dict(changed(path, value))
 
 
-def test_what_is_no_object_is_no_header():
+def test_a_header_must_be_an_object():
     with pytest.raises(TraceError, match=r"header is \[1\], expected dict"):
         header_from_dict([1])
 
@@ -142,7 +142,7 @@ def test_join_keeps_places_and_lets_the_newer_win():
 
 
 @pytest.mark.parametrize("ended", ["retired", "gone"])
-def test_a_unit_that_is_not_in_use_on_one_rank_is_not_in_use_whichever_rank_was_heard_last(ended):
+def test_a_unit_retired_on_one_rank_is_retired_in_any_order(ended):
     first, second = make_unit(index=0), make_unit(index=1)
     used, over = Header(units=(first, second)), Header(units=(replace(first, **{ended: True}), second))
     for both in (join(used, over), join(over, used)):

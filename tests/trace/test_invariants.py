@@ -155,7 +155,7 @@ def test_a_rank_outside_the_world_is_reported():
     assert check(Trace(EXAMPLE.header, (far,))) == ["rank 2: the world has 2 ranks"]
 
 
-def test_a_trace_cut_on_the_left_may_end_what_it_has_not_begun():
+def test_a_trace_cut_on_the_left_may_end_earlier_spans():
     rank = EXAMPLE.rank(0)
     inside = rank.cut(first(rank.rows, Kind.FORWARD, Edge.BEGIN) + 1, rank.end_seq)
     assert check(Trace(EXAMPLE.header, (inside,))) == []
@@ -273,7 +273,7 @@ def test_a_key_frame_that_cannot_be_is_reported(changes, sentences):
         ({"global_shape": (2**60,)}, f"'p1' has the shape (6,) of ({2**60},), from element 3 on"),
     ],
 )
-def test_a_part_that_is_not_in_its_flat_parameter_is_reported(changes, sentence):
+def test_a_part_outside_of_its_flat_parameter_is_reported(changes, sentence):
     flat = make_flat((3, 6), 2)
     wrong = replace(flat, parts=(flat.parts[0], replace(flat.parts[1], **changes)))
     found = check(Trace(Header(world_size=2, units=(make_unit(wrong),))))
@@ -288,8 +288,8 @@ READING = ClockReading(t_ns=5, offset_ns=-3, error_ns=1)
 @pytest.mark.parametrize(
     ("clocks", "sentence"),
     [
-        ([HostClock(ranks=(0,), readings=(READING,))], "rank 0 is among the clocks other than its own"),
-        ([HostClock(ranks=(1, 1), readings=(READING,))], "a rank has two clocks"),
+        ([HostClock(ranks=(0,), readings=(READING,))], "rank 0, whose clock is the reference"),
+        ([HostClock(ranks=(1, 1), readings=(READING,))], "the other clocks list a rank twice"),
         ([HostClock(ranks=(1,), readings=())], "the clock of ranks (1,) has no readings"),
         ([HostClock(ranks=(1,), readings=(READING, replace(READING, t_ns=4)))], "they are not sorted by time"),
         ([HostClock(ranks=(1,), readings=(replace(READING, error_ns=-1),))], "clock error of ranks (1,) is negative"),

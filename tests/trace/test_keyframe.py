@@ -48,7 +48,7 @@ def test_the_fold_continues_at_every_split(trace, data):
 
 
 @given(any_key_frames())
-def test_no_rows_change_nothing_but_leave_out_what_is_the_default(start):
+def test_without_rows_only_default_entries_are_dropped(start):
     after = advance(start, np.empty(0, ROW_DTYPE))
     assert (after.seq, after.bytes_by_category) == (start.seq, start.bytes_by_category)
     assert all(start.unit_states[u] == s != UnitState.SHARDED for u, s in after.unit_states.items())
@@ -85,7 +85,7 @@ RESETTING = st.lists(
 
 
 @given(RESETTING, st.integers(0, 20))
-def test_a_reset_ends_what_was_in_flight_at_every_split(events, split):
+def test_a_reset_ends_collectives_in_flight_at_every_split(events, split):
     rows = np.zeros(len(events), ROW_DTYPE)
     rows["seq"] = np.arange(len(events))
     rows["kind"] = [kind for (kind, _), _ in events]

@@ -16,11 +16,11 @@ def events_of(trace: Trace, *types: str) -> list[dict]:
     return [event for event in to_perfetto(trace)["traceEvents"] if event["ph"] in types]
 
 
-def test_what_is_to_be_known_of_a_rank_stands_beside_its_name():
+def test_facts_about_a_rank_are_next_to_its_name():
     trace = example_trace(num_ranks=2, steps=1)
     bare = Trace(Header(world_size=2, strings=trace.header.strings, units=trace.header.units), trace.ranks)
-    for told, place in ((trace, ["localhost, cpu, "] * 2), (bare, ["", ""])):
-        events = to_perfetto(told, {1: "roughly"})["traceEvents"]
+    for exported, place in ((trace, ["localhost, cpu, "] * 2), (bare, ["", ""])):
+        events = to_perfetto(exported, {1: "roughly"})["traceEvents"]
         names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
         assert names[1] == f"rank 1 ({place[1]}roughly)"
         assert "roughly" not in names[0]
@@ -97,7 +97,7 @@ def test_the_example_has_an_arrow_per_collective_and_its_loss():
     }
 
 
-def test_overlapping_collectives_stand_on_further_threads():
+def test_overlapping_collectives_are_on_additional_threads():
     assert "all-gather 2" in thread_names(example_trace(num_ranks=2)).values()
 
 
@@ -115,7 +115,7 @@ def rows_of(*entries: dict) -> np.ndarray:
     return rows
 
 
-def test_a_span_that_never_ends_reaches_to_the_last_row_and_says_so():
+def test_an_unfinished_span_reaches_the_last_row_and_is_marked():
     rows = rows_of(
         {"kind": Kind.STEP, "edge": Edge.BEGIN, "phase": Phase.FORWARD},
         {"kind": Kind.GATE, "edge": Edge.BEGIN},
@@ -126,7 +126,7 @@ def test_a_span_that_never_ends_reaches_to_the_last_row_and_says_so():
     assert (gate["name"], gate["dur"], "unfinished" in gate["args"]) == ("held at a gate", 1.0, False)
 
 
-def test_logged_texts_are_marks_and_numbers_without_a_json_word_are_left_out():
+def test_logged_texts_are_marks_and_nonfinite_numbers_are_left_out():
     rows = rows_of(
         {"kind": Kind.LOG, "edge": Edge.INSTANT, "module": 1},
         {"kind": Kind.METRIC, "edge": Edge.INSTANT, "module": 0, "value": math.inf},
@@ -226,7 +226,7 @@ def spans_by_track(events, rank=0):
     return found
 
 
-def test_what_a_device_did_stands_beside_what_its_host_handed_over():
+def test_device_spans_are_next_to_the_hosts():
     true = example_trace(steps=2)
     trace = on_devices(true)
     found, expected = (spans_by_track(to_perfetto(t)["traceEvents"]) for t in (trace, true))
@@ -238,7 +238,7 @@ def test_what_a_device_did_stands_beside_what_its_host_handed_over():
     assert found["device: compute"] != found["host: compute"]
 
 
-def test_what_a_device_never_came_to_is_no_span_of_it_and_what_it_is_in_is_unfinished():
+def test_unreached_device_work_has_no_span_and_current_work_is_unfinished():
     trace = on_devices(example_trace(steps=2))
     rows = trace.rank(0).rows
     waits = (rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.END) & (rows["step"] == 1)

@@ -22,6 +22,6 @@ def test_a_step_is_a_fifth_of_its_size():
 
 
 @pytest.mark.parametrize("sent", [b"not deflated", to_wire(bytes(52))[:-1]])
-def test_what_is_no_rows_is_refused(sent):
+def test_invalid_rows_are_refused(sent):
     with pytest.raises(TraceError, match="received bytes cannot be unpacked into rows"):
         from_wire(sent)

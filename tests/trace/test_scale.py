@@ -33,6 +33,6 @@ def test_three_ranks_are_odd():
     assert np.flatnonzero(np.array(whole) > whole[0]).tolist() == [FEW.larger]
 
 
-def test_the_large_ones_are_as_large_as_is_asked():
+def test_the_large_traces_have_the_requested_size():
     assert (WIDE.num_ranks, WIDE.num_units) == (512, 128)
     assert (LONG.num_ranks, LONG.steps) == (512, 200)

@@ -16,7 +16,7 @@ def test_a_step_is_called_by_its_number(numbers, words):
     assert step_name(*numbers) == words
 
 
-def test_the_first_step_is_step_0_and_a_count_is_no_step():
+def test_the_first_step_is_step_0():
     trace = example_trace(steps=1)
     assert steps(trace) == [0]
     assert title(draw("memory", trace)).startswith("Step 0: ")

@@ -46,13 +46,13 @@ def lose_a_gather(trace, rank):
     return Trace(trace.header, tuple(RankTrace(rank, rows) if r.rank == rank else r for r in trace.ranks))
 
 
-def test_the_title_says_that_counts_are_as_expected():
+def test_the_title_reports_expected_counts():
     fig = comms(example_trace())
     assert title(fig) == "Step 2: all-gathers 7 of 7, reduce-scatters 4 of 4: as expected"
     assert theme.WRONG not in words(fig)
 
 
-def test_the_table_shows_each_unit_and_kind_beside_what_is_expected():
+def test_the_table_shows_each_unit_and_kind_with_the_expected_numbers():
     fig = comms(example_trace())
     assert labels(fig)[:3] == ["(root) all-gather", "(root) reduce-scatter", "blocks.0 all-gather"]
     assert labels(fig)[-1] == "blocks.2 reduce-scatter"
@@ -72,7 +72,7 @@ def test_a_difference_is_marked_in_the_title_and_the_row():
 
 
 @pytest.mark.parametrize(
-    ("setup", "said"),
+    ("setup", "sentence"),
     [
         ({"reduces": False}, "21 = 3 x 7 all-gathers, 4 reduce-scatters (gradients accumulated)"),
         ({}, "21 = 3 x 7 all-gathers, 12 = 3 x 4 reduce-scatters"),
@@ -82,9 +82,9 @@ def test_a_difference_is_marked_in_the_title_and_the_row():
         ),
     ],
 )
-def test_several_passes_of_a_step_are_as_expected_and_said(setup, said):
+def test_several_passes_of_a_step_are_expected_and_named(setup, sentence):
     fig = comms(simulate(Setup(passes=3, steps=1, **setup)))
-    assert title(fig) == f"Step 0: 3 forward/backward passes: {said}"
+    assert title(fig) == f"Step 0: 3 forward/backward passes: {sentence}"
     assert theme.WRONG not in words(fig)
     assert "= 6 x " in " ".join(column(fig, "expected"))
 
@@ -130,11 +130,11 @@ def test_a_step_still_running_is_not_the_one_shown():
     assert set(column(comms(cut, step=2), "expected")) == {"-"}
 
 
-def test_one_rank_has_nothing_to_communicate():
+def test_a_single_rank_has_nothing_to_communicate():
     assert "nothing to send" in words(comms(example_trace(num_ranks=1)))
 
 
-def test_a_retired_unit_is_measured_with_nothing_expected():
+def test_a_retired_unit_is_measured_without_expected_numbers():
     trace = example_trace()
     units = tuple(replace(unit, retired=unit.index == 0) for unit in trace.header.units)
     fig = comms(Trace(replace(trace.header, units=units), trace.ranks))
@@ -142,7 +142,7 @@ def test_a_retired_unit_is_measured_with_nothing_expected():
     assert title(fig) == "Step 2: all-gathers 5 of 5, reduce-scatters 3 of 3: as expected"
 
 
-def test_many_units_that_are_alike_share_a_row():
+def test_many_equal_units_share_a_row():
     fig = comms(simulate(Setup(num_units=33, steps=1)))
     assert labels(fig) == [
         "(root) all-gather",
@@ -152,7 +152,7 @@ def test_many_units_that_are_alike_share_a_row():
     ]
 
 
-def test_many_units_that_are_not_alike_stay_bounded_and_differences_are_kept():
+def test_many_different_units_are_bounded_and_differences_are_kept():
     trace = simulate(Setup(num_units=70, steps=1))
     units = tuple(replace(unit, name=f"layer{unit.index}" if unit.name else "") for unit in trace.header.units)
     trace = with_policy(Trace(replace(trace.header, units=units), trace.ranks), 40, reshard=False)
@@ -174,7 +174,7 @@ def test_copies_have_their_all_reduces_over_fewer_ranks():
     assert column(fig, "sent")[4:] == ["144 KiB", "48.1 KiB"]  # 3/4 of it; 2 * 1/2 of it
 
 
-def test_backward_among_few_ranks_has_a_row_of_its_own():
+def test_backward_among_few_ranks_has_its_own_row():
     fig = comms(simulate(Setup(num_ranks=4, reshard_after_forward=2, num_units=2, steps=1)))
     assert title(fig).endswith("all-gathers 3 of 3, reduce-scatters 2 of 2: as expected")
     assert labels(fig)[2:4] == ["blocks.0 all-gather over 4", "blocks.0 all-gather over 2"]
@@ -187,7 +187,7 @@ def test_mixed_precision_is_expected_in_its_bytes():
     assert column(fig, "expected")[2:4] == ["= 2 x 96.3 KiB", "= 1 x 193 KiB"]
 
 
-def test_what_carries_the_bytes_is_named_if_it_is_known():
+def test_the_transport_is_named_if_known():
     trace = example_trace()
     units = tuple(replace(unit, comm="shared memory") for unit in trace.header.units)
     carried = Trace(replace(trace.header, units=units), trace.ranks)
@@ -195,7 +195,7 @@ def test_what_carries_the_bytes_is_named_if_it_is_known():
     assert "transport: " not in subtitle(comms(trace))
 
 
-def test_what_was_expected_and_never_issued_is_a_row():
+def test_an_expected_collective_that_was_not_issued_is_a_row():
     trace = example_trace()
     ranks = []
     for rank in trace.ranks:
@@ -207,7 +207,7 @@ def test_what_was_expected_and_never_issued_is_a_row():
     assert column(fig, "expected")[3] == "≠ 1 x 193 KiB"
 
 
-def test_a_rank_that_has_not_come_to_the_step_is_left_out():
+def test_a_rank_that_has_not_reached_the_step_is_left_out():
     trace = example_trace()
     late = trace.rank(3).cut(0, 200)
     fig = comms(Trace(trace.header, (*trace.ranks[:3], late)))
@@ -215,7 +215,7 @@ def test_a_rank_that_has_not_come_to_the_step_is_left_out():
     assert set(labels(fig)) == set(labels(comms(trace)))
 
 
-def test_what_a_host_sends_to_others_is_said_where_there_are_several():
+def test_bytes_between_hosts_are_shown_with_several_hosts():
     per_host, over_gloo = (comms(on_hosts(example_trace(), "aabb", comm)) for comm in (PER_HOST, GLOO))
     assert column(per_host, "payload")[2:4] == ["385 KiB", "193 KiB"]
     assert column(per_host, "crosses")[2:4] == ["193 KiB", "96.3 KiB"]  # half of it: what the other host lacks
@@ -224,7 +224,7 @@ def test_what_a_host_sends_to_others_is_said_where_there_are_several():
     assert "each of 2 hosts sends 1.79 MiB to others" in subtitle(over_gloo)
 
 
-def test_hosts_that_send_unequally_are_told_apart():
+def test_hosts_that_send_different_amounts_are_distinguished():
     fig = comms(on_hosts(example_trace(), ["a<b>", "c", "c", "c"], ""))
     assert "each of 2 hosts sends" in subtitle(fig)  # as much from one as from the other
     fig = comms(
@@ -233,27 +233,27 @@ def test_hosts_that_send_unequally_are_told_apart():
     assert re.search(r"&lt;b&gt; sends .* to others, the most of 3 hosts", subtitle(fig))
 
 
-def test_on_one_host_nothing_is_said_of_hosts():
+def test_on_one_host_hosts_are_not_mentioned():
     fig = comms(example_trace())
     assert "host" not in subtitle(fig)
     assert not any("crosses" in axis.ticktext[0] for axis in fig.select_yaxes())
 
 
-def test_where_copies_alone_are_on_other_hosts_only_their_all_reduces_cross():
+def test_with_one_replica_per_host_only_all_reduces_cross_hosts():
     fig = comms(on_hosts(simulate(Setup(num_ranks=8, copies=2, num_units=2, steps=1)), "aaaabbbb", PER_HOST))
     assert column(fig, "crosses")[3:] == ["0 B", "0 B", "193 KiB"]  # four ranks of a host, 48.1 KiB each
 
 
-def test_parameters_of_no_unit_are_said_with_what_to_do():
+def test_unmanaged_parameters_are_named_with_a_remedy():
     trace = example_trace()
     assert "in no unit" not in subtitle(comms(trace))
     ranks = [replace(each, buffers=(BufferSum(name="m.mean", crc32=each.rank),)) for each in trace.header.ranks]
     header = replace(trace.header, unmanaged=("m.scale", "m.adapter.weight", "other.bias"))
     header = replace(header, hooks=("m.weight",), ranks=tuple(ranks))
-    said = html.unescape(subtitle(comms(Trace(header, trace.ranks))))
-    assert "in no unit, so their gradients are not averaged: scale, adapter.weight. After backward, for each: " in said
-    assert "p = m.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in said
-    assert "their gradients are not averaged: bias. After backward, for each: p = other.get_parameter('bias')" in said
-    assert "register_hook is never called on a sharded parameter: weight. Use register_post_accumulate" in said
-    assert "buffers differ between ranks: mean. If they should not, for each: " in said
-    assert "torch.distributed.broadcast(m.get_buffer('mean'), 0)" in said
+    text = html.unescape(subtitle(comms(Trace(header, trace.ranks))))
+    assert "in no unit, so their gradients are not averaged: scale, adapter.weight. After backward, for each: " in text
+    assert "p = m.get_parameter('scale'); torch.distributed.all_reduce(p.grad); p.grad /= world_size" in text
+    assert "their gradients are not averaged: bias. After backward, for each: p = other.get_parameter('bias')" in text
+    assert "register_hook is never called on a sharded parameter: weight. Use register_post_accumulate" in text
+    assert "buffers differ between ranks: mean. If they should not, for each: " in text
+    assert "torch.distributed.broadcast(m.get_buffer('mean'), 0)" in text

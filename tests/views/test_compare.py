@@ -22,14 +22,14 @@ simulate = cache(trace_strategies.simulate)
 example_trace = cache(trace_strategies.example_trace)
 
 
-def test_the_same_is_said_to_be_the_same():
+def test_equal_traces_are_reported_as_equal():
     fig = draw(example_trace(), example_trace())
     assert title(fig) == "the same, event for event"
     assert not fig.layout.shapes
     assert [trace.type for trace in fig.data] == ["scatter", "scatter"]
 
 
-def test_what_one_has_further_steps_of_is_the_same_in_those_that_both_have():
+def test_additional_steps_on_one_side_are_ignored():
     """As with a file that was written in the middle of a recording."""
     before, after = example_trace(steps=2), example_trace(steps=5)
     for fig in (draw(before, after), draw(after, before)):
@@ -46,16 +46,17 @@ def test_a_unit_that_stays_unsharded_is_named_with_its_price():
     assert "first difference: memory at the start of unshard of blocks.2, step 1" in subtitle(draw(a, b))
 
 
-def test_what_an_aborted_step_left_is_told_apart_from_what_a_policy_keeps():
+def test_leftovers_of_an_aborted_step_differ_from_kept_bytes():
     """Gradients that nothing freed before the first compared step do not depend on the policy."""
     trace = example_trace(steps=4)
     a, b = trace.slice(first=2, last=3), trace.slice(first=1, last=2)
     kept = zip(holding_on(b, 0, (0,)).ranks, b.ranks, strict=True)
     b = Trace(b.header, tuple(replace(r, start=with_grads(before.start, 200_000)) for r, before in kept))
     found = title(draw(a, b, rank=0))
-    assert found.endswith("sharded grads left over from before (195 KiB), units unsharded through forward (193 KiB)")
+    left_over = "sharded grads left over from an earlier step (195 KiB)"
+    assert found.endswith(f"{left_over}, units unsharded through forward (193 KiB)")
     assert "first difference: memory at the start of step 2 (1)" in subtitle(draw(a, b, rank=0))
-    assert "sharded grads no longer left over from before" in title(draw(b, a, rank=0))
+    assert "sharded grads no longer left over from an earlier step" in title(draw(b, a, rank=0))
 
 
 def with_grads(start, num_bytes):
@@ -88,7 +89,7 @@ def test_the_root_is_named_without_a_second_pair_of_brackets():
     assert "1 more all-gather a step of (root)" in title(draw(kept, again))
 
 
-def test_a_slower_step_is_explained_by_what_took_longer():
+def test_a_slower_step_is_explained_by_its_slower_parts():
     a = example_trace()
     fig = draw(a, slower(a, Kind.FORWARD, 1, 3_000_000))
     assert title(fig) == "the same, event for event; step time +44%: forward of blocks.1 +3.00 ms"
@@ -96,7 +97,7 @@ def test_a_slower_step_is_explained_by_what_took_longer():
     assert "exposed all-gather of blocks.1" in title(fig)
 
 
-def test_step_times_that_differ_as_much_on_one_side_are_not_told_as_a_change():
+def test_step_times_within_variation_are_not_a_change():
     a = example_trace(steps=4)
     steady, uneven = slower(a, Kind.FORWARD, 1, 3_000_000), slower(a, Kind.FORWARD, 1, 9_000_000, steps=(0, 3))
     assert "step time +" in title(draw(a, steady))
@@ -109,13 +110,13 @@ def test_step_times_that_differ_as_much_on_one_side_are_not_told_as_a_change():
         )
 
 
-def test_other_bytes_on_the_way_are_said():
+def test_different_payloads_are_reported():
     assert "all-gather payload 1.18 MiB -&gt; 603 KiB a step" in title(
         draw(simulate(Setup()), simulate(Setup(compute_itemsize=2)))
     )
 
 
-def test_events_alone_are_said_where_nothing_else_differs():
+def test_different_events_are_reported_if_nothing_else_differs():
     trace = example_trace()
     rows = trace.rank(0).rows
     fewer = rows[rows["kind"] != Kind.COPY_OUT].copy()
@@ -133,7 +134,7 @@ def test_both_curves_reach_their_peaks_and_share_the_axis():
     assert subtitle(fig).startswith("before -&gt; after · 3 steps of each compared")
 
 
-def test_words_at_the_axis_do_not_overprint():
+def test_axis_texts_do_not_overlap():
     axis = draw(example_trace(steps=2), example_trace(steps=2)).layout.xaxis
     places = [place for place, text in zip(axis.tickvals, axis.ticktext, strict=True) if not text.startswith("<br>")]
     gaps = [after - before for before, after in pairwise(places)]
@@ -141,7 +142,7 @@ def test_words_at_the_axis_do_not_overprint():
     assert "forward" in axis.ticktext
 
 
-def test_a_different_number_of_steps_is_said():
+def test_a_different_number_of_steps_is_reported():
     fig = draw(example_trace(steps=3), example_trace(steps=1))
     assert "only the first step of each compared (of 3 and 1)" in subtitle(fig)
 
@@ -184,12 +185,12 @@ def test_names_are_escaped():
     assert "$z$" not in found
 
 
-def test_how_parameters_lie_is_said_where_it_changed():
+def test_a_changed_layout_of_parameters_is_reported():
     a = example_trace()
     flat = [replace(unit, params=(make_flat((3, 6), unit.shard_size),)) for unit in a.header.units]
     b = Trace(replace(a.header, units=tuple(flat)), a.ranks)
-    said = subtitle(draw(a, b)).replace("&gt;", ">")
-    assert f"{2 * len(flat)} parameters stored separately -> in {len(flat)} flat parameters" in said
-    assert "padding" in said
+    text = subtitle(draw(a, b)).replace("&gt;", ">")
+    assert f"{2 * len(flat)} parameters stored separately -> in {len(flat)} flat parameters" in text
+    assert "padding" in text
     assert "flat" not in subtitle(draw(a, a))
     assert "padding" not in subtitle(draw(a, a))

@@ -89,15 +89,15 @@ def test_a_notebook_draws_it_without_a_script_of_plotlys(name, talk):
     assert not display_formatter.ipython_display_formatter(draw(name, example_trace()))
 
 
-def test_a_figure_that_is_shown_by_hand_is_the_same_in_a_notebook(monkeypatch):
-    asked = []
+def test_a_figure_shown_explicitly_is_the_same_in_a_notebook(monkeypatch):
+    renders = []
     monkeypatch.undo()
-    monkeypatch.setattr(pio, "show", lambda _, **options: asked.append(options["renderer"]))
+    monkeypatch.setattr(pio, "show", lambda _, **options: renders.append(options["renderer"]))
     for default in ("plotly_mimetype+notebook", "browser"):
         monkeypatch.setattr(type(pio.renderers), "default", default)
         theme.figure("").show()
         theme.figure("").show(renderer="json")
-    assert asked == ["plotly_mimetype", "json", None, "json"]
+    assert renders == ["plotly_mimetype", "json", None, "json"]
 
 
 def test_a_figure_can_be_written_as_a_page(tmp_path):
@@ -173,7 +173,7 @@ def test_every_axis_has_a_title_with_a_unit_or_names_its_places(name, num_ranks)
 
 
 @every_view
-def test_a_record_without_its_beginning_says_so(name):
+def test_a_trace_without_its_beginning_is_marked(name):
     trace = example_trace(steps=4)
     builder = TraceBuilder(max_rows=trace.num_rows // 2)
     builder.update_header(trace.header)
@@ -231,42 +231,42 @@ def test_a_name_like_no_other_is_answered_with_all():
         draw("xyzzy", Trace.empty())
 
 
-def test_a_time_of_a_gpu_is_not_claimed_where_only_the_hosts_is_known():
-    trace, said = example_trace(), "imes are when the host enqueued work; GPU times were not"
+def test_gpu_times_are_not_claimed_without_device_rows():
+    trace, sentence = example_trace(), "imes are when the host enqueued work; GPU times were not"
     for name in ("timeline", "states"):
-        assert said not in words(draw(name, trace))
-        told = words(draw(name, on_devices(trace, tells=False)))
-        assert said in told.replace("<br>", " ")
-        assert "compute waits" not in told
-    told = words(draw("comms", trace))
-    assert "<b>time<br>exposed</b>" in told
-    assert "compute waited" in told
-    told = words(draw("comms", on_devices(trace, tells=False)))
-    assert "<b>expected</b>" in told
-    assert "host times say little about collectives" in told.replace("<br>", " ")
+        assert sentence not in words(draw(name, trace))
+        text = words(draw(name, on_devices(trace, has_device_rows=False)))
+        assert sentence in text.replace("<br>", " ")
+        assert "compute waits" not in text
+    text = words(draw("comms", trace))
+    assert "<b>time<br>exposed</b>" in text
+    assert "compute waited" in text
+    text = words(draw("comms", on_devices(trace, has_device_rows=False)))
+    assert "<b>expected</b>" in text
+    assert "host times say little about collectives" in text.replace("<br>", " ")
     for word in ("<b>time", "exposed", "compute waited"):
-        assert word not in told
+        assert word not in text
 
 
 @pytest.mark.parametrize("name", ["timeline", "states", "comms"])
-def test_a_time_of_a_gpu_is_claimed_where_it_is_told(name):
-    told = unescape(words(draw(name, on_devices(example_trace()))).replace("<br>", " "))
-    assert "imes are measured on the GPU, within 6.00 µs" in told
-    assert "enqueued" not in told
+def test_gpu_times_are_claimed_with_device_rows(name):
+    text = unescape(words(draw(name, on_devices(example_trace()))).replace("<br>", " "))
+    assert "imes are measured on the GPU, within 6.00 µs" in text
+    assert "enqueued" not in text
 
 
-def test_step_times_are_said_to_be_the_hosts_where_a_device_computes():
-    said, trace = "tep times are the host's, which enqueues GPU work without waiting for it", example_trace()
+def test_step_times_are_named_host_times_on_a_device():
+    sentence, trace = "tep times are the host's, which enqueues GPU work without waiting for it", example_trace()
     there = on_devices(trace)
     for figure in (draw("training", there), compare.draw(trace, there), compare.draw(there, trace)):
-        assert said in unescape(subtitle(figure).replace("<br>", " "))
+        assert sentence in unescape(subtitle(figure).replace("<br>", " "))
     for figure in (draw("training", trace), compare.draw(trace, trace)):
         assert "host" not in subtitle(figure)
 
 
-def test_memory_is_in_the_hosts_order_and_says_so_where_a_device_computes():
-    said = "in host order and host time"
-    for tells in (False, True):
-        figure = draw("memory", on_devices(example_trace(), tells=tells))
-        assert said in unescape(subtitle(figure).replace("<br>", " "))
+def test_memory_is_named_host_ordered_on_a_device():
+    sentence = "in host order and host time"
+    for is_device_timed in (False, True):
+        figure = draw("memory", on_devices(example_trace(), has_device_rows=is_device_timed))
+        assert sentence in unescape(subtitle(figure).replace("<br>", " "))
     assert "host" not in subtitle(draw("memory", example_trace()))

@@ -41,7 +41,7 @@ def test_each_rank_gets_a_segment_as_wide_as_its_rows():
     assert [(int(base), text) for _, base, _, text, _ in bars(fig, "empty shard")] == [(3, "empty")]
 
 
-def test_hover_says_rows_shape_and_bytes():
+def test_hover_shows_rows_shape_and_bytes():
     fig = layout(trace_of(make_unit(make_param((3, 5), 4, shard_dim=1, fqn="head.weight")), world_size=4))
     hover = bars(fig, "held")[-1][-1]
     for part in ("head.weight", "[3, 5] float32", "shard-rank 2", "row 4 of 5 along dim 1", "[3, 1]", "12 B", "24 B"):
@@ -49,7 +49,7 @@ def test_hover_says_rows_shape_and_bytes():
     assert "all padding: 2 rows, 24 B" in bars(fig, "empty shard")[0][-1]
 
 
-def test_title_and_subtitle_total_what_is_at_rest():
+def test_title_and_subtitle_total_the_bytes_at_rest():
     fig = layout(trace_of(make_unit(make_param((5, 256), 4)), world_size=4))
     assert title(fig) == "Each of 4 ranks keeps 2.00 KiB of 5.00 KiB of parameters"
     assert "each rank keeps 40.0% of the full parameters between uses" in subtitle(fig)
@@ -84,7 +84,7 @@ def test_under_tensor_parallelism_columns_are_shard_ranks_and_the_global_shape_i
     assert title(fig) == "Each of 4 ranks keeps 64 B of 256 B of parameters"
 
 
-def test_the_dimension_that_is_split_is_named_unless_it_is_the_first():
+def test_the_sharded_dimension_is_named_unless_it_is_the_first():
     fig = layout(trace_of(make_unit(make_param((3, 8), 2, shard_dim=1), make_param((8,), 2, fqn="b")), world_size=2))
     assert fig.layout.yaxis.ticktext == ("w [3, 8] by dim 1", "b [8]")
 
@@ -95,7 +95,7 @@ def headings(fig):
     return " ".join(re.sub("</?b>", "", line) for line in lines)
 
 
-def test_a_unit_says_what_is_special_about_its_policy():
+def test_a_unit_shows_its_special_policy():
     special = {"compute_dtype": "bfloat16", "offload": True, "reshard_after_forward": 2}
     policy = "computes in bfloat16, reduces in float32, shards kept in host memory, on 2 ranks after forward"
     units = [make_unit(make_param((8,), 4), index=0), make_unit(make_param((8,), 4), index=1, name="a", **special)]
@@ -107,7 +107,7 @@ def test_a_unit_says_what_is_special_about_its_policy():
     assert "computes" not in words(layout(example_trace()))
 
 
-def test_what_training_adds_is_told():
+def test_bytes_added_by_training_are_shown():
     fig = layout(trace_of(make_unit(make_param((5, 3), 4)), world_size=4))
     assert "training adds 24 B of gradients and up to 52 B of Adam state" in subtitle(fig)
 
@@ -129,20 +129,20 @@ def test_a_flat_parameter_is_its_parameters_end_to_end_cut_where_a_column_ends_a
     assert "padding wastes 4 B" in subtitle(fig)
 
 
-def test_what_tensor_parallelism_has_split_in_a_flat_parameter_is_said_to_be_a_part():
+def test_tensor_parallel_parts_of_a_flat_parameter_are_marked():
     flat = make_flat((3, 6), 2)
     parts = (flat.parts[0], replace(flat.parts[1], global_shape=(12,)))
     fig = layout(trace_of(make_unit(replace(flat, parts=parts, global_shape=(15,))), world_size=4))
-    said = words(fig).replace("&#x27;", "'")
-    assert "p1 [6], this rank's part of [12]: elements 0-1 of 6" in said
-    assert "p0 [3]: all elements" in said
+    text = words(fig).replace("&#x27;", "'")
+    assert "p1 [6], this rank's part of [12]: elements 0-1 of 6" in text
+    assert "p0 [3]: all elements" in text
 
 
-def test_parameters_of_a_flat_one_that_lie_on_several_ranks_are_named_however_small_their_pieces():
+def test_cut_parameters_of_a_flat_one_are_named_even_if_small():
     def cut(numels, num_ranks, **unit):
         fig = layout(trace_of(flat_unit(numels, num_ranks, **unit), world_size=num_ranks))
-        said = [each.text.replace("<br>", " ") for each in fig.layout.annotations]
-        return next((line for line in said if line.startswith("cut between")), "")
+        texts = [each.text.replace("<br>", " ") for each in fig.layout.annotations]
+        return next((line for line in texts if line.startswith("cut between")), "")
 
     assert cut((4, 6, 3), 4).startswith("cut between ranks: p1 (1-2), p2 (2-3)")
     assert cut((4, 4), 2) == ""
@@ -155,7 +155,7 @@ def test_a_rank_behind_the_end_of_a_flat_parameter_is_empty():
     assert [(int(base), text) for _, base, _, text, _ in bars(fig, "empty shard")] == [(2, "empty"), (3, "empty")]
 
 
-def test_narrow_parameters_side_by_side_are_one_segment_that_says_which():
+def test_narrow_adjacent_parameters_are_one_segment_that_lists_them():
     fig = layout(trace_of(flat_unit((10**6, *[1] * 20, 10**6), 1), world_size=1))
     held = bars(fig, "held")
     assert [text for *_, text, _ in held] == ["p0", "", "p21"]
@@ -175,7 +175,7 @@ def test_a_flat_parameter_fills_the_columns_from_the_left(numels, num_ranks):
     assert begins == sorted(begins)
 
 
-def test_alike_units_of_flat_parameters_share_a_bar():
+def test_equal_units_of_flat_parameters_share_a_bar():
     units = [flat_unit((3, 6), 2, index=i, name=f"blocks.{i}") for i in range(3)]
     units = [replace(u, params=(named(u.params[0], f"blocks.{u.index}."),)) for u in units]
     fig = layout(trace_of(*units, world_size=2), fold=True)
@@ -205,7 +205,7 @@ def test_retired_units_are_left_out():
     assert "%fsdp shard" in words(layout(trace_of(units[0], world_size=2)))
 
 
-def test_blocks_that_are_alike_share_bars_when_there_are_many():
+def test_many_equal_blocks_share_bars():
     trace = simulate(Setup(num_units=25, steps=0))
     fig = layout(trace)
     assert "blocks.0-23: " in headings(fig)
@@ -214,7 +214,7 @@ def test_blocks_that_are_alike_share_bars_when_there_are_many():
     assert len(layout(trace, fold=False).layout.yaxis.ticktext) == MAX_BARS
 
 
-def test_few_parameters_are_drawn_one_by_one_unless_asked():
+def test_few_parameters_are_drawn_one_by_one_by_default():
     assert len(layout(example_trace()).layout.yaxis.ticktext) == 24
     assert len(layout(example_trace(), fold=True).layout.yaxis.ticktext) == 10
 
@@ -223,7 +223,7 @@ def test_few_parameters_are_drawn_one_by_one_unless_asked():
     ("unit", "units", "num_bytes"),
     [("blocks.1", ["blocks.1"], "32 B"), ("blocks.*", ["blocks.0", "blocks.1"], "48 B"), ("(root)", ["(root)"], "8 B")],
 )
-def test_one_unit_or_those_of_a_pattern_are_drawn_and_counted_alone(unit, units, num_bytes):
+def test_only_selected_units_are_drawn_and_counted(unit, units, num_bytes):
     made = [
         *(make_unit(make_param((2,), 2, fqn="w")), make_unit(make_param((4,), 2, fqn="w"), index=1, name="blocks.0")),
         make_unit(make_param((8,), 2, fqn="w"), index=2, name="blocks.1", offload=True),
@@ -235,7 +235,7 @@ def test_one_unit_or_those_of_a_pattern_are_drawn_and_counted_alone(unit, units,
     assert subtitle(fig).startswith(theme.plural(len(units), "parameter") + f" in {theme.plural(len(units), 'unit')} ")
 
 
-def test_a_unit_that_is_none_says_which_there_are():
+def test_an_unknown_unit_lists_the_known_ones():
     with pytest.raises(UsageError, match=r"there is no unit 'block.1'; the units, nearest first: blocks.1, blocks.0, "):
         layout(example_trace(), unit="block.1")
     with pytest.raises(UsageError, match="nothing is sharded yet"):
@@ -261,7 +261,7 @@ def test_beyond_64_ranks_neighbours_with_equally_many_rows_are_one_segment():
     assert "shard-ranks 75-99" in bars(fig, "empty shard")[0][-1]
 
 
-def test_a_frozen_parameter_says_so():
+def test_a_frozen_parameter_is_marked():
     param = replace(make_param((4,), 2), trainable=False)
     assert "frozen" in bars(layout(trace_of(make_unit(param), world_size=2)), "held")[0][-1]
 

@@ -37,7 +37,7 @@ def with_moves(trace, factor_of_rank):
     return Trace(trace.header, tuple(ranks))
 
 
-def test_the_peak_is_in_the_title_and_in_the_picture_in_words():
+def test_the_peak_is_described_in_the_title_and_the_figure():
     fig = memory(example_trace())
     assert title(fig) == "Step 2: memory peaks at 1.40 MiB (backward of blocks.1)"
     (peak,) = fig.layout.annotations
@@ -63,7 +63,7 @@ def test_the_areas_are_the_bytes_of_each_class_in_order():
     assert fig.layout.legend.traceorder == "reversed"  # the legend is in the order of the areas
 
 
-def test_the_dashed_line_is_what_plain_training_keeps():
+def test_the_dashed_line_is_the_memory_of_plain_training():
     trace = example_trace()
     fig, alone = memory(trace), simulate(Setup(num_ranks=1))
     plain = advance(alone.rank(0).start, alone.rank(0).rows).bytes_by_category
@@ -72,8 +72,8 @@ def test_the_dashed_line_is_what_plain_training_keeps():
     assert line.line.dash == "dash"
     assert list(line.y) == pytest.approx([sum(kept) / MIB] * 2, rel=0.001)  # each rank has one copy of Adam's step
     names = ("parameters", "gradients", "optimizer state")
-    said = ", ".join(f"{name} {theme.format_bytes(b)}" for name, b in zip(names, kept, strict=True))
-    assert f"without sharding, every rank would keep {theme.format_bytes(sum(kept))}: {said}" in subtitle(fig)
+    parts = ", ".join(f"{name} {theme.format_bytes(b)}" for name, b in zip(names, kept, strict=True))
+    assert f"without sharding, every rank would keep {theme.format_bytes(sum(kept))}: {parts}" in subtitle(fig)
 
 
 def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_there_is():
@@ -86,19 +86,19 @@ def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_th
     assert subtitle(frozen).endswith(f"without sharding, every rank would keep {whole}: parameters {whole}")
 
 
-def test_an_unsharded_model_far_above_is_told_and_not_drawn():
+def test_an_unsharded_model_far_above_is_mentioned_and_not_drawn():
     fig = memory(with_moves(example_trace(), lambda _: 0.1))
     assert "without sharding, every rank would keep 1.35 MiB: parameters 626 KiB, gradients 626 KiB" in subtitle(fig)
     assert "without sharding" not in [t.name for t in fig.data]
 
 
-def test_ranks_that_are_alike_share_a_panel_and_the_highest_is_drawn():
+def test_equal_ranks_share_a_panel_and_the_highest_is_drawn():
     fig = memory(with_moves(example_trace(), lambda rank: 1 + 0.005 * (rank == 1)))
     assert "Ranks 0-3 are alike within 2%; showing rank 1" in subtitle(fig)
     assert len(list(fig.select_yaxes())) == 1
 
 
-def test_ranks_that_differ_have_panels_of_their_own():
+def test_ranks_that_differ_have_their_own_panels():
     fig = memory(with_moves(example_trace(), lambda rank: 1 + (rank == 2)))
     assert title(fig).startswith("Step 2: memory of rank 2 peaks at 2.80 MiB")
     assert "ranks 0-1, 3 are alike within 2%; showing rank 0" in words(fig)
@@ -120,7 +120,7 @@ def test_one_rank_can_be_chosen():
         memory(example_trace(), rank=9)
 
 
-def test_what_is_kept_for_reuse_lies_hatched_above_the_total_and_moves_no_peak():
+def test_pooled_bytes_are_hatched_above_the_total_and_move_no_peak():
     trace = example_trace()
     plain, fig = memory(trace), memory(with_pool(trace))
     assert title(fig) == title(plain)
@@ -145,7 +145,7 @@ def test_several_steps_are_marked():
         memory(example_trace(), step=7)
 
 
-def test_activations_are_said_to_be_missing_only_if_they_are():
+def test_missing_activations_are_mentioned_only_if_missing():
     assert "activations are not measured" in subtitle(memory(example_trace()))
     fig = memory(simulate(Setup(activations=True)))
     assert "activations are not measured" not in subtitle(fig)
@@ -166,7 +166,7 @@ def test_before_the_first_step_the_shards_are_shown():
     assert "outside forward and backward" in words(fig)
 
 
-def test_what_is_full_from_before_is_named():
+def test_units_unsharded_from_before_are_named():
     trace = example_trace(steps=1)
     full = {0: UnitState.UNSHARDED, 1: UnitState.ALL_GATHER_IN_FLIGHT}
     ranks = (replace(r, start=replace(r.start, unit_states=full)) for r in trace.ranks)
@@ -196,7 +196,7 @@ def on_page(fig, width):
 
 
 @pytest.mark.parametrize("step", [2, 1])
-def test_the_legend_lies_below_where_it_would_take_a_third_of_the_page(step):
+def test_a_wide_legend_is_below_the_figure(step):
     fig = draw("memory", example_trace(), step=step)
     assert fig.layout.legend.y is None
     for width in (600, 700, 899):

@@ -33,7 +33,7 @@ def test_the_time_ranks_were_held_is_not_on_the_axis(name):
 
 
 @every_picture_of_time
-def test_a_thin_line_says_where_and_how_long(name):
+def test_a_thin_line_shows_where_and_how_long(name):
     assert not marks(draw(name, example_trace()))
     fig = draw(name, held_run())
     (mark,) = marks(fig)
@@ -51,7 +51,7 @@ def test_many_stops_have_few_lines(name):
     assert len(places) == 4 <= MAX_MARKS
 
 
-def test_durations_said_are_those_without_the_stop():
+def test_durations_exclude_the_stop():
     assert title(draw("timeline", held_run())).partition(":")[0] == "Step 2"
     assert "s, compute" not in title(draw("timeline", held_run())).replace("ms,", "").replace("µs,", "")
     assert (

@@ -32,7 +32,7 @@ def test_the_strip_begins_where_the_axis_does():
     assert (shape.x0, shape.x1) == tuple((t - begin_ns) / 1e6 for t in (forward[0], forward[-1]))
 
 
-def test_each_phase_stands_in_the_legend_once():
+def test_each_phase_is_in_the_legend_once():
     shapes = strip(example_trace(steps=3).slice(first=1, last=2))
     shown = [shape.name for shape in shapes if shape.showlegend]
     assert shown == ["forward", "backward", "optimizer"]

@@ -20,7 +20,7 @@ def strip(fig):
     return {trace.name: np.array(trace.y) for trace in fig.data if trace.stackgroup == "process"}
 
 
-def test_the_strip_adds_up_to_what_the_system_counts():
+def test_the_strip_adds_up_to_the_systems_count():
     trace = simulate(Setup(samples=True))
     areas = strip(memory(trace, process=True))
     part = trace.slice(step=2).rank(0)
@@ -31,7 +31,7 @@ def test_the_strip_adds_up_to_what_the_system_counts():
     assert set(areas[BASELINE] * MIB) == {BASELINE_BYTES}
 
 
-def test_the_series_are_told_apart_and_stand_in_the_legend_once():
+def test_the_series_are_distinct_and_in_the_legend_once():
     fig = memory(simulate(Setup(samples=True)), process=True)
     looks = [(t.name, t.showlegend, t.fillpattern.shape, t.line.color) for t in fig.data if t.stackgroup == "process"]
     assert len({look[2:] for look in looks}) == 3
@@ -39,7 +39,7 @@ def test_the_series_are_told_apart_and_stand_in_the_legend_once():
     assert sorted(name for name, *_ in looks) == sorted({name for name, *_ in looks})
 
 
-def test_the_words_reconcile_the_classes_with_the_process():
+def test_the_subtitle_reconciles_the_classes_with_the_process():
     text = subtitle(memory(simulate(Setup(samples=True)), process=True))
     assert (
         "the whole process uses up to 128 MiB: 520 KiB owned by the engine, 63.5 MiB not owned, 64.0 MiB from" in text
@@ -47,7 +47,7 @@ def test_the_words_reconcile_the_classes_with_the_process():
     assert "activations are not measured" in text
 
 
-def test_a_trace_without_samples_says_so_and_draws_as_before():
+def test_a_trace_without_samples_is_marked_and_drawn():
     fig = memory(example_trace(), process=True)
     assert "process memory was not sampled" in subtitle(fig)
     assert not strip(fig)
@@ -67,7 +67,7 @@ def test_a_saved_trace_draws_the_same(tmp_path):
     assert memory(load(tmp_path / "a.trace")).to_json() == memory(trace).to_json()
 
 
-def test_it_is_shown_only_when_it_is_asked_for():
+def test_it_is_shown_only_on_request():
     fig = memory(simulate(Setup(samples=True)))
     assert not strip(fig)
     assert "process" not in subtitle(fig)

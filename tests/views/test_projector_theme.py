@@ -15,7 +15,7 @@ every_view = pytest.mark.parametrize("name", VIEWS)
 
 
 @every_view
-def test_it_says_the_same_in_larger_letters(name):
+def test_it_shows_the_same_in_larger_type(name):
     plain, talk = draw(name, example_trace()), draw(name, example_trace(), talk=True)
     for where in (
         "layout.height",

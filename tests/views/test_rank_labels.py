@@ -17,7 +17,7 @@ def header(num_hosts=64, ranks_per_host=8, name="node{:02}"):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "everyone", "said"),
+    ("ranks", "everyone", "expected"),
     [
         ([37], (), "rank 37 on node04"),
         ([300, 37], (), "ranks 37 on node04, 300 on node37"),
@@ -30,11 +30,11 @@ def header(num_hosts=64, ranks_per_host=8, name="node{:02}"):
         ([600], (), "rank 600"),
     ],
 )
-def test_ranks_of_many_hosts(ranks, everyone, said):
-    assert who(header(), ranks, everyone) == said
+def test_ranks_of_many_hosts(ranks, everyone, expected):
+    assert who(header(), ranks, everyone) == expected
 
 
-def test_on_one_host_no_host_is_named_and_few_ranks_are_said_as_they_are():
+def test_on_one_host_ranks_are_labelled_without_the_host():
     one = header(num_hosts=1, ranks_per_host=MANY)
     assert who(one, [3]) == "rank 3"
     assert who(one, [*range(5), *range(6, MANY)], range(MANY)) == "ranks 0-4, 6-15"
@@ -51,7 +51,7 @@ def test_of_many_groups_some_are_counted():
 
 
 @given(st.sets(st.integers(0, 63), min_size=1))
-def test_what_is_said_stays_short(ranks):
+def test_labels_stay_short(ranks):
     assert len(who(header(num_hosts=8), ranks, range(64))) <= 60
 
 

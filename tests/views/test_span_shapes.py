@@ -42,7 +42,7 @@ def test_no_more_than_the_limit_and_no_time_is_lost(some, limit):
 
 
 @given(st.lists(entries, min_size=1, max_size=50))
-def test_what_is_a_pixel_wide_stays_as_it_is(some):
+def test_a_span_of_a_pixel_is_unchanged(some):
     found = make(*some)
     pixel = (found.end_ns.max() - found.begin_ns.min()) / SCREEN_PIXELS
     wide = found[found.end_ns - found.begin_ns >= pixel]
@@ -57,7 +57,7 @@ def test_half_a_million_become_few():
     assert 500 < len(for_screen(found)) <= MAX_RECTANGLES
 
 
-def test_neighbours_in_a_pixel_are_merged_and_what_they_share_is_kept():
+def test_neighbours_in_a_pixel_are_merged_with_common_properties():
     shown = for_screen(
         make((0, 1, 0, 3, 5), (0, 1, 6, 3, 5), (0, 2, 9, 3, 5), (1, 1, 0, 3, 6), (1, 1, 5, 3, 7), (9, 9, 0, 10**6, 0))
     )
@@ -72,12 +72,12 @@ def test_more_lanes_than_the_limit_end_in_one_rectangle_each():
     assert len(for_screen(found, limit=10)) == 30
 
 
-def test_nothing_stays_nothing():
+def test_no_spans_stay_no_spans():
     nothing = make((0, 0, 0, 1, 0))[np.array([], np.int64)]
     assert len(for_screen(nothing)) == len(joined([nothing, nothing])) == 0
 
 
-def test_a_bar_says_where_it_begins_and_how_wide_it_is():
+def test_a_bar_has_its_begin_and_width():
     fig, axis = go.Figure(), time_axis((1_000_000, 9_000_000))
     found = make((0, 7, 2_000_000, 3_000_000, 0), (1, 8, 1_000_000, 500_000, 0))
     add_bars(fig, found, {7: ("seven", "#111111")}, np.array([0.5, 1.5]), np.array([0.8, 0.4]), ["a", "b"], axis)

@@ -22,7 +22,7 @@ def test_rows_are_the_units_with_the_root_on_top():
     assert states(example_trace()).layout.yaxis.ticktext == ("(root)", "blocks.0", "blocks.1", "blocks.2")
 
 
-def test_units_are_in_the_order_of_their_forward_whatever_their_numbers():
+def test_units_are_in_forward_order():
     trace = example_trace()
     turned = [3, 2, 1, 0]
     units = tuple(replace(trace.header.units[i], index=n, root=0) for n, i in enumerate(turned))
@@ -56,14 +56,14 @@ def test_a_sharded_unit_is_a_thin_line():
     assert set(bar(fig, UnitState.UNSHARDED).width) == {0.74}
 
 
-def test_the_title_counts_what_is_unsharded_at_once():
+def test_the_title_counts_simultaneously_unsharded_units():
     assert title(states(example_trace())) == "Step 2: at most 2 of 4 units unsharded at once"
     kept = example_trace(reshard_after_forward=False)
     assert title(states(kept)) == "Step 2: all 4 units unsharded at once"
     assert title(states(example_trace(steps=0))) == "Before the first step: at most 0 of 4 units unsharded at once"
 
 
-def test_where_nothing_is_split_that_is_said():
+def test_an_unsharded_model_is_reported():
     trace = example_trace()
     whole = tuple(replace(unit, shard_size=1, replicate_size=4) for unit in trace.header.units)
     fig = states(Trace(replace(trace.header, units=whole), trace.ranks))
@@ -74,7 +74,7 @@ def test_where_nothing_is_split_that_is_said():
     assert "each rank holds only its shard" in subtitle(states(Trace(replace(trace.header, units=some), trace.ranks)))
 
 
-def test_a_bar_says_which_unit_what_and_for_how_long():
+def test_a_bar_shows_unit_state_and_duration():
     hover = bar(states(example_trace()), UnitState.UNSHARDED).hovertext[0]
     assert hover.startswith("<b>(root)</b> unsharded<br>")
     assert " ms, from " in hover
@@ -111,7 +111,7 @@ def test_a_rank_without_rows_gives_a_sentence():
     assert "No unit is recorded yet" in words(states(silent, rank=1))
 
 
-def test_a_large_model_is_told_apart_as_far_as_there_is_room():
+def test_a_large_model_is_drawn_as_far_as_there_is_room():
     fig = states(simulate(Setup(num_ranks=1, num_units=MAX_UNITS + 20, steps=1, width=2, vocab=3)))
     assert "20 more units not drawn" in subtitle(fig)
     assert len(fig.layout.yaxis.ticktext) == MAX_UNITS / 2  # every other name

@@ -103,14 +103,14 @@ def test_colours_that_meet_in_a_figure_stay_apart_for_every_sight(colours, sight
     [(theme.CATEGORY_COLOURS, Category), (theme.UNIT_STATE_COLOURS, UnitState), (theme.KIND_COLOURS, Kind)],
     ids=["categories", "states", "kinds"],
 )
-def test_every_word_has_a_colour_seen_on_light_and_dark_pages(table, words):
+def test_every_colour_is_visible_on_light_and_dark_pages(table, words):
     assert set(table) == set(words)
     for colour in table.values():
         assert min(contrast(colour, "#ffffff"), contrast(colour, DARK_PAGE)) >= 1.8
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_the_colour_of_an_event_is_clearly_seen_on_a_dark_page(kind):
+def test_event_colours_have_contrast_on_a_dark_page(kind):
     assert contrast(theme.KIND_COLOURS[kind], DARK_PAGE) >= 3
 
 
@@ -128,7 +128,7 @@ def test_a_page_knows_the_text_of_figures_by_its_colours():
     assert f'tspan[style*="fill:{theme.WRONG}"]' in rule  # part of a text
 
 
-def test_waiting_has_a_colour_of_its_own():
+def test_waiting_has_its_own_colour():
     assert list(theme.KIND_COLOURS.values()).count(theme.KIND_COLOURS[Kind.WAIT]) == 1
 
 
@@ -235,7 +235,7 @@ def test_a_figure_carries_its_template_and_changes_no_default():
     assert fig.layout.margin.t > theme.figure("A title").layout.margin.t
 
 
-def test_an_empty_figure_says_its_sentence():
+def test_an_empty_figure_shows_its_sentence():
     fig = theme.empty("Nothing <here> yet.")
     assert not fig.data
     assert [a.text for a in fig.layout.annotations] == ["Nothing &lt;here&gt; yet."]

@@ -45,12 +45,12 @@ def test_every_rank_has_its_tracks():
     ]
 
 
-def test_a_track_of_other_collectives_is_called_by_the_only_one_that_is_there():
+def test_a_track_with_one_kind_of_collective_is_named_after_it():
     found = tracks(timeline(simulate(Setup(num_ranks=2, copies=2)), rank=0))
     assert list(found) == [("rank 0", track) for track in ("compute", "all-reduce", "wait")]
 
 
-def test_the_title_says_how_long_it_was_and_how_much_of_it_was_waiting():
+def test_the_title_shows_duration_and_waiting_time():
     assert title(timeline(example_trace())) == "Step 2: 6.82 ms, compute waits for communication 5 to 6% of the time"
     assert title(timeline(example_trace(num_ranks=1))).endswith("compute waits for no communication")
 
@@ -69,7 +69,7 @@ def test_collectives_are_drawn_from_issue_to_their_true_end():
     assert np.sum(drawn.x) * 1e6 == pytest.approx(found.wait_ns.sum())
 
 
-def test_collectives_in_flight_together_lie_beside_each_other():
+def test_concurrent_collectives_are_in_adjacent_lanes():
     fig = timeline(example_trace(num_ranks=2), rank=0)
     drawn, middle = bars(fig)["all-gather"], tracks(fig)["rank 0", "all-gather"]
     assert set(drawn.y) == {middle - 0.2, middle + 0.2, middle}
@@ -113,7 +113,7 @@ def test_arrows_stay_few():
     assert len(arrows(fig).x) // 3 == MAX_ARROWS
 
 
-def test_a_hover_says_what_how_many_bytes_how_long_and_what_was_exposed():
+def test_a_hover_shows_kind_bytes_duration_and_exposed_time():
     fig = timeline(example_trace(num_ranks=2))
     text = bars(fig)["reduce-scatter"].hovertext[0]
     assert text.startswith("<b>reduce-scatter of blocks.2</b><br>193 KiB, ")
@@ -131,7 +131,7 @@ def test_many_ranks_that_did_the_same_are_two_that_waited_least_and_most():
     assert "Ranks 0-15 did the same" in subtitle(fig)
 
 
-def test_a_rank_of_many_that_did_something_else_is_drawn_by_itself():
+def test_a_different_rank_among_many_is_drawn_separately():
     trace = simulate(Setup(num_ranks=12, steps=1))
     odd = Trace(trace.header, tuple(without(r, Kind.COPY_OUT) if r.rank == 5 else r for r in trace.ranks))
     names = [name for name, track in tracks(timeline(odd)) if track == "compute"]
@@ -140,7 +140,7 @@ def test_a_rank_of_many_that_did_something_else_is_drawn_by_itself():
     assert "Ranks 0-4, 6-11 did the same" in subtitle(timeline(odd))
 
 
-def test_what_is_not_drawn_makes_no_difference():
+def test_undrawn_rows_make_no_difference():
     trace = simulate(Setup(num_ranks=12, steps=1))
     odd = Trace(trace.header, tuple(without(r, Kind.ALLOC) if r.rank == 5 else r for r in trace.ranks))
     assert "Ranks 0-11 did the same" in subtitle(timeline(odd))
@@ -158,7 +158,7 @@ def test_when_all_of_many_ranks_differ_some_are_drawn():
     assert "4 ranks not drawn" in subtitle(fig)
 
 
-def test_a_hang_is_drawn_up_to_the_edge_and_said_not_to_have_ended():
+def test_a_hang_is_drawn_to_the_edge_and_marked_unfinished():
     trace = example_trace(num_ranks=2)
     rank = trace.rank(0)
     rows = rank.rows
@@ -172,7 +172,7 @@ def test_a_hang_is_drawn_up_to_the_edge_and_said_not_to_have_ended():
     assert drawn.x[-1] > 0
 
 
-def test_a_step_given_up_does_not_cover_the_next_one():
+def test_an_aborted_step_does_not_cover_the_next_one():
     trace = example_trace(num_ranks=2, steps=3)
     rank = trace.rank(0)
     rows = rank.rows
@@ -186,7 +186,7 @@ def test_a_step_given_up_does_not_cover_the_next_one():
         assert ((drawn.base + drawn.x)[before] <= begin + 0.02).all(), name
 
 
-def test_what_times_between_hosts_mean_is_said_of_what_is_drawn():
+def test_the_clock_error_of_the_drawn_hosts_is_shown():
     trace = example_trace(num_ranks=4, steps=2)
     begin_ns = int(trace.rank(0).rows["t_ns"][0])
     readings = tuple(
@@ -215,7 +215,7 @@ def hovers(fig):
     return [text for drawn in bars(fig).values() for text in drawn.hovertext]
 
 
-def test_a_collective_says_who_came_last_unless_the_clocks_do_not_tell():
+def test_a_collective_names_the_last_rank_unless_within_the_clock_error():
     trace = simulate(Setup(num_ranks=2, late=1, steps=1))
     lines = [line for text in hovers(timeline(trace)) for line in text.split("<br>") if "last" in line]
     assert lines
@@ -229,7 +229,7 @@ def test_a_collective_says_who_came_last_unless_the_clocks_do_not_tell():
 
 
 @pytest.mark.parametrize("moved_ns", [-(10**7), 5, 10**8])
-def test_who_waited_least_does_not_depend_on_what_clocks_show(moved_ns):
+def test_the_rank_that_waited_least_does_not_depend_on_the_clocks(moved_ns):
     trace = simulate(Setup(num_ranks=20, late=6, steps=1))
     late = "rank 6 is the straggler: others wait up to "
     assert late in title(timeline(trace))
@@ -244,7 +244,7 @@ def test_the_straggler_of_few_ranks_is_named_if_others_wait_for_it():
     assert "straggler" not in title(timeline(simulate(Setup(num_ranks=4, late=2)), rank=2))
 
 
-def test_what_does_not_exist_is_named():
+def test_missing_steps_and_ranks_are_named():
     with pytest.raises(UsageError, match="no rank 9; its ranks are: "):
         timeline(example_trace(), rank=9)
     with pytest.raises(UsageError, match="no step 9"):

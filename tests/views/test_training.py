@@ -32,7 +32,7 @@ def axis_titles(fig):
     return [axis.title.text for axis in fig.select_yaxes()]
 
 
-def test_title_says_first_and_last_loss_and_the_step_time():
+def test_title_shows_first_and_last_loss_and_the_step_time():
     fig = training(make_trace(losses(4.0, 3.0, 2.0)))
     assert title(fig) == "Loss 4.000 → 2.000 in 3 steps, 1.00 ms a step (median)"
     assert axis_titles(fig) == ["loss", "step time [ms]"]
@@ -56,7 +56,7 @@ def test_the_step_time_is_that_of_the_slowest_rank():
     assert "the title shows the step time of the slowest rank" in subtitle(fig)
 
 
-def test_without_a_loss_the_step_time_is_drawn_and_a_sentence_says_how_to_log_one():
+def test_without_a_loss_the_step_time_is_drawn_with_advice():
     fig = training(make_trace(step_rows(0, 0, STEP_NS)))
     assert title(fig) == "1 step, no loss logged, 1.00 ms a step (median)"
     assert axis_titles(fig) == ["step time [ms]"]
@@ -94,7 +94,7 @@ def test_every_metric_has_its_panel_up_to_a_limit():
     assert "8 more metrics not drawn" in subtitle(fig)
 
 
-def test_a_loss_that_is_no_number_leaves_a_gap_and_is_told():
+def test_a_nonfinite_loss_leaves_a_gap_and_is_reported():
     fig = training(make_trace(losses(4.0, math.inf, 2.0)))
     assert list(np.isnan(lines(fig)[0].y)) == [False, True, False]
     assert "loss is NaN or infinite at step 1." in subtitle(fig)
@@ -104,7 +104,7 @@ def test_a_loss_that_ends_as_no_number_is_written_as_the_panel_does():
     assert title(training(make_trace(losses(4.0, math.nan)))).startswith("Loss 4.000 → NaN in 2 steps")
 
 
-def test_the_band_has_a_gap_where_a_loss_is_no_number():
+def test_the_band_has_a_gap_at_a_nonfinite_loss():
     """The band is closed on both sides of the gap: a line across it would be a band for steps without one."""
     fig = training(make_trace(losses(4.0, 3.0, math.nan, 1.0), losses(4.0, 3.0, 2.0, 1.0, loss_rank=1.0)))
     x, y = (np.array(values, np.float64) for values in (fig.data[0].x, fig.data[0].y))
@@ -144,5 +144,5 @@ def test_the_curve_is_cut_where_another_model_began():
     assert not whole.layout.shapes
 
 
-def test_nothing_recorded_says_what_to_run():
+def test_an_empty_trace_says_what_to_run():
     assert "%fsdp step" in words(training(example_trace(steps=0)))

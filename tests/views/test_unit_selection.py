@@ -26,7 +26,7 @@ def test_a_name_a_pattern_or_the_root(unit, names):
 
 
 @pytest.mark.parametrize("view", ["layout", "states", "comms"])
-def test_a_unit_that_is_not_there_is_refused_with_those_that_are(view):
+def test_a_missing_unit_is_refused_with_a_list(view):
     with pytest.raises(UsageError, match=r"no unit 'block.1'; the units, nearest first: blocks.1"):
         draw(view, example_trace(num_units=5), unit="block.1")
 

@@ -206,7 +206,7 @@ def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
     assert -2 <= top - axis[3] <= 12
 
 
-def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
+def test_a_figure_is_restored_when_its_page_is_wide_again(page):
     figure = json.loads(figures()["memory of deep"].to_json())
     wide, narrow, again = (
         page.evaluate(_DRAW, [figure, widths]) for widths in ([1000], [1000, 250], [1000, 250, 1000])
@@ -216,14 +216,14 @@ def test_a_figure_is_what_it_was_when_its_page_is_wide_again(page):
     assert narrow["whole"][3] > wide["whole"][3]
 
 
-def test_the_measure_sees_what_overlaps(page):
+def test_the_check_finds_overlaps(page):
     """The measure reports a legend over the plot, and texts at the same position."""
     figure = draw("memory", long_names(simulate(Setup(num_ranks=2, num_units=3, steps=1))))
     figure.update_layout(legend={"x": 0.5, "y": 0.5}, meta=None)  # without the layouts for other widths
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
     figure.add_annotation(text="over the axis title", x=0.5, y=-0.1, xref="paper", yref="paper", showarrow=False)
     figure.layout.title.text = figure.layout.title.text.replace("<br>", " ") * 2
-    told = list(complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), [600]])))
-    assert "the legend covers the plot" in told
-    assert any("lies over" in complaint for complaint in told)
-    assert "its titles are wider than the page" in told
+    found = list(complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), [600]])))
+    assert "the legend covers the plot" in found
+    assert any("lies over" in complaint for complaint in found)
+    assert "its titles are wider than the page" in found

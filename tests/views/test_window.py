@@ -14,7 +14,7 @@ from workbench.views.window import window
 VIEWS_OF_TIME = ("timeline", "memory", "states")
 
 
-def test_the_last_step_is_shown_unless_told_otherwise():
+def test_the_last_step_is_shown_by_default():
     trace = example_trace(steps=4)
     assert str(window(trace, None, 1)) == "Step 3"
     assert str(window(trace, None, 2)) == "Steps 2-3"
@@ -56,7 +56,7 @@ def test_a_rank_without_rows_in_the_window_has_none():
     assert len(window(short, None, 1).cut(short.rank(1)).rows) == 0
 
 
-def test_a_step_that_is_not_there_is_named():
+def test_a_missing_step_is_named():
     with pytest.raises(UsageError, match="no step 9; its steps are: 0-2"):
         window(example_trace(steps=3), 9, 1)
     with pytest.raises(UsageError, match="no step 0; its steps are: none yet"):

@@ -39,7 +39,7 @@ EXPORTED = {
 }
 
 
-class Counted(np.ndarray):
+class CountedArray(np.ndarray):
     """An array that adds the size of all reads, of itself and of derived arrays, to ``Work.numbers``."""
 
     def __getitem__(self, key):
@@ -69,7 +69,7 @@ class Counted(np.ndarray):
 
 def plain(value):
     """Return the same value without counting, also within lists."""
-    if isinstance(value, Counted):
+    if isinstance(value, CountedArray):
         return value.view(np.ndarray)
     return type(value)(map(plain, value)) if type(value) in {list, tuple} else value
 
@@ -77,7 +77,7 @@ def plain(value):
 def counted(value):
     """Return the same value with counting, also within tuples and lists."""
     if isinstance(value, np.ndarray):
-        return value.view(Counted)
+        return value.view(CountedArray)
     return type(value)(map(counted, value)) if type(value) in {list, tuple} else value
 
 
@@ -114,7 +114,7 @@ def recorded(setup):
 def work(do, setup):
     """Return the bytecodes and the numbers that ``do`` takes for the trace of a job."""
     whole = recorded(setup)
-    trace = Trace(whole.header, tuple(RankTrace(r.rank, r.rows.view(Counted), r.start) for r in whole.ranks))
+    trace = Trace(whole.header, tuple(RankTrace(r.rank, r.rows.view(CountedArray), r.start) for r in whole.ranks))
     with counting():
         do(trace)
     return Work.codes, Work.numbers

@@ -46,7 +46,7 @@ RUNNING = Position(doing="step", place=StepPosition(1, 0))
 HELD = Position(held=Hold(place=StepPosition(1, 7), kind=Kind.ALL_GATHER, edge=Edge.BEGIN, unit=1))
 
 
-class Pretender:
+class FakeWorkbench:
     """A fake workbench: the test sets its trace and ranks."""
 
     def __init__(self, trace=None, positions=None, alive=None):
@@ -62,7 +62,7 @@ class Pretender:
         found = replace(pulse(self.trace, self.alive, self.positions), cursor=self.cursor, losses=self.losses)
         return found if self.running else replace(found, running=False, states={}, exchange=self.exchange)
 
-    def asked(self):
+    def activity(self):
         return ()
 
     def pause(self):
@@ -96,8 +96,8 @@ def prefix(trace, count):
     return Trace(trace.header, tuple(RankTrace(r.rank, r.rows[:count], r.start) for r in trace.ranks))
 
 
-def test_the_first_answer_tells_everything_and_the_next_only_what_is_new(made):
-    workbench = Pretender()
+def test_the_first_answer_is_complete_and_the_next_has_only_news(made):
+    workbench = FakeWorkbench()
     widget = made(workbench)
     whole, buffers = ask(widget)
     assert whole["restart"]
@@ -112,8 +112,8 @@ def test_the_first_answer_tells_everything_and_the_next_only_what_is_new(made):
     assert buffers == [b""]
 
 
-def test_other_ranks_are_told_apart_from_a_new_grouping_of_the_same(made):
-    workbench = Pretender()
+def test_other_ranks_are_distinguished_from_a_new_grouping(made):
+    workbench = FakeWorkbench()
     widget = made(workbench)
     ask(widget)
     workbench.trace = Trace(
@@ -126,11 +126,11 @@ def test_other_ranks_are_told_apart_from_a_new_grouping_of_the_same(made):
     assert not ask(widget)[0]["another"]
 
 
-def test_before_the_first_step_it_says_how_to_train_one(made):
+def test_before_the_first_step_it_explains_how_to_train(made):
     trace = example_trace(num_ranks=4)
     first = min(int(np.flatnonzero(r.rows["kind"] == Kind.STEP)[0]) for r in trace.ranks)
     assert first > 0
-    workbench = Pretender(prefix(trace, first))
+    workbench = FakeWorkbench(prefix(trace, first))
     widget = made(workbench)
     assert ask(widget)[0]["said"] == (
         "No step has run yet. Define train_step() in a %%fsdp cell, then press step, or type %fsdp step 40."
@@ -139,8 +139,8 @@ def test_before_the_first_step_it_says_how_to_train_one(made):
     assert ask(widget)[0]["said"] == ""
 
 
-def test_ranks_that_died_are_told_with_the_cause(made):
-    workbench = Pretender()
+def test_dead_ranks_are_sent_with_the_cause(made):
+    workbench = FakeWorkbench()
     widget = made(workbench)
     assert ask(widget)[0]["said"] == ""
     workbench.alive, workbench.losses = [False] * 4, dict.fromkeys(range(4), "died: the process was killed")
@@ -157,8 +157,8 @@ def of_others(trace):
     return Trace(replace(trace.header, ranks=ranks), trace.ranks)
 
 
-def test_each_view_is_told_everything_once(made):
-    widget = made(Pretender())
+def test_each_view_gets_everything_once(made):
+    widget = made(FakeWorkbench())
     assert ask(widget, view="a")[0]["restart"]
     assert ask(widget, view="b")[0]["restart"]
     assert not ask(widget, view="a")[0]["restart"]
@@ -168,7 +168,7 @@ def test_each_view_is_told_everything_once(made):
 
 
 def test_only_so_many_views_are_kept(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     for number in range(MAX_VIEWS + 3):
         ask(widget, view=str(number))
     assert len(widget._views) == MAX_VIEWS
@@ -177,7 +177,7 @@ def test_only_so_many_views_are_kept(made):
 
 def test_eight_ranks_stay_below_64_kib_a_second(made):
     trace, now = simulate(Setup(num_ranks=8, num_units=6, steps=40)), [0.0]
-    workbench = Pretender(prefix(trace, 10), dict.fromkeys(range(8), RUNNING), [True] * 8)
+    workbench = FakeWorkbench(prefix(trace, 10), dict.fromkeys(range(8), RUNNING), [True] * 8)
     widget = made(workbench, clock=lambda: now[0])
     ask(widget)
     rows, sent = len(trace.rank(0).rows), 0
@@ -190,7 +190,7 @@ def test_eight_ranks_stay_below_64_kib_a_second(made):
 
 
 def test_the_cursor_is_answered_with_all_ranks_at_that_event(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     ask(widget)
     answer, _ = ask(widget, "at", t_us=2_000.0, number=7)
     assert answer["number"] == 7
@@ -207,10 +207,10 @@ def spans_sizes(count):
 
 
 def test_a_window_is_answered_with_every_change_in_it(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
-    told, _ = ask(widget)
-    about = {"from_us": 1_000.0, "to_us": told["now"]["t_us"]}
+    feed, _ = ask(widget)
+    about = {"from_us": 1_000.0, "to_us": feed["now"]["t_us"]}
     answer, buffers = ask(widget, "window", number=3, **about)
     assert answer.items() >= {"word": "window", "number": 3, "exact": True, **about}.items()
     rows = workbench.trace.rank(0).rows
@@ -227,21 +227,21 @@ def held_run(hold_ns=HOLD_NS):
 
 def test_time_in_which_ranks_were_held_is_not_on_the_axis(made):
     """All times are as if the ranks had never stopped; the answer has the place and length of each hold as well."""
-    told, free = (ask(made(Pretender(trace)))[0] for trace in (held_run(), example_trace()))
-    ((at_us, length_us),) = told["holds"]
+    answer, free = (ask(made(FakeWorkbench(trace)))[0] for trace in (held_run(), example_trace()))
+    ((at_us, length_us),) = answer["holds"]
     assert free["holds"] == []
     assert length_us == pytest.approx(HOLD_NS / 1e3, rel=1e-3)
-    assert told["now"]["t_us"] == pytest.approx(free["now"]["t_us"], rel=0.05)
-    assert 0 < at_us < told["now"]["t_us"]
-    assert told["peaks"][0]["t_us"] <= told["now"]["t_us"]
+    assert answer["now"]["t_us"] == pytest.approx(free["now"]["t_us"], rel=0.05)
+    assert 0 < at_us < answer["now"]["t_us"]
+    assert answer["peaks"][0]["t_us"] <= answer["now"]["t_us"]
 
 
 def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
     trace = held_run()
-    widget = made(Pretender(trace))
-    told, _ = ask(widget)
-    now = told["now"]
-    ((at_us, _),) = told["holds"]
+    widget = made(FakeWorkbench(trace))
+    answer, _ = ask(widget)
+    now = answer["now"]
+    ((at_us, _),) = answer["holds"]
     for t_us in (at_us - 1, at_us, at_us + 1, now["t_us"]):
         moment = ask(widget, "at", t_us=t_us)[0]["moment"]
         assert moment["t_us"] <= t_us
@@ -250,15 +250,15 @@ def test_a_cursor_on_a_shortened_axis_finds_the_event(made):
     assert ask(widget, "at", t_us=now["t_us"])[0]["moment"]["seq"] == now["seq"]
 
 
-def test_a_window_on_a_shortened_axis_has_the_changes_that_are_shown_there(made):
-    widget = made(Pretender(held_run()))
-    told, _ = ask(widget)
-    about = {"from_us": told["begin_us"], "to_us": told["now"]["t_us"]}
+def test_a_window_on_a_shortened_axis_has_its_changes(made):
+    widget = made(FakeWorkbench(held_run()))
+    feed, _ = ask(widget)
+    about = {"from_us": feed["begin_us"], "to_us": feed["now"]["t_us"]}
     answer, buffers = ask(widget, "window", number=1, **about)
     times = np.frombuffer(buffers[0], "<f8", answer["counts"]["memory"])
     assert answer["exact"]
-    assert times.min() >= told["begin_us"]
-    assert times.max() <= told["now"]["t_us"]
+    assert times.min() >= feed["begin_us"]
+    assert times.max() <= feed["now"]["t_us"]
 
 
 def later(trace, step, by_ns):
@@ -275,53 +275,53 @@ def later(trace, step, by_ns):
 @pytest.mark.parametrize("trace", [example_trace(), held_run(), later(example_trace(), 2, 7 * 10**9)])
 def test_its_axis_ends_where_that_of_views_of_all_steps_ends(made, trace):
     """The trace begins before the first step, as when a model is sharded then."""
-    told, _ = ask(made(Pretender(trace)))
-    assert told["begin_us"] < 0
+    answer, _ = ask(made(FakeWorkbench(trace)))
+    assert answer["begin_us"] < 0
     for name in ("timeline", "memory", "states"):
         axis = draw(name, trace, steps=len(steps(trace))).layout.xaxis
         unit_us = {"time from the start [s]": 1e6, "time from the start [ms]": 1e3}[axis.title.text]
-        assert told["now"]["t_us"] / unit_us == pytest.approx(axis.range[1], rel=1e-9)
+        assert answer["now"]["t_us"] / unit_us == pytest.approx(axis.range[1], rel=1e-9)
 
 
-def test_its_axis_begins_anew_with_the_first_step(made):
+def test_its_axis_restarts_with_the_first_step(made):
     whole = example_trace()
     before = Trace(whole.header, tuple(replace(r, rows=r.rows[r.rows["step"] < 0]) for r in whole.ranks))
-    workbench = Pretender(before)
+    workbench = FakeWorkbench(before)
     widget = made(workbench)
     first, _ = ask(widget)
     assert (first["restart"], first["begin_us"]) == (True, 0)
     assert not ask(widget)[0]["restart"]
     workbench.trace = whole
-    told, _ = ask(widget)
-    assert told["restart"]
-    assert told["begin_us"] == -(zero_ns(whole) - extent_ns(whole)[0]) / 1e3 < 0
+    answer, _ = ask(widget)
+    assert answer["restart"]
+    assert answer["begin_us"] == -(zero_ns(whole) - extent_ns(whole)[0]) / 1e3 < 0
     assert not ask(widget)[0]["restart"]
 
 
-def test_views_are_told_once_where_the_word_moves_the_cursor(made):
-    workbench = Pretender()
+def test_views_are_notified_once_of_a_moved_cursor(made):
+    workbench = FakeWorkbench()
     widget = made(workbench)
     now = ask(widget)[0]
     assert not now["has_moved"]
     origin_ns = zero_ns(workbench.trace)
     workbench.cursor, _ = back(workbench.trace, None, 12)
-    told = ask(widget)[0]["cursor"]
-    assert told["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
+    cursor = ask(widget)[0]["cursor"]
+    assert cursor["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
     shown = StateAt().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # as in all other views
-    assert told["moment"]["ranks"] == encode(shown["ranks"])
-    assert told["moment"]["rank"] == 0
+    assert cursor["moment"]["ranks"] == encode(shown["ranks"])
+    assert cursor["moment"]["rank"] == 0
     assert not ask(widget)[0]["has_moved"]
-    assert ask(widget, view="b")[0]["cursor"] == told  # opened later
-    asked, _ = ask(widget, "at", t_us=told["t_us"])
-    assert asked["moment"] == told["moment"]
+    assert ask(widget, view="b")[0]["cursor"] == cursor  # opened later
+    at_cursor, _ = ask(widget, "at", t_us=cursor["t_us"])
+    assert at_cursor["moment"] == cursor["moment"]
     workbench.cursor = None
     away = ask(widget)[0]
     assert (away["has_moved"], away["cursor"]) == (True, None)
     assert not ask(widget)[0]["has_moved"]
 
 
-def test_another_job_is_told_where_the_cursor_is(made):
-    workbench = Pretender()
+def test_another_job_gets_the_cursor(made):
+    workbench = FakeWorkbench()
     widget = made(workbench)
     workbench.cursor, _ = back(workbench.trace, None, 100)
     ask(widget)
@@ -331,7 +331,7 @@ def test_another_job_is_told_where_the_cursor_is(made):
     assert again["cursor"]["moment"]
 
 
-def test_the_back_of_the_workbench_reaches_the_pulse():
+def test_back_of_the_workbench_reaches_the_snapshot():
     workbench = Workbench(2, cluster_factory=FakeCluster)
     assert workbench.pulse().cursor is None
     workbench._last = ClusterSnapshot(trace=example_trace())
@@ -342,7 +342,7 @@ def test_the_back_of_the_workbench_reaches_the_pulse():
 
 
 def test_a_view_that_waits_is_answered_when_there_is_something_new(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     whole, workbench.trace = workbench.trace, prefix(workbench.trace, 100)
     now, looked = [0.0], threading.Semaphore(0)
     widget = made(workbench, clock=lambda: now[0])
@@ -361,7 +361,7 @@ def test_a_view_that_waits_is_answered_when_there_is_something_new(made):
 
 
 def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget, looked = made(workbench), threading.Semaphore(0)
     ask(widget, wait=False)
 
@@ -369,7 +369,7 @@ def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
         looked.release()
         raise UsageError("the ranks are not started")
 
-    workbench.on_pulse, workbench.asked = stops, lambda: ("%fsdp stop",)  # so that no snapshot is used again
+    workbench.on_pulse, workbench.activity = stops, lambda: ("%fsdp stop",)  # so that no snapshot is used again
     widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     assert looked.acquire(timeout=30)
     assert ask(widget, "at", t_us=2_000.0)[0]["word"] == "moment"
@@ -378,7 +378,7 @@ def test_while_it_waits_the_cursor_is_answered_and_ranks_may_be_stopped(made):
 
 
 def test_a_closed_dashboard_waits_for_nothing(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     for _ in range(2):
         widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     wait_until(lambda: widget.sent)
@@ -403,7 +403,7 @@ def test_closing_waits_for_threads_that_have_answered_and_are_about_to_end(made,
             super().join(timeout)
 
     monkeypatch.setattr(threading, "Thread", Lingering)
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     widget._handle_custom_msg({"view": "a", "word": "feed", "wait": True}, [])
     assert has_answered.wait(30)
     widget.close()
@@ -425,25 +425,25 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
     assert pace.rest_s(7.0) == 1.0
 
 
-def test_what_ranks_were_asked_is_told_at_once_to_a_view_that_was_told_something_a_moment_ago():
-    told, states, now = [], ["running"], ClusterSnapshot(trace=Trace.empty())
+def test_a_new_request_is_sent_immediately_despite_the_rate_limit():
+    answers, states, now = [], ["running"], ClusterSnapshot(trace=Trace.empty())
     waiting = LongPoll(
         lambda: replace(now, record=states[-1]),
-        lambda _name, pulse: lambda: told.append(pulse.record),
+        lambda _name, pulse: lambda: answers.append(pulse.record),
         clock=lambda: 5.0,  # stands still: a view's rest never ends
-        asked=lambda: states[-1],
+        activity=lambda: states[-1],
     )
     waiting.ask("a")
-    wait_until(lambda: told == ["running"])
+    wait_until(lambda: answers == ["running"])
     waiting.ask("a")
     states.append("stopped")
-    wait_until(lambda: told == ["running", "stopped"])
+    wait_until(lambda: answers == ["running", "stopped"])
     waiting.close()
 
 
-def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
-    workbench = Pretender()
-    workbench.asked = lambda: workbench.under_way
+def test_a_dashboard_shows_a_new_request_immediately(made):
+    workbench = FakeWorkbench()
+    workbench.activity = lambda: workbench.under_way
     workbench.under_way = ""
     widget = made(workbench, clock=lambda: 0.0)  # stands still: a rest lasts forever
     for count, workbench.under_way in enumerate(("", "%fsdp step 40", "%fsdp pause")):
@@ -460,8 +460,8 @@ def test_a_dashboard_tells_at_once_what_ranks_were_asked(made):
         ("open", "", "No ranks are running. Showing their last recording."),
     ],
 )
-def test_while_ranks_come_or_go_it_says_so(made, exchange, waits_for, words):
-    workbench = Pretender()
+def test_starting_and_stopping_ranks_are_reported(made, exchange, waits_for, words):
+    workbench = FakeWorkbench()
     widget = made(workbench)
     ask(widget)
     found = replace(workbench.pulse(), running=False, states={}, exchange=exchange, waits_for=waits_for)
@@ -469,23 +469,23 @@ def test_while_ranks_come_or_go_it_says_so(made, exchange, waits_for, words):
     assert ask(widget)[0]["said"] == words
 
 
-def test_what_ranks_were_asked_is_news_where_nothing_else_is():
-    told, asked = [], [("stop",)]
+def test_a_new_request_alone_is_news():
+    answers, requests = [], [("stop",)]
     waiting = LongPoll(
         lambda: ClusterSnapshot(trace=Trace.empty()),
-        lambda _name, _pulse: lambda: told.append(asked[-1]),
+        lambda _name, _pulse: lambda: answers.append(requests[-1]),
         clock=lambda: 5.0,
-        asked=lambda: asked[-1],
+        activity=lambda: requests[-1],
     )
     waiting.ask("a")
-    wait_until(lambda: told == [("stop",)])
+    wait_until(lambda: answers == [("stop",)])
     waiting.ask("a")
-    asked.append(())
-    wait_until(lambda: told == [("stop",), ()])
+    requests.append(())
+    wait_until(lambda: answers == [("stop",), ()])
     waiting.close()
 
 
-def test_health_folds_equal_ranks_and_says_where_they_are_held():
+def test_health_merges_equal_ranks_and_shows_where_they_are_held():
     trace = example_trace(num_ranks=4)
     positions = {0: HELD, 1: HELD, 2: Position(waiting=True)}
     found = health(pulse(trace, [True, True, True, False], positions))
@@ -498,7 +498,7 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("is_recorded", "words"),
     [
         (ClusterSnapshot(trace=Trace.empty()), "No ranks are running and nothing is recorded"),
         (
@@ -519,16 +519,16 @@ def test_health_folds_equal_ranks_and_says_where_they_are_held():
         ),
     ],
 )
-def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, told, words):
-    workbench = Pretender()
-    workbench.pulse = lambda: told
+def test_without_ranks_there_is_the_last_trace_or_a_sentence(made, is_recorded, words):
+    workbench = FakeWorkbench()
+    workbench.pulse = lambda: is_recorded
     answer, _ = ask(made(workbench))
     assert words in answer["said"]
     assert ("now" in answer) == bool(answer["groups"]) or answer["now"] is None
 
 
-def test_a_file_that_is_opened_is_told_from_the_beginning_even_if_it_is_of_the_same_job(made):
-    workbench = Pretender()
+def test_an_opened_file_is_sent_from_the_beginning(made):
+    workbench = FakeWorkbench()
     widget = made(workbench)
     whole = workbench.pulse()
     ask(widget)
@@ -542,20 +542,20 @@ def test_a_file_that_is_opened_is_told_from_the_beginning_even_if_it_is_of_the_s
 
 
 def test_buttons_are_those_that_the_workbench_has(made):
-    assert made(Pretender()).about["buttons"] == ["pause", "continue", "abort"]
+    assert made(FakeWorkbench()).about["buttons"] == ["pause", "continue", "abort"]
     assert all(hasattr(Workbench, method) for method, _ in BUTTONS.values())
 
 
-def test_a_button_does_what_it_says_and_its_answer_is_one_line(made):
-    workbench = Pretender()
+def test_a_button_runs_its_command_and_its_answer_is_one_line(made):
+    workbench = FakeWorkbench()
     widget = made(workbench)
     for word in ("pause", "continue", "abort", "next month"):
         widget._handle_custom_msg({"view": "a", "word": "press", "button": word}, [])
         wait_until(lambda: not any(t.name.startswith("dashboard") for t in threading.enumerate()))
     assert workbench.pressed == ["pause", ("continue", True)]
-    said = [content for content, _ in widget.sent]
+    messages = [content for content, _ in widget.sent]
     refused = "there is no button 'next month'; the buttons: pause, continue, abort, break on, break off, break clear"
-    assert [content["text"] for content in said] == ["4 ranks stopped", "", "there is nothing to abort", refused]
+    assert [content["text"] for content in messages] == ["4 ranks stopped", "", "there is nothing to abort", refused]
 
 
 def press(widget, word, argument):
@@ -565,7 +565,7 @@ def press(widget, word, argument):
     return widget.sent[-1][0]["text"]
 
 
-def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
+def test_breakpoints_are_listed_switched_and_cleared(made):
     with Workbench(2, cluster_factory=FakeCluster) as workbench:
         widget = made(workbench)
         assert ask(widget)[0]["breakpoints"] == []
@@ -579,11 +579,11 @@ def test_breakpoints_are_told_switched_and_taken_away_as_by_the_words(made):
         assert press(widget, "break on", "2") == "1 breakpoint turned on"
         assert press(widget, "break clear", "1") == "removed 1 breakpoint"
         assert ask(widget)[0]["breakpoints"] == [other]
-        assert press(widget, "break off", "1") == "there is no breakpoint 1; there are: 2"
+        assert press(widget, "break off", "1") == "there is no breakpoint 1; breakpoints: 2"
         assert "there is no event ''" in press(widget, "break", "")
         for argument in ("", "two"):  # without a number, all breakpoints would be meant
-            says = f"break clear takes the number of a breakpoint, not {argument!r}"
-            assert press(widget, "break clear", argument) == says
+            message = f"break clear takes the number of a breakpoint, not {argument!r}"
+            assert press(widget, "break clear", argument) == message
         assert "4300" in press(widget, "break clear", "1" * 5000)
         assert ask(widget)[0]["breakpoints"] == [other]
         assert [b.id for b in workbench.break_list().breakpoints] == [2]
@@ -620,7 +620,7 @@ def mutated(draw):
 
 
 def by_widget():
-    widget = DashboardWidget(Pretender())
+    widget = DashboardWidget(FakeWorkbench())
     sent = []
     widget.send = lambda content, buffers=None: sent.append(content)
     return SimpleNamespace(
@@ -630,7 +630,7 @@ def by_widget():
 
 def by_comm():
     comm = FakeComm()
-    served = Client(Pretender(), comm, version="0.2.0")
+    served = Client(FakeWorkbench(), comm, version="0.2.0")
     comm.receive({"word": "hello", "number": 1, "version": VERSION, "extension": "0.2.0"})
     return SimpleNamespace(receive=comm.receive, sent=lambda: [data for data, _ in comm.sent], close=served.close)
 
@@ -645,14 +645,14 @@ def problem_of(data, known):
 
 
 @pytest.mark.parametrize(("carrier", "known"), [(by_widget, VIEW_QUESTIONS), (by_comm, QUESTIONS)])
-def test_what_is_no_question_is_refused_and_the_next_one_is_answered(carrier, known):
+def test_an_invalid_request_is_refused_and_the_next_one_answered(carrier, known):
     dashboard = carrier()
 
     @given(mutated() | JSON)
     def answers(data):
-        told = len(dashboard.sent())
+        num_sent = len(dashboard.sent())
         dashboard.receive(data)
-        answered = dashboard.sent()[told:]
+        answered = dashboard.sent()[num_sent:]
         json.dumps(answered, allow_nan=False)
         sent = data if isinstance(data, dict) else {}
         problem = problem_of(data, known)
@@ -672,7 +672,7 @@ def test_what_is_no_question_is_refused_and_the_next_one_is_answered(carrier, kn
 
 
 def test_a_question_that_cannot_be_answered_for_now_is_refused_with_the_reason(made):
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     widget = made(workbench)
 
     def are_being_stopped():
@@ -686,14 +686,14 @@ def test_a_question_that_cannot_be_answered_for_now_is_refused_with_the_reason(m
 
 def test_the_breakpoint_of_a_step_until_is_not_one_of_the_list(made):
     set_by_step, other = Breakpoint(id=UNTIL, event="all_gather", once=True), Breakpoint(id=3, event="forward")
-    workbench = Pretender()
-    told = replace(workbench.pulse(), breakpoints=(set_by_step, other))
-    workbench.pulse = lambda: told
+    workbench = FakeWorkbench()
+    snapshot = replace(workbench.pulse(), breakpoints=(set_by_step, other))
+    workbench.pulse = lambda: snapshot
     assert [entry["id"] for entry in ask(made(workbench))[0]["breakpoints"]] == [3]
 
 
 def test_nothing_is_left_of_a_closed_dashboard(made):
-    widget = made(Pretender())
+    widget = made(FakeWorkbench())
     ask(widget)
     widget.close()
     assert widget.comm is None
@@ -717,12 +717,12 @@ def test_the_timeline_alone_is_a_dashboard_with_one_panel():
         unregister(shell)
 
 
-def test_nothing_of_a_widget_is_overridden_by_chance():
+def test_no_widget_attribute_is_overridden_by_accident():
     functions = {name for name, value in vars(DashboardWidget).items() if inspect.isfunction(value)}
     assert functions & set(dir(AnyWidget)) == {"__init__", "close"}
 
 
-def test_the_word_and_the_method_give_a_dashboard():
+def test_the_command_and_the_method_return_a_dashboard():
     with Workbench(2, cluster_factory=FakeCluster) as workbench:
         widget = workbench.dashboard()
         assert isinstance(widget, DashboardWidget)
@@ -738,28 +738,28 @@ def test_the_word_and_the_method_give_a_dashboard():
 
 
 def test_several_dashboards_of_one_workbench_are_independent():
-    workbench = Pretender()
+    workbench = FakeWorkbench()
     first, second = dashboard(workbench), dashboard(workbench)
     first.close()
     assert second.comm is not None
     second.close()
 
 
-def test_it_says_whose_times_the_timeline_and_the_other_panels_have(made):
+def test_it_names_the_clock_of_the_timeline_and_other_panels(made):
     trace = example_trace()
-    told = [ask(made(Pretender(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
-    assert told == [["", ""], ["times are measured on the GPU, within 6.00 µs", "in host order and host time"]]
+    clocks = [ask(made(FakeWorkbench(shown)))[0]["clock"] for shown in (trace, on_devices(trace))]
+    assert clocks == [["", ""], ["times are measured on the GPU, within 6.00 µs", "in host order and host time"]]
     hosts = Trace(
         replace(trace.header, ranks=tuple(replace(info, device="cuda:0") for info in trace.header.ranks)), trace.ranks
     )
-    timeline, others = ask(made(Pretender(hosts)))[0]["clock"]
+    timeline, others = ask(made(FakeWorkbench(hosts)))[0]["clock"]
     assert timeline.startswith("times are when the host enqueued work")
     assert others == "in host order and host time"
 
 
-def test_it_says_below_which_difference_times_of_several_hosts_mean_nothing(made):
+def test_it_shows_the_clock_error_of_several_hosts(made):
     trace = example_trace(num_ranks=2)
     reading = ClockReading(t_ns=int(trace.rank(0).rows["t_ns"][-1]), offset_ns=10**12, error_ns=4_000_000)
     clocks = (HostClock(ranks=(1,), readings=(reading,)),)
-    told = ask(made(Pretender(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
-    assert told == ["differences below 4.00 ms between hosts are within the clock error", ""]
+    clock = ask(made(FakeWorkbench(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
+    assert clock == ["differences below 4.00 ms between hosts are within the clock error", ""]

@@ -14,7 +14,7 @@ from tests.helpers.pairwise import quick
 from tests.helpers.simulated_job import Setup, example_trace, simulate, with_loss
 from tests.helpers.timeline_page import as_sent
 from tests.helpers.waiting import wait_until
-from tests.widgets.test_dashboard import HELD, Pretender, ask, of_others, prefix
+from tests.widgets.test_dashboard import HELD, FakeWorkbench, ask, of_others, prefix
 from workbench.errors import UsageError
 from workbench.events import RANK_TRACKS
 from workbench.live.overview import slowest
@@ -56,7 +56,7 @@ async function show() {
 @pytest.fixture
 def shown(chromium, tmp_path, kept):
     """A page with a dashboard that has its first answer, and the dashboard's kernel side."""
-    with showing(chromium, tmp_path, kept(DashboardWidget(Pretender()))) as found:
+    with showing(chromium, tmp_path, kept(DashboardWidget(FakeWorkbench()))) as found:
         yield found
 
 
@@ -80,8 +80,8 @@ def showing(chromium, tmp_path, widget):
 NOTES = "[view.memory, view.states, view.timeline].map(({note}) => note.textContent)"
 
 
-def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
-    widget = kept(DashboardWidget(Pretender(on_devices(example_trace()))))
+def test_it_names_the_clock_of_each_panel(chromium, tmp_path, kept):
+    widget = kept(DashboardWidget(FakeWorkbench(on_devices(example_trace()))))
     with showing(chromium, tmp_path, widget) as (page, _):
         page.wait_for_function("view.states.note.textContent.includes('host')")
         notes = page.evaluate(
@@ -93,7 +93,7 @@ def test_it_says_whose_times_are_drawn_where(chromium, tmp_path, kept):
     assert timeline.startswith("times are measured on the GPU, within 6.00 µs · drag to pan")
 
 
-def test_with_one_clock_nothing_is_said_of_it(shown):
+def test_with_one_clock_no_clock_is_named(shown):
     page, _ = shown
     notes = page.evaluate(NOTES)
     assert not any("times" in note or "host" in note for note in notes)
@@ -114,7 +114,7 @@ def answer(page, widget, what):
     return question
 
 
-def test_what_is_said_of_the_cursor_is_asked_for_again_with_what_is_drawn_there(shown):
+def test_cursor_text_is_requested_again_with_the_window(shown):
     """If new rows arrived between the two answers, numbers and picture would contradict each other."""
     page, widget = shown
     page.evaluate("view.cursor.put(view.model.end / 2)")
@@ -164,11 +164,11 @@ def test_only_keys_without_a_modifier_are_kept_from_jupyterlab(shown, where):
     assert kept == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize(("loss", "says"), [(float("nan"), "NaN"), (float("inf"), "inf")])
-def test_a_loss_that_is_not_finite_is_shown_and_one_that_is_not_there_is_not(chromium, tmp_path, kept, loss, says):
-    workbench = Pretender(with_loss(example_trace(), 2, loss))
+@pytest.mark.parametrize(("loss", "text"), [(float("nan"), "NaN"), (float("inf"), "inf")])
+def test_a_nonfinite_loss_is_shown_and_a_missing_one_is_not(chromium, tmp_path, kept, loss, text):
+    workbench = FakeWorkbench(with_loss(example_trace(), 2, loss))
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
-        assert look(page, widget)["loss"] == says
+        assert look(page, widget)["loss"] == text
         trace = of_others(workbench.trace)
         names = tuple("accuracy" if name == "loss" else name for name in trace.header.strings)
         workbench.trace = Trace(replace(trace.header, strings=names), trace.ranks)
@@ -200,11 +200,9 @@ CUT = """() => [...view.ranks.list.querySelectorAll(".fw-rank")].map((row) => {
 })"""
 
 
-def test_nothing_moves_while_the_cursor_goes_over_ranks_that_differ_and_no_line_of_theirs_is_cut(
-    chromium, tmp_path, kept
-):
+def test_the_layout_is_stable_while_the_cursor_moves(chromium, tmp_path, kept):
     trace = simulate(Setup(num_ranks=4, num_units=3, steps=2, late=1))
-    with showing(chromium, tmp_path, kept(DashboardWidget(Pretender(trace)))) as (page, widget):
+    with showing(chromium, tmp_path, kept(DashboardWidget(FakeWorkbench(trace)))) as (page, widget):
         page.add_style_tag(content=(STATIC / "dashboard.css").read_text("utf-8"))
         page.evaluate("() => { place.style.width = '760px'; }")
         lines, classes, places = set(), set(), set()
@@ -235,7 +233,7 @@ LONGEST = """(names) => {
 
 
 @pytest.mark.parametrize("width", quick([300, 500, 900], [300]))
-def test_names_of_lanes_have_room_beside_the_timeline(shown, width):
+def test_names_of_lanes_have_room_next_to_the_timeline(shown, width):
     page, _ = shown
     give_width(page, width)
     page.wait_for_function("(width) => view.timeline.chart.stats().plot.width < width", arg=width - 60)
@@ -270,14 +268,14 @@ PEAK = """() => {
 
 
 @pytest.mark.parametrize("width", quick([300, 360, 900], [300]))
-def test_the_peak_is_said_whole(shown, width):
+def test_the_peak_text_is_not_cut(shown, width):
     page, _ = shown
     give_width(page, width)
     assert page.evaluate("[place.scrollWidth, view.root.offsetWidth]") == [width, width]
-    said = page.evaluate(PEAK)
-    assert said["text"].startswith("peak ")
-    assert ", step " in said["text"]
-    assert said["isWhole"]
+    text = page.evaluate(PEAK)
+    assert text["text"].startswith("peak ")
+    assert ", step " in text["text"]
+    assert text["isWhole"]
 
 
 def test_numbers_of_a_step_name_it(shown):
@@ -290,7 +288,7 @@ def test_numbers_of_a_step_name_it(shown):
     page.wait_for_function(f"{notes}.every((note) => note === 'step 0')")
 
 
-def test_it_says_when_it_is_over_and_why_and_then_shows_the_ranks_that_come(shown):
+def test_it_reports_the_end_and_then_shows_new_ranks(shown):
     page, widget = shown
     workbench = widget._views._workbench
     working = look(page, widget)
@@ -354,7 +352,7 @@ def test_at_a_glance(shown):
 
 
 def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
-    class Stops(Pretender):
+    class Stops(FakeWorkbench):
         def pulse(self):
             return replace(super().pulse(), under_way=ActiveRequest(words="%fsdp step 40", is_stopped=True))
 
@@ -372,14 +370,14 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
         page.locator(".fw-next").click()
         page.locator(".fw-place").fill("all_gather:blocks.2")
         page.locator(".fw-place").press("Enter")
-        asked = [question for question in page.evaluate("model.asked") if question["word"] == "press"]
-        for question in asked:
+        presses = [question for question in page.evaluate("model.asked") if question["word"] == "press"]
+        for question in presses:
             widget._handle_custom_msg(question, [])
         wait_until(lambda: len(workbench.pressed) == 2)
     assert set(workbench.pressed) == {("next", "unit", True), ("break", "all_gather:blocks.2")}
 
 
-class Breaks(Pretender):
+class WorkbenchWithBreakpoints(FakeWorkbench):
     """A workbench with breakpoints."""
 
     def __init__(self):
@@ -435,7 +433,7 @@ def carry_out(page, widget):
 
 @pytest.mark.thorough
 def test_breakpoints_are_listed_switched_and_cleared_with_the_keyboard_alone(chromium, tmp_path, kept):
-    workbench = Breaks()
+    workbench = WorkbenchWithBreakpoints()
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         first = ["all_gather:blocks.2", True, "Clear breakpoint all_gather:blocks.2"]
         assert page.evaluate(STOPS)["rows"] == [first]
@@ -488,8 +486,8 @@ def picture(page, theme):
     )  # given a path, Playwright would leave a thread
 
 
-def test_a_switch_that_failed_shows_again_what_is(chromium, tmp_path, kept):
-    workbench = Breaks()
+def test_a_failed_switch_returns_to_the_actual_state(chromium, tmp_path, kept):
+    workbench = WorkbenchWithBreakpoints()
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         page.get_by_role("checkbox").click()
         workbench.break_off = lambda number: (_ for _ in ()).throw(UsageError(f"there is no breakpoint {number}"))
@@ -500,6 +498,7 @@ def test_a_switch_that_failed_shows_again_what_is(chromium, tmp_path, kept):
 
 def test_a_view_without_buttons_lists_no_breakpoints(chromium, tmp_path, kept):
     """For example the page of a trace, or the timeline alone."""
-    with showing(chromium, tmp_path, kept(DashboardWidget(Breaks(), panels=("timeline",)))) as (page, _):
+    timeline = kept(DashboardWidget(WorkbenchWithBreakpoints(), panels=("timeline",)))
+    with showing(chromium, tmp_path, timeline) as (page, _):
         listed = page.evaluate(STOPS)
         assert (listed["isSeen"], listed["rows"]) == (False, [])

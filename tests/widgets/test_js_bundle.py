@@ -15,7 +15,7 @@ def modules(folder, **texts):
     return folder
 
 
-def test_a_module_stands_behind_what_it_imports_and_sees_no_other_names(tmp_path):
+def test_a_module_follows_its_imports_and_sees_no_other_names(tmp_path):
     modules(
         tmp_path,
         a='import { two } from "./b.js";\nimport {\n  one,\n} from "./c.js";\n'
@@ -30,14 +30,14 @@ def test_a_module_stands_behind_what_it_imports_and_sees_no_other_names(tmp_path
     assert re.findall(r"^(?:import|export)\b.*", text, re.MULTILINE) == ["export default $a.default;"]
 
 
-def test_what_is_exported_by_name_is_exported_by_the_whole(tmp_path):
+def test_named_exports_are_exported_by_the_bundle(tmp_path):
     text = joined(
         "a.js", modules(tmp_path, a="export const one = 1;\nexport class Two {}\nexport function* three() {}\n")
     )
     assert text.endswith("export const { one, Two, three } = $a;\n")
 
 
-def test_modules_may_lie_in_folders_and_have_the_same_name_in_two(tmp_path):
+def test_modules_may_be_in_folders_with_equal_names(tmp_path):
     for name, text in {
         "a.js": 'import { one } from "./b/a.js";\nexport const three = one;\n',
         "b/a.js": 'import { two } from "../c/a.js";\nexport const one = two;\n',
@@ -53,7 +53,7 @@ def test_modules_may_lie_in_folders_and_have_the_same_name_in_two(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [
         ({"a": 'import { x } from "./b.js";\n', "b": "const x = 1;\n"}, "a.js imports x from b.js"),
         (
@@ -65,12 +65,12 @@ def test_modules_may_lie_in_folders_and_have_the_same_name_in_two(tmp_path):
         ({"a": "const x = 1;\nexport { x };\n"}, "unsupported import or export"),
     ],
 )
-def test_what_cannot_be_joined_is_said(tmp_path, texts, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_modules_that_cannot_be_joined_are_reported(tmp_path, texts, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         joined("a.js", modules(tmp_path, **texts))
 
 
-def test_the_widgets_program_is_one_module_that_asks_nobody_for_anything():
+def test_the_widgets_program_is_one_self_contained_module():
     text = str(DashboardWidget._esm)
     # a page uses the first; if a module exports `render` itself, anywidget warns that this is the old way
     assert re.findall(r"^export (.*) =|^export default", text, re.MULTILINE) == ["const { showDashboard }", ""]

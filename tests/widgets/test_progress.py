@@ -89,7 +89,7 @@ def test_a_notebook_gets_one_display_that_is_rewritten(shell):
     assert "40 of 40 steps" in shell.published[-1][0]["text/html"]
 
 
-def test_a_failed_run_says_why_on_the_bar(shell):
+def test_a_failed_run_shows_the_reason_on_the_bar(shell):
     bar = ProgressDisplay(40)
     bar.update(HALFWAY)
     bar.close("rank 2 raised ZeroDivisionError\nand more")
@@ -98,7 +98,7 @@ def test_a_failed_run_says_why_on_the_bar(shell):
     assert "and more" not in data["text/html"]
 
 
-def test_a_remark_stays_beside_the_bar_until_it_is_taken_back(shell):
+def test_a_note_stays_next_to_the_bar_until_removed(shell):
     bar = ProgressDisplay(40)
     bar.update(HALFWAY)
     for words in ("rank 1 has run for 3 s", "rank 1 has run for 4 s", ""):
@@ -113,7 +113,7 @@ def test_a_remark_stays_beside_the_bar_until_it_is_taken_back(shell):
     assert "hangs" not in shell.published[-1][0]["text/html"]
 
 
-def test_what_fails_before_it_began_has_no_bar(shell):
+def test_a_failure_before_the_start_has_no_bar(shell):
     ProgressDisplay(40).close("nothing is sharded yet")
     assert shell.published == []
 

@@ -74,7 +74,7 @@ def reader(chromium, tmp_path_factory):
         assert opened.complaints == []
 
 
-class Both:
+class PageAndKernel:
     """A trace in the page and in the kernel."""
 
     def __init__(self, page, trace):
@@ -89,17 +89,17 @@ class Both:
 
     def ask(self, questions):
         """Yield both sides' answers to each request."""
-        told = self.page.evaluate("(given) => ask(given)", [self.number, questions])
-        for question, (answer, buffers) in zip(questions, told, strict=True):
+        answers = self.page.evaluate("(given) => ask(given)", [self.number, questions])
+        for question, (answer, buffers) in zip(questions, answers, strict=True):
             yield self.kernel(question), (answer, [base64.b64decode(text) for text in buffers])
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def both(reader, request):
-    return Both(reader, RUNS[request.param]())
+    return PageAndKernel(reader, RUNS[request.param]())
 
 
-def test_the_ranks_at_any_time_are_those_that_the_kernel_tells(both):
+def test_the_ranks_at_any_time_match_the_kernel(both):
     rng = np.random.default_rng(0)
     known = [r.rows["t_ns"] for r in both.pulse.trace.ranks]
     times = [*rng.uniform(-10.0, 1.1 * both.end + 10, 150).round(3).tolist(), 0, both.end, 1e15]
@@ -112,7 +112,7 @@ def test_the_ranks_at_any_time_are_those_that_the_kernel_tells(both):
     assert count == (len(times) if both.pulse.trace.num_rows else 0)
 
 
-def test_the_ranks_some_events_after_any_row_are_those_that_the_kernel_tells(both):
+def test_the_ranks_some_events_after_any_row_match_the_kernel(both):
     rng = np.random.default_rng(1)
     questions = [{"word": "beside", "rank": 99, "seq": 0, "by": 1}]
     for r in both.pulse.trace.ranks:
@@ -152,7 +152,7 @@ def drawn(table, *keys):
     }
 
 
-def test_every_change_in_a_window_is_there_that_the_kernel_tells(both):
+def test_changes_in_a_window_match_the_kernel(both):
     rng = np.random.default_rng(2)
     ends = np.sort(rng.uniform(-50, 1.05 * both.end + 50, (12, 2)).round(3)).tolist()
     ends += [[0, both.end], [both.end, both.end + 10]]
@@ -166,27 +166,27 @@ def test_every_change_in_a_window_is_there_that_the_kernel_tells(both):
 
 
 def test_a_window_of_too_many_changes_is_left_to_the_first_picture(reader):
-    both = Both(reader, example_trace())
+    both = PageAndKernel(reader, example_trace())
     for change, is_exact in (("20_000", True), ("10", False)):
-        told = reader.evaluate(f"made.windowOf(runs[{both.number}], 0, {both.end}, {change})")
-        assert told["exact"] is is_exact
-        assert bool(told["tables"]["memory"]["t"]) is is_exact
+        answer = reader.evaluate(f"made.windowOf(runs[{both.number}], 0, {both.end}, {change})")
+        assert answer["exact"] is is_exact
+        assert bool(answer["tables"]["memory"]["t"]) is is_exact
 
 
-def test_the_first_answer_is_the_kernels_and_then_there_is_nothing_new(both):
-    (told, _), (again, empty) = both.page.evaluate(
+def test_the_first_answer_matches_the_kernel_and_then_nothing_is_new(both):
+    (answer, _), (again, empty) = both.page.evaluate(
         f"ask([{both.number}, [{{word: 'feed', wait: false}}, {{word: 'feed', wait: true}}]])"
     )
     first, _ = DashboardView().answer(AskFeed(), both.pulse, time.monotonic)
     first = json.loads(json.dumps(first))
     for name in ("now", "peaks", "units", "order", "groups", "tracks", "holds", "clock", "open"):
-        assert told.get(name) == first.get(name)
+        assert answer.get(name) == first.get(name)
     assert set(again["counts"].values()) == {0}
     assert empty == [""]
     assert not again["restart"]
 
 
-def test_which_event_a_row_is_named_after_is_known_of_all_rows_at_once():
+def test_event_names_of_all_rows_match_the_kernel():
     for trace in (example_trace(), stopped_before(example_trace(), Kind.ALL_GATHER, number=4)):
         rows = trace.ranks[0].rows.copy()
         rows["kind"][50:700] = Kind.ALLOC  # more than the lookup searches backwards

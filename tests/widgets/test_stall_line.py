@@ -30,7 +30,7 @@ def test_in_a_file_it_is_written_once():
     assert stream.getvalue() == "rank 1 has run for 3 s\n"
 
 
-def test_nothing_is_written_where_there_is_nothing_to_say():
+def test_nothing_is_written_without_a_notice():
     stream = Terminal()
     StallLine(stream).close()
     assert stream.getvalue() == ""

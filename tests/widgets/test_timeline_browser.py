@@ -73,7 +73,7 @@ def test_it_draws_each_kind_in_its_colour(page):
         assert colour_at(page, *point(page, name, start + 0.9 * (end - start))) == theme.KIND_COLOURS[kind]
 
 
-def test_hovering_says_kind_unit_bytes_duration_and_rank(page):
+def test_hovering_shows_kind_unit_bytes_duration_and_rank(page):
     start, end = item(page, 1, 7)
     page.mouse.move(*point(page, "all-gather", (start + end) / 2))
     text = page.get_by_role("tooltip").inner_text()
@@ -147,7 +147,7 @@ def test_the_wheel_zooms_at_the_pointer(page):
     assert point(page, "compute", 2000)[0] == pytest.approx(x, abs=2)
 
 
-def test_the_page_scrolls_on_where_nothing_is_left_to_zoom_out(page):
+def test_the_page_scrolls_when_fully_zoomed_out(page):
     page.evaluate("document.body.style.height = '3000px'")
     page.screenshot()  # another thread scrolls: it learns the height when it draws
     x, y = point(page, "compute", 2000)
@@ -192,7 +192,7 @@ def test_keys_zoom_pan_and_fit(page):
     assert stats(page)["view"] == whole
 
 
-def test_many_are_drawn_as_mean_colours_and_few_alike(page):
+def test_many_spans_are_drawn_in_mean_colours(page):
     """A pixel of the coarse level is as opaque as the share of its time that was occupied."""
     page.reload()
     page.evaluate("draw(...made(20000, 1)).then(() => 0)")
@@ -226,7 +226,7 @@ def test_of_too_many_the_later_ones_are_kept(page):
     assert stats(page)["hovered"]["start"] == start
 
 
-def test_what_is_known_more_closely_is_drawn_instead(page):
+def test_detailed_spans_replace_coarse_ones(page):
     before = stats(page)
     page.evaluate("timeline.setClose(made(5, 3)[1])")
     close = stats(page)
@@ -273,7 +273,7 @@ def test_it_follows_its_place(page):
     page.wait_for_function("devicePixelRatio === 1")
 
 
-def test_what_comes_late_is_sorted_in(page):
+def test_late_spans_are_sorted_in(page):
     before = stats(page)
     page.evaluate(
         """timeline.append(0, {start: new Float64Array([50.5, 10.25]), end: new Float64Array([51, 11]),
@@ -303,7 +303,7 @@ def test_after_destroy_nothing_listens(page):
     assert page.locator("[role=tooltip]").count() == 0
 
 
-def test_a_hold_is_a_thin_line_that_says_how_long_it_was(page):
+def test_a_hold_is_a_thin_line_with_its_duration(page):
     page.evaluate("timeline.setHolds([[600, 17.9e6]])")
     ((hold,),) = (stats(page)["holds"],)
     box = page.locator("canvas").bounding_box()

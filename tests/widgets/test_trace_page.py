@@ -42,7 +42,7 @@ def opened_page(chromium, folder, trace, title="run"):
 
 
 @pytest.mark.browser
-def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_path):
+def test_it_shows_the_dashboard_and_the_figures_without_requests(chromium, tmp_path):
     with opened_page(chromium, tmp_path, example_trace()) as opened:
         drawn = opened.page.evaluate(LOOKS)
         sizes = opened.page.evaluate(
@@ -59,12 +59,12 @@ def test_it_shows_the_dashboard_and_the_figures_and_asks_nobody(chromium, tmp_pa
 
 @pytest.mark.thorough
 @pytest.mark.browser
-def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chromium, tmp_path):
+def test_its_texts_match_the_kernel(chromium, tmp_path):
     trace, kernel = example_trace(), DashboardView()
     kernel.answer(AskFeed(), ClusterSnapshot(trace=trace), time.monotonic)
     answered = "() => !document.querySelector('.fw-dashboard').dashboard.client.isWaiting"
 
-    def says(question):
+    def moment_of(question):
         answer, _ = kernel.answer(read_question(question), ClusterSnapshot(trace=trace), time.monotonic)
         return json.loads(json.dumps(answer["moment"]))
 
@@ -74,24 +74,26 @@ def test_what_it_says_under_the_cursor_and_beside_is_what_the_kernel_would(chrom
             opened.page.mouse.click(box["x"] + share * box["width"], box["y"] + 30)
             opened.page.wait_for_function(answered)
             shown = opened.page.evaluate(LOOKS)
-            assert shown["moment"] == says({"word": "at", "t_us": shown["cursor"]})
+            assert shown["moment"] == moment_of({"word": "at", "t_us": shown["cursor"]})
             assert shown["event"] == shown["moment"]["event"]
         for key, by in (("ArrowLeft", -1), ("ArrowLeft", -1), ("ArrowRight", 1)):
             before = shown["moment"]
             opened.page.keyboard.press(key)
             opened.page.wait_for_function(answered)
             shown = opened.page.evaluate(LOOKS)
-            assert shown["moment"] == says({"word": "beside", "rank": before["rank"], "seq": before["seq"], "by": by})
+            assert shown["moment"] == moment_of(
+                {"word": "beside", "rank": before["rank"], "seq": before["seq"], "by": by}
+            )
             assert shown["cursor"] == shown["moment"]["t_us"]
         assert opened.complaints == []
 
 
 @pytest.mark.thorough
 @pytest.mark.browser
-def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
+def test_a_page_does_not_mention_a_kernel_and_is_never_live(chromium, tmp_path):
     """Even on a slow machine, before its trace is read."""
     with opened_page(chromium, tmp_path, example_trace(num_ranks=2, steps=1)) as opened:
-        said = opened.page.evaluate(
+        text = opened.page.evaluate(
             """() => {
               const view = document.querySelector(".fw-dashboard").dashboard;
               view.client.answeredAt = -1e9;
@@ -100,12 +102,12 @@ def test_a_page_says_nothing_of_a_kernel_and_is_never_live(chromium, tmp_path):
               return [view.sentence.box.textContent, view.buttons.live.textContent];
             }"""
         )
-    assert said == ["", "\u25cb latest"]
+    assert text == ["", "\u25cb latest"]
 
 
 @pytest.mark.thorough
 @pytest.mark.browser
-def test_a_page_opens_at_the_last_whole_step_and_not_at_what_an_abort_left(chromium, tmp_path):
+def test_a_page_opens_at_the_last_complete_step(chromium, tmp_path):
     with opened_page(chromium, tmp_path, aborted(example_trace(num_ranks=2, steps=3), 2, 0.5)) as opened:
         begun, ended, view, end = opened.page.evaluate(
             """() => {
@@ -119,7 +121,7 @@ def test_a_page_opens_at_the_last_whole_step_and_not_at_what_an_abort_left(chrom
 
 
 @pytest.mark.browser
-def test_names_that_are_html_are_text_of_it_everywhere(chromium, tmp_path):
+def test_html_in_names_is_escaped_everywhere(chromium, tmp_path):
     trace = same_with_names(example_trace(num_ranks=2, steps=2), EVIL)
     with opened_page(chromium, tmp_path, trace, title=EVIL) as opened:
         found = opened.page.evaluate(
@@ -139,7 +141,7 @@ def test_names_that_are_html_are_text_of_it_everywhere(chromium, tmp_path):
 
 
 @pytest.mark.browser
-def test_its_policy_lets_no_other_script_run_and_nothing_be_fetched(chromium, tmp_path):
+def test_its_policy_blocks_other_scripts_and_requests(chromium, tmp_path):
     with opened_page(chromium, tmp_path, example_trace(num_ranks=1, steps=1)) as opened:
         opened.page.evaluate(
             """() => {
@@ -158,7 +160,7 @@ def test_its_policy_lets_no_other_script_run_and_nothing_be_fetched(chromium, tm
         assert any("Content Security Policy" in complaint for complaint in opened.complaints)
 
 
-def test_only_its_two_scripts_may_run_and_none_of_them_ends_early():
+def test_only_its_two_scripts_may_run_and_both_are_complete():
     text = page(example_trace(num_ranks=1, steps=1), "run")
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -236,7 +238,7 @@ def in_hex(colour):
 
 @pytest.mark.thorough
 @pytest.mark.browser
-def test_a_record_of_nothing_is_a_page_too(chromium, tmp_path):
+def test_an_empty_trace_is_a_page_too(chromium, tmp_path):
     (tmp_path / "run.html").write_text(page(Trace.empty(), "nothing"), encoding="utf-8")
     with open_offline(chromium, tmp_path / "run.html") as opened:
         opened.page.wait_for_selector(".fw-dashboard")

@@ -39,7 +39,7 @@ def test_a_token_sees_every_earlier_one():
     assert (grad_BTD.abs().sum(-1) > 0).all()
 
 
-def test_blocks_are_modules_of_one_class_with_the_size_that_is_promised():
+def test_blocks_are_modules_of_one_class_with_the_documented_size():
     model = gpt()
     assert all(type(block) is Block for block in model.blocks)
     assert len(model.blocks) == SMALL.num_blocks
@@ -83,7 +83,7 @@ def test_sizes_that_cannot_be_are_refused(change, message):
         GPTConfig(**sizes)
 
 
-def test_the_loss_of_a_sure_and_right_guess_is_0_and_of_no_idea_is_log_v():
+def test_the_loss_of_a_certain_guess_is_0_and_of_a_uniform_one_log_v():
     targets = torch.tensor([[1, 0]])
     sure = torch.nn.functional.one_hot(targets, 4).float() * 100
     assert next_token_loss(sure, targets).item() == pytest.approx(0)

@@ -43,7 +43,7 @@ class Copycat(nn.Module):
 
 
 @given(st.text(min_size=1, max_size=200))
-def test_splitting_loses_nothing_and_shares_nothing(words):
+def test_splitting_is_complete_and_disjoint(words):
     text = split_text(words)
     assert text.decode(text.train) + text.decode(text.heldout) == words
     assert len(text.heldout) == round(len(words) / 10)
@@ -75,7 +75,7 @@ def test_unigram_loss_is_finite_for_a_character_never_learned():
     assert unigram_loss(text) == pytest.approx(-log(1 / 11))
 
 
-def test_a_batch_is_pieces_of_the_text_and_what_follows():
+def test_a_batch_is_pieces_of_the_text_and_the_next_tokens():
     ids = torch.arange(100)
     inputs, targets = sample_batch(ids, num_sequences=7, num_tokens=5, generator=rank_generator(0, 0))
     assert inputs.shape == targets.shape == (7, 5)
@@ -102,7 +102,7 @@ def test_a_text_shorter_than_a_sequence_is_refused():
         sample_batch(torch.arange(5), num_sequences=1, num_tokens=5, generator=rank_generator(0, 0))
 
 
-def test_a_model_that_knows_nothing_has_the_loss_log_v():
+def test_an_uninformed_model_has_the_loss_log_v():
     text = split_text("abcd" * 100)
     assert heldout_loss(Uniform(4), text, num_tokens=7) == pytest.approx(log(4))
 

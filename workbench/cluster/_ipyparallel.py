@@ -181,7 +181,7 @@ def _end_when_alone() -> None:
         engine.max_heartbeat_misses * engine.hb_check_period / 1000,
         lambda: standing["world"] is not None,
     )
-    threading.Thread(target=end_when_alone, args=args, name="workbench: alone", daemon=True).start()
+    threading.Thread(target=end_when_alone, args=args, name="workbench: controller heartbeat", daemon=True).start()
 
 
 def _interrupt(_: dict[str, Any]) -> tuple[None, list[memoryview]]:
@@ -472,7 +472,7 @@ class Exchange:
             self._reply = {"error": {"ename": "KeyboardInterrupt", "evalue": "", "traceback": "", "line": None}}
             self._finish()
         else:
-            settle(self._answer.future, ClusterError(f"rank {self._rank} has ended its request without a reply"))
+            settle(self._answer.future, ClusterError(f"rank {self._rank} ended its request without a reply"))
 
     def _finish(self) -> None:
         settle(self._answer.future, _front_outcome(self._rank, self._reply, self._report))

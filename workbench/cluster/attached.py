@@ -99,7 +99,7 @@ class AttachTarget:
             return there[0]
         ids = [path.name.removeprefix("ipcontroller-").removesuffix("-client.json") for path in there]
         known = (
-            f"there are: {', '.join(ids)}; choose one with --cluster-id ID"
+            f"running: {', '.join(ids)}; choose one with --cluster-id ID"
             if ids
             else "start one with ipcluster start, or --file F"
         )

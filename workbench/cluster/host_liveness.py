@@ -102,7 +102,7 @@ class HostMonitor:
         self._hosts = {name: HostLiveness(address) for name, address in hosts.items()}
         self.silent: tuple[str, ...] = ()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="workbench: lookout", daemon=True)
+        self._thread = threading.Thread(target=self._look, name="workbench: host liveness", daemon=True)
         self._thread.start()
 
     def _look(self) -> None:

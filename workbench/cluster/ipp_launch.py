@@ -84,7 +84,7 @@ def check_launcher(name: str) -> None:
     """
     if name.lower() not in launchers():
         meant = did_you_mean(name.lower(), launchers(), cutoff=0.6) or ";"
-        raise UsageError(f"ipyparallel has no engine launcher {name!r}{meant} there are {', '.join(launchers())}")
+        raise UsageError(f"ipyparallel has no engine launcher {name!r}{meant} launchers: {', '.join(launchers())}")
 
 
 def configures_launcher(profile: str) -> bool:
@@ -476,9 +476,9 @@ class IppLaunch(EngineProvider):
     def advice(self, rank: int | None, *_others: int | None) -> str:
         """Return what to check and to do when engines do not register."""
         ip = self._cluster.controller_ip
-        heard = f"the controller listens on {ip}" if ip else "the controller listens on this machine only"
+        listens = f"the controller listens on {ip}" if ip else "the controller listens on this machine only"
         return (
-            f"{self.log_tail(rank)}\n{heard}: other hosts must reach it there (firewall, VPN; --interface NAME for "
+            f"{self.log_tail(rank)}\n{listens}: other hosts must reach it there (firewall, VPN; --interface NAME for "
             f"another address), and find Python with the workbench (c.{self._launcher_class.__name__} in "
             f"{Path(self._cluster.profile_dir) / 'ipcluster_config.py'})"
         )

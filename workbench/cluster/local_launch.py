@@ -60,7 +60,7 @@ def profile_directory(name: str) -> Path:
     home = Path(os.environ.get("IPYTHONDIR") or "~/.ipython").expanduser()
     names = sorted(path.name.removeprefix("profile_") for path in home.glob("profile_*"))
     if name not in names:
-        known = f"there are: {', '.join(names)}" if names else "there is none"
+        known = f"profiles: {', '.join(names)}" if names else "there are no profiles"
         raise UsageError(
             f"IPython profile {name!r} does not exist in {home}; {known}. Create it: ipython profile create {name}"
         )

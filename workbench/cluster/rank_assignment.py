@@ -201,7 +201,7 @@ def _lacking(seated: Sequence[RankAssignment], kind: str) -> list[RankAssignment
 def few_devices(host: str, needed: int, there: int, kind: str) -> str:
     """Return the message that a host has only ``there`` devices for ``needed`` ranks, and what to do."""
     need = f"{needed} ranks need {needed} {kind} devices" if needed > 1 else f"1 rank needs 1 {kind} device"
-    fewer = f", or at most {there} there" if there else ""
+    fewer = f", or start at most {there} there" if there else ""
     return f"{need}, but {host} has {there}: use --device {HOST}{fewer}"
 
 

@@ -65,8 +65,8 @@ class Holdings:
 _CURES = {
     "parameter": "build the same model on every rank, and shard it in the same way",
     "gradient": (
-        "a failed or aborted step left it; clear the gradients on every rank with model.zero_grad() (in a notebook, "
-        "in a %%fsdp cell)"
+        "a failed or aborted step left this gradient; clear the gradients on every rank with model.zero_grad() (in a "
+        "notebook, in a %%fsdp cell)"
     ),
     "optimizer": "create it from the same parameters on every rank",
     "optimizer state": (
@@ -205,7 +205,7 @@ class Agreement:
         if unable:
             refusal = next(refusal for refusal, *_ in answers if refusal)
             return f"{self._what} is not possible on {name_ranks(unable)}, so no rank did it: {refusal}"
-        missing = "nothing of this name" if all(has_all for _, has_all, _ in answers) else None
+        missing = "no entry of this name" if all(has_all for _, has_all, _ in answers) else None
         for kind, cure in _CURES.items():
             of_ranks = [rows[kind] for *_, rows in answers]
             rows = _by_name(of_ranks, missing)
@@ -213,12 +213,12 @@ class Agreement:
             if differing:
                 name, texts = differing[0]
                 known = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text is not None]
-                said = holders([text for _, text in known], [rank for rank, _ in known])
+                text_of_ranks = holders([text for _, text in known], [rank for rank, _ in known])
                 others = [other for other, _ in differing[1:_SHOWN]]
                 more = f" (likewise {', '.join(others)}" if others else ""
                 more += f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
                 more += ")" if others else ""
-                return f"{self._what}: ranks differ in the {kind} of {name!r}: {said}{more}; {cure}"
+                return f"{self._what}: ranks differ in the {kind} of {name!r}: {text_of_ranks}{more}; {cure}"
         return ""
 
     @contextmanager

@@ -156,14 +156,14 @@ def _policy(reshard_after_forward: object, mp_policy: object, offload_policy: ob
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise TypeError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a workbench.engine.MixedPrecisionPolicy, got {_said(mp_policy)}")
+        raise TypeError(f"mp_policy must be a workbench.engine.MixedPrecisionPolicy, got {_typed(mp_policy)}")
     if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"offload_policy must be a workbench.engine.OffloadPolicy, got {_said(offload_policy)}")
+        raise TypeError(f"offload_policy must be a workbench.engine.OffloadPolicy, got {_typed(offload_policy)}")
     reshard = True if reshard_after_forward is None else reshard_after_forward
     return UnitPolicy(reshard_after_forward=reshard, mp_policy=mp_policy, offload_policy=offload_policy)
 
 
-def _said(value: object) -> str:
+def _typed(value: object) -> str:
     """Return a value and the full name of its type as text: torch has policies of the same names."""
     return f"{value!r:.60} of type {type(value).__module__}.{type(value).__qualname__}"
 
@@ -171,7 +171,7 @@ def _said(value: object) -> str:
 def _ids_of(ignored_params: Iterable[object]) -> frozenset[int]:
     """Return the ids of the ignored parameters."""
     if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
-        raise TypeError(f"ignored_params takes a set of parameters, got {_said(ignored_params)}: put it into {{...}}")
+        raise TypeError(f"ignored_params takes a set of parameters, got {_typed(ignored_params)}: put it into {{...}}")
     params = list(ignored_params)
     for param in params:
         if not isinstance(param, nn.Parameter):

@@ -74,6 +74,7 @@ class Collective:
 
 
 END = Collective("end of the iteration", None, 0)
+_DROPPED = Collective("a collective that is no longer recorded", None, 0)
 
 
 class _Step:
@@ -508,7 +509,7 @@ class OrderCheck:
             if answer is None or answer.place != place:
                 done = own.collective if own and own.place == place else self._tree.collective_at(place)
                 is_first = answer is None
-                answer = BoardEntry(self._serial, place, done or Collective("a forgotten collective", None, 0))
+                answer = BoardEntry(self._serial, place, done or _DROPPED)
                 self._board.pin(answer.text())
                 if own is None and is_first:
                     self._board.vote(self._serial, answer.text())  # asking ranks read the tally
@@ -527,7 +528,7 @@ class OrderCheck:
         }
         parts = [f"{_ranks(who)} {collective.sized()}" for collective, who in holders.items()]
         silent = [r for r in self._ranks if r not in collectives]
-        parts += [f"{_ranks(silent)} elsewhere"] if silent else []
+        parts += [f"{_ranks(silent)} did not answer"] if silent else []
         among = f" among {_ranks(self._ranks)}" if self._is_part else ""
         return (
             f"ranks disagree on collective {place[1] + 1} of this iteration{among}: {'; '.join(parts)}. Run the same "

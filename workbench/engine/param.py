@@ -349,8 +349,8 @@ def check_uniform(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     for fqn, param in named:
         kinds.setdefault((str(param.dtype).removeprefix("torch."), str(param.device)), fqn)
     if len(kinds) > 1:
-        said = ", ".join(f"{fqn!r} is {dtype} on {device}" for (dtype, device), fqn in kinds.items())
+        texts = ", ".join(f"{fqn!r} is {dtype} on {device}" for (dtype, device), fqn in kinds.items())
         raise ValueError(
-            f"the parameters of one unit must share dtype and device: {said}; convert them, or shard them in "
+            f"the parameters of one unit must share dtype and device: {texts}; convert them, or shard them in "
             "separate units"
         )

@@ -35,8 +35,6 @@ from workbench.engine.unit_collectives import AllGatherState, DeviceCopyState, S
 from workbench.engine.unshard_memory import BufferSet, MemoryOfShards, UnitBuffers, UnshardMemory, buffers_in
 from workbench.events import Category, Edge, Kind, Phase, unit_words
 
-_indices = itertools.count()
-
 units: weakref.WeakValueDictionary[int, FSDPParamGroup] = weakref.WeakValueDictionary()
 """All units of this process by their indices."""
 
@@ -95,7 +93,7 @@ class FSDPParamGroup:
         self._recomputed_in: BufferSet | None = None
         self._is_unsharding = False  # started and not yet waited for
         self._grad_bytes = 0
-        self.index = next(_indices)
+        self.index = next(events.UNIT_INDICES)
         units[self.index] = self
         self.name = ""
         self.above = ""

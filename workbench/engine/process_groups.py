@@ -10,7 +10,6 @@ issue the same one.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,12 +25,11 @@ from workbench.engine.backends.async_work import CollectiveSpan, PendingWork, Tr
 from workbench.engine.cancellable_waits import SLICE_S, AsyncWork, cancellation
 from workbench.engine.collective_order import Board, Collective, OrderCheck
 from workbench.engine.errors import RanksDisagreeError
-from workbench.events import Comm, Edge, Kind
+from workbench.events import GROUP_INDICES, Comm, Edge, Kind
 
 OWN = "workbench/"
 """Name prefix of the engine's process groups."""
 
-_indices = itertools.count()
 
 around_creation: Callable[[], AbstractContextManager[None]] = nullcontext
 """Context manager entered while a process group is created; set it to find the group's sockets."""
@@ -68,7 +66,7 @@ class CommGroup:
     def rebuild(self) -> None:
         """Create a new process group; all ranks of the group must call this together."""
         self.let_go()
-        self.index = next(_indices)
+        self.index = next(GROUP_INDICES)
         self._seq = 0
         self._given_up = ""
         # a rank that joins later has the same count: a new default group resets it on all ranks

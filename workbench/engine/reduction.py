@@ -510,7 +510,7 @@ def _without(unused: Sequence[str]) -> str:
     """Return text on ``unused`` for the order check: equal sizes do not imply equal parameters."""
     if not unused:
         return ""
-    return f" without {', '.join(unused)} (no gradient; set_reduce_scatter_unused_params(True) counts that as zero)"
+    return f" without {', '.join(unused)} (no gradient; set_reduce_scatter_unused_params(True) treats it as zero)"
 
 
 # ---- the queue

@@ -87,8 +87,8 @@ def optimizers_in(optimizers: object, what: str) -> list[torch.optim.Optimizer]:
     given = list(optimizers) if isinstance(optimizers, Iterable) else []
     found = [o for o in given if isinstance(o, torch.optim.Optimizer)]
     if len(found) < len(given) or not isinstance(optimizers, Iterable):
-        said = ", ".join(type(o).__name__ for o in given) or type(optimizers).__name__
-        raise TypeError(f"{what} takes optimizers as a list of torch.optim.Optimizer, got {said}")
+        types = ", ".join(type(o).__name__ for o in given) or type(optimizers).__name__
+        raise TypeError(f"{what} takes optimizers as a list of torch.optim.Optimizer, got {types}")
     return found
 
 

@@ -39,7 +39,7 @@ class LiveTrace:
         self.num_news = 0
         self._epoch, self._ends = self.fold.epoch, dict[int, int]()
         self._turns = PolicyEffect()
-        self._taken_s, self._asked = float("-inf"), object()
+        self._taken_s, self._activity = float("-inf"), object()
 
     def poll(self, workbench: WatchedWorkbench, max_age_s: float = 0.0) -> ClusterSnapshot:
         """Return a snapshot of ``workbench``, after it was folded.
@@ -50,12 +50,16 @@ class LiveTrace:
                 stopped or ended since is never missing.
         """
         with self._polling:
-            asked = workbench.asked()
+            activity = workbench.activity()
             with self.lock:
-                if self.pulse is not None and asked == self._asked and time.monotonic() - self._taken_s < max_age_s:
+                if (
+                    self.pulse is not None
+                    and activity == self._activity
+                    and time.monotonic() - self._taken_s < max_age_s
+                ):
                     return self.pulse
             pulse = workbench.pulse()
-            self._asked, self._taken_s = asked, time.monotonic()
+            self._activity, self._taken_s = activity, time.monotonic()
             self.show(pulse)
             return pulse
 

@@ -30,7 +30,7 @@ class WatchedWorkbench(Protocol):
     def pulse(self) -> ClusterSnapshot:
         """Return a snapshot of the cluster."""
 
-    def asked(self) -> object:
+    def activity(self) -> object:
         """Return a value that changes with news that cannot wait; queries no rank."""
 
 
@@ -41,7 +41,7 @@ class LongPoll:
         look: returns a snapshot of the cluster.
         answer: makes the answer for the named view and returns the function that sends it.
         clock: seconds, monotonic.
-        asked: returns, without querying a rank, a value that changes when a request starts, stops, resumes or ends;
+        activity: returns, without querying a rank, a value that changes when a request starts, stops, resumes or ends;
             such a change is sent at once, even to a view that was answered a moment ago.
         whose: name of the widget, used in the names of the threads.
     """
@@ -51,11 +51,11 @@ class LongPoll:
         look: Callable[[], ClusterSnapshot],
         answer: Callable[[str, ClusterSnapshot], Send],
         clock: Callable[[], float],
-        asked: Callable[[], object] = lambda: None,
+        activity: Callable[[], object] = lambda: None,
         *,
         whose: str = "dashboard",
     ) -> None:
-        self._look, self._answer, self._clock, self._asked = look, answer, clock, asked
+        self._look, self._answer, self._clock, self._activity = look, answer, clock, activity
         self._whose = whose
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -89,7 +89,7 @@ class LongPoll:
             thread.join()
 
     def _wait(self, name: str, pace: RateLimit) -> None:
-        while (rest_s := pace.rest_s(self._clock(), self._asked())) and self._is_mine(name):
+        while (rest_s := pace.rest_s(self._clock(), self._activity())) and self._is_mine(name):
             if self._is_closed.wait(min(rest_s, LOOK_S)):
                 return
         while not self._is_closed.is_set() and self._is_mine(name):
@@ -103,9 +103,9 @@ class LongPoll:
 
     def _answers(self, name: str, pace: RateLimit) -> bool:
         """Take a snapshot and answer if an answer is due; return whether the question is settled."""
-        asked = self._asked()
+        activity = self._activity()
         pulse = self._look()
-        newest = asked, *mark(pulse)
+        newest = activity, *mark(pulse)
         if not pace.is_due(self._clock(), newest):
             return False
         with self._lock:
@@ -113,7 +113,7 @@ class LongPoll:
                 return True
             del self._waits[name]
         send = self._answer(name, pulse)
-        pace.answered(self._clock(), newest, time.thread_time(), asked)  # this thread serves one question alone
+        pace.answered(self._clock(), newest, time.thread_time(), activity)  # this thread serves one question alone
         send()
         return True
 
@@ -121,6 +121,6 @@ class LongPoll:
 def mark(pulse: ClusterSnapshot) -> tuple[object, ...]:
     """Return a value that changes whenever there is something new to send."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
-    asked = pulse.under_way, pulse.ended, pulse.breakpoints
+    activity = pulse.under_way, pulse.ended, pulse.breakpoints
     held = pulse.losses, pulse.holder, pulse.is_free
-    return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), held, pulse.cursor, asked
+    return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), held, pulse.cursor, activity

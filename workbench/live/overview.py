@@ -139,7 +139,7 @@ def _stops(pulse: ClusterSnapshot) -> str:
 
 
 def _who(pulse: ClusterSnapshot) -> str:
-    groups = (_ranks(pulse, "running"), "still running its own code"), (_ranks(pulse, "waiting"), "waiting for others")
+    groups = (_ranks(pulse, "running"), "still running user code"), (_ranks(pulse, "waiting"), "waiting for others")
     return ", ".join(f"{label(ranks)} {doing}" for ranks, doing in groups if ranks)
 
 

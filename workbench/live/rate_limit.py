@@ -23,17 +23,17 @@ class RateLimit:
 
     def __init__(self) -> None:
         self._due_s = self._latest_s = float("-inf")
-        self._told: object = None
-        self._asked: object = None
+        self._state: object = None
+        self._activity: object = None
 
-    def rest_s(self, now_s: float, asked: object = None) -> float:
+    def rest_s(self, now_s: float, activity: object = None) -> float:
         """Return how long to wait before the next check.
 
         Args:
             now_s: the current time.
-            asked: state of the ranks' requests; if it differs from that of the last answer, the wait is 0.
+            activity: state of the ranks' requests; if it differs from that of the last answer, the wait is 0.
         """
-        return max(self._due_s - now_s, 0.0) if asked == self._asked else 0.0
+        return max(self._due_s - now_s, 0.0) if activity == self._activity else 0.0
 
     def is_due(self, now_s: float, newest: object) -> bool:
         """Return whether to answer now, after :meth:`rest_s`.
@@ -42,10 +42,10 @@ class RateLimit:
             now_s: the current time.
             newest: a value that equals that of the last answer if there is nothing new.
         """
-        return newest != self._told or now_s >= self._latest_s
+        return newest != self._state or now_s >= self._latest_s
 
-    def answered(self, now_s: float, told: object, spent_s: float, asked: object = None) -> None:
-        """Record an answer with state ``told`` and requests ``asked``, which cost the kernel ``spent_s``."""
-        self._told, self._asked = told, asked
+    def answered(self, now_s: float, state: object, spent_s: float, activity: object = None) -> None:
+        """Record an answer with state ``state`` and ``activity``, which cost the kernel ``spent_s``."""
+        self._state, self._activity = state, activity
         self._due_s = now_s + min(max(EVERY_S, LEISURE * spent_s), IDLE_S)
         self._latest_s = max(now_s + IDLE_S, self._due_s)

@@ -83,7 +83,7 @@ class Views:
         self._lock = threading.RLock()
         self._views: dict[str, ViewServer] = {}
         self._live = live_trace_of(workbench)
-        self._waiting = LongPoll(lambda: self._poll(MAX_AGE_S), self._news, clock, workbench.asked)
+        self._waiting = LongPoll(lambda: self._poll(MAX_AGE_S), self._news, clock, workbench.activity)
         words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
         buttons = words if "ranks" in panels else ()
         self.initial = InitialState(buttons=buttons, sizes=NEXT, panels=tuple(panels))

@@ -91,7 +91,7 @@ _MORE = {
     "states": "`--unit blocks.2`: only this unit",
     "comms": "`--unit blocks.2`: only this unit",
     "timeline": "`--canvas`: the whole run, live, to pan and zoom",
-    "memory": "`--process`: also of the whole process",
+    "memory": "`--process`: also the memory of the whole process",
 }
 
 
@@ -329,7 +329,7 @@ def overview() -> str:
     cell = f"  {CELL:<{width}}  first line of a cell: {summary(Cell)}"
     texts = (
         "  {name} is replaced by a variable of this notebook, {{name}} by the text {name}; the code of eval,",
-        "  --when and cells is not changed. After -- a text may begin with -: %fsdp open -- -odd.trace",
+        "  --when and cells is not changed. After --, an argument may begin with -: %fsdp open -- -odd.trace",
     )
     return "\n".join(["usage: %fsdp COMMAND ...  (-h after a command explains it)", *lines, "", cell, *texts])
 

@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
             is_flag = word.startswith("-") and " " not in word and not _is_number(word)
             if self.positionals and is_flag and before not in self.flags and word.partition("=")[0] not in flags:
                 line = shlex.join([*map(as_written, words[:place]), "--", word])
-                return f"; {word!r} reads as a flag, write -- before it: {self.prog} {line}"
+                return f"; {word!r} is read as a flag; write -- before it: {self.prog} {line}"
         return ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401 - argparse's signature
@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
             known = [str(choice) for choice in action.choices]
             near = did_you_mean(str(value), known) or ";"
             raise argparse.ArgumentError(
-                action, f"there is no {as_written(value)!r}{near} there are: {', '.join(known)}"
+                action, f"there is no {as_written(value)!r}{near} choose from: {', '.join(known)}"
             )
 
     def error(self, message: str) -> NoReturn:

@@ -145,8 +145,7 @@ class FsdpMagics(Magics):
         """Return a notebook variable as text; an iterable, such as ranks, is joined with commas."""
         if name not in self._shell.user_ns:
             raise UsageError(
-                f"there is no notebook variable {name!r} to replace {{{name}}}; for the text itself write "
-                f"{{{{{name}}}}}"
+                f"there is no notebook variable {name!r} for {{{name}}}; for a literal {{{name}}} write {{{{{name}}}}}"
             )
         value = self._shell.user_ns[name]
         is_several = isinstance(value, Iterable) and not isinstance(value, str)

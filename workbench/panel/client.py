@@ -182,7 +182,7 @@ class Client:
         return self._live.poll(self._workbench, max_age_s)
 
     def _asks(self) -> tuple[object, ...]:
-        return self._workbench.asked()
+        return self._workbench.activity()
 
     def _news(self, _view: str, _pulse: ClusterSnapshot) -> Send:
         answer = self._state(self._asked)

@@ -192,7 +192,7 @@ class Start(Command):
 
 @command(
     "attach --profile mine",
-    more="`--cluster-id ID` or `--file ipcontroller-client.json`: of this cluster; ranks that another notebook "
+    more="`--cluster-id ID` or `--file ipcontroller-client.json`: choose the cluster; ranks that another notebook "
     "controls are view-only",
     method="join",
     needs_ranks=False,

@@ -302,7 +302,7 @@ def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
     own = {param.dtype for info in infos for param in info.params}
     compute, reduce = ({getattr(info, f"{what}_dtype") for info in infos} for what in ("compute", "reduce"))
     flat = [param for info in infos for param in info.params if param.parts]
-    said = [
+    parts = [
         "classic: one flat parameter per unit" if flat else "",
         "optimizers have a shard of each parameter" if any(param.use_orig_params for param in flat) else "",
         _replicas(copies, size) if copies > 1 else "",
@@ -312,7 +312,7 @@ def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
         "shards kept in host memory (offload)" if any(info.offload for info in infos) else "",
         f"gathers {prefetch} {'units' if prefetch > 1 else 'unit'} ahead" if prefetch else "",
     ]
-    return [phrase for phrase in said if phrase]
+    return [phrase for phrase in parts if phrase]
 
 
 def _replicas(copies: int, size: int) -> str:

@@ -71,7 +71,7 @@ def on_device(whole: RankTrace, part: RankTrace, header: Header) -> DeviceTimes 
     tells = whole.rows[later:][whole.kinds[later:] == Kind.DEVICE]
     if not len(tells):
         return None
-    t_ns, stream = _told(tells, part.start.seq, len(rows))
+    t_ns, stream = _device_times(tells, part.start.seq, len(rows))
     awaited = ~of_kind(rows, BESIDE)
     is_told = t_ns >= 0
     if not is_told.any():
@@ -89,7 +89,7 @@ def on_device(whole: RankTrace, part: RankTrace, header: Header) -> DeviceTimes 
     )
 
 
-def _told(tells: Rows, first_seq: int, count: int) -> tuple[Ints, Ints]:
+def _device_times(tells: Rows, first_seq: int, count: int) -> tuple[Ints, Ints]:
     """Return when the device reached ``count`` rows from ``first_seq`` on, and in which stream; -1 if unknown."""
     place = tells["value"].astype(np.int64) - first_seq
     inside = (place >= 0) & (place < count)

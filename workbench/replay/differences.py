@@ -130,8 +130,8 @@ def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | No
     """
     num_steps = len(steps(a)), len(steps(b))
     parts = [_first_steps(trace, min(num_steps)) for trace in (a, b)]
-    told = [{entry.rank for entry in part.ranks if len(entry.rows)} for part in parts]
-    ranks = tuple(sorted(told[0] & told[1]))
+    recorded = [{entry.rank for entry in part.ranks if len(entry.rows)} for part in parts]
+    ranks = tuple(sorted(recorded[0] & recorded[1]))
     if not ranks:
         return None
     looked_at = _unlike(parts, ranks) if rank is None else (rank,)

@@ -154,11 +154,11 @@ def _changes_of(rows: Rows) -> Rows:
 def _states_after(changes: Rows) -> Ints:
     """The UnitState after each change."""
     here = np.arange(len(changes))
-    told = np.maximum.accumulate(np.where(changes["params"] >= 0, here, 0))  # a unit's first entry always has one
+    latest = np.maximum.accumulate(np.where(changes["params"] >= 0, here, 0))  # a unit's first entry always has one
     anchor = np.maximum.accumulate(np.where(changes["is_anchor"], here, 0))
     total = np.cumsum(changes["reducing"])
     reducing = total - total[anchor] + changes["reducing"][anchor]
-    return np.where(reducing > 0, int(UnitState.REDUCING), changes["params"][told])
+    return np.where(reducing > 0, int(UnitState.REDUCING), changes["params"][latest])
 
 
 def _times(changes: Rows) -> Ints:

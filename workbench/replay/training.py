@@ -250,9 +250,9 @@ def model_of_steps(header: Header, states: Sequence[TrainingProgress]) -> NDArra
     found = np.concatenate([np.empty(0, MODEL_DTYPE), *(state.models for state in states)])
     _, first = np.unique(found["step"], return_index=True)
     numbers = np.array(models(header), np.int32)
-    told = found[first][found["unit"][first] < len(numbers)]
-    told["unit"] = numbers[told["unit"]]
-    return told
+    known = found[first][found["unit"][first] < len(numbers)]
+    known["unit"] = numbers[known["unit"]]
+    return known
 
 
 def _cuts(header: Header, states: Sequence[TrainingProgress]) -> tuple[int, ...]:

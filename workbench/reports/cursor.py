@@ -69,7 +69,7 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
     there = [rank for rank, (_, is_same) in ends.items() if is_same]
     others = "".join(f"; {label([rank])} has no such event" for rank in ends if rank not in there)
     left = len(events) - 1 - number
-    where = f"{label(there)} after {_said(trace, lead.rows[place])}{_of_model(trace, lead, place)}{others}"
+    where = f"{label(there)} after {_event_text(trace, lead.rows[place])}{_of_model(trace, lead, place)}{others}"
     return found, f"{where}: {left:,} events before the newest; %fsdp back 0 returns to it"
 
 
@@ -107,7 +107,7 @@ def _of_model(trace: Trace, lead: RankTrace, place: int) -> str:
     return ", of an earlier model" if len(here) and here[0] != found["unit"][-1] else ""
 
 
-def _said(trace: Trace, row: np.void) -> str:
+def _event_text(trace: Trace, row: np.void) -> str:
     kind, edge = Kind(row["kind"]), Edge(row["edge"])
     what = event_words(kind, edge, unit_names(trace.header).get(int(row["unit"])))
     begins = "the start of " if edge is Edge.BEGIN else ""

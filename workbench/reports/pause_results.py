@@ -203,17 +203,17 @@ class BreakReport(Report):
 
     Attributes:
         breakpoints: in the order they were added.
-        said: a sentence on what was changed; empty if nothing was.
+        change: a sentence on what was changed; empty if nothing was.
     """
 
     breakpoints: Sequence[Breakpoint]
-    said: str = ""
+    change: str = ""
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
         there = plural(len(self.breakpoints), "breakpoint") if self.breakpoints else "no breakpoints"
-        return self.said or there
+        return self.change or there
 
     def facts(self) -> list[tuple[str, str]]:
         """Return each breakpoint with its number, and whether it is off."""
@@ -276,8 +276,8 @@ class InspectReport(Report):
         """Return its unit, and why its full parameter is in memory or not, equal texts once."""
         units = alike({rank: unit_of(found) for rank, found in self.by_rank.items()})
         whys = alike({rank: found.full.why for rank, found in self.by_rank.items()})
-        said = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
-        return [(name, text) for name, text in said if text]
+        values = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
+        return [(name, text) for name, text in values if text]
 
     def __str__(self) -> str:
         return "\n".join([super().__str__(), *(f"  {line}" for line in table_of(self.by_rank).lines())])
@@ -303,7 +303,7 @@ class BackReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what that means."""
-        return [("views", "show the record up to this event"), ("ranks", "are not moved")]
+        return [("views", "show the record up to this event"), ("ranks", "stay where they are")]
 
 
 def _with_ranks(groups: Mapping[str, Sequence[int]]) -> str:

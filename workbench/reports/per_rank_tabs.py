@@ -184,8 +184,8 @@ def tabs_page(name: str, ranks: Sequence[int]) -> str:
 def _tab(name: str, key: str, text: str, is_chosen: bool) -> str:
     checked = " checked" if is_chosen else ""
     # the attribute makes arrow keys move between tabs, not between JupyterLab's cells
-    told = f'type="radio" name="{name}" id="{name}-{key}" data-lm-suppress-shortcuts="true"{checked}'
-    return f"<label><input {told}><span>{text}</span></label>"
+    attributes = f'type="radio" name="{name}" id="{name}-{key}" data-lm-suppress-shortcuts="true"{checked}'
+    return f"<label><input {attributes}><span>{text}</span></label>"
 
 
 def panes_page(name: str, panes: Sequence[Pane], marked: Collection[int], *, is_live: bool) -> str:

@@ -80,10 +80,10 @@ class Report(ABC):
 
     def _headline_lines(self) -> list[str]:
         """Return the lines of the headline as HTML, with the problem in the colour of errors."""
-        said = html.escape(self.headline)
+        headline = html.escape(self.headline)
         for line in filter(None, html.escape(self.problem).split("\n")):
-            said = said.replace(line, f'<span style="color:{ERROR_TEXT}">{line}</span>', 1)
-        return said.split("\n")
+            headline = headline.replace(line, f'<span style="color:{ERROR_TEXT}">{line}</span>', 1)
+        return headline.split("\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +220,7 @@ class StatusReport(Report):
         """Which ranks are gone, or why no step is possible, and what to do; empty if there is no problem."""
         dead = [r.rank for r in self.ranks if not r.alive]
         if self.running and dead:
-            return f"{label(dead)} of {len(self.ranks)} gone: %fsdp stop, then %fsdp start"
+            return f"{label(dead)} of {len(self.ranks)} died: %fsdp stop, then %fsdp start"
         return self.obstacle if self.running else ""
 
     def facts(self) -> list[tuple[str, str]]:
@@ -496,6 +496,7 @@ class OpenReport(Report):
         steps: numbers of the training steps in it.
         models: the sharded models.
         num_rows: rows, all ranks together.
+        notes: what a recording lacks, as sentences.
     """
 
     name: str
@@ -503,6 +504,7 @@ class OpenReport(Report):
     steps: tuple[int, ...]
     models: tuple[ShardedModel, ...]
     num_rows: int
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -514,6 +516,7 @@ class OpenReport(Report):
         """Return the steps, the sharded models, and the commands that draw the trace."""
         found = [("steps", ranges(self.steps))] if self.steps else []
         found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
+        found += [("note", note) for note in self.notes]
         return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]
 
 
@@ -765,7 +768,7 @@ def _since(by_rank: Sequence[int | None]) -> str:
     if not steps:
         return ""
     first = [rank for rank, step in enumerate(by_rank) if step == min(steps)]
-    return f"the loss is not finite since step {min(steps)}{_first_on(first, len(by_rank))}"
+    return f"the loss has not been finite since step {min(steps)}{_first_on(first, len(by_rank))}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -93,18 +93,18 @@ def _third(verb: str) -> str:
     return f"{first}s{space}{rest}"
 
 
-def state_of(position: Position, asked: State = "idle") -> State:
+def state_of(position: Position, default: State = "idle") -> State:
     """Return what a rank that answered is doing.
 
     Args:
         position: its reply.
-        asked: the state that the caller assumes if the reply does not contain one.
+        default: the state that the caller assumes if the reply does not contain one.
     """
     if position.held is not None:
         return "held"
     if position.waiting:
         return "waiting"
-    return "running" if position.doing or position.place.step >= 0 else asked
+    return "running" if position.doing or position.place.step >= 0 else default
 
 
 def event_words(kind: Kind, edge: Edge, unit: str | None) -> str:

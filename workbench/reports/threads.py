@@ -68,9 +68,9 @@ def _libraries(alike: Sequence[tuple[int, Thread]]) -> str:
     now: dict[str, set[int]] = {}
     for rank, thread in alike:
         now.setdefault(library_place(thread), set()).add(rank)
-    said = plural(count, "library frame")
+    total = plural(count, "library frame")
     places = [_place(text, ranks if len(now) > 1 else ()) for text, ranks in now.items() if text]
-    return f"{said}, now in {'; '.join(places)}" if places else said
+    return f"{total}, now in {'; '.join(places)}" if places else total
 
 
 def _place(text: str, ranks: Iterable[int]) -> str:

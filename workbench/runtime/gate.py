@@ -75,7 +75,7 @@ class Gate:
         self._names: tuple[int, dict[int, str]] = (-1, {})
         self.interrupts = Interrupts(self._on_interrupt)
         self.event = recorder.event
-        self.memory, self.phase = recorder.memory, recorder.phase
+        self.memory, self.phase, self.late_end = recorder.memory, recorder.phase, recorder.late_end
         self.unit, self.comm_group, self.issued = recorder.unit, recorder.comm_group, recorder.issued
         self.source, self.metric = recorder.source, recorder.metric
         self.begin_step, self.end_step = recorder.begin_step, recorder.end_step
@@ -139,7 +139,8 @@ class Gate:
 
     def _ask(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> None:
         self.interrupts.check()
-        if self._alone and self._recorder.is_aside and kind in _NEEDS_OTHERS and edge is Edge.BEGIN:
+        # c10d's own calls, which belong to no unit, are refused where their group is known
+        if self._alone and self._recorder.is_aside and kind in _NEEDS_OTHERS and edge is Edge.BEGIN and unit >= 0:
             raise UsageError(held_eval.needs_others(f"{kind.words} of {self._name_of(unit)}", self._alone))
         if not (self._wanted.may_stop_at(kind) and self._may_hold):
             return

@@ -53,7 +53,8 @@ from workbench.runtime.command_handlers import DOES, does
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.flush_before_hold import FlushBeforeHold
 from workbench.runtime.gate import Gate, GateRequest
-from workbench.runtime.namespace import exchange, module_names, user_namespace, variables
+from workbench.runtime.model_summary import outermost
+from workbench.runtime.namespace import exchange, find_module, module_names, user_namespace, variables
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.runtime.stacks import stacks, user_line
@@ -62,6 +63,7 @@ from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import Header, RankInfo
+from workbench.watch import Watch
 
 
 @dataclass
@@ -73,6 +75,7 @@ class RankRuntime:
         recorder: its recorder.
         gate: its gate, which may hold it.
         trainer: runs its steps.
+        watch: watches models that torch shards, and every collective of c10d.
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
         commands: number of commands it has begun.
@@ -82,6 +85,7 @@ class RankRuntime:
     recorder: Recorder
     gate: Gate
     trainer: Trainer
+    watch: Watch
     hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
     commands: int = 0
@@ -97,10 +101,15 @@ class RankRuntime:
             with self.gate.passing(), self.gate.interrupts.guarded():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
-                self.trainer.note_models()
+                self.note_models()
                 return result
         finally:
             self.doing = ""
+
+    def note_models(self) -> None:
+        """Announce the units of models, and what no engine manages."""
+        self.watch.note(outermost({name: find_module(name) for name in module_names()}).values())
+        self.trainer.note_models()
 
     def account_optimizers(self) -> None:
         """Record the bytes of optimizer state after a command replaced it."""
@@ -129,6 +138,7 @@ class RankRuntime:
 
     def drain(self, known: RecordSummary) -> DrainReply:
         """Return what was recorded since ``known``, and the rank's position."""
+        self.watch.settle()
         drained = self.recorder.drain(known.next_seq)
         version = self.recorder.header_version
         return DrainReply(
@@ -239,7 +249,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     tracebacks.install()
     text_bars.install()
     _look_after_cells()
-    _runtime = RankRuntime(process_groups, recorder, gate, trainer, hooks)
+    _runtime = RankRuntime(process_groups, recorder, gate, trainer, Watch(), hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
 
@@ -254,7 +264,7 @@ def _look_after_cells() -> None:
 def _after_cell(_: object) -> None:
     if _runtime is not None:
         with suppress(RuntimeError):  # after a device error nothing can be read from the device
-            _runtime.trainer.note_models()
+            _runtime.note_models()
 
 
 def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
@@ -328,6 +338,7 @@ def recover(generation: str) -> None:
     runtime.gate.forget_requests()
     runtime.recorder.give_up_step()
     exchange(runtime.groups.rebuild(generation))
+    runtime.watch.renew()
     # some ranks may have begun a step that others have not: a step must have the same number on all ranks
     runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
 
@@ -337,6 +348,7 @@ def shutdown() -> None:
     global _runtime  # noqa: PLW0603 - see boot
     if _runtime is not None:
         _runtime.gate.uninstall()
+        _runtime.watch.end()
         for hook in _runtime.hooks:  # the process may become another rank
             hook.remove()
         _runtime.groups.leave()

@@ -178,6 +178,14 @@ class Recorder:
         else:
             self._append_marked(kind, edge, unit, num_bytes, comm=pair)
 
+    def late_end(self, kind: Kind, unit: int, num_bytes: int, comm: Comm | None, t_ns: int) -> None:
+        """Record the end of a collective that no code has waited for; not counted in :attr:`ordinal`."""
+        pair = (-1, -1) if comm is None else (comm.seq, self._groups.get(comm.group, -1))
+        if pair in self._begun_unrecorded and self.is_recording:
+            self._begun_unrecorded.discard(pair)
+            return
+        self._append(kind, Edge.END, unit, num_bytes, NO_CATEGORY, pair, t_ns)
+
     def issued(self, comm: Comm, wait: Callable[[], object]) -> None:
         """Mark where a collective on a device ends."""
         if self.device_clock is not None and self.is_recording:

@@ -697,5 +697,5 @@ def _ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
     matches = {pattern: fnmatch.filter(params, pattern) for pattern in patterns}
     for pattern, names in matches.items():
         if not names:
-            raise UsageError(f"--ignore {pattern} matches no parameter; there are: {', '.join(params)}")
+            raise UsageError(f"--ignore {pattern} matches no parameter; parameters: {', '.join(params)}")
     return [params[name] for names in matches.values() for name in names]

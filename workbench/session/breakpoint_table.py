@@ -57,6 +57,6 @@ class Breakpoints:
         if number is None:
             return list(self._all)
         if number not in self._all:
-            known = f"there are: {', '.join(map(str, self._all))}" if self._all else "none is set"
+            known = f"breakpoints: {', '.join(map(str, self._all))}" if self._all else "none is set"
             raise UsageError(f"there is no breakpoint {number}; {known}")
         return [number]

@@ -290,8 +290,9 @@ class Session:
         before, self._pulsed = self._pulsed, current
         if current != before:
             return 0.0
-        heard = self._collector.heard
-        is_quiet = self.request is None and all(rank in heard and state_of(heard[rank]) == "idle" for rank in living)
+        positions = self._collector.heard
+        are_idle = all(rank in positions and state_of(positions[rank]) == "idle" for rank in living)
+        is_quiet = self.request is None and are_idle
         return REST_S if is_quiet else PULSE_S
 
     def request_state(self) -> tuple[object, ...]:
@@ -718,7 +719,7 @@ class Session:
         """
         if request.listener.on_standing is no_standing:
             return
-        heard = (request.work.num_outputs(), tuple(request.watch.running), self._collector.next_seq)
+        activity = (request.work.num_outputs(), tuple(request.watch.running), self._collector.next_seq)
         requested = request.watch.requested
 
         def sentence(seconds: float) -> str:
@@ -730,7 +731,7 @@ class Session:
             return f"{notice}; {request.watch.next_means}" if has_means else notice
 
         is_urgent = bool(requested or request.dead)
-        request.standing.look(heard, sentence, request.listener.on_standing, is_urgent=is_urgent)
+        request.standing.look(activity, sentence, request.listener.on_standing, is_urgent=is_urgent)
         if not request.standing.text:
             request.worked = ""
 

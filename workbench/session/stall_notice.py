@@ -37,18 +37,18 @@ class StallNotice:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began = clock()
-        self._heard: object = None
+        self._activity: object = None
         self._next = self._began + QUIET_S
         self._is_urgent = False
         self.text = ""
 
     def look(
-        self, heard: object, sentence: Callable[[float], str], on_standing: OnStanding, *, is_urgent: bool = False
+        self, activity: object, sentence: Callable[[float], str], on_standing: OnStanding, *, is_urgent: bool = False
     ) -> None:
         """Call ``on_standing`` with a notice if it is time.
 
         Args:
-            heard: state of the news, in any form; a changed value means news.
+            activity: state of the news, in any form; a changed value means news.
             sentence: returns the notice for a duration in seconds.
             on_standing: receives the notice.
             is_urgent: a rank has died, or the user waits for a stop: notify at once, regardless of news.
@@ -56,12 +56,12 @@ class StallNotice:
         now = self._clock()
         if is_urgent:
             self._next = self._next if self._is_urgent else now
-        elif heard != self._heard:
+        elif activity != self._activity:
             self._next = now + QUIET_S
             if self.text:
                 self.text = ""
                 on_standing("")
-        self._heard, self._is_urgent = heard, is_urgent
+        self._activity, self._is_urgent = activity, is_urgent
         if now >= self._next:
             self.text = sentence(now - self._began)
             on_standing(self.text)

@@ -20,6 +20,7 @@ from workbench.errors import TraceError, UsageError, did_you_mean
 from workbench.replay.grouping import ranges
 from workbench.trace import load, steps
 from workbench.trace.columns import Trace
+from workbench.trace.read_recording import read
 from workbench.trace.step_names import step_name
 
 LAST = "last"
@@ -75,7 +76,7 @@ def _split(text: str) -> tuple[str, str]:
         return LAST, text
     found = _SIDE.fullmatch(text)
     if found is None:
-        raise UsageError("compare takes a trace file, 'last', or steps such as 3..5; got an empty text")
+        raise UsageError("compare takes a trace file, 'last', or steps such as 3..5; got an empty string")
     return found["source"], found["part"] or ""
 
 
@@ -95,18 +96,29 @@ def file_at(path: str | os.PathLike[str]) -> Path:
 
 
 def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
-    """Return the trace of a file.
+    """Return the trace of a file or of a recording's folder.
 
     Args:
-        path: path of the file.
+        path: path of the file, or of the folder.
         if_missing: text appended to the message if the file does not exist, a sentence with a small first letter.
 
     Raises:
         UsageError: the file does not exist or is no trace; the message says why.
     """
+    return opened_with_notes(path, if_missing)[0]
+
+
+def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> tuple[Trace, tuple[str, ...]]:
+    """Return the trace of a file or of a recording's folder, and what the recording lacks, as sentences.
+
+    Arguments and errors as for :func:`opened`.
+    """
     file = file_at(path)
     try:
-        return load(file)
+        if file.is_dir():
+            recording = read(file)
+            return recording.trace, recording.notes
+        return load(file), ()
     except FileNotFoundError:
         there = sorted(other.name for other in file.parent.glob("*.trace"))
         hint = did_you_mean(file.name, there, cutoff=0.6)

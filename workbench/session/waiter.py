@@ -183,9 +183,9 @@ class RequestWaiter:
 
     def _hear_out(self) -> None:
         """Wait for the output that the ranks wrote before they stopped; it arrives on another socket."""
-        until, heard = self._clock() + HEAR_OUT_S, -1
-        while self._num_outputs() != heard and self._clock() < until:
-            heard = self._num_outputs()
+        until, num_outputs = self._clock() + HEAR_OUT_S, -1
+        while self._num_outputs() != num_outputs and self._clock() < until:
+            num_outputs = self._num_outputs()
             self._pending.wait(QUIET_S)
 
     def _look(self) -> StopGroup | None:

@@ -86,7 +86,7 @@ def check_header(header: Header) -> Iterator[str]:
 def _clocks_fit(clocks: Sequence[HostClock]) -> Iterator[str]:
     ranks = sorted(rank for clock in clocks for rank in clock.ranks)
     if 0 in ranks or len(set(ranks)) < len(ranks):
-        yield f"a rank has two clocks, or rank 0 is among the clocks other than its own: {ranks[:8]}"
+        yield f"the other clocks list a rank twice, or rank 0, whose clock is the reference: {ranks[:8]}"
     for clock in clocks:
         if not clock.readings or list(clock.readings) != sorted(clock.readings):
             yield f"the clock of ranks {clock.ranks[:8]} has no readings, or they are not sorted by time"
@@ -228,12 +228,12 @@ def _device_rows_tell_of_others(_: Header, rank: RankTrace) -> Iterator[str]:
         return
     value = rows["value"][places]
     is_seq = (value >= 0) & (value < rows["seq"][places]) & (value == np.floor(value))
-    told = np.where(is_seq, value, -1).astype(np.int64)
+    referred = np.where(is_seq, value, -1).astype(np.int64)
     yield from _report(rank, _at(rank, places[~is_seq]), "DEVICE does not refer to an earlier row")
-    first = np.unique(told, return_index=True)[1]
-    again = is_seq & ~np.isin(np.arange(len(told)), first)
+    first = np.unique(referred, return_index=True)[1]
+    again = is_seq & ~np.isin(np.arange(len(referred)), first)
     yield from _report(rank, _at(rank, places[again]), "two DEVICE rows refer to the same row")
-    of = told - rank.start.seq
+    of = referred - rank.start.seq
     here = is_seq & (of >= 0) & (of < places)  # the others are before the trace's left edge
     places, of = places[here], of[here]
     wrong = _IS_BESIDE[rank.kinds[of]]

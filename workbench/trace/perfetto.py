@@ -104,15 +104,15 @@ def _device(process: _Process, partner: NDArray[np.int64]) -> Iterator[Event]:
     """Yield the device's events, one track per stream and per kind of collective; arrows are on the host's tracks."""
     columns, clock, ends = process.columns, process.clock_ns.tolist(), partner.tolist()
     tells = np.flatnonzero(process.rank.rows["kind"] == Kind.DEVICE).tolist()
-    told = {int(columns["value"][tell]) - process.rank.start.seq: tell for tell in tells}
+    device_rows = {int(columns["value"][tell]) - process.rank.start.seq: tell for tell in tells}
     last_ns = max(clock, default=0)
     tracks: dict[str, list[_Span]] = {}
-    for place, tell in sorted(told.items()):
+    for place, tell in sorted(device_rows.items()):
         kind = Kind(columns["kind"][place]) if place >= 0 else Kind.DEVICE
         if kind.info.track is None or columns["edge"][place] != Edge.BEGIN:
             continue
         name = kind.info.track.value if kind.info.is_collective else process.header.strings[columns["module"][tell]]
-        ended = told.get(ends[place])
+        ended = device_rows.get(ends[place])
         end_ns = max(clock[tell], last_ns if ended is None else clock[ended])
         tracks.setdefault(name, []).append(_Span(place, clock[tell], end_ns, ended is not None))
     apart = replace(process, threads={})

@@ -14,6 +14,9 @@ import numpy as np
 from workbench.errors import TraceError
 from workbench.trace.schema import ROW
 
+MAX_PACKED_BYTES = ROW.size << 20
+"""Maximum bytes of packed rows that are sent at once; a rank holds a fifth of that."""
+
 _LEVEL = 1  # ranks are busy training: the next levels take up to three times as long to save a tenth
 
 
@@ -27,12 +30,18 @@ def from_wire(sent: bytes | memoryview) -> bytes:
     """Return the packed rows from the bytes that :func:`to_wire` returned.
 
     Raises:
-        TraceError: the bytes are not compressed rows.
+        TraceError: the bytes are not compressed rows, or unpack to more than :data:`MAX_PACKED_BYTES`.
     """
     if not len(sent):
         return b""
+    unpacker = zlib.decompressobj()
     try:
-        by_place = np.frombuffer(zlib.decompress(sent), np.uint8).reshape(ROW.size, -1)
+        by_place = np.frombuffer(unpacker.decompress(sent, MAX_PACKED_BYTES), np.uint8).reshape(ROW.size, -1)
     except (zlib.error, ValueError) as error:
         raise TraceError(f"{len(sent)} received bytes cannot be unpacked into rows: {error}") from error
+    if not unpacker.eof:
+        raise TraceError(
+            f"{len(sent)} received bytes cannot be unpacked into rows: they are incomplete, or unpack to more than "
+            f"{MAX_PACKED_BYTES:,} bytes"
+        )
     return by_place.T.tobytes()

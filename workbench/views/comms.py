@@ -50,7 +50,7 @@ class Row:
         units: the units that share the row.
     """
 
-    said: Comparison
+    comparison: Comparison
     units: tuple[int, ...]
 
 
@@ -74,7 +74,7 @@ class Column:
 
 
 def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> go.Figure:
-    """Count collectives of a step per unit: calls, bytes, also between hosts, and time, beside what a formula says.
+    """Count collectives of a step per unit: calls, bytes (also between hosts) and time, next to the expected numbers.
 
     Args:
         trace: what happened.
@@ -100,7 +100,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
         _subtitle(trace.header, rows, num_left_out, clock),
         barmode="stack",
         bargap=_BAR_GAP,
-        **theme.legend_below(len({row.said.kind for row in drawn}) + 1, 130),
+        **theme.legend_below(len({row.comparison.kind for row in drawn}) + 1, 130),
     )
     has_times = clock is not ClockSource.ENQUEUED
     each = _HIGHER_ROW if any(tick.count("<br>") > 1 for tick in _ticks(trace.header, drawn)) else _ROW_HEIGHT
@@ -143,7 +143,7 @@ def _in_order(header: Header, rows: Sequence[Comparison]) -> list[Comparison]:
 
 def _fold(header: Header, rows: Sequence[Comparison]) -> list[Row]:
     if len(rows) <= MAX_UNFOLDED:
-        return [Row(said=row, units=(row.unit,)) for row in rows]
+        return [Row(comparison=row, units=(row.unit,)) for row in rows]
     found: dict[Hashable, list[Comparison]] = {}
     for row in rows:
         expected = row.expected and (row.expected.calls, row.expected.num_bytes)
@@ -157,22 +157,22 @@ def _fold(header: Header, rows: Sequence[Comparison]) -> list[Row]:
 def _together(alike: list[Comparison]) -> Row:
     time_ns = sum(row.time_ns for row in alike) / len(alike)
     exposed_ns = sum(row.exposed_ns for row in alike) / len(alike)
-    said = replace(alike[0], time_ns=time_ns, exposed_ns=exposed_ns)
-    return Row(said=said, units=tuple(row.unit for row in alike))
+    total = replace(alike[0], time_ns=time_ns, exposed_ns=exposed_ns)
+    return Row(comparison=total, units=tuple(row.unit for row in alike))
 
 
 def _most_telling(rows: list[Row]) -> tuple[list[Row], int]:
     """Return the rows that fit into the picture (differences first, then most bytes), and how many are left out."""
-    by_weight = sorted(range(len(rows)), key=lambda i: (not rows[i].said.differs, -rows[i].said.num_bytes))
+    by_weight = sorted(range(len(rows)), key=lambda i: (not rows[i].comparison.differs, -rows[i].comparison.num_bytes))
     return [rows[i] for i in sorted(by_weight[:MAX_ROWS])], len(by_weight[MAX_ROWS:])
 
 
 def _verdict(rows: Sequence[Comparison]) -> str:
     """Return what was issued against what was expected, in one sentence."""
-    told = [row for row in rows if row.expected]
-    if not told:
+    expected = [row for row in rows if row.expected]
+    if not expected:
         return "only partly recorded, so there are no expected numbers to compare with"
-    sets = list(dict.fromkeys(row.ranks for row in told))
+    sets = list(dict.fromkeys(row.ranks for row in expected))
     members = [frozenset(ranks) for ranks in sets]
     issued: dict[tuple[bool, ...], list[int]] = {}  # ranks by the rows they are in
     for rank in sorted(frozenset().union(*members)):
@@ -180,13 +180,13 @@ def _verdict(rows: Sequence[Comparison]) -> str:
     alike: dict[str, list[int]] = {}
     for is_in, ranks in issued.items():
         chosen = {some for some, here in zip(sets, is_in, strict=True) if here}
-        alike.setdefault(_totals([row for row in told if row.ranks in chosen]), []).extend(ranks)
+        alike.setdefault(_totals([row for row in expected if row.ranks in chosen]), []).extend(ranks)
     if len(alike) > 1:
         return "ranks differ: " + "; ".join(f"{label(same)}: {text}" for text, same in list(alike.items())[:3])
     (text,) = alike
-    if any(row.differs for row in told):
-        return f"{_passes(told)}{text}: not as expected"
-    return _accumulated(told) or f"{_passes(told)}{text}: as expected"
+    if any(row.differs for row in expected):
+        return f"{_passes(expected)}{text}: not as expected"
+    return _accumulated(expected) or f"{_passes(expected)}{text}: as expected"
 
 
 def _passes(rows: Sequence[Comparison]) -> str:
@@ -205,8 +205,8 @@ def _accumulated(rows: Sequence[Comparison]) -> str:
 
     For rows that are as expected; empty where :func:`_passes` is empty.
     """
-    said = _passes(rows)
-    if not said:
+    passes = _passes(rows)
+    if not passes:
         return ""
     forward, backward = next(row.expected.num_passes for row in rows if row.expected)
     parts = []
@@ -216,7 +216,7 @@ def _accumulated(rows: Sequence[Comparison]) -> str:
         factors = f" = {forward} x {sum(calls) // forward}" if is_in_each else ""
         parts.append(f"{sum(calls)}{factors} {kind.words}{'s' if sum(calls) != 1 else ''}")
     accumulates = any(row.kind in REDUCTIONS and row.calls < backward for row in rows if row.calls)
-    return f"{said}{', '.join(parts)}{' (gradients accumulated)' if accumulates else ''}"
+    return f"{passes}{', '.join(parts)}{' (gradients accumulated)' if accumulates else ''}"
 
 
 def _totals(rows: Sequence[Comparison]) -> str:
@@ -331,7 +331,7 @@ def _add_table(fig: go.Figure, header: Header, rows: list[Row], columns: Sequenc
     fig.update_layout(yaxis_anchor="free", yaxis_position=0, yaxis_shift=-whole)
     for number, column in enumerate(columns, start=2):
         right -= column.width
-        texts = [f"<b>{column.heading}</b>", *(_marked(row, column.text(row.said)) for row in rows)]
+        texts = [f"<b>{column.heading}</b>", *(_marked(row, column.text(row.comparison)) for row in rows)]
         axis = {"overlaying": "y", "side": "left", "anchor": "free", "position": 0, "shift": -right - 6}
         fig.update_layout({f"yaxis{number}": {**labels, **plain, **axis, "ticktext": texts}})
         fig.add_scatter(x=[None], y=[None], yaxis=f"y{number}", showlegend=False, hoverinfo="skip")
@@ -339,7 +339,7 @@ def _add_table(fig: go.Figure, header: Header, rows: list[Row], columns: Sequenc
 
 
 def _marked(row: Row, text: str) -> str:
-    return f'<span style="color:{theme.WRONG}">{text}</span>' if row.said.differs else text
+    return f'<span style="color:{theme.WRONG}">{text}</span>' if row.comparison.differs else text
 
 
 def _on_page(
@@ -354,7 +354,7 @@ def _on_page(
     names = [tick.replace("<br>", ", ") for tick in _ticks(header, rows)]
     texts = [
         [f"<b>{line}</b>" for line in _in_lines(name.split(", "), width)]
-        + [_marked(row, line) for line in _in_lines(_phrases(row.said, columns), width)]
+        + [_marked(row, line) for line in _in_lines(_phrases(row.comparison, columns), width)]
         for name, row in zip(names, rows, strict=True)
     ]
     lines = _LINE_HEIGHT * max(map(len, texts))
@@ -381,9 +381,9 @@ def _on_page(
     }
 
 
-def _phrases(said: Comparison, columns: Sequence[Column]) -> list[str]:
+def _phrases(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
     """Return the columns of a row as phrases: ``["calls 2", "payload 385 KiB", "sent 289 KiB", ...]``."""
-    pairs = [(column.heading.split("<br>"), column.text(said).split("<br>")) for column in columns]
+    pairs = [(column.heading.split("<br>"), column.text(comparison).split("<br>")) for column in columns]
     return [f"{name} {text}" for names, texts in pairs for name, text in zip(names, texts, strict=True)]
 
 
@@ -402,24 +402,24 @@ def _in_lines(phrases: Sequence[str], width: int) -> list[str]:
 
 
 def _ticks(header: Header, rows: list[Row]) -> list[str]:
-    ranks = {rank for row in rows for rank in row.said.ranks}
-    several_sizes = len({row.said.num_ranks for row in rows}) > 1
-    return [_tick(header, row, all_ranks=len(row.said.ranks) == len(ranks), size=several_sizes) for row in rows]
+    ranks = {rank for row in rows for rank in row.comparison.ranks}
+    several_sizes = len({row.comparison.num_ranks for row in rows}) > 1
+    return [_tick(header, row, all_ranks=len(row.comparison.ranks) == len(ranks), size=several_sizes) for row in rows]
 
 
 def _add_bars(fig: go.Figure, header: Header, rows: list[Row]) -> None:
     divisor, unit = _scale(rows)
-    all_ranks = {rank for row in rows for rank in row.said.ranks}
+    all_ranks = {rank for row in rows for rank in row.comparison.ranks}
     names = {
         y: theme.full(_name(header, row))
-        + (f"<br>{theme.full(label(row.said.ranks))}" if len(row.said.ranks) < len(all_ranks) else "")
+        + (f"<br>{theme.full(label(row.comparison.ranks))}" if len(row.comparison.ranks) < len(all_ranks) else "")
         for y, row in enumerate(rows)
     }
-    for kind in sorted({row.said.kind for row in rows}):
-        some = {y: row.said for y, row in enumerate(rows) if row.said.kind == kind}
-        hidden = {y: max(said.time_ns - said.exposed_ns, 0) / divisor for y, said in some.items()}
+    for kind in sorted({row.comparison.kind for row in rows}):
+        some = {y: row.comparison for y, row in enumerate(rows) if row.comparison.kind == kind}
+        hidden = {y: max(comparison.time_ns - comparison.exposed_ns, 0) / divisor for y, comparison in some.items()}
         _add_bar(fig, hidden, names, (kind.words, theme.KIND_COLOURS[kind], unit))
-    exposed = {y: row.said.exposed_ns / divisor for y, row in enumerate(rows)}
+    exposed = {y: row.comparison.exposed_ns / divisor for y, row in enumerate(rows)}
     _add_bar(fig, exposed, names, ("exposed", theme.KIND_COLOURS[Kind.WAIT], unit))
 
 
@@ -438,7 +438,7 @@ def _add_bar(fig: go.Figure, lengths: dict[int, float], names: dict[int, str], l
 
 
 def _scale(rows: list[Row]) -> tuple[int, str]:
-    return theme.time_unit(max(row.said.time_ns for row in rows))
+    return theme.time_unit(max(row.comparison.time_ns for row in rows))
 
 
 def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
@@ -447,10 +447,10 @@ def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
     Text that is too long goes to a third line.
     """
     name = theme.escape(theme.shorten(_name(header, row), _LABEL_LETTERS))
-    over = f" over {row.said.num_ranks}" if size else ""
-    what = f"{row.said.kind.words}{over}"
+    over = f" over {row.comparison.num_ranks}" if size else ""
+    what = f"{row.comparison.kind.words}{over}"
     more = [f"{len(row.units)} x"] if len(row.units) > 1 else []
-    more += [] if all_ranks else [_few_letters(row.said.ranks)]
+    more += [] if all_ranks else [_few_letters(row.comparison.ranks)]
     together = ", ".join([what, *more])
     below = together if len(together) <= _LINE_LETTERS else "<br>".join([what, ", ".join(more)])
     return f"{name}<br>{below}"

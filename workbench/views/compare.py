@@ -125,7 +125,7 @@ def _cause(peak: PeakChange, category: Category) -> str:
     """Return how a class of bytes causes the difference: ``"blocks.2 unsharded through backward"``."""
     is_more, who = peak.after > peak.before, _names(peak.units) if category is peak.category else ""
     if category in peak.left_over and category is not Category.OPTIMIZER_STATE:
-        return f"{category.words} {'' if is_more else 'no longer '}left over from before"
+        return f"{category.words} {'' if is_more else 'no longer '}left over from an earlier step"
     if category is Category.UNSHARDED_PARAMS:
         through = "backward" if Kind.BACKWARD in {phase.info.part for phase in peak.phases} else "forward"
         return f"{who or 'units'} {'' if is_more else 'no longer '}unsharded through {through}"
@@ -253,17 +253,17 @@ def _layout_words(before: Totals, after: Totals) -> list[str]:
 
     Example: ``["53 parameters stored separately -> in 5 flat parameters", "padding 96 B -> 48 B"]``.
     """
-    said = []
+    parts = []
     if before.num_flat != after.num_flat:
         ways = [
             f"in {theme.plural(t.num_flat, 'flat parameter')}" if t.num_flat else "stored separately"
             for t in (before, after)
         ]
-        said.append(f"{theme.plural(after.num_params, 'parameter')} {ways[0]} -> {ways[1]}")
+        parts.append(f"{theme.plural(after.num_params, 'parameter')} {ways[0]} -> {ways[1]}")
     if before.bytes_wasted != after.bytes_wasted:
         amounts = [theme.format_bytes(t.bytes_wasted) for t in (before, after)]
-        said.append(f"padding {amounts[0]} -> {amounts[1]}")
-    return said
+        parts.append(f"padding {amounts[0]} -> {amounts[1]}")
+    return parts
 
 
 # -- the picture

@@ -44,7 +44,7 @@ _MAX_COPIES = 3  # copies whose ranks a column names; with more, only those of t
 _MAX_CUTS = 3  # cut parameters of a flat one that are listed
 _MAX_LINES = 8  # lines in the hover of a segment
 _FIXED_SPACE = "\u00a0"  # prevents a line break
-_BESIDE = "beside it: shape, bytes per rank"
+_BESIDE = "next to it: shape, bytes per rank"
 _HATCH_COLOUR = "rgba(128,128,128,0.5)"
 
 _BAR = 0.76  # rows
@@ -102,7 +102,7 @@ class Segment:
 
 
 def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -> go.Figure:
-    """Draw which rows of which parameter lie on which rank.
+    """Draw which rank holds which rows of each parameter.
 
     Args:
         trace: only its header is read.
@@ -250,13 +250,13 @@ def _policy_of_all(header: Header) -> str:
 def _policy(unit: Unit) -> str:
     """Return what differs from the default in how a unit is stored and computed; plain text."""
     own, resharded = unit.params[0].dtype, unit.reshard_after_forward
-    said = [
+    parts = [
         f"computes in {unit.compute_dtype}" if unit.compute_dtype != own else "",
         f"reduces in {unit.reduce_dtype}" if unit.reduce_dtype != unit.compute_dtype else "",
         "shards kept in host memory" if unit.offload else "",
         f"on {resharded} ranks after forward" if type(resharded) is int else "",
     ]
-    return "".join(f", {theme.shorten(part)}" for part in said if part)
+    return "".join(f", {theme.shorten(part)}" for part in parts if part)
 
 
 def _segments(y: int, place: Place, columns: int, finest: float) -> Iterator[Segment]:

@@ -275,8 +275,8 @@ def _draw(
         if unsharded and is_near:
             _add_unsharded(fig, unsharded, scale, row)
         if len(panels) > 1:
-            said = {"text": theme.escape(_who(header, panel, panels)), "yshift": STRIP_HEIGHT, "showarrow": False}
-            fig.add_annotation(**_place(row, 0, 1), yanchor="bottom", **said)
+            annotation = {"text": theme.escape(_who(header, panel, panels)), "yshift": STRIP_HEIGHT, "showarrow": False}
+            fig.add_annotation(**_place(row, 0, 1), yanchor="bottom", **annotation)
         if rows_each > 1:
             add_process(fig, header, panel.shown, time, row=row + 1)
     fig.update_xaxes(range=time.layout["range"])

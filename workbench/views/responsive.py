@@ -75,7 +75,7 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
         drawn: width of the figure, in pixels.
         own: the view's changes for such a page, see :func:`on_pages`.
     """
-    title, subtitle = theme.said(fig)
+    title, subtitle = theme.title_and_subtitle(fig)
     if not fig.data:
         return {"annotations": [_wrapped(each, width) for each in fig.layout.annotations]}
     titles, top = theme.heading(title, subtitle, width)

@@ -81,9 +81,9 @@ def states(
 def _drawn(trace: Trace, shown: Window, seen: DrawnSteps, whole: RankTrace) -> tuple[RankTrace, ClockSource]:
     """Return one rank's rows, with the exact state before them and times on the drawn axis, and their clock."""
     part = shown.cut(whole)
-    told = on_device(whole, part, trace.header)
-    clock = ClockSource.ENQUEUED if told is None and seen.clock is ClockSource.DEVICE else seen.clock
-    part = part if told is None else told.part
+    converted = on_device(whole, part, trace.header)
+    clock = ClockSource.ENQUEUED if converted is None and seen.clock is ClockSource.DEVICE else seen.clock
+    part = part if converted is None else converted.part
     return replace(part, rows=seen.cuts.rows(part.rows)), clock
 
 
@@ -184,12 +184,12 @@ def _bars(found: StateSpans, units: Sequence[int]) -> Rectangles:
 
 
 def _hovers(bars: Rectangles, names: dict[int, str], axis: TimeAxis) -> list[str]:
-    said = []
+    texts = []
     for i in range(len(bars)):
         times = f"{bars.count[i]} times, together " if bars.count[i] > 1 else ""
         begin, end = axis(bars.begin_ns[i : i + 1])[0], axis(bars.end_ns[i : i + 1])[0]
-        said.append(
+        texts.append(
             f"<b>{names[int(bars.unit[i])]}</b> {UnitState(bars.colour[i]).words}<br>"
             f"{times}{theme.format_duration(bars.duration_ns[i])}, from {begin:.4g} to {end:.4g} {axis.unit}"
         )
-    return said
+    return texts

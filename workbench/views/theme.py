@@ -304,7 +304,7 @@ class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
     _repr_html_ = None
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        words = " - ".join(filter(None, said(self)))
+        words = " - ".join(filter(None, title_and_subtitle(self)))
         page = json.loads(self.to_json()) | {"config": {"displaylogo": False}}
         return {PLOTLY_MIME: page, "text/plain": words or "figure"}
 
@@ -320,7 +320,7 @@ class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
         super().show(renderer=renderer, **options)
 
 
-def said(fig: go.Figure) -> tuple[str, str]:
+def title_and_subtitle(fig: go.Figure) -> tuple[str, str]:
     """Return title and subtitle of a figure as plain text without line breaks; empty where there is none."""
     return plain(fig.layout.title.text or ""), plain(fig.layout.title.subtitle.text or "")
 
@@ -332,7 +332,7 @@ def plain(text: str) -> str:
 
 def add_sentence(fig: go.Figure, sentence: str) -> go.Figure:
     """Append a sentence, plain text (escaped here), to a figure's subtitle; return ``fig``."""
-    title, subtitle = said(fig)
+    title, subtitle = title_and_subtitle(fig)
     titles, top = heading(title, f"{subtitle} · {sentence}" if subtitle else sentence)
     return fig.update_layout(title=titles, margin_t=fig.layout.margin.t + top - heading(title, subtitle)[1])
 

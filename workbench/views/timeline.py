@@ -229,12 +229,12 @@ def _hovers(
     texts = []
     for i, (lane, colour) in enumerate(zip(bars.lane.tolist(), bars.colour.tolist(), strict=True)):
         what = Kind(colour)
-        said = f"{what.words}{names[int(bars.unit[i])]}"
+        text = f"{what.words}{names[int(bars.unit[i])]}"
         if what == Kind.WAIT:
             cause = int(bars.waits_for[i])
-            said = f"wait{f' for {Kind(cause).words}' if cause >= 0 else ''}{names[int(bars.unit[i])]}"
+            text = f"wait{f' for {Kind(cause).words}' if cause >= 0 else ''}{names[int(bars.unit[i])]}"
         where = f"{ranks[lane // (LANES * len(_TRACKS))]}, from {begin[i]:.4g} {axis.unit}"
-        lines = (f"<b>{said}</b>", _amount(bars, i), where, _last_words(bars, i, between_ns))
+        lines = (f"<b>{text}</b>", _amount(bars, i), where, _last_words(bars, i, between_ns))
         texts.append("<br>".join(filter(None, lines)))
     return texts
 

@@ -33,7 +33,7 @@ _MAX_RUNS = 4  # of steps that are listed
 
 
 def training(trace: Trace) -> go.Figure:
-    """Draw loss, step time and what else is logged."""
+    """Draw loss, step time and other logged metrics."""
     result = summary(without_holds(trace)[0])
     panels = _panels(result)
     if not panels:

@@ -89,21 +89,21 @@ class Window:
         """
         host, cuts = self.shown(trace)
         parts = map(self.stateless, trace.ranks)
-        found = [told for part in parts if (told := on_device(trace.rank(part.rank), part, trace.header)) is not None]
+        found = [each for part in parts if (each := on_device(trace.rank(part.rank), part, trace.header)) is not None]
         if not found:
             clock = ClockSource.ENQUEUED if trace.header.is_enqueued else ClockSource.HOST
             return DrawnSteps(trace=host, cuts=cuts, clock=clock, extent_ns=extent_ns(host))
         ends = {part.rank: part.end_seq for part in host.ranks}
-        moved = Trace(trace.header, tuple(replace(told.part, rows=cuts.rows(told.part.rows)) for told in found))
+        moved = Trace(trace.header, tuple(replace(each.part, rows=cuts.rows(each.part.rows)) for each in found))
         begin_ns, end_ns = extent_ns(host)  # the host enqueues work before the device runs it
         return DrawnSteps(
             trace=moved,
             cuts=cuts,
             extent_ns=(begin_ns, max(end_ns, extent_ns(moved)[1])),
             clock=ClockSource.DEVICE,
-            is_whole=len(found) == len(host.ranks) and all(told.end_seq == ends[told.part.rank] for told in found),
+            is_whole=len(found) == len(host.ranks) and all(each.end_seq == ends[each.part.rank] for each in found),
             host={part.rank: part for part in host.ranks},
-            copies={told.part.rank: cuts.rows(told.copies) for told in found},
+            copies={each.part.rank: cuts.rows(each.copies) for each in found},
         )
 
     def has_ended(self, part: RankTrace) -> bool:

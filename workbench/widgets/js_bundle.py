@@ -72,8 +72,8 @@ def _enclosed(name: str, text: str) -> str:
     body, has_default = _DEFAULT.subn("const $default = ", _EXPORT.sub("", body))
     if unknown := _UNKNOWN.search(body):
         raise ValueError(f"{name}: unsupported import or export: {unknown[0]}")
-    told = ", ".join([*exports, *(["default: $default"] if has_default else [])])
-    return f"const {_variable(name)} = (() => {{\n{body}\nreturn {{ {told} }};\n}})();\n"
+    members = ", ".join([*exports, *(["default: $default"] if has_default else [])])
+    return f"const {_variable(name)} = (() => {{\n{body}\nreturn {{ {members} }};\n}})();\n"
 
 
 def _variable(name: str) -> str:

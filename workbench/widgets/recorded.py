@@ -115,11 +115,11 @@ def _rows(fold: Fold, rank_trace: RankTrace, texts: _Texts, doings: _Texts) -> C
     known_ns = np.maximum.accumulate(rows["t_ns"])
     events = events_up_to(rows)
     of_event, of_row = np.unique(events, return_inverse=True)
-    told = rows[of_event]
-    said = [texts.place(text) for text in _each(told, ("kind", "edge", "unit", "num_bytes"), trace, describe)]
+    named = rows[of_event]
+    texts_of = [texts.place(text) for text in _each(named, ("kind", "edge", "unit", "num_bytes"), trace, describe)]
     does = [
         doings.place(text)
-        for text in _each(told, ("kind", "edge", "unit", "num_bytes", "phase"), trace, describe_with_phase)
+        for text in _each(named, ("kind", "edge", "unit", "num_bytes", "phase"), trace, describe_with_phase)
     ]
     return {
         "known": ("f8", np.diff(known_ns, prepend=fold.origin_ns)),
@@ -127,7 +127,7 @@ def _rows(fold: Fold, rank_trace: RankTrace, texts: _Texts, doings: _Texts) -> C
         "step": ("i4", np.diff(rows["step"], prepend=0)),
         "back": ("i4", np.arange(len(rows)) - events),
         "event": ("u1", ~of_kind(rows, BESIDE)),
-        "text": ("i4", np.array(said, np.int32)[of_row]),
+        "text": ("i4", np.array(texts_of, np.int32)[of_row]),
         "doing": ("i4", np.array(does, np.int32)[of_row]),
     }
 
@@ -136,8 +136,8 @@ def _each(rows: Rows, names: tuple[str, ...], trace: Trace, say: Say) -> list[st
     """Return ``say`` of each row, called once per distinct combination of the fields ``names``."""
     keys = np.ascontiguousarray(rows[list(names)]).astype([(name, rows.dtype[name]) for name in names])
     _, first, place = np.unique(keys, return_index=True, return_inverse=True)
-    told = [say(trace.header, row) for row in rows[first]]
-    return [told[k] for k in place.tolist()]
+    texts = [say(trace.header, row) for row in rows[first]]
+    return [texts[k] for k in place.tolist()]
 
 
 def _changes(rank_trace: RankTrace, num_units: int) -> Columns:

@@ -60,7 +60,7 @@ def page(trace: Trace, title: str) -> str:
     program, plotly = joined("page.js"), get_plotlyjs()
     for script in (program, plotly):
         if "</script" in script.lower() or "<!--" in script:
-            raise ValueError("a script of the page would end before its end")
+            raise ValueError("a script of the page contains </script or <!--")
     return _PAGE.format(
         policy="; ".join(
             (

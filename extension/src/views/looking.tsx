@@ -84,7 +84,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
   return (
     <>
       <Line run={() => void model.do(write)}>
-        <Field label="Export to" isWide hint="File to write: .html is a page that replays the record, .trace can be opened here, .json is for Perfetto">
+        <Field label="Export to" isWide hint="File to write: .html is a page that replays the trace, .trace can be opened here, .json is for Perfetto">
           <Text value={path} placeholder="run.html" change={setPath} />
         </Field>
         <Action className="jp-mod-styled" isEnabled={isRecorded && write.path !== ""} title={isRecorded ? undefined : "Nothing is recorded yet."} command={write}>
@@ -100,7 +100,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
       <Line run={() => { draw(compare); }}>
-        <Field label="Compare" isWide hint="Steps of the record, such as last:3, last:3..5 or last:-1 (the newest), or a .trace file">
+        <Field label="Compare" isWide hint="Steps of the trace, such as last:3, last:3..5 or last:-1 (the newest), or a .trace file">
           <span className="fsdp-inline">
             <Text value={before} label="Compare" change={setBefore} />
             <Text value={after} label="Compare with" change={setAfter} />

@@ -126,5 +126,5 @@ def trains_alike(*how: object) -> None:
 @pytest.mark.parametrize("is_low", quick([False, True], [False]))
 @pytest.mark.parametrize("use_orig_params", quick([False, True], [True]))
 @pytest.mark.parametrize("kind", quick(["FULL_STATE_DICT", "SHARDED_STATE_DICT"], ["FULL_STATE_DICT"]))
-def test_accelerate_trains_and_goes_on_from_a_checkpoint_as_with_torchs_wrapper(kind, use_orig_params, is_low):
+def test_accelerate_trains_and_resumes_as_with_torchs_wrapper(kind, use_orig_params, is_low):
     run_ranks(2, trains_alike, kind, use_orig_params, is_low)

@@ -34,7 +34,7 @@ def environment(name: str, value: str | None) -> Iterator[None]:
 # ---- evaluation in full precision
 
 
-class Sees(nn.Module):
+class RecordsDtypes(nn.Module):
     """Records the dtypes of its inputs."""
 
     def __init__(self):
@@ -50,12 +50,12 @@ class Sees(nn.Module):
 
 def evaluates(api, value, use_orig_params):
     torch.manual_seed(0)
-    inner = [Sees(), Sees()]
+    inner = [RecordsDtypes(), RecordsDtypes()]
     precision = api.MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
     with environment("FSDP_USE_FULL_PREC_IN_EVAL", value):
         model = api.FullyShardedDataParallel(
             nn.Sequential(*inner),
-            auto_wrap_policy=api.ModuleWrapPolicy({Sees}),
+            auto_wrap_policy=api.ModuleWrapPolicy({RecordsDtypes}),
             mixed_precision=precision,
             device_id=CPU,
             use_orig_params=use_orig_params,
@@ -88,14 +88,14 @@ def evaluates_as_torchs():
             torch.testing.assert_close(ours[1], theirs[1])
 
 
-def test_eval_is_in_full_precision_where_the_environment_says_so():
+def test_eval_is_in_full_precision_if_the_environment_asks_for_it():
     run_ranks(2, evaluates_as_torchs)
 
 
 # ---- a module's own __setattr__
 
 
-class Notes(nn.Linear):
+class RecordsAssignments(nn.Linear):
     """Records assignments to its parameters."""
 
     noted: list
@@ -108,7 +108,7 @@ class Notes(nn.Linear):
 
 def what_is_noted(api, value, use_orig_params):
     with environment("FSDP_USE_UNSAFE_SETATTR", value):
-        linear = Notes(4, 4)
+        linear = RecordsAssignments(4, 4)
         model = api.FullyShardedDataParallel(linear, use_orig_params=use_orig_params, device_id=CPU)
         vars(linear)["noted"] = noted = []
         counts = []
@@ -191,7 +191,7 @@ def warns_as_torchs():
         assert all(expected in message for message in ours), (expected, ours)
 
 
-def test_what_costs_an_hour_is_warned_of_where_torchs_warns():
+def test_costly_mistakes_are_warned_about_as_by_torch():
     run_ranks(2, warns_as_torchs)
 
 

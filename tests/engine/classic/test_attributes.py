@@ -166,7 +166,7 @@ def refuses():
         assert plain_value(name, getattr(model, name)) == plain_value(name, before)
 
 
-def test_what_cannot_be_set_says_what_to_do():
+def test_read_only_attributes_say_what_to_do():
     run_ranks(2, refuses)
 
 

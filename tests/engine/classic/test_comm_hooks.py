@@ -99,7 +99,7 @@ def keep_memory():
     assert grad.data_ptr() == address
 
 
-def test_a_result_of_the_same_dtype_lies_where_it_is_expected():
+def test_a_result_of_the_same_dtype_is_in_the_expected_memory():
     run_ranks(2, keep_memory)
 
 
@@ -115,7 +115,7 @@ def average_in_a_part_of_the_world():
     return grad.tolist()
 
 
-def test_a_hook_averages_over_its_group_alone():
+def test_a_hook_averages_over_its_group_only():
     assert run_ranks(3, average_in_a_part_of_the_world) == [[1, 1], None, [1, 1]]
 
 
@@ -138,7 +138,7 @@ def wrong_states_and_sizes():
         ours.reduce_scatter_hook(ours.DefaultState(group), torch.zeros(5), torch.zeros(2))
 
 
-def test_what_cannot_be_averaged_is_refused_before_anything_is_sent():
+def test_invalid_gradients_are_refused_before_communication():
     run_ranks(2, wrong_states_and_sizes)
 
 
@@ -156,6 +156,6 @@ def give_up_while_another_is_late():
     store.set("gave up", "")
 
 
-def test_a_hook_that_waits_for_another_rank_can_be_given_up():
+def test_a_hook_that_waits_for_another_rank_can_be_aborted():
     results = outcomes(2, give_up_while_another_is_late)
     assert [what for what, _ in results] == ["ok", "ok"], results

@@ -144,7 +144,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @on_one_rank
-def test_what_cannot_be_wrapped_is_refused(wrong):
+def test_invalid_modules_are_refused(wrong):
     make, kind, words = WRONG[wrong]
     with pytest.raises(kind, match=re.escape(words)):
         make()
@@ -157,7 +157,7 @@ def test_a_device_index_needs_an_accelerator(monkeypatch):
 
 
 @on_one_rank
-def test_a_model_that_is_refused_is_as_it_was():
+def test_a_refused_model_is_unchanged():
     net = half_frozen()
     before = dict(net.named_parameters())
     with pytest.raises(ValueError, match="pass use_orig_params=True, or wrap the frozen modules separately"):
@@ -169,7 +169,7 @@ def test_a_model_that_is_refused_is_as_it_was():
 
 
 @on_one_rank
-def test_nothing_has_values_or_is_wrapped_where_one_module_cannot_be_initialised():
+def test_if_one_module_cannot_be_initialised_none_is():
     net = nn.Sequential(nn.Linear(2, 2, device="meta"), make_net(num_blocks=1).to("meta"))
     with pytest.raises(ValueError, match=r"module '1' \(Net\) is on the meta device and has no reset_parameters"):
         F(net, auto_wrap_policy=OURS.ModuleWrapPolicy({nn.Linear}), device_id=CPU)
@@ -187,8 +187,10 @@ def test_an_iteration_that_raised_is_dropped():
     with pytest.raises(ZeroDivisionError):
         loss_of(wrapped, batch(0, 0)).backward()
     handle.remove()
-    said = "or has raised; call it between iterations, and after an exception call reset_iter_state() on the outermost"
-    with pytest.raises(RuntimeError, match=re.escape(said)):
+    message = (
+        "or has raised; call it between iterations, and after an exception call reset_iter_state() on the outermost"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         wrapped.state_dict()
     with pytest.raises(RuntimeError, match="reset_iter_state was called on a FullyShardedDataParallel inside an FS"):
         wrapped.blocks[0].reset_iter_state()
@@ -269,7 +271,7 @@ def test_only_the_outermost_wrapper_clips_and_stops_to_reduce():
 
 
 @on_one_rank
-def test_a_flat_parameter_is_not_taken_away_or_exchanged():
+def test_a_flat_parameter_cannot_be_removed_or_replaced():
     wrapped = wrap_net(OURS, make_net())
     flat = wrapped._state.flat
     had = wrapped.module._parameters.pop("_flat_param")
@@ -284,7 +286,7 @@ def test_a_flat_parameter_is_not_taken_away_or_exchanged():
 
 
 @on_one_rank
-def test_an_original_is_not_taken_away_or_exchanged_for_another_shape():
+def test_an_original_parameter_cannot_be_removed_or_reshaped():
     wrapped = F(nn.Linear(3, 3), use_orig_params=True, device_id=CPU)
     inner, flat = wrapped.module, wrapped._state.flat
     had = inner._parameters.pop("bias")

@@ -110,7 +110,7 @@ def hybrid(strategy: str) -> Recording:
         (None, "REDUCE_SCATTER BEGIN blocks.1", "ALL_GATHER BEGIN blocks.0"),
     ],
 )
-def test_backward_gathers_ahead_when_it_was_told_to(prefetch, first, then):
+def test_backward_prefetches_if_configured(prefetch, first, then):
     for record in run_ranks(2, prefetching, prefetch):
         backward = record.events[record.events.index("BACKWARD BEGIN root") :]
         assert backward.index(first) < backward.index(then)
@@ -121,7 +121,7 @@ def prefetching(prefetch: str | None) -> Recording:
     return wrapped("FULL_SHARD", backward_prefetch=prefetch)
 
 
-def test_forward_gathers_ahead_only_if_it_was_told_to():
+def test_forward_prefetches_only_if_configured():
     for ahead, alone in run_ranks(2, forwards):
         begins = "ALL_GATHER BEGIN blocks.1", "FORWARD END blocks.0"
         assert ahead.index(begins[0]) < ahead.index(begins[1])

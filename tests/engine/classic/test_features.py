@@ -290,7 +290,7 @@ def asks_while_clipping(use_orig: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("use_orig", [False, True])
-def test_what_is_clipped_every_step_is_known_to_be_alike_without_the_store(use_orig):
+def test_clipping_in_every_step_needs_no_store_access(use_orig):
     for found in run_ranks(2, asks_while_clipping, use_orig):
         assert found[-2:] == [0, 0]
 
@@ -345,7 +345,7 @@ def waits_for_reduction():
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def test_gradients_that_are_not_reduced_are_not_computed_with():
+def test_unreduced_gradients_cannot_be_used():
     run_ranks(2, waits_for_reduction)
 
 

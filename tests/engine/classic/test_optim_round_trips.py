@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.engine.classic.test_optim_state import FSDP, tell
+from tests.engine.classic.test_optim_state import FSDP, set_state_dict_type
 from tests.engine.classic.test_unwrapping import STRATEGIES, train, wrapped
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.pairwise import pairs_and_rest, rows_of
@@ -58,7 +58,7 @@ def saved_after_two_steps(strategy: str, **options: Any) -> dict[str, Saved]:
     train(model, optimizer, range(2))
     saved = {}
     for kind in (FULL, SHARDED, LOCAL):
-        tell(model, kind)
+        set_state_dict_type(model, kind)
         saved[kind] = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
     return saved
 
@@ -67,7 +67,7 @@ def goes_on(kind: str, saved: Saved, strategy: str, **options: Any) -> tuple[lis
     """Load saved state into a new model and continue training."""
     values, state = saved
     model, optimizer = begun(strategy, **options)
-    tell(model, kind)
+    set_state_dict_type(model, kind)
     model.load_state_dict(values)
     FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
     again = FSDP.optim_state_dict(model, optimizer)
@@ -100,7 +100,7 @@ CASES = [
 
 @pairs_and_rest
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_training_goes_on_bit_by_bit_from_every_type(case, part):
+def test_training_resumes_bit_identically_from_every_type(case, part):
     """Covers mixed precision, offload and ``use_orig_params``."""
     world_size, strategy = case
     rows = [options for at, *options in rows_of(part, CASES, (None, LOW), (None, OFFLOAD), (False, True)) if at == case]
@@ -113,7 +113,7 @@ def test_training_goes_on_bit_by_bit_from_every_type(case, part):
 def classic_relay(source: Path | None, target: Path, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     """Load ``source``, or train if it is None; save to ``target``; return the whole state."""
     model, optimizer = begun(strategy, **options)
-    tell(model, SHARDED)
+    set_state_dict_type(model, SHARDED)
     train(model, optimizer, range(2))  # loading overwrites this
     state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
     if source is not None:
@@ -122,7 +122,7 @@ def classic_relay(source: Path | None, target: Path, strategy: str, options: dic
         FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"], load_directly=True)
         state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=target)
-    tell(model, FULL)
+    set_state_dict_type(model, FULL)
     return {"model": dict(model.state_dict()), "optimizer": FSDP.optim_state_dict(model, optimizer)}
 
 

@@ -29,7 +29,7 @@ from workbench.engine.classic.state_dict_settings import settings_of
 FSDP, Keys = OURS.FullyShardedDataParallel, OURS.OptimStateKeyType
 
 
-def tell(model: nn.Module, kind: str, api: SimpleNamespace = OURS, **options: Any) -> None:
+def set_state_dict_type(model: nn.Module, kind: str, api: SimpleNamespace = OURS, **options: Any) -> None:
     """Set a state dict type, with options for the optimizer's state."""
     _, config = OURS.StateDictSettings.of(OURS.StateDictType[kind]).configs()
     chosen = getattr(api, config.__name__)(**options)
@@ -67,7 +67,7 @@ def every_form_of_it() -> None:
             model = wrapped(make_net(), strategy, use_orig_params=use_orig_params)
             optimizer = adam(model.parameters())
             FSDP.optim_state_dict_to_load(model, optimizer, saved[-1], load_directly=True)
-            tell(model, kind)
+            set_state_dict_type(model, kind)
             saved.append(FSDP.optim_state_dict(model, optimizer))
             state = saved[-1]["state"]
             splits = kind != "FULL_STATE_DICT" and not (use_orig_params and size == 1)
@@ -110,7 +110,9 @@ def torchs_and_ours() -> None:
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
             loss_of(model, batch(dist.get_rank(), 0)).backward()
             optimizer.step()
-            tell(model, kind, api, offload_to_cpu=False)  # torch's next gather overwrites offloaded values
+            set_state_dict_type(
+                model, kind, api, offload_to_cpu=False
+            )  # torch's next gather overwrites offloaded values
             models.append(model)
             optimizers.append(optimizer)
             saved.append(api.FullyShardedDataParallel.optim_state_dict(model, optimizer))
@@ -164,7 +166,7 @@ def load_some(given: bytes) -> bytes | None:
     model = wrapped(make_net(), "FULL_SHARD", use_orig_params=True)
     optimizer = two_groups(model)
     optimizer.load_state_dict(FSDP.scatter_full_optim_state_dict(saved, model, optim=optimizer))
-    tell(model, "FULL_STATE_DICT", rank0_only=True)
+    set_state_dict_type(model, "FULL_STATE_DICT", rank0_only=True)
     before = FSDP.optim_state_dict(model, optimizer)
     FSDP.optim_state_dict_to_load(model, optimizer, before, load_directly=True)
     again = FSDP.optim_state_dict(model, optimizer)
@@ -186,7 +188,7 @@ def saves_by_checkpoint(folder: Path) -> bytes | None:
     model = wrapped(make_net(), "FULL_SHARD")
     optimizer = adam(model.parameters())
     train(model, optimizer, range(2))
-    tell(model, "SHARDED_STATE_DICT")
+    set_state_dict_type(model, "SHARDED_STATE_DICT")
     dcp.save({"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=folder)
     whole = FSDP.full_optim_state_dict(model, optimizer)
     return pickle.dumps(whole) if whole else None
@@ -198,7 +200,7 @@ def resumes_by_checkpoint(folder: Path) -> bytes | None:
     for use_orig_params in (True, False):
         model = wrapped(make_net(), "FULL_SHARD", use_orig_params=use_orig_params)
         optimizer = adam(model.parameters())
-        tell(model, "SHARDED_STATE_DICT")
+        set_state_dict_type(model, "SHARDED_STATE_DICT")
         state = load_sharded_optimizer_state_dict(model.state_dict(), "optim", dcp.FileSystemReader(folder))
         assert any(isinstance(v, ShardedTensor) for v in state["optim"]["state"]["head.weight"].values())
         FSDP.optim_state_dict_to_load(model, optimizer, state["optim"], load_directly=True)
@@ -206,7 +208,7 @@ def resumes_by_checkpoint(folder: Path) -> bytes | None:
     return pickle.dumps(whole) if whole else None
 
 
-def test_what_torchs_checkpoints_load_of_an_optimizer_is_taken(tmp_path):
+def test_optimizer_state_loaded_by_torchs_checkpoints_is_accepted(tmp_path):
     saved, *_ = run_ranks(4, saves_by_checkpoint, tmp_path)
     loaded, *_ = run_ranks(2, resumes_by_checkpoint, tmp_path)
     torch.testing.assert_close(pickle.loads(loaded)["state"], pickle.loads(saved)["state"], rtol=0, atol=0)
@@ -224,7 +226,7 @@ def without_state_and_with_some() -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
         plain = make_net()
         assert as_plain(saved, plain, adam(plain.parameters()))["param_groups"][0]["params"] == list(range(21))
-        tell(model, "LOCAL_STATE_DICT")
+        set_state_dict_type(model, "LOCAL_STATE_DICT")
         momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         momentum.step()
         local = FSDP.optim_state_dict(model, momentum)
@@ -297,7 +299,7 @@ def test_from_a_plain_model_and_back():
 
 
 @on_one_rank
-def test_what_does_not_fit_says_so():
+def test_mismatches_are_reported():
     model = wrap_net(OURS, make_net())
     optimizer = adam(model.parameters())
     train(model, optimizer, range(1))

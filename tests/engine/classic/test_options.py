@@ -91,7 +91,7 @@ def test_a_flag_is_a_bool(kind, name):
 
 
 @pytest.mark.parametrize("classes", [nn.LayerNorm, [nn.Identity()], ["LayerNorm"], (int,), None])
-def test_what_is_left_in_its_precision_is_named_by_classes_of_modules(classes):
+def test_modules_kept_in_their_precision_are_named_by_class(classes):
     with pytest.raises(TypeError, match=r"^MixedPrecision: _module_classes_to_ignore must be a set or a "):
         MixedPrecision(_module_classes_to_ignore=classes)
     assert MixedPrecision(_module_classes_to_ignore=())._module_classes_to_ignore == ()
@@ -122,7 +122,7 @@ def test_a_config_of_another_type_is_refused():
             StateDictSettings(StateDictType.FULL_STATE_DICT, config, FullOptimStateDictConfig())
 
 
-def test_torchs_own_members_and_configs_are_told_apart_from_ours():
+def test_torchs_own_members_and_configs_are_distinguished_from_ours():
     message = r"state_dict_type must be a workbench.engine.classic.StateDictType, got .*, a torch.distributed.fsdp.api"
     with pytest.raises(TypeError, match=message):
         StateDictSettings.of(theirs.StateDictType.FULL_STATE_DICT)
@@ -131,7 +131,7 @@ def test_torchs_own_members_and_configs_are_told_apart_from_ours():
         StateDictSettings.of(StateDictType.FULL_STATE_DICT, theirs.FullStateDictConfig())
 
 
-def test_a_change_of_one_is_no_change_of_another():
+def test_changing_one_does_not_change_another():
     first, second = CPUOffload(), CPUOffload()
     first.offload_params = True
     assert not second.offload_params

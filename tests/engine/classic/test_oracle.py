@@ -46,7 +46,7 @@ def every_pair():
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_pair_of_process_groups_says_who_shards_and_who_repeats(world_size):
+def test_a_pair_of_process_groups_is_the_shard_and_the_replicate_group(world_size):
     run_ranks(world_size, every_pair)
 
 
@@ -67,7 +67,7 @@ def gradients_stay_low():
             assert theirs[name].dtype == BF16
 
 
-def test_gradients_stay_in_low_precision_where_that_was_asked():
+def test_gradients_stay_in_low_precision_if_requested():
     run_ranks(2, gradients_stay_low)
 
 

@@ -339,12 +339,12 @@ def gpts_are():
     is_the_same(trains_a_gpt)
 
 
-def test_a_gpt_2_with_the_deprecated_arguments_trains_and_goes_on_from_a_whole_checkpoint_as_with_torchs():
+def test_a_gpt_2_with_deprecated_arguments_trains_and_resumes_as_with_torch():
     huggingface_models.transformers()
     run_ranks(2, summaries_are)
 
 
-def test_a_transformer_that_recomputes_layers_trains_and_goes_on_from_files_as_with_torchs():
+def test_a_transformer_with_checkpointing_trains_and_resumes_as_with_torch():
     run_ranks(2, gpts_are)
 
 

@@ -94,7 +94,7 @@ def is_recorded(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_hook_does_is_recorded_as_the_collective_in_whose_place_it_is(strategy):
+def test_a_hook_is_recorded_as_the_collective_it_replaces(strategy):
     run_ranks(2, is_recorded, strategy)
 
 

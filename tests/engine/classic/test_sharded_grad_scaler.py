@@ -37,7 +37,7 @@ def train(kind, overflows, **options):
     return history
 
 
-def test_what_one_rank_finds_lets_all_skip_as_torchs_does():
+def test_an_overflow_on_one_rank_makes_all_skip():
     args = ({1: 0, 4: 1, 5: 1},)
     ours, like = (run_ranks(2, train, kind, *args) for kind in (ShardedGradScaler, Theirs))
     assert ours == like
@@ -69,7 +69,7 @@ def step_of_a_rank_without_gradients(fused):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_a_rank_without_gradients_hears_of_it(fused):
+def test_a_rank_without_gradients_learns_of_the_overflow(fused):
     assert run_ranks(2, step_of_a_rank_without_gradients, fused) == [(512.0, [1.0, 1.0])] * 2
 
 
@@ -95,7 +95,7 @@ def step_with_a_part_of_the_world():
     return train(ShardedGradScaler, {0: 0}, process_group=groups[dist.get_rank()])[0]
 
 
-def test_the_ranks_of_its_group_alone_are_asked():
+def test_only_the_ranks_of_its_group_are_queried():
     assert [scale for scale, _ in run_ranks(2, step_with_a_part_of_the_world)] == [512.0, 1024.0]
 
 
@@ -114,7 +114,7 @@ def test_unscaled_gradients_are_those_without_a_scale():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_is_scaled_keeps_its_dtype_and_its_container(dtype):
+def test_scaled_outputs_keep_their_dtype_and_container(dtype):
     ours, like = ShardedGradScaler(**OPTIONS), Theirs(**OPTIONS)
     one, more = torch.tensor(1.5, dtype=dtype), torch.ones(2, dtype=dtype)
     for outputs in (one, [one, more], (one, [more]), (x for x in (one,))):
@@ -126,14 +126,14 @@ def test_what_is_scaled_keeps_its_dtype_and_its_container(dtype):
         )
 
 
-def test_what_is_no_tensor_is_refused():
+def test_an_invalid_tensor_is_refused():
     message = "^ShardedGradScaler.scale takes a tensor or an iterable of tensors, got "
     for outputs in (1.0, "loss", [1.0]):
         with pytest.raises(TypeError, match=message):
             ShardedGradScaler(**OPTIONS).scale(outputs)
 
 
-def test_without_a_process_group_it_says_so():
+def test_a_missing_process_group_is_reported():
     scaler = ShardedGradScaler(**OPTIONS)
     shard = nn.Parameter(torch.ones(1))
     scaler.scale(shard.sum()).backward()

@@ -71,24 +71,24 @@ def test_the_difference_that_the_package_names_are_the_messages_that_it_gives():
 
 
 def says_so():
-    says = " ".join(classic.__doc__.split())
+    text = " ".join(classic.__doc__.split())
     with pytest.raises(TypeError) as refused:
         MINE(nn.Linear(2, 2), sharding_strategy=theirs.ShardingStrategy.FULL_SHARD, device_id=CPU)
     assert "must be a workbench.engine.classic.ShardingStrategy, got" in str(refused.value)
-    assert "must be a workbench.engine.classic.ShardingStrategy, got" in says
+    assert "must be a workbench.engine.classic.ShardingStrategy, got" in text
     model = MINE(nn.Linear(2, 2), device_id=CPU)
     with pytest.raises(NotImplementedError) as refused:
         copy.deepcopy(model)
     assert "can be neither copied nor pickled" in str(refused.value)
-    assert "can be neither copied nor pickled" in says
+    assert "can be neither copied nor pickled" in text
     fixed = {name for name in vars(WrapperAttributes) if isinstance(vars(WrapperAttributes)[name], Fixed)}
-    assert fixed == {name for name in fixed if f"``{name}``" in says}
+    assert fixed == {name for name in fixed if f"``{name}``" in text}
     with pytest.raises(AttributeError) as refused:
         model.sharding_strategy = None
     began, _, ends = "sharding_strategy of a FullyShardedDataParallel cannot be set to ...: wrap".partition("...")
     assert str(refused.value).startswith(began)
     assert ends in str(refused.value)
-    assert f"{began}...{ends}" in says
+    assert f"{began}...{ends}" in text
 
 
 def test_functions_and_classes_take_torchs_arguments():

@@ -90,7 +90,7 @@ def every_type_comes_back(strategy):
             assert loss_of(target, batch(0, 1)) == loss_of(plain, batch(0, 1))
 
 
-class Odd(nn.Module):
+class UnusualModel(nn.Module):
     """Has tied weights, a persistent and a non-persistent buffer, and an ignored module."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -111,7 +111,7 @@ class Odd(nn.Module):
 
 
 def wrap_odd(api: SimpleNamespace, seed: int = 0, **options: object) -> nn.Module:
-    model = Odd(seed)
+    model = UnusualModel(seed)
     given = {"device_id": torch.device("cpu"), **options}
     model.inner = api.FullyShardedDataParallel(model.inner, **given)
     return api.FullyShardedDataParallel(model, ignored_modules=[model.ignored], **given)
@@ -140,7 +140,7 @@ def is_as_theirs():
                     model.eval()(torch.ones(2, 3))  # casts the buffers to the low precision
                     set_type(model, kind, api)
                 ours, theirs = (model.state_dict() for model in models)
-                assert list(ours) == list(theirs) == list(Odd().state_dict())
+                assert list(ours) == list(theirs) == list(UnusualModel().state_dict())
                 for name, value in ours.items():
                     check_same(name, value, theirs[name])
                 assert ours["first.weight"].data_ptr() == ours["last.weight"].data_ptr() or kind == SHARDED
@@ -181,7 +181,7 @@ def test_in_a_module_of_another_kind_names_are_those_of_the_plain_model():
 
 
 def is_in_another():
-    plain = nn.Sequential(Odd(1), nn.Linear(2, 2), nn.Sequential(Odd(2)))
+    plain = nn.Sequential(UnusualModel(1), nn.Linear(2, 2), nn.Sequential(UnusualModel(2)))
     model = nn.Sequential(wrap_odd(OURS, 1), copy.deepcopy(plain[1]), nn.Sequential(wrap_odd(OURS, 2)))
     expected = plain.state_dict(prefix="model.")
     found = model.state_dict(prefix="model.")
@@ -193,7 +193,7 @@ def is_in_another():
     part |= {"0.inner.0.new": torch.ones(1), "0.newer": torch.ones(1), "2.0._flat_param": torch.ones(1)}
     before = other.state_dict()
     assert other.load_state_dict(part, strict=False) == nn.Sequential(
-        Odd(3), nn.Linear(2, 2), nn.Sequential(Odd(4))
+        UnusualModel(3), nn.Linear(2, 2), nn.Sequential(UnusualModel(4))
     ).load_state_dict(part, strict=False)
     after = other.state_dict()
     for name, value in plain.state_dict().items():
@@ -204,7 +204,7 @@ def is_in_another():
     assert '"0.inner.0.bias"' in str(strictly.value)
 
 
-def test_rank_0_alone_gets_a_whole_one_if_it_is_so_set():
+def test_only_rank_0_gets_a_full_state_dict_if_configured():
     run_ranks(4, on_rank_0)
 
 
@@ -259,7 +259,7 @@ def nothing_changes(model: nn.Module) -> Iterator[None]:
     loss_of(model, batch(0, 0)).backward()
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes():
+def test_mismatches_are_refused_before_anything_changes():
     run_ranks(2, refuses)
 
 
@@ -289,7 +289,7 @@ def refuses():
             local = model.state_dict()
 
 
-def test_within_an_iteration_there_is_none():
+def test_no_state_dict_within_an_iteration():
     run_ranks(1, within_forward)
 
 
@@ -300,7 +300,7 @@ def within_forward():
         model(batch(0, 0))
 
 
-def test_where_parameters_are_summoned_those_are_taken():
+def test_within_summon_full_params_the_summoned_values_are_saved():
     run_ranks(2, is_summoned)
 
 
@@ -332,7 +332,7 @@ def saves(folder):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_what_some_ranks_save_others_load(world_size, checkpoint):
+def test_a_checkpoint_loads_on_another_number_of_ranks(world_size, checkpoint):
     run_ranks(world_size, loads, checkpoint)
 
 

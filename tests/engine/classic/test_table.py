@@ -99,10 +99,10 @@ def oracle(strategy: str, precision: str, accumulation: str) -> Oracle:
 
 def runs(strategy: str, precision: str) -> Iterator[tuple[Oracle, list[str]]]:
     """Yield each oracle with its accumulations, which alternate in one run, step by step."""
-    asked: dict[Oracle, list[str]] = {}
+    requested: dict[Oracle, list[str]] = {}
     for accumulation in ACCUMULATIONS:
-        asked.setdefault(oracle(strategy, precision, accumulation), []).append(accumulation)
-    yield from asked.items()
+        requested.setdefault(oracle(strategy, precision, accumulation), []).append(accumulation)
+    yield from requested.items()
 
 
 def every_cell(strategy: str, cells: list[tuple[str, dict[str, Any]]]) -> int:

@@ -321,7 +321,7 @@ def partly_empty(use_orig_params: bool, strategy: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_rank_of_tensor_parallelism_may_have_nothing_of_a_parameter():
+def test_a_tensor_parallel_rank_may_hold_no_elements_of_a_parameter():
     run_cases(4, {case: partial(partly_empty, *case) for case in itertools.product(EITHER, ("FULL_SHARD", "NO_SHARD"))})
 
 
@@ -403,7 +403,7 @@ def goes_on(kind: str, uneven: bool, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_training_goes_on_bit_by_bit_from_every_state_dict():
+def test_training_continues_bit_by_bit_from_every_state_dict():
     cases = {
         ("Full", False): {},
         ("Full", True): {},
@@ -575,7 +575,7 @@ def goes_on_from_the_first(mesh: Mesh, use_orig_params: bool) -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_one_rank_has_comes_to_all_and_options_are_kept():
+def test_state_of_one_rank_is_scattered_and_options_are_kept():
     cases = itertools.product((every_option, goes_on_from_the_first), (FSDP_TP, HSDP[1]), EITHER)
     run_cases(4, {(each.__name__, mesh, pieces): partial(each, mesh, pieces) for each, mesh, pieces in cases})
 
@@ -689,7 +689,7 @@ def goes_there_and_back() -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_tensor_parallelism_made_is_back():
+def test_unwrapping_restores_the_tensor_parallel_parameters():
     run_cases(4, {case.__name__: case for case in (is_undone, goes_there_and_back)})
 
 
@@ -788,7 +788,7 @@ def is_described() -> dict[str, Any]:
     }
 
 
-def test_it_is_described_as_what_it_is_here_and_as_what_it_is_of():
+def test_it_is_described_by_its_local_and_global_shape():
     for rank, found in enumerate(run_ranks(4, is_described)):
         own = 5 if rank % 2 else 6  # of 11 rows
         assert found == {
@@ -846,7 +846,7 @@ def disagrees() -> None:
 
 
 @pytest.mark.thorough
-def test_what_only_some_ranks_have_is_gathered_by_none():
+def test_state_that_only_some_ranks_have_is_not_gathered():
     run_ranks(4, disagrees)
 
 
@@ -880,5 +880,5 @@ def _as_it_is(_: nn.Module) -> None:
     """Change nothing."""
 
 
-def test_what_cannot_be_in_a_flat_parameter_is_refused_before_anything_is_wrapped():
+def test_invalid_parameters_are_refused_before_anything_is_wrapped():
     run_ranks(4, cannot_be_flat)

@@ -52,11 +52,13 @@ def states_of(pair: Pair, **options: Any) -> dict[str, Any]:
 
 
 def load_states(pair: Pair, states: dict[str, Any], **options: Any) -> Any:
-    told = StateDictOptions(**options)
-    if told.broadcast_from_rank0:  # torch's set_state_dict skips an empty model state, on that rank alone
-        set_model_state_dict(pair[0], states["model"], options=told)
-        return set_optimizer_state_dict(*pair, states["optimizer"], options=told)
-    return set_state_dict(*pair, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=told)
+    state_options = StateDictOptions(**options)
+    if state_options.broadcast_from_rank0:  # torch's set_state_dict skips an empty model state, on that rank alone
+        set_model_state_dict(pair[0], states["model"], options=state_options)
+        return set_optimizer_state_dict(*pair, states["optimizer"], options=state_options)
+    return set_state_dict(
+        *pair, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=state_options
+    )
 
 
 def load_from(pair: Pair, folder: Path) -> None:
@@ -97,7 +99,7 @@ def loads(folder: Path, is_same: bool) -> tuple[list[dict[str, Any]], list[list[
 @pytest.mark.filterwarnings("ignore:Detected:UserWarning")
 @pytest.mark.parametrize("kind", ["flat", "pieces", "fully_shard"])
 @pytest.mark.parametrize("ranks", quick([(2, 4), (4, 2), (2, 1), (2, 2)], [(2, 1)]), ids=str)
-def test_what_some_ranks_save_others_load(ranks, kind, tmp_path):
+def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, kind, tmp_path):
     (saved, losses), *_ = run_ranks(ranks[0], saves, tmp_path, kind)
     (found, after), *_ = run_ranks(ranks[1], loads, tmp_path, ranks[0] == ranks[1] and kind != "fully_shard")
     for each in found:
@@ -146,7 +148,7 @@ def every_option() -> None:
 
 
 @pytest.mark.parametrize("world_size", quick([1, 2], [1]))
-def test_training_goes_on_bit_by_bit_with_every_option(world_size):
+def test_training_continues_bit_by_bit_with_every_option(world_size):
     run_ranks(world_size, every_option)
 
 
@@ -204,7 +206,7 @@ def test_a_part_of_an_optimizers_state_is_loaded():
 # ---- through overrides and torch.compile
 
 
-class PassesOn(OURS.FullyShardedDataParallel):
+class ForwardingSubclass(OURS.FullyShardedDataParallel):
     """A user's subclass whose overrides only call those of the wrapper."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +221,7 @@ def saved_through_others() -> None:
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     for use_orig_params in (False, True):
         saved = []
-        for kind in (OURS.FullyShardedDataParallel, PassesOn):
+        for kind in (OURS.FullyShardedDataParallel, ForwardingSubclass):
             module = make_net(num_blocks=2)
             module.blocks[0] = kind(module.blocks[0].requires_grad_(False), use_orig_params=use_orig_params)
             wrapped = kind(module, use_orig_params=use_orig_params)

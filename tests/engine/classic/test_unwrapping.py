@@ -107,7 +107,7 @@ def goes_on_as_before() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_bit_identically(world_size):
+def test_training_continues_bit_identically(world_size):
     run_ranks(world_size, goes_on_as_before)
 
 
@@ -129,7 +129,7 @@ def fused_ones_go_on() -> None:
         torch.testing.assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
 
 
-def test_fused_optimizers_and_shards_on_the_cpu_go_there_and_back():
+def test_fused_optimizers_and_offloaded_shards_make_the_round_trip():
     run_ranks(2, fused_ones_go_on)
 
 
@@ -176,7 +176,7 @@ def what_does_not_train_stays_so() -> None:
         assert all(optimizer.state[p]["momentum_buffer"].shape == p.shape for p in trained)
 
 
-def test_what_does_not_train_stays_so():
+def test_frozen_parameters_stay_frozen():
     run_ranks(2, what_does_not_train_stays_so)
 
 
@@ -217,7 +217,7 @@ def a_copy_is_plain() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_copy_is_plain_and_the_wrapped_model_goes_on(world_size):
+def test_a_copy_is_plain_and_the_wrapped_model_continues(world_size):
     run_ranks(world_size, a_copy_is_plain)
 
 
@@ -238,12 +238,12 @@ def originals_are_empty() -> None:
     assert total == numel
 
 
-def test_what_was_there_before_holds_no_memory():
+def test_the_previous_flat_parameters_hold_no_memory():
     run_ranks(2, originals_are_empty)
 
 
 @on_one_rank
-def test_what_cannot_be_undone_says_so_and_stays():
+def test_a_model_that_cannot_be_unwrapped_is_unchanged():
     model = wrap_net(OURS, make_net())
     with pytest.raises(
         ValueError,

@@ -152,10 +152,10 @@ def policies(lib, model):
 
 
 # with a mixed precision torch also wraps below leaves
-ASKED = [(name, precise) for name in policies(theirs, nn.Identity()) for precise in (False, True)]
+CASES = [(name, precise) for name in policies(theirs, nn.Identity()) for precise in (False, True)]
 
 
-@pytest.mark.parametrize(("policy", "precise"), [asked for asked in ASKED if asked != ("size 3000, leaves", True)])
+@pytest.mark.parametrize(("policy", "precise"), [case for case in CASES if case != ("size 3000, leaves", True)])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_units_their_order_and_their_options_are_torchs(name, policy, precise):
     model = MODELS[name]()
@@ -183,8 +183,8 @@ def test_a_transformer_is_wrapped_block_by_block_children_first():
     assert [kwargs for _, kwargs in log.calls] == [KWARGS] * 4
 
 
-def _any(asked, **question):
-    return ours._or_policy(**question, policies=asked)
+def _any(queries, **question):
+    return ours._or_policy(**question, policies=queries)
 
 
 def test_always_wraps_everything_but_the_root():
@@ -195,7 +195,7 @@ def test_always_wraps_everything_but_the_root():
 
 
 @pytest.mark.parametrize("policy", ["classes", "transformer", "lambda", "size 2000", "custom"])
-def test_ignored_modules_are_left_alone_and_not_counted_as_in_torchs(policy):
+def test_ignored_modules_are_neither_wrapped_nor_counted_as_in_torch(policy):
     model = gpt()
     twin = copy.deepcopy(model)
     log = wrapped(model, policies(ours, model)[policy], [model.blocks[0], model.head])
@@ -249,7 +249,7 @@ def test_a_parameter_that_would_be_in_two_units_is_refused(make, policy, names):
     refused(make(), ValueError, message, policy)
 
 
-def test_a_parameter_that_modules_of_one_unit_share_is_no_mistake():
+def test_modules_of_one_unit_may_share_a_parameter():
     assert wrapped(gpt_tied(), ModuleWrapPolicy({Block})).names == ["blocks.0", "blocks.1"]
     model = nn.Sequential(gpt_tied())
     assert wrapped(model, ModuleWrapPolicy({GPT})).names == ["0"]
@@ -312,7 +312,7 @@ def test_with_a_mixed_precision_leaves_stay_leaves():
     assert not [name for name in names if "self_attn" in name]
 
 
-def test_batch_norms_are_units_without_precision_and_cast_what_comes_and_goes():
+def test_batch_norms_are_full_precision_units_that_cast_inputs_and_outputs():
     model, twin = convolutions(), convolutions()
     twin.load_state_dict(model.state_dict())
     with pytest.warns(UserWarning, match="every BatchNorm2d becomes a separate unit"):
@@ -326,11 +326,11 @@ def test_batch_norms_are_units_without_precision_and_cast_what_comes_and_goes():
         "1.0": False,
         "1.1": True,
     }
-    came = torch.randn(2, 4, 5, 5, dtype=torch.bfloat16)
-    out, like = model[0][1](came), twin[0][1](came)
+    inputs = torch.randn(2, 4, 5, 5, dtype=torch.bfloat16)
+    out, like = model[0][1](inputs), twin[0][1](inputs)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, like, rtol=0, atol=0)
-    assert model[0][1](came.float()).dtype == torch.float32
+    assert model[0][1](inputs.float()).dtype == torch.float32
 
 
 def test_a_module_of_its_own_precision_computes_in_the_dtype_of_its_parameters():
@@ -357,7 +357,7 @@ def refused(model, error, message, policy, **kwargs):
     assert "Wrapper" not in {type(module).__name__ for module in model.modules()}
 
 
-def test_an_answer_of_a_custom_policy_that_is_none_is_refused():
+def test_an_invalid_answer_of_a_custom_policy_is_refused():
     message = "^CustomPolicy: lambda_fn must return a bool or a dict of options, got 1 for a Block$"
     refused(gpt(), TypeError, message, CustomPolicy(lambda m: 1 if type(m) is Block else type(m) is nn.Embedding))
 
@@ -371,7 +371,7 @@ def test_an_option_that_does_not_exist_is_refused():
 
 
 @pytest.mark.parametrize("policy", [{Block}, Block, "Block", theirs.CustomPolicy(lambda _: True)])
-def test_what_is_no_policy_is_refused(policy):
+def test_an_invalid_policy_is_refused(policy):
     message = "^auto_wrap_policy must be a ModuleWrapPolicy, a CustomPolicy or a function of module, recurse and"
     refused(gpt(), TypeError, message, policy)
 
@@ -415,11 +415,11 @@ def test_a_wrapper_may_be_a_function():
     assert type(model[0]) is nn.Sequential
 
 
-def test_a_policy_says_what_it_wraps():
+def test_the_repr_of_a_policy():
     assert repr(ModuleWrapPolicy([nn.Linear, Block])) == "ModuleWrapPolicy({Block, Linear})"
 
 
-def test_a_lambda_is_asked_only_about_what_it_may_wrap():
+def test_a_lambda_is_called_only_for_modules_it_may_wrap():
     policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: module is not None and False)
     assert wrapped(gpt(), policy).calls == []
 
@@ -428,7 +428,7 @@ def made():
     return nn.Sequential(wrap(nn.Linear(1, 1)), nn.Linear(1, 1), wrap(nn.Linear(1, 1), use_orig_params=True))
 
 
-def test_wrap_wraps_within_enable_wrap_alone():
+def test_wrap_wraps_only_within_enable_wrap():
     log = Log(nn.Identity())
     given_kwargs = []
 

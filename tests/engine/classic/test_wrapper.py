@@ -60,7 +60,7 @@ def names_and_shapes():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_where_nothing_is_split_modules_compute_with_what_the_optimizer_steps(world_size):
+def test_without_sharding_modules_use_the_optimizers_parameters(world_size):
     run_ranks(world_size, computes_in_place)
 
 
@@ -94,7 +94,7 @@ def keeps_its_pieces():
         assert shapes(wrapped) == pieces
 
 
-def test_whole_parameters_that_are_kept_are_none_of_the_models():
+def test_retained_full_parameters_are_not_the_models():
     """An optimizer made after a forward without a backward, as in an evaluation, holds pieces."""
     run_ranks(2, keeps_its_pieces)
 
@@ -139,7 +139,7 @@ def is_restored():
         assert all(unit.sync.reduce_grads and unit.reshard_after_backward for unit in units_of(ours._state.tree))
 
 
-def test_no_sync_within_another_one_restores_what_was():
+def test_nested_no_sync_restores_the_outer_setting():
     run_ranks(2, is_restored)
 
 

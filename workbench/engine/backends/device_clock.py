@@ -180,9 +180,9 @@ class DeviceClock:
             for line in list(self._lines.values()):
                 while line.marks and line.marks[0].event.query():
                     self._read(line.marks.popleft(), line)
-        told = [mark for mark in self._passed if mark.row >= 0]
+        ready = [mark for mark in self._passed if mark.row >= 0]
         self._passed = [mark for mark in self._passed if mark.row == NO_ROW]
-        return told
+        return ready
 
     def _read(self, mark: StreamMark, line: _StreamMarks) -> None:
         reference = mark.reference

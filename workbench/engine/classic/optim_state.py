@@ -415,7 +415,7 @@ def to_load(
     device = named.flats[0][0].device if named.flats else CPU
     fetch: Callable[[Any], Any] = partial(_gathered, device)
     if route is not None:
-        given, fetch = _told_by_first(given, route), partial(_sent_by_first, device, route)
+        given, fetch = _broadcast_by_first(given, route), partial(_sent_by_first, device, route)
     keys: dict[nn.Parameter, Key] = {}
 
     def holds() -> Holdings:
@@ -563,17 +563,17 @@ def _is_first(route: Route) -> bool:
     return all(dist.get_rank(group) == 0 for group in route)
 
 
-def _told_by_first(given: StateDict, route: Route) -> StateDict:
+def _broadcast_by_first(given: StateDict, route: Route) -> StateDict:
     """Broadcast rank 0's state dict, with a :class:`SentTensor` in place of each tensor; rank 0 keeps its own."""
     is_first = _is_first(route)
-    told: list[Any] = [None]
+    received: list[Any] = [None]
     given = given or {}
     if is_first:
         states = {name: _announced(state) for name, state in given.get("state", {}).items()}
-        told = [{**given, "state": states} if "state" in given else given]
+        received = [{**given, "state": states} if "state" in given else given]
     for group in route:
-        dist.broadcast_object_list(told, group_src=0, group=group)
-    return given if is_first else told[0]
+        dist.broadcast_object_list(received, group_src=0, group=group)
+    return given if is_first else received[0]
 
 
 def _announced(state: Any) -> Any:  # noqa: ANN401 - optimizer state holds anything

@@ -183,11 +183,11 @@ def _joined(part: FlatSlice, flat: FlatParam, of_ranks: Sequence[Known | None]) 
         for rank, known in enumerate(of_ranks)
         if known is not None and flat.flat_layout.num_held(part.index, rank)
     ]
-    told = holders or [known for known in of_ranks if known is not None]
-    if not told:
+    values = holders or [known for known in of_ranks if known is not None]
+    if not values:
         return None
-    joined = {key: value for known in reversed(told) for key, value in known.items()}
-    for known in told:  # a single element counts as split state on its rank, but may be a number on the others
+    joined = {key: value for known in reversed(values) for key, value in known.items()}
+    for known in values:  # a single element counts as split state on its rank, but may be a number on the others
         joined |= {key: value for key, value in known.items() if isinstance(value, ReplicatedState)}
     unknown = [(key, value) for key, value in joined.items() if isinstance(value, UnknownState)]
     if unknown:
@@ -255,7 +255,7 @@ def _split_flat(
         return
     for part, state in zip(flat.parts, wholes, strict=True):
         if state is None or state.keys() != first.keys():
-            came = "no state" if state is None else f"state {', '.join(sorted(state)) or 'of no key'}"
+            came = "no state" if state is None else f"state {', '.join(sorted(state))}" if state else "empty state"
             raise ValueError(
                 f"{part.fqn!r} has {came}, and another parameter of its flat parameter has "
                 f"{', '.join(sorted(first))}: the parameters of a flat parameter share their optimizer state; to "

@@ -49,12 +49,12 @@ def key_of(name: str) -> str:
 
 def settings_for(state: WrapperState) -> StateDictSettings:
     """Return a wrapper's effective settings: SHARDED becomes FULL if nothing is split; with NO_SHARD LOCAL does too."""
-    said = state.settings
+    current = state.settings
     copies = state.strategy is ShardingStrategy.NO_SHARD
     is_whole = {LOCAL: copies, SHARDED: copies or (state.flat is not None and state.flat.flat_layout.is_whole)}
-    if not is_whole.get(said.state_dict_type, False):
-        return said
-    config = FullStateDictConfig(offload_to_cpu=said.state_dict_config.offload_to_cpu)
+    if not is_whole.get(current.state_dict_type, False):
+        return current
+    config = FullStateDictConfig(offload_to_cpu=current.state_dict_config.offload_to_cpu)
     return StateDictSettings.of(StateDictType.FULL_STATE_DICT, config)
 
 

@@ -14,13 +14,13 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     Raises:
         ValueError: there is no wrapper, or the wrappers have different settings.
     """
-    said = [state.settings for state in wrapper_states_below(module)]
-    if not said:
+    found = [state.settings for state in wrapper_states_below(module)]
+    if not found:
         raise ValueError(f"{type(module).__name__} contains no FullyShardedDataParallel")
-    differs = next((settings for settings in said if settings != said[0]), None)
+    differs = next((settings for settings in found if settings != found[0]), None)
     if differs is not None:
         raise ValueError(
-            f"the wrappers in {type(module).__name__} have different state dict types, {said[0]} and {differs}; call "
+            f"the wrappers in {type(module).__name__} have different state dict types, {found[0]} and {differs}; call "
             "set_state_dict_type on the outermost module"
         )
-    return said[0]
+    return found[0]

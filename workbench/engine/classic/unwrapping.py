@@ -165,9 +165,9 @@ def check_in_one_group(named: Iterable[tuple[str, nn.Parameter]], optimizer: tor
     for fqn, param in named:
         places.setdefault(group_of.get(param), fqn)
     if len(places) > 1:
-        said = ", ".join(f"{fqn!r} in {'none' if i is None else f'group {i}'}" for i, fqn in places.items())
+        groups = ", ".join(f"{fqn!r} in {'none' if i is None else f'group {i}'}" for i, fqn in places.items())
         raise ValueError(
-            f"an optimizer holds the parameters of one flat parameter in several groups: {said}; wrap with "
+            f"an optimizer holds the parameters of one flat parameter in several groups: {groups}; wrap with "
             "use_orig_params=True, or put them into one"
         )
 

@@ -218,18 +218,18 @@ def plan_units(
     precision = kwargs.get("mixed_precision")
     ignored = {module for top in ignored_modules for module in top.modules()}
     walk = _Walk(
-        policy=_asked(policy),
+        policy=_as_unit_policy(policy),
         own_precision=tuple(precision._module_classes_to_ignore) if precision is not None else (),
         ignored=ignored,
         ignored_params={*ignored_params, *(p for module in ignored for p in module.parameters())},
         names={module: name for name, module in root.named_modules()},
         kwargs=kwargs,
     )
-    walk.below(root, asked=True)
+    walk.below(root, is_queried=True)
     return walk.units
 
 
-def _asked(policy: UnitWrapPolicy | WrapPolicy) -> UnitWrapPolicy:
+def _as_unit_policy(policy: UnitWrapPolicy | WrapPolicy) -> UnitWrapPolicy:
     if isinstance(policy, UnitWrapPolicy):
         return policy
     if isinstance(policy, type) or not callable(policy):
@@ -253,22 +253,22 @@ class _Walk:
     units: list[PlannedUnit] = field(default_factory=list)
     taken: dict[nn.Module, set[nn.Parameter]] = field(default_factory=dict)  # parameters of units at or below a module
 
-    def below(self, module: nn.Module, asked: bool) -> tuple[bool, set[nn.Parameter]]:
+    def below(self, module: nn.Module, is_queried: bool) -> tuple[bool, set[nn.Parameter]]:
         """Decide on all modules below one; return whether the policy decides on itself, and the units' parameters."""
-        asked = asked and self.policy.descends(module, _numel(self._params(module)))
+        is_queried = is_queried and self.policy.descends(module, _numel(self._params(module)))
         for child in module.children():
             if child not in self.ignored and child not in self.taken:
                 self.taken[child] = set()  # ends the recursion for a module that contains itself
-                self.taken[child] = self._at(child, asked)
+                self.taken[child] = self._at(child, is_queried)
         taken: set[nn.Parameter] = set()
-        return asked, taken.union(*(self.taken.get(child, ()) for child in module.children()))
+        return is_queried, taken.union(*(self.taken.get(child, ()) for child in module.children()))
 
-    def _at(self, module: nn.Module, asked: bool) -> set[nn.Parameter]:
-        asked, taken = self.below(module, asked)
+    def _at(self, module: nn.Module, is_queried: bool) -> set[nn.Parameter]:
+        is_queried, taken = self.below(module, is_queried)
         params = self._params(module)
         left = tuple(p for p in params if p not in taken)
         own_precision = isinstance(module, self.own_precision)
-        options = self.policy.options(module, _numel(left)) if asked else None
+        options = self.policy.options(module, _numel(left)) if is_queried else None
         if options is None and not own_precision:
             return taken
         kwargs = self._kwargs(module, options or {})

@@ -23,6 +23,13 @@ export const KINDS = /** @type {const} */ ([
   {"words": "step aborted", "colour": "#d6336c", "isCollective": false},
   {"words": "resident", "colour": "#8a8c83", "isCollective": false},
   {"words": "device", "colour": "#8a8c83", "isCollective": false},
+  {"words": "all-to-all", "colour": "#b43806", "isCollective": true},
+  {"words": "reduce", "colour": "#b43806", "isCollective": true},
+  {"words": "gather", "colour": "#1a969d", "isCollective": true},
+  {"words": "scatter", "colour": "#dbafc7", "isCollective": true},
+  {"words": "barrier", "colour": "#8a8c83", "isCollective": true},
+  {"words": "send", "colour": "#dbafc7", "isCollective": false},
+  {"words": "recv", "colour": "#dbafc7", "isCollective": false},
 ]);
 export const KIND = /** @type {const} */ ({
   STEP: 0,
@@ -47,6 +54,13 @@ export const KIND = /** @type {const} */ ({
   RESET: 19,
   RESIDENT: 20,
   DEVICE: 21,
+  ALL_TO_ALL: 22,
+  REDUCE: 23,
+  GATHER: 24,
+  SCATTER: 25,
+  BARRIER: 26,
+  SEND: 27,
+  RECV: 28,
 });
 
 export const CATEGORIES = /** @type {const} */ ([

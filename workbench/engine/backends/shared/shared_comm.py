@@ -126,7 +126,7 @@ class SharedMemoryAllGather:
         """
         if not (_is_same(input_tensor, self._own) and _is_same(output_tensor, self._whole)):
             raise ValueError(
-                "an all-gather through shared memory copies nothing: the input must be the tensor of the region "
+                "an all-gather through shared memory works in place: the input must be the tensor of the region "
                 "last passed to share(), and the output the tensor that allocate() returned"
             )
         self.free(output_tensor)  # in case the last all-gather was aborted
@@ -239,7 +239,7 @@ class SharedMemoryCastAllGather:
         is_own_row = _is_same(input_tensor, expected[row : row + input_tensor.numel()])
         if not (_is_same(output_tensor, expected) and is_own_row):
             raise ValueError(
-                "an all-gather through shared memory copies nothing: the output must be the tensor that allocate() "
+                "an all-gather through shared memory works in place: the output must be the tensor that allocate() "
                 "returned last, and the input this rank's row of it"
             )
         number, stage = self._readers.issue(), self._num_issued % 2
@@ -537,7 +537,7 @@ class SharedMemoryReduceScatter:
         stage = self._next_stages()[self._shared.group.rank]
         if readers is None or output.dtype != self._dtype or not _is_same(chunks, stage[: (size - 1) * numel]):
             raise ValueError(
-                "a reduce-scatter through shared memory copies nothing: the input must be the tensor that "
+                "a reduce-scatter through shared memory works in place: the input must be the tensor that "
                 f"allocate() last returned, with {size - 1} times as many elements as the output, and both of "
                 f"{self._dtype}"
             )

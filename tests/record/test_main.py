@@ -1,0 +1,494 @@
+"""``python -m workbench.record`` on real scripts: unchanged results, and a recording whatever becomes of the ranks."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.waiting import wait_until
+from workbench import Workbench, cli
+from workbench.errors import TraceError
+from workbench.events import Edge, Kind
+from workbench.record import __main__ as record
+from workbench.reports.run_where import where
+from workbench.trace import check, steps
+from workbench.trace.read_recording import read
+from workbench.watch._torch import HAS_HOOKS
+
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+RECORD = (sys.executable, "-m", "workbench.record", "--out")
+
+MODEL = """
+import os, sys, threading
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+def build(num_blocks=4):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), *(Block() for _ in range(num_blocks)), nn.Linear(16, 1))
+    for block in model[1:-1]:
+        fully_shard(block)
+    return fully_shard(model)
+
+def train(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+"""
+
+TRAIN = (
+    MODEL
+    + """
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mine = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(3):
+        loss = train(model, optimizer, torch.randn(8, 16, generator=mine))
+        sys.stdout.write(f"{sys.argv[1:]} {dist.get_rank()} {step} {loss.hex()}\\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+"""
+)
+
+
+def torchrun(*command):
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
+    return subprocess.run(launch, env=ENVIRON, capture_output=True, text=True, timeout=250, check=False)
+
+
+def by_hand(folder, script, variables, *flags):
+    """Start two ranks as a launcher does that tells them their place by ``variables``; return them."""
+    rank, size = variables
+    return [
+        subprocess.Popen(
+            [*RECORD, folder, *flags, script],
+            env={**ENVIRON, rank: str(number), size: "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (0, 1)
+    ]
+
+
+def script_in(folder, text):
+    folder.mkdir(exist_ok=True)
+    path = folder / "train.py"
+    path.write_text(text)
+    return path
+
+
+def init(folder, variables):
+    """Return a line that makes a process group without the variables of torchrun."""
+    rank = f"int(os.environ[{variables[0]!r}])"
+    return f'\ndist.init_process_group("gloo", init_method="file://{folder}/store", rank={rank}, world_size=2)\n'
+
+
+SLURM, MPI = ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+
+
+# ---- torchrun
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Folder of a run by torchrun, and what it printed with and without being recorded."""
+    folder = tmp_path_factory.mktemp("recorded")
+    script = script_in(folder, TRAIN)
+    arguments = (script, "--lr", "-m", "--out")
+    with_it = torchrun("-m", "workbench.record", "--out", folder / "out", *arguments)
+    return folder / "out", with_it, torchrun(*arguments)
+
+
+def test_losses_are_bit_equal_with_and_without(recorded):
+    _, with_it, without = recorded
+    assert with_it.returncode == without.returncode == 0, with_it.stderr + without.stderr
+    assert len(without.stdout.splitlines()) == 6
+    assert "['--lr', '-m', '--out'] 1 2 0x" in without.stdout  # the script's own arguments
+    assert sorted(with_it.stdout.splitlines()) == sorted(without.stdout.splitlines())
+
+
+def test_four_blocks_and_a_root_give_nine_all_gathers_and_five_reduce_scatters_a_step(recorded):
+    folder, *_ = recorded
+    trace = Workbench.open(folder).trace
+    assert steps(trace) == [0, 1, 2]
+    assert [part.rank for part in trace.ranks] == [0, 1]
+    for part in trace.ranks:
+        rows = part.rows[part.rows["edge"] == Edge.BEGIN]
+        found = Counter((int(row["step"]), Kind(row["kind"])) for row in rows)
+        for step in range(3):
+            assert (found[step, Kind.ALL_GATHER], found[step, Kind.REDUCE_SCATTER]) == (9, 5)
+            assert found[step, Kind.STEP] == found[step, Kind.OPTIMIZER] == 1
+
+
+def test_the_recording_is_a_valid_trace_that_names_its_program(recorded):
+    folder, *_ = recorded
+    found = read(folder)
+    assert check(found.trace) == []
+    assert found.notes == ()
+    assert {unit.name for unit in found.trace.header.units} == {"", *"1234"}
+    for rank, known in found.ranks.items():
+        assert known.start.program == (str(folder.parent / "train.py"), "--lr", "-m", "--out")
+        assert (known.start.rank, known.end.reason, known.is_cut) == (rank, "", False)
+    assert found.trace.header.clocks == ()
+
+
+def test_a_run_that_has_ended_does_not_stand(recorded, capsys):
+    folder, *_ = recorded
+    assert cli.main(["where", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "the run has ended"
+
+
+def test_every_file_belongs_to_the_user_alone(recorded):
+    folder, *_ = recorded
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("*.rec")} == {0o600}
+
+
+def test_a_folder_with_a_recording_is_refused_before_training_begins(recorded):
+    folder, *_ = recorded
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = subprocess.run(
+        [*RECORD, folder, folder.parent / "train.py"], env=ENVIRON, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"workbench.record, rank 0: {folder} has a recording of rank 0 already: choose another --out, or delete it\n"
+    )
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+# ---- other launchers, and programs that end in other ways
+
+WORKERS = (
+    MODEL
+    + """
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        return torch.full((16,), float(index)), os.getpid()
+
+if __name__ == "__main__":
+    INIT
+    model = build(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    talkers = [threading.Thread(target=sys.stdout.write, args=(f"thread {n}\\n",)) for n in range(3)]
+    for talker in talkers:
+        talker.start()
+    workers = set()
+    for x, pids in torch.utils.data.DataLoader(Numbers(), batch_size=8, num_workers=2):
+        train(model, optimizer, x)
+        workers |= set(pids.tolist())
+    assert len(workers) == 2 and os.getpid() not in workers
+    dist.destroy_process_group()
+    plain = nn.Linear(4, 4)
+    plain(torch.ones(4)).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+"""
+)
+
+
+def test_workers_of_a_data_loader_threads_and_an_early_end_of_the_group_under_srun(tmp_path):
+    script = script_in(tmp_path, WORKERS.replace("INIT", init(tmp_path, SLURM).strip()))
+    ranks = by_hand(tmp_path / "out", script, SLURM)
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert all(sorted(out.splitlines()) == ["thread 0", "thread 1", "thread 2"] for out, _ in outputs)
+    found = read(tmp_path / "out")
+    assert (found.notes, check(found.trace)) == ((), [])
+    assert {rank: known.end.reason for rank, known in found.ranks.items()} == {0: "", 1: ""}
+    assert steps(found.trace) == [0, 1]
+    assert len({info.pid for info in found.trace.header.ranks}) == 2
+
+
+def test_distributed_data_parallel_has_its_all_reduces(tmp_path):
+    """With torch 2.14 or newer those of its reducer, else only those that Python code issues."""
+    script = script_in(
+        tmp_path,
+        f"{MODEL}{init(tmp_path, SLURM)}\n"
+        "model = nn.parallel.DistributedDataParallel(nn.Linear(16, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for step in range(3):\n"
+        "    train(model, optimizer, torch.ones(2, 16))\n"
+        "    total = torch.ones(5)\n"
+        "    dist.all_reduce(total)\n"
+        "dist.destroy_process_group()\n",
+    )
+    ranks = by_hand(tmp_path / "out", script, SLURM)
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    found = read(tmp_path / "out")
+    assert (found.notes, check(found.trace)) == ((), [])
+    assert steps(found.trace) == [1, 2, 3]  # step 0 has no known begin; step 3 has begun
+    reducers = [17 * 4] * HAS_HOOKS
+    for part in found.trace.ranks:
+        calls = part.rows[(part.rows["kind"] == Kind.ALL_REDUCE) & (part.rows["edge"] == Edge.BEGIN)]
+        ends = part.rows[(part.rows["kind"] == Kind.ALL_REDUCE) & (part.rows["edge"] == Edge.END)]
+        assert calls["num_bytes"].tolist() == [*reducers, 20] * 3
+        assert sorted(ends["comm_seq"].tolist()) == calls["comm_seq"].tolist()
+
+
+def test_ranks_that_raise_or_exit_under_mpirun_say_so(tmp_path):
+    script = script_in(
+        tmp_path,
+        f"{MODEL}{init(tmp_path, MPI)}\n"
+        "model = build(1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "train(model, optimizer, torch.ones(2, 16))\n"
+        "def check(rank):\n"
+        "    if rank == 1:\n"
+        "        raise ValueError('the data of rank 1 are bad')\n"
+        "    sys.exit(3)\n"
+        "check(dist.get_rank())\n",
+    )
+    ranks = by_hand(tmp_path / "out", script, MPI)
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [3, 1], outputs
+    line = script.read_text().splitlines().index("        raise ValueError('the data of rank 1 are bad')") + 1
+    assert "ValueError: the data of rank 1 are bad" in outputs[1][1]
+    found = read(tmp_path / "out")
+    assert (found.notes, check(found.trace), steps(found.trace)) == ((), [], [0])
+    report = where(found, time.time_ns())
+    reason = f"ValueError: the data of rank 1 are bad, at line {line} of {script}"
+    assert report.headline == f"rank 0 failed: exit status 3; rank 1 failed: {reason}"
+    assert report.stands
+
+
+def test_a_rank_that_is_killed_is_named_and_what_it_wrote_is_read(tmp_path, monkeypatch, capsys):
+    """Rank 1 hangs between two steps, in the user's code; its stack is written, then it is killed."""
+    out = tmp_path / "out"
+    script = script_in(
+        tmp_path,
+        f"{MODEL}{init(tmp_path, SLURM)}\n"
+        "model = build(2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for step in range(3):\n"
+        "    if step == 2 and dist.get_rank() == 1:\n"
+        "        threading.Event().wait()  # hangs\n"
+        "    train(model, optimizer, torch.ones(2, 16))\n",
+    )
+    ranks = by_hand(out, script, SLURM)
+    try:
+
+        def has_stacks(found):
+            return len(found.ranks) == 2 and all(
+                known.quiet
+                and known.quiet[-1].seq == found.trace.rank(rank).end_seq
+                and 1 in found.trace.rank(rank).steps
+                for rank, known in found.ranks.items()
+            )
+
+        wait_until(lambda: has_stacks(read_if_there(out)), 200)
+        waits, hangs = where(read(out), time.time_ns()).positions
+        assert waits.pending.absent == (1,)
+        assert hangs.users_frame.startswith(f"{script}:")
+        assert hangs.users_frame.endswith("in <module>: threading.Event().wait()  # hangs")
+        assert hangs.frames[0] == hangs.users_frame  # none of runpy's and the recording's before it
+        ranks[1].send_signal(signal.SIGKILL)
+        ranks[1].wait(60)
+        ranks[0].communicate(timeout=100)  # its collective fails, or it is released by the end of rank 1
+        later_ns = time.time_ns() + 60 * 10**9
+        monkeypatch.setattr(cli, "time", SimpleNamespace(time_ns=lambda: later_ns))
+        assert cli.main(["where", str(out)]) == 1
+        said = capsys.readouterr().out
+        assert "rank 1 was killed, or its host or disk failed" in said.splitlines()[0]
+        assert re.search(r"rank 0 failed: \w+: ", said.splitlines()[0])
+        found = read(out)
+        assert check(found.trace) == []
+        assert found.ranks[1].end is None
+        assert steps(found.trace) == [0, 1, 2]
+        assert found.trace.rank(1).steps.tolist() == [0, 1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def read_if_there(folder):
+    """Return a recording, or an empty one while no rank has written its first frame."""
+    from workbench.trace.columns import Trace
+    from workbench.trace.read_recording import Recording
+
+    try:
+        return read(folder)
+    except (TraceError, FileNotFoundError):
+        return Recording(trace=Trace.empty())
+
+
+# ---- within this process: arguments, modules, scripts that end
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run ``main`` here with a script's text, as a run of one rank; return its recorded end and exit."""
+    monkeypatch.setattr(sys, "argv", ["workbench.record"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def go(text, *arguments, flags=()):
+        script = script_in(tmp_path, text)
+        try:
+            record.main(["--out", str(tmp_path / "out"), *flags, str(script), *arguments])
+        except BaseException as error:  # noqa: BLE001 - it is compared
+            return error, read(tmp_path / "out").ranks[0].end.reason
+        return None, read(tmp_path / "out").ranks[0].end.reason
+
+    return go
+
+
+def test_a_script_runs_as_by_python(run, tmp_path, capsys):
+    (tmp_path / "helper.py").write_text("value = 7")
+    error, reason = run(
+        "import sys, helper\nvalue = 9\n"
+        "print(__name__, sys.argv[1:], helper.value, __file__ == sys.argv[0], sys.modules['__main__'].value)\n",
+        "--lr",
+        "1",
+    )
+    assert (error, reason) == (None, "")
+    assert capsys.readouterr().out == "__main__ ['--lr', '1'] 7 True 9\n"
+    sys.modules.pop("helper")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "reason"),
+    [
+        ("import sys\nsys.exit(3)", SystemExit, "exit status 3"),
+        ("import sys\nsys.exit()", SystemExit, ""),
+        ("import sys\nsys.exit(0)", SystemExit, ""),
+        ("import sys\nsys.exit('no data')", SystemExit, "exit: no data"),
+        ("def f():\n    raise ValueError('bad')\n\nf()", ValueError, "ValueError: bad, at line 2 of {script}"),
+        ("import json\n\njson.loads('{')", ValueError, "at line 3 of {script}"),
+        ("raise KeyboardInterrupt", KeyboardInterrupt, "KeyboardInterrupt, at line 1 of {script}"),
+        ("1 +", SyntaxError, "SyntaxError: invalid syntax (train.py, line 1)"),
+    ],
+)
+def test_how_a_script_ends_is_written(run, tmp_path, text, kind, reason):
+    error, found = run(text)
+    assert type(error) is kind or isinstance(error, kind)
+    expected = reason.format(script=tmp_path / "train.py")
+    assert found.endswith(expected) if expected else found == ""
+
+
+def test_a_module_is_run_by_its_name(run, tmp_path, monkeypatch, capsys):
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(
+        "import sys\nprint(__name__, __package__, sys.argv[1:])\nraise ValueError('bad')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="bad"):
+        record.main(["--out", str(tmp_path / "out"), "-m", "some_package.train", "-x", "1"])
+    assert capsys.readouterr().out == "__main__ some_package ['-x', '1']\n"
+    found = read(tmp_path / "out").ranks[0]
+    assert found.end.reason == f"ValueError: bad, at line 3 of {package / 'train.py'}"
+    assert found.start.program == ("some_package.train", "-x", "1")
+
+
+def test_a_restart_of_torchrun_has_a_folder_of_its_own(run, tmp_path, monkeypatch):
+    run("")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    record.main(["--out", str(tmp_path / "out"), str(tmp_path / "train.py")])
+    assert read(tmp_path / "out" / "restart1").ranks[0].end.reason == ""
+    assert read(tmp_path / "out").notes == (
+        f"the run was restarted: its later part is in {tmp_path / 'out' / 'restart1'}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "the following arguments are required: --out, script, args"),
+        (["train.py"], "the following arguments are required: --out"),
+        (["--out", "o"], "the following arguments are required: script"),
+        (["--out", "o", "none.py"], "there is no script none.py"),
+        (["--out", "o", "--max-mb", "0", "none.py"], "--max-mb must be at least 1"),
+        (["--out", "o", "--every", "0", "none.py"], "--every must be at least 1"),
+        (["--out", "o", "--keep", "-1", "none.py"], "argument --keep: expected a whole number, got '-1'"),
+        (["--out", "o", "--keep", "few", "none.py"], "argument --keep: expected a whole number, got 'few'"),
+        (["--out", "o", "--fast", "none.py"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_made(arguments, why, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        record.main(arguments)
+    assert left.value.code == 2
+    assert why.removesuffix(", args") in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_wrong_environment_is_refused(tmp_path, monkeypatch, capsys):
+    script = script_in(tmp_path, "")
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as left:
+        record.main(["--out", str(tmp_path / "o"), str(script)])
+    assert left.value.code == 2
+    assert "RANK is 'x', expected a whole number" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("{0}/file", "--out {0}/file is not a folder"),
+        ("{0}/file/below", "cannot write to --out {0}/file/below: Not a directory"),
+        ("/proc/none", "cannot write to --out /proc/none: No such file or directory"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused(out, why, tmp_path, monkeypatch, capsys):
+    script = script_in(tmp_path, "raise AssertionError('it must not run')")
+    (tmp_path / "file").touch()
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as left:
+        record.main(["--out", out.format(tmp_path), str(script)])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"workbench.record, rank 0: {why.format(tmp_path)}\n"
+
+
+def test_a_torch_that_is_not_known_is_refused(run, tmp_path, monkeypatch, capsys):
+    from workbench.record import rank_recording
+
+    def unknown():
+        raise AttributeError("no attribute 'unshard'")
+
+    monkeypatch.setattr(rank_recording, "Watch", unknown)
+    with pytest.raises(SystemExit) as left:
+        record.main(["--out", str(tmp_path / "out"), str(script_in(tmp_path, "raise AssertionError"))])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == (
+        "workbench.record, rank 0: this version of torch cannot be recorded: no attribute 'unshard'\n"
+    )
+
+
+def test_a_disk_with_too_little_room_is_said(run, capsys):
+    huge = 1 << 30  # MB
+    assert run("print('trained')", flags=("--max-mb", str(huge))) == (None, "")
+    said = capsys.readouterr()
+    assert said.out == "trained\n"
+    assert re.fullmatch(
+        rf"workbench.record, rank 0: \S+ has \d+ MB free, and its ranks may write {huge} MB; see --max-mb\n", said.err
+    )

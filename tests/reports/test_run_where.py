@@ -1,0 +1,172 @@
+"""The report on where a recorded run stands: whole sentences."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.replay.test_run_positions import FORWARD, OWN, TORCH, WALL, S, gather, rank, recording, row
+from workbench.events import C10D, Edge, Kind, Unit
+from workbench.reports.run_where import where
+from workbench.trace.columns import Trace
+from workbench.trace.recording import RunEnd, SilentStack
+
+UNITS = tuple(
+    Unit(
+        index=index,
+        name=name,
+        root=0,
+        params=(),
+        reshard_after_forward=True,
+        shard_size=2,
+        compute_dtype="float32",
+        reduce_dtype="float32",
+        compute_itemsize=4,
+        reduce_itemsize=4,
+        comm=C10D,
+    )
+    for index, name in enumerate(["", "blocks.0", "blocks.1", "blocks.2"])
+)
+
+
+def report(*ranks, now_s=30.0, groups=((0, 1),), notes=()):
+    found = recording(*ranks, groups=groups)
+    header = replace(found.trace.header, units=UNITS)
+    return where(replace(found, trace=Trace(header, found.trace.ranks), notes=notes), WALL + int(now_s * S))
+
+
+def alive(number, *fields, **known):
+    return rank(number, *fields, alive_s=30, **known)
+
+
+def quiet(*frames, seq=1):
+    return {"quiet": (SilentStack(t_ns=29 * S, seq=seq, frames=frames),)}
+
+
+RUNS = row(Kind.FORWARD, Edge.BEGIN, 29, unit=3, step=7)
+DONE = {"end": RunEnd(t_ns=30 * S)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "headline", "stands"),
+    [
+        ([alive(0, RUNS), alive(1, RUNS)], "the run goes on, at step 7", False),
+        ([alive(0, RUNS), alive(1, row(Kind.FORWARD, Edge.BEGIN, 29, step=8))], "the run goes on, at steps 7-8", False),
+        ([alive(0, row(Kind.FORWARD, Edge.BEGIN, 29, step=-1))], "the run goes on", False),
+        ([alive(0, RUNS, **DONE), alive(1, RUNS, **DONE)], "the run has ended", False),
+        ([alive(0, RUNS, **DONE), alive(1, RUNS)], "the run goes on, at step 7", False),
+        # one that waits is no standstill as long as another goes on
+        ([alive(0, gather(1)), alive(1, RUNS)], "the run goes on, at steps 0-7", False),
+        (
+            [alive(0, gather(1)), alive(1, FORWARD)],
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not begun it; "
+            "rank 1 has announced nothing for 21.0 s",
+            True,
+        ),
+        (
+            [alive(0, gather(1)), alive(1, FORWARD, **quiet(*OWN, TORCH))],
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not begun it; "
+            f"rank 1 has announced nothing for 21.0 s, in {OWN[-1]}",
+            True,
+        ),
+        (
+            [alive(0, gather(1)), alive(1, gather(2))],
+            "ranks 0-1 have waited 29.0 s for all-gather of blocks.2: all of its ranks have begun it",
+            True,
+        ),
+        (
+            [alive(0, gather(1)), alive(1, gather(2, kind=Kind.ALL_REDUCE, unit=-1))],
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 issued all-reduce in its place; "
+            "rank 1 has waited 28.0 s for all-reduce number 4 of group 0: rank 0 issued all-gather in its place",
+            True,
+        ),
+        (
+            [alive(0, gather(1, unit=0))],
+            "rank 0 has waited 29.0 s for all-gather of (root): nothing is recorded of rank 1",
+            True,
+        ),
+        (
+            [alive(0, gather(1)), alive(1, gather(1), **DONE)],
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: all of its ranks have begun it",
+            True,
+        ),
+        (
+            [alive(0, gather(1)), alive(1, FORWARD, **DONE)],
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not begun it",
+            True,
+        ),
+        (
+            [alive(0, gather(1)), rank(1, FORWARD, alive_s=10)],
+            "rank 1 was killed, or its host or disk failed; "
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not begun it",
+            True,
+        ),
+        (
+            [rank(0, FORWARD, alive_s=10), rank(1, FORWARD, alive_s=10)],
+            "ranks 0-1 were killed, or their hosts or disks failed",
+            True,
+        ),
+        (
+            [alive(0, RUNS), alive(1, RUNS, end=RunEnd(t_ns=30 * S, reason="ValueError: x, at line 3 of train.py"))],
+            "rank 1 failed: ValueError: x, at line 3 of train.py",
+            True,
+        ),
+        (
+            [alive(n, RUNS, end=RunEnd(t_ns=30 * S, reason="exit status 3")) for n in (0, 1)],
+            "ranks 0-1 failed: exit status 3",
+            True,
+        ),
+        ([alive(0)], "rank 0 has announced nothing for 30.0 s", True),
+    ],
+)
+def test_the_headline(ranks, headline, stands):
+    found = report(*ranks)
+    assert found.headline == headline
+    assert found.stands is stands
+
+
+def test_several_ranks_are_named_together():
+    group = tuple(range(6))
+    ranks = [
+        *(alive(number, gather(number + 1)) for number in (0, 1, 2)),
+        alive(3, gather(1, kind=Kind.BARRIER), gather(2, Edge.END, kind=Kind.BARRIER)),
+        alive(4, FORWARD),
+    ]
+    found = report(*ranks, groups=(group,))
+    assert found.headline == (
+        "ranks 0-2 have waited 29.0 s for all-gather of blocks.2: rank 3 issued barrier in its place, "
+        "rank 4 has not begun it, nothing is recorded of rank 5; "
+        "rank 3 has announced nothing for 28.0 s; rank 4 has announced nothing for 21.0 s"
+    )
+
+
+def test_the_whole_text():
+    ranks = [
+        alive(0, gather(1, step=7)),
+        alive(1, FORWARD, **quiet(TORCH, *OWN, TORCH)),
+        rank(2, alive_s=1),
+        alive(3, RUNS, **DONE),
+    ]
+    found = report(*ranks, groups=((0, 1, 2, 3),), notes=("rank3.0000.rec ends within a frame",))
+    assert str(found).splitlines() == [
+        "rank 2 was killed, or its host or disk failed; rank 0 has waited 29.0 s for all-gather of blocks.2: "
+        f"ranks 1-3 have not begun it; rank 1 has announced nothing for 21.0 s, in {OWN[-1]}",
+        f"  rank  {'state':38}  step  last event              ago",
+        f"  0     {'waits':38}  7     all-gather of blocks.2  29.0 s",
+        f"  1     {'has announced nothing':38}  7     forward of blocks.2     21.0 s",
+        f"  2     {'was killed, or its host or disk failed':38}",
+        f"  3     {'has ended':38}  7     forward of blocks.2",
+        "  rank 1 is in",
+        f"    {OWN[0]}",
+        f"    {OWN[1]}",
+        f"    {TORCH}",
+        "  note: rank3.0000.rec ends within a frame",
+    ]
+
+
+def test_the_table_has_a_row_for_each_rank():
+    table = report(alive(0, RUNS), alive(1)).table()
+    assert list(table.head) == ["rank", "state", "step", "last event", "ago"]
+    assert [tuple(each) for each in table.rows] == [
+        ("0", "runs", "7", "forward of blocks.2", "1.00 s"),
+        ("1", "has announced nothing", "", "", ""),
+    ]

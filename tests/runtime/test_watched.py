@@ -1,0 +1,120 @@
+"""Models that torch's own FSDP shards, in the cells of a notebook: stopped, inspected, given up and continued."""
+
+import pytest
+import torch
+
+from tests.helpers.booted_ranks import drain, execute, namespace, run
+from tests.helpers.stopped_step import Channel, Meeting, beside
+from tests.helpers.watched import make_blocks, shard_by_torch
+from tests.runtime.test_gate import trace_of
+from workbench.events import Edge, Kind
+from workbench.protocol.commands import Continue, Next, Step
+from workbench.protocol.rank_messages import GiveUp
+from workbench.runtime import rank as rank_module
+from workbench.trace import check
+
+
+def prepare():
+    ns = namespace()
+    ns["model"] = shard_by_torch(make_blocks())
+    ns["optimizer"] = torch.optim.AdamW(ns["model"].parameters(), 1e-2)
+    ns["data"] = torch.Generator().manual_seed(ns["rank"])
+
+    def train_step():
+        loss = ns["model"](torch.randn(8, 16, generator=ns["data"])).square().mean()
+        loss.backward()
+        ns["optimizer"].step()
+        ns["optimizer"].zero_grad()
+        return loss.item()
+
+    ns["train_step"] = train_step
+    rank_module._after_cell(None)
+    return ns
+
+
+def undisturbed(count):
+    prepare()
+    return execute(Step(count=count))["losses"]
+
+
+def stopped(meeting):
+    prepare()
+    units = [unit.name for unit in rank_module._this_rank().recorder.header.units]
+    Channel().break_at({"event": "all_gather", "unit": "2"})
+
+    def script(channel):
+        found = []
+        for _ in range(2):  # in forward and in backward
+            held = channel.until_held()
+            inspected = channel.inspect("2.0.weight")
+            found.append(
+                (
+                    held.kind,
+                    held.edge,
+                    held.phase.key,
+                    (inspected.shard.num_rows, inspected.shard.of_rows),
+                    channel.evaluate("1 + 1"),
+                )
+            )
+            meeting.wait()
+            channel(Continue())
+            channel.until(lambda where, held=held: where.held is None or where.held.place != held.place)
+        channel.until_held()
+        channel.break_at()
+        meeting.wait()
+        channel(Next(what="collective"))
+        after = channel.until_held()
+        meeting.wait()
+        return found, after.kind
+
+    done, reported = beside(script, Step(count=3))
+    return done["losses"], units, reported, check(trace_of(*drain()))
+
+
+def test_a_step_is_stopped_at_an_all_gather_and_goes_on_with_the_same_losses():
+    expected = run(2, undisturbed, 3)
+    for rank, (losses, units, (found, after), broken) in enumerate(run(2, stopped, Meeting(2))):
+        assert losses == expected[rank]
+        assert units == ["", "0", "1", "2", "3"]
+        assert found == [
+            (Kind.ALL_GATHER, Edge.BEGIN, "forward", (16, 32), "2"),
+            (Kind.ALL_GATHER, Edge.BEGIN, "pre_backward", (16, 32), "2"),
+        ]
+        assert after is Kind.ALL_GATHER
+        assert broken == []
+
+
+def given_up(event, meeting):
+    ns = prepare()
+    first = execute(Step())["losses"]
+    Channel().break_at({"event": event, "unit": "1"})
+
+    def script(channel):
+        channel.until_held()
+        meeting.wait()
+        channel(GiveUp(reason="the user gave up"))
+        channel.until(lambda where: where.doing == "")
+
+    error, _ = beside(script, Step())
+    meeting.wait()
+    rank_module.recover("1")
+    ns["optimizer"].zero_grad()
+    ns["data"].manual_seed(ns["rank"])
+    after = execute(Step(count=2))["losses"]
+    return first, str(error), after, check(trace_of(*drain()))
+
+
+def restarted():
+    ns = prepare()
+    first = execute(Step())["losses"]
+    ns["data"].manual_seed(ns["rank"])
+    return first + execute(Step(count=2))["losses"]
+
+
+@pytest.mark.parametrize("event", ["all_gather", "backward", "reduce_scatter"])
+def test_a_step_that_is_given_up_leaves_a_model_that_trains_on(event):
+    expected = run(2, restarted)
+    for rank, (first, error, after, broken) in enumerate(run(2, given_up, event, Meeting(2))):
+        assert first + after == expected[rank]
+        assert "the user gave up" in error
+        assert broken == []

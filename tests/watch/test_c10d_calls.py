@@ -1,0 +1,192 @@
+"""Every collective of a c10d program is an event, on every rank the same, with its bytes and its end."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.watched import make_blocks, recorded, train, watch
+from workbench.engine import fully_shard
+from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter
+from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.watch._torch_private import HAS_HOOKS
+
+ONE, FOUR = torch.ones(1), torch.ones(4)
+
+
+def every_call():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [torch.empty(4) for _ in range(size)]
+    dist.broadcast(FOUR.clone(), 0)
+    dist.all_reduce(FOUR.clone())
+    dist.reduce(FOUR.clone(), 0)
+    dist.all_gather(parts, FOUR)
+    c10d_all_gather()(torch.empty(4 * size), FOUR)
+    dist.gather(FOUR, parts if rank == 0 else None)
+    dist.scatter(torch.empty(4), parts if rank == 0 else None)
+    dist.reduce_scatter(torch.empty(4), parts)
+    c10d_reduce_scatter()(torch.empty(4 // size), torch.ones(4))
+    dist.all_to_all_single(torch.empty(4), FOUR)
+    dist.barrier()
+    if rank == 0:
+        dist.send(FOUR, 1)
+    elif rank == 1:
+        dist.recv(torch.empty(4), 0)
+
+
+CALLS = [
+    (Kind.BROADCAST, 16),
+    (Kind.ALL_REDUCE, 16),
+    (Kind.REDUCE, 16),
+    (Kind.ALL_GATHER, 32),
+    (Kind.ALL_GATHER, 32),
+    (Kind.REDUCE_SCATTER, 32),
+    (Kind.REDUCE_SCATTER, 16),
+    (Kind.ALL_TO_ALL, 16),
+]
+
+
+def test_every_call_has_a_kind_its_payload_a_number_and_an_end():
+    trace = watch(2, every_call).trace
+    (group,) = trace.header.comm_groups
+    assert group.ranks == (0, 1)
+    for rank in trace.ranks:
+        collectives = rank.rows[np.isin(rank.rows["kind"], COLLECTIVES)]
+        begins, ends = (collectives[collectives["edge"] == edge] for edge in (Edge.BEGIN, Edge.END))
+        assert begins["comm_seq"].tolist() == ends["comm_seq"].tolist() == list(range(11))
+        assert begins["kind"].tolist() == ends["kind"].tolist()
+        rows = [(Kind(kind), num_bytes) for kind, num_bytes in begins[["kind", "num_bytes"]].tolist()]
+        assert [row for row in rows if row[0] not in (Kind.GATHER, Kind.SCATTER, Kind.BARRIER)] == CALLS
+        assert [kind for kind, _ in rows[5:7]] == [Kind.GATHER, Kind.SCATTER]
+        assert rows[-1][0] == Kind.BARRIER
+        own = Kind.SEND if rank.rank == 0 else Kind.RECV
+        peer = rank.rows[rank.rows["kind"] == own]
+        assert peer["edge"].tolist() == [Edge.BEGIN, Edge.END]
+        assert set(peer["num_bytes"].tolist()) == {16}
+        assert set(peer["comm_seq"].tolist()) == {-1}
+
+
+def asynchronous():
+    work = dist.all_reduce(torch.ones(1 << 18), async_op=True)
+    other = c10d_all_gather()(torch.empty(8), FOUR, async_op=True)
+    other.wait()
+    work.wait()
+    dropped = dist.all_reduce(torch.ones(1), async_op=True)
+    while not dropped.is_completed():
+        pass
+    dist.barrier()
+    dist.barrier()
+
+
+def test_a_collective_ends_when_it_ends_not_when_it_is_waited_for():
+    trace = watch(2, asynchronous).trace
+    for rank in trace.ranks:
+        rows = rank.rows
+        ends = rows[np.isin(rows["kind"], COLLECTIVES) & (rows["edge"] == Edge.END)]
+        assert sorted(ends["comm_seq"].tolist()) == [0, 1, 2, 3, 4]
+        waits = rows[(rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.BEGIN)]
+        assert waits["comm_seq"].tolist() == [1, 0, 3, 4]
+        begins = rows[np.isin(rows["kind"], COLLECTIVES) & (rows["edge"] == Edge.BEGIN)]
+        began = dict(begins[["comm_seq", "t_ns"]].tolist())
+        ended = dict(ends[["comm_seq", "t_ns"]].tolist())
+        assert all(began[seq] <= ended[seq] for seq in ended)
+        assert ended[2] <= began[3]
+
+
+def in_groups_made_later():
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dist.all_reduce(ONE.clone(), group=pairs[rank // 2])
+    dist.all_reduce(ONE.clone())
+    dist.destroy_process_group(pairs[rank // 2])
+    dist.all_reduce(ONE.clone(), group=dist.new_group(list(range(4))))
+
+
+def test_groups_made_later_are_seen_too_each_with_its_ranks():
+    trace = watch(4, in_groups_made_later).trace
+    groups = trace.header.comm_groups
+    for rank in trace.ranks:
+        begins = rank.rows[(rank.rows["kind"] == Kind.ALL_REDUCE) & (rank.rows["edge"] == Edge.BEGIN)]
+        pair = (0, 1) if rank.rank < 2 else (2, 3)
+        assert [groups[index].ranks for index in begins["comm_group"]] == [pair, (0, 1, 2, 3), (0, 1, 2, 3)]
+        assert begins["comm_seq"].tolist() == [0, 0, 0]
+
+
+def with_our_engine():
+    model = make_blocks(2)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    return train(model, 1)
+
+
+def test_what_our_engine_issues_is_announced_once(monkeypatch):
+    monkeypatch.setenv("WORKBENCH_COMM", "gloo")
+    trace = watch(2, with_our_engine).trace
+    rows = trace.ranks[0].rows
+    begins = Counter(Kind(kind) for kind in rows[rows["edge"] == Edge.BEGIN]["kind"].tolist())
+    assert (begins[Kind.ALL_GATHER], begins[Kind.REDUCE_SCATTER], begins[Kind.ALL_TO_ALL]) == (6, 3, 0)
+
+
+def data_parallel():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(make_blocks(2), bucket_cap_mb=0.001)
+    return train(model, 2)
+
+
+@pytest.mark.skipif(not HAS_HOOKS, reason="before torch 2.14, what C++ calls is invisible")
+def test_what_cpp_calls_is_seen_where_torch_has_hooks():
+    seen = watch(2, data_parallel)
+    assert seen.results == run_ranks(2, data_parallel)
+    for rank in seen.trace.ranks:
+        rows = rank.rows[rank.rows["kind"] == Kind.ALL_REDUCE]
+        begins, ends = (rows[rows["edge"] == edge] for edge in (Edge.BEGIN, Edge.END))
+        assert begins["num_bytes"].sum() >= 2 * 4 * sum(p.numel() for p in make_blocks(2).parameters())
+        assert sorted(ends["comm_seq"].tolist()) == begins["comm_seq"].tolist()
+
+
+def functional():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    return tensor.full_tensor().tolist()
+
+
+@pytest.mark.skipif(not HAS_HOOKS, reason="before torch 2.14, what C++ calls is invisible")
+def test_collectives_of_a_dtensor_are_seen_where_torch_has_hooks():
+    seen = watch(2, functional)
+    assert seen.results[0] == list(range(8))
+    rows = seen.trace.ranks[0].rows
+    assert Kind.ALL_GATHER in rows["kind"][rows["edge"] == Edge.BEGIN].tolist()
+
+
+def refused():
+    with pytest.raises((ValueError, RuntimeError)):
+        c10d_all_gather()(torch.empty(3), FOUR)
+    dist.barrier()
+
+
+def test_a_call_that_raises_has_no_end_and_the_next_is_seen():
+    trace = watch(2, refused).trace
+    rows = trace.ranks[0].rows
+    ends = [Kind(kind) for kind in rows["kind"][rows["edge"] == Edge.END].tolist()]
+    assert Kind.ALL_GATHER not in ends
+    assert ends[-1] == Kind.BARRIER
+
+
+def test_nothing_is_left_when_watching_ends():
+    ((before, after),) = run_ranks(1, watched_and_after)
+    assert after == before
+
+
+def watched_and_after():
+    names = ("allreduce", "barrier", "_set_group_name")
+    before = [getattr(dist.ProcessGroup, name).__qualname__ for name in names], dist.Work.wait.__qualname__
+    recorded(dist.barrier)
+    after = [getattr(dist.ProcessGroup, name).__qualname__ for name in names], dist.Work.wait.__qualname__
+    return before, after

@@ -1,0 +1,94 @@
+"""What ``watch/`` uses of torch's private API exists in this version, and means what it is taken for."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.watched import make_blocks, shard_by_torch
+from workbench.watch import _torch_private as _torch
+from workbench.watch._torch_private import Replacements
+
+
+def test_a_replaced_function_is_the_original_again():
+    changes = Replacements()
+    original = vars(nn.Linear)["forward"]
+    changes.wrap(nn.Linear, "forward", lambda forward, module, x: -forward(module, x))
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    assert torch.equal(layer(x), -original(layer, x))
+    changes.undo()
+    assert vars(nn.Linear)["forward"] is original
+    with pytest.raises(AttributeError):
+        changes.wrap(nn.Linear, "backward", lambda *_: None)
+
+
+def test_groups_their_ranks_and_models():
+    run_ranks(2, groups)
+
+
+def groups():
+    pair = dist.new_group([0, 1])
+    assert pair in _torch.groups_so_far()
+    assert dist.group.WORLD in _torch.groups_so_far()
+    assert _torch.ranks_of(pair) == (0, 1)
+    plain = make_blocks(2)
+    assert list(_torch.groups_below(plain)) == []
+    model = shard_by_torch(plain)
+    found = dict(_torch.groups_below(model))
+    assert list(found) == ["", "0", "1"]
+    root, block = found[""], found["0"]
+    assert _torch.root_of(block) is model[0]  # no forward has made a root known
+    model(torch.randn(1, 16)).sum().backward()
+    assert _torch.root_of(block) is _torch.root_of(root) is model
+    assert _torch.will_unshard(block)
+    model[0].unshard(async_op=True)
+    assert _torch.is_gathering(block)
+    assert not _torch.will_unshard(block)
+    model[0].unshard()
+    model[0].reshard()
+    param = block.fsdp_params[0]
+    assert _torch.shape_of(param) == (32, 16)
+    assert _torch.module_of(param) == (model[0][0], "weight")
+    assert _torch.full_of(param) is None
+    assert _torch.full_grads_of(param) == ()
+    assert _torch.local_of(param.sharded_param) is _torch.local_of(param.sharded_param)
+    assert _torch.local_of(param.sharded_param).shape == (16, 16)
+    model[0].unshard()
+    assert _torch.full_of(param).shape == (32, 16)
+    model[0].reshard()
+    assert not _torch.is_in_forward(block)
+    assert not _torch.is_in_backward(block)
+
+
+def test_a_group_of_several_modules_is_found_once():
+    run_ranks(2, several_modules)
+
+
+def several_modules():
+    model = make_blocks(2)
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    assert [path for path, _ in _torch.groups_below(model)] == ["", "0"]
+
+
+def test_a_group_is_renewed_after_an_iteration_that_was_given_up():
+    run_ranks(2, renewed)
+
+
+def renewed():
+    model = shard_by_torch(make_blocks(2))
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    model(x).sum().backward()
+    expected = [param.grad.full_tensor() for param in model.parameters()]
+    model.zero_grad()
+    loss = model(x).sum()
+    model[1].unshard(async_op=True).wait()
+    del loss
+    for _, group in _torch.groups_below(model):
+        _torch.renew(group)
+        assert group.is_sharded
+    model(x).sum().backward()
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(param.grad.full_tensor(), grad)

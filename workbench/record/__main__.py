@@ -1,0 +1,133 @@
+"""``python -m workbench.record --out DIR train.py ARGS``: run a training script unchanged, and record it.
+
+Start it as the script is started: by torchrun (``torchrun --nproc-per-node 8 -m workbench.record --out DIR train.py``),
+srun, mpirun or accelerate, or alone. Every rank writes its own files into DIR; nothing is asked of the network.
+``%fsdp open DIR`` shows them, also while the run goes on; so do ``workbench view DIR`` and ``workbench where DIR``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from workbench.record.launch import Place, place
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the script and record it; ends as the script ends."""
+    parser = argparse.ArgumentParser(
+        prog="python -m workbench.record",
+        description="Run a training script unchanged, and record what its ranks do. Start it as you start the script: "
+        "torchrun --nproc-per-node 8 -m workbench.record --out DIR train.py ARGS",
+        epilog="Open DIR with %fsdp open DIR in a notebook, or with: workbench view DIR, workbench where DIR.",
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the recording; new or empty")
+    parser.add_argument(
+        "--keep", type=_whole, default=0, metavar="STEPS", help="keep at least the newest STEPS steps (default: all)"
+    )
+    parser.add_argument(
+        "--max-mb", type=_whole, default=200, metavar="MB", help="limit of a rank's files; the oldest are deleted (200)"
+    )
+    parser.add_argument(
+        "--every", type=_whole, default=1, metavar="N", help="record only every N-th step of the loop (default: all)"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    args = parser.parse_args(argv)
+    for flag in ("max_mb", "every"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} must be at least 1")
+    if not args.module and not Path(args.script).is_file():
+        parser.error(f"there is no script {args.script}")
+    try:
+        here = place(os.environ)
+    except ValueError as error:
+        parser.error(str(error))
+    folder = args.out / f"restart{here.restart}" if here.restart else args.out
+    _run(args, folder, here)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
+    return int(text)
+
+
+def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
+    from workbench.record.rank_recording import RankRecording  # noqa: PLC0415 - torch, after the arguments are checked
+
+    program = (args.script, *args.args)
+    try:
+        recording = RankRecording(
+            folder,
+            here,
+            program=program,
+            max_bytes=args.max_mb << 20,
+            keep=args.keep,
+            every=args.every,
+            complain=lambda sentence: _say(here, sentence),
+        )
+    except FileExistsError:
+        if folder.is_dir():
+            _refuse(here, f"{folder} has a recording of rank {here.rank} already: choose another --out, or delete it")
+        _refuse(here, f"--out {folder} is not a folder")
+    except OSError as error:
+        _refuse(here, f"cannot write to --out {folder}: {error.strerror}")
+    free = shutil.disk_usage(folder).free
+    if here.local_rank == 0 and free < (needed := here.local_world_size * args.max_mb << 20):
+        _say(here, f"{folder} has {free >> 20} MB free, and its ranks may write {needed >> 20} MB; see --max-mb")
+    try:
+        recording.begin()
+    except AttributeError as error:
+        _refuse(here, f"this version of torch cannot be recorded: {error}")
+    reason = "the process ended early"
+    try:
+        sys.argv = list(program)
+        if args.module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(args.script).resolve().parent)
+            runpy.run_path(args.script, run_name="__main__")
+        reason = ""
+    except SystemExit as error:
+        is_number = isinstance(error.code, int)
+        reason = "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ") + _line_of(error)
+        raise
+    finally:
+        recording.end(reason)
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the script's innermost line in an error's traceback; empty if it has none."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        frame = step.tb_frame
+        if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != __file__:
+            found = f", at line {step.tb_lineno} of {frame.f_code.co_filename}"
+        step = step.tb_next
+    return found
+
+
+def _say(here: Place, sentence: str) -> None:
+    sys.stderr.write(f"workbench.record, rank {here.rank}: {sentence}\n")
+    sys.stderr.flush()
+
+
+def _refuse(here: Place, sentence: str) -> NoReturn:
+    _say(here, sentence)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The recording of one rank of a run: a probe in memory, and a thread that appends what it records to a file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from workbench.clock import clock_here
+from workbench.engine import probe
+from workbench.engine.event_source import SOURCE
+from workbench.record.launch import Place
+from workbench.runtime.loop_steps import SampledSteps
+from workbench.runtime.recorder import Recorder
+from workbench.runtime.rss_sampler import RssSampler
+from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
+from workbench.trace.schema import Header, RankInfo
+from workbench.watch import Watch
+
+PERIOD_S = 0.2
+"""Time between two writes: what a killed process has not written yet."""
+
+QUIET_S = (1, 10, 60)
+"""Times without an event, in seconds, after which the main thread's stack is written."""
+
+_BEAT_S = 1.0
+_MAX_FRAMES = 200
+_MAX_LINE = 200
+_OWN = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("record", "watch"))
+
+
+class RankRecording:
+    """The recording of this process, from :meth:`begin` to :meth:`end`.
+
+    Processes that it forks, such as workers of a data loader, are no ranks: they record nothing.
+
+    Args:
+        folder: the recording's folder.
+        here: this process's place in its run.
+        program: the script and its arguments.
+        max_bytes: limit of the rank's files together.
+        keep: number of the newest steps to keep at least; 0: all.
+        every: record only each step whose number is a multiple of it.
+        complain: receives a sentence if the recording has to stop early.
+
+    Raises:
+        FileExistsError: the folder has a recording of this rank.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        here: Place,
+        *,
+        program: tuple[str, ...] = (),
+        max_bytes: int,
+        keep: int = 0,
+        every: int = 1,
+        complain: Callable[[str], object],
+    ) -> None:
+        self._folder, self._complain = folder, complain
+        self._recorder = Recorder(Header(world_size=here.world_size))
+        rss = RssSampler(self._recorder.resident)
+        self._recorder.on_phase = rss.sample
+        device = f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu"
+        info = RankInfo(
+            rank=here.rank,
+            host=socket.gethostname(),
+            device=device,
+            pid=os.getpid(),
+            baseline_bytes=rss.num_bytes() if device == "cpu" else 0,
+        )
+        self._recorder.set_run(info, mesh_shape=(here.world_size,), mesh_axes=("rank",))
+        self._steps = SampledSteps(self._recorder, every)
+        start = RunStart(
+            rank=here.rank,
+            world_size=here.world_size,
+            clock=clock_here(),
+            t_ns=time.monotonic_ns(),
+            wall_ns=time.time_ns(),
+            program=program,
+        )
+        self._written = 0
+        self._header_version = self._recorder.header_version
+        self._writer = RecordingWriter(folder, start, self._recorder.header, max_bytes, keep)
+        self._main = threading.get_ident()
+        self._pid = os.getpid()
+        self._progress = _Progress((-1, 0, 0), start.t_ns)
+        self._next_beat = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
+        self._has_stopped = False
+        self._watch: Watch | None = None
+        self._undo: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        """Record from now on.
+
+        Raises:
+            AttributeError: this version of torch has other names than :mod:`workbench.watch` knows; nothing is
+                recorded then.
+        """
+        probe.active = self._recorder
+        self._recorder.source(SOURCE)
+        try:
+            self._watch = Watch()
+        except AttributeError:
+            probe.active = None
+            self._writer.close()
+            raise
+        self._undo = [self._watch.end, *(hook.remove for hook in self._steps.install())]
+        own = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(own()))
+        self._thread.start()
+
+    def end(self, reason: str = "") -> None:
+        """Stop recording, and write the rest; ``reason`` says why the program ended, empty for success."""
+        if os.getpid() != self._pid:  # a forked process that ends as this one would
+            return
+        for undo in self._undo:
+            undo()
+        self._steps.close()
+        self.forget()
+        self._stop.set()
+        self._thread.join()
+        try:
+            if not self._has_stopped:
+                self._write()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the program ends as it would without
+            self._stop_early(error)
+        with suppress(OSError):
+            self._writer.write(FrameKind.END, RunEnd(t_ns=time.monotonic_ns(), reason=reason))
+        self._writer.close()
+
+    def forget(self) -> None:
+        """Announce nothing more to the recorder."""
+        if probe.active is self._recorder:
+            probe.active = None
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD_S):
+            try:
+                self._write()
+                self._write_if_quiet()
+                self._write_beat()
+            except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
+                self._stop_early(error)
+                return
+
+    def _stop_early(self, error: Exception) -> None:
+        self._has_stopped = True
+        self.forget()
+        why = f"cannot write to {self._folder}: {error.strerror}" if isinstance(error, OSError) else repr(error)
+        self._complain(f"recording stopped: {why}; the program goes on")
+
+    def _write(self) -> None:
+        if self._watch is not None:
+            self._watch.settle()
+        drained = self._recorder.drain(self._written)
+        if self._recorder.header_version != self._header_version:
+            self._header_version = self._recorder.header_version
+            self._writer.set_header(self._recorder.header)
+        self._writer.append(drained.rows, drained.key_frame, lost=drained.lost)
+        self._written = drained.key_frame.seq
+
+    def _write_if_quiet(self) -> None:
+        """Write the main thread's stack when it has announced no event for a while, recorded or not."""
+        now_ns = time.monotonic_ns()
+        mark = (self._written - 1, self._recorder.next_step, self._recorder.ordinal)
+        if mark != self._progress.mark:
+            self._progress = _Progress(mark, now_ns)
+        stacks = self._progress.stacks
+        if stacks == len(QUIET_S) or now_ns - self._progress.t_ns < QUIET_S[stacks] * 1e9:
+            return
+        self._progress.stacks += 1
+        frame = sys._current_frames().get(self._main)
+        frames = () if frame is None else stack_of(frame)
+        self._writer.write(FrameKind.SILENT_STACK, SilentStack(t_ns=now_ns, seq=self._written, frames=frames))
+
+    def _write_beat(self) -> None:
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + _BEAT_S
+            beat = Heartbeat(t_ns=time.monotonic_ns(), wall_ns=time.time_ns(), event_ns=self._progress.t_ns)
+            self._writer.write(FrameKind.HEARTBEAT, beat)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the main thread has come.
+
+    Attributes:
+        mark: changes with every event: number of the newest row, and the next step and event, recorded or not.
+        t_ns: when that was seen first.
+        stacks: number of stacks written since.
+    """
+
+    mark: tuple[int, int, int]
+    t_ns: int
+    stacks: int = 0
+
+
+def stack_of(frame: FrameType) -> tuple[str, ...]:
+    """Return the calls of a stack, the innermost last, without those of the recording itself."""
+    calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith(_OWN)]
+    first = next((at for at, call in enumerate(calls) if "runpy" not in call.filename), 0)
+    return tuple(
+        f"{call.filename}:{call.lineno} in {call.name}: {(call.line or '')[:_MAX_LINE]}".rstrip(": ")
+        for call in calls[first:][-_MAX_FRAMES:]
+    )
+
+
+def _forget(recording: RankRecording | None) -> None:
+    if recording is not None:
+        recording.forget()

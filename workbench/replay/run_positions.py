@@ -1,0 +1,228 @@
+"""Where the ranks of a recorded run are: what each did last, who waits for which collective, and who has not begun it.
+
+A recording may be of a run that goes on, stands still, was killed or has ended. Durations are differences of times of
+one rank's own clock; only whether a process is alive is judged by the time of day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from workbench.events import BESIDE, COLLECTIVES, Edge, Kind
+from workbench.trace.columns import RankTrace
+from workbench.trace.read_recording import RecordedRank, Recording
+from workbench.trace.schema import Header, Rows
+
+ALIVE_NS = 10_000_000_000
+"""A process writes every second that it is alive. One that has not for this long is gone, or its host is."""
+
+STANDS_NS = 5_000_000_000
+"""A rank without an event for this long stands still."""
+
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
+"""Parts of the paths of code that is not the user's."""
+
+
+class RunState(Enum):
+    """State of a rank; the value is its display text."""
+
+    RUNS = "runs"
+    # within a collective, for a moment
+    IN_COLLECTIVE = "communicates"
+    # within a collective, for long
+    WAITS = "waits"
+    # outside of any collective, for long
+    SILENT = "has announced nothing"
+    ENDED = "has ended"
+    FAILED = "failed"
+    # without an end
+    LOST = "was killed, or its host or disk failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingCollective:
+    """A collective that a rank has begun and not ended.
+
+    Attributes:
+        unit: index of its unit; -1: none.
+        group: name of its communication group.
+        number: how many collectives the group issued before it.
+        absent: ranks of the group that have not begun it.
+        others: what other ranks of the group issued in its place, by rank.
+        unknown: ranks of the group of which nothing about it is recorded.
+    """
+
+    kind: Kind
+    unit: int
+    group: str
+    number: int
+    absent: tuple[int, ...] = ()
+    others: tuple[tuple[int, Kind], ...] = ()
+    unknown: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPosition:
+    """Where a rank is.
+
+    Attributes:
+        step: number of its step; -1: outside.
+        kind: kind of its last event; None: it has announced none.
+        edge: edge of its last event.
+        unit: unit of its last event; -1: none.
+        for_ns: time since its last event, or since it began, until it was last known to be alive.
+        pending: the collective that it waits for.
+        reason: why its program ended; empty for success, or while it has not.
+        frames: its stack, the innermost call last, if it was written since its last event.
+    """
+
+    rank: int
+    state: RunState
+    step: int = -1
+    kind: Kind | None = None
+    edge: Edge = Edge.INSTANT
+    unit: int = -1
+    for_ns: int = 0
+    pending: PendingCollective | None = None
+    reason: str = ""
+    frames: tuple[str, ...] = ()
+
+    @property
+    def users_frame(self) -> str:
+        """The innermost call that is not of a library; empty if unknown."""
+        own = [frame for frame in self.frames if not _is_of_a_library(frame)]
+        return own[-1] if own else ""
+
+    @property
+    def short_frames(self) -> tuple[str, ...]:
+        """The stack without the calls of libraries, except the innermost of all."""
+        own = (*(frame for frame in self.frames if not _is_of_a_library(frame)), *self.frames[-1:])
+        return tuple(dict.fromkeys(own))
+
+
+def _is_of_a_library(frame: str) -> bool:
+    return any(library in frame for library in _LIBRARY)
+
+
+def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]:
+    """Return where every recorded rank is.
+
+    Args:
+        recording: the recording.
+        now_wall_ns: time of day, in nanoseconds since 1970.
+    """
+    trace = recording.trace
+    begun = {rank_trace.rank: _begun(trace.header, rank_trace) for rank_trace in trace.ranks}
+    return tuple(
+        _position(trace.header, rank_trace, recording.ranks[rank_trace.rank], begun, now_wall_ns)
+        for rank_trace in sorted(trace.ranks, key=lambda each: each.rank)
+    )
+
+
+def _position(
+    header: Header,
+    rank_trace: RankTrace,
+    known: RecordedRank,
+    begun: Mapping[int, _Issued],
+    now_wall_ns: int,
+) -> RunPosition:
+    events = rank_trace.rows[~np.isin(rank_trace.rows["kind"], BESIDE)]
+    call = _open_call(events)
+    row = call if call is not None else events[-1] if len(events) else None
+    at_ns, wall_ns = _last_alive(known)
+    for_ns = max(at_ns - _last_time(rank_trace.rows, known), 0)
+    pending = None if call is None else _pending(header, rank_trace, call, begun)
+    next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
+    frames = next((quiet.frames for quiet in reversed(known.quiet) if quiet.seq == next_seq), ())
+    if known.end is not None:
+        state = RunState.FAILED if known.end.reason else RunState.ENDED
+    elif now_wall_ns - wall_ns > ALIVE_NS:
+        state = RunState.LOST
+    elif for_ns < STANDS_NS:
+        state = RunState.RUNS if pending is None else RunState.IN_COLLECTIVE
+    else:
+        state = RunState.SILENT if pending is None else RunState.WAITS
+    return RunPosition(
+        rank=rank_trace.rank,
+        state=state,
+        step=-1 if row is None else int(row["step"]),
+        kind=None if row is None else Kind(row["kind"]),
+        edge=Edge.INSTANT if row is None else Edge(row["edge"]),
+        unit=-1 if row is None else int(row["unit"]),
+        for_ns=for_ns,
+        pending=None if known.end is not None else pending,
+        reason="" if known.end is None else known.end.reason,
+        frames=frames,
+    )
+
+
+def _last_alive(known: RecordedRank) -> tuple[int, int]:
+    """Return when a rank was last known to be alive: on its own clock, and in time of day."""
+    if known.end is not None:
+        return known.end.t_ns, known.start.wall_ns + known.end.t_ns - known.start.t_ns
+    if known.last_beat is not None:
+        return known.last_beat.t_ns, known.last_beat.wall_ns
+    return known.start.t_ns, known.start.wall_ns
+
+
+def _last_time(rows: Rows, known: RecordedRank) -> int:
+    """Return the time of the last event, recorded or not, on the rank's own clock; when it began if there is none."""
+    told = known.start.t_ns if known.last_beat is None else known.last_beat.event_ns
+    return max(told, int(rows["t_ns"][-1]) + known.offset_ns) if len(rows) else told
+
+
+_Issued = Mapping[int, Mapping[int, Kind]]
+"""Kinds of a rank's collectives, by group and number."""
+
+
+def _begun(header: Header, rank_trace: RankTrace) -> _Issued:
+    """Return the collectives that a rank has begun; without a group if older rows than the rank's may be about it."""
+    own = rank_trace.rows[np.isin(rank_trace.rows["kind"], COLLECTIVES) & (rank_trace.rows["edge"] == Edge.BEGIN)]
+    groups = () if rank_trace.start.seq else range(len(header.comm_groups))
+    found: dict[int, dict[int, Kind]] = {group: {} for group in groups}
+    for group, number, kind in zip(*(own[name].tolist() for name in ("comm_group", "comm_seq", "kind")), strict=True):
+        found.setdefault(group, {})[number] = Kind(kind)
+    return found
+
+
+def _open_call(events: Rows) -> np.void | None:
+    """Return the begin of the collective, or of the wait for one, within which a rank is; None outside of any.
+
+    Ends of other collectives may be noticed and recorded while a rank waits.
+    """
+    is_end = np.isin(events["kind"], COLLECTIVES) & (events["edge"] == Edge.END)
+    ends, others = events[is_end], events[~is_end]
+    if not len(others):
+        return None
+    row: np.void = others[-1]
+    if row["kind"] not in (*COLLECTIVES, Kind.WAIT) or row["edge"] != Edge.BEGIN or row["comm_group"] < 0:
+        return None
+    has_ended = (ends["comm_group"] == row["comm_group"]) & (ends["comm_seq"] == row["comm_seq"])
+    return None if has_ended.any() else row
+
+
+def _pending(
+    header: Header, rank_trace: RankTrace, call: np.void, begun: Mapping[int, _Issued]
+) -> PendingCollective | None:
+    """Return the collective that ``call`` begins or waits for; None if its begin is not among the rank's rows."""
+    rows = rank_trace.rows
+    group, number = int(call["comm_group"]), int(call["comm_seq"])
+    mine = rows[np.isin(rows["kind"], COLLECTIVES) & (rows["comm_group"] == group) & (rows["comm_seq"] == number)]
+    if not len(mine):
+        return None
+    kind, info = Kind(mine["kind"][0]), header.comm_groups[group]
+    known = {rank: begun[rank][group] for rank in info.ranks if group in begun.get(rank, {})}
+    others = {rank: issued for rank, issued in known.items() if rank != rank_trace.rank}
+    return PendingCollective(
+        kind=kind,
+        unit=int(mine["unit"][0]),
+        group=info.name,
+        number=number,
+        absent=tuple(rank for rank, issued in others.items() if max(issued, default=-1) < number),
+        others=tuple((rank, issued[number]) for rank, issued in others.items() if issued.get(number, kind) != kind),
+        unknown=tuple(rank for rank in info.ranks if rank not in known),
+    )

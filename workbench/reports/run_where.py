@@ -1,0 +1,145 @@
+"""Report on where the ranks of a recorded run are, and who waits for whom. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from workbench.events import unit_words
+from workbench.replay.grouping import label
+from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
+from workbench.reports.results import Report
+from workbench.reports.stop_positions import event_words, unit_names
+from workbench.reports.tables import Table
+from workbench.trace.read_recording import Recording
+from workbench.trace.step_names import step_name
+from workbench.views.theme import format_long
+
+_STANDING = (RunState.WAITS, RunState.SILENT)
+_OVER = (RunState.ENDED, RunState.FAILED, RunState.LOST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunWhereReport(Report):
+    """Where every rank of a recorded run is.
+
+    Attributes:
+        positions: of every recorded rank.
+        units: unit names by index.
+        notes: what the recording lacks.
+    """
+
+    positions: tuple[RunPosition, ...]
+    units: Mapping[int, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def stands(self) -> bool:
+        """Whether no rank that is left goes on, or one was killed."""
+        states = {position.state for position in self.positions}
+        left = states - {RunState.ENDED}
+        return bool(left) and (RunState.LOST in left or RunState.FAILED in left or left <= set(_STANDING))
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        if not self.stands:
+            return self._moves()
+        return "; ".join([*self._over(), *self._pending(), *self._silent()])
+
+    def _moves(self) -> str:
+        if all(position.state is RunState.ENDED for position in self.positions):
+            return "the run has ended"
+        steps = sorted({position.step for position in self.positions if position.step >= 0})
+        at = f", at {step_name(steps[0], steps[-1])}" if steps else ""
+        return f"the run goes on{at}"
+
+    def _over(self) -> list[str]:
+        found: dict[str, list[int]] = {}
+        for position in self.positions:
+            if position.state in (RunState.FAILED, RunState.LOST):
+                reason = f": {position.reason}" if position.reason else ""
+                found.setdefault(f"{position.state.value}{reason}", []).append(position.rank)
+        return [f"{label(ranks)} {_plural(words, ranks)}" for words, ranks in found.items()]
+
+    def _pending(self) -> list[str]:
+        """Name each collective that ranks wait for, and who has not begun it."""
+        waiting: dict[PendingCollective, list[RunPosition]] = {}
+        for position in self.positions:
+            if position.pending is not None and position.state is RunState.WAITS:
+                waiting.setdefault(position.pending, []).append(position)
+        return [self._wait_words(pending, found) for pending, found in waiting.items()]
+
+    def _wait_words(self, pending: PendingCollective, found: Sequence[RunPosition]) -> str:
+        ranks = [position.rank for position in found]
+        has = "has" if len(ranks) == 1 else "have"
+        longest = max(position.for_ns for position in found)
+        words = f"{label(ranks)} {has} waited {format_long(longest)} for {_collective_words(pending, self.units)}"
+        blame = []
+        if pending.others:
+            instead = [f"{label([rank])} issued {kind.words} in its place" for rank, kind in pending.others]
+            blame.append("; ".join(instead))
+        if pending.absent:
+            have = "has" if len(pending.absent) == 1 else "have"
+            blame.append(f"{label(pending.absent)} {have} not begun it")
+        if pending.unknown:
+            blame.append(f"nothing is recorded of {label(pending.unknown)}")
+        if not blame:
+            blame.append("all of its ranks have begun it")
+        return f"{words}: {', '.join(blame)}"
+
+    def _silent(self) -> list[str]:
+        return [
+            f"{label([position.rank])} has announced nothing for {format_long(position.for_ns)}"
+            + (f", in {position.users_frame}" if position.users_frame else "")
+            for position in self.positions
+            if position.state is RunState.SILENT
+        ]
+
+    def __str__(self) -> str:
+        lines = [self.headline, *(f"  {line}" for line in self.table().lines())]
+        for position in self.positions:
+            if position.frames and position.state in _STANDING:
+                lines += [f"  {label([position.rank])} is in", *(f"    {frame}" for frame in position.short_frames)]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def table(self) -> Table:
+        """Return a row for each rank."""
+        head = ("rank", "state", "step", "last event", "ago")
+        return Table(head=head, rows=[self._row(position) for position in self.positions])
+
+    def _row(self, position: RunPosition) -> tuple[str, ...]:
+        event = (
+            "" if position.kind is None else event_words(position.kind, position.edge, self.units.get(position.unit))
+        )
+        return (
+            str(position.rank),
+            position.state.value,
+            "" if position.step < 0 else str(position.step),
+            event,
+            "" if position.kind is None or position.state in _OVER else format_long(position.for_ns),
+        )
+
+
+def _collective_words(pending: PendingCollective, units: Mapping[int, str]) -> str:
+    """Return a collective as text: ``"all-gather of blocks.2"``, ``"all-reduce number 12 of group 0"``."""
+    if pending.unit in units:
+        return f"{pending.kind.words} of {unit_words(units[pending.unit])}"
+    return f"{pending.kind.words} number {pending.number} of {pending.group}"
+
+
+def _plural(words: str, ranks: Sequence[int]) -> str:
+    return (
+        words
+        if len(ranks) == 1
+        else words.replace("was killed, or its host or disk", "were killed, or their hosts or disks")
+    )
+
+
+def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
+    """Return where the ranks of a recording are at a time of day, in nanoseconds since 1970."""
+    return RunWhereReport(
+        positions=positions(recording, now_wall_ns),
+        units=unit_names(recording.trace.header),
+        notes=recording.notes,
+    )

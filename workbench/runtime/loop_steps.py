@@ -1,0 +1,140 @@
+"""Steps of a training loop that does not announce them, and the optimizers of the process."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from workbench.engine._torch import local_of
+from workbench.events import Category, Edge
+from workbench.runtime.recorder import Recorder
+
+
+class LoopSteps:
+    """Reports to the recorder what no source announces: steps of a loop, optimizer steps, optimizer state.
+
+    A step of a loop begins with the first training forward after the last one, and ends with a step of an optimizer.
+
+    Attributes:
+        optimizer_steps: number of optimizer steps on this rank.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._running = False  # a step function, which begins and ends its steps itself
+        self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
+        self.optimizer_steps = 0
+
+    def install(self) -> list[RemovableHandle]:
+        """Watch every forward and every optimizer of the process; return the handles of the optimizer hooks."""
+        self._recorder.on_forward = self._before_forward
+        return [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+
+    def _before_forward(self) -> None:
+        """Open a step for a training forward outside of one; evaluation is not a step."""
+        if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
+            self.before_step()
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._recorder.begin_step()
+
+    def before_step(self) -> None:
+        """Called before a step of a loop begins."""
+
+    def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        self._recorder.optimizer_edge(Edge.BEGIN)
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        self.optimizer_steps += 1  # first: a rank that is held and aborted at the END has taken the step
+        self._recorder.optimizer_edge(Edge.END)
+        if self._recorder.is_recording:
+            self.account(optimizer)
+        if not self._running and not self._recorder.is_aside:
+            self._recorder.end_step()
+
+    def account(self, optimizer: Optimizer, *, changed: bool = False) -> None:
+        """Record the current bytes of an optimizer's state on this rank.
+
+        An optimizer makes its state once, and reading every tensor after each step would cost more than the step's
+        other events together; ``changed`` says that the state was replaced.
+        """
+        known = self._state.get(optimizer)
+        if known is None:
+            known = self._state[optimizer] = _StateBytes(self._recorder)
+        if changed or known.entries != len(optimizer.state):
+            known.entries = len(optimizer.state)
+            known.set(state_bytes(optimizer))
+
+
+class SampledSteps(LoopSteps):
+    """Steps of a program outside the notebook; records only each step whose number is a multiple of ``every``.
+
+    The others run off the record. In a program without a sharded model no source announces forwards. There a step
+    begins as soon as an optimizer has ended the last one; the begin of step 0 is unknown, so it is outside of any step.
+    """
+
+    def __init__(self, recorder: Recorder, every: int) -> None:
+        super().__init__(recorder)
+        self._every = every
+        self._has_forwards = False
+        self._left_out = ExitStack()  # the step that runs off the record
+
+    def _before_forward(self) -> None:
+        self._has_forwards = True
+        super()._before_forward()
+
+    def _begin_step(self) -> None:
+        if self._recorder.next_step % self._every:
+            self._recorder.next_step += 1
+            self._left_out.enter_context(self._recorder.unrecorded())
+        else:
+            super()._begin_step()
+
+    def _after_optimizer(self, optimizer: Optimizer, *args: Any) -> None:  # noqa: ANN401 - hook signature
+        super()._after_optimizer(optimizer, *args)
+        self.close()
+        if not self._has_forwards:
+            self._recorder.next_step = max(self._recorder.next_step, 1)
+            self._begin_step()
+
+    def close(self) -> None:
+        """End a step that runs off the record; no-op in another one."""
+        self._left_out.close()
+
+
+class _StateBytes:
+    """Bytes of one optimizer's state, recorded as freed when the optimizer is gone."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.entries = 0
+        self._recorder = recorder
+        self._num_bytes = 0
+
+    def set(self, num_bytes: int) -> None:
+        """Record the difference to the last value."""
+        delta, self._num_bytes = num_bytes - self._num_bytes, num_bytes
+        if delta:
+            self._recorder.memory(Category.OPTIMIZER_STATE, -1, delta)
+
+    def __del__(self) -> None:
+        self.set(0)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of an optimizer's state tensors on this rank, without padding."""
+    values = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    return sum((local_of(v) if isinstance(v, DTensor) else v).nbytes for v in values)

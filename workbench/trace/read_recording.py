@@ -1,0 +1,409 @@
+"""Reading of recordings (:mod:`workbench.trace.recording`), also while the run still writes, or after it was killed.
+
+A file is read up to its last whole frame: the rank may have been killed while it wrote, or may be writing now. Files
+are untrusted: nothing in them is unpickled or evaluated, lengths are bounded, and a rank whose rows break a rule of
+traces is left out. However large the files are, only the newest rows are kept, as many as a trace may have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+
+from workbench.codec import CodecError, decode
+from workbench.errors import TraceError
+from workbench.events import Edge, Kind
+from workbench.trace.builder import MAX_ROWS
+from workbench.trace.columns import RankTrace, Trace, merge
+from workbench.trace.header import header_from_dict, key_frame_from_dict
+from workbench.trace.invariants import MAX_RANKS, check_header, check_rank
+from workbench.trace.keyframe import advance
+from workbench.trace.recording import (
+    HEAD,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    RANK_FILE,
+    FrameKind,
+    Heartbeat,
+    RunEnd,
+    RunStart,
+    SilentStack,
+)
+from workbench.trace.row_compression import from_wire
+from workbench.trace.schema import ROW_DTYPE, ClockReading, Header, HostClock, KeyFrame, Rows
+
+_NAME = re.compile(r"rank(\d{1,6})\.(\d{4,9})\.rec")
+_T = TypeVar("_T")
+_MEETINGS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BARRIER)
+"""Collectives that end on no rank before they have begun on all."""
+
+_MAX_T_NS = 2**62
+_MAX_QUIET = 1000
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRank:
+    """What a folder has of one rank.
+
+    Attributes:
+        start: how it began.
+        header: its last header.
+        quiet: stacks from the times without an event, in order.
+        last_beat: the last time at which it was alive; None if it never told.
+        end: how the program ended; None: it was killed, or still runs.
+        is_cut: whether something unreadable follows the last whole frame.
+        offset_ns: nanoseconds by which its clock is ahead of that of the trace.
+    """
+
+    start: RunStart
+    header: Header
+    quiet: tuple[SilentStack, ...] = ()
+    last_beat: Heartbeat | None = None
+    end: RunEnd | None = None
+    is_cut: bool = False
+    offset_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What a folder has.
+
+    Attributes:
+        trace: of all ranks, on rank 0's clock.
+        ranks: what is known of each rank besides, by rank.
+        notes: what is missing, as sentences.
+    """
+
+    trace: Trace
+    ranks: dict[int, RecordedRank] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def read(folder: Path) -> Recording:
+    """Return the recording in a folder, also of a run that still writes, or was killed.
+
+    Raises:
+        TraceError: the folder has no readable recording of any rank.
+        OSError: the folder cannot be read.
+    """
+    files: dict[int, dict[int, Path]] = {}
+    for path in folder.iterdir():
+        named = _NAME.fullmatch(path.name)
+        if named:
+            files.setdefault(int(named[1]), {})[int(named[2])] = path
+    notes: list[str] = []
+    found: dict[int, _RankReader] = {}
+    for rank, parts in sorted(files.items()):
+        reader = _RankReader(rank, MAX_ROWS // len(files))
+        reader.read_files([path for _, path in sorted(parts.items())])
+        notes += reader.notes
+        broken = reader.broken(next(iter(found.values()), reader))
+        if broken:
+            notes.append(f"rank {rank} is left out: {broken}")
+        else:
+            found[rank] = reader
+    if not found:
+        more = f": {'; '.join(notes)}" if notes else f", such as {RANK_FILE.format(rank=0, number=0)}"
+        raise TraceError(f"{folder} is a folder without the recording of a rank{more}")
+    notes += _missing(found)
+    notes += [f"the run was restarted: its later part is in {each}" for each in sorted(folder.glob("restart*"))]
+    return _joined(found, notes)
+
+
+class _RankReader:
+    """Collects the frames of one rank's files.
+
+    Args:
+        rank: its number, from the names of the files.
+        max_rows: number of the newest rows to keep.
+    """
+
+    def __init__(self, rank: int, max_rows: int) -> None:
+        self.rank = rank
+        self.start: RunStart | None = None
+        self.header = Header()
+        self.quiet: deque[SilentStack] = deque(maxlen=_MAX_QUIET)
+        self.last_beat: Heartbeat | None = None
+        self.end: RunEnd | None = None
+        self.is_cut = False
+        self.notes: list[str] = []
+        self._max_rows = max_rows
+        self._first = KeyFrame()  # the state before the rows
+        self._lost = 0
+        self._pieces: deque[Rows] = deque()
+        self._num_rows = 0
+        self._next_seq = 0
+
+    def read_files(self, paths: Sequence[Path]) -> None:
+        """Read files in their order, each up to the first frame that cannot be read."""
+        for path in paths:
+            self.is_cut = False
+            try:
+                self._read_file(path)
+            except FileNotFoundError:  # the run has just deleted it
+                continue
+            except OSError as error:
+                self.notes.append(f"{path.name} cannot be read: {error.strerror}")
+            except TraceError as error:
+                self.notes.append(f"{path.name} is left out: {error}")
+            except _UnreadableFrameError as error:
+                self.is_cut = True
+                self.notes.append(f"{path.name} {error}")
+
+    def _read_file(self, path: Path) -> None:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+            raise TraceError("it is not a file")
+        with path.open("rb") as file:
+            self._read(file)
+
+    def _read(self, file: IO[bytes]) -> None:
+        magic = file.read(len(MAGIC))
+        if magic != MAGIC:
+            is_begun = MAGIC.startswith(magic)
+            raise TraceError(
+                f"it {'ends before its first frame' if is_begun else 'does not start as a recording does'}"
+            )
+        for at, kind, content in _frames(file):
+            if kind == FrameKind.START:
+                self._take_start(_decoded(RunStart, content))
+            elif self.start is None:
+                raise TraceError("it does not say how the recording began")
+            else:
+                try:
+                    self._take(kind, content)
+                except TraceError as error:
+                    raise _UnreadableFrameError(f"is left out from byte {at:,} on: {error}") from error
+
+    def _take(self, kind: int, content: bytes) -> None:
+        """Take a frame; unknown kinds are of a newer version, and not needed to read the rest."""
+        match kind:
+            case FrameKind.HEADER:
+                self.header = header_from_dict(_json(content))
+            case FrameKind.KEY_FRAME:
+                self._take_key_frame(key_frame_from_dict(_json(content)))
+            case FrameKind.ROWS:
+                self._take_rows(np.frombuffer(from_wire(content), ROW_DTYPE))
+            case FrameKind.SILENT_STACK:
+                self.quiet.append(_decoded(SilentStack, content))
+            case FrameKind.HEARTBEAT:
+                self.last_beat = _decoded(Heartbeat, content)
+            case FrameKind.END:
+                self.end = _decoded(RunEnd, content)
+
+    def _take_start(self, start: RunStart) -> None:
+        if start.rank != self.rank:
+            raise TraceError(f"its name says rank {self.rank}, its content rank {start.rank}")
+        if self.start is not None and start != self.start:
+            raise TraceError("it is of another run than the files before it")
+        if not start.rank < start.world_size <= MAX_RANKS:
+            raise TraceError(f"it is of rank {start.rank} of {start.world_size}")
+        self.start = start
+
+    def _take_key_frame(self, key_frame: KeyFrame) -> None:
+        """Begin again at a key frame that does not continue the rows: the first one, or some were lost before it."""
+        if key_frame.seq == self._next_seq:
+            return
+        broken = check_rank(self.header, RankTrace(self.rank, np.empty(0, ROW_DTYPE), key_frame))
+        if broken or key_frame.seq < self._next_seq:
+            raise TraceError(broken[0] if broken else f"row {key_frame.seq} follows row {self._next_seq - 1}")
+        if self._next_seq:
+            self._lost += key_frame.seq - self._next_seq
+        self._first, self._next_seq = key_frame, key_frame.seq
+        self._pieces.clear()
+        self._num_rows = 0
+
+    def _take_rows(self, rows: Rows) -> None:
+        after = self._next_seq + len(rows)
+        if not np.array_equal(rows["seq"], np.arange(self._next_seq, after)):
+            raise TraceError(f"its rows do not continue at row {self._next_seq}")
+        self._pieces.append(rows)
+        self._num_rows, self._next_seq = self._num_rows + len(rows), after
+        while self._num_rows - len(self._pieces[0]) >= self._max_rows:
+            self._first = advance(self._first, self._pieces[0])
+            self._num_rows -= len(self._pieces.popleft())
+
+    def trace(self) -> Trace:
+        """Return the newest rows, at most as many as are to be kept, with the header."""
+        rows = np.concatenate(self._pieces) if self._pieces else np.empty(0, ROW_DTYPE)
+        more = max(len(rows) - self._max_rows, 0)
+        start = advance(self._first, rows[:more]) if more else self._first
+        return Trace(self.header, (RankTrace(self.rank, rows[more:], start, self._lost),))
+
+    def broken(self, other: _RankReader) -> str:
+        """Return why this rank cannot be shown, a sentence with a small first letter; empty if it can.
+
+        Args:
+            other: a rank that is shown, or this one.
+        """
+        if self.start is None or other.start is None:
+            return "none of its files can be read"
+        if self.start.world_size != other.start.world_size:
+            return f"it is of a run of {self.start.world_size} ranks, rank {other.rank} of {other.start.world_size}"
+        if self.header.world_size != self.start.world_size:
+            return f"its header is of a run of {self.header.world_size} ranks, its start of {self.start.world_size}"
+        if self.header.clocks:
+            return "its header has clocks of several hosts"
+        trace = self.trace()
+        (rank_trace,) = trace.ranks
+        times = rank_trace.rows["t_ns"]
+        if len(times) and not 0 <= times.min() <= times.max() < _MAX_T_NS:
+            return f"its times are out of range: {times.min()} to {times.max()} ns"
+        sentences = [*check_header(self.header), *check_rank(self.header, rank_trace)]
+        return sentences[0][:300].removeprefix(f"rank {self.rank}: ") if sentences else ""
+
+
+class _UnreadableFrameError(Exception):
+    """A frame cannot be read; the message follows the name of the file."""
+
+
+def _frames(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Yield position, kind and content of the frames that follow :data:`MAGIC`.
+
+    Raises:
+        _UnreadableFrameError: something follows the last whole frame.
+    """
+    at = len(MAGIC)
+    while head := file.read(HEAD.size):
+        kind, length, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, 0, 0)
+        content = file.read(min(length, MAX_FRAME_BYTES))
+        if len(head) < HEAD.size or (len(content) < length <= MAX_FRAME_BYTES):
+            raise _UnreadableFrameError(f"ends within a frame, at byte {at:,}: its rank was about to write it")
+        if len(content) < length or zlib.crc32(content) != crc:
+            raise _UnreadableFrameError(f"is damaged at byte {at:,}; what follows is left out")
+        yield at, kind, content
+        at += HEAD.size + length
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"a frame is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise TraceError(f"a frame holds a {type(data).__name__}, not an object")
+    return data
+
+
+def _decoded(kind: type[_T], content: bytes) -> _T:
+    try:
+        found: _T = decode(kind, _json(content), kind.__name__)
+    except CodecError as error:
+        raise TraceError(str(error)) from error
+    return found
+
+
+def _missing(found: dict[int, _RankReader]) -> Iterator[str]:
+    """Yield a sentence about the ranks without a recording, if there are any."""
+    world = next(reader.start.world_size for reader in found.values() if reader.start is not None)
+    missing = sorted(set(range(world)) - found.keys())
+    if missing:
+        named = ", ".join(map(str, missing[:_SHOWN_RANKS]))
+        more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
+        yield f"nothing can be shown of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
+
+
+def _joined(found: dict[int, _RankReader], notes: list[str]) -> Recording:
+    """Return one recording of all ranks, with times on the clock of the lowest one."""
+    trace = merge(*(reader.trace() for reader in found.values()))
+    starts = {rank: reader.start for rank, reader in found.items() if reader.start is not None}
+    clocks = _clocks(trace, starts)
+    offset_of = {rank: clock.readings[0].offset_ns for clock in clocks for rank in clock.ranks}
+    return Recording(
+        trace=Trace(
+            replace(trace.header, clocks=clocks),
+            tuple(_moved(rank_trace, offset_of.get(rank_trace.rank, 0)) for rank_trace in trace.ranks),
+        ),
+        ranks={
+            rank: RecordedRank(
+                start=start,
+                header=found[rank].header,
+                quiet=tuple(found[rank].quiet),
+                last_beat=found[rank].last_beat,
+                end=found[rank].end,
+                is_cut=found[rank].is_cut,
+                offset_ns=offset_of.get(rank, 0),
+            )
+            for rank, start in starts.items()
+        },
+        notes=tuple(notes),
+    )
+
+
+def _moved(rank_trace: RankTrace, offset_ns: int) -> RankTrace:
+    """Return a rank's rows with the times of a clock that is ``offset_ns`` ahead converted."""
+    if not offset_ns:
+        return rank_trace
+    rows = rank_trace.rows.copy()
+    rows["t_ns"] -= offset_ns
+    return replace(rank_trace, rows=rows)
+
+
+def _clocks(trace: Trace, starts: dict[int, RunStart]) -> tuple[HostClock, ...]:
+    """Return the clocks other than the lowest rank's: their offsets by the time of day, made possible by collectives.
+
+    The offset by the time of day is as good as the hosts' clocks are set. A collective ends on no rank before it has
+    begun on all of them, which bounds the offset from both sides; the time of day is moved into these bounds.
+    """
+    of_clock: dict[str, list[int]] = {}
+    for rank, start in starts.items():
+        of_clock.setdefault(start.clock, []).append(rank)
+    (first, *_), *others = of_clock.values()
+    if not others:
+        return ()
+    base = _collective_times(trace, first)
+    return tuple(_clock(trace, starts, base, first, ranks) for ranks in others)
+
+
+_Times = tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]
+_DAY_ERROR_NS = 1_000_000_000
+
+
+def _clock(trace: Trace, starts: dict[int, RunStart], base_times: _Times, first: int, ranks: list[int]) -> HostClock:
+    base, here = starts[first], starts[ranks[0]]
+    offset = (here.t_ns - here.wall_ns) - (base.t_ns - base.wall_ns)
+    error = _DAY_ERROR_NS
+    least, most = _bounds(base_times, [_collective_times(trace, rank) for rank in ranks])
+    if least is not None:
+        offset = max(offset, least)
+    if most is not None:
+        offset = min(offset, most)
+    if least is not None and most is not None:
+        offset = offset if least <= most else (least + most) // 2
+        error = max(abs(most - offset), abs(offset - least))
+    offset = min(max(offset, -_MAX_T_NS), _MAX_T_NS)
+    reading = ClockReading(t_ns=base.t_ns, offset_ns=offset, error_ns=min(error, _MAX_T_NS))
+    return HostClock(ranks=tuple(ranks), readings=(reading,))
+
+
+def _bounds(base: _Times, others: Sequence[_Times]) -> tuple[int | None, int | None]:
+    """Return the least and the largest offset of other ranks' clock to the base's that their collectives allow."""
+    begins, ends = base
+    least = [t_ns - ends[key] for other_begins, _ in others for key, t_ns in other_begins.items() if key in ends]
+    most = [t_ns - begins[key] for _, other_ends in others for key, t_ns in other_ends.items() if key in begins]
+    return max(least, default=None), min(most, default=None)
+
+
+def _collective_times(trace: Trace, rank: int) -> _Times:
+    """Return the times at which a rank's collectives begin and end, by group and number.
+
+    Empty for a device, whose collectives end later than the host's rows say.
+    """
+    times: _Times = {}, {}
+    if replace(trace.header, ranks=tuple(info for info in trace.header.ranks if info.rank == rank)).is_enqueued:
+        return times
+    rows = trace.rank(rank).rows
+    rows = rows[np.isin(rows["kind"], _MEETINGS)]
+    columns = (rows[name].tolist() for name in ("comm_group", "comm_seq", "edge", "t_ns"))
+    for group, number, edge, t_ns in zip(*columns, strict=True):
+        times[edge == Edge.END][group, number] = t_ns
+    return times

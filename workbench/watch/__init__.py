@@ -1,0 +1,64 @@
+"""Events of training that the workbench's engine does not run: torch's own FSDP, and every collective of c10d.
+
+Two sources, which :class:`Watch` starts together:
+
+- ``c10d_calls.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
+  else through the methods of ``ProcessGroup``, which see what Python calls but not what C++ does, such as the reducer
+  of DistributedDataParallel.
+- ``fully_shard.py``: the units of models that torch's ``fully_shard`` shards.
+
+Nothing changes in the program that is watched: no argument, no result, no stream, no order. All uses of torch's private
+API are in ``_torch_private.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from workbench.engine import probe
+from workbench.watch._torch_private import Replacements, observe_calls, stop_observing_groups
+from workbench.watch.c10d_calls import Collectives
+from workbench.watch.fully_shard import FullyShardUnits
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """Announces to the active probe what c10d and torch's ``fully_shard`` do, from now on until :meth:`end`.
+
+    Raises:
+        AttributeError: this version of torch has other names; nothing is watched then.
+    """
+
+    def __init__(self) -> None:
+        self._changes = Replacements()
+        self._collectives = Collectives()
+        self._units = FullyShardUnits(self._collectives)
+        if probe.active is not None:
+            probe.active.source(self._units)
+        try:
+            observe_calls(self._collectives, self._changes)
+            self._units.install(self._changes)
+        except BaseException:
+            self.end()
+            raise
+
+    def note(self, models: Iterable[nn.Module]) -> None:
+        """Announce the units of models, none of which is part of another; the others are found as they train."""
+        self._units.note(models)
+
+    def settle(self) -> None:
+        """Announce what has ended meanwhile; callable from any thread."""
+        self._collectives.settle()
+
+    def renew(self) -> None:
+        """All process groups were replaced: let all models use the new ones. What was under way is over."""
+        self._units.renew()
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._collectives.settle(is_last=True)
+        stop_observing_groups()
+        self._changes.undo()

@@ -1,0 +1,177 @@
+"""Every collective of a c10d program as events, whoever issues it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine import probe
+from workbench.engine.process_groups import OWN
+from workbench.events import COLLECTIVES, GROUP_INDICES, Comm, Edge, Kind
+from workbench.watch._torch_private import Tensors, Work, ranks_of
+
+_OF_OUTPUTS = (Kind.ALL_GATHER, Kind.SCATTER, Kind.RECV)
+"""Kinds whose payload is their outputs; that of the others is their inputs."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of c10d that was announced and whose end was not.
+
+    Attributes:
+        ended_ns: time at which the transport finished it; None while it is unknown.
+    """
+
+    kind: Kind
+    unit: int
+    num_bytes: int
+    comm: Comm | None
+    is_async: bool
+    on_device: bool
+    ended_ns: int | None = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """A process group as the trace knows it; ``index`` is None for the engine's own, which announces itself."""
+
+    index: int | None
+    issued: int = 0
+
+
+class Collectives:
+    """Observer of c10d that announces calls, waits and ends to the probe.
+
+    Attributes:
+        unit: index of the unit to which the next calls belong.
+        before_issue: called with the tensors of the next call, after its input is ready and before it is announced.
+        after_wait: called once when the next wait has ended.
+    """
+
+    def __init__(self) -> None:
+        self.unit = probe.NO_UNIT
+        self.before_issue: Callable[[Kind, Tensors], None] | None = None
+        self.after_wait: Callable[[], None] | None = None
+        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
+        # not weakly: a hook's object is another one than c10d's caller gets, unless it is kept
+        self._in_flight: dict[Work, Call] = {}
+        # asynchronous, ended, and perhaps still to be waited for
+        self._ended: weakref.WeakKeyDictionary[Work, Call] = weakref.WeakKeyDictionary()
+
+    def begin(self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool) -> Call | None:
+        """Announce that a call begins."""
+        if probe.active is None:
+            return None
+        known = self._groups.get(group)
+        if known is None:
+            known = self._groups[group] = self._announced(group)
+        if known.index is None:
+            return None
+        if self.before_issue is not None:
+            self.before_issue(kind, tensors)
+        self._end_synchronous()
+        self.settle()
+        comm = None
+        if kind in COLLECTIVES:
+            comm = Comm(group=known.index, seq=known.issued)
+            known.issued += 1
+        paid = tensors.outputs if kind in _OF_OUTPUTS else tensors.inputs
+        on_device = any(not tensor.is_cpu for tensor in paid)
+        call = Call(kind, self.unit, sum(tensor.nbytes for tensor in paid), comm, is_async, on_device)
+        probe.event(kind, Edge.BEGIN, call.unit, call.num_bytes, comm)
+        return call
+
+    @staticmethod
+    def _announced(group: dist.ProcessGroup) -> _Group:
+        if group.group_name.startswith(OWN):
+            return _Group(None)
+        known = _Group(next(GROUP_INDICES))
+        if probe.active is not None and known.index is not None:
+            probe.active.comm_group(known.index, ranks_of(group) or tuple(range(group.size())))
+        return known
+
+    def issued(self, call: Call | None, work: Work | None) -> None:
+        """Follow a call that was made to its end."""
+        if call is None:
+            return
+        if work is None:  # it ended within the call, or it is a part of a coalesced one
+            self._announce_end(call)
+            return
+        self._in_flight[work] = call
+        if call.on_device:
+            if probe.active is not None and call.comm is not None:
+                probe.active.issued(call.comm, lambda: _original_wait(work))
+        elif call.is_async:
+            with suppress(RuntimeError):  # this transport has no futures
+                work.get_future().add_done_callback(lambda _: _note_end(call))
+
+    def failed(self, call: Call | None) -> None:
+        """Drop a call that raised: it has no end."""
+
+    def wait(self, original: Callable[..., bool], work: Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
+        """Wait for a work; announce the wait, and the end of its call."""
+        call = self._in_flight.get(work) or self._ended.pop(work, None)
+        if call is None:
+            return original(work, *args, **kwargs)
+        probe.event(Kind.WAIT, Edge.BEGIN, call.unit, 0, call.comm)
+        done = original(work, *args, **kwargs)
+        probe.event(Kind.WAIT, Edge.END, call.unit, 0, call.comm)
+        if self._in_flight.pop(work, None) is not None:
+            (self._announce_late_end if call.is_async else self._announce_end)(call)
+        then, self.after_wait = self.after_wait, None
+        if then is not None:
+            then()
+        return done
+
+    def settle(self, *, is_last: bool = False) -> None:
+        """Announce the ends of asynchronous calls that have ended meanwhile; callable from any thread.
+
+        Args:
+            is_last: do not wait for the transport to tell when one ended that has.
+        """
+        for work, call in list(self._in_flight.items()):
+            has_ended = call.ended_ns is not None or (is_last and work.is_completed())
+            if has_ended and self._in_flight.pop(work, None) is not None:
+                self._ended[work] = call
+                self._announce_late_end(call)
+
+    def _end_synchronous(self) -> None:
+        """Announce the end of a call for which C++ has waited: it was not asynchronous, and the next one begins."""
+        for work in [work for work, call in self._in_flight.items() if not call.is_async]:
+            self._announce_end(self._in_flight.pop(work))
+
+    @staticmethod
+    def _announce_end(call: Call) -> None:
+        probe.event(call.kind, Edge.END, call.unit, call.num_bytes, call.comm, call.ended_ns)
+
+    @staticmethod
+    def _announce_late_end(call: Call) -> None:
+        """Announce an end that ranks learn of at different events."""
+        if probe.active is not None:
+            ended_ns = time.monotonic_ns() if call.ended_ns is None else call.ended_ns
+            probe.active.late_end(call.kind, call.unit, call.num_bytes, call.comm, ended_ns)
+
+
+def _note_end(call: Call) -> None:
+    """Note the time, in the transport's thread."""
+    call.ended_ns = time.monotonic_ns()
+
+
+_original_wait: Callable[[Work], object] = Work.wait
+
+
+def holds(tensor: torch.Tensor) -> probe.BufferHandle | None:
+    """Return the handle that counts a tensor's bytes; None if it has none."""
+    return getattr(tensor, "_workbench_bytes", None)
+
+
+def count(tensor: torch.Tensor, handle: probe.BufferHandle | None) -> None:
+    """Count bytes by ``handle`` as long as ``tensor`` exists."""
+    tensor._workbench_bytes = handle  # type: ignore[attr-defined]
