@@ -312,7 +312,7 @@ def test_a_rank_that_dies_while_stopped(wb):
 
 
 STOPPED = ": no step is stopped; stop one with %fsdp step --until all_gather, or %fsdp break add EVENT and %fsdp step"
-NO_GATHER = f"there is no event 'gathr'; the events, nearest first: {', '.join(nearest('gathr', EVENTS))}"
+NO_GATHER = f"there is no event 'gathers'; the events, nearest first: {', '.join(nearest('gathers', EVENTS))}"
 
 
 @pytest.mark.parametrize(
@@ -643,7 +643,7 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda wb: wb.break_add("gathr"), NO_GATHER),
+        (lambda wb: wb.break_add("gathers"), NO_GATHER),
         (
             lambda wb: wb.break_add("forward:nothing"),
             ("there is no unit 'nothing'; the units, nearest first: (root), blocks.0, blocks.1"),
@@ -654,7 +654,7 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
             "--when takes names, numbers and operators only, no Call as in 'f()'",
         ),
         (lambda wb: wb.break_clear(3), "there is no breakpoint 3; none is set"),
-        (lambda wb: wb.step(1, until="gathr"), NO_GATHER),
+        (lambda wb: wb.step(1, until="gathers"), NO_GATHER),
         (
             lambda wb: wb.step(1, until="forward:nothing"),
             ("there is no unit 'nothing'; the units, nearest first: (root), blocks.0, blocks.1"),

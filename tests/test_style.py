@@ -13,8 +13,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = Function | ast.ClassDef
 
 SAME_THING = {
-    "_torch.py": {"engine", "watch"},
-    "collectives.py": {"replay", "watch"},
     "errors.py": {".", "engine"},
     "memory.py": {"replay", "views"},
     "paused_time.py": {"replay", "views"},

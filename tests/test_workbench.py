@@ -381,7 +381,7 @@ def test_bad_requests_give_a_remedy_and_reach_no_rank(wb, call, message):
 
 
 def test_a_method_that_is_not_there_is_told_which_are(wb):
-    with pytest.raises(UsageError, match=r"^there is no method 'dance'; there are: abort, .*, where$"):
+    with pytest.raises(UsageError, match=r"^there is no method 'dance'; methods: abort, .*, where$"):
         wb.help("dance")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROWS = """
-    ALL_TO_ALL = {0}, _span("all-to-all", Colour.ALL_GATHER, Track.OTHER, is_collective=True)
+    COLLECTIVE_PERMUTE = {0}, _span("collective-permute", Colour.ALL_GATHER, Track.OTHER, is_collective=True)
     EVICT = {1}, _instant(
         "evict", Colour.GIVEN_UP, is_event=True, is_stop=True, states=((Edge.INSTANT, UnitState.SHARDED),)
     )
@@ -57,10 +57,10 @@ def record():
     recorder.memory(Category.UNSHARDED_PARAMS, 0, 4096)
     recorder.event(Kind.UNSHARD, Edge.BEGIN, 0, 0, None, None)
     recorder.event(Kind.UNSHARD, Edge.END, 0, 0, None, None)
-    recorder.event(Kind.ALL_TO_ALL, Edge.BEGIN, 0, 4096, Comm(group=0, seq=0), None)
+    recorder.event(Kind.COLLECTIVE_PERMUTE, Edge.BEGIN, 0, 4096, Comm(group=0, seq=0), None)
     recorder.event(Kind.WAIT, Edge.BEGIN, 0, 0, Comm(group=0, seq=0), None)
     recorder.event(Kind.WAIT, Edge.END, 0, 0, Comm(group=0, seq=0), None)
-    recorder.event(Kind.ALL_TO_ALL, Edge.END, 0, 4096, Comm(group=0, seq=0), None)
+    recorder.event(Kind.COLLECTIVE_PERMUTE, Edge.END, 0, 4096, Comm(group=0, seq=0), None)
     recorder.event(Kind.EVICT, Edge.INSTANT, 0, 0, None, None)
     last = recorder.last_event()
     recorder.memory(Category.UNSHARDED_PARAMS, 0, -4096)
@@ -87,11 +87,11 @@ def check_trace(trace) -> None:
         save(trace, Path(folder) / "run.trace")
         assert load(Path(folder) / "run.trace") == trace
     drawn = to_perfetto(trace)["traceEvents"]
-    assert {("X", "all-to-all blocks.0"), ("i", "evict blocks.0")} <= {(e["ph"], e["name"]) for e in drawn}
+    assert {("X", "collective-permute blocks.0"), ("i", "evict blocks.0")} <= {(e["ph"], e["name"]) for e in drawn}
     assert len([e for e in drawn if e["ph"] == "s"]) == 1, "the arrow from a collective to its wait"
-    assert table(trace.ranks[0]).kind.tolist() == [Kind.ALL_TO_ALL]
+    assert table(trace.ranks[0]).kind.tolist() == [Kind.COLLECTIVE_PERMUTE]
     side = align((trace.header, trace.ranks[0]), (trace.header, trace.ranks[0])).a
-    assert {Kind.ALL_TO_ALL, Kind.EVICT} <= set(side.rows["kind"][side.place].tolist())
+    assert {Kind.COLLECTIVE_PERMUTE, Kind.EVICT} <= set(side.rows["kind"][side.place].tolist())
 
 
 def check_stops() -> None:
@@ -101,11 +101,11 @@ def check_stops() -> None:
     from workbench.protocol.breakpoints import parse_event, split_event
     from workbench.reports.stop_positions import event_words
 
-    assert parse_event("all-to-all.end:blocks.0", ["blocks.0"]) == ("all_to_all.end", "blocks.0")
-    assert split_event("all_to_all.end") == (Kind.ALL_TO_ALL, Edge.END)
+    assert parse_event("collective-permute.end:blocks.0", ["blocks.0"]) == ("collective_permute.end", "blocks.0")
+    assert split_event("collective_permute.end") == (Kind.COLLECTIVE_PERMUTE, Edge.END)
     assert split_event("evict") == (Kind.EVICT, Edge.INSTANT)
-    assert {"all_to_all", "evict"} <= set(EVENTS)
-    assert event_words(Kind.ALL_TO_ALL, Edge.END, "blocks.0") == "the end of all-to-all of blocks.0"
+    assert {"collective_permute", "evict"} <= set(EVENTS)
+    assert event_words(Kind.COLLECTIVE_PERMUTE, Edge.END, "blocks.0") == "the end of collective-permute of blocks.0"
 
 
 def check_pictures(trace) -> None:
@@ -119,11 +119,11 @@ def check_pictures(trace) -> None:
     for view in VIEWS:
         draw(view, trace)
     bars = {bar.name: bar for bar in draw("timeline", trace).data}
-    assert bars["all-to-all"].marker.color == theme.KIND_COLOURS[Kind.ALL_TO_ALL]
-    assert "all-to-all" in {bar.name for bar in draw("comms", trace).data}
+    assert bars["collective-permute"].marker.color == theme.KIND_COLOURS[Kind.COLLECTIVE_PERMUTE]
+    assert "collective-permute" in {bar.name for bar in draw("comms", trace).data}
     found = RankSpans().take(trace.ranks[0], first_track=0)
-    assert Kind.ALL_TO_ALL in found["kind"].tolist()
-    assert '{"words": "all-to-all", "colour": ' in programs()[EVENTS]
+    assert Kind.COLLECTIVE_PERMUTE in found["kind"].tolist()
+    assert '{"words": "collective-permute", "colour": ' in programs()[EVENTS]
     assert f"  EVICT: {int(Kind.EVICT)},\n" in programs()[EVENTS]
     rows = trace.ranks[0].rows
     assert describe(trace.header, rows[rows["kind"] == Kind.EVICT][0]) == "evict of blocks.0"

@@ -64,7 +64,7 @@ def test_running_ranks_are_not_stopped_for_a_file(notebook, run):
     [
         ("rnu.trace", "there is no file 'rnu.trace', did you mean 'run.trace'?"),
         ("notes.txt", "cannot read notes.txt: it is not a trace, or it is damaged or truncated"),
-        ("folder", "cannot read folder: Is a directory"),
+        ("folder", "folder is a folder without the recording of a rank, such as rank0.0000.rec"),
     ],
 )
 def test_an_unreadable_file_is_reported_and_the_shown_trace_stays(bare, run, tmp_path, name, message):

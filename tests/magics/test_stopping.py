@@ -91,7 +91,7 @@ def names(kind):
     ("before", "symbol", "expected"),
     [
         ("%fsdp break ", "", ["add", "list", "clear", "on", "off", "--help", "--rank", "--when"]),
-        ("%fsdp break add all", "all", ["all_gather", "all_reduce"]),
+        ("%fsdp break add all", "all", ["all_gather", "all_reduce", "all_to_all"]),
         ("%fsdp break add all_gather:bl", "bl", ["blocks.0"]),
         ("%fsdp break add all_gather:bl", "all_gather:bl", ["all_gather:blocks.0"]),
         ("%fsdp step --until opt", "opt", ["optimizer"]),

@@ -192,4 +192,4 @@ def test_a_condition_may_use_the_rank_if_one_rank_stops():
 
 
 def test_the_nearest_comes_first():
-    assert nearest("scatter", EVENTS)[0] == "reduce_scatter"
+    assert nearest("reducescater", EVENTS)[0] == "reduce_scatter"

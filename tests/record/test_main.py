@@ -10,6 +10,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from workbench.watch._torch import HAS_HOOKS
 
 from tests.helpers.waiting import wait_until
 from workbench import Workbench, cli
@@ -19,7 +20,6 @@ from workbench.record import __main__ as record
 from workbench.reports.run_where import where
 from workbench.trace import check, steps
 from workbench.trace.read_recording import read
-from workbench.watch._torch import HAS_HOOKS
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 RECORD = (sys.executable, "-m", "workbench.record", "--out")

@@ -30,5 +30,5 @@ def test_they_are_turned_off_and_on():
     assert points.switch(None, is_on=False) == 2
     assert [b.is_on for b in points] == [False, False]
     assert points.switch(None, is_on=True) == 2
-    with pytest.raises(UsageError, match=r"^there is no breakpoint 7; there are: 1, 2$"):
+    with pytest.raises(UsageError, match=r"^there is no breakpoint 7; breakpoints: 1, 2$"):
         points.switch(7, is_on=True)

@@ -19,7 +19,7 @@ from torch import nn
 
 from workbench.engine import probe
 from workbench.watch._torch_private import Replacements, observe_calls, stop_observing_groups
-from workbench.watch.c10d_calls import Collectives
+from workbench.watch.c10d_calls import CollectiveWatch
 from workbench.watch.fully_shard import FullyShardUnits
 
 __all__ = ["Watch"]
@@ -34,7 +34,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._changes = Replacements()
-        self._collectives = Collectives()
+        self._collectives = CollectiveWatch()
         self._units = FullyShardUnits(self._collectives)
         if probe.active is not None:
             probe.active.source(self._units)

@@ -46,7 +46,7 @@ class _Group:
     issued: int = 0
 
 
-class Collectives:
+class CollectiveWatch:
     """Observer of c10d that announces calls, waits and ends to the probe.
 
     Attributes:

@@ -17,7 +17,7 @@ from workbench.engine.probe import BufferHandle
 from workbench.events import C10D, UNIT_INDICES, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import ParamGroup, Replacements, State, Tensors
-from workbench.watch.c10d_calls import Collectives, count, holds
+from workbench.watch.c10d_calls import CollectiveWatch, count, holds
 
 Original = Callable[..., Any]
 
@@ -56,7 +56,7 @@ class FullyShardUnits:
 
     name = "torch.fully_shard"
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: CollectiveWatch) -> None:
         self._collectives = collectives
         self._known: weakref.WeakKeyDictionary[ParamGroup, _Watched] = weakref.WeakKeyDictionary()
         self._groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
@@ -159,7 +159,7 @@ class FullyShardUnits:
 
     @contextmanager
     def _within(self, known: _Watched) -> Iterator[None]:
-        """Collectives that begin in the body belong to a unit."""
+        """CollectiveWatch that begin in the body belong to a unit."""
         before, self._collectives.unit = self._collectives.unit, known.index
         try:
             yield
