@@ -228,7 +228,7 @@ KEEPS = (
             [{"b": 1, "a": 1}, None],
             f"'weight' has no state, and another parameter of its flat parameter has a, b{KEEPS}",
         ),
-        ([{"a": 1}, {}], f"'weight' has state of no key, and another parameter of its flat parameter has a{KEEPS}"),
+        ([{"a": 1}, {}], f"'weight' has empty state, and another parameter of its flat parameter has a{KEEPS}"),
         (
             [{"a": 1}, {"c": 1, "b": 1}],
             f"'weight' has state b, c, and another parameter of its flat parameter has a{KEEPS}",
