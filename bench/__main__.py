@@ -18,7 +18,7 @@ import torch
 from bench import live, report
 from bench.aims import verdicts
 from bench.between_hosts import compare_hosts
-from bench.cases import CASES, CLASSIC_CASES, GPU_CASES, HOSTS_CASES, IMPLEMENTATIONS, RECORDED, Case
+from bench.cases import CASES, CLASSIC_CASES, GPU_CASES, HOSTS_CASES, IMPLEMENTATIONS, OURS, RECORDED, TORCH, Case
 from bench.compare import Effort, compare, compare_classic, compare_recording, compare_sharding
 from bench.gpu import compare_gpu
 from workbench.devices import DEVICES
@@ -102,7 +102,8 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
             yield ("sharding",), _sharding(effort)
         case "recording":
             for name, case in RECORDED.items():
-                yield ("recording", name), _recording(case, effort)
+                yield ("recording", name), _recording(case, effort, OURS)
+                yield ("recording", f"{name} torch"), _recording(case, effort, TORCH)
         case "trace":
             yield ("trace",), _apart("trace of 1 M events", lambda: live.trace(effort))
             yield from _of_512_ranks(effort)
@@ -146,9 +147,10 @@ def _of_case(part: str, case: Case, effort: Effort) -> Tree:
     return found
 
 
-def _recording(case: Case, effort: Effort) -> Tree:
-    found = compare_recording(case, effort)
-    _say("", *report.recording(case.describe(), found), *report.failures(found))
+def _recording(case: Case, effort: Effort, engine: str) -> Tree:
+    found = compare_recording(case, effort, engine)
+    title = f"{case.describe()}, {IMPLEMENTATIONS[engine]}"
+    _say("", *report.recording(title, found), *report.failures(found))
     return found
 
 

@@ -245,10 +245,10 @@ def compare_sharding(effort: Effort) -> Tree:
     return {**what, **found, "failed": runs.failed}
 
 
-def compare_recording(case: Case, effort: Effort) -> Tree:
-    """Measure the cost of recording: ratios of pairs of neighbouring steps."""
+def compare_recording(case: Case, effort: Effort, engine: str) -> Tree:
+    """Measure the cost of recording an engine, ours or torch's: ratios of pairs of neighbouring steps."""
     runs = Runs()
-    ranks: list[Recording] = runs.on_ranks("recording", case.num_ranks, measure_recording, case, effort.pairs)
+    ranks: list[Recording] = runs.on_ranks("recording", case.num_ranks, measure_recording, case, effort.pairs, engine)
     if not ranks:
         return {"failed": runs.failed}
     pairs = [on / off for r in ranks for on, off in zip(r.on_ns, r.off_ns, strict=True)]

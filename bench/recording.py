@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bench.cases import OURS, Case
+from bench.cases import OURS, TORCH, Case
 from bench.training import WARM_UP, Training, make_training
 
 
@@ -31,15 +31,21 @@ class Recording:
 
 
 class _Recorded:
-    """Recorded and drained steps, with all that listens on a rank of the workbench."""
+    """Recorded and drained steps, with all that listens on a rank of the workbench.
 
-    def __init__(self) -> None:
+    Args:
+        is_torchs: whether torch's engine trains, and is watched.
+    """
+
+    def __init__(self, *, is_torchs: bool) -> None:
         from workbench.runtime.gate import Gate
         from workbench.runtime.recorder import Recorder
         from workbench.runtime.rss_sampler import RssSampler
         from workbench.runtime.trainer import Trainer
         from workbench.trace.schema import Header
+        from workbench.watch import Watch
 
+        self._watch = Watch() if is_torchs else None
         self.recorder = Recorder(Header())
         self.num_rows = 0
         self.gate = Gate(self.recorder, dist.get_rank())
@@ -61,19 +67,29 @@ class _Recorded:
         handles = self._trainer.install()
         self.gate.install()
         self.recorder.on_phase = self._resident.sample
+        if self._watch is not None:
+            self._watch.begin()
         try:
             yield
         finally:
+            if self._watch is not None:
+                self._watch.end()
             self.gate.uninstall()
             for handle in handles:
                 handle.remove()
 
 
-def measure_recording(case: Case, num_pairs: int) -> Recording:
-    """Return the times of ``num_pairs`` recorded and as many plain steps, whose order alternates."""
-    recorded = _Recorded()
+def measure_recording(case: Case, num_pairs: int, engine: str = OURS) -> Recording:
+    """Return the times of ``num_pairs`` recorded and as many plain steps, whose order alternates.
+
+    Args:
+        case: the model.
+        num_pairs: number of pairs.
+        engine: :data:`OURS` or :data:`TORCH`.
+    """
+    recorded = _Recorded(is_torchs=engine == TORCH)
     with recorded.installed():  # units announce themselves to the probe when they are made
-        training = make_training(case, OURS)
+        training = make_training(case, engine)
         for _ in range(WARM_UP):
             recorded.step(training)
     on_ns: list[int] = []

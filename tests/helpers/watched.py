@@ -33,7 +33,7 @@ def recorded(fn: Callable[..., Any], *args: Any) -> tuple[Any, Header, Any]:
     info = RankInfo(rank=dist.get_rank(), host="localhost", device="cpu", pid=1)
     recorder.set_run(info, mesh_shape=(dist.get_world_size(),), mesh_axes=("rank",))
     before, probe.active = probe.active, recorder
-    watch = Watch()
+    watch = Watch().begin()
     hooks = LoopSteps(recorder).install()
     try:
         result = fn(*args)

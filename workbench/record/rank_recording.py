@@ -115,7 +115,7 @@ class RankRecording:
         probe.active = self._recorder
         self._recorder.source(SOURCE)
         try:
-            self._watch = Watch()
+            self._watch = Watch().begin()
         except AttributeError:
             probe.active = None
             self._writer.close()

@@ -249,7 +249,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     tracebacks.install()
     text_bars.install()
     _look_after_cells()
-    _runtime = RankRuntime(process_groups, recorder, gate, trainer, Watch(), hooks)
+    _runtime = RankRuntime(process_groups, recorder, gate, trainer, Watch().begin(), hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
 

@@ -26,16 +26,19 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Announces to the active probe what c10d and torch's ``fully_shard`` do, from now on until :meth:`end`.
-
-    Raises:
-        AttributeError: this version of torch has other names; nothing is watched then.
-    """
+    """Announces to the active probe what c10d and torch's ``fully_shard`` do, from :meth:`begin` to :meth:`end`."""
 
     def __init__(self) -> None:
         self._changes = Replacements()
         self._collectives = CollectiveWatch()
         self._units = FullyShardUnits(self._collectives)
+
+    def begin(self) -> Watch:
+        """Begin to watch; what an earlier time told the probe still holds.
+
+        Raises:
+            AttributeError: this version of torch has other names; nothing is watched then.
+        """
         if probe.active is not None:
             probe.active.source(self._units)
         try:
@@ -44,6 +47,7 @@ class Watch:
         except BaseException:
             self.end()
             raise
+        return self
 
     def note(self, models: Iterable[nn.Module]) -> None:
         """Announce the units of models, none of which is part of another; the others are found as they train."""
