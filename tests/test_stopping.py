@@ -646,7 +646,7 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
         (lambda wb: wb.break_add("gathers"), NO_GATHER),
         (
             lambda wb: wb.break_add("forward:nothing"),
-            ("there is no unit 'nothing'; the units, nearest first: (root), blocks.0, blocks.1"),
+            "there is no unit 'nothing'; the units, nearest first: (root), blocks.0, blocks.1",
         ),
         (lambda wb: wb.break_add("forward", rank=9), "there is no rank 9: the ranks are 0 to 3"),
         (
@@ -657,7 +657,7 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
         (lambda wb: wb.step(1, until="gathers"), NO_GATHER),
         (
             lambda wb: wb.step(1, until="forward:nothing"),
-            ("there is no unit 'nothing'; the units, nearest first: (root), blocks.0, blocks.1"),
+            "there is no unit 'nothing'; the units, nearest first: (root), blocks.0, blocks.1",
         ),
         (lambda wb: wb.next("week"), f"next{STOPPED}"),
         (lambda wb: wb.back(-1), "back takes a number of events, 0 for the newest, not -1"),

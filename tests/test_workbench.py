@@ -345,7 +345,7 @@ def test_do_takes_the_command_itself(trained):
         (lambda wb: wb.shard("model", speed=3), "Shard.__init__() got an unexpected keyword argument 'speed'"),
         (
             lambda wb: wb.reshard("model"),
-            ("nothing is sharded yet, so there is nothing to reshard: first %fsdp shard model"),
+            "nothing is sharded yet, so there is nothing to reshard: first %fsdp shard model",
         ),
         (lambda wb: wb.shard(3), "model is a variable on the ranks, such as model or model.blocks, not 3"),
         (lambda wb: wb.run_cell("x", ranks=[7]), "there is no rank 7: the ranks are 0 to 3"),
@@ -369,7 +369,7 @@ def test_do_takes_the_command_itself(trained):
         ),
         (
             lambda wb: wb.export("/does/not/exist/run.json"),
-            ("cannot write /does/not/exist/run.json: there is no folder /does/not/exist"),
+            "cannot write /does/not/exist/run.json: there is no folder /does/not/exist",
         ),
     ],
 )

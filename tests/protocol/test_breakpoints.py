@@ -48,12 +48,12 @@ NEAR_ALL_GAHTER = nearest("all_gahter", EVENTS)
         (
             "forward:block.1",
             UNITS,
-            ("there is no unit 'block.1'; the units, nearest first: blocks.1, blocks.0, (root), head"),
+            "there is no unit 'block.1'; the units, nearest first: blocks.1, blocks.0, (root), head",
         ),
         (
             "forward:layers.*",
             UNITS,
-            ("there is no unit 'layers.*'; the units, nearest first: blocks.0, blocks.1, head, (root)"),
+            "there is no unit 'layers.*'; the units, nearest first: blocks.0, blocks.1, head, (root)",
         ),
         ("forward:blocks.0", [], "nothing is sharded yet, so there is no unit 'blocks.0': first %fsdp shard MODEL"),
         (
@@ -115,15 +115,15 @@ def test_conditions(when):
         ),
         (
             "('x' or 1) * num_bytes",
-            ("--when computes with numbers only, not with strings or lists as in \"('x' or 1) * num_bytes\""),
+            "--when computes with numbers only, not with strings or lists as in \"('x' or 1) * num_bytes\"",
         ),
         (
             "num_bytes * [1, 2]",
-            ("--when computes with numbers only, not with strings or lists as in 'num_bytes * [1, 2]'"),
+            "--when computes with numbers only, not with strings or lists as in 'num_bytes * [1, 2]'",
         ),
         (
             "'%999999999d' % step",
-            ("--when computes with numbers only, not with strings or lists as in \"'%999999999d' % step\""),
+            "--when computes with numbers only, not with strings or lists as in \"'%999999999d' % step\"",
         ),
         ("__import__('os')", "--when takes names, numbers and operators only, no Call as in \"__import__('os')\""),
         ("2 ** 64 > step", "--when takes names, numbers and operators only, no Pow as in '2 ** 64 > step'"),
@@ -131,7 +131,7 @@ def test_conditions(when):
         ("(lambda: 1)", "--when takes names, numbers and operators only, no Lambda as in '(lambda: 1)'"),
         (
             "f'{unit}' == 'x'",
-            ("--when takes names, numbers and operators only, no JoinedStr as in \"f'{unit}' == 'x'\""),
+            "--when takes names, numbers and operators only, no JoinedStr as in \"f'{unit}' == 'x'\"",
         ),
         ("", "--when takes a Python expression such as 'num_bytes > 1e6', not ''"),
     ],
