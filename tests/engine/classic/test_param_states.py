@@ -225,6 +225,11 @@ KEEPS = (
         ([{"a": 1}, {"a": WHOLES[1]}], DIFFER),
         ([{"a": WHOLES[0]}, {"a": WHOLES[1].double()}], DIFFER),
         (
+            [{"a": WHOLES[0]}, {"a": WHOLES[1].reshape(4)}],
+            "optimizer state 'a' of 'weight' has shape [4], the parameter [2, 2]: only a scalar, or state of the "
+            "parameter's shape, can be sharded",
+        ),
+        (
             [{"b": 1, "a": 1}, None],
             f"'weight' has no state, and another parameter of its flat parameter has a, b{KEEPS}",
         ),
