@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.export import export
-from workbench.session.trace_selectors import opened, opened_with_notes, side
+from workbench.session.trace_selectors import opened, opened_with_notes, side, some_steps
 from workbench.trace import save, steps
 from workbench.trace.columns import Trace
 from workbench.trace.recording import RecordingWriter, RunStart
@@ -69,7 +69,7 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
             "nowhere.trace",
             "there is no file 'nowhere.trace'; compare takes a trace file, 'last', or steps such as 3..5",
         ),
-        ("lost", "there is no file 'lost'"),
+        ("lost", "there is no file 'lost'; compare takes a trace file, 'last', or steps such as 3..5"),
         ("last:7", "the trace has no step 7; its steps are: 0-5"),
         ("2..9", "the trace has no step 9; its steps are: 0-5"),
         ("last:-7", "the trace has no step -7; its steps are: 0-5"),
@@ -79,8 +79,16 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
     ],
 )
 def test_missing_files_and_steps_are_reported(text, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError) as caught:
         side(text, recorded)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["", "x", "3...5", "3-5", "5..x"])
+def test_what_names_no_steps_is_told_how_they_are_written(text):
+    with pytest.raises(UsageError) as caught:
+        some_steps(recorded(), text)
+    assert str(caught.value) == f"steps are written 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}"
 
 
 def test_a_file_that_is_no_trace(tmp_path):
@@ -93,7 +101,10 @@ def test_a_file_that_is_no_trace(tmp_path):
 
 @pytest.mark.parametrize("text", ["last", "3..5", "last:1"])
 def test_nothing_is_recorded_yet(text):
-    with pytest.raises(UsageError, match="nothing is recorded yet"):
+    with pytest.raises(
+        UsageError,
+        match=r"^nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3$",
+    ):
         side(text, Trace.empty)
 
 

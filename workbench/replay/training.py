@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -322,21 +321,19 @@ def _over_ranks(
     having = [rank for rank, part in zip(ranks, parts, strict=True) if len(part[0])]
     filled = [part for part in parts if len(part[0])]
     steps = np.unique(np.concatenate([part[0] for part in filled])) if filled else np.empty(0, np.int64)
-    means = [_mean_per_step(steps, *part) for part in filled]
-    masks = [np.isin(steps, part[0]) for part in filled]
-    bad = np.array([mask & ~np.isfinite(mean) for mean, mask in zip(means, masks, strict=True)])
-    bad = bad.reshape(len(filled), len(steps))
-    first = int(np.argmax(bad.any(axis=0))) if bad.any() else -1
-    combine = partial(_reduce, len(steps), means, masks)
-    count = np.sum(masks, axis=0) if filled else np.ones(0)
+    shape = len(filled), len(steps)
+    means = np.array([_mean_per_step(steps, *part) for part in filled]).reshape(shape)
+    has = np.array([np.isin(steps, part[0]) for part in filled], np.bool_).reshape(shape)
+    bad = has & ~np.isfinite(means)
+    first_bad = np.flatnonzero(bad.any(axis=0))[:1]
     return Series(
         name=name,
         steps=steps.astype(np.int64),
-        mean=combine(np.add, 0.0) / count,
-        low=combine(np.minimum, np.inf),
-        high=combine(np.maximum, -np.inf),
+        mean=np.where(has, means, 0.0).sum(axis=0) / has.sum(axis=0),
+        low=np.where(has, means, np.inf).min(axis=0, initial=np.inf),
+        high=np.where(has, means, -np.inf).max(axis=0, initial=-np.inf),
         num_ranks=len(filled),
-        first_not_finite=tuple(having[i] for i in np.flatnonzero(bad[:, first]).tolist()) if first >= 0 else (),
+        first_not_finite=tuple(having[i] for i in np.flatnonzero(bad[:, first_bad]).tolist()),
     )
 
 
@@ -348,13 +345,3 @@ def _mean_per_step(
     count = np.bincount(at, minlength=len(steps))
     total = np.bincount(at, weights=values.astype(np.float64), minlength=len(steps))
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def _reduce(
-    num_steps: int, means: list[NDArray[np.float64]], masks: list[NDArray[np.bool_]], ufunc: np.ufunc, initial: float
-) -> NDArray[np.float64]:
-    """Combine the ranks with ``ufunc``, each only at the steps it has. ``[S]``."""
-    result = np.full(num_steps, initial)
-    for mean, mask in zip(means, masks, strict=True):
-        result[mask] = ufunc(result[mask], mean[mask])
-    return result
