@@ -89,13 +89,14 @@ def test_collectives_that_are_fewer_are_found_with_their_bytes():
     assert found.collectives[0].differs
 
 
+@pytest.mark.parametrize("unit", [0, 1])
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD, Kind.WAIT])
-def test_time_is_attributed_to_its_cause(kind):
+def test_time_is_attributed_to_its_cause(kind, unit):
     a = example_trace()
-    b = slower(a, kind, 1, 3_000_000)
+    b = slower(a, kind, unit, 3_000_000)
     found = differences(a, b)
     most = found.slower[0]
-    assert most.unit == "blocks.1"
+    assert most.unit == f"blocks.{unit}"
     assert most.kind in ((Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if kind is Kind.WAIT else (kind,))
     assert most.delta_ns >= 2_900_000
     assert found.step_ns[1] > found.step_ns[0]

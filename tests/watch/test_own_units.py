@@ -89,9 +89,15 @@ def test_bytes_by_class(world_size):
     block, root = (4 * -(-numel // world_size) * world_size for numel in (BLOCK_NUMEL, HEAD_NUMEL))
     shards = (BLOCKS * block + root) // world_size
     for rank in trace.ranks:
-        peak = memory.peak(trace.slice(step=1).rank(rank.rank)).bytes_by_category
-        assert peak[Category.SHARDED_PARAMS] == shards
-        assert peak[Category.OPTIMIZER_STATE] > 0
+        peak = memory.peak(trace.slice(step=1).rank(rank.rank))
+        held = dict(zip(Category, peak.bytes_by_category, strict=True))
+        assert {category: num_bytes for category, num_bytes in held.items() if num_bytes} == {
+            Category.SHARDED_PARAMS: shards,
+            Category.OPTIMIZER_STATE: 2 * shards + 5 * 4,  # and a step number of each flat parameter
+            Category.UNSHARDED_PARAMS: block + root,  # at the end of the last block's backward
+            Category.UNSHARDED_GRADS: block,
+            Category.SHARDED_GRADS: (BLOCKS - 1) * block // world_size,
+        }
         moves = rank.rows[(rank.rows["unit"] == 1) & (rank.rows["category"] < len(Category))]
         sums = Counter()
         for category, num_bytes in moves[["category", "num_bytes"]].tolist():
@@ -99,7 +105,7 @@ def test_bytes_by_class(world_size):
         for category, num_bytes in {
             Category.ALL_GATHER_BUFFERS: 4 * block,  # until its output is the full parameters
             Category.UNSHARDED_PARAMS: 4 * block,
-            Category.UNSHARDED_GRADS: 2 * block,
+            Category.UNSHARDED_GRADS: 2 * block,  # from the end of backward until the reduce-scatter is over
             Category.SHARDED_GRADS: 2 * block // world_size,
         }.items():
             assert sums[category, True] == sums[category, False] == num_bytes, category

@@ -230,10 +230,10 @@ class OwnUnit:
             ...
         unit.reshard()
         unit.begin_backward()      # then unshard() and end_unshard() as above
-        unit.end_backward()
+        unit.end_backward(full.grad)
         unit.reshard()
-        with unit.reduce(grads=grad):
-            dist.reduce_scatter_tensor(shard.grad, grad)
+        with unit.reduce():
+            dist.reduce_scatter_tensor(shard.grad, full.grad)
 
     Forward and backward count from the moment at which the parameters are full.
 
@@ -368,13 +368,18 @@ class OwnUnit:
         if probe.active is not None:
             self._begin(Kind.BACKWARD)
 
-    def end_backward(self) -> None:
+    def end_backward(self, grads: Named | None = None) -> None:
         """Announce the end of the unit's backward: its gradients are complete.
 
+        Args:
+            grads: gradients of the full parameters, as in :meth:`reduce`.
+
         Raises:
-            ValueError: it has not begun, or the parameters were never unsharded.
+            ValueError: it has not begun, or the parameters were never unsharded, or the gradients are not those of the
+                unit's parameters.
         """
         if probe.active is not None and self._units._ends():
+            self._note_grads(grads)
             self._end(Kind.BACKWARD)
             probe.phase(Phase.POST_BACKWARD)
 
@@ -425,7 +430,7 @@ class OwnUnit:
         """Mark the reduction of the unit's gradients, whose collectives belong to it.
 
         Args:
-            grads: gradients of the full parameters. They are not kept.
+            grads: gradients of the full parameters, if :meth:`end_backward` did not get them. They are not kept.
 
         Raises:
             ValueError: a reduction of the unit runs already, or the gradients are not those of its parameters.
@@ -437,11 +442,9 @@ class OwnUnit:
         self._units._begins()
         if self._is_reducing:
             raise ValueError(f"{self._words} is in a reduction already: leave its `with unit.reduce():` before")
-        named = {} if grads is None else self._named(grads)
-        self._is_reducing, self._grads = True, {name: weakref.ref(grad) for name, grad in named.items()}
-        for grad in named.values():
-            self._count(grad, Category.UNSHARDED_GRADS)
-        del grads, named  # the caller frees them within the body
+        self._is_reducing = True
+        self._note_grads(grads)
+        del grads  # the caller frees them within the body
         with self._issuing(
             lambda kind: (
                 Category.REDUCE_SCATTER_BUFFERS,
@@ -453,6 +456,11 @@ class OwnUnit:
         for shard in self._shards.values():
             if shard.is_leaf and shard.grad is not None:
                 self._count(shard.grad, Category.SHARDED_GRADS)
+
+    def _note_grads(self, grads: Named | None) -> None:
+        for name, grad in {} if grads is None else self._named(grads).items():
+            self._grads[name] = weakref.ref(grad)
+            self._count(grad, Category.UNSHARDED_GRADS)
 
     # ---- copies
 
@@ -564,11 +572,9 @@ class OwnUnit:
     def _count(self, tensor: torch.Tensor, category: Category, *, is_final: bool = False) -> None:
         """Count a storage until it is freed, unless it counts already; ``is_final``: it changes its class then."""
         storage = _storage(tensor)
-        known = holds(storage)
-        is_counted = known is not None and known.is_told
-        if self._is_shard(tensor) or (is_counted and not is_final) or (known and known.category is category):
+        if self._is_shard(tensor) or _counts_as(storage) in (category, *(() if is_final else Category)):
             return
-        count(storage, None)
+        count(storage, None)  # first, so that no byte counts twice
         count(storage, BufferHandle(category, self.info.index, storage.nbytes()))
 
     def _is_shard(self, tensor: torch.Tensor) -> bool:
@@ -592,6 +598,11 @@ class OwnUnit:
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return the storage of this rank's part of a tensor; the same object as long as the storage exists."""
     return local_of(tensor).untyped_storage()
+
+
+def _counts_as(storage: torch.UntypedStorage) -> Category | None:
+    known = holds(storage)
+    return known.category if known is not None and known.is_told else None
 
 
 def _part_of(flat: torch.Tensor, part: FlatPart) -> torch.Tensor:
