@@ -90,7 +90,7 @@ def test_units_come_back_to_rest_with_their_bytes_freed():
 def parts():
     model = wrapped(use_orig_params=True)
     train(model, 1)
-    (source,) = (each for each in probe.active._sources.values() if each.name == "torch.FullyShardedDataParallel")
+    (source,) = (each for each in probe.active._sources if each.name == "torch.FullyShardedDataParallel")
     unit = next(unit for unit in probe.active.header.units if unit.name == "1")
     with FullyShardedDataParallel.summon_full_params(model):
         whole = {_torch.clean(name): param.detach().clone() for name, param in model.named_parameters()}

@@ -1,0 +1,69 @@
+"""The notebook with an FSDP written by hand: as stored, and run on two ranks."""
+
+import nbformat
+import pytest
+
+from tests.helpers.own_fsdp import FSDP, NOTEBOOK, source_of
+from workbench.demo import execute
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The output of each code cell, in order, with its source."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    execute(notebook, tmp_path_factory.mktemp("own_fsdp"))
+    return [
+        (c.source, "\n".join(o.get("data", {}).get("text/plain", o.get("text", "")) for o in c.outputs))
+        for c in notebook.cells
+        if c.cell_type == "code"
+    ]
+
+
+def outputs_of(ran, line):
+    return [text for source, text in ran if source.startswith(line)]
+
+
+def test_it_is_kept_without_outputs():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata
+    assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")
+
+
+def test_ten_lines_announce_what_it_does():
+    lines = [line for line in source_of(FSDP).splitlines() if line]
+    assert sum(line.endswith("  # watch") for line in lines) == 10
+    assert len(lines) <= 80
+
+
+def test_its_losses_are_those_of_unsharded_training(ran):
+    assert any("10 losses are those of unsharded training" in text for _, text in ran)
+
+
+def test_views_draw_it(ran):
+    (comms,) = outputs_of(ran, "%fsdp comms")
+    assert "all-gathers 9 of 9, reduce-scatters 5 of 5: as expected" in comms
+    (memory,) = outputs_of(ran, "%fsdp memory")
+    assert "memory peaks at 1.20 MiB (backward of blocks.0)" in memory
+    (states,) = outputs_of(ran, "%fsdp states")
+    assert "at most 2 of 5 units unsharded at once" in states
+    (layout,) = outputs_of(ran, "%fsdp layout")
+    assert "4 parameters in 1 unit, packed into 1 flat parameter" in layout
+    (training,) = outputs_of(ran, "%fsdp training")
+    assert "in 21 steps" in training
+
+
+def test_it_stops_in_forward_and_in_backward_and_is_inspected(ran):
+    stop = "2 ranks stopped before all-gather of blocks.1, step 10"
+    (step,) = (text for source, text in ran if source == "%fsdp step 1")
+    assert stop in step
+    on, end = outputs_of(ran, "%fsdp continue")
+    assert stop in on
+    assert "1 step, loss" in end
+    (where,) = outputs_of(ran, "%fsdp where")
+    assert where.count("pre-backward  blocks.1  before all-gather") == 2
+    (table,) = outputs_of(ran, "%fsdp inspect")
+    assert "0-16383 of 16384  none of 16384" in table
+    assert "about to be all-gathered (requested in forward of step 10)" in table
