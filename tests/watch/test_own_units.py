@@ -12,12 +12,12 @@ from torch import nn
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.own_fsdp import CHECK, FSDP, MODEL, run_cells
 from tests.helpers.waiting import eventually
-from tests.helpers.watched import watch
+from tests.helpers.watched import recorded, watch
 from workbench.engine import probe
 from workbench.events import Category, Edge, Kind, Phase
 from workbench.replay import memory, training
 from workbench.replay.collectives import compare
-from workbench.trace import advance, steps
+from workbench.trace import TraceBuilder, advance, check, steps
 from workbench.watch import OwnParam, OwnUnits, log_metric
 
 WIDTH, BLOCKS = 64, 4
@@ -425,3 +425,82 @@ def test_a_logged_loss_belongs_to_its_step():
     found = training.advance(training.start(), seen.trace.ranks[0].rows).values
     assert found["step"].tolist() == [0, 1]
     assert found["value"].tolist() == seen.results[0]
+
+
+def recorded_again():
+    """Train unwatched, watched, unwatched and watched: the second time the root is unsharded when watching begins."""
+    names = run_cells(FSDP, MODEL)
+    root = names["model"]
+    names["train_step"]()
+    first = recorded(names["train_step"])
+    root.unshard()
+    root.reshard()
+    root.unshard()
+
+    def resharded_then_trained():
+        root.reshard()
+        names["train_step"]()
+        return names["losses"]
+
+    return [first, recorded(resharded_then_trained)]
+
+
+def test_units_that_exist_before_are_introduced_to_each_recorder():
+    results = run_ranks(1, recorded_again)[0]
+    for _, header, drained in results:
+        builder = TraceBuilder()
+        builder.update_header(header, rank=0)
+        builder.append(0, drained.rows, lost=drained.lost, key_frame=drained.key_frame)
+        trace = builder.snapshot()
+        assert check(trace) == []
+        assert [unit.name for unit in trace.header.units if unit.in_use][:5] == [f"blocks.{i}" for i in range(4)] + [""]
+        kinds = Counter(kind for kind, edge, unit in words(trace.ranks[0]) if edge is not Edge.END and unit < 5)
+        counts = [
+            kinds[kind] for kind in (Kind.UNSHARD, Kind.RESHARD, Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE_SCATTER)
+        ]
+        assert counts == [9, 9, 5, 5, 5]
+    assert results[1][0] == run_ranks(1, lambda: trained(3, unwatched=True))[0]
+
+
+def in_copies():
+    """Two copies on two ranks each, of one parameter; gradients are reduced in bf16."""
+    rank = dist.get_rank()
+    shards = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    copies = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    group, replicate_group = shards[rank // 2], copies[rank % 2]
+    shard = nn.Parameter(torch.ones(2, 3))
+    unit = OwnUnits("mine").add(
+        "", [OwnParam("w", (4, 3), shard)], group=group, replicate_group=replicate_group, reduce_dtype=torch.bfloat16
+    )
+    for _ in range(2):
+        unit.begin_forward()
+        for begin, end in ((None, unit.end_forward), (unit.begin_backward, unit.end_backward)):
+            if begin is not None:
+                begin()
+            full = torch.empty(4, 3)
+            with unit.unshard():
+                dist.all_gather(list(full.chunk(2)), shard.data, group=group)
+            unit.end_unshard(full)
+            end()
+            unit.reshard()
+        grad = torch.ones(4, 3, dtype=torch.bfloat16)
+        with unit.reduce(grad):
+            out = torch.empty(2, 3, dtype=torch.bfloat16)
+            dist.reduce_scatter(out, list(grad.chunk(2)), group=group)
+            dist.all_reduce(out, group=replicate_group)
+            shard.grad = out.float()
+        torch.optim.SGD([shard], 0.1).step()
+    return shard.tolist()
+
+
+def test_copies_and_another_dtype_of_the_reduction_are_in_the_formula():
+    trace = watch(4, in_copies).trace
+    (unit,) = trace.header.units
+    assert (unit.shard_size, unit.replicate_size, unit.reduce_dtype) == (2, 2, "bfloat16")
+    found = compare(trace, 1)
+    assert not [row for row in found if row.differs]
+    assert {row.kind: (row.calls, row.num_bytes) for row in found} == {
+        Kind.ALL_GATHER: (2, 96),
+        Kind.REDUCE_SCATTER: (1, 24),
+        Kind.ALL_REDUCE: (1, 12),
+    }
