@@ -254,7 +254,7 @@ def test_unshard_and_verify_report(trained):
     trained.fake.script["unshard"] = gives({"model": "model", "num_params": 10, "optimizers": 1})
     assert "state of 1 optimizer carried over" in str(trained.unshard("model"))
     result = {
-        "params": 10,
+        "num_params": 10,
         "max_abs_diff": 1e-7,
         "max_rel_diff": 1e-6,
         "worst_param": "head.weight",

@@ -5,9 +5,10 @@ import pytest
 from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.export import export
-from workbench.session.trace_selectors import opened, side, some_steps
+from workbench.session.trace_selectors import opened, opened_with_notes, side, some_steps
 from workbench.trace import save, steps
 from workbench.trace.columns import Trace
+from workbench.trace.recording import RecordingWriter, RunStart
 from workbench.trace.schema import Header
 
 
@@ -131,3 +132,36 @@ def test_a_similar_file_name_is_suggested_first(tmp_path, monkeypatch):
     reported = r"^there is no file 'sevn\.trace', did you mean 'seven\.trace'\? compare takes a trace file, 'last'"
     with pytest.raises(UsageError, match=reported):
         side("sevn.trace", Trace.empty)
+
+
+def record(folder, trace, rank):
+    start = RunStart(rank=rank, world_size=2, clock="one", t_ns=0, wall_ns=0)
+    writer = RecordingWriter(folder, start, trace.header, 1 << 30)
+    rows = trace.rank(rank).rows
+    writer.append(rows.tobytes(), trace.rank(rank).state_before(len(rows)))
+    writer.close()
+
+
+def test_the_folder_of_a_recording_is_a_side_as_a_file_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace = example_trace(num_ranks=2, steps=6)
+    record(Path("out"), trace, 0)
+    found, notes = opened_with_notes("out")
+    assert (found.ranks, notes) == ((trace.rank(0),), ("no readable recording of rank 1, of 2 ranks",))
+    record(Path("out"), trace, 1)
+    assert opened_with_notes(Path("out")) == (opened("out"), ())
+    assert opened("out").ranks == trace.ranks
+    name, part = side("out:3..5", Trace.empty)
+    assert (name, steps(part)) == ("out, steps 3-5", [3, 4, 5])
+
+
+def test_a_folder_without_a_recording_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(UsageError, match=r"is a folder without the recording of a rank, such as rank0.0000.rec$"):
+        opened(tmp_path)
+    (tmp_path / "rank0.0000.rec").write_bytes(b"something else")
+    with pytest.raises(UsageError, match=r"rank0.0000.rec is left out: it does not start like a recording"):
+        opened_with_notes(tmp_path)
+
+
+def test_a_file_has_no_notes(file):
+    assert opened_with_notes(file) == (opened(file), ())

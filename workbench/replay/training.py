@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import Edge, Kind
-from workbench.replay.models import models
+from workbench.events import Edge, Kind, Unit
+from workbench.replay.grouping import by_value
 from workbench.replay.spans import chosen
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, Rows
@@ -80,7 +80,7 @@ def advance(state: TrainingProgress, rows: Rows, kind: NDArray[np.uint8] | None 
         kind: their field ``kind`` as a contiguous array; None: read it from ``rows``.
     """
     kind = np.ascontiguousarray(rows["kind"]) if kind is None else kind
-    models = _first_of_steps(state.models, rows, np.flatnonzero(kind == Kind.FORWARD))
+    first = _first_of_steps(state.models, rows, np.flatnonzero(kind == Kind.FORWARD))
     rows = chosen(rows, _WANTED[kind])
     logged = rows["kind"] == Kind.METRIC
     steps_now = _step_at(rows, state.last_step)
@@ -90,7 +90,7 @@ def advance(state: TrainingProgress, rows: Rows, kind: NDArray[np.uint8] | None 
         steps=_after(state.steps, _finished(spans)),
         pending=_unfinished(spans),
         last_step=int(steps_now[-1]) if len(steps_now) else state.last_step,
-        models=models,
+        models=first,
     )
 
 
@@ -253,6 +253,40 @@ def model_of_steps(header: Header, states: Sequence[TrainingProgress]) -> NDArra
     known = found[first][found["unit"][first] < len(numbers)]
     known["unit"] = numbers[known["unit"]]
     return known
+
+
+def models(header: Header) -> tuple[int, ...]:
+    """Return the number of each unit's model, which is the index of the root it was first sharded under.
+
+    A root continues the model of an earlier one if that was unsharded and they share parameters, by name and shape.
+    Otherwise it is a new model, even under the same name: the cell that makes the model was run again.
+
+    Example: root 0, undone, then root 3 with the same parameters, then root 6 -> ``(0, 0, 0, 0, 0, 0, 6, ...)``.
+    """
+    roots = by_value((unit, _root(unit)) for unit in header.units)
+    params = {
+        root: {
+            (each.fqn, each.global_shape)
+            for unit in units
+            for param in unit.params
+            for each in param.parts or (param,)  # a flat parameter holds several
+        }
+        for root, units in roots.items()
+    }
+    undone: list[int] = []
+    found: dict[int, int] = {}
+    for root, units in sorted(roots.items()):
+        before = next((other for other in reversed(undone) if params[other] & params[root]), None)
+        if before is not None:
+            undone.remove(before)
+        found[root] = root if before is None else found[before]
+        if all(unit.retired for unit in units):
+            undone.append(root)
+    return tuple(found[_root(unit)] for unit in header.units)
+
+
+def _root(unit: Unit) -> int:
+    return unit.root if unit.root >= 0 else unit.index
 
 
 def _cuts(header: Header, states: Sequence[TrainingProgress]) -> tuple[int, ...]:

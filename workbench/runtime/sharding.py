@@ -54,7 +54,6 @@ from workbench.runtime import classic_wrapping
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.model_summary import describe, describe_units, sizes_of, unit_infos
 from workbench.runtime.namespace import exchange, find_module, lookup, module_names, optimizers_of, rebind
-from workbench.runtime.prefetch_order import set_prefetch
 
 T = TypeVar("T")
 
@@ -593,6 +592,38 @@ def _plan(model: nn.Module, ahead: int) -> None:
     if ahead or _prefetch.get(model):
         set_prefetch(model, ahead)
     _prefetch[model] = ahead
+
+
+def set_prefetch(model: nn.Module, ahead: int) -> None:
+    """Set the lists of units that each unit prefetches: those that follow it in forward and in backward.
+
+    Args:
+        model: the root.
+        ahead: length of the lists; 0 empties them, which restores the engine's own order.
+    """
+    forward, backward = (list(in_order(model, set(), backward=is_last)) for is_last in (False, True))
+    for place, unit in enumerate(forward, start=1):
+        unit.set_modules_to_forward_prefetch(forward[place : place + ahead] if ahead else None)
+    for place, unit in enumerate(backward, start=1):
+        unit.set_modules_to_backward_prefetch(backward[place : place + ahead])
+
+
+def in_order(module: nn.Module, seen: set[nn.Module | FSDPState], *, backward: bool) -> Iterator[FSDPModule]:
+    """Yield one module of each unit, outer before inner, otherwise in definition order, or for backward in reverse.
+
+    Each unit comes once, even where modules are shared or a unit has several modules.
+    """
+    if module in seen:
+        return
+    state = state_of(module)
+    if state is not None and state not in seen and isinstance(module, FSDPModule):
+        if state._fsdp_param_group is not None:
+            yield module
+        seen.add(state)
+    seen.add(module)
+    children = list(module.children())
+    for child in reversed(children) if backward else children:
+        yield from in_order(child, seen, backward=backward)
 
 
 def check_same_model(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh) -> None:

@@ -223,7 +223,7 @@ def _compare(model: nn.Module, before: dict[str, torch.Tensor], reference: dict[
         if difference >= worst:
             worst, worst_name = difference, name
     return {
-        "params": len(reference),
+        "num_params": len(reference),
         "max_abs_diff": worst,
         "max_rel_diff": worst_rel,
         "worst_param": worst_name,

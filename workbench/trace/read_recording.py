@@ -170,9 +170,7 @@ class _RankReader:
         magic = file.read(len(MAGIC))
         if magic != MAGIC:
             is_begun = MAGIC.startswith(magic)
-            raise TraceError(
-                f"it {'ends before its first frame' if is_begun else 'does not start as a recording does'}"
-            )
+            raise TraceError(f"it {'ends before its first frame' if is_begun else 'does not start like a recording'}")
         for at, kind, content in _frames(file):
             if kind == FrameKind.START:
                 self._take_start(_decoded(RunStart, content))
@@ -309,7 +307,7 @@ def _missing(found: dict[int, _RankReader]) -> Iterator[str]:
     if missing:
         named = ", ".join(map(str, missing[:_SHOWN_RANKS]))
         more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
-        yield f"nothing can be shown of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
+        yield f"no readable recording of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
 
 
 def _joined(found: dict[int, _RankReader], notes: list[str]) -> Recording:

@@ -1,5 +1,7 @@
 """The units of models that torch's ``fully_shard`` shards: what they gather, free and reduce, as events."""
 
+# ruff: noqa: ANN401 - arguments and results of torch's functions are passed on
+
 from __future__ import annotations
 
 import math
@@ -101,7 +103,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     # ---- forward
 
-    def _pre_forward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _pre_forward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
         if _torch.is_in_forward(group):  # another module of the same unit
             return original(group, *args, **kwargs)
         self._of(group)
@@ -111,13 +113,13 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
         return result
 
-    def _post_forward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _post_forward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
         probe.event(Kind.FORWARD, Edge.END, self._of(group).index)
         return original(group, *args, **kwargs)
 
     # ---- full parameters
 
-    def _unshard(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _unshard(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
         if not _torch.will_unshard(group):
             return original(group, *args, **kwargs)
         known = self._of(group)
@@ -125,7 +127,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         with self._within(known):
             return original(group, *args, **kwargs)
 
-    def _all_gather(self, original: Original, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _all_gather(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         unit = self._collectives.unit
         known = self._known_of(unit)
         nbytes = 0 if known is None else known.full_nbytes // known.unit.shard_size
@@ -140,7 +142,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         self._collectives.before_issue = copied_in
         return original(*args, **kwargs)
 
-    def _wait_for_unshard(self, original: Original, group: ParamGroup) -> Any:  # noqa: ANN401
+    def _wait_for_unshard(self, original: Original, group: ParamGroup) -> Any:
         if not _torch.is_gathering(group):
             return original(group)
         known = self._of(group)
@@ -150,7 +152,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         probe.event(Kind.UNSHARD, Edge.END, known.index)
         return result
 
-    def _copy_out(self, original: Original, gathered: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _copy_out(self, original: Original, gathered: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._collectives.unit
         known = self._known_of(unit)
         nbytes = 0 if known is None else known.full_nbytes
@@ -168,7 +170,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         probe.event(Kind.COPY_OUT, Edge.END, unit, nbytes)
         return result
 
-    def _reshard(self, original: Original, group: ParamGroup) -> Any:  # noqa: ANN401
+    def _reshard(self, original: Original, group: ParamGroup) -> Any:
         known = self._known.get(group)
         if known is None or not known.holds_full:
             return original(group)
@@ -179,7 +181,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     # ---- backward
 
-    def _pre_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _pre_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
         if _torch.is_in_backward(group):
             return original(group, *args, **kwargs)
         known = self._of(group)
@@ -190,7 +192,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         probe.event(Kind.BACKWARD, Edge.BEGIN, known.index)
         return result
 
-    def _post_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _post_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
         known = self._of(group)
         self._end_backward(known)
         probe.phase(Phase.POST_BACKWARD)
@@ -200,7 +202,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         known.set_grads(_grads_nbytes(group))
         return result
 
-    def _reduce(self, original: Original, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def _reduce(self, original: Original, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._collectives.unit
         known = self._known_of(unit)
         if known is None:
@@ -230,7 +232,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         return result
 
     @staticmethod
-    def _count_sharded_grads(params: Any, unit: int) -> None:  # noqa: ANN401 - FSDPParams
+    def _count_sharded_grads(params: Any, unit: int) -> None:
         """Count the storages of new gradients, which several parameters share, until the last of them is dropped."""
         handles: dict[int, BufferHandle] = {}
         for param in params:
@@ -245,7 +247,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
                 handles[storage.data_ptr()] = BufferHandle(Category.SHARDED_GRADS, unit, storage.nbytes())
             count(local, handles[storage.data_ptr()])
 
-    def _end_of_backward(self, original: Original, state: State) -> Any:  # noqa: ANN401
+    def _end_of_backward(self, original: Original, state: State) -> Any:
         result = original(state)
         probe.phase(Phase.IDLE)
         return result
@@ -255,7 +257,7 @@ def _grads_nbytes(group: ParamGroup) -> int:
     return sum(grad.nbytes for param in group.fsdp_params for grad in _torch.full_grads_of(param))
 
 
-def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int) -> Param:  # noqa: ANN401 - an FSDPParam
+def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int) -> Param:
     shape, dim = _torch.shape_of(param), param.fsdp_placement.dim
     padded = -(-shape[dim] // num_shards)
     rows = tuple(min(max(shape[dim] - rank * padded, 0), padded) for rank in range(num_shards))
