@@ -119,7 +119,7 @@ def handles():
     assert _torch.flat_sharded_grad_of(handle).shape == _torch.flat_shard_of(handle).shape == (numel // 2,)
     assert _torch.shard_rank_of(handle) == dist.get_rank()
     assert not _torch.is_recomputing(handle)
-    assert _torch.has_begun_backward(handle)
+    assert not _torch.has_begun_backward(handle)
     old, new = handle.process_group, dist.new_group([0, 1])
     _torch.renew_handle(handle, {id(old): new})
     assert handle.process_group is new

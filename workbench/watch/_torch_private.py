@@ -486,7 +486,13 @@ def renew_handle(handle: Handle, new_of: Mapping[int, dist.ProcessGroup]) -> Non
         wrapper.training_state = TrainingStateOfWrapper.IDLE
         wrapper._post_backward_callback_queued = False  # type: ignore[assignment]
     handle._training_state = HandleTrainingState.IDLE
-    handle._prefetched = False
-    handle.flat_param.grad = None
+    for name in ("_prefetched", "_ran_pre_backward_hook", "_needs_pre_backward_unshard"):
+        setattr(handle, name, False)
+    flat: Any = handle.flat_param
+    flat.grad, flat._post_backward_called = None, False
+    hooked = flat.__dict__.pop("_post_backward_hook_state", None)
+    if hooked is not None:
+        hooked[-1].remove()
+    flat.__dict__.pop("_saved_grad_shard", None)  # the reduced gradient of an iteration that was not finished
     if handle.uses_sharded_strategy:
         handle.reshard(free_unsharded_flat_param=True)
