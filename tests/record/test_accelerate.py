@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate trains unchanged under ``python -m workbench.record``, with either version of torch's FSDP."""
+"""Accelerate trains unchanged under ``python -m workbench.record``, with either version of torch's FSDP."""
 
 import importlib.util
 
