@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from workbench.protocol.arguments import (
     Argument,
     argument,
+    argument_of,
     count,
     number,
     rank,
@@ -71,6 +72,6 @@ def test_a_text_without_variables_is_that_text_again(text):
 
 
 def test_an_argument_is_a_text_of_any_form_if_nothing_else_is_declared():
-    (known,) = argument("a file", metavar="FILE").values()
+    known = argument_of(argument("a file", metavar="FILE"))
     assert known == Argument(about="a file", metavar="FILE")
     assert known.read(" as it is ") == " as it is "

@@ -69,6 +69,10 @@ def test_the_peak_names_units_and_phases():
     assert found.peak.category is Category.UNSHARDED_PARAMS
     assert found.peak.units == ("blocks.0",)
     assert Phase.BACKWARD in found.peak.phases
+    (category, num_bytes), *others = found.peak.parts
+    assert category is found.peak.category
+    assert num_bytes >= max((part[1] for part in others), default=0)
+    assert num_bytes == found.peak.after - found.peak.before
     back = differences(b, a).peak
     assert (back.units, back.category, back.phases) == (found.peak.units, found.peak.category, found.peak.phases)
 

@@ -116,7 +116,7 @@ def _first_of_steps(known: NDArray[np.void], rows: Rows, forwards: NDArray[np.in
 def _step_at(rows: Rows, last_step: int) -> NDArray[np.int64]:
     """For each row, the step of the last STEP row up to it; ``last_step`` before the first one. ``[rows]``."""
     places = np.where(rows["kind"] == Kind.STEP, np.arange(len(rows)), -1)
-    latest = np.maximum.accumulate(places) if len(rows) else places
+    latest = np.maximum.accumulate(places)
     return np.where(latest >= 0, rows["step"][latest], last_step).astype(np.int64)
 
 

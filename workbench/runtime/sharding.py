@@ -54,6 +54,7 @@ from workbench.runtime import classic_wrapping
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.model_summary import describe, describe_units, sizes_of, unit_infos
 from workbench.runtime.namespace import exchange, find_module, lookup, module_names, optimizers_of, rebind
+from workbench.watch import is_sharded_by_torch
 
 T = TypeVar("T")
 
@@ -132,6 +133,7 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
             nothing, or the mesh does not hold all ranks.
     """
     model = find_module(command.model)
+    check_not_torchs(command.model, model)
     if is_sharded(model):
         raise UsageError(
             f"{command.model!r} is sharded already; change how: %fsdp reshard {command.model}, or undo it first: "
@@ -448,6 +450,15 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, (FSDPModule, FullyShardedDataParallel))
 
 
+def check_not_torchs(name: str, model: nn.Module) -> None:
+    """Raise UsageError if torch's own FSDP shards a part of the model ``name``."""
+    if is_sharded_by_torch(model):
+        raise UsageError(
+            f"{name!r} is sharded by torch's own FSDP, which only views, breakpoints and inspect know. To use the "
+            f"workbench's engine, run the cell that builds the model without sharding it, and then: %fsdp shard {name}"
+        )
+
+
 def find_sharded(name: str) -> nn.Module:
     """Return the sharded model that ``name`` refers to, sharded as a whole or in parts.
 
@@ -455,6 +466,7 @@ def find_sharded(name: str) -> nn.Module:
         UsageError: there is none, or nothing in it is sharded.
     """
     model = find_module(name)
+    check_not_torchs(name, model)
     if not states_below(model):
         raise UsageError(f"{name!r} is not sharded; shard it first: %fsdp shard {name}")
     return model

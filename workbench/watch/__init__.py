@@ -17,17 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import probe
 from workbench.watch import c10d_calls
-from workbench.watch._torch_private import HAS_HOOKS, Replacements, observe_calls, stop_observing_groups
+from workbench.watch._torch_private import (
+    HAS_HOOKS,
+    Replacements,
+    groups_below,
+    handles_below,
+    observe_calls,
+    stop_observing_groups,
+)
 from workbench.watch.c10d_calls import CollectiveWatch
 from workbench.watch.flat_params import FlatParamUnits
 from workbench.watch.fully_shard import FullyShardUnits
 from workbench.watch.own_units import OwnParam, OwnUnit, OwnUnits, reset_all
 
-__all__ = ["OwnParam", "OwnUnit", "OwnUnits", "Watch", "log_metric", "sees_all_collectives"]
+__all__ = ["OwnParam", "OwnUnit", "OwnUnits", "Watch", "is_sharded_by_torch", "log_metric", "sees_all_collectives"]
 
 
 def log_metric(name: str, value: float) -> None:
@@ -37,6 +45,11 @@ def log_metric(name: str, value: float) -> None:
     """
     if probe.active is not None:
         probe.active.metric(name, float(value))
+
+
+def is_sharded_by_torch(model: nn.Module) -> bool:
+    """Return whether a part of a model is sharded by torch's ``fully_shard`` or in its ``FullyShardedDataParallel``."""
+    return any(True for found in (groups_below(model), handles_below(model)) for _ in found)
 
 
 def sees_all_collectives() -> bool:
@@ -81,10 +94,15 @@ class Watch:
         """Announce what has ended meanwhile; callable from any thread."""
         self._collectives.settle()
 
-    def renew(self) -> None:
-        """All process groups were replaced: let all models use the new ones. What was under way is over."""
+    def renew(self, replaced: Iterable[tuple[dist.ProcessGroup, dist.ProcessGroup]]) -> None:
+        """Let all models use new process groups; what was under way is over.
+
+        Args:
+            replaced: each old group with its replacement.
+        """
+        new_of = {id(old): new for old, new in replaced}
         for units in self._units:
-            units.renew()
+            units.renew(new_of)
         reset_all()
 
     def end(self) -> None:

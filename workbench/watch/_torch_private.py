@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import (
     fully_sharded_data_parallel,
 )
 from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._common_utils import TrainingState as TrainingStateOfWrapper
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -341,6 +343,7 @@ def handles_below(model: nn.Module) -> Iterator[tuple[str, Handle]]:
     """Yield the flat parameters of a model, in the order of its modules, with the paths of their modules."""
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            _wrappers[module._handle] = weakref.ref(module)
             yield clean(path), module._handle
 
 
@@ -350,6 +353,15 @@ def clean(path: str) -> str:
 
 
 _WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def _wrapper_of(handle: Handle) -> FullyShardedDataParallel | None:
+    """Return the wrapper of a flat parameter that :func:`handles_below` has met."""
+    found = _wrappers.get(handle)
+    return None if found is None else found()
+
+
+_wrappers: weakref.WeakKeyDictionary[Handle, weakref.ref[FullyShardedDataParallel]] = weakref.WeakKeyDictionary()
 
 
 def will_gather(handle: Handle) -> bool:
@@ -462,10 +474,25 @@ def shard_rank_of(handle: Handle) -> int:
     return handle.rank if handle.uses_sharded_strategy else 0
 
 
-def renew_handle(handle: Handle) -> None:
-    """Forget the iteration that was under way for a flat parameter."""
+def renew_handle(handle: Handle, new_of: Mapping[int, dist.ProcessGroup]) -> None:
+    """Give a flat parameter and its wrapper new process groups, and forget the iteration that was under way."""
+    wrapper = _wrapper_of(handle)
+    for owner in (handle, wrapper):
+        for name in ("process_group", "_fake_process_group", "_inter_node_pg"):
+            new = new_of.get(id(getattr(owner, name, None)))
+            if new is not None:
+                setattr(owner, name, new)
+    if wrapper is not None:
+        wrapper.training_state = TrainingStateOfWrapper.IDLE
+        wrapper._post_backward_callback_queued = False  # type: ignore[assignment]
     handle._training_state = HandleTrainingState.IDLE
-    handle._prefetched = False
-    handle.flat_param.grad = None
+    for name in ("_prefetched", "_ran_pre_backward_hook", "_needs_pre_backward_unshard"):
+        setattr(handle, name, False)
+    flat: Any = handle.flat_param
+    flat.grad, flat._post_backward_called = None, False
+    hooked = flat.__dict__.pop("_post_backward_hook_state", None)
+    if hooked is not None:
+        hooked[-1].remove()
+    flat.__dict__.pop("_saved_grad_shard", None)  # the reduced gradient of an iteration that was not finished
     if handle.uses_sharded_strategy:
         handle.reshard(free_unsharded_flat_param=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import probe
@@ -113,8 +114,8 @@ class FlatParamUnits(TorchUnits[Handle]):
             )
         return found
 
-    def _renew(self, group: Handle) -> None:
-        _torch.renew_handle(group)
+    def _renew(self, group: Handle, new_of: Mapping[int, dist.ProcessGroup]) -> None:
+        _torch.renew_handle(group, new_of)
 
     # ---- forward
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import probe
@@ -93,7 +94,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         size: int = after.shard_mesh_size
         return after == group.mesh_info or size
 
-    def _renew(self, group: ParamGroup) -> None:
+    def _renew(self, group: ParamGroup, _: Mapping[int, dist.ProcessGroup]) -> None:
         _torch.renew(group)
 
     def _of(self, group: ParamGroup) -> WatchedUnit:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import probe
@@ -167,17 +168,17 @@ class TorchUnits(ABC, Generic[Group]):
             self._announce(group, replace(known.unit, reshard_after_forward=policy))
         return known
 
-    def renew(self) -> None:
-        """All process groups were replaced: let all models use the new ones. What was under way is over."""
+    def renew(self, new_of: Mapping[int, dist.ProcessGroup]) -> None:
+        """Let all models use new process groups, by the ids of the old ones; what was under way is over."""
         for group, known in tuple(self._known.items()):
             probe.event(Kind.RESET, Edge.INSTANT, known.index)
-            self._renew(group)
+            self._renew(group, new_of)
             known.free_full()
             known.set_grads(0)
             known.in_backward = False
 
     @abstractmethod
-    def _renew(self, group: Group) -> None: ...
+    def _renew(self, group: Group, new_of: Mapping[int, dist.ProcessGroup]) -> None: ...
 
     def _known_of(self, unit: int) -> WatchedUnit | None:
         group = self._groups.get(unit)
