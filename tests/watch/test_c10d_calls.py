@@ -15,7 +15,9 @@ from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard, probe
 from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
-from workbench.watch import sees_all_collectives
+from workbench.runtime.recorder import Recorder
+from workbench.trace.schema import ROW_DTYPE, Header
+from workbench.watch import Watch, sees_all_collectives
 from workbench.watch._torch_private import HAS_HOOKS
 
 ONE, FOUR = torch.ones(1), torch.ones(4)
@@ -225,3 +227,26 @@ def in_a_new_world():
 
 def test_a_group_with_the_name_of_an_earlier_one_is_another():
     assert watch(2, in_a_new_world).results == [["c10d group 0", "c10d group 0, new 1"]] * 2
+
+
+def own_and_others(watch):
+    with watch.paused(), watch.paused():
+        dist.barrier()
+    dist.all_reduce(ONE.clone())
+
+
+def paused():
+    recorder, before = Recorder(Header()), probe.active
+    probe.active, watch = recorder, Watch()
+    watch.begin()
+    try:
+        own_and_others(watch)
+    finally:
+        watch.end()
+        probe.active = before
+    rows = np.frombuffer(recorder.drain().rows, ROW_DTYPE)
+    return rows["kind"][rows["edge"] == Edge.BEGIN].tolist()
+
+
+def test_collectives_of_the_workbench_itself_are_not_announced():
+    assert run_ranks(2, paused) == [[Kind.ALL_REDUCE, Kind.WAIT]] * 2

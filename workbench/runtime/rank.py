@@ -98,7 +98,7 @@ class RankRuntime:
             if isinstance(command, Step):
                 with self.gate.stepping(command.stop):
                     return self.trainer.run(command)
-            with self.gate.passing(), self.gate.interrupts.guarded():
+            with self.gate.passing(), self.gate.interrupts.guarded(), self.watch.paused():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
                 self.note_models()
@@ -337,11 +337,12 @@ def recover(generation: str) -> None:
     runtime = _this_rank()
     runtime.gate.forget_requests()
     runtime.recorder.give_up_step()
-    replaced = runtime.groups.rebuild(generation)
-    exchange(replaced)
-    runtime.watch.renew(replaced)
-    # some ranks may have begun a step that others have not: a step must have the same number on all ranks
-    runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
+    with runtime.watch.paused():
+        replaced = runtime.groups.rebuild(generation)
+        exchange(replaced)
+        runtime.watch.renew(replaced)
+        # some ranks may have begun a step that others have not: a step must have the same number on all ranks
+        runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
 
 
 def shutdown() -> None:

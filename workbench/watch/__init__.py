@@ -15,7 +15,8 @@ API are in ``_torch_private.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
@@ -93,6 +94,15 @@ class Watch:
     def settle(self) -> None:
         """Announce what has ended meanwhile; callable from any thread."""
         self._collectives.settle()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not announce the collectives of the body, which are the workbench's own, as the program's."""
+        before, self._collectives.is_paused = self._collectives.is_paused, True
+        try:
+            yield
+        finally:
+            self._collectives.is_paused = before
 
     def renew(self, replaced: Iterable[tuple[dist.ProcessGroup, dist.ProcessGroup]]) -> None:
         """Let all models use new process groups; what was under way is over.

@@ -56,12 +56,14 @@ class CollectiveWatch:
         unit: index of the unit to which the next calls belong.
         before_issue: called with the tensors of the next call, after its input is ready and before it is announced.
         after_wait: called once when the next wait has ended.
+        is_paused: whether calls that begin are those of the workbench itself, and not announced.
     """
 
     def __init__(self) -> None:
         self.unit = probe.NO_UNIT
         self.before_issue: Callable[[Kind, Tensors], None] | None = None
         self.after_wait: Callable[[], None] | None = None
+        self.is_paused = False
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
         # not weakly: a hook's object is another one than c10d's caller gets, unless it is kept
         self._in_flight: dict[Work, Call] = {}
@@ -80,7 +82,7 @@ class CollectiveWatch:
 
     def begin(self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool) -> Call | None:
         """Announce that a call begins."""
-        if probe.active is None:
+        if probe.active is None or self.is_paused:
             return None
         known = self._groups.get(group)
         if known is None:
