@@ -36,7 +36,7 @@ def format_of(path: Path) -> FileFormat | None:
         return None
     with path.open("rb") as raw:
         try:
-            head = unpacked(raw).read(_HEAD_BYTES)
+            head = unpacked(raw).read1(_HEAD_BYTES)
         except DAMAGED:
             return FileFormat.UNKNOWN
     if head.startswith(PICKLE):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class _Entry:
     """One collective of a rank, as its dump describes it.
 
     Attributes:
+        group: name of its process group.
+        desc: what the program calls the group; may be empty.
         number: of the collective in its group; None for a send or receive.
         end_ns: None: it is not over.
         has_end_time: whether ``end_ns`` is a measured time.
@@ -48,6 +51,7 @@ class _Entry:
 
     kind: Kind
     group: str
+    desc: str
     number: int | None
     begin_ns: int
     end_ns: int | None
@@ -60,7 +64,7 @@ class _Entry:
 class _Dump:
     rank: int
     entries: list[_Entry]
-    groups: dict[str, tuple[str, tuple[int, ...]]]
+    groups: dict[str, tuple[int, ...]]
     written_ns: int
 
 
@@ -125,7 +129,7 @@ def _read_dump(path: Path, notes: list[str]) -> _Dump:
     )
 
 
-def _content(file: Any) -> bytes:  # noqa: ANN401 - a binary file
+def _content(file: BufferedReader) -> bytes:
     try:
         content: bytes = unpacked(file).read(MAX_PICKLE_BYTES + 1)
     except DAMAGED as error:
@@ -159,14 +163,13 @@ def _finished(status: object) -> dict[str, int]:
     }
 
 
-def _groups(config: object) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return description and ranks of each group, by its name."""
+def _groups(config: object) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each group, by its name."""
     found = {}
     for key, each in config.items() if isinstance(config, dict) else ():
         if isinstance(each, dict) and isinstance(key, str):
             ranks = tuple(int(rank) for rank in re.findall(r"\d{1,6}", str(each.get("ranks"))[:1_000_000]))
-            fits = len(set(ranks)) == len(ranks) and max(ranks, default=0) < MAX_RANKS
-            found[key] = str(each.get("desc") or "")[:100], ranks if fits else ()
+            found[key] = ranks if len(set(ranks)) == len(ranks) and max(ranks, default=0) < MAX_RANKS else ()
     return found
 
 
@@ -179,7 +182,7 @@ def _entry(raw: object, finished: dict[str, int]) -> _Entry | None:
     if kind is None or begin_ns <= 0:
         return None
     named = raw.get("process_group")
-    group = str(named[0])[:100] if isinstance(named, list | tuple) and named else ""
+    group, *more = (str(each)[:100] for each in named[:2]) if isinstance(named, list | tuple) and named else ("",)
     number = _number(raw.get("collective_seq_id"))
     is_over = raw.get("state") == "completed" or raw.get("retired") is True
     is_over = is_over or 0 < number <= finished.get(str(raw.get("pg_id")), 0)
@@ -190,6 +193,7 @@ def _entry(raw: object, finished: dict[str, int]) -> _Entry | None:
     return _Entry(
         kind=kind,
         group=group,
+        desc=more[0] if more else "",
         number=number - 1 if kind.info.is_collective and 0 < number < 2**31 else None,
         begin_ns=begin_ns,
         end_ns=max(end_ns, begin_ns) if is_over or end_ns > 0 else None,
@@ -210,7 +214,7 @@ def _frame(frame: object) -> str:
 
 
 def _joined(dumps: dict[int, _Dump], notes: list[str]) -> Recording:
-    configured = [rank for dump in dumps.values() for _, ranks in dump.groups.values() for rank in ranks]
+    configured = [rank for dump in dumps.values() for ranks in dump.groups.values() for rank in ranks]
     world = max([*dumps, *configured]) + 1
     origin = min((entry.begin_ns for dump in dumps.values() for entry in dump.entries[:1]), default=0)
     groups, ranks, recorded = GroupTable(), [], {}
@@ -253,8 +257,7 @@ def _rows(dump: _Dump, groups: GroupTable, origin: int) -> RankRows:
     comm_of: dict[int, Comm] = {}
     begin_ns = 0
     for entry in dump.entries:
-        name, ranks = _group(dump, entry.group)
-        group = groups.index_of(name, ranks)
+        group = groups.index_of(entry.desc or f"group {entry.group}", _ranks(dump, entry.group))
         comm = None
         if entry.kind.info.is_collective:
             number = last.get(group, -1) + 1 if entry.number is None else entry.number
@@ -277,11 +280,9 @@ def _pending(dump: _Dump) -> _Entry | None:
     return next((entry for entry in dump.entries if entry.end_ns is None and entry.number is not None), None)
 
 
-def _group(dump: _Dump, name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the display name and the ranks of a group; gloo describes the default group without its name."""
-    known = dump.groups.get(name)
-    if known is None and len(dump.groups) == 1:
-        ((desc, ranks),) = dump.groups.items()
-        known = ranks[0] or desc, ranks[1]
-    desc, members = known or ("", ())
-    return desc or f"group {name}", members
+def _ranks(dump: _Dump, group: str) -> tuple[int, ...]:
+    """Return the ranks of a group; gloo describes the default group without its name."""
+    if group not in dump.groups and len(dump.groups) == 1:
+        (only,) = dump.groups.values()
+        return only
+    return dump.groups.get(group, ())

@@ -8,8 +8,9 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from workbench.errors import TraceError
 
@@ -24,6 +25,7 @@ DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 
 _PIECE_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
+_AFTER_A_VALUE = tuple(" \t\r\n,:]}")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
@@ -49,16 +51,16 @@ def read_object(path: Path, takers: Takers) -> tuple[dict[str, Any], str]:
     with path.open("rb") as raw:
         text = _Text(unpacked(raw))
         entries: dict[str, Any] = {}
-        if text.next_character() != "{":
-            raise TraceError("it is not JSON of a trace: it does not begin with {")
         try:
+            if text.next_character() != "{":
+                raise TraceError("it is not JSON of a trace: it does not begin with {")
             _read_entries(text, takers, entries)
         except _DamageError as error:
             return entries, str(error)
     return entries, ""
 
 
-def unpacked(raw: IO[bytes]) -> IO[bytes] | gzip.GzipFile:
+def unpacked(raw: BufferedReader) -> BufferedReader | gzip.GzipFile:
     """Return a file that reads the content of ``raw``, compressed or not."""
     is_packed = raw.read(len(_GZIP)) == _GZIP
     raw.seek(0)
@@ -95,7 +97,7 @@ def _read_elements(text: _Text, take: Callable[[Any], None]) -> None:
 class _Text:
     """The characters of a file that are decoded at the moment."""
 
-    def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
+    def __init__(self, file: BufferedReader | gzip.GzipFile) -> None:
         self._file = file
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._buffer = ""
@@ -139,8 +141,8 @@ class _Text:
                 value, end = _DECODER.raw_decode(self._buffer, self._at)
             except (ValueError, RecursionError) as error:
                 value, end = error, len(self._buffer)
-            # a number may go on in the next piece
-            if end < len(self._buffer) or self._is_over:
+            # a number may go on in the next piece: 12 | 34, or 12. | 34
+            if self._buffer[end : end + 1] in _AFTER_A_VALUE or self._is_over:
                 break
             if len(self._buffer) - self._at > MAX_VALUE_BYTES or not self._extend():
                 break
@@ -159,7 +161,8 @@ class _Text:
             return False
         try:
             # twice as much as is there: a long value is then decoded again only a few times
-            piece = self._file.read(max(_PIECE_BYTES, len(self._buffer) - self._at))
+            # read1, because read drops what precedes the end of a truncated file
+            piece = self._file.read1(max(_PIECE_BYTES, len(self._buffer) - self._at))
         except DAMAGED:
             piece = b""
         self._num_bytes += len(piece)

@@ -289,29 +289,31 @@ class _RankBuilder:
         if found.device is None:
             self._rows.span(found.kind, found.begin_ns, end_ns, unit, **more)
         else:
-            begun, over = max(found.device[0], found.begin_ns), max(found.device[1], found.begin_ns)
-            stream = f"stream {found.stream}"
-            row = Row(t_ns=found.begin_ns, kind=found.kind, edge=Edge.BEGIN, unit=unit, stream=stream, **more)
-            end = Row(t_ns=found.issued_ns, kind=found.kind, edge=Edge.END, unit=unit, stream=stream, **more)
-            self._rows.rows += [_reached(row, begun), _reached(end, max(over, begun))]
+            begun = max(found.device[0], found.begin_ns)
+            more["stream"] = f"stream {found.stream}"
+            self._rows.add(found.kind, Edge.BEGIN, found.begin_ns, unit, device_ns=begun, **more)
+            over = max(found.device[1], begun)
+            self._rows.add(found.kind, Edge.END, found.issued_ns, unit, device_ns=over, **more)
         if found.blocked and end_ns is not None:
             self._rows.span(Kind.WAIT, found.issued_ns, end_ns, unit, comm=used)
         return comm
 
     def _add_copy_out(self, label: Label, gather: tuple[ProfiledCollective, Comm] | None) -> None:
-        unit, begin_ns, num_bytes = self._index[label.unit], label.begin_ns, 0
+        unit, begin_ns = self._index[label.unit], label.begin_ns
+        copy: dict[str, Any] = {"num_bytes": 0 if gather is None else gather[0].num_bytes}
         if gather is not None:
             found, comm = gather
-            num_bytes = found.num_bytes
             if found.device is not None:
-                before = self._device.reached(begin_ns)
-                row = Row(t_ns=begin_ns, kind=Kind.WAIT, edge=Edge.BEGIN, unit=unit, comm=comm, stream=COMPUTE_STREAM)
-                end = Row(t_ns=begin_ns, kind=Kind.WAIT, edge=Edge.END, unit=unit, comm=comm, stream=COMPUTE_STREAM)
-                self._rows.rows += [_reached(row, before), _reached(end, max(before, found.device[1]))]
+                before, stream = self._device.reached(begin_ns), COMPUTE_STREAM
+                after = max(before, found.device[1])
+                self._rows.span(Kind.WAIT, begin_ns, None, unit, comm=comm, device_ns=before, stream=stream)
+                self._rows.add(Kind.WAIT, Edge.END, begin_ns, unit, comm=comm, device_ns=after, stream=stream)
+                copy |= {"device_ns": after, "stream": stream}
             elif found.end_ns is not None and begin_ns < found.end_ns <= label.end_ns:
                 self._rows.span(Kind.WAIT, begin_ns, found.end_ns, unit, comm=comm)
                 begin_ns = found.end_ns
-        self._rows.span(Kind.COPY_OUT, begin_ns, label.end_ns, unit, num_bytes=num_bytes)
+        self._rows.span(Kind.COPY_OUT, begin_ns, None, unit, **copy)
+        self._rows.add(Kind.COPY_OUT, Edge.END, label.end_ns, unit, num_bytes=copy["num_bytes"])
         if label.unit in self._unsharding:
             self._unsharding.remove(label.unit)
             self._rows.add(Kind.UNSHARD, Edge.END, label.end_ns, unit)

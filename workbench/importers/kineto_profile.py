@@ -32,7 +32,7 @@ class HostSpan(NamedTuple):
 
     begin_ns: int
     end_ns: int
-    thread: object
+    thread: int | str
     name: str
     args: dict[str, Any]
 
@@ -65,7 +65,7 @@ class Profile:
     gloo: list[HostSpan] = field(default_factory=list)
     steps: list[HostSpan] = field(default_factory=list)
     optimizers: list[HostSpan] = field(default_factory=list)
-    starts: dict[object, Any] = field(default_factory=dict)
+    starts: dict[int | str, Any] = field(default_factory=dict)
     kernels: tuple[Any, Any, Any, Any] = field(default_factory=lambda: tuple(array("q") for _ in range(4)))  # type: ignore[assignment]
     launches: tuple[Any, Any] = field(default_factory=lambda: (array("q"), array("q")))
     num_events: int = 0
@@ -93,7 +93,9 @@ class Profile:
         args = args if isinstance(args, dict) else {}
         match event.get("cat"):
             case "user_annotation" | "cpu_op":
-                self._take_span(HostSpan(*times, event.get("tid"), name, args), event)
+                thread = event.get("tid")
+                thread = thread if isinstance(thread, int | str) else ""
+                self._take_span(HostSpan(*times, thread, name, args), event.get("pid"))
                 if self.num_spans > max_spans:
                     raise TraceError(
                         f"the profiles have more than {MAX_SPANS:,} labels and collectives: profile fewer steps, "
@@ -105,14 +107,12 @@ class Profile:
                 if type(args.get("correlation")) is int:
                     _append(self.launches, (args["correlation"], times[0]))
 
-    def _take_span(self, span: HostSpan, event: dict[str, Any]) -> None:
-        starts = self.starts.get(span.thread)
-        if starts is None and isinstance(span.thread, int | str):
-            starts = self.starts.setdefault(span.thread, array("q"))
-        if starts is not None:
-            starts.append(span.begin_ns)
-        if type(event.get("pid")) is int and not self.pid:
-            self.pid = event["pid"]
+    def _take_span(self, span: HostSpan, pid: object) -> None:
+        if span.thread not in self.starts:
+            self.starts[span.thread] = array("q")
+        self.starts[span.thread].append(span.begin_ns)
+        if isinstance(pid, int) and not self.pid:
+            self.pid = pid
         plain = span._replace(name=sys.intern(span.name), args={})
         if span.name.startswith("FSDP::"):
             self.labels.append(plain)

@@ -45,9 +45,9 @@ def _size(value: object, room: int, depth: int = _MAX_DEPTH) -> int:
         inside = value
     size = 1
     for each in inside:
+        if size > room or not depth:
+            raise pickle.UnpicklingError("too many values")
         size += _size(each, room - size, depth - 1)
-    if size > room or not depth:
-        raise pickle.UnpicklingError("too many values")
     return size
 
 

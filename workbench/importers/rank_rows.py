@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -66,16 +67,15 @@ class RankRows:
     rank: int
     rows: list[Row] = field(default_factory=list)
 
-    def span(self, kind: Kind, begin_ns: int, end_ns: int | None, unit: int = NO_UNIT, **more: object) -> None:
+    def span(self, kind: Kind, begin_ns: int, end_ns: int | None, unit: int = NO_UNIT, **more: Any) -> None:  # noqa: ANN401
         """Add a begin and, unless ``end_ns`` is None, an end; ``more``: further fields of both."""
-        row = replace(Row(t_ns=begin_ns, kind=kind, edge=Edge.BEGIN, unit=unit), **more)  # type: ignore[arg-type]
-        self.rows.append(row)
+        self.add(kind, Edge.BEGIN, begin_ns, unit, **more)
         if end_ns is not None:
-            self.rows.append(replace(row, t_ns=max(end_ns, begin_ns), edge=Edge.END))
+            self.add(kind, Edge.END, max(end_ns, begin_ns), unit, **more)
 
-    def add(self, kind: Kind, edge: Edge, t_ns: int, unit: int = NO_UNIT) -> None:
-        """Add one row."""
-        self.rows.append(Row(t_ns=t_ns, kind=kind, edge=edge, unit=unit))
+    def add(self, kind: Kind, edge: Edge, t_ns: int, unit: int = NO_UNIT, **more: Any) -> None:  # noqa: ANN401 - fields
+        """Add one row; ``more``: its further fields."""
+        self.rows.append(Row(t_ns=t_ns, kind=kind, edge=edge, unit=unit, **more))
 
     def trace(self, strings: list[str], steps: Sequence[Stretch], phases: Sequence[Stretch]) -> RankTrace:
         """Return the rows as a rank's trace; names of streams are appended to ``strings``.
