@@ -128,10 +128,10 @@ VALUES = st.one_of(
 @given(data=st.data())
 def test_damaged_dumps_give_a_valid_trace_or_a_sentence(data, tmp_path_factory):
     dump = json.loads(gzip.decompress((SAMPLES / "flight_recorder_json" / "rank0.json.gz").read_bytes()))
+    targets = [dump, dump["pg_config"], dump["pg_config"][""], dump["pg_status"]["0"], *dump["entries"]]
     for _ in range(data.draw(st.integers(1, 12))):
-        target = data.draw(st.sampled_from([dump, dump.get("pg_config"), *(dump.get("entries") or ())]))
-        if isinstance(target, dict) and target:
-            target[data.draw(st.sampled_from(sorted(target)))] = data.draw(VALUES)
+        target = data.draw(st.sampled_from(targets))
+        target[data.draw(st.sampled_from(sorted(target)))] = data.draw(VALUES)
     path = tmp_path_factory.mktemp("damaged") / "rank0.json"
     path.write_text(json.dumps(dump))
     try:

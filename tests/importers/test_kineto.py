@@ -113,6 +113,12 @@ def test_every_view_draws_an_imported_trace(view, name, tmp_path):
     assert draw(view, trace) is not None
 
 
+def test_views_say_that_parameters_are_unknown_and_expect_nothing():
+    trace, _ = opened("fsdp_2_14_shapes")
+    assert "no parameters are known" in draw("comms", trace).layout.title.text
+    assert "which parameters the units have" in str(draw("layout", trace).layout)
+
+
 def test_nccl_kernels_give_the_times_of_the_device(tmp_path):
     trace, notes = kineto.read(nccl_profile(tmp_path))
     assert check(trace) == []
