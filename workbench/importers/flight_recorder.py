@@ -18,7 +18,7 @@ from workbench.events import Comm, Edge, Kind
 from workbench.importers.collective_names import itemsize_of, kind_of, numel_of
 from workbench.importers.json_stream import DAMAGED, read_object, unpacked
 from workbench.importers.plain_pickle import loads
-from workbench.importers.rank_rows import GroupTable, RankRows, Row, rank_in_name
+from workbench.importers.rank_rows import EventRow, GroupTable, RankRows, rank_in_name
 from workbench.trace.columns import Trace
 from workbench.trace.invariants import MAX_RANKS
 from workbench.trace.read_recording import RecordedRank, Recording, missing_ranks
@@ -37,7 +37,7 @@ _CLOCK = "time of day"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Entry:
+class RecordedCollective:
     """One collective of a rank, as its dump describes it.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Entry:
 @dataclass(frozen=True, kw_only=True)
 class _Dump:
     rank: int
-    entries: list[_Entry]
+    entries: list[RecordedCollective]
     groups: dict[str, tuple[int, ...]]
     written_ns: int
 
@@ -173,7 +173,7 @@ def _groups(config: object) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _entry(raw: object, finished: dict[str, int]) -> _Entry | None:
+def _entry(raw: object, finished: dict[str, int]) -> RecordedCollective | None:
     """Return an entry of a dump; None if it is of no known collective, or malformed."""
     if not isinstance(raw, dict):
         return None
@@ -190,7 +190,7 @@ def _entry(raw: object, finished: dict[str, int]) -> _Entry | None:
     dtype = raw.get(dtypes)
     itemsize = itemsize_of(dtype[0]) if isinstance(dtype, list | tuple) and dtype else 0
     frames = raw.get("frames")
-    return _Entry(
+    return RecordedCollective(
         kind=kind,
         group=group,
         desc=more[0] if more else "",
@@ -271,11 +271,11 @@ def _rows(dump: _Dump, groups: GroupTable, origin: int) -> RankRows:
     pending = _pending(dump)
     if pending is not None and id(pending) in comm_of:
         newest = max(row.t_ns for row in rows.rows)
-        rows.rows.append(Row(t_ns=newest, kind=Kind.WAIT, edge=Edge.BEGIN, comm=comm_of[id(pending)]))
+        rows.rows.append(EventRow(t_ns=newest, kind=Kind.WAIT, edge=Edge.BEGIN, comm=comm_of[id(pending)]))
     return rows
 
 
-def _pending(dump: _Dump) -> _Entry | None:
+def _pending(dump: _Dump) -> RecordedCollective | None:
     """Return the first collective that has not ended: the one that the rank waits for."""
     return next((entry for entry in dump.entries if entry.end_ns is None and entry.number is not None), None)
 

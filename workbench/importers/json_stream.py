@@ -49,7 +49,7 @@ def read_object(path: Path, takers: Takers) -> tuple[dict[str, Any], str]:
         OSError: the file cannot be read.
     """
     with path.open("rb") as raw:
-        text = _Text(unpacked(raw))
+        text = _JsonText(unpacked(raw))
         entries: dict[str, Any] = {}
         try:
             if text.next_character() != "{":
@@ -71,7 +71,7 @@ class _DamageError(Exception):
     """The rest of a file cannot be decoded; the message follows its name."""
 
 
-def _read_entries(text: _Text, takers: Takers, entries: dict[str, Any]) -> None:
+def _read_entries(text: _JsonText, takers: Takers, entries: dict[str, Any]) -> None:
     text.skip("{")
     while text.next_character() != "}":
         key = str(text.value())
@@ -85,7 +85,7 @@ def _read_entries(text: _Text, takers: Takers, entries: dict[str, Any]) -> None:
             text.skip(",")
 
 
-def _read_elements(text: _Text, take: Callable[[Any], None]) -> None:
+def _read_elements(text: _JsonText, take: Callable[[Any], None]) -> None:
     text.skip("[")
     while text.next_character() != "]":
         take(text.value())
@@ -94,7 +94,7 @@ def _read_elements(text: _Text, take: Callable[[Any], None]) -> None:
     text.skip("]")
 
 
-class _Text:
+class _JsonText:
     """The characters of a file that are decoded at the moment."""
 
     def __init__(self, file: BufferedReader | gzip.GzipFile) -> None:

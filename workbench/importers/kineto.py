@@ -37,7 +37,7 @@ from workbench.importers.kineto_collectives import (
     reshards_of,
 )
 from workbench.importers.kineto_profile import MAX_NS, MAX_SPANS, Profile, read_profile
-from workbench.importers.rank_rows import NO_UNIT, GroupTable, RankRows, Row, Stretch
+from workbench.importers.rank_rows import NO_UNIT, EventRow, GroupTable, RankRows, Stretch
 from workbench.trace.columns import Trace
 from workbench.trace.read_recording import aligned, missing_ranks
 from workbench.trace.recording import RunStart
@@ -342,14 +342,14 @@ class _RankBuilder:
         return self._rows
 
 
-def _reached(row: Row, device_ns: int, stream: str = "") -> Row:
+def _reached(row: EventRow, device_ns: int, stream: str = "") -> EventRow:
     more = {"stream": stream} if stream else {}
-    return Row(**{**vars(row), "device_ns": device_ns, **more})
+    return EventRow(**{**vars(row), "device_ns": device_ns, **more})
 
 
-def _since(row: Row, origin: int) -> Row:
+def _since(row: EventRow, origin: int) -> EventRow:
     device = None if row.device_ns is None else row.device_ns - origin
-    return Row(**{**vars(row), "t_ns": row.t_ns - origin, "device_ns": device})
+    return EventRow(**{**vars(row), "t_ns": row.t_ns - origin, "device_ns": device})
 
 
 class _DeviceClock:

@@ -28,7 +28,7 @@ def rank_in_name(name: str) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class EventRow:
     """One row, without its number; fields as those of :data:`~workbench.trace.schema.ROW_DTYPE`.
 
     Attributes:
@@ -65,7 +65,7 @@ class RankRows:
     """
 
     rank: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[EventRow] = field(default_factory=list)
 
     def span(self, kind: Kind, begin_ns: int, end_ns: int | None, unit: int = NO_UNIT, **more: Any) -> None:  # noqa: ANN401
         """Add a begin and, unless ``end_ns`` is None, an end; ``more``: further fields of both."""
@@ -75,7 +75,7 @@ class RankRows:
 
     def add(self, kind: Kind, edge: Edge, t_ns: int, unit: int = NO_UNIT, **more: Any) -> None:  # noqa: ANN401 - fields
         """Add one row; ``more``: its further fields."""
-        self.rows.append(Row(t_ns=t_ns, kind=kind, edge=edge, unit=unit, **more))
+        self.rows.append(EventRow(t_ns=t_ns, kind=kind, edge=edge, unit=unit, **more))
 
     def trace(self, strings: list[str], steps: Sequence[Stretch], phases: Sequence[Stretch]) -> RankTrace:
         """Return the rows as a rank's trace; names of streams are appended to ``strings``.
@@ -116,7 +116,7 @@ def _values_at(t_ns: np.ndarray, stretches: Sequence[Stretch], outside: int) -> 
     return np.where((place < len(ends)) & (t_ns >= begins[inside]), values[inside], outside)
 
 
-def _device_rows(rows: Sequence[Row], strings: list[str]) -> np.ndarray:
+def _device_rows(rows: Sequence[EventRow], strings: list[str]) -> np.ndarray:
     """Return a DEVICE row for every row that the device has reached."""
     told = [(place, row) for place, row in enumerate(rows) if row.device_ns is not None]
     found = np.zeros(len(told), ROW_DTYPE)
