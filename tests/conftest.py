@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.helpers import browser, leaks, network_hosts, tools
 from tests.helpers.cpu_time import CpuTime
@@ -22,6 +22,7 @@ settings.register_profile(
     max_examples=100 if IN_CI else 30,
 )
 settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
+settings.register_profile("unshrunk", settings.get_profile("laws"), phases=[Phase.explicit, Phase.generate])  # mutants
 settings.load_profile("laws")
 
 # a collection in a forked rank would copy all of torch's objects: most of the time of a short test
@@ -31,6 +32,15 @@ leaks.KEPT.append(browser.SHARED)
 CPU_SECONDS = "seconds of CPU"
 """Name of the property of a report with the CPU time of a test file."""
 USED = CpuTime()
+
+
+REACHED = None
+if os.environ.get("MUTANT_UNDER_TEST") == "stats":  # `make mutants` looks which test reaches which function
+    from mutmut.state import state
+
+    from tests.helpers.reached_in_ranks import Reached
+
+    REACHED = Reached(state())
 
 
 def pytest_configure():
@@ -45,6 +55,8 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item, nextitem):
     """Add the CPU time of a file to the report of its last test."""
+    if REACHED is not None:
+        REACHED.take()
     try:
         return (yield)
     finally:

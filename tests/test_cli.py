@@ -47,7 +47,7 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
         ("lab", "--port 9000"),
         ("doctor", "two ranks"),
         ("view", "a page that replays it in any browser"),
-        ("where", "The exit status is 1 if the run stands still, or a rank failed or was killed, and 2 if the folder"),
+        ("where", "The exit status is 1 if the run is stalled, or a rank failed or was killed, and 2 if the folder"),
     ],
 )
 def test_each_subcommand_describes_itself(word, words, capsys):
@@ -203,24 +203,30 @@ def test_where_says_that_a_run_goes_on_and_leaves_with_0(tmp_path, capsys):
     assert cli.main(["where", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines()[:2] == [
-        "the run goes on, at step 1",
+        "the run continues, at step 1",
         "  rank  state  step  last event       ago",
     ]
     assert said.err == ""
 
 
-def test_where_says_that_a_run_stands_and_leaves_with_1(tmp_path, capsys):
+def test_where_says_that_a_run_is_stalled_and_leaves_with_1(tmp_path, capsys):
     record(tmp_path, ranks=[0], at_ns=time.monotonic_ns() - 3600 * 10**9)
     assert cli.main(["where", str(tmp_path)]) == 1
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "rank 0 has announced nothing for 1 h"
-    assert last == "  note: nothing can be shown of rank 1, of 2 ranks"
+    assert first == "rank 0 has recorded no event for 1 h"
+    assert last == "  note: no readable recording of rank 1, of 2 ranks"
 
 
 def test_where_says_that_a_rank_failed_and_leaves_with_1(tmp_path, capsys):
     record(tmp_path, end=RunEnd(t_ns=time.monotonic_ns(), reason="exit status 3"))
     assert cli.main(["where", str(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines()[0] == "ranks 0-1 failed: exit status 3"
+
+
+def test_a_recording_cannot_command_the_terminal(tmp_path, capsys):
+    record(tmp_path, end=RunEnd(t_ns=time.monotonic_ns(), reason="\x1b]0;mine\x07 \x9b2J \u202e é"))
+    assert cli.main(["where", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "ranks 0-1 failed: \ufffd]0;mine\ufffd \ufffd2J \ufffd é"
 
 
 def test_where_leaves_with_2_if_there_is_nothing_to_read(tmp_path, capsys):
@@ -242,7 +248,7 @@ def test_view_writes_a_recording_as_a_page_and_says_what_it_lacks(tmp_path, monk
     assert cli.main(["view", "out"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("wrote out.html")
-    assert said.err == "note: nothing can be shown of rank 1, of 2 ranks\n"
+    assert said.err == "note: no readable recording of rank 1, of 2 ranks\n"
     assert "<title>out</title>" in (tmp_path / "out.html").read_text(encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from workbench import doctor, jupyter_extensions
+from workbench import doctor, jupyter_extensions, watch
 from workbench.doctor import Finding, Verdict
 
 
@@ -94,6 +94,14 @@ def test_a_torch_that_cannot_be_loaded(monkeypatch):
     finding = only(doctor.devices())
     assert finding.verdict is Verdict.BAD
     assert "cannot open shared object file" in finding.found
+
+
+@pytest.mark.parametrize("all_are_seen", [True, False])
+def test_which_collectives_are_seen(all_are_seen, monkeypatch):
+    monkeypatch.setattr(watch, "HAS_HOOKS", all_are_seen)
+    finding = only(doctor.collectives())
+    assert finding.verdict is Verdict.GOOD
+    assert ("torch 2.14" in finding.found) is not all_are_seen
 
 
 def test_widgets_are_searched_in_jupyters_paths(tmp_path, monkeypatch):

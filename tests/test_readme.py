@@ -110,7 +110,7 @@ def test_every_document_can_be_reached_from_the_readme():
 
 
 def test_the_readme_is_short():
-    assert len(documents.documents()[documents.README].splitlines()) <= 110
+    assert len(documents.documents()[documents.README].splitlines()) <= 120
 
 
 def is_there(name):

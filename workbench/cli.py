@@ -27,7 +27,7 @@ _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of ju
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a run that stands still, 2: wrong usage."""
+    """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a stalled run, 2: wrong usage."""
     parser, parser_of = _parsers()
     args, rest = parser.parse_known_args(argv)
     if rest and args.word != "lab":
@@ -88,10 +88,10 @@ Write a trace file, or the recording in a folder, as a page that replays it in a
 and dumps of the Flight Recorder are read too: a file, a folder with one for each rank, or a pattern in quotes, such as
 'out/rank*.json.gz'."""
 _WHERE = """\
-Say where the ranks of a recorded run are, which collective they wait for, and which rank has not begun it. The folder
-is that of python -m workbench.record --out FOLDER; the run may go on meanwhile, on other hosts. It may also have dumps
-of the Flight Recorder, one for each rank. The exit status is 1 if the run stands still, or a rank failed or was killed,
-and 2 if the folder cannot be read."""
+Say where the ranks of a recorded run are, which collective they wait for, and which rank has not started it. The folder
+is that of python -m workbench.record --out FOLDER; the run may continue meanwhile, on other hosts. It may also have
+dumps of the Flight Recorder, one for each rank. The exit status is 1 if the run is stalled, or a rank failed or was
+killed, and 2 if the folder cannot be read."""
 _DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
 
 
@@ -161,7 +161,7 @@ def _view(args: argparse.Namespace) -> int:
 
     trace, notes = opened_with_notes(args.trace)
     for note in notes:
-        sys.stderr.write(f"note: {note}\n")
+        sys.stderr.write(f"note: {_printable(note)}\n")
     sys.stdout.write(f"{export(trace, args.out or Path(args.trace).resolve().name + '.html', args.steps)}\n")
     return 0
 
@@ -183,8 +183,13 @@ def _where(args: argparse.Namespace) -> int:
     # ranks are judged by the time at which the last dump was written
     written = [rank.last_beat.wall_ns for rank in recording.ranks.values() if dumps and rank.last_beat is not None]
     report = where(recording, max(written, default=time.time_ns()))
-    sys.stdout.write(f"{report}\n")
-    return int(report.stands)
+    sys.stdout.write(f"{_printable(str(report))}\n")
+    return int(report.is_stalled)
+
+
+def _printable(text: str) -> str:
+    """Return text of a file without control characters, through which it could command a terminal."""
+    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 _COMMANDS = {"demo": _demo, "doctor": _doctor, "view": _view, "where": _where}

@@ -153,10 +153,10 @@ def _decode_union(args: tuple[Any, ...], data: Any, where: str, buffers: Sequenc
 
 def _decode_fields(kind: type[Any], data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
     _expect(data, (dict,), where)
-    hints, word = _hints(cast("Any", kind)), getattr(kind, "word", None)
-    wrong = (hints.keys() | (set() if word is None else {"word"})) ^ data.keys()
-    if wrong:
-        missing, unknown = sorted(wrong & hints.keys()), sorted(map(str, wrong - hints.keys()))
+    hints, word = hints_of(cast("Any", kind)), getattr(kind, "word", None)
+    expected = hints.keys() | (set() if word is None else {"word"})
+    if expected != data.keys():
+        missing, unknown = sorted(expected - data.keys()), sorted(map(str, data.keys() - expected))
         faults = [f"lacks {missing}"] * bool(missing) + [f"has unknown {unknown}"] * bool(unknown)
         raise CodecError(f"{where} {' and '.join(faults)}")
     if word is not None and data["word"] != word:
@@ -177,7 +177,7 @@ def _defaults(kind: type) -> dict[str, Any]:
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
+def hints_of(kind: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
     """Return the types of a dataclass's fields; cached, as the lookup costs more than all the rest of a decode."""
     hints = get_type_hints(kind)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}

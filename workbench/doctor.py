@@ -80,7 +80,7 @@ class Finding:
 def run() -> bool:
     """Run all checks and print each finding at once; return whether none is bad."""
     well = True
-    for look in (python, packages, machine, devices, widgets, panel, self_test):
+    for look in (python, packages, machine, devices, collectives, widgets, panel, self_test):
         for finding in look():
             sys.stdout.write(f"{finding}\n")
             sys.stdout.flush()
@@ -159,6 +159,19 @@ def devices() -> Iterator[Finding]:
             verdict = Verdict.BAD if name == HOST else Verdict.NOTE
             advice = f"ranks on {name} need it: install a torch that was built with {backend}"
             yield Finding(f"backend {backend}", verdict, "missing", advice)
+
+
+def collectives() -> Iterator[Finding]:
+    """Yield which collectives of programs that do not use the workbench's engine are seen."""
+    try:
+        from workbench.watch import sees_all_collectives  # noqa: PLC0415 - needs torch
+    except (ImportError, OSError):  # a finding of devices
+        return
+    if sees_all_collectives():
+        yield Finding("collectives", Verdict.GOOD, "of any program are seen, also those that C++ issues")
+    else:
+        seen = "of any program are seen if Python issues them; torch 2.14 also announces those that C++ issues"
+        yield Finding("collectives", Verdict.GOOD, seen)
 
 
 def widgets() -> Iterator[Finding]:

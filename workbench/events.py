@@ -581,5 +581,5 @@ class Probe(Protocol):
     def unit(self, info: Unit) -> None:
         """Receive a new or changed unit."""
 
-    def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Receive a new communication group."""
+    def comm_group(self, index: int, ranks: tuple[int, ...], name: str = "") -> None:
+        """Receive a new communication group; ``name`` is the same on all its ranks, empty: its index is."""

@@ -78,7 +78,7 @@ from workbench.reports.results import (
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
-from workbench.session.session import ClusterLike, Session, busy_sentence
+from workbench.session.session import Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import OnStanding, no_standing
 from workbench.session.trace_selectors import opened_with_notes, side
@@ -179,7 +179,7 @@ class Workbench:
         profile: str | None = None,
         engines: str = "",
         interface: str = "",
-        cluster_factory: Callable[..., ClusterLike] = Cluster,
+        cluster_factory: Callable[..., Cluster] = Cluster,
         in_notebook: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.num_ranks = num_ranks
@@ -322,7 +322,7 @@ class Workbench:
             cluster.start(self._noting(on_wait))
             return self._take(cluster, "attached", begin)
 
-    def _take(self, cluster: ClusterLike, how: str, begin: float) -> StartReport:
+    def _take(self, cluster: Cluster, how: str, begin: float) -> StartReport:
         """Use a cluster that was just started or attached; return its report."""
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
@@ -803,8 +803,7 @@ class Workbench:
         if when is not None:
             Condition.parse(when, rank)
         added = session.breakpoints.add(kind, unit, rank=rank, when=when)
-        session.push_breakpoints()
-        return BreakReport(breakpoints=session.stops(), change=f"breakpoint {added.id}: {added}")
+        return self._changed_breakpoints(f"breakpoint {added.id}: {added}")
 
     def break_list(self) -> BreakReport:
         """Return the breakpoints."""
@@ -816,11 +815,8 @@ class Workbench:
         Raises:
             UsageError: there is no such breakpoint.
         """
-        session = self._started()
-        count = session.breakpoints.clear(id)
-        session.push_breakpoints()
-        change = f"removed {plural(count, 'breakpoint')}" if count else ""
-        return BreakReport(breakpoints=session.stops(), change=change)
+        count = self._started().breakpoints.clear(id)
+        return self._changed_breakpoints(f"removed {plural(count, 'breakpoint')}" if count else "")
 
     def break_on(self, id: int | None = None) -> BreakReport:
         """Turn the breakpoint ``id`` on again, or all.
@@ -839,10 +835,14 @@ class Workbench:
         return self._switch(id, is_on=False)
 
     def _switch(self, id: int | None, *, is_on: bool) -> BreakReport:
+        count = self._started().breakpoints.switch(id, is_on=is_on)
+        return self._changed_breakpoints(
+            f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
+        )
+
+    def _changed_breakpoints(self, change: str) -> BreakReport:
         session = self._started()
-        count = session.breakpoints.switch(id, is_on=is_on)
         session.push_breakpoints()
-        change = f"{plural(count, 'breakpoint')} turned {'on' if is_on else 'off'}" if count else ""
         return BreakReport(breakpoints=session.stops(), change=change)
 
     def units(self) -> list[str]:
@@ -911,11 +911,11 @@ class Workbench:
 
     def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
         """Return a widget that shows the ranks live, with buttons to stop inside a step."""
-        return importlib.import_module("workbench.widgets.dashboard").dashboard(self)
+        return importlib.import_module("workbench.widgets.dashboard").DashboardWidget(self)
 
     def canvas(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
         """Return a dashboard with only the timeline: the whole run, to pan and zoom, growing while ranks train."""
-        return importlib.import_module("workbench.widgets.dashboard").dashboard(self, panels=("timeline",))
+        return importlib.import_module("workbench.widgets.dashboard").DashboardWidget(self, panels=("timeline",))
 
     def layout(self, **options: object) -> go.Figure:
         """Return the figure of each parameter's rows on each rank."""

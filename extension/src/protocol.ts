@@ -42,23 +42,19 @@ export interface ViewMessage { readonly view: string; }
 
 export interface AskFeed extends ViewMessage { readonly word: "feed"; readonly wait: boolean; }
 
-export interface AskAt extends ViewMessage {
-  readonly word: "at";
-  readonly number: number;
-  readonly t_us: number;
-}
+export interface TraceMessage extends ViewMessage { readonly number: number; }
 
-export interface AskBeside extends ViewMessage {
+export interface AskAt extends TraceMessage { readonly word: "at"; readonly t_us: number; }
+
+export interface AskBeside extends TraceMessage {
   readonly word: "beside";
-  readonly number: number;
   readonly rank: number;
   readonly seq: number;
   readonly by: number;
 }
 
-export interface AskWindow extends ViewMessage {
+export interface AskWindow extends TraceMessage {
   readonly word: "window";
-  readonly number: number;
   readonly from_us: number;
   readonly to_us: number;
 }
@@ -226,12 +222,9 @@ export interface Models extends PanelMessage {
   readonly text: string;
 }
 
-export interface RestPreview {
-  readonly ranks: readonly number[];
-  readonly params: number;
-  readonly grads: number;
-  readonly adam: number;
-}
+export interface AtRest { readonly params: number; readonly grads: number; readonly adam: number; }
+
+export interface RestPreview extends AtRest { readonly ranks: readonly number[]; }
 
 export interface SentPreview {
   readonly kind: string;
@@ -394,15 +387,13 @@ export interface FeedUpdate extends ViewMessage {
   readonly cursor: MovedCursor | null;
 }
 
-export interface MomentReply extends ViewMessage {
+export interface MomentReply extends TraceMessage {
   readonly word: "moment";
-  readonly number: number;
   readonly moment: Moment | null;
 }
 
-export interface WindowDetail extends ViewMessage {
+export interface WindowDetail extends TraceMessage {
   readonly word: "window";
-  readonly number: number;
   readonly from_us: number;
   readonly to_us: number;
   readonly exact: boolean;

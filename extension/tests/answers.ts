@@ -256,13 +256,13 @@ export const ANSWERS = {
     "bytes_ignored": 0,
     "at_rest": [
       {
+        "params": 4096,
+        "grads": 4096,
+        "adam": 8192,
         "ranks": [
           0,
           1
-        ],
-        "params": 4096,
-        "grads": 4096,
-        "adam": 8192
+        ]
       }
     ],
     "sent": [

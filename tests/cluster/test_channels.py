@@ -3,6 +3,7 @@
 import pytest
 
 from workbench.cluster.channels import Channels
+from workbench.cluster.cluster import Cluster
 from workbench.cluster.pending_replies import settle
 from workbench.protocol.rank_messages import Shut
 
@@ -28,6 +29,17 @@ def test_a_rank_whose_reply_has_arrived_is_not_busy(monkeypatch):
     settle(wire.answer.future, None)
     assert pending.done(0)
     assert not channels.is_busy(0)
+
+
+def test_a_rank_is_lost_for_the_first_reason_that_was_told():
+    wire = FakeWire()
+    channels = Channels(wire, ["engine"])
+    pending = channels.cell("pass", [0])
+    for how in ("was killed", "is gone as well"):
+        Cluster._lose(channels, 0, how, "")
+    later = channels.cell("pass", [0])
+    assert [str(each.error(0)) for each in (pending, later)] == ["rank 0 was killed"] * 2
+    assert channels.losses == {0: "was killed"}
 
 
 class UnlockedWire:

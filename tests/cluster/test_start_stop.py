@@ -189,7 +189,6 @@ def test_an_unknown_device_is_refused():
         lambda cluster: cluster.ask({}),
         lambda cluster: cluster.interrupt(),
         lambda cluster: cluster.rank_info,
-        lambda cluster: cluster.engine_ids,
     ],
 )
 def test_requests_before_the_start_are_refused(use):

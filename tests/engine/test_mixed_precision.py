@@ -228,7 +228,7 @@ def test_outputs_are_cast_in_any_container(api, output):
     assert run_ranks(2, answered, api, output) == [(expected, dtype)] * 2
 
 
-def buffers_after_a_step(api: ModuleType) -> bool:
+def buffers_after_a_step(api: ModuleType) -> list[str]:
     model = RecordsDtypes()
     buffers = dict(model.named_buffers())
     before = {name: (b.dtype, b.data_ptr(), b.clone()) for name, b in buffers.items()}
@@ -239,12 +239,12 @@ def buffers_after_a_step(api: ModuleType) -> bool:
         assert buffer is buffers[name]
         assert (buffer.dtype, buffer.data_ptr()) == (dtype, pointer)
         assert torch.equal(buffer, value)
-    return True
+    return list(buffers)
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_buffers_stay_as_the_user_left_them(api):
-    assert all(run_ranks(2, buffers_after_a_step, api))
+    assert run_ranks(2, buffers_after_a_step, api) == [["scale", "count"]] * 2
 
 
 # ---- a policy per module
@@ -342,17 +342,18 @@ def test_full_parameters_are_in_the_compute_dtype_and_state_dicts_in_their_own(a
     assert run_ranks(2, unsharded_by_hand, api) == [({BF16}, {F32})] * 2
 
 
-def alive_after_another_forward() -> dict[Category, int]:
+def alive_after_another_forward(reduce: torch.dtype) -> dict[Category, int]:
     with recording() as record:
-        model = shard_net_with(engine, make_net(**NET), mp_policy=engine.MixedPrecisionPolicy(BF16, F32))
+        model = shard_net_with(engine, make_net(**NET), mp_policy=engine.MixedPrecisionPolicy(BF16, reduce))
         loss_of(model, batch(0, 0)).backward()
         loss_of(model, batch(0, 0))
         return {category: n for category, n in record.alive.items() if category is not Category.RESERVED}
 
 
-def test_bytes_follow_the_dtypes():
+@pytest.mark.parametrize("reduce", [F32, BF16])
+def test_bytes_follow_the_dtypes(reduce):
     root, block = slots(2, ROOT_SHAPES), slots(2, BLOCK_SHAPES)
-    assert run_ranks(2, alive_after_another_forward)[0] == {
+    assert run_ranks(2, alive_after_another_forward, reduce)[0] == {
         Category.SHARDED_PARAMS: (root + BLOCKS * block) * FP32,
         Category.SHARDED_GRADS: (root + BLOCKS * block) * FP32,
         Category.UNSHARDED_PARAMS: 2 * root * BF16.itemsize,  # after forward: only the root

@@ -15,7 +15,7 @@ from workbench.engine import fully_shard, reduction, unit_collectives
 from workbench.engine.backends.cpu import Cpu
 from workbench.engine.flat_shard import in_flat_order
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.shard_layout import rows_of
+from workbench.engine.shard_layout import ShardLayout, rows_of
 from workbench.engine.unit_collectives import UnitId
 
 UNIT = UnitId(0, "unit")
@@ -170,6 +170,26 @@ def test_bytes_of_a_unit(shapes):
     assert [p.padded_rows for p in info.params] == rows
     assert [sum(p.rows_per_rank) for p in info.params] == [shape[0] for shape in shapes]
     assert all(0 <= r <= p.padded_rows for p in info.params for r in p.rows_per_rank)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("first_rank", [0, 1])
+def test_rows_of_any_dim_are_laid_out_for_some_ranks_and_come_back(dim, first_rank):
+    full = torch.arange(6 * 9 * 3.0).view(6, 9, 3)
+    layout = ShardLayout(full.shape, dim, 3)
+    assert (layout.is_even, layout.row_numel, layout.slot_numel) == (True, full.numel() // full.shape[dim], 54)
+    slots = torch.full((2, layout.slot_numel), math.nan)
+    for target, source in layout.copy_in_pairs(full, slots, first_rank):
+        target.copy_(source)
+    gathered = torch.full((full.numel() + 1,), math.nan)
+    for rank, slot in enumerate(slots, first_rank):
+        shard = layout.shard_of(full, rank)
+        assert torch.equal(layout.local_view(slot, rank), shard)
+        assert layout.local_shape(rank) == tuple(shard.shape)
+        part = layout.by_rank(gathered)[rank]
+        part.copy_(slot.view(part.shape))
+    for rank in range(first_rank, first_rank + 2):
+        assert torch.equal(layout.shard_of(layout.full_view(gathered), rank), layout.shard_of(full, rank))
 
 
 def empty_parameters(shapes: list[tuple[int, ...]]) -> list[float]:

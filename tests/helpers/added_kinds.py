@@ -121,7 +121,7 @@ def check_pictures(trace) -> None:
     bars = {bar.name: bar for bar in draw("timeline", trace).data}
     assert bars["collective-permute"].marker.color == theme.KIND_COLOURS[Kind.COLLECTIVE_PERMUTE]
     assert "collective-permute" in {bar.name for bar in draw("comms", trace).data}
-    found = RankSpans().take(trace.ranks[0], first_track=0)
+    found = RankSpans().take(trace.ranks[0])
     assert Kind.COLLECTIVE_PERMUTE in found["kind"].tolist()
     assert '{"words": "collective-permute", "colour": ' in programs()[EVENTS]
     assert f"  EVICT: {int(Kind.EVICT)},\n" in programs()[EVENTS]

@@ -9,8 +9,8 @@ from typing import Any
 from workbench.live.feed import Feed, Increment
 from workbench.live.fold import HISTORY_ROWS, Fold
 from workbench.live.live_trace import LiveTrace
-from workbench.live.messages import State, UnitInfo
-from workbench.live.panel_state import Settings, panel_state
+from workbench.live.messages import ClusterState, State, UnitInfo
+from workbench.live.panel_state import panel_state
 from workbench.live.view_server import Looking, ViewServer
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
@@ -47,4 +47,4 @@ def state_at(pulse: ClusterSnapshot, *, num_ranks: int = 2, known: tuple[UnitInf
     """Return the state that a panel receives for a snapshot."""
     live = LiveTrace()
     live.show(pulse)
-    return panel_state(1, live, Settings(num_ranks=num_ranks, device="cpu", profile=""), known)
+    return panel_state(1, live, ClusterState(num_ranks=num_ranks, device="cpu", profile=""), known)

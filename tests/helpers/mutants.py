@@ -5,7 +5,8 @@ a test is missing, or the change has no effect. Survivors are printed as diffs, 
 were noticed. Several files may be named, separated by spaces, also as patterns: ``"workbench/replay/*.py"``.
 
 All happens in a copy, build/mutants/. The tests are those of the folder of tests/ with the same name, without those
-that need a browser or a cluster, and with :data:`ALSO`.
+that need a browser or a cluster, and with :data:`ALSO`. Where these are many, name those that matter:
+``"workbench/engine/reduction.py --sample 40 --tests tests/engine/test_gradients.py tests/engine/test_hsdp.py"``.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.helpers.package_source import REPO
@@ -26,8 +27,19 @@ ALSO = {
     "workbench/errors.py": ["tests/magics"],
     "workbench/events.py": ["tests/replay"],
     "workbench/codec.py": ["tests/protocol"],
+    "workbench/replay/": [
+        "tests/reports",
+        "tests/views/test_comms.py",
+        "tests/views/test_compare.py",
+        "tests/views/test_memory.py",
+        "tests/views/test_paused_time.py",
+        "tests/views/test_states.py",
+        "tests/views/test_training.py",
+    ],
+    "workbench/protocol/": ["tests/session", "tests/reports", "tests/magics/test_command_lines.py"],
+    "workbench/session/": ["tests/test_workbench.py", "tests/test_stopping.py", "tests/reports"],
 }
-"""Tests of a file besides those of its folder."""
+"""Tests of a file, or of all files of a folder, besides those of its folder of tests/: where its sentences are read."""
 
 SETTINGS = """\
 [mutmut]
@@ -36,16 +48,24 @@ source_paths=
 only_mutate=
     {files}
 process_isolation=forkserver
+timeout_constant=5
+timeout_multiplier=4
 pytest_add_cli_args=
     -m
     {markers}
     --hypothesis-seed=0
+    --hypothesis-profile=unshrunk
     -p
     no:cacheprovider
+    --ignore
+    tests/runtime/test_held_jobs.py
 pytest_add_cli_args_test_selection=
     {tests}
 """
-"""A server forks: ranks that tests keep for the next one would not have the change."""
+"""A server forks: ranks that tests keep for the next one would not have the change.
+
+One file is left out: it numbers the frames of calls, and a function that can be changed has two more.
+"""
 
 MISSED = ("survived", "no tests")
 
@@ -55,7 +75,7 @@ def mirrored(file: str) -> list[str]:
     path = Path("tests", Path(file).relative_to("workbench"))
     own = [path.with_name(f"test_{path.name}")] if path.parent == Path("tests") else path.parents
     found = [each.as_posix() for each in own if (REPO / each).exists()]
-    return [*found[:1], *ALSO.get(file, ())]
+    return [*found[:1], *(test for begin, tests in ALSO.items() if file.startswith(begin) for test in tests)]
 
 
 def copy() -> None:
@@ -68,23 +88,27 @@ def copy() -> None:
             shutil.copy2(REPO / name, COPY / name)
 
 
-def mutate(files: Sequence[str], jobs: int, sample: int | None = None) -> dict[str, str]:
-    """Try changes of ``files``, which have the same tests, in the copy; return the outcome of each by its name.
+def mutate(
+    files: Sequence[str], tests: Sequence[str], jobs: int, sample: int | None = None, seed: int = 0
+) -> dict[str, str]:
+    """Try changes of ``files`` in the copy; return the outcome of each by its name.
 
     Args:
         files: paths in the repository.
+        tests: paths of the tests that may notice them.
         jobs: number of changes that are tried at the same time.
-        sample: number of changes to try, chosen at random with a fixed seed; None for all.
+        sample: number of changes to try, chosen at random; None for all.
+        seed: what the choice depends on.
 
     Raises:
         subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
     """
-    settings = SETTINGS.format(files=_lines(files), markers=MARKERS, tests=_lines(mirrored(files[0])))
+    settings = SETTINGS.format(files=_lines(files), markers=MARKERS, tests=_lines(tests))
     (COPY / "setup.cfg").write_text(settings)
     shutil.rmtree(COPY / "mutants", ignore_errors=True)
     _run(jobs, "none", check=False)  # makes the changes; none has this name
     names = list(_outcomes())
-    chosen = names if sample is None or sample >= len(names) else random.Random(0).sample(names, sample)
+    chosen = names if sample is None or sample >= len(names) else random.Random(seed).sample(names, sample)
     if chosen:
         _run(jobs, *(chosen if len(chosen) < len(names) else ()))
     found = _outcomes()
@@ -125,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at the same time (default: 2)")
     parser.add_argument("--least", type=int, default=90, help="per cent that must be noticed (default: 90)")
     parser.add_argument("--sample", type=int, help="number of changes of each folder that are tried (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="another number chooses another sample (default: 0)")
+    parser.add_argument("--tests", nargs="+", metavar="TEST", help="tests to run instead of those of the folder")
     args = parser.parse_args(argv)
     files = sorted({path.relative_to(REPO).as_posix() for given in args.files for path in REPO.glob(given)})
     files = [file for file in files if mirrored(file)]
@@ -132,8 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no file of the repository is {' or '.join(args.files)}")
     copy()
     found: dict[str, str] = {}
-    for _, alike in itertools.groupby(sorted(files, key=mirrored), key=mirrored):
-        outcomes = mutate(list(alike), args.jobs, args.sample)
+    tests_of: Callable[[str], list[str]] = (lambda _: args.tests) if args.tests else mirrored
+    for tests, alike in itertools.groupby(sorted(files, key=tests_of), key=tests_of):
+        outcomes = mutate(list(alike), tests, args.jobs, args.sample, args.seed)
         found |= outcomes
         for name, outcome in outcomes.items():
             if outcome in MISSED:

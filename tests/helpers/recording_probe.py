@@ -59,7 +59,7 @@ class Recording:
         if info.retired:
             self.retired.append(info.index)
 
-    def comm_group(self, index, ranks) -> None:
+    def comm_group(self, index, ranks, name="") -> None:
         assert index not in self.groups
         self.groups[index] = ranks
 

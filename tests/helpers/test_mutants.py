@@ -21,6 +21,11 @@ def test_tests_are_those_of_the_folder_or_of_the_file():
     assert mirrored("workbench/clock.py") == ["tests/test_clock.py"]
 
 
+def test_tests_of_a_folder_that_reads_its_sentences_are_there_too():
+    assert "tests/views/test_comms.py" in mirrored("workbench/replay/collectives.py")
+    assert mirrored("workbench/codec.py") == ["tests/test_codec.py", "tests/protocol"]
+
+
 def test_a_file_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["workbench/nothing.py"])

@@ -51,14 +51,14 @@ def test_a_dump_gives_the_collectives_of_each_group(hung):
 def test_where_says_which_rank_has_not_begun_what_the_other_waits_for(hung):
     recording = flight_recorder.read(hung)
     report = where(recording, recording.ranks[0].last_beat.wall_ns)
-    assert report.stands
-    assert "rank 0 has waited 1 min for all-reduce number 3 of default_pg: rank 1 has not begun it" in str(report)
+    assert report.is_stalled
+    assert "rank 0 has waited 1 min for all-reduce number 3 of default_pg: rank 1 has not started it" in str(report)
     assert "tttt.py:6 in <module>" in str(report)
 
 
 def test_the_command_where_reads_a_folder_of_dumps(hung, capsys):
     assert cli.main(["where", str(hung[0].parent)]) == 1
-    assert "rank 1 has not begun it" in capsys.readouterr().out
+    assert "rank 1 has not started it" in capsys.readouterr().out
 
 
 def test_json_says_the_same_as_a_pickle(hung, tmp_path):
@@ -87,7 +87,7 @@ def test_times_of_ends_are_used_where_there_are_some(tmp_path):
     recording = flight_recorder.read([path])
     assert recording.trace.rank(1).rows["t_ns"].tolist() == [0, 3000]
     assert recording.trace.rank(1).rows["num_bytes"].tolist() == [16, 16]
-    assert "nothing can be shown of ranks 0, 2, of 3 ranks" in recording.notes
+    assert "no readable dump of ranks 0, 2, of 3 ranks" in recording.notes
     assert not any("without length" in note for note in recording.notes)
 
 

@@ -150,7 +150,7 @@ def test_missing_ranks_are_named(tmp_path):
     )
     trace, notes = kineto.read([path])
     assert [rank.rank for rank in trace.ranks] == [5]
-    assert "nothing can be shown of ranks 0, 1, 2, 3, 4, 6, 7, of 8 ranks" in notes
+    assert "no readable profile of ranks 0, 1, 2, 3, 4, 6, 7, of 8 ranks" in notes
     assert check(trace) == []
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import example_trace
-from workbench.live import arrival_index
-from workbench.live.arrival_index import ArrivalIndex
+from workbench.live import state_at
+from workbench.live.state_at import ArrivalIndex
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import ROW_DTYPE, KeyFrame
 
@@ -16,7 +16,7 @@ times = st.lists(st.integers(0, 50), min_size=1, max_size=40)
 
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch):
-    monkeypatch.setattr(arrival_index, "EVERY", 4)
+    monkeypatch.setattr(state_at, "_BLOCK", 4)
 
 
 def rank_of(t_ns, first=0):

@@ -39,8 +39,8 @@ def check(fold, trace):
         assert fold.frame(rank) == advance(rank_trace.start, rank_trace.rows)
         if len(rank_trace.rows):
             top = memory.peak(rank_trace)
-            assert (fold.peak(rank)["num_bytes"], fold.peak(rank)["t_ns"]) == (top.num_bytes, top.t_ns)
-            assert fold.peak(rank)["text"] == memory.describe_peak(trace.header, top)
+            assert (fold.peak(rank).num_bytes, fold.peak(rank).t_ns) == (top.num_bytes, top.t_ns)
+            assert memory.describe_peak(trace.header, fold.peak(rank)) == memory.describe_peak(trace.header, top)
     for rank in fold.drawn:
         ended, _ = fold.spans(rank, 0)
         once = RankSpans().take(trace.rank(rank), cuts=fold.cuts)
@@ -152,7 +152,7 @@ def test_after_a_gap_the_fold_continues_and_keeps_its_peak(seen, lost, later):
         assert now.memory.bytes_by_category == after.bytes_by_category
         assert now.memory.peak_bytes == max(known.peak_bytes, after.peak_bytes)
         assert now.units == states.at(rank_trace, rank_trace.end_seq)
-        assert fold.peak(1)["text"]
+        assert memory.describe_peak(trace.header, fold.peak(1))
     if (LONG.rank(0).rows["step"][:end] >= 0).any():
         assert fold.epoch == epoch, "the same trace: a view keeps what it has"
     assert fold.groups == ((0, 1),), "ranks that lack rows do not count as different"
@@ -170,7 +170,7 @@ def test_a_peak_from_before_a_gap_keeps_its_description():
     fold = Fold()
     fold.update(prefix(trace, [top.seq + 5] * 2))
     before = fold.peak(0)
-    assert before["num_bytes"] == top.num_bytes
+    assert before.num_bytes == top.num_bytes
     fold.update(Trace(trace.header, tuple(r.cut(r.end_seq - 20, r.end_seq) for r in trace.ranks)))
     assert fold.peak(0) == before
 

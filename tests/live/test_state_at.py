@@ -23,16 +23,16 @@ def test_the_state_at_any_row_matches_replay(trace, data):
     rank = data.draw(st.sampled_from(ranks))
     seq = data.draw(st.integers(rank.start.seq, rank.end_seq - 1))
     moment = StateAt().at_row(trace, rank.rank, seq)
-    mine = next(shown for shown in moment["ranks"] if rank.rank in shown["ranks"])
+    mine = next(shown for shown in moment.ranks if rank.rank in shown.ranks)
     times = np.maximum.accumulate(rank.rows["t_ns"])
-    if mine["ranks"][0] == rank.rank:
+    if mine.ranks[0] == rank.rank:
         last = rank.start.seq + int((times <= times[seq - rank.start.seq]).sum()) - 1  # known when row ``seq`` arrived
         found = states.at(rank, last)
-        assert mine["units"] == tuple(int(found[unit.index]) for unit in trace.header.units)
-        assert mine["bytes"] == advance(rank.start, rank.rows[: last + 1 - rank.start.seq]).bytes_by_category
-    assert moment["t_ns"] == times[seq - rank.start.seq]
-    assert StateAt().at(trace, moment["t_ns"])["t_ns"] == moment["t_ns"]
-    assert sorted(r for shown in moment["ranks"] for r in shown["ranks"]) == [r.rank for r in ranks]
+        assert mine.units == tuple(int(found[unit.index]) for unit in trace.header.units)
+        assert mine.bytes == advance(rank.start, rank.rows[: last + 1 - rank.start.seq]).bytes_by_category
+    assert moment.t_us == times[seq - rank.start.seq]
+    assert StateAt().at(trace, int(moment.t_us)).t_us == moment.t_us
+    assert sorted(r for shown in moment.ranks for r in shown.ranks) == [r.rank for r in ranks]
 
 
 def test_intermediate_key_frames_change_nothing(monkeypatch):
@@ -49,7 +49,7 @@ def test_intermediate_key_frames_change_nothing(monkeypatch):
 
 def test_equal_ranks_are_sent_once():
     moment = StateAt().at(example_trace(num_ranks=4), 1 << 62)
-    assert [shown["label"] for shown in moment["ranks"]] == ["ranks 0-3"]
+    assert [shown.label for shown in moment.ranks] == ["ranks 0-3"]
 
 
 def test_arrow_keys_go_event_by_event_and_stop_at_the_ends():
@@ -58,14 +58,14 @@ def test_arrow_keys_go_event_by_event_and_stop_at_the_ends():
     events = rows["seq"][~np.isin(rows["kind"], BESIDE)].tolist()
     seen, seq = [events[0]], events[0]
     for _ in range(10):
-        seq = found.beside(trace, 0, seq, 1)["seq"]
+        seq = found.beside(trace, 0, seq, 1).seq
         seen.append(seq)
     assert seen == events[:11]
-    assert found.beside(trace, 0, seq, -1)["seq"] == events[9]
-    assert found.beside(trace, 0, events[0], -1)["seq"] == events[0]
-    assert found.beside(trace, 0, 10**9, 1)["seq"] == events[-1]
+    assert found.beside(trace, 0, seq, -1).seq == events[9]
+    assert found.beside(trace, 0, events[0], -1).seq == events[0]
+    assert found.beside(trace, 0, 10**9, 1).seq == events[-1]
     memory_row = int(rows["seq"][rows["kind"] == Kind.ALLOC][5])
-    after, before = (found.beside(trace, 0, memory_row, by)["seq"] for by in (1, -1))
+    after, before = (found.beside(trace, 0, memory_row, by).seq for by in (1, -1))
     assert before < memory_row < after
     assert events.index(after) == events.index(before) + 2  # skips the event that the memory row belongs to
     assert found.beside(trace, 9, 0, 1) is None
@@ -75,8 +75,8 @@ def test_a_moment_names_the_last_event_before_it():
     trace = example_trace(num_ranks=2)
     row = trace.rank(1).rows[40]
     moment = StateAt().at(trace, int(row["t_ns"]))
-    assert moment["t_ns"] <= row["t_ns"]
-    assert moment["event"].startswith("rank ")
+    assert moment.t_us <= row["t_ns"]
+    assert moment.event.startswith("rank ")
 
 
 def test_a_phase_is_mentioned_once():

@@ -1,5 +1,7 @@
 """The drawing of a time window matches the numbers at every moment in it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from workbench.live.live_spans import NUM_TRACKS, RankSpans
 from workbench.live.state_at import StateAt
 from workbench.live.window_detail import MOST, MOST_SPANS, window
 from workbench.replay import memory
+from workbench.replay.paused_time import Cuts
 from workbench.trace import advance
 from workbench.trace.columns import Trace
 
@@ -29,6 +32,12 @@ def windows(draw):
     ends = st.integers(low - margin, high + margin)
     begin_ns, end_ns = sorted((draw(ends), draw(ends)))
     return trace, FeedView().take(trace).groups, begin_ns, end_ns
+
+
+def windowed(trace, moments, groups, begin_ns, end_ns, ranks=()):
+    """Return a window of a trace, read through its moments, with these groups and ranks drawn."""
+    fold = SimpleNamespace(trace=trace, moments=moments, groups=tuple(groups), drawn=tuple(ranks), cuts=Cuts())
+    return window(fold, begin_ns, end_ns)
 
 
 def known_ns(trace, rank):
@@ -51,8 +60,8 @@ def drawn_units(found, group, t_ns, num_units):
 
 def numbers(state, rank):
     """Return a rank's numbers at a moment."""
-    mine = next(shown for shown in state["ranks"] if rank in shown["ranks"])
-    return tuple(mine["bytes"]), mine["units"]
+    mine = next(shown for shown in state.ranks if rank in shown.ranks)
+    return tuple(mine.bytes), mine.units
 
 
 @settings(max_examples=60)
@@ -60,7 +69,7 @@ def numbers(state, rank):
 def test_at_every_event_the_window_matches_the_numbers(drawn):
     trace, groups, begin_ns, end_ns = drawn
     kept = StateAt()
-    found = window(trace, kept, groups, begin_ns, end_ns)
+    found = windowed(trace, kept, groups, begin_ns, end_ns)
     assert found.is_exact
     num_units = len(trace.header.units)
     for place, group in enumerate(groups):
@@ -68,11 +77,11 @@ def test_at_every_event_the_window_matches_the_numbers(drawn):
         times = known_ns(trace, rank)
         for seq in rows["seq"][(times >= begin_ns) & (times <= end_ns)].tolist():
             state = kept.at_row(trace, rank, seq)
-            mine = next(shown for shown in state["ranks"] if rank in shown["ranks"])
-            if mine["ranks"][0] == rank:  # otherwise another rank represents it, which may differ by ALIKE
+            mine = next(shown for shown in state.ranks if rank in shown.ranks)
+            if mine.ranks[0] == rank:  # otherwise another rank represents it, which may differ by ALIKE
                 drawn_there = (
-                    drawn_bytes(found, place, state["t_ns"]),
-                    drawn_units(found, place, state["t_ns"], num_units),
+                    drawn_bytes(found, place, state.t_us),
+                    drawn_units(found, place, state.t_us, num_units),
                 )
                 assert numbers(state, rank) == drawn_there
 
@@ -81,7 +90,7 @@ def test_at_every_event_the_window_matches_the_numbers(drawn):
 @given(windows())
 def test_a_window_is_the_fold_of_the_whole_trace_cut_to_it(drawn):
     trace, groups, begin_ns, end_ns = drawn
-    found = window(trace, StateAt(), groups, begin_ns, end_ns)
+    found = windowed(trace, StateAt(), groups, begin_ns, end_ns)
     for place, group in enumerate(groups):
         rank_trace, times = trace.rank(group[0]), known_ns(trace, group[0])
         mine = found.memory[found.memory["group"] == place]
@@ -107,7 +116,7 @@ def test_key_frames_on_the_way_change_no_window(monkeypatch):
 
 
 def tables(trace, kept, groups, part):
-    found = window(trace, kept, groups, *part)
+    found = windowed(trace, kept, groups, *part)
     return found.memory, found.states
 
 
@@ -115,12 +124,12 @@ def tables(trace, kept, groups, part):
 def test_a_large_window_sends_only_extremes_and_says_so(rows_per_rank):
     trace = long_trace(num_ranks=2, rows_per_rank=rows_per_rank)
     groups, times = FeedView().take(trace).groups, known_ns(trace, 0)
-    found = window(trace, StateAt(), groups, int(times[0]), int(times[-1]))
+    found = windowed(trace, StateAt(), groups, int(times[0]), int(times[-1]))
     assert found.is_exact == (rows_per_rank == 2_000)
     assert len(found.memory) <= 1.1 * MOST
     assert len(found.states) <= 1.1 * MOST
     assert found.memory["num_bytes"].sum(axis=1).max() == memory.series(trace.rank(0)).num_bytes.sum(axis=1).max()
-    last = window(trace, StateAt(), groups, int(times[-200]), int(times[-1]))
+    last = windowed(trace, StateAt(), groups, int(times[-200]), int(times[-1]))
     assert last.memory["num_bytes"][-1].tolist() == found.memory["num_bytes"][-1].tolist()
 
 
@@ -128,18 +137,18 @@ def test_a_moment_without_memory_rows_still_has_a_state():
     trace = simulate(Setup(num_ranks=2, steps=2))
     rows, times = trace.rank(0).rows, known_ns(trace, 0)
     quiet = int(np.flatnonzero(np.diff(times) > 1_000)[3])
-    found = window(trace, StateAt(), ((0, 1),), int(times[quiet]), int(times[quiet]) + 1)
+    found = windowed(trace, StateAt(), ((0, 1),), int(times[quiet]), int(times[quiet]) + 1)
     assert found.is_exact
     assert len(found.memory) == 1
     assert len(found.states) == len(trace.header.units)
     state = StateAt().at_row(trace, 0, int(rows["seq"][quiet]))
-    assert tuple(found.memory["num_bytes"][0].tolist()) == tuple(state["ranks"][0]["bytes"])
+    assert tuple(found.memory["num_bytes"][0].tolist()) == tuple(state.ranks[0].bytes)
 
 
 def test_unknown_ranks_are_not_sent():
     trace = simulate(Setup(num_ranks=2, steps=1))
     for shown, groups in ((Trace.empty(), ((0, 1),)), (trace, ((0, 1), (7,)))):
-        found = window(shown, StateAt(), groups, 0, 1)
+        found = windowed(shown, StateAt(), groups, 0, 1)
         assert not found.is_exact
         assert len(found.memory) == len(found.states) == 0
 
@@ -148,8 +157,8 @@ def test_unknown_ranks_are_not_sent():
 def test_its_spans_are_those_of_the_whole_run_that_reach_into_it(drawn):
     trace, groups, begin_ns, end_ns = drawn
     ranks = [r.rank for r in trace.ranks if len(r.rows)]
-    found = window(trace, StateAt(), groups, begin_ns, end_ns, ranks=ranks).spans
-    whole = window(trace, StateAt(), groups, -(1 << 62), 1 << 62, ranks=ranks).spans
+    found = windowed(trace, StateAt(), groups, begin_ns, end_ns, ranks=ranks).spans
+    whole = windowed(trace, StateAt(), groups, -(1 << 62), 1 << 62, ranks=ranks).spans
     there = whole[(whole["end_ns"] >= begin_ns) & (whole["begin_ns"] <= end_ns)]
     names = ["track", "kind", "unit", "begin_ns"]
     spans = {tuple(span) for span in found[names].tolist()}
@@ -161,8 +170,10 @@ def test_of_a_long_run_only_steps_that_reach_into_it_are_read(part):
     trace = long_trace(num_ranks=2, rows_per_rank=20_000)
     times = known_ns(trace, 0)
     begin_ns, end_ns = (int(times[0] + share * (times[-1] - times[0])) for share in part)
-    found = window(trace, StateAt(), ((0, 1),), begin_ns, end_ns, ranks=(0, 1)).spans
-    every = np.concatenate([RankSpans().take(r, first_track=NUM_TRACKS * r.rank) for r in trace.ranks])
+    found = windowed(trace, StateAt(), ((0, 1),), begin_ns, end_ns, ranks=(0, 1)).spans
+    parts = [RankSpans().take(r) for r in trace.ranks]
+    parts[1]["track"] += NUM_TRACKS
+    every = np.concatenate(parts)
     there = every[(every["end_ns"] >= begin_ns) & (every["begin_ns"] <= end_ns)]
     if len(there) <= MOST_SPANS:
         assert sorted(found[["track", "begin_ns", "end_ns"]].tolist()) == sorted(

@@ -1,5 +1,5 @@
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -280,8 +280,8 @@ class Tallied:
 class Tally(Command):
     """Count what a model has."""
 
-    model: str = field(kw_only=False, metadata=argument("which", metavar="MODEL", completes="modules"))
-    of: str = field(default="units", metadata=argument("of what", completes=("units", "params")))
+    model: str = argument("which", kw_only=False, metavar="MODEL", completes="modules")
+    of: str = argument("of what", default="units", completes=("units", "params"))
 
 
 def test_a_command_is_its_declaration_handler_and_report(notebook, monkeypatch):

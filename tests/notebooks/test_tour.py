@@ -6,11 +6,12 @@ import nbformat
 import pytest
 
 from tests.helpers.browser import figures, open_offline
+from tests.helpers.collective_counts import counts
 from tests.helpers.package_source import REPO
 from workbench.demo import communication
 from workbench.events import Kind
 from workbench.magics import command_lines
-from workbench.replay import collectives, shards, training
+from workbench.replay import shards, training
 from workbench.trace import check, load, steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first test of a run waits for it
@@ -112,7 +113,7 @@ def test_shards_are_a_quarter(trace):
 @pytest.mark.thorough
 def test_the_knob_changes_the_number_of_all_gathers(trace):
     def gathers(step):
-        return sum(c.calls for c in collectives.counts(trace, step) if c.kind == Kind.ALL_GATHER and c.rank == 0)
+        return sum(c.calls for c in counts(trace, step) if c.kind == Kind.ALL_GATHER and c.rank == 0)
 
     assert [gathers(step) for step in (0, 1, 39, 40, 42)] == [8, 9, 9, 5, 5]  # the loss before left the root unsharded
 

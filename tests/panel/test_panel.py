@@ -19,8 +19,7 @@ from workbench.codec import decode, encode
 from workbench.errors import Interrupted
 from workbench.events import Category
 from workbench.live.messages import VERSION, Answer, RestPreview, TrainingSummary
-from workbench.live.panel_state import params_of, units_of
-from workbench.live.shard_preview import preview
+from workbench.live.panel_state import params_of, preview, units_of
 from workbench.panel.client import Client
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import at_rest, shards, totals

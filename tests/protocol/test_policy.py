@@ -1,17 +1,22 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.events import FlatPart, Param, Unit
 from workbench.protocol.policy import (
     DTYPES,
+    STRATEGIES,
     PrecisionNames,
     as_mesh,
     as_reshard_after_forward,
     check_mesh_fits,
     check_reshard_fits,
+    mesh_words,
     meshes_that_fit,
+    policy_words,
 )
 
 
@@ -58,8 +63,12 @@ def test_a_mesh_is_read(value, mesh):
 
 @pytest.mark.parametrize("value", ["", "x", "2x", "-4", "2*2", 2.0, True, None])
 def test_invalid_meshes(value):
-    with pytest.raises(ValueError, match="such as 4 or 2x2"):
+    with pytest.raises(ValueError, match="such as 4 or 2x2") as caught:
         as_mesh(value)
+    assert str(caught.value) == (
+        "mesh is hosts (one replica per host), a number of shard ranks, or replicas x shard ranks, such as 4 or 2x2, "
+        f"not {str(value)!r}"
+    )
 
 
 @given(st.integers(1, 64))
@@ -82,7 +91,7 @@ def test_a_mesh_that_does_not_fit_lists_those_that_do():
         "4x1$",
     ):
         check_mesh_fits((2, 3), 4)
-    with pytest.raises(ValueError, match=r"^mesh 3 does not match the number of ranks, 4; "):
+    with pytest.raises(ValueError, match=r"^mesh 3 does not match the number of ranks, 4; these fit: 4, 2x2, 4x1$"):
         check_mesh_fits((3,), 4)
 
 
@@ -104,3 +113,63 @@ def test_few_ranks_have_no_number_that_fits():
 
 def test_numbers_and_words_are_distinguished():
     assert [as_reshard_after_forward(text) for text in ("4", "auto", "-1")] == [4, "auto", "-1"]
+
+
+def make_unit(shard_size=4, replicate_size=1, policy=True, compute="float32", reduce="float32", **fields):
+    """Return a unit with one parameter in float32."""
+    param = Param(
+        **{"fqn": "w", "shape": (8,), "global_shape": (8,), "dtype": "float32", "itemsize": 4, "shard_dim": 0},
+        **{"rows_per_rank": (2,) * 4, "padded_rows": 2},
+    )
+    more = {name: fields.pop(name) for name in ("parts", "use_orig_params") if name in fields}
+    return Unit(
+        **{"index": 0, "name": "", "root": 0, "params": (replace(param, **more),)},
+        **{"shard_size": shard_size, "replicate_size": replicate_size, "reshard_after_forward": policy},
+        **{"compute_dtype": compute, "reduce_dtype": reduce, "compute_itemsize": 4, "reduce_itemsize": 4},
+        **fields,
+    )
+
+
+FLAT = (FlatPart(fqn="w", shape=(8,), global_shape=(8,), first=0),)
+
+
+@pytest.mark.parametrize(
+    ("units", "prefetch", "phrases"),
+    [
+        ([make_unit()], 0, []),
+        ([make_unit(parts=FLAT)], 0, ["classic: one flat parameter per unit"]),
+        (
+            [make_unit(), make_unit(parts=FLAT, use_orig_params=True)],
+            0,
+            ["classic: one flat parameter per unit", "optimizers have a shard of each parameter"],
+        ),
+        ([make_unit(2, 2)], 0, ["HSDP 2x2: 2 replicas, each sharded over 2 ranks"]),
+        ([make_unit(1, 4)], 0, ["4 replicas, none of them sharded"]),
+        ([make_unit(policy=False)], 0, ["unsharded from forward to backward"]),
+        ([make_unit(policy=False), make_unit()], 0, []),
+        ([make_unit(policy=4), make_unit(policy=2), make_unit()], 0, ["on 2 and 4 ranks after forward"]),
+        ([make_unit(compute="bfloat16", reduce="bfloat16")], 0, ["compute in bfloat16"]),
+        ([make_unit(compute="bfloat16")], 0, ["compute in bfloat16", "reduce in float32"]),
+        (
+            [make_unit(), make_unit(compute="bfloat16", reduce="bfloat16")],
+            0,
+            ["compute in bfloat16 and float32"],
+        ),
+        ([make_unit(), make_unit(offload=True)], 1, ["shards kept in host memory (offload)", "gathers 1 unit ahead"]),
+        ([make_unit()], 2, ["gathers 2 units ahead"]),
+    ],
+)
+def test_what_is_not_the_default_is_told_in_a_phrase(units, prefetch, phrases):
+    assert policy_words(units, prefetch) == phrases
+
+
+@pytest.mark.parametrize(("copies", "words"), [(1, "4"), (2, "2x4")])
+def test_one_copy_is_not_written_in_a_mesh(copies, words):
+    assert mesh_words(copies, 4) == words
+
+
+def test_the_wrapper_has_a_name_for_each_strategy():
+    assert STRATEGIES == {
+        **{"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none": "NO_SHARD"},
+        **{"hybrid": "HYBRID_SHARD", "hybrid2": "_HYBRID_SHARD_ZERO2"},
+    }

@@ -50,8 +50,8 @@ def test_a_restart_is_counted():
         ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', expected a whole number"),
         ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK is '1.5', expected a whole number"),
         ({"TORCHELASTIC_RESTART_COUNT": "no"}, "TORCHELASTIC_RESTART_COUNT is 'no', expected a whole number"),
-        ({"RANK": "8"}, "RANK is 8 and WORLD_SIZE is 8: a rank is below their number"),
-        ({"WORLD_SIZE": "0"}, "RANK is 5 and WORLD_SIZE is 0: a rank is below their number"),
+        ({"RANK": "8"}, "RANK is 8 and WORLD_SIZE is 8: a rank must be less than the number of ranks"),
+        ({"WORLD_SIZE": "0"}, "RANK is 5 and WORLD_SIZE is 0: a rank must be less than the number of ranks"),
     ],
 )
 def test_what_is_no_number_of_a_rank_is_refused(changes, why):

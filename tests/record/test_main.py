@@ -10,7 +10,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from workbench.watch._torch import HAS_HOOKS
 
 from tests.helpers.waiting import wait_until
 from workbench import Workbench, cli
@@ -20,6 +19,7 @@ from workbench.record import __main__ as record
 from workbench.reports.run_where import where
 from workbench.trace import check, steps
 from workbench.trace.read_recording import read
+from workbench.watch._torch_private import HAS_HOOKS
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 RECORD = (sys.executable, "-m", "workbench.record", "--out")
@@ -152,7 +152,7 @@ def test_the_recording_is_a_valid_trace_that_names_its_program(recorded):
     assert found.trace.header.clocks == ()
 
 
-def test_a_run_that_has_ended_does_not_stand(recorded, capsys):
+def test_a_run_that_has_ended_is_not_stalled(recorded, capsys):
     folder, *_ = recorded
     assert cli.main(["where", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "the run has ended"
@@ -270,7 +270,7 @@ def test_ranks_that_raise_or_exit_under_mpirun_say_so(tmp_path):
     report = where(found, time.time_ns())
     reason = f"ValueError: the data of rank 1 are bad, at line {line} of {script}"
     assert report.headline == f"rank 0 failed: exit status 3; rank 1 failed: {reason}"
-    assert report.stands
+    assert report.is_stalled
 
 
 def test_a_rank_that_is_killed_is_named_and_what_it_wrote_is_read(tmp_path, monkeypatch, capsys):
@@ -378,6 +378,11 @@ def test_a_script_runs_as_by_python(run, tmp_path, capsys):
         ("import sys\nsys.exit('no data')", SystemExit, "exit: no data"),
         ("def f():\n    raise ValueError('bad')\n\nf()", ValueError, "ValueError: bad, at line 2 of {script}"),
         ("import json\n\njson.loads('{')", ValueError, "at line 3 of {script}"),
+        (
+            "raise ValueError('a\\n  b\\n' + 'x' * 9999)",
+            ValueError,
+            f"ValueError: a b {'x' * 496}, at line 1 of {{script}}",
+        ),
         ("raise KeyboardInterrupt", KeyboardInterrupt, "KeyboardInterrupt, at line 1 of {script}"),
         ("1 +", SyntaxError, "SyntaxError: invalid syntax (train.py, line 1)"),
     ],

@@ -157,7 +157,9 @@ def test_a_disk_that_fills_up_stops_the_recording_and_not_the_program(begin, tmp
         patch.setattr(recording.os, "write", full)
         one_step(optimizer)
         wait_until(lambda: said)
-        assert said == [f"recording stopped: cannot write to {tmp_path}: No space left on device; the program goes on"]
+        assert said == [
+            f"recording stopped: cannot write to {tmp_path}: No space left on device; the program continues"
+        ]
         assert probe.active is None
         one_step(optimizer)
     started.end("later")  # there is room again
@@ -189,7 +191,7 @@ def test_any_other_fault_of_the_recording_stops_it_too(begin, monkeypatch):
 
     monkeypatch.setattr(recording.RecordingWriter, "append", fail)
     wait_until(lambda: said)
-    assert said == ["recording stopped: ZeroDivisionError('of our own'); the program goes on"]
+    assert said == ["recording stopped: ZeroDivisionError('of our own'); the program continues"]
     wait_until(lambda: probe.active is None)
 
 

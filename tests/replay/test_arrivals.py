@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import Setup, example_trace, simulate
-from workbench.replay.arrivals import TOO_CLOSE, UNTOLD, last_to_come
+from workbench.replay.arrivals import LATE, TOO_CLOSE, UNTOLD, last_to_come, straggler
 from workbench.replay.collectives import Collectives, table
 from workbench.trace.columns import Trace
 from workbench.trace.schema import ClockReading, GroupInfo, Header, HostClock
@@ -90,3 +90,13 @@ def test_a_trace_without_collectives_names_no_rank():
 
 def _all(trace: Trace):
     return last_to_come(trace.header, {rank.rank: table(rank) for rank in trace.ranks}, 0).values()
+
+
+def test_who_waits_least_is_waited_for_if_the_others_wait_much_longer():
+    whole_ns = 1000
+    assert straggler({}, whole_ns) is None
+    assert straggler({3: 50}, whole_ns) is None
+    assert straggler({0: 300, 2: 20, 1: 20, 3: 200}, whole_ns) == (1, 280)
+    limit = int(LATE * whole_ns)
+    assert straggler({0: limit + 7, 1: 7}, whole_ns) is None
+    assert straggler({0: limit + 8, 1: 7}, whole_ns) == (1, limit + 1)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.collective_counts import counts
 from tests.helpers.simulated_job import ITEMSIZE, padded_bytes, padded_elements
 from tests.helpers.trace_strategies import Setup, cuttings, example_trace, setups, simulate, traces
 from tests.replay.test_shards import make_flat
@@ -15,7 +16,6 @@ from workbench.replay.collectives import (
     Pass,
     closed_form,
     compare,
-    counts,
     crossing_bytes,
     passes,
     ring_bytes,

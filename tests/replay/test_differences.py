@@ -69,6 +69,10 @@ def test_the_peak_names_units_and_phases():
     assert found.peak.category is Category.UNSHARDED_PARAMS
     assert found.peak.units == ("blocks.0",)
     assert Phase.BACKWARD in found.peak.phases
+    (category, num_bytes), *others = found.peak.parts
+    assert category is found.peak.category
+    assert num_bytes >= max((part[1] for part in others), default=0)
+    assert num_bytes == found.peak.after - found.peak.before
     back = differences(b, a).peak
     assert (back.units, back.category, back.phases) == (found.peak.units, found.peak.category, found.peak.phases)
 
@@ -89,13 +93,14 @@ def test_collectives_that_are_fewer_are_found_with_their_bytes():
     assert found.collectives[0].differs
 
 
+@pytest.mark.parametrize("unit", [0, 1])
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD, Kind.WAIT])
-def test_time_is_attributed_to_its_cause(kind):
+def test_time_is_attributed_to_its_cause(kind, unit):
     a = example_trace()
-    b = slower(a, kind, 1, 3_000_000)
+    b = slower(a, kind, unit, 3_000_000)
     found = differences(a, b)
     most = found.slower[0]
-    assert most.unit == "blocks.1"
+    assert most.unit == f"blocks.{unit}"
     assert most.kind in ((Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if kind is Kind.WAIT else (kind,))
     assert most.delta_ns >= 2_900_000
     assert found.step_ns[1] > found.step_ns[0]

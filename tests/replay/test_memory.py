@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -201,3 +203,29 @@ def test_pooled_bytes_are_not_part_of_the_peak():
     assert series.reserved.max() == memory.most_reserved(pooled_trace.rank(0)) > 0
     assert memory.most_reserved(trace.rank(0)) == 0
     assert series.total.max() == memory.peak(pooled_trace.rank(0)).num_bytes
+
+
+def test_after_missing_rows_bytes_are_the_key_frames_and_the_higher_peak_stays():
+    def key_frame(seq, sharded, reserved=0):
+        live = [0] * len(Category)
+        live[Category.SHARDED_PARAMS], live[Category.RESERVED] = sharded, reserved
+        return KeyFrame(seq=seq, bytes_by_category=tuple(live))
+
+    first = memory.start(key_frame(10, 50))
+    assert (first.peak_bytes, first.peak_seq, first.peak_bytes_by_category) == (
+        50,
+        9,
+        key_frame(0, 50).bytes_by_category,
+    )
+    for later in (key_frame(30, 40), key_frame(30, 50), key_frame(30, 0, reserved=99)):
+        resumed = memory.resume(first, later)
+        assert resumed == replace(first, bytes_by_category=later.bytes_by_category)
+    assert memory.resume(first, key_frame(30, 51)) == memory.start(key_frame(30, 51))
+
+
+def test_of_each_bin_the_first_the_lowest_the_highest_and_the_last_are_kept():
+    t_ns = np.array([100, 101, 102, 103, 104, 105, 106, 105, 108, 109])
+    total = np.array([5, 1, 9, 9, 5, 7, 7, 7, 8, 8])
+    assert memory.envelope(t_ns, total, 2).tolist() == [0, 1, 2, 4, 5, 8, 9]
+    assert memory.envelope(t_ns, total, 1).tolist() == [0, 1, 2, 9]
+    assert memory.envelope(t_ns[:1], total[:1], 4).tolist() == [0]

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from workbench.events import FlatPart, Param, Unit
-from workbench.replay.models import models
+from workbench.replay.training import models
 from workbench.trace.schema import Header
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from workbench.events import Edge, Kind, Phase
-from workbench.replay.run_positions import ALIVE_NS, STANDS_NS, PendingCollective, RunPosition, RunState, positions
+from workbench.replay.run_positions import ALIVE_NS, STALLED_NS, PendingCollective, RunPosition, RunState, positions
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.read_recording import RecordedRank, Recording
 from workbench.trace.recording import Heartbeat, RunEnd, RunStart, SilentStack
@@ -74,10 +74,10 @@ def gather(t_s, edge=BEGIN, number=4, kind=Kind.ALL_GATHER, **more):
     ("fields", "known", "now_s", "state"),
     [
         ([FORWARD], {}, 10, RunState.RUNS),
-        ([FORWARD], {"alive_s": 9 + STANDS_NS / S - 0.1}, 10, RunState.RUNS),
-        ([FORWARD], {"alive_s": 9 + STANDS_NS / S}, 10, RunState.SILENT),
+        ([FORWARD], {"alive_s": 9 + STALLED_NS / S - 0.1}, 10, RunState.RUNS),
+        ([FORWARD], {"alive_s": 9 + STALLED_NS / S}, 10, RunState.SILENT),
         ([gather(9)], {}, 10, RunState.IN_COLLECTIVE),
-        ([gather(9)], {"alive_s": 9 + STANDS_NS / S}, 10, RunState.WAITS),
+        ([gather(9)], {"alive_s": 9 + STALLED_NS / S}, 10, RunState.WAITS),
         ([gather(9), row(Kind.WAIT, BEGIN, 9, number=4, unit=3)], {"alive_s": 20}, 20, RunState.WAITS),
         ([gather(8), gather(9, END)], {"alive_s": 20}, 20, RunState.SILENT),
         # the ends of others are noticed while it waits
@@ -151,7 +151,7 @@ def test_a_rank_without_an_event_has_no_place():
 
 
 def test_times_of_another_host_s_clock_are_taken_back_to_it():
-    """The trace has rank 0's times; whether a rank stands is a matter of its own clock."""
+    """The trace has rank 0's times; whether a rank is stalled is a matter of its own clock."""
     (found,) = at(recording(rank(0, FORWARD, alive_s=10 + 500, offset_ns=500 * S, event_s=1)), 510)
     assert (found.state, found.for_ns) == (RunState.RUNS, S)
 

@@ -62,7 +62,6 @@ def test_the_example_of_the_docstring():
     part = only(make_param((5,), 4))
     assert part.begin_rows == (0, 2, 4, 5)
     assert part.padding_rows == (0, 0, 1, 2)
-    assert part.empty_shards == (3,)
 
 
 @given(params())
@@ -102,7 +101,6 @@ def test_the_pieces_are_those_of_torch_chunk(param):
     for shard, (begin, rows) in enumerate(zip(part.begin_rows, param.rows_per_rank, strict=True)):
         own = values.narrow(dim, begin, rows)
         assert torch.equal(own, chunks[shard]) if shard < len(chunks) else rows == 0
-    assert part.empty_shards == tuple(range(len(chunks), part.num_shards))
 
 
 @given(setups())
@@ -131,9 +129,9 @@ def test_retired_units_hold_nothing(how):
     )
 
 
-def test_a_parameter_without_elements_has_no_empty_shards():
+def test_a_parameter_without_elements_has_no_bytes():
     part = only(make_param((4, 0), 2))
-    assert (part.bytes_at_rest, part.bytes_wasted, part.empty_shards) == (0, 0, ())
+    assert (part.bytes_at_rest, part.bytes_wasted) == (0, 0)
 
 
 def test_repeated_blocks_are_equal_and_the_root_differs():

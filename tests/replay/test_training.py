@@ -144,6 +144,14 @@ def test_nan_of_one_rank_is_seen_in_the_mean():
     assert math.isnan(loss.mean[0])
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_whose_values_were_the_first_that_are_no_numbers_is_told(first):
+    ranks = [[1.0, math.nan], [math.inf, 1.0], [], [math.nan, math.nan]]
+    finite = [logged(1.0, step=step) for step in range(first)]
+    trace = make_trace(*([*finite, *(logged(v, step=first + n) for n, v in enumerate(each))] for each in ranks))
+    assert training.summary(trace).metrics["loss"].first_not_finite == (1, 3)
+
+
 def test_the_loss_is_first_and_unknown_names_get_a_number():
     rows = [logged(5.0, OTHER, step=0), logged(1.0, step=0), logged(2.0, 7, step=0)]
     assert list(training.summary(make_trace(rows)).metrics) == ["loss", "tokens/s", "metric 7"]
@@ -156,6 +164,12 @@ def test_step_time_excludes_held_time():
     rows = [*step_rows(0, 10, 100, *gate, *again), *between, *step_rows(1, 200, 230)]
     times = training.summary(make_trace(rows)).step_times
     assert times.mean.tolist() == [35.0, 30.0]
+
+
+def test_only_the_end_right_after_its_beginning_tells_how_long_a_gate_held():
+    opened, closed = row(Kind.GATE, Edge.BEGIN, t_ns=20, step=0), row(Kind.GATE, Edge.END, t_ns=70, step=0)
+    for inside in ([closed], [closed, opened], [opened], [closed, closed]):
+        assert training.summary(make_trace(step_rows(0, 10, 100, *inside))).step_times.mean.tolist() == [90.0]
 
 
 def test_only_complete_steps_have_a_time():

@@ -1,7 +1,17 @@
 from dataclasses import replace
 
 from tests.helpers.trace_strategies import example_trace
-from workbench.replay.units import differing, listed, model_order, unit_name, unmanaged_words
+from workbench.replay.units import (
+    by_number,
+    differing,
+    listed,
+    model_order,
+    unit_name,
+    unmanaged_notes,
+    unmanaged_sentences,
+    unmanaged_words,
+)
+from workbench.trace.schema import BufferSum, Header, RankInfo
 
 
 def test_a_unit_is_called_by_its_path_and_the_root_is_called_root():
@@ -27,8 +37,48 @@ def test_a_long_list_and_a_long_name_are_cut_in_the_middle():
     assert listed([f"p{i}" for i in range(12)]).count(", ") == 11
     assert listed([f"p{i}" for i in range(20)]).endswith("p9, ... 9 more ..., p19")
     assert [len(listed(["x" * number])) for number in (80, 81, 500)] == [80, 80, 80]
+    assert listed(["a" * 60 + "b" * 60]) == "a" * 40 + "..." + "b" * 37
     assert "p9, ... 9 more ..., p19. After backward" in unmanaged_words("model", [f"p{i}" for i in range(20)])
 
 
 def test_buffers_differ_where_ranks_that_have_them_hold_other_bytes():
     assert differing([{"a": 1, "b": 1}, {"a": 1, "b": 2, "c": 3}, {}]) == ("b",)
+
+
+GRADIENTS = (
+    "in no unit, so their gradients are not averaged: {}. After backward, for each: p = {}; "
+    "torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, or unshard and shard again without "
+    "--ignore"
+)
+HOOKS = "register_hook is never called on a sharded parameter: {}. Use register_post_accumulate_grad_hook"
+BUFFERS = (
+    "buffers differ between ranks: {}. If they should not, for each: torch.distributed.broadcast({}, 0); after "
+    "to_empty they are uninitialised until set"
+)
+
+
+def test_each_note_on_what_is_not_managed_says_what_to_do():
+    header = Header(
+        unmanaged=("net.scale", "net.a.bias", "other.scale"),
+        hooks=("net.w", "other.v"),
+        ranks=tuple(
+            RankInfo(rank=rank, host="here", device="cpu", pid=rank, buffers=(BufferSum(name="net.mean", crc32=rank),))
+            for rank in range(2)
+        ),
+    )
+    assert unmanaged_notes(header) == (
+        GRADIENTS.format("scale, a.bias", "net.get_parameter('scale')"),
+        GRADIENTS.format("scale", "other.get_parameter('scale')"),
+        HOOKS.format("w, v"),
+        BUFFERS.format("mean", "net.get_buffer('mean')"),
+    )
+    assert unmanaged_sentences({"": ["w"], "net": []}, [], {"": ["b"], "net": []}) == (
+        GRADIENTS.format("w", "model.get_parameter('w')"),
+        BUFFERS.format("b", "model.get_buffer('b')"),
+    )
+    assert unmanaged_notes(Header()) == ()
+
+
+def test_numbers_in_names_are_ordered_as_numbers_and_before_words():
+    names = ["layers.10", "layers.2", "", "layers.2.norm", "3", "layers", "20"]
+    assert sorted(names, key=by_number) == ["", "3", "20", "layers", "layers.2", "layers.2.norm", "layers.10"]

@@ -67,7 +67,7 @@ REPORTS = [
         ranks=(RankStatus(rank=0, alive=True, host=EVIL, device="cpu", pid=1),),
         models=(ShardedModel(name=EVIL, units=(EVIL,), policy=(EVIL,)),),
     ),
-    OpenReport(name=EVIL, num_ranks=1, steps=(), models=(ShardedModel(units=(EVIL,)),), num_rows=1),
+    OpenReport(name=EVIL, num_ranks=1, steps=(), models=(ShardedModel(units=(EVIL,)),), num_rows=1, notes=(EVIL,)),
 ]
 
 
@@ -230,10 +230,13 @@ def test_each_sharded_model_is_listed_with_units_and_policy():
 
 
 def test_the_report_of_open_lists_the_views():
-    report = OpenReport(name="a.trace", num_ranks=1, steps=(0,), models=(), num_rows=1)
+    notes = ("rank 1 is missing", "a file is cut")
+    report = OpenReport(name="a.trace", num_ranks=1, steps=(0,), models=(), num_rows=1, notes=notes)
     assert report.facts() == [
         ("steps", "0"),
         ("sharded", "nothing"),
+        ("note", "rank 1 is missing"),
+        ("note", "a file is cut"),
         ("now", "%fsdp dashboard, or a view: layout, memory, timeline, states, comms, training"),
     ]
 
@@ -318,7 +321,7 @@ def test_nonfinite_losses_are_formatted_as_in_the_panel(losses, expected):
     ],
 )
 def test_verify_names_ranks_as_step_does(buffers, since, expected):
-    same = {"params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
+    same = {"num_params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
     report = SAYS[Verify](
         [
             VerifyReply(

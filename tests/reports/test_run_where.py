@@ -1,4 +1,4 @@
-"""The report on where a recorded run stands: whole sentences."""
+"""The report on where a recorded run is: whole sentences."""
 
 from dataclasses import replace
 
@@ -47,30 +47,34 @@ DONE = {"end": RunEnd(t_ns=30 * S)}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "headline", "stands"),
+    ("ranks", "headline", "stalled"),
     [
-        ([alive(0, RUNS), alive(1, RUNS)], "the run goes on, at step 7", False),
-        ([alive(0, RUNS), alive(1, row(Kind.FORWARD, Edge.BEGIN, 29, step=8))], "the run goes on, at steps 7-8", False),
-        ([alive(0, row(Kind.FORWARD, Edge.BEGIN, 29, step=-1))], "the run goes on", False),
+        ([alive(0, RUNS), alive(1, RUNS)], "the run continues, at step 7", False),
+        (
+            [alive(0, RUNS), alive(1, row(Kind.FORWARD, Edge.BEGIN, 29, step=8))],
+            "the run continues, at steps 7-8",
+            False,
+        ),
+        ([alive(0, row(Kind.FORWARD, Edge.BEGIN, 29, step=-1))], "the run continues", False),
         ([alive(0, RUNS, **DONE), alive(1, RUNS, **DONE)], "the run has ended", False),
-        ([alive(0, RUNS, **DONE), alive(1, RUNS)], "the run goes on, at step 7", False),
-        # one that waits is no standstill as long as another goes on
-        ([alive(0, gather(1)), alive(1, RUNS)], "the run goes on, at steps 0-7", False),
+        ([alive(0, RUNS, **DONE), alive(1, RUNS)], "the run continues, at step 7", False),
+        # one rank that waits is no stall as long as another continues
+        ([alive(0, gather(1)), alive(1, RUNS)], "the run continues, at steps 0-7", False),
         (
             [alive(0, gather(1)), alive(1, FORWARD)],
-            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not begun it; "
-            "rank 1 has announced nothing for 21.0 s",
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not started it; "
+            "rank 1 has recorded no event for 21.0 s",
             True,
         ),
         (
             [alive(0, gather(1)), alive(1, FORWARD, **quiet(*OWN, TORCH))],
-            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not begun it; "
-            f"rank 1 has announced nothing for 21.0 s, in {OWN[-1]}",
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not started it; "
+            f"rank 1 has recorded no event for 21.0 s, in {OWN[-1]}",
             True,
         ),
         (
             [alive(0, gather(1)), alive(1, gather(2))],
-            "ranks 0-1 have waited 29.0 s for all-gather of blocks.2: all of its ranks have begun it",
+            "ranks 0-1 have waited 29.0 s for all-gather of blocks.2: all of its ranks have started it",
             True,
         ),
         (
@@ -81,23 +85,23 @@ DONE = {"end": RunEnd(t_ns=30 * S)}
         ),
         (
             [alive(0, gather(1, unit=0))],
-            "rank 0 has waited 29.0 s for all-gather of (root): nothing is recorded of rank 1",
+            "rank 0 has waited 29.0 s for all-gather of (root): no record of rank 1",
             True,
         ),
         (
             [alive(0, gather(1)), alive(1, gather(1), **DONE)],
-            "rank 0 has waited 29.0 s for all-gather of blocks.2: all of its ranks have begun it",
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: all of its ranks have started it",
             True,
         ),
         (
             [alive(0, gather(1)), alive(1, FORWARD, **DONE)],
-            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not begun it",
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not started it",
             True,
         ),
         (
             [alive(0, gather(1)), rank(1, FORWARD, alive_s=10)],
             "rank 1 was killed, or its host or disk failed; "
-            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not begun it",
+            "rank 0 has waited 29.0 s for all-gather of blocks.2: rank 1 has not started it",
             True,
         ),
         (
@@ -115,13 +119,13 @@ DONE = {"end": RunEnd(t_ns=30 * S)}
             "ranks 0-1 failed: exit status 3",
             True,
         ),
-        ([alive(0)], "rank 0 has announced nothing for 30.0 s", True),
+        ([alive(0)], "rank 0 has recorded no event for 30.0 s", True),
     ],
 )
-def test_the_headline(ranks, headline, stands):
+def test_the_headline(ranks, headline, stalled):
     found = report(*ranks)
     assert found.headline == headline
-    assert found.stands is stands
+    assert found.is_stalled is stalled
 
 
 def test_several_ranks_are_named_together():
@@ -134,8 +138,8 @@ def test_several_ranks_are_named_together():
     found = report(*ranks, groups=(group,))
     assert found.headline == (
         "ranks 0-2 have waited 29.0 s for all-gather of blocks.2: rank 3 issued barrier in its place, "
-        "rank 4 has not begun it, nothing is recorded of rank 5; "
-        "rank 3 has announced nothing for 28.0 s; rank 4 has announced nothing for 21.0 s"
+        "rank 4 has not started it, no record of rank 5; "
+        "rank 3 has recorded no event for 28.0 s; rank 4 has recorded no event for 21.0 s"
     )
 
 
@@ -149,10 +153,10 @@ def test_the_whole_text():
     found = report(*ranks, groups=((0, 1, 2, 3),), notes=("rank3.0000.rec ends within a frame",))
     assert str(found).splitlines() == [
         "rank 2 was killed, or its host or disk failed; rank 0 has waited 29.0 s for all-gather of blocks.2: "
-        f"ranks 1-3 have not begun it; rank 1 has announced nothing for 21.0 s, in {OWN[-1]}",
+        f"ranks 1-3 have not started it; rank 1 has recorded no event for 21.0 s, in {OWN[-1]}",
         f"  rank  {'state':38}  step  last event              ago",
         f"  0     {'waits':38}  7     all-gather of blocks.2  29.0 s",
-        f"  1     {'has announced nothing':38}  7     forward of blocks.2     21.0 s",
+        f"  1     {'has recorded no event':38}  7     forward of blocks.2     21.0 s",
         f"  2     {'was killed, or its host or disk failed':38}",
         f"  3     {'has ended':38}  7     forward of blocks.2",
         "  rank 1 is in",
@@ -168,5 +172,15 @@ def test_the_table_has_a_row_for_each_rank():
     assert list(table.head) == ["rank", "state", "step", "last event", "ago"]
     assert [tuple(each) for each in table.rows] == [
         ("0", "runs", "7", "forward of blocks.2", "1.00 s"),
-        ("1", "has announced nothing", "", "", ""),
+        ("1", "has recorded no event", "", "", ""),
     ]
+
+
+def test_in_a_notebook_the_text_is_escaped():
+    evil = "<img src=x onerror=alert(1)>"
+    found = report(alive(0, FORWARD, **quiet(evil)), notes=(evil,))
+    bundle = found._repr_mimebundle_(include=None, exclude=None)
+    assert bundle["text/plain"] == str(found)
+    assert evil in str(found)
+    assert "<img" not in bundle["text/html"]
+    assert "&lt;img" in bundle["text/html"]

@@ -133,6 +133,28 @@ def test_a_breakpoint_for_once_goes_with_its_steps_and_not_before():
     assert wanted.lasting() == StopTargets(breakpoints=(often,))
 
 
+def test_only_kinds_of_breakpoints_are_looked_at_unless_something_else_is_wanted():
+    waits = armed("wait")
+    only = StopTargets(breakpoints=(waits,))
+    assert only.is_anything
+    assert [only.may_stop_at(kind) for kind in (Kind.WAIT, Kind.FORWARD)] == [True, False]
+    for wanted in ({"pause": True}, {"target": StepPosition(0, 0)}, {"is_next": next_after("event", Phase.IDLE)}):
+        found = only.but(**wanted)
+        assert found == StopTargets(breakpoints=(waits,), **wanted)
+        assert StopTargets(**wanted).is_anything
+        assert StopTargets(**wanted).may_stop_at(Kind.FORWARD)
+    assert only.but() == only
+    assert not StopTargets().is_anything
+
+
+def test_a_pause_stops_at_any_event_before_a_target_and_after_a_wait():
+    wanted = StopTargets(pause=True, target=StepPosition(9, 9), after=StepPosition(9, 9))
+    assert wanted.stops_at(event()) == (True, None)
+    assert wanted.stops_waiting(StepPosition(0, 0))
+    assert StopTargets().stops_at(event()) == (False, None)
+    assert not StopTargets(is_next=next_after("unit", Phase.IDLE)).stops_at(event())[0]
+
+
 PLACES = st.builds(StepPosition, st.integers(0, 3), st.integers(0, 9))
 
 

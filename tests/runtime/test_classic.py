@@ -258,7 +258,7 @@ def test_verify_matches_an_unsharded_copy_and_does_not_disturb_training(name):
         run(num_ranks, verified, POLICIES[name], True), run(num_ranks, verified, POLICIES[name], False), strict=True
     ):
         assert with_it["verify"]["ok"], with_it["verify"]
-        assert with_it["verify"]["params"] == 21
+        assert with_it["verify"]["num_params"] == 21
         assert with_it["losses"] == without["losses"]
 
 
@@ -581,7 +581,7 @@ def test_tensor_parallel_parameters_are_verified_and_shown_as_parts(orig_params)
     for losses, verified, (weight, flat), model, unit in run(4, in_parallel, orig_params):
         assert losses[3] < losses[2] < losses[0]
         assert verified["ok"], verified
-        assert verified["params"] == 12
+        assert verified["num_params"] == 12
         assert (weight.global_shape, weight.shard.of_rows) == ((24, 8), 12 * 8)
         assert flat.global_shape == (whole,)
         assert flat.shard.values.shape == (own // 2,)

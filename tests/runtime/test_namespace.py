@@ -3,8 +3,10 @@
 import linecache
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
+from workbench.errors import UsageError
 from workbench.protocol.rank_messages import CellLine
 from workbench.runtime import namespace, rank, stacks
 
@@ -29,6 +31,59 @@ def test_names_can_be_asked_for_while_a_cell_makes_new_ones(monkeypatch):
     assert len(variables) > 3
     monkeypatch.setattr(rank, "user_namespace", lambda: variables, raising=False)
     assert namespace.optimizers_of(variables["model"]) == []
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """The variables of the cells of a rank."""
+    found = {"net": torch.nn.Sequential(torch.nn.Linear(1, 1)), "rate": 3.0}
+    monkeypatch.setattr(namespace, "user_namespace", lambda: found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("model", "there is no variable 'model' on this rank; define it in a %%fsdp cell"),
+        ("net.0.scale", "'net.0' has no attribute 'scale'"),
+        ("net.1", "'net' has no attribute '1'"),
+        ("rate", "'rate' is a float, not a torch.nn.Module"),
+        ("net.0.weight", "'net.0.weight' is a Parameter, not a torch.nn.Module"),
+    ],
+)
+def test_what_is_no_module_is_said(variables, name, says):
+    with pytest.raises(UsageError) as caught:
+        namespace.find_module(name)
+    assert str(caught.value) == says
+    assert namespace.find_module("net.0") is variables["net"][0]
+
+
+def test_each_variable_of_a_module_that_is_exchanged_has_the_new_one(variables):
+    net, new = variables["net"], torch.nn.Linear(1, 1)
+    inner = net[0]
+    variables |= {"also": net, "inner": inner, "_hidden": net}
+    namespace.rebind("net", new)
+    assert [variables[name] for name in ("net", "also", "_hidden", "inner")] == [new, new, new, inner]
+    variables["net"] = net
+    namespace.rebind("net.0", new)
+    assert (net[0], variables["inner"], variables["net"]) == (new, new, net)
+    assert namespace.module_names() == ["also", "inner", "net"]
+
+
+def test_pairs_of_objects_are_exchanged_wherever_variables_hold_them(variables):
+    net, rate = variables["net"], variables["rate"]
+    variables["same"] = rate
+    namespace.exchange([(rate, "new"), (object(), "other")])
+    assert variables == {"net": net, "rate": "new", "same": "new"}
+
+
+def test_optimizers_of_a_model_hold_one_of_its_parameters(variables):
+    other = torch.nn.Linear(1, 1)
+    weight, bias = variables["net"].parameters()
+    whole = torch.optim.SGD([*other.parameters(), weight], lr=0.1)
+    second = torch.optim.SGD([{"params": list(other.parameters())}, {"params": [bias]}], lr=0.1)
+    variables |= {"a": whole, "b": torch.optim.SGD(other.parameters(), lr=0.1), "c": second, "d": whole}
+    assert namespace.optimizers_of(variables["net"]) == [whole, second]
 
 
 CELL = """def f():

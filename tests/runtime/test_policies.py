@@ -19,7 +19,7 @@ from workbench.protocol.policy import mesh_words
 from workbench.protocol.rank_messages import ModelPolicy
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
-from workbench.runtime import prefetch_order, shard_planning, sharding
+from workbench.runtime import shard_planning, sharding
 from workbench.trace import header_from_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.invariants import check
@@ -480,10 +480,7 @@ def orders():
     ns = prepare()
     execute(Shard(model="model", wrap=("Block", "Linear")))
     names = {m: name or "root" for name, m in ns["model"].named_modules()}
-    return [
-        [names[m] for m in order(ns["model"])]
-        for order in (prefetch_order.forward_order, prefetch_order.backward_order)
-    ]
+    return [[names[m] for m in sharding.in_order(ns["model"], set(), backward=last)] for last in (False, True)]
 
 
 def test_units_are_entered_outer_first_and_backward_the_other_way_round():
@@ -562,7 +559,7 @@ def test_verify_states_the_tolerance_of_the_coarsest_dtype():
     for found in run(2, coarse_verify):
         assert found["ok"]
         assert found["tolerance"] == "the difference may be 25% of the size of each parameter's update (bfloat16)"
-        assert found["params"] == 21
+        assert found["num_params"] == 21
         assert found["loss_sharded"] == pytest.approx(found["loss_reference"], rel=1e-2)
 
 

@@ -249,7 +249,7 @@ def train_in_parallel(dim, mp_policy):
 def test_a_tensor_parallel_model_is_verified(mp_policy):
     for right, losses in run(4, train_in_parallel, 8, mp_policy):
         assert right["ok"], right
-        assert right["params"] == 3 * 6
+        assert right["num_params"] == 3 * 6
         assert losses[1] < losses[0]
 
 

@@ -2,21 +2,32 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.helpers.booted_ranks import drain, execute, namespace, run
 from tests.helpers.stopped_step import Channel, Meeting, beside
 from tests.helpers.watched import make_blocks, shard_by_torch
 from tests.runtime.test_gate import trace_of
+from workbench.errors import UsageError
 from workbench.events import Edge, Kind
-from workbench.protocol.commands import Continue, Next, Step
+from workbench.protocol.commands import Continue, Next, Reshard, Shard, Step, Unshard, Verify
 from workbench.protocol.rank_messages import GiveUp
 from workbench.runtime import rank as rank_module
 from workbench.trace import check
 
 
-def prepare():
+def wrap_by_torch(model):
+    policy, cpu = ModuleWrapPolicy([nn.Sequential]), torch.device("cpu")
+    return FullyShardedDataParallel(
+        model, device_mesh=namespace()["mesh"], auto_wrap_policy=policy, device_id=cpu, use_orig_params=True
+    )
+
+
+def prepare(shard=shard_by_torch):
     ns = namespace()
-    ns["model"] = shard_by_torch(make_blocks())
+    ns["model"] = shard(make_blocks())
     ns["optimizer"] = torch.optim.AdamW(ns["model"].parameters(), 1e-2)
     ns["data"] = torch.Generator().manual_seed(ns["rank"])
 
@@ -84,8 +95,8 @@ def test_a_step_is_stopped_at_an_all_gather_and_goes_on_with_the_same_losses():
         assert broken == []
 
 
-def given_up(event, meeting):
-    ns = prepare()
+def given_up(shard, event, meeting):
+    ns = prepare(shard)
     first = execute(Step())["losses"]
     Channel().break_at({"event": event, "unit": "1"})
 
@@ -104,17 +115,38 @@ def given_up(event, meeting):
     return first, str(error), after, check(trace_of(*drain()))
 
 
-def restarted():
-    ns = prepare()
+def restarted(shard):
+    ns = prepare(shard)
     first = execute(Step())["losses"]
     ns["data"].manual_seed(ns["rank"])
     return first + execute(Step(count=2))["losses"]
 
 
 @pytest.mark.parametrize("event", ["all_gather", "backward", "reduce_scatter"])
-def test_a_step_that_is_given_up_leaves_a_model_that_trains_on(event):
-    expected = run(2, restarted)
-    for rank, (first, error, after, broken) in enumerate(run(2, given_up, event, Meeting(2))):
+@pytest.mark.parametrize("shard", [shard_by_torch, wrap_by_torch])
+def test_a_step_that_is_given_up_leaves_a_model_that_trains_on(shard, event):
+    expected = run(2, restarted, shard)
+    for rank, (first, error, after, broken) in enumerate(run(2, given_up, shard, event, Meeting(2))):
         assert first + after == expected[rank]
         assert "the user gave up" in error
         assert broken == []
+
+
+def refused(shard):
+    prepare(shard)
+    errors = []
+    for command in (Shard(model="model"), Reshard(model="model", offload=True), Unshard(model="model"), Verify()):
+        with pytest.raises(UsageError) as caught:
+            execute(command)
+        errors.append(str(caught.value))
+    return errors, execute(Step())["losses"]
+
+
+@pytest.mark.parametrize("shard", [shard_by_torch, wrap_by_torch])
+def test_commands_that_need_our_engine_are_refused_and_nothing_has_changed(shard):
+    expected = run(2, restarted, shard)
+    for rank, (errors, losses) in enumerate(run(2, refused, shard)):
+        for error in errors:
+            assert error.startswith("'model' is sharded by torch's own FSDP")
+            assert error.endswith("%fsdp shard model")
+        assert losses == expected[rank][:1]

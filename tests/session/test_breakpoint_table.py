@@ -12,6 +12,7 @@ def test_they_are_numbered_and_removed():
     assert [str(b) for b in points][1] == "forward:head --rank 1 --when 'step > 2'"
     assert [b.once for b in points] == [False, False]
     assert points.named(first.id) == "breakpoint 1: wait"
+    assert points.named(9) == "breakpoint 9"
     assert points.clear(1) == 1
     with pytest.raises(UsageError, match="there is no breakpoint 1; breakpoints: 2"):
         points.clear(1)
@@ -29,5 +30,5 @@ def test_they_are_turned_off_and_on():
     assert points.switch(None, is_on=False) == 2
     assert [b.is_on for b in points] == [False, False]
     assert points.switch(None, is_on=True) == 2
-    with pytest.raises(UsageError, match="there is no breakpoint 7"):
+    with pytest.raises(UsageError, match=r"^there is no breakpoint 7; breakpoints: 1, 2$"):
         points.switch(7, is_on=True)

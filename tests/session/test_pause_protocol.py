@@ -19,7 +19,7 @@ class Clock:
     now = 0.0
 
     def __call__(self):
-        return self.now
+        return 64.0 + self.now
 
 
 def setup():
@@ -51,6 +51,14 @@ def test_a_pause_lets_all_run_to_the_furthest():
     assert stopper.look({0: at(5, since=2), 1: at(5)}, {0, 1}).held == (0, 1)
     assert len(channel.sent) == 2
     assert not stopper.eager
+
+
+def test_a_rank_held_in_a_wait_runs_to_the_furthest_too():
+    stopper, channel, _ = setup()
+    stopper.pause({0, 1})
+    in_wait = Hold(place=StepPosition(0, 3), kind=Kind.WAIT, edge=Edge.BEGIN, since_ns=1)
+    assert stopper.look({0: Position(place=StepPosition(0, 3), held=in_wait), 1: at(5)}, {0, 1}) is None
+    assert channel.sent[-1] == (RunTo(place=StepPosition(0, 5)), (0, 1))
 
 
 def test_a_blocking_rank_lets_the_others_pass_after_a_moment():

@@ -80,4 +80,26 @@ def test_working_ranks_in_words(working, lines, ended, expected):
 
 
 def test_a_long_line_is_cut():
-    assert len(who_works(3, [0], {0: replace(BARRIER, text="x" * 1000)}, ())) < MAX_TEXT + 60
+    for number, shown in ((MAX_TEXT, "x" * MAX_TEXT), (MAX_TEXT + 1, "x" * (MAX_TEXT - 1) + "…")):
+        told = who_works(3, [0], {0: replace(BARRIER, text="x" * number)}, ())
+        assert told == f"rank 0 has run for 3 s, in {shown} at line 2 of the cell"
+
+
+def test_who_died_comes_first_and_has_not_ended():
+    deaths = {3: "died (SIGKILL)", 1: "does not answer", 2: "died (SIGKILL)"}
+    assert who_works(3, [0], {0: None}, (1, 2, 3, 4), deaths) == (
+        "rank 1 does not answer; ranks 2-3 died (SIGKILL); rank 0 has run for 3 s; rank 4 has ended"
+    )
+
+
+def test_what_is_urgent_is_said_at_once_and_again_while_there_is_news():
+    scene = NoticeScenario()
+    scene.after(0.1, "begun")
+    for number, seconds in enumerate((0.1, 0.1, AGAIN_S)):
+        scene.now += seconds
+        scene.standing.look(number, lambda seconds: f"{seconds:.1f} s", scene.reported.append, is_urgent=True)
+    assert scene.reported == ["0.2 s", "1.3 s"]
+    scene.after(0.1, "an output")
+    assert scene.reported == ["0.2 s", "1.3 s", ""]
+    scene.after(QUIET_S - 0.1, "an output")
+    assert scene.reported == ["0.2 s", "1.3 s", ""]

@@ -7,10 +7,11 @@ import pytest
 from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.export import export
-from workbench.session.trace_selectors import opened, opened_with_notes, side
+from workbench.session.trace_selectors import opened, opened_with_notes, side, some_steps
 from workbench.trace import save, steps
 from workbench.trace.columns import Trace
 from workbench.trace.perfetto import to_perfetto
+from workbench.trace.recording import RecordingWriter, RunStart
 from workbench.trace.schema import Header
 
 PROFILES = Path(__file__).parents[1] / "importers" / "samples" / "fsdp_2_13"
@@ -73,7 +74,7 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
             "nowhere.trace",
             "there is no file 'nowhere.trace'; compare takes a trace file, 'last', or steps such as 3..5",
         ),
-        ("lost", "there is no file 'lost'"),
+        ("lost", "there is no file 'lost'; compare takes a trace file, 'last', or steps such as 3..5"),
         ("last:7", "the trace has no step 7; its steps are: 0-5"),
         ("2..9", "the trace has no step 9; its steps are: 0-5"),
         ("last:-7", "the trace has no step -7; its steps are: 0-5"),
@@ -83,8 +84,16 @@ def test_a_file_named_like_steps_is_found_by_its_path(file, monkeypatch):
     ],
 )
 def test_missing_files_and_steps_are_reported(text, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError) as caught:
         side(text, recorded)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["", "x", "3...5", "3-5", "5..x"])
+def test_what_names_no_steps_is_told_how_they_are_written(text):
+    with pytest.raises(UsageError) as caught:
+        some_steps(recorded(), text)
+    assert str(caught.value) == f"steps are written 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}"
 
 
 def test_a_file_that_is_no_trace(tmp_path):
@@ -97,7 +106,10 @@ def test_a_file_that_is_no_trace(tmp_path):
 
 @pytest.mark.parametrize("text", ["last", "3..5", "last:1"])
 def test_nothing_is_recorded_yet(text):
-    with pytest.raises(UsageError, match="nothing is recorded yet"):
+    with pytest.raises(
+        UsageError,
+        match=r"^nothing is recorded yet: 'last' is the trace so far; first %fsdp shard MODEL, %fsdp step 3$",
+    ):
         side(text, Trace.empty)
 
 
@@ -138,7 +150,7 @@ def test_files_of_a_profiler_are_opened_by_folder_or_pattern(name):
 def test_one_file_of_a_profiler_is_opened_with_a_note_on_the_other_ranks():
     trace, notes = opened_with_notes(PROFILES / "rank1.json.gz")
     assert [rank.rank for rank in trace.ranks] == [1]
-    assert "nothing can be shown of rank 0, of 2 ranks" in notes
+    assert "no readable profile of rank 0, of 2 ranks" in notes
 
 
 def test_profiles_are_read_from_a_folder_that_also_has_dumps(tmp_path):
@@ -173,3 +185,36 @@ def test_our_own_export_for_perfetto_is_refused(tmp_path):
     path.write_text(json.dumps(to_perfetto(opened(PROFILES))))
     with pytest.raises(UsageError, match=r"Open the \.trace file instead"):
         opened_with_notes(path)
+
+
+def record(folder, trace, rank):
+    start = RunStart(rank=rank, world_size=2, clock="one", t_ns=0, wall_ns=0)
+    writer = RecordingWriter(folder, start, trace.header, 1 << 30)
+    rows = trace.rank(rank).rows
+    writer.append(rows.tobytes(), trace.rank(rank).state_before(len(rows)))
+    writer.close()
+
+
+def test_the_folder_of_a_recording_is_a_side_as_a_file_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace = example_trace(num_ranks=2, steps=6)
+    record(Path("out"), trace, 0)
+    found, notes = opened_with_notes("out")
+    assert (found.ranks, notes) == ((trace.rank(0),), ("no readable recording of rank 1, of 2 ranks",))
+    record(Path("out"), trace, 1)
+    assert opened_with_notes(Path("out")) == (opened("out"), ())
+    assert opened("out").ranks == trace.ranks
+    name, part = side("out:3..5", Trace.empty)
+    assert (name, steps(part)) == ("out, steps 3-5", [3, 4, 5])
+
+
+def test_a_folder_without_a_recording_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(UsageError, match=r"is a folder without the recording of a rank, such as rank0.0000.rec$"):
+        opened(tmp_path)
+    (tmp_path / "rank0.0000.rec").write_bytes(b"something else")
+    with pytest.raises(UsageError, match=r"rank0.0000.rec is left out: it does not start like a recording"):
+        opened_with_notes(tmp_path)
+
+
+def test_a_file_has_no_notes(file):
+    assert opened_with_notes(file) == (opened(file), ())

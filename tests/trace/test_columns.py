@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.device_trace import on_devices
 from tests.helpers.trace_strategies import any_traces, example_trace, traces
 from workbench.errors import TraceError
 from workbench.events import Kind
@@ -185,3 +186,29 @@ def test_cached_properties_of_a_rank_are_correct(trace, data):
                 assert [part.places_of(step, step) for step in range(3)] == [
                     anew.places_of(step, step) for step in range(3)
                 ]
+
+
+def test_a_prepared_rank_has_its_steps_and_the_states_between_its_rows():
+    rank = example_trace().rank(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "KEPT_EVERY", 16)
+        rank.prepare()
+        patch.setattr(columns, "advance", None)  # nothing more is computed
+        kept = [rank.state_before(place) for place in range(0, len(rank.rows), 16)]
+    assert kept == [advance(rank.start, rank.rows[:place]) for place in range(0, len(rank.rows), 16)]
+    assert "_runs" in vars(rank)
+
+
+def test_a_slice_takes_what_devices_tell_of_it_with_it_outside_any_step():
+    whole = on_devices(example_trace(steps=3)).rank(0)
+    bare = RankTrace(0, whole.rows[: np.flatnonzero(whole.rows["step"] == 1)[-1] + 1])
+    part, without = (Trace(Header(), (rank,)).slice(step=1).rank(0) for rank in (whole, bare))
+    later = whole.rows[without.end_seq :]
+    told = later[
+        (later["kind"] == Kind.DEVICE) & (later["value"] >= part.start.seq) & (later["value"] < without.end_seq)
+    ]
+    added = part.rows[len(without.rows) :]
+    assert len(told) > 10
+    assert added["value"].tolist() == told["value"].tolist()
+    assert added["seq"].tolist() == list(range(without.end_seq, part.end_seq))
+    assert set(added["step"].tolist()) == {-1}

@@ -9,9 +9,10 @@ from hypothesis import given
 
 from tests.helpers.trace_strategies import any_traces, example_trace
 from tests.replay.test_shards import make_flat, make_unit
-from workbench.events import Category, Edge, Kind
+from workbench.events import MOVES, Category, Edge, Kind, UnitState
 from workbench.trace import RankTrace, Trace, check
-from workbench.trace.schema import ClockReading, Header, HostClock, KeyFrame, Rows
+from workbench.trace.invariants import MAX_RANKS
+from workbench.trace.schema import ClockReading, GroupInfo, Header, HostClock, KeyFrame, RankInfo, Rows
 
 EXAMPLE = example_trace(num_ranks=2, num_units=2, steps=1)
 
@@ -66,59 +67,81 @@ def tell_of(**columns):
     return change
 
 
-def tell_twice(rows):
-    return tell_of()(tell_of()(rows))
-
-
+NAMELESS = "7: a collective without comm_group and comm_seq"
+TWICE = "comm_seq does not increase within its comm_group"
 FORWARD_AT = first(EXAMPLE.rank(1).rows, Kind.FORWARD, Edge.BEGIN)
 ALLOC_AT = first(EXAMPLE.rank(1).rows, Kind.ALLOC)
 
 
+INSTANTS = "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET, RESIDENT and DEVICE, BEGIN / END to the rest"
+
+
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "sentences"),
     [
-        (tell_of(value=10**6), "DEVICE does not refer to an earlier row"),
-        (tell_of(value=float("nan")), "DEVICE does not refer to an earlier row"),
-        (tell_of(value=0.5), "DEVICE does not refer to an earlier row"),
-        (tell_of(value=ALLOC_AT), "DEVICE refers to a row that is not device work"),
-        (tell_of(value=FORWARD_AT, t_ns=0), "DEVICE is earlier than the row it refers to"),
-        (tell_of(value=FORWARD_AT, module=-1), "METRIC, LOG and DEVICE without a string"),
-        (tell_twice, "two DEVICE rows refer to the same row"),
-        (lambda rows: np.delete(rows, 5), "row 5: seq does not increase by one from the key frame's"),
-        (put("kind", 99, Kind.WAIT, Edge.BEGIN), "unknown kind"),
-        (put("edge", 3, Kind.WAIT, Edge.BEGIN), "unknown edge"),
-        (put("phase", 6, Kind.WAIT, Edge.BEGIN), "unknown phase"),
+        (tell_of(value=10**6), ["88: DEVICE does not refer to an earlier row"]),
+        (tell_of(value=88), ["88: DEVICE does not refer to an earlier row"]),
+        (tell_of(value=-1), ["88: DEVICE does not refer to an earlier row"]),
+        (tell_of(value=float("nan")), ["88: DEVICE does not refer to an earlier row"]),
+        (tell_of(value=0.5), ["88: DEVICE does not refer to an earlier row"]),
+        (tell_of(value=ALLOC_AT), ["88: DEVICE refers to a row that is not device work"]),
+        (tell_of(value=FORWARD_AT, t_ns=0), ["88: DEVICE is earlier than the row it refers to"]),
+        (tell_of(value=FORWARD_AT, module=-1), ["88: METRIC, LOG and DEVICE without a string"]),
         (
-            put("edge", Edge.INSTANT, Kind.WAIT, Edge.BEGIN),
-            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET, RESIDENT and DEVICE",
+            lambda rows: tell_of(value=FORWARD_AT)(tell_of(value=FORWARD_AT)(rows)),
+            ["89: two DEVICE rows refer to the same row"],
         ),
-        (
-            put("edge", Edge.BEGIN, Kind.RESHARD),
-            "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET, RESIDENT and DEVICE",
-        ),
-        (put("unit", 2, Kind.RESHARD), "unit is not in the header's table of 2"),
-        (put("unit", -2, Kind.RESHARD), "unit is not in the header's table of 2"),
-        (put("module", 1, Kind.METRIC), "module is not in the header's table of 1"),
-        (put("comm_group", 1, Kind.WAIT, Edge.BEGIN), "comm_group is not in the header's table of 1"),
-        (put("step", -2, Kind.METRIC), "step is less than -1"),
-        (put("category", 200, Kind.ALLOC), "ALLOC / FREE without a known category"),
-        (put("category", 0, Kind.WAIT, Edge.BEGIN), "a category on a row that is not ALLOC / FREE"),
-        (put("num_bytes", 0, Kind.ALLOC), "ALLOC must have num_bytes > 0"),
-        (put("num_bytes", 0, Kind.FREE), "FREE must have num_bytes < 0"),
-        (put("num_bytes", -1, Kind.WAIT, Edge.BEGIN), "num_bytes is negative"),
-        (free_too_much, "more bytes of ALL_GATHER_BUFFERS were freed than were live"),
-        (put("comm_group", -1, Kind.ALL_GATHER, Edge.BEGIN), "a collective without comm_group and comm_seq"),
-        (put("comm_seq", 99, Kind.ALL_GATHER, Edge.BEGIN), "comm_seq does not increase within its comm_group"),
-        (drop(Kind.FORWARD, Edge.BEGIN), "END without its BEGIN"),
-        (end_before_begin, "END is earlier than its BEGIN"),
-        (put("module", -1, Kind.METRIC), "METRIC, LOG and DEVICE without a string"),
+        (put("kind", 99, Kind.WAIT, Edge.BEGIN), ["13: unknown kind", "14: END without its BEGIN"]),
+        (put("kind", len(Kind), Kind.METRIC), ["86: unknown kind", f"86: {INSTANTS}"]),
+        (put("edge", 3, Kind.WAIT, Edge.BEGIN), ["13: unknown edge", "14: END without its BEGIN"]),
+        (put("phase", 6, Kind.WAIT, Edge.BEGIN), ["13: unknown phase"]),
+        (put("edge", Edge.INSTANT, Kind.WAIT, Edge.BEGIN), [f"13: {INSTANTS}", "14: END without its BEGIN"]),
+        (put("edge", Edge.BEGIN, Kind.RESHARD), [f"32: {INSTANTS}"]),
+        (put("unit", 2, Kind.RESHARD), ["32: unit is not in the header's table of 2"]),
+        (put("unit", -2, Kind.RESHARD), ["32: unit is not in the header's table of 2"]),
+        (put("module", 1, Kind.METRIC), ["86: module is not in the header's table of 1"]),
+        (put("comm_group", 1, Kind.WAIT, Edge.BEGIN), ["13: comm_group is not in the header's table of 1"]),
+        (put("step", -2, Kind.METRIC), ["86: step is less than -1"]),
+        (put("category", 200, Kind.ALLOC), ["0: ALLOC / FREE without a known category"]),
+        (put("category", len(Category), Kind.ALLOC), ["0: ALLOC / FREE without a known category"]),
+        (put("category", 0, Kind.WAIT, Edge.BEGIN), ["13: a category on a row that is not ALLOC / FREE"]),
+        (put("num_bytes", 0, Kind.ALLOC), ["0: ALLOC must have num_bytes > 0"]),
+        (put("num_bytes", 0, Kind.FREE), ["19: FREE must have num_bytes < 0"]),
+        (put("num_bytes", -1, Kind.WAIT, Edge.BEGIN), ["13: num_bytes is negative"]),
+        (put("kind", Kind.RESIDENT, Kind.METRIC), ["86: RESIDENT must have num_bytes > 0"]),
+        (put("comm_group", -1, Kind.ALL_GATHER, Edge.BEGIN), [NAMELESS, "15: END without its BEGIN"]),
+        (put("comm_seq", -1, Kind.ALL_GATHER, Edge.BEGIN), [NAMELESS, "15: END without its BEGIN"]),
+        (put("comm_seq", 99, Kind.ALL_GATHER, Edge.BEGIN), [f"12: {TWICE}", "15: END without its BEGIN"]),
+        (put("comm_seq", 1, Kind.ALL_GATHER, Edge.BEGIN), [f"12: {TWICE}", "15: END without its BEGIN"]),
+        (drop(Kind.FORWARD, Edge.BEGIN), ["33: END without its BEGIN"]),
+        (end_before_begin, ["31: END is earlier than its BEGIN"]),
+        (put("module", -1, Kind.METRIC), ["86: METRIC, LOG and DEVICE without a string"]),
     ],
 )
-def test_a_broken_row_is_reported_with_its_rank_and_rule(change, sentence):
+def test_a_broken_row_is_reported_with_its_rank_and_rule(change, sentences):
     rows = change(EXAMPLE.rank(1).rows.copy())
     found = check(Trace(EXAMPLE.header, (EXAMPLE.rank(0), RankTrace(1, rows))))
-    assert [s for s in found if sentence in s]
-    assert all(s.startswith("rank 1: row ") for s in found)
+    assert found == [f"rank 1: row {sentence} (1 such rows)" for sentence in sentences]
+
+
+def test_seq_counts_up_from_the_key_frame():
+    rows = np.delete(EXAMPLE.rank(1).rows, 5)
+    found = check(Trace(EXAMPLE.header, (RankTrace(1, rows),)))
+    assert found[0] == "rank 1: row 5: seq does not increase by one from the key frame's (82 such rows)"
+
+
+def test_each_row_with_less_than_no_live_bytes_is_reported_but_none_at_zero():
+    rows = free_too_much(EXAMPLE.rank(1).rows.copy())
+    moves = (rows["category"] == Category.ALL_GATHER_BUFFERS) & np.isin(rows["kind"], MOVES)
+    negative = int((np.cumsum(rows["num_bytes"][moves]) < 0).sum())
+    sentence = "rank 1: row 19: more bytes of ALL_GATHER_BUFFERS were freed than were live"
+    assert check(Trace(EXAMPLE.header, (RankTrace(1, rows),))) == [f"{sentence} ({negative} such rows)"]
+    rows["num_bytes"][first(rows, Kind.FREE)] += 10**9
+    exact = rows["num_bytes"][moves]
+    assert (np.cumsum(exact) == 0).any()
+    rows["num_bytes"][np.flatnonzero(moves)[np.flatnonzero(np.cumsum(exact) == 0)[0]]] -= 1  # below it from here on
+    (found,) = check(Trace(EXAMPLE.header, (RankTrace(1, rows),)))
+    assert found.endswith(f"({int((np.cumsum(rows['num_bytes'][moves]) < 0).sum())} such rows)")
 
 
 def test_a_report_names_the_first_row_and_how_many_there_are():
@@ -154,21 +177,92 @@ def header_with(*, unit: dict | None = None, param: dict | None = None) -> Heade
     return dataclasses.replace(EXAMPLE.header, units=(dataclasses.replace(root, params=params, **(unit or {})), *more))
 
 
+ZEROS = (0,) * (len(Category) - 1)
+HUGE = 2**54  # 2**56 bytes of float32
+ROWS = "parameter 'blocks.0.norm1.weight' has 64 rows on 2 ranks, its shards have"
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"unit": {"index": 1}}, "unit 'blocks.0' has index 1 but is at position 0"),
         ({"unit": {"root": 2}}, "unit 'blocks.0' has root 2, out of range for 2 units"),
-        ({"param": {"shard_dim": 1}}, "of shape (64,) is sharded on dimension 1"),
-        ({"param": {"rows_per_rank": (64,)}}, "has 64 rows on 2 ranks, its shards have (64,) of 32 padded"),
-        ({"param": {"rows_per_rank": (32, 31)}}, "has 64 rows on 2 ranks, its shards have (32, 31) of 32 padded"),
-        ({"param": {"padded_rows": 31}}, "has 64 rows on 2 ranks, its shards have (32, 32) of 31 padded"),
+        ({"unit": {"root": -2}}, "unit 'blocks.0' has root -2, out of range for 2 units"),
+        (
+            {"unit": {"replicate_size": 0}},
+            "unit 'blocks.0' has 0 copies on 2 ranks each, in a world of 2",
+        ),
+        (
+            {"unit": {"replicate_size": 3}},
+            "unit 'blocks.0' has 3 copies on 2 ranks each, in a world of 2",
+        ),
+        ({"unit": {"compute_itemsize": -1}}, "unit 'blocks.0' has elements of -1 and 4 bytes"),
+        ({"unit": {"reduce_itemsize": 65}}, "unit 'blocks.0' has elements of 4 and 65 bytes"),
+        ({"param": {"shard_dim": 1}}, "parameter 'blocks.0.norm1.weight' of shape (64,) is sharded on dimension 1"),
+        ({"param": {"shard_dim": -1}}, "parameter 'blocks.0.norm1.weight' of shape (64,) is sharded on dimension -1"),
+        ({"param": {"rows_per_rank": (64,)}}, f"{ROWS} (64,) of 32 padded"),
+        ({"param": {"rows_per_rank": (32, 31)}}, f"{ROWS} (32, 31) of 32 padded"),
+        ({"param": {"padded_rows": 31}}, f"{ROWS} (32, 32) of 31 padded"),
+        ({"param": {"padded_rows": 65}}, f"{ROWS} (32, 32) of 65 padded"),
+        (
+            {"param": {"global_shape": (HUGE,)}},
+            f"parameter 'blocks.0.norm1.weight' has the shape (64,) of ({HUGE},), 4 bytes an element, "
+            "and shards of (32, 32) rows, 32 padded",
+        ),
+        (
+            {"param": {"itemsize": -1}},
+            "parameter 'blocks.0.norm1.weight' has the shape (64,) of (64,), -1 bytes an element, "
+            "and shards of (32, 32) rows, 32 padded",
+        ),
     ],
 )
 def test_a_header_that_does_not_add_up_is_reported(changes, sentence):
-    found = check(Trace(header_with(**changes)))
-    assert len(found) == 1
-    assert sentence in found[0]
+    assert check(Trace(header_with(**changes))) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentences"),
+    [
+        ({"world_size": MAX_RANKS}, []),
+        ({"world_size": MAX_RANKS + 1}, [f"the world has {MAX_RANKS + 1} ranks, expected 0 to {MAX_RANKS}"]),
+        ({"world_size": -1}, [f"the world has -1 ranks, expected 0 to {MAX_RANKS}"]),
+        ({"world_size": 2, "comm_groups": (GroupInfo(name="g", ranks=(0, 1)),)}, []),
+        (
+            {"world_size": 2, "comm_groups": (GroupInfo(name="g", ranks=(3, -1)),)},
+            ["rank -1 is out of range for 2 ranks"],
+        ),
+        (
+            {"world_size": 2, "ranks": (RankInfo(rank=2, host="a", device="cpu", pid=1),)},
+            ["rank 2 is out of range for 2 ranks"],
+        ),
+        ({"mesh_shape": (1, 2), "mesh_axes": ("r", "s")}, []),
+        ({"mesh_shape": (0,), "mesh_axes": ("s",)}, ["the mesh has the shape (0,) and the axes ('s',)"]),
+        ({"mesh_shape": (2,)}, ["the mesh has the shape (2,) and the axes ()"]),
+    ],
+)
+def test_the_world_has_all_ranks_that_are_named(fields, sentences):
+    assert check(Trace(Header(**fields))) == sentences
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentences"),
+    [
+        ({"seq": 2**62 - 1}, []),
+        ({"seq": 2**62}, [f"the rows begin at {2**62}, with 0 lost before"]),
+        ({"seq": -1}, ["the rows begin at -1, with 0 lost before"]),
+        ({"lost": -1}, ["the rows begin at 0, with -1 lost before"]),
+        ({"bytes_by_category": (2**56 - 1, *ZEROS)}, []),
+        ({"bytes_by_category": (2**56, *ZEROS)}, [f"the key frame has {(2**56, *ZEROS)} live bytes"]),
+        ({"bytes_by_category": (-1, *ZEROS)}, [f"the key frame has {(-1, *ZEROS)} live bytes"]),
+        ({"unit_states": {1: UnitState.UNSHARDED}}, []),
+        ({"unit_states": {2: UnitState.UNSHARDED}}, ["the key frame has unit 2, out of range for 2 units"]),
+        ({"reducing": {3: 1, -1: 1}}, ["the key frame has unit -1, out of range for 2 units"]),
+    ],
+)
+def test_a_key_frame_that_cannot_be_is_reported(changes, sentences):
+    start = dict(changes)
+    rank = RankTrace(1, EXAMPLE.rank(1).rows[:0], lost=start.pop("lost", 0), start=KeyFrame(**start))
+    assert check(Trace(EXAMPLE.header, (rank,))) == [f"rank 1: {sentence}" for sentence in sentences]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 
 from tests.helpers.device_trace import hung, on_devices
 from tests.helpers.trace_strategies import example_trace, traces
-from workbench.events import COLLECTIVES, Category, Edge, Kind, Phase
+from workbench.events import COLLECTIVES, RANK_TRACKS, Category, Edge, Kind, Phase
 from workbench.trace import RankTrace, Trace, advance, to_perfetto
-from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, Header
+from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, GroupInfo, Header, KeyFrame
 
 
 def events_of(trace: Trace, *types: str) -> list[dict]:
@@ -134,6 +135,85 @@ def test_logged_texts_are_marks_and_nonfinite_numbers_are_left_out():
     trace = Trace(Header(strings=("loss", "</script>")), (RankTrace(0, rows),))
     assert [(e["name"], e["ts"]) for e in events_of(trace, "i")] == [("</script>", 0.0)]
     assert [e["args"] for e in events_of(trace, "C")] == [{"value": 2.5}]
+
+
+def name_event(what, thread, name):
+    return {"ph": "M", "name": what, "pid": 3, "tid": thread, "args": {"name": name}}
+
+
+def test_every_field_of_every_kind_of_event():
+    collective = {"unit": 0, "comm_group": 0, "comm_seq": 7, "num_bytes": 64}
+    rows = rows_of(
+        {"kind": Kind.STEP, "edge": Edge.BEGIN, "phase": Phase.FORWARD, "step": 5, "t_ns": 2500},
+        {
+            "kind": Kind.ALLOC,
+            "edge": Edge.INSTANT,
+            "num_bytes": 40,
+            "category": Category.UNSHARDED_PARAMS,
+            "t_ns": 3500,
+        },
+        {"kind": Kind.ALL_GATHER, "edge": Edge.BEGIN, "phase": Phase.FORWARD, "step": 5, "t_ns": 4000, **collective},
+        {"kind": Kind.WAIT, "edge": Edge.BEGIN, "phase": Phase.FORWARD, "step": 5, "t_ns": 5000, **collective},
+        {"kind": Kind.WAIT, "edge": Edge.END, "phase": Phase.FORWARD, "step": 5, "t_ns": 6000, **collective},
+        {"kind": Kind.ALL_GATHER, "edge": Edge.END, "phase": Phase.FORWARD, "step": 5, "t_ns": 6000, **collective},
+        {"kind": Kind.RESHARD, "edge": Edge.INSTANT, "unit": 0, "t_ns": 7000},
+        {"kind": Kind.LOG, "edge": Edge.INSTANT, "module": 0, "t_ns": 8000},
+        {"kind": Kind.METRIC, "edge": Edge.INSTANT, "module": 1, "value": 0.5, "t_ns": 8500},
+        {"kind": Kind.RESIDENT, "edge": Edge.INSTANT, "num_bytes": 99, "t_ns": 9500},
+    )
+    rows["seq"] += 10
+    unit = replace(example_trace(num_units=2).header.units[0], name="blocks.0")
+    header = Header(
+        producer="me", world_size=4, units=(unit,), strings=("note", "loss"), comm_groups=(GroupInfo(name="g"),)
+    )
+    start = KeyFrame(seq=10, bytes_by_category=(8, *[0] * (len(Category) - 1)))
+    found = to_perfetto(Trace(header, (RankTrace(3, rows, start),)))
+    assert {key: value for key, value in found.items() if key != "traceEvents"} == {
+        "displayTimeUnit": "ms",
+        "otherData": {"producer": "me"},
+    }
+    tracks = {track: number * 1000 for number, track in enumerate(RANK_TRACKS)}
+    compute, gather, wait = (tracks[kind.info.track] for kind in (Kind.STEP, Kind.ALL_GATHER, Kind.WAIT))
+    common = {"step": 5, "phase": Phase.FORWARD.words}
+    arrow = {"name": "issued", "pid": 3, "cat": "collective", "id": (3 << 32) + 13}
+    expected = [
+        name_event("process_name", 0, "rank 3"),
+        {
+            "ph": "X",
+            "name": "step",
+            "pid": 3,
+            "ts": 0.0,
+            "tid": compute,
+            "dur": 7.0,
+            "args": {**common, "seq": 10, "unfinished": True},
+        },
+        {
+            "ph": "X",
+            "name": "all-gather blocks.0",
+            "pid": 3,
+            "ts": 1.5,
+            "tid": gather,
+            "dur": 2.0,
+            "args": {**common, "seq": 12, "bytes": 64},
+        },
+        {
+            "ph": "X",
+            "name": "wait blocks.0",
+            "pid": 3,
+            "ts": 2.5,
+            "tid": wait,
+            "dur": 1.0,
+            "args": {**common, "seq": 13, "bytes": 64},
+        },
+        {"ph": "s", "ts": 1.5, "tid": gather, **arrow},
+        {"ph": "f", "ts": 2.5, "tid": wait, "bp": "e", **arrow},
+        {"ph": "C", "name": "live bytes", "pid": 3, "ts": 1.0, "args": {"sharded params": 8, "unsharded params": 40}},
+        {"ph": "i", "name": "reshard blocks.0", "pid": 3, "ts": 4.5, "tid": compute, "s": "t"},
+        {"ph": "i", "name": "note", "pid": 3, "ts": 5.5, "tid": compute, "s": "p"},
+        {"ph": "C", "name": "loss", "pid": 3, "ts": 6.0, "args": {"value": 0.5}},
+        {"ph": "C", "name": "resident bytes", "pid": 3, "ts": 7.0, "args": {"value": 99}},
+    ]
+    assert [e for e in found["traceEvents"] if not e["name"].startswith("thread_")] == expected
 
 
 def spans_by_track(events, rank=0):

@@ -1,6 +1,7 @@
 """Recordings on disk: what the writer appends is what the reader returns, whatever happened to the files between."""
 
 import errno
+import json
 import os
 import random
 import socket
@@ -17,6 +18,7 @@ from tests.helpers.trace_strategies import any_key_frames, cuttings, example_tra
 from workbench.codec import encode
 from workbench.errors import TraceError
 from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.reports.run_where import where
 from workbench.trace import read_recording, recording
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.header import header_to_dict, key_frame_to_dict
@@ -396,7 +398,7 @@ def test_a_flipped_byte_ends_what_is_read_of_a_file_and_the_next_file_is_read(tm
         (b"", "it ends before its first frame"),
         (MAGIC[:5], "it ends before its first frame"),
         (MAGIC, "none of its files can be read"),
-        (b"PK\x03\x04 a trace file", "it does not start as a recording does"),
+        (b"PK\x03\x04 a trace file", "it does not start like a recording"),
         (MAGIC + frame(FrameKind.HEADER, b"{}"), "it does not say how the recording began"),
         (MAGIC + frame(FrameKind.START, b"\xff"), "a frame is not JSON"),
         (MAGIC + frame(FrameKind.START, b"[" * 100_000), "a frame is not JSON"),
@@ -437,7 +439,7 @@ def test_folders_pipes_and_files_of_other_names_beside_a_recording_are_no_files_
         "rank2.0000.rec is left out: it is not a file",
         "rank2.0001.rec is left out: it is not a file",
         "rank 2 is left out: none of its files can be read",
-        "nothing can be shown of ranks 1, 2, of 3 ranks",
+        "no readable recording of ranks 1, 2, of 3 ranks",
     )
 
 
@@ -446,7 +448,7 @@ def test_missing_ranks_are_counted(tmp_path):
     trace = Trace(replace(trace.header, world_size=65536), trace.ranks)
     write(tmp_path, trace, 0).close()
     assert read(tmp_path).notes == (
-        "nothing can be shown of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 65527 more, of 65536 ranks",
+        "no readable recording of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 65527 more, of 65536 ranks",
     )
     assert read(tmp_path).trace == trace
 
@@ -464,7 +466,7 @@ def test_a_file_of_another_run_or_rank_is_left_out(tmp_path):
         "rank0.0001.rec is left out: it is of another run than the files before it",
         "rank1.0000.rec is left out: its name says rank 1, its content rank 0",
         "rank 1 is left out: none of its files can be read",
-        "nothing can be shown of rank 1, of 2 ranks",
+        "no readable recording of rank 1, of 2 ranks",
     )
 
 
@@ -555,7 +557,7 @@ def test_rows_that_break_a_rule_are_refused_and_other_ranks_are_shown(tmp_path, 
     else:
         assert found.notes[0].startswith("rank 1 is left out: ")
         assert [part.rank for part in found.trace.ranks] == [0]
-        assert found.notes[1:] == ("nothing can be shown of rank 1, of 2 ranks",)
+        assert found.notes[1:] == ("no readable recording of rank 1, of 2 ranks",)
         (tmp_path / FIRST).unlink()
         with pytest.raises(TraceError, match="without the recording of a rank: rank 1 is left out: "):
             read(tmp_path)
@@ -610,6 +612,87 @@ def test_a_frame_of_any_content_never_raises_anything_else(tmp_path_factory, con
     found = read(folder)
     assert found.trace.num_rows == 0
     assert len(found.notes) == 1 or content == b""
+
+
+def whole_recording(folder):
+    """Record two ranks with two clocks and every kind of frame, and return the files."""
+    trace = without_clocks(example_trace(num_ranks=2, num_units=2, steps=1))
+    for rank in (0, 1):
+        writer = write(folder, trace, rank, clock=str(rank))
+        writer.write(FrameKind.SILENT_STACK, SilentStack(t_ns=9, seq=40, frames=("a",)))
+        writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=12, wall_ns=7, event_ns=3))
+        writer.write(FrameKind.END, RunEnd(t_ns=13))
+        writer.close()
+    return trace
+
+
+def spots(data, path=()):
+    """Yield the path of every value within JSON data."""
+    yield path
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield from spots(value, (*path, key))
+
+
+def put(data, path, value):
+    if not path:
+        return value
+    data[path[0]] = put(data[path[0]], path[1:], value)
+    return data
+
+
+anything = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.text(max_size=3),
+    st.sampled_from([0, -1, 2, 2**31, 2**53, 2**62, 2**63 - 1, -(2**63), 2**70, 1e300, [], {}, [0], {"0": 1}]),
+)
+
+
+@given(st.data())
+def test_any_value_in_any_place_is_shown_or_refused_and_where_has_a_sentence(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("recording")
+    whole_recording(folder)
+    path = folder / FIRST
+    frames = frames_of(path)
+    chosen = data.draw(st.sampled_from([each for each in frames if each[1] != FrameKind.ROWS]))
+    content = json.loads(chosen[2])
+    spot = data.draw(st.sampled_from(list(spots(content))))
+    mutated = json.dumps(put(content, spot, data.draw(anything))).encode()
+    path.write_bytes(MAGIC + b"".join(frame(kind, mutated if at == chosen[0] else old) for at, kind, old in frames))
+    assert str(where(read(folder), 10**18))
+
+
+@given(st.data())
+def test_any_row_is_shown_or_refused_and_where_has_a_sentence(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("recording")
+    trace = whole_recording(folder)
+    path = folder / FIRST
+    rows = trace.rank(0).rows.copy()
+    name = data.draw(st.sampled_from(ROW_DTYPE.names))
+    place = data.draw(st.integers(0, len(rows) - 1))
+    if name != "value":
+        limits = np.iinfo(ROW_DTYPE[name])
+        rows[name][place] = data.draw(st.integers(int(limits.min), int(limits.max)))
+    rows = rows[: data.draw(st.integers(0, len(rows)))]
+    packed = to_wire(rows.tobytes())
+    path.write_bytes(
+        MAGIC + b"".join(frame(kind, packed if kind == FrameKind.ROWS else old) for _, kind, old in frames_of(path))
+    )
+    assert str(where(read(folder), 10**18))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_any_flipped_byte_is_survived(tmp_path_factory, place, change):
+    folder = tmp_path_factory.mktemp("recording")
+    whole_recording(folder)
+    path = folder / FIRST
+    flipped = bytearray(path.read_bytes())
+    flipped[place % len(flipped)] ^= change
+    path.write_bytes(flipped)
+    found = read(folder)
+    assert found.notes or found.trace.num_rows
+    assert str(where(found, 10**18))
 
 
 # ---- clocks of several hosts
@@ -681,7 +764,7 @@ def test_one_bound_alone_leaves_the_error_of_the_time_of_day(tmp_path):
 
 
 def test_collectives_that_contradict_each_other_give_the_middle_and_its_error(tmp_path):
-    """The clocks drift apart while the run goes on."""
+    """The clocks drift apart while the run continues."""
     trace = without_clocks(example_trace(num_ranks=2, num_units=3, steps=2))
     rows = trace.rank(1).rows.copy()
     rows["t_ns"] += np.linspace(0, 10**12, len(rows)).astype(np.int64)

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.watched import make_blocks, recorded, train, watch
-from workbench.engine import fully_shard
+from workbench.engine import fully_shard, probe
 from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter
-from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
+from workbench.watch import sees_all_collectives
 from workbench.watch._torch_private import HAS_HOOKS
 
 ONE, FOUR = torch.ones(1), torch.ones(4)
@@ -55,7 +56,7 @@ CALLS = [
 def test_every_call_has_a_kind_its_payload_a_number_and_an_end():
     trace = watch(2, every_call).trace
     (group,) = trace.header.comm_groups
-    assert group.ranks == (0, 1)
+    assert (group.name, group.ranks) == ("c10d group 0", (0, 1))
     for rank in trace.ranks:
         collectives = rank.rows[np.isin(rank.rows["kind"], COLLECTIVES)]
         begins, ends = (collectives[collectives["edge"] == edge] for edge in (Edge.BEGIN, Edge.END))
@@ -165,6 +166,10 @@ def test_collectives_of_a_dtensor_are_seen_where_torch_has_hooks():
     assert Kind.ALL_GATHER in rows["kind"][rows["edge"] == Edge.BEGIN].tolist()
 
 
+def test_whether_all_collectives_are_seen_is_known():
+    assert sees_all_collectives() == HAS_HOOKS == (int(torch.__version__.split(".")[1]) >= 14)
+
+
 def refused():
     with pytest.raises((ValueError, RuntimeError)):
         c10d_all_gather()(torch.empty(3), FOUR)
@@ -190,3 +195,33 @@ def watched_and_after():
     recorded(dist.barrier)
     after = [getattr(dist.ProcessGroup, name).__qualname__ for name in names], dist.Work.wait.__qualname__
     return before, after
+
+
+def in_another_order():
+    rank = dist.get_rank()
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    for group in (first, second) if rank else (second, first):
+        dist.all_reduce(ONE.clone(), group=group, async_op=True)
+    dist.barrier()
+    dist.destroy_process_group(first)
+
+
+def test_a_group_is_the_same_on_all_ranks_in_whatever_order_they_meet_it():
+    trace = watch(2, in_another_order).trace
+    names = {group.name for group in trace.header.comm_groups}
+    assert len(names) == len(trace.header.comm_groups) == 3
+    used = [
+        [trace.header.comm_groups[index].name for index in rows["comm_group"][rows["edge"] == Edge.BEGIN]][:2]
+        for rows in (rank.rows[rank.rows["kind"] == Kind.ALL_REDUCE] for rank in trace.ranks)
+    ]
+    assert used[0] == used[1][::-1]
+
+
+def in_a_new_world():
+    dist.barrier()
+    probe.active.comm_group(next(GROUP_INDICES), (0, 1), "c10d group 0")
+    return [group.name for group in probe.active.header.comm_groups]
+
+
+def test_a_group_with_the_name_of_an_earlier_one_is_another():
+    assert watch(2, in_a_new_world).results == [["c10d group 0", "c10d group 0, new 1"]] * 2

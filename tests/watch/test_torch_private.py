@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.watched import make_blocks, shard_by_torch
+from tests.watch.test_flat_params import wrapped
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import Replacements
 
@@ -92,3 +93,36 @@ def renewed():
     model(x).sum().backward()
     for param, grad in zip(model.parameters(), expected, strict=True):
         assert torch.equal(param.grad.full_tensor(), grad)
+
+
+def test_handles_of_wrappers():
+    run_ranks(2, handles)
+
+
+def handles():
+    model = wrapped("FULL_SHARD")
+    model(torch.randn(1, 16)).sum().backward()
+    found = dict(_torch.handles_below(model))
+    assert list(found) == ["", "0", "1", "2", "3"]
+    handle = found["0"]
+    facts = _torch.facts_of(handle)
+    numel = 16 * 32 + 32 + 32 * 16 + 16
+    assert (facts.numel, facts.shard_numel, facts.shard_size, facts.copies) == (numel, numel // 2, 2, 1)
+    assert facts.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert facts.shapes == ((32, 16), (32,), (16, 32), (16,))
+    assert facts.firsts == (0, 512, 544, 1056)
+    assert (facts.reshards, facts.trainable) == (True, True)
+    assert {facts.dtype, facts.compute_dtype, facts.reduce_dtype} == {torch.float32}
+    assert _torch.will_gather(handle)
+    assert _torch.flat_full_of(handle) is None
+    assert _torch.flat_grad_of(handle) is None
+    assert _torch.flat_sharded_grad_of(handle).shape == _torch.flat_shard_of(handle).shape == (numel // 2,)
+    assert _torch.shard_rank_of(handle) == dist.get_rank()
+    assert not _torch.is_recomputing(handle)
+    assert not _torch.has_begun_backward(handle)
+    old, new = handle.process_group, dist.new_group([0, 1])
+    _torch.renew_handle(handle, {id(old): new})
+    assert handle.process_group is new
+    wrapper = next(each for each in model.modules() if getattr(each, "_handle", None) is handle)
+    assert wrapper.process_group is new
+    assert _torch.clean("_fsdp_wrapped_module.0._fsdp_wrapped_module._checkpoint_wrapped_module.2") == "0.2"

@@ -4,6 +4,7 @@ import inspect
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,12 +23,11 @@ from tests.panel.conftest import FakeComm
 from workbench.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
-from workbench.live.long_poll import MAX_VIEWS, LongPoll, mark
+from workbench.live.long_poll import IDLE_S, LongPoll, RateLimit, mark
 from workbench.live.messages import QUESTIONS, VERSION, VIEW_QUESTIONS, read_question
 from workbench.live.overview import health
 from workbench.live.packing import COLUMNS
-from workbench.live.rate_limit import IDLE_S, RateLimit
-from workbench.live.server import BUTTONS
+from workbench.live.server import BUTTONS, MAX_VIEWS
 from workbench.live.state_at import StateAt
 from workbench.magics.shell import register, unregister
 from workbench.panel.client import Client
@@ -39,7 +39,7 @@ from workbench.session.snapshot import ClusterSnapshot, pulse
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import ClockReading, HostClock
 from workbench.views import draw
-from workbench.widgets.dashboard import DashboardWidget, dashboard
+from workbench.widgets.dashboard import DashboardWidget
 from workbench.workbench import Workbench
 
 RUNNING = Position(doing="step", place=StepPosition(1, 0))
@@ -308,7 +308,7 @@ def test_views_are_notified_once_of_a_moved_cursor(made):
     cursor = ask(widget)[0]["cursor"]
     assert cursor["t_us"] == (workbench.cursor.t_ns - origin_ns) / 1e3 < now["now"]["t_us"]
     shown = StateAt().at(cut(workbench.trace, workbench.cursor), 1 << 62)  # as in all other views
-    assert cursor["moment"]["ranks"] == encode(shown["ranks"])
+    assert cursor["moment"]["ranks"] == encode(shown.ranks)
     assert cursor["moment"]["rank"] == 0
     assert not ask(widget)[0]["has_moved"]
     assert ask(widget, view="b")[0]["cursor"] == cursor  # opened later
@@ -427,15 +427,23 @@ def test_at_most_ten_answers_a_second_and_fewer_where_they_take_long():
 
 def test_a_new_request_is_sent_immediately_despite_the_rate_limit():
     answers, states, now = [], ["running"], ClusterSnapshot(trace=Trace.empty())
+    looked = []
+
+    def look():
+        looked.append(states[-1])
+        return replace(now, record=looked[-1])
+
+    def answer():
+        return partial(answers.append, looked[-1])
+
     waiting = LongPoll(
-        lambda: replace(now, record=states[-1]),
-        lambda _name, pulse: lambda: answers.append(pulse.record),
+        look,
         clock=lambda: 5.0,  # stands still: a view's rest never ends
         activity=lambda: states[-1],
     )
-    waiting.ask("a")
+    waiting.ask("a", answer)
     wait_until(lambda: answers == ["running"])
-    waiting.ask("a")
+    waiting.ask("a", answer)
     states.append("stopped")
     wait_until(lambda: answers == ["running", "stopped"])
     waiting.close()
@@ -473,13 +481,16 @@ def test_a_new_request_alone_is_news():
     answers, requests = [], [("stop",)]
     waiting = LongPoll(
         lambda: ClusterSnapshot(trace=Trace.empty()),
-        lambda _name, _pulse: lambda: answers.append(requests[-1]),
         clock=lambda: 5.0,
         activity=lambda: requests[-1],
     )
-    waiting.ask("a")
+
+    def answer():
+        return lambda: answers.append(requests[-1])
+
+    waiting.ask("a", answer)
     wait_until(lambda: answers == [("stop",)])
-    waiting.ask("a")
+    waiting.ask("a", answer)
     requests.append(())
     wait_until(lambda: answers == [("stop",), ()])
     waiting.close()
@@ -739,7 +750,7 @@ def test_the_command_and_the_method_return_a_dashboard():
 
 def test_several_dashboards_of_one_workbench_are_independent():
     workbench = FakeWorkbench()
-    first, second = dashboard(workbench), dashboard(workbench)
+    first, second = DashboardWidget(workbench), DashboardWidget(workbench)
     first.close()
     assert second.comm is not None
     second.close()

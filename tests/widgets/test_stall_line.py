@@ -1,7 +1,7 @@
 import io
 
 from workbench.cluster.pending_replies import Output
-from workbench.widgets.stall_line import StallLine
+from workbench.widgets.progress import StallLine
 
 
 class Terminal(io.StringIO):
@@ -47,7 +47,7 @@ def test_in_a_notebook_it_is_one_display_renewed_in_place_and_escaped(monkeypatc
         published.append(("display", bundle))
         return Handle()
 
-    monkeypatch.setattr("workbench.widgets.stall_line.in_notebook", lambda: True)
+    monkeypatch.setattr("workbench.widgets.progress.in_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", display)
     line = StallLine()
     line.update("in a < b")

@@ -6,7 +6,6 @@ import getpass
 import json
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +43,6 @@ def is_gone(holder: ClusterOwner) -> bool:
 
 _CLIENT = "ipcontroller{}-client.json"
 _NEEDED = {"interface", "registration", "notification", "control", "signature_scheme"}
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +110,13 @@ class AttachTarget:
 
 
 class AttachedEngines(EngineProvider):
-    """Provider of engines that run already.
+    """Provider of engines that run already, and keep running: how their processes end is not known.
 
     Args:
         target: which cluster.
         num_ranks: how many of its engines are needed; None: at least one.
         timeout_s: time in seconds it may take to find them.
     """
-
-    is_remote = False  # no engine is shut down
-    tells_ends = False
 
     def __init__(self, target: AttachTarget, num_ranks: int | None, timeout_s: float) -> None:
         self.deadline = time.monotonic() + timeout_s
@@ -144,29 +139,9 @@ class AttachedEngines(EngineProvider):
             raise UsageError(f"the cluster of {self._file} has {what}: start more with ipcluster engines -n N")
         return tuple(sorted(engines, key=engines.__getitem__))
 
-    def is_running(self, _rank: int) -> bool:
-        """Return True: only the controller reports ended engines."""
-        return True
-
-    def ending(self, _rank: int | None) -> str:
-        """Return ``""``: the exit of a foreign process is unknown."""
-        return ""
-
-    def ask_why_gone(self, report: Callable[[str], object]) -> None:
-        """Call ``report`` with ``""``: the exit of a foreign process is unknown."""
-        report("")
-
-    def log_tail(self, _rank: int | None) -> str:
-        """Return ``""``: the logs of foreign processes are unknown."""
-        return ""
-
     def advice(self, _rank: int | None, *_others: int | None) -> str:
         """Return what to check and to do when the cluster does not answer."""
         return (
             f"; check that it is running and can be reached from here, at the address in {self._file}, and that no "
             f"other notebook keeps its engines busy"
         )
-
-    def end(self) -> str:
-        """No-op: the engines keep running."""
-        return ""

@@ -111,7 +111,6 @@ class Cluster:
         self._place: EngineProvider | None = None
         self._channels: Channels | None = None
         self._rank_info: tuple[ConnectReply, ...] = ()
-        self._engine_ids: tuple[int, ...] = ()
 
     @classmethod
     def attached(
@@ -268,8 +267,6 @@ class Cluster:
             )
         self.num_ranks = len(world.engines)
         self._open_channels(place, wire, world.engines)
-        here = wire.engines()
-        self._engine_ids = tuple(here.get(engine, -1) for engine in world.engines)
         takes = self._takes or (world.holder is not None and is_gone(world.holder))
         holders = self._hold({"holder": encode(holder_here()), "take": takes})
         self._holder = next((holder for holder in holders if holder not in {None, holder_here()}), None)
@@ -334,8 +331,6 @@ class Cluster:
         engines = tuple(seat.engine for seat in seated)
         if engines != channels.engines:
             self._open_channels(place, wire, engines)
-        ids = wire.engines()
-        self._engine_ids = tuple(ids.get(engine, -1) for engine in engines)
         return boots(seated, self.device, self._interface)
 
     def _boot(self, place: EngineProvider, requests: Mapping[int, Boot]) -> tuple[ConnectReply, ...]:
@@ -440,7 +435,7 @@ class Cluster:
         atexit.unregister(self._stop_at_exit)
         self._holder, self._is_free = None, False
         self._place = self._channels = None
-        self._rank_info = self._engine_ids = ()
+        self._rank_info = ()
 
     def _shut_down(self, channels: Channels) -> None:
         if self._rank_info and self._holder is None:
@@ -563,12 +558,6 @@ class Cluster:
         """The reply of each rank when it connected."""
         self._reach()
         return self._rank_info
-
-    @property
-    def engine_ids(self) -> tuple[int, ...]:
-        """The ipyparallel engine id of each rank; not necessarily ascending."""
-        self._reach()
-        return self._engine_ids
 
     def alive(self) -> tuple[bool, ...]:
         """Return for each rank whether its process runs and can be reached; all False when not started."""

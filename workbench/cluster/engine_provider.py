@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 Registered = Callable[[], dict[str, int]]
 """Returns the ipyparallel engine id of every engine that has registered, by session id."""
@@ -43,8 +43,8 @@ class WaitNotices:
             self._on_wait(f"{what}, {now - self._began:.0f} s{f': {detail}' if detail else ''}")
 
 
-class EngineProvider(Protocol):
-    """Engines, and the controller that routes messages to them.
+class EngineProvider(ABC):
+    """Engines, and the controller that routes messages to them; by default it knows only what the controller tells.
 
     Ranks index the result of :meth:`wait_for_engines` only if the provider has started a process for each; otherwise
     only the controller knows whether an engine is alive.
@@ -56,9 +56,10 @@ class EngineProvider(Protocol):
     """
 
     deadline: float
-    is_remote: bool
-    tells_ends: bool
+    is_remote = False
+    tells_ends = False
 
+    @abstractmethod
     def wait_for_controller(self) -> Path:
         """Wait until the controller listens, and return its connection file for clients.
 
@@ -67,6 +68,7 @@ class EngineProvider(Protocol):
             ClusterError: it did not start.
         """
 
+    @abstractmethod
     def wait_for_engines(self, registered: Registered) -> tuple[str, ...]:
         """Wait until there are enough engines, and return the session id of each.
 
@@ -76,13 +78,17 @@ class EngineProvider(Protocol):
 
     def is_running(self, rank: int) -> bool:
         """Return whether the process of ``rank`` runs, as far as the provider knows."""
+        return True
 
     def ending(self, rank: int | None) -> str:
         """Return how the process of a rank (None: the controller) ended, in words; ``""`` if unknown or running."""
+        return ""
 
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines of a process's log, as the end of a message."""
+        return ""
 
+    @abstractmethod
     def advice(self, rank: int | None, *others: int | None) -> str:
         """Return what to check and to do when processes (None: the controller) are too slow."""
 
@@ -91,6 +97,7 @@ class EngineProvider(Protocol):
 
         Immediately, or in another thread after querying the job queue, which takes a second at most.
         """
+        report("")
 
     def end(self) -> str:
         """End everything that the provider started, and remove its files. Idempotent.
@@ -98,3 +105,4 @@ class EngineProvider(Protocol):
         Returns:
             A sentence on the engines that could not be ended and what happens to them; empty: all have ended.
         """
+        return ""

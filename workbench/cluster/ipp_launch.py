@@ -179,7 +179,6 @@ class IppLaunch(EngineProvider):
     """
 
     is_remote = True
-    tells_ends = False
 
     def __init__(
         self,

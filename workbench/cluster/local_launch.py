@@ -152,7 +152,6 @@ class LocalLaunch(EngineProvider):
         ClusterError: the reaper did not start.
     """
 
-    is_remote = False
     tells_ends = True
 
     def __init__(
@@ -276,10 +275,6 @@ class LocalLaunch(EngineProvider):
         """Return whether the process of ``rank`` runs; False as soon as it has ended, even before ``on_exit``."""
         process = self._watched[rank].process
         return self.exit_code(rank) is None and process is not None and not processes.has_ended(process)
-
-    def ask_why_gone(self, report: Callable[[str], object]) -> None:
-        """Call ``report`` with ``""``: the ends of local processes are reported by :meth:`ending`."""
-        report("")
 
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines of a process's log, as the end of a message."""

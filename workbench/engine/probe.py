@@ -48,6 +48,11 @@ class BufferHandle:
         memory(category, unit, num_bytes)
 
     @property
+    def num_bytes(self) -> int:
+        """The bytes that it counts."""
+        return self._num_bytes
+
+    @property
     def is_told(self) -> bool:
         """True if the probe that saw the allocation is still active."""
         return self._probe is active

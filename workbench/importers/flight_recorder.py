@@ -242,7 +242,7 @@ def _joined(dumps: dict[int, _Dump], notes: list[str]) -> Recording:
     if not trace.num_rows:
         raise TraceError("the dumps have no collective")
     notes += [
-        *missing_ranks(dumps, world),
+        *missing_ranks(dumps, world, "dump"),
         "the Flight Recorder knows collectives only: no units, no steps, no memory",
     ]
     every = [entry for dump in dumps.values() for entry in dump.entries]

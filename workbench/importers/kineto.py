@@ -112,7 +112,7 @@ def _joined(profiles: dict[int, Profile], notes: list[str]) -> tuple[Trace, tupl
     trace = Trace(header, tuple(ranks))
     if not trace.num_rows:
         raise TraceError("the profile has no label of FSDP, no collective and no step of an optimizer: nothing to show")
-    notes += [*missing_ranks(profiles, world), *_lacks(profiles, found, names)]
+    notes += [*missing_ranks(profiles, world, "profile"), *_lacks(profiles, found, names)]
     return aligned(trace, starts), tuple(notes)
 
 

@@ -22,7 +22,6 @@ from workbench.events import Category
 from workbench.live.fold import Fold
 from workbench.live.live_spans import NUM_TRACKS, SPAN_DTYPE, thinned
 from workbench.replay import memory, states
-from workbench.replay.paused_time import Cuts
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import KeyFrame
 
@@ -31,6 +30,9 @@ STATE_DTYPE = np.dtype([("group", "u1"), ("state", "u1"), ("unit", "<i2"), ("t_n
 
 SPAN_SIZE, MOMENT_SIZE, STATE_SIZE = 25, 9 + 4 * len(Category), 12
 """Bytes of one entry on the wire."""
+
+FeedRows = tuple[RankTrace, bool]
+"""Rows of a group's first rank at displayed times, with the state before them, and whether the view lacks that."""
 
 _SHARES = {"spans": 0.6, "memory": 0.25, "states": 0.15}  # of an increment's bytes
 
@@ -121,7 +123,7 @@ class Feed:
             part, before = rank_trace, None
         else:
             part = RankTrace(rank, rank_trace.rows[before.seq - rank_trace.start.seq :], before)
-        return shown_part(part, fold.cuts, is_first=before is None)
+        return replace(part, rows=fold.cuts.rows(part.rows)), before is None
 
     def _take_spans(self, fold: Fold) -> tuple[NDArray[np.void], NDArray[np.void]]:
         """Return the new spans that have ended, and all that have not."""
@@ -134,24 +136,6 @@ class Feed:
         return np.concatenate(ended), np.concatenate(still_open)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeedRows:
-    """Rows of a group's first rank that are to be sent to a view.
-
-    Attributes:
-        part: rows that are new to the view, at their displayed times, with the state before them.
-        is_first: whether the view lacks the state before them.
-    """
-
-    part: RankTrace
-    is_first: bool
-
-
-def shown_part(part: RankTrace, cuts: Cuts, *, is_first: bool) -> FeedRows:
-    """Return a part of a rank's trace with its times on an axis without ``cuts``."""
-    return FeedRows(part=replace(part, rows=cuts.rows(part.rows)), is_first=is_first)
-
-
 def memory_of(parts: Sequence[FeedRows], limit: int | None) -> tuple[NDArray[np.void], bool]:
     """Return the memory of each group's part, of MEMORY_DTYPE ``[N]``, and whether it has every change.
 
@@ -160,9 +144,9 @@ def memory_of(parts: Sequence[FeedRows], limit: int | None) -> tuple[NDArray[np.
         limit: approximate number of moments to return; None for all.
     """
     found, is_exact = [np.empty(0, MEMORY_DTYPE)], True
-    for group, new in enumerate(parts):
-        series = memory.series(new.part, None if limit is None else max(limit // len(parts), 4))
-        begin = 0 if new.is_first else 1  # else the view has the state before
+    for group, (part, is_first) in enumerate(parts):
+        series = memory.series(part, None if limit is None else max(limit // len(parts), 4))
+        begin = 0 if is_first else 1  # else the view has the state before
         told = np.empty(len(series.t_ns[begin:]), MEMORY_DTYPE)
         told["group"], told["num_bytes"] = group, series.num_bytes[begin:]
         told["t_ns"] = series.t_ns[begin:]
@@ -180,9 +164,9 @@ def states_of(parts: Sequence[FeedRows], num_units: int, limit: int | None) -> t
         limit: about how many entries to return; None: all.
     """
     found, is_exact = [np.empty(0, STATE_DTYPE)], True
-    for group, new in enumerate(parts):
-        spans = states.spans(new.part, range(max(num_units, 1)) if new.is_first else ())
-        kept = spans.begin_seq >= (new.part.start.seq - 1 if new.is_first else new.part.start.seq)
+    for group, (part, is_first) in enumerate(parts):
+        spans = states.spans(part, range(max(num_units, 1)) if is_first else ())
+        kept = spans.begin_seq >= (part.start.seq - 1 if is_first else part.start.seq)
         told = np.empty(int(kept.sum()), STATE_DTYPE)
         told["group"], told["unit"], told["state"] = group, spans.unit[kept], spans.state[kept]
         told["t_ns"] = spans.begin_ns[kept]

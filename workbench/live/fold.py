@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from workbench.live.live_steps import Steps
 from workbench.live.rank_groups import RankGroups
 from workbench.live.state_at import StateAt
 from workbench.replay import memory, states
-from workbench.replay.memory import MemoryState
+from workbench.replay.memory import MemoryState, Peak
 from workbench.replay.paused_time import LEAST_IDLE_NS, Cuts, GrowingCuts
 from workbench.replay.spans import has_steps, zero_ns
 from workbench.replay.states import States
@@ -63,6 +64,7 @@ class Fold:
         epoch: number of the trace: it changes when the trace is another one, or when time 0 moves.
         regrouped: how many times the groups have changed.
         origin_ns: time 0 of the axis, in displayed time: the begin of the first step.
+        to_us: returns where the axis shows a time, in microseconds.
         moments: the states of all ranks at any time.
     """
 
@@ -73,14 +75,19 @@ class Fold:
         self._forget()
 
     def _forget(self) -> None:
-        self.trace, self.moments = Trace.empty(), StateAt()
-        self.origin_ns, self._has_rows, self._has_steps = 0, False, False
+        self.trace, self._has_rows, self._has_steps = Trace.empty(), False, False
         self._job: tuple[object, ...] = ()
         self._ends: dict[int, int] = {}
         self._ranks: dict[int, FoldedRank] = {}
-        self._peaks: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._peaks: dict[int, tuple[int, Peak]] = {}
         self._spans: dict[int, _SpanLog] = {}
         self._alike, self.steps, self._growing = RankGroups(), Steps(), GrowingCuts(LEAST_IDLE_NS)
+        self._begin_at(0)
+
+    def _begin_at(self, origin_ns: int) -> None:
+        self.origin_ns = origin_ns
+        self.to_us = partial(_to_us, self._growing, origin_ns)
+        self.moments = StateAt(self.to_us)
 
     def update(self, trace: Trace, record: str = "") -> NDArray[np.void]:
         """Read the new rows of ``trace``, a later state of the last trace or another trace; return the new steps.
@@ -97,7 +104,8 @@ class Fold:
         self.trace = trace
         self._growing.update(trace)
         if not self._has_rows:
-            self._has_rows, self.origin_ns = trace.num_rows > 0, self.cuts.shown_at(zero_ns(trace))
+            self._has_rows = trace.num_rows > 0
+            self._begin_at(self.cuts.shown_at(zero_ns(trace)))
         new = self.steps.take(trace, self.cuts)
         if self._alike.update(trace):
             self.regrouped += 1
@@ -155,11 +163,13 @@ class Fold:
             reducing=now.units.reducing,
         )
 
-    def peak(self, rank: int) -> dict[str, Any]:
-        """Return the highest peak of a rank: ``num_bytes``, ``t_ns``, ``step``, ``text``; described once, when new."""
+    def peak(self, rank: int) -> Peak:
+        """Return the highest peak of a rank, also if the rows around it are no longer in the trace."""
         seq, known = self.rank(rank).memory.peak_seq, self._peaks.get(rank)
         if known is None or known[0] != seq:
-            known = self._peaks[rank] = seq, _described(self.trace, self.trace.rank(rank), seq)
+            rank_trace = self.trace.rank(rank)
+            first = max(seq - AROUND, rank_trace.start.seq)
+            known = self._peaks[rank] = seq, memory.peak(rank_trace.cut(first, max(seq + AROUND, first)))
         return known[1]
 
 
@@ -206,6 +216,10 @@ def advanced(before: FoldedRank | None, rank_trace: RankTrace) -> FoldedRank:
     return FoldedRank(next_seq=rank_trace.end_seq, memory=memory.advance(held, rows), units=states.advance(units, rows))
 
 
+def _to_us(growing: GrowingCuts, origin_ns: int, t_ns: int) -> float:
+    return (growing.cuts.shown_at(t_ns) - origin_ns) / 1e3
+
+
 def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, int]) -> bool:
     """Return whether ``trace`` is a later state of the known trace; rows between may be missing.
 
@@ -221,10 +235,3 @@ def continues(trace: Trace, known_job: tuple[object, ...], ends: Mapping[int, in
 def job(trace: Trace) -> tuple[object, ...]:
     """Return a key that differs between training jobs."""
     return tuple((info.rank, info.host, info.pid) for info in trace.header.ranks)
-
-
-def _described(trace: Trace, rank_trace: RankTrace, peak_seq: int) -> dict[str, Any]:
-    first = max(peak_seq - AROUND, rank_trace.start.seq)
-    found = memory.peak(rank_trace.cut(first, max(peak_seq + AROUND, first)))
-    text = memory.describe_peak(trace.header, found)
-    return {"num_bytes": found.num_bytes, "t_ns": found.t_ns, "step": found.step, "text": text}

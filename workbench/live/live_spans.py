@@ -68,7 +68,6 @@ class RankSpans:
         rank_trace: RankTrace,
         *,
         header: Header = NO_HEADER,
-        first_track: int = 0,
         cuts: Cuts | None = None,
         until_seq: int | None = None,
     ) -> NDArray[np.void]:
@@ -78,7 +77,6 @@ class RankSpans:
             rank_trace: a later state of the same trace.
             header: header of the trace. If its clock is the devices', spans have device times and are returned once
                 the device has reached their end.
-            first_track: number of the rank's first track.
             cuts: what is cut out of the time axis; the result has displayed times.
             until_seq: the row before which to stop; None: read all.
         """
@@ -95,8 +93,6 @@ class RankSpans:
         oldest_open = int(every.begin_seq[every.end_seq < 0].min(initial=end_seq))
         self._from_seq, self._end_seq = oldest_open, until_seq
         ended, self.open = (np.concatenate(found) for found in zip(*parts, strict=True))
-        for found in (ended, self.open):
-            found["track"] += first_track
         return ended
 
     def _compute(self, rows: Rows, every: Spans) -> _Parts:

@@ -7,10 +7,9 @@ import time
 from weakref import WeakKeyDictionary
 
 from workbench.live.fold import HISTORY_ROWS, Fold
-from workbench.live.long_poll import WatchedWorkbench
+from workbench.live.long_poll import LOOK_S, WatchedWorkbench
 from workbench.live.messages import KnobEffect
 from workbench.live.overview import PolicyEffect
-from workbench.live.rate_limit import LOOK_S
 from workbench.session.snapshot import ClusterSnapshot
 
 MAX_AGE_S = 0.9 * LOOK_S
@@ -75,10 +74,8 @@ class LiveTrace:
             self._ends = ends
             if self.fold.epoch != self._epoch:
                 self._epoch, self._turns, self.change = self.fold.epoch, PolicyEffect(), None
-            if self.fold.groups:
-                first, fold = self.fold.groups[0][0], self.fold
-                change = self._turns.take(pulse.trace, pulse.policies, new, fold.moments, first, fold.cuts)
-                self.change = self.change if change is None else (change, fold.steps.count)
+            change = self._turns.take(self.fold, pulse.policies, new) if self.fold.groups else None
+            self.change = self.change if change is None else (change, self.fold.steps.count)
 
 
 _SHARED: WeakKeyDictionary[object, LiveTrace] = WeakKeyDictionary()

@@ -39,12 +39,15 @@ any of them             :class:`Refused`         the question is malformed or ca
 from __future__ import annotations
 
 import math
+import os
+import socket
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from workbench.codec import NotFinite, decode_named
 from workbench.events import Kind, UnitState
 from workbench.protocol.rank_messages import ModelInfo
+from workbench.replay.shards import AtRest
 from workbench.reports.results import PastCommand
 from workbench.reports.stop_positions import State as Health
 from workbench.session.snapshot import Exchange, LastResult
@@ -81,6 +84,17 @@ class ViewMessage:
     """
 
     view: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceMessage(ViewMessage):
+    """A question of a view about a part of the trace, or its answer.
+
+    Attributes:
+        number: chosen by the browser for its question; the answer has the same.
+    """
+
+    number: int = 0
 
 
 # ---- questions of a panel
@@ -191,16 +205,14 @@ class AskFeed(ViewMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskAt(ViewMessage):
+class AskAt(TraceMessage):
     """Asks for the state of all ranks at a time.
 
     Attributes:
-        number: chosen by the browser; the answer has the same.
         t_us: the time.
     """
 
     word: ClassVar[str] = "at"
-    number: int = 0
     t_us: float | int  # JSON has no float that is whole
 
     def __post_init__(self) -> None:
@@ -208,35 +220,31 @@ class AskAt(ViewMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskBeside(ViewMessage):
+class AskBeside(TraceMessage):
     """Asks for the state of all ranks some events after a row.
 
     Attributes:
-        number: chosen by the browser; the answer has the same.
         rank: the rank of the row.
         seq: number of the row.
         by: number of events after the row; negative: before it.
     """
 
     word: ClassVar[str] = "beside"
-    number: int = 0
     rank: int
     seq: int
     by: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskWindow(ViewMessage):
+class AskWindow(TraceMessage):
     """Asks for everything that happened in a time window.
 
     Attributes:
-        number: chosen by the browser; the answer has the same.
         from_us: begin of the window.
         to_us: end of the window.
     """
 
     word: ClassVar[str] = "window"
-    number: int = 0
     from_us: float | int
     to_us: float | int
 
@@ -362,18 +370,18 @@ class ClusterState:
         cores: cores of the kernel's host, which ranks started there share.
     """
 
-    is_running: bool
-    exchange: Exchange
-    waits_for: str
+    is_running: bool = False
+    exchange: Exchange = ""
+    waits_for: str = ""
     num_ranks: int
     device: str
     profile: str
-    host: str
-    kernel_pid: int
-    outlives: bool
-    held_by: str
-    is_free: bool
-    cores: int
+    host: str = field(default_factory=socket.gethostname)
+    kernel_pid: int = field(default_factory=os.getpid)
+    outlives: bool = False
+    held_by: str = ""
+    is_free: bool = False
+    cores: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,20 +585,14 @@ class Models(PanelMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestPreview:
+class RestPreview(AtRest):
     """Bytes that ranks would hold between training steps with Adam.
 
     Attributes:
         ranks: ranks that would hold the same.
-        params: bytes of their shards, padding included.
-        grads: bytes of gradients.
-        adam: bytes of Adam's state.
     """
 
     ranks: tuple[int, ...]
-    params: int
-    grads: int
-    adam: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -950,32 +952,28 @@ class FeedUpdate(ViewMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MomentReply(ViewMessage):
+class MomentReply(TraceMessage):
     """The state of all ranks at the requested time.
 
     Attributes:
-        number: of the question.
         moment: the state; None: nothing is recorded there.
     """
 
     word: ClassVar[str] = "moment"
-    number: int
     moment: Moment | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowDetail(ViewMessage):
+class WindowDetail(TraceMessage):
     """What happened in a time window. Its buffer has all tables, without steps.
 
     Attributes:
-        number: of the question.
         from_us, to_us: the requested window.
         exact: the tables have every change; otherwise they have only extremes.
         counts: sizes of the tables.
     """
 
     word: ClassVar[str] = "window"
-    number: int
     from_us: float
     to_us: float
     exact: bool

@@ -11,18 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import Category, Edge, Kind, Unit, unit_words
+from workbench.events import Edge, Kind, Unit, unit_words
+from workbench.live.fold import Fold
 from workbench.live.messages import BreakpointState, Costs, KnobEffect, RankHealth, RunStatus
-from workbench.live.state_at import StateAt
 from workbench.protocol.breakpoints import UNTIL
 from workbench.replay import memory
-from workbench.replay.grouping import label
-from workbench.replay.paused_time import Cuts
+from workbench.replay.grouping import by_value, label
 from workbench.replay.spans import of_kind
 from workbench.reports.failures import RESTART, losses_in_words
-from workbench.reports.stop_positions import State, describe, unit_names
+from workbench.reports.stop_positions import StopGroup, describe, unit_names
 from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
-from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 
@@ -52,11 +50,9 @@ _KNOBS: dict[str, Callable[[Unit], object]] = {
 def health(pulse: ClusterSnapshot) -> tuple[RankHealth, ...]:
     """Return the current state of the ranks, equal ones in one entry."""
     names = unit_names(pulse.trace.header)
-    groups: dict[tuple[State, str], list[int]] = {}
-    for rank, state in sorted(pulse.states.items()):
-        position = pulse.positions.get(rank)
-        held = position.held if position is not None and state == "held" else None
-        groups.setdefault((state, describe(held, names) if held is not None else ""), []).append(rank)
+    holds = StopGroup(positions=pulse.positions).holds
+    where = {r: describe(hold, names) for r, hold in holds.items() if pulse.states.get(r) == "held"}
+    groups = by_value((rank, (state, where.get(rank, ""))) for rank, state in sorted(pulse.states.items()))
     return tuple(
         RankHealth(label=label(ranks), ranks=tuple(ranks), state=state, where=where)
         for (state, where), ranks in groups.items()
@@ -74,8 +70,7 @@ FREE = "These ranks are free now. To take them: %fsdp attach."
 def said(pulse: ClusterSnapshot) -> str:
     """Return a sentence about what is shown, or what to do first; empty while ranks train."""
     if pulse.exchange == "start":
-        words = pulse.waits_for or "starting or attaching ranks"
-        return f"{words[:1].upper()}{words[1:]}."
+        return f"{theme.begun(pulse.waits_for or 'starting or attaching ranks')}."
     if pulse.exchange == "stop":
         return "The ranks are stopping; the trace is kept."
     if pulse.is_free:
@@ -192,12 +187,12 @@ def knobs(units: Iterable[Unit]) -> Knobs:
 
 def turned(before: Knobs, after: Knobs) -> str:
     """Say what changed between two results of :func:`knobs`; empty if nothing."""
-    found: dict[str, list[str]] = {}
-    for name, values in after.items():
-        for words, now in values.items():
-            was = before.get(name, values)[words]
-            if was != now:
-                found.setdefault(f"{words}: {_said(was)} \u2192 {_said(now)}", []).append(unit_words(name))
+    found = by_value(
+        (unit_words(name), f"{words}: {_said(was)} \u2192 {_said(now)}")
+        for name, values in after.items()
+        for words, now in values.items()
+        if (was := before.get(name, values)[words]) != now
+    )
     every = len(after)
     changes = [words if len(units) == every else f"{words} ({_some(units)})" for words, units in found.items()]
     if after.keys() != before.keys():
@@ -220,24 +215,13 @@ class PolicyEffect:
         self._steps: dict[int, NDArray[np.void]] = {}  # by a policy's first step: its first and last steps
         self._before: tuple[tuple[int, int], Costs | None] = (-1, -1), None
 
-    def take(
-        self,
-        trace: Trace,
-        policies: Sequence[ActivePolicy],
-        new: NDArray[np.void],
-        moments: StateAt,
-        rank: int,
-        cuts: Cuts,
-    ) -> KnobEffect | None:
+    def take(self, fold: Fold, policies: Sequence[ActivePolicy], new: NDArray[np.void]) -> KnobEffect | None:
         """Add ``new`` steps, of LEARNED_DTYPE, and return the effect of the last change; None: nothing to compare.
 
         Args:
-            trace: the trace of the steps.
+            fold: of the trace of the steps.
             policies: all policies so far, in order.
             new: steps that finished since the last call.
-            moments: holds key frames of ``trace``.
-            rank: the rank whose memory is compared.
-            cuts: what is cut out of the time axis of the steps.
         """
         if not len(new):
             return None
@@ -254,8 +238,8 @@ class PolicyEffect:
         between = first.from_step, second.from_step
         before, after = (self._steps[from_step] for from_step in between)
         if self._before[0] != between:
-            self._before = between, costs(trace, before[1:] if len(before) > 1 else before, moments, rank, cuts)
-        what, found = turned(knobs(first.units), knobs(second.units)), costs(trace, after[1:], moments, rank, cuts)
+            self._before = between, costs(fold, before[1:] if len(before) > 1 else before)
+        what, found = turned(knobs(first.units), knobs(second.units)), costs(fold, after[1:])
         if self._before[1] is None or found is None or not what:
             return None
         return KnobEffect(what=what, at_step=int(after["step"][0]), before=self._before[1], after=found)
@@ -270,21 +254,17 @@ def _apart(policies: Sequence[ActivePolicy]) -> list[ActivePolicy]:
     return found
 
 
-def costs(trace: Trace, steps: NDArray[np.void], moments: StateAt, rank: int, cuts: Cuts) -> Costs | None:
+def costs(fold: Fold, steps: NDArray[np.void]) -> Costs | None:
     """Return the costs of steps, of LEARNED_DTYPE: medians, and the highest peak of the last 3; None without steps."""
     if not len(steps):
         return None
     ends = [int(end_ns) for end_ns in steps["end_ns"][-3:]]
     begins = [end_ns - int(step_ns) for end_ns, step_ns in zip(ends, steps["step_ns"][-3:], strict=True)]
-    peaks = [_peak(trace, moments, rank, *map(cuts.true_at, times)) for times in zip(begins, ends, strict=True)]
+    rank, true_at = fold.groups[0][0], fold.cuts.true_at
+    parts = (fold.moments.part(fold.trace, rank, *map(true_at, times)) for times in zip(begins, ends, strict=True))
     return Costs(
         num_steps=len(steps),
         ms=float(np.median(steps["step_ns"])) / 1e6,
         exposed=float(np.median(steps["exposed"])),
-        peak_bytes=max(peaks),
+        peak_bytes=max(int(memory.series(part).total.max(initial=0)) for part in parts),
     )
-
-
-def _peak(trace: Trace, moments: StateAt, rank: int, begin_ns: int, end_ns: int) -> int:
-    held = memory.series(moments.part(trace, rank, begin_ns, end_ns)).num_bytes
-    return int((held.sum(axis=1) - held[:, Category.RESERVED]).max(initial=0))

@@ -50,18 +50,32 @@ def pack(increment: Increment, origin_ns: int) -> tuple[Counts, bytes]:
         increment: the data to send.
         origin_ns: time 0 of the view.
     """
-    tables = {
-        "spans": _spans(increment.spans, origin_ns),
-        "memory": _memory(increment.memory, origin_ns),
-        "states": _states(increment.states, origin_ns),
-        "steps": _steps(increment.steps, origin_ns),
+    spans, held, states, steps = increment.spans, increment.memory, increment.states, increment.steps
+    tables: dict[str, dict[str, NDArray[Any]]] = {
+        "spans": {
+            "start": to_us(spans["begin_ns"], origin_ns),
+            "duration": _rounded_down((spans["end_ns"] - spans["begin_ns"]) / 1e3),
+            "bytes": spans["num_bytes"],
+            "before": np.where(spans["issue_ns"] < 0, np.nan, (spans["begin_ns"] - spans["issue_ns"]) / 1e3),
+            **{name: spans[name] for name in ("unit", "track", "kind", "exposed")},
+        },
+        "memory": {"t": to_us(held["t_ns"], origin_ns), "bytes": held["num_bytes"], "group": held["group"]},
+        "states": {
+            "t": to_us(states["t_ns"], origin_ns),
+            **{name: states[name] for name in ("unit", "group", "state")},
+        },
+        "steps": {
+            "t": to_us(steps["end_ns"], origin_ns),
+            "ms": steps["step_ns"] / 1e6,
+            **{name: steps[name] for name in ("step", "loss", "has_loss", "exposed", "model")},
+        },
     }
     columns = [
         np.ascontiguousarray(tables[table][name], f"<{code}").tobytes()
         for table, wanted in COLUMNS.items()
         for name, code in wanted
     ]
-    counts = Counts(**{name: len(table["t" if "t" in table else "start"]) for name, table in tables.items()})
+    counts = Counts(spans=len(spans), memory=len(held), states=len(states), steps=len(steps))
     return counts, b"".join(column + bytes(-len(column) % 8) for column in columns)
 
 
@@ -86,33 +100,7 @@ def to_us(t_ns: NDArray[np.int64], origin_ns: int) -> NDArray[np.float64]:
     return np.asarray((t_ns - origin_ns) / 1e3)
 
 
-def _spans(found: NDArray[np.void], origin_ns: int) -> dict[str, NDArray[Any]]:
-    return {
-        "start": to_us(found["begin_ns"], origin_ns),
-        "duration": _rounded_down((found["end_ns"] - found["begin_ns"]) / 1e3),
-        "bytes": found["num_bytes"],
-        "before": np.where(found["issue_ns"] < 0, np.nan, (found["begin_ns"] - found["issue_ns"]) / 1e3),
-        **{name: found[name] for name in ("unit", "track", "kind", "exposed")},
-    }
-
-
 def _rounded_down(us: NDArray[np.float64]) -> NDArray[np.float32]:
     """Return the durations in float32, rounded down: neighbours must not overlap."""
     near = us.astype(np.float32)
     return np.where(near >= us, np.nextafter(near, np.float32(0)), near)
-
-
-def _memory(found: NDArray[np.void], origin_ns: int) -> dict[str, NDArray[Any]]:
-    return {"t": to_us(found["t_ns"], origin_ns), "bytes": found["num_bytes"], "group": found["group"]}
-
-
-def _states(found: NDArray[np.void], origin_ns: int) -> dict[str, NDArray[Any]]:
-    return {"t": to_us(found["t_ns"], origin_ns), **{name: found[name] for name in ("unit", "group", "state")}}
-
-
-def _steps(found: NDArray[np.void], origin_ns: int) -> dict[str, NDArray[Any]]:
-    return {
-        "t": to_us(found["end_ns"], origin_ns),
-        "ms": found["step_ns"] / 1e6,
-        **{name: found[name] for name in ("step", "loss", "has_loss", "exposed", "model")},
-    }

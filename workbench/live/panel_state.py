@@ -1,66 +1,51 @@
-"""The state that a panel shows, from the newest snapshot and the fold of its trace."""
+"""What a panel shows: the state at the newest snapshot, parameters, models, and a sharding policy before it is used."""
 
 from __future__ import annotations
 
 import math
-import os
-import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from workbench.codec import sent_number
-from workbench.events import FlatPart, Param, Unit, unit_words
+from workbench.events import FlatPart, Kind, Param, Unit, unit_words
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace
 from workbench.live.messages import (
     ClockState,
     ClusterState,
+    Model,
     ParamInfo,
+    Preview,
     RankState,
     RequestState,
+    RestPreview,
+    SentPreview,
     State,
     TrainingSummary,
     UnitInfo,
     UnitStates,
 )
 from workbench.live.overview import breakpoints, said
+from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay import memory
-from workbench.replay.shards import ParamShards, pieces, totals, unit_shards
-from workbench.replay.units import model_order
+from workbench.replay.collectives import closed_form, ring_bytes
+from workbench.replay.grouping import by_value
+from workbench.replay.shards import ParamShards, at_rest, pieces, shards, totals, unit_shards
 from workbench.reports.clock_text import clock_words
 from workbench.reports.pause_results import row_of
-from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
+from workbench.reports.stop_positions import live_units
+from workbench.session.snapshot import ActiveRequest, ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, KeyFrame, RankInfo
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How ranks are started: number, device and IPython profile (empty: none); and which exchange is in progress.
-
-    Attributes:
-        outlives: whether the rank processes existed before, and outlive the session.
-        held_by: name of another controller of the ranks; empty: none.
-        cores: number of cores that ranks started here share.
-    """
-
-    num_ranks: int
-    device: str
-    profile: str
-    exchange: Exchange = ""
-    outlives: bool = False
-    held_by: str = ""
-    cores: int = 1
-
-
-def panel_state(number: int, live: LiveTrace, settings: Settings, known_units: Sequence[UnitInfo] | None) -> State:
+def panel_state(number: int, live: LiveTrace, cluster: ClusterState, known_units: Sequence[UnitInfo] | None) -> State:
     """Return the state at the newest snapshot.
 
     Args:
         number: number of the question.
         live: the cluster's snapshot and the fold of its trace.
-        settings: how its ranks were started, or would be.
+        cluster: its settings, and how its ranks were started or would be.
         known_units: units as last sent to the caller; None: not sent yet.
     """
     with live.lock:
@@ -68,7 +53,13 @@ def panel_state(number: int, live: LiveTrace, settings: Settings, known_units: S
         trace, units = pulse.trace, units_of(pulse.trace.header)
         return State(
             number=number,
-            cluster=_cluster(pulse, settings),
+            cluster=replace(
+                cluster,
+                is_running=pulse.running,
+                waits_for=pulse.waits_for,
+                num_ranks=len(pulse.states) if pulse.running else cluster.num_ranks,
+                is_free=pulse.is_free,
+            ),
             ranks=tuple(_rank(pulse, live.fold, rank) for rank in sorted(pulse.states)),
             clocks=_clocks(trace.header),
             units=None if units == known_units else units,
@@ -84,28 +75,28 @@ def panel_state(number: int, live: LiveTrace, settings: Settings, known_units: S
 
 
 def _rank(pulse: ClusterSnapshot, fold: Fold, rank: int) -> RankState:
-    info = next((info for info in pulse.trace.header.ranks if info.rank == rank), None)
+    unknown = RankInfo(rank=rank, host="", device="", pid=0)
+    info = next((info for info in pulse.trace.header.ranks if info.rank == rank), unknown)
     is_recorded = any(r.rank == rank and r.end_seq for r in pulse.trace.ranks)
     folded = fold.rank(rank).memory if is_recorded else memory.start(KeyFrame())
     return RankState(
         rank=rank,
         health=pulse.states[rank],
         where=_where(pulse, rank),
-        **_place(info),
+        host=info.host,
+        device=info.device,
+        pid=info.pid,
         num_bytes=folded.bytes_by_category,
         in_use=memory.in_use(folded.bytes_by_category),
         peak_bytes=folded.peak_bytes,
         peak_bytes_by_class=folded.peak_bytes_by_category,
-        peak=fold.peak(rank)["text"] if is_recorded else "",
+        peak=memory.describe_peak(pulse.trace.header, fold.peak(rank)) if is_recorded else "",
     )
 
 
 def _unit_states(fold: Fold, units: Sequence[UnitInfo]) -> tuple[UnitStates, ...]:
-    groups: dict[str, list[int]] = {}
-    for rank_trace in fold.trace.ranks:
-        after = fold.rank(rank_trace.rank).units
-        digits = "".join(str(int(after[unit.index])) for unit in units)
-        groups.setdefault(digits, []).append(rank_trace.rank)
+    after = {rank_trace.rank: fold.rank(rank_trace.rank).units for rank_trace in fold.trace.ranks}
+    groups = by_value((r, "".join(str(int(found[unit.index])) for unit in units)) for r, found in after.items())
     return tuple(UnitStates(ranks=tuple(ranks), states=digits) for digits, ranks in groups.items())
 
 
@@ -120,32 +111,11 @@ def _training(fold: Fold) -> TrainingSummary:
     )
 
 
-def _cluster(pulse: ClusterSnapshot, settings: Settings) -> ClusterState:
-    return ClusterState(
-        is_running=pulse.running,
-        exchange=settings.exchange,
-        waits_for=pulse.waits_for,
-        num_ranks=len(pulse.states) if pulse.running else settings.num_ranks,
-        device=settings.device,
-        profile=settings.profile,
-        host=socket.gethostname(),
-        kernel_pid=os.getpid(),
-        outlives=settings.outlives,
-        held_by=settings.held_by,
-        is_free=pulse.is_free,
-        cores=settings.cores,
-    )
-
-
 def _clocks(header: Header) -> tuple[ClockState, ...]:
     return tuple(
         ClockState(ranks=clock.ranks, error_ns=clock.readings[-1].error_ns, text=clock_words(clock))
         for clock in header.clocks
     )
-
-
-def _place(info: RankInfo | None) -> dict[str, Any]:
-    return {"host": info.host, "device": info.device, "pid": info.pid} if info else {"host": "", "device": "", "pid": 0}
 
 
 def _where(pulse: ClusterSnapshot, rank: int) -> str:
@@ -162,8 +132,7 @@ def _where(pulse: ClusterSnapshot, rank: int) -> str:
 
 def units_of(header: Header) -> tuple[UnitInfo, ...]:
     """Return all units in use, from the top of each model."""
-    live = (header.units[index] for index in model_order(header))
-    return tuple(_unit(unit) for unit in live if unit.in_use)
+    return tuple(map(_unit, live_units(header)))
 
 
 def _unit(unit: Unit) -> UnitInfo:
@@ -235,3 +204,63 @@ def _request(under_way: ActiveRequest | None) -> RequestState | None:
         steps_done=progress.done if progress is not None else 0,
         steps_total=progress.total if progress is not None else 0,
     )
+
+
+def preview(
+    number: int, line: str, units: Sequence[Unit], num_ranks: int, models: Iterable[ModelInfo] = (), name: str = ""
+) -> Preview:
+    """Return what ranks would hold at rest, and what a step would send.
+
+    Args:
+        number: number of the question.
+        line: line of the command.
+        units: units that the command would create.
+        num_ranks: number of ranks.
+        models: models of a rank; if the model to shard is among them, its bytes outside any unit count as well.
+        name: name of the model to shard.
+    """
+    header = Header(units=tuple(units), world_size=num_ranks)
+    size = max((unit.shard_size for unit in units), default=1)
+    groups = by_value((rank, at_rest(header, rank % size)) for rank in range(num_ranks))
+    sent = _sent(header)
+    in_units = totals(shards(header)).bytes_unsharded
+    whole = next((model.num_bytes for model in models if model.name == name), in_units)
+    ignored = whole - in_units
+    return Preview(
+        number=number,
+        line=line,
+        units=tuple(unit_words(unit.name) for unit in units),
+        bytes_unsharded=whole,
+        bytes_ignored=ignored,
+        at_rest=tuple(
+            RestPreview(ranks=tuple(ranks), **vars(replace(held, params=held.params + ignored)))
+            for held, ranks in groups.items()
+        ),
+        sent=sent,
+        sent_bytes=sum(collectives.sent_bytes for collectives in sent),
+    )
+
+
+def _sent(header: Header) -> tuple[SentPreview, ...]:
+    found: dict[tuple[Kind, int], list[int]] = {}
+    for expected in closed_form(header):
+        sums = found.setdefault((expected.kind, expected.num_ranks), [0, 0])
+        sums[0] += expected.calls
+        sums[1] += expected.num_bytes
+    return tuple(
+        SentPreview(
+            kind=kind.words,
+            num_ranks=num_ranks,
+            calls=calls,
+            num_bytes=num_bytes,
+            sent_bytes=round(ring_bytes(kind, num_bytes, num_ranks)),
+        )
+        for (kind, num_ranks), (calls, num_bytes) in found.items()
+        if calls
+    )
+
+
+def models_of(by_rank: dict[int, tuple[ModelInfo, ...]]) -> tuple[Model, ...]:
+    """Return the models of all ranks by name, each as on the first rank that has it."""
+    having = by_value(((rank, model), model.name) for rank, models in sorted(by_rank.items()) for model in models)
+    return tuple(Model(ranks=tuple(rank for rank, _ in own), **vars(own[0][1])) for _, own in sorted(having.items()))

@@ -58,7 +58,9 @@ class RankGroups:
     def _marks(self, ranks: list[RankTrace]) -> dict[int, tuple[bytes, np.ndarray]]:
         """Return by rank what to compare in the steps that all have finished since the last call; empty without any."""
         new = {r.rank: r.rows[max(self._seen.get(r.rank, 0) - r.start.seq, self._place(r)) :] for r in ranks}
-        ends = {rank: _step_ends(rows) for rank, rows in new.items()}
+        ends = {
+            rank: np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END)) for rank, rows in new.items()
+        }
         common = min((len(found) for found in ends.values()), default=0)
         if not common:
             return {}
@@ -69,10 +71,6 @@ class RankGroups:
     def _place(self, rank_trace: RankTrace) -> int:
         """Return the position of the first row that can be compared."""
         return rank_trace.place_after(self._from_step - 1) if self._from_step else 0
-
-
-def _step_ends(rows: Rows) -> np.ndarray:
-    return np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END))
 
 
 def _program(rows: Rows) -> bytes:

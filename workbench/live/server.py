@@ -21,7 +21,7 @@ from typing import Any, get_args
 from workbench.codec import encode
 from workbench.errors import UsageError, WorkbenchError
 from workbench.live.live_trace import MAX_AGE_S, live_trace_of
-from workbench.live.long_poll import LongPoll, Send, WatchedWorkbench, crowded_out
+from workbench.live.long_poll import LongPoll, Send, WatchedWorkbench
 from workbench.live.messages import (
     VIEW_QUESTIONS,
     AskFeed,
@@ -36,7 +36,6 @@ from workbench.live.messages import (
 )
 from workbench.live.view_server import ViewServer
 from workbench.protocol.commands import NEXT
-from workbench.session.snapshot import ClusterSnapshot
 
 BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("step", {"background": True}),
@@ -54,6 +53,9 @@ ARGUED = ("next", "break")
 ON_BREAKPOINTS = {"break on": "break_on", "break off": "break_off", "break clear": "break_clear"}
 """By action on a breakpoint of the list, the workbench method that takes its number."""
 
+MAX_VIEWS = 8
+"""Maximum number of views kept per widget; beyond it, the view with the oldest question is dropped."""
+
 Tell = Callable[[dict[str, Any], list[bytes] | None], None]
 """Sends a message and its buffers to the browser."""
 
@@ -69,6 +71,8 @@ class Views:
 
     Attributes:
         initial: what the browser needs from the beginning, in addition to ``events.js``.
+        live: the workbench's trace, shared with other clients.
+        waiting: the questions that are answered when there is something new.
     """
 
     def __init__(
@@ -82,8 +86,8 @@ class Views:
         self._workbench, self._clock, self._send = workbench, clock, tell
         self._lock = threading.RLock()
         self._views: dict[str, ViewServer] = {}
-        self._live = live_trace_of(workbench)
-        self._waiting = LongPoll(lambda: self._poll(MAX_AGE_S), self._news, clock, workbench.activity)
+        self.live = live_trace_of(workbench)
+        self.waiting = LongPoll(partial(self.live.poll, workbench, MAX_AGE_S), clock, workbench.activity)
         words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
         buttons = words if "ranks" in panels else ()
         self.initial = InitialState(buttons=buttons, sizes=NEXT, panels=tuple(panels))
@@ -94,7 +98,7 @@ class Views:
 
     def close(self) -> None:
         """Stop answering; return when all waiting threads have ended."""
-        self._waiting.close()
+        self.waiting.close()
         with self._lock:
             self._views.clear()
 
@@ -120,26 +124,23 @@ class Views:
             if isinstance(question, CloseView):
                 self._forget(name)
                 return
-            view = self._views.pop(name, None) or ViewServer(self._live)
+            view = self._views.pop(name, None) or ViewServer(self.live)
             self._views[name] = view  # the latest to ask is last
-            for crowded in crowded_out(self._views):
+            for crowded in list(self._views)[:-MAX_VIEWS]:
                 self._forget(crowded)
             if isinstance(question, AskFeed) and question.wait:
-                self._waiting.ask(name)
+                self.waiting.ask(name, partial(self._news, name))
                 return
-            if isinstance(question, AskFeed) or self._live.pulse is None:  # the others use the last snapshot
-                self._poll()
+            if isinstance(question, AskFeed) or self.live.pulse is None:  # the others use the last snapshot
+                self.live.poll(self._workbench)
             answer, buffers = view.answer(question, self._clock)
         self._tell(name, answer, buffers)
 
-    def _poll(self, max_age_s: float = 0.0) -> ClusterSnapshot:
-        return self._live.poll(self._workbench, max_age_s)
-
     def _forget(self, name: str) -> None:
         self._views.pop(name, None)
-        self._waiting.forget(name)
+        self.waiting.forget(name)
 
-    def _news(self, name: str, _pulse: ClusterSnapshot) -> Send:
+    def _news(self, name: str) -> Send:
         """Make the answer to a waiting view; return the function that sends it."""
         with self._lock:
             if name not in self._views:

@@ -10,14 +10,14 @@ with what is drawn over time (:mod:`workbench.live.window_detail`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from workbench.events import BESIDE, MOVES, Category, Edge, Kind, Phase
-from workbench.live.arrival_index import ArrivalIndex
+from workbench.live.messages import Moment, RanksAt
 from workbench.live.rank_groups import ALIKE
 from workbench.replay import memory, states
 from workbench.replay.grouping import label
@@ -32,22 +32,28 @@ from workbench.views import theme
 EVERY = 16_384
 """Rows between two key frames."""
 
+_BLOCK = 256  # rows whose latest time is kept
+
 _T = TypeVar("_T")
 _Kept = tuple[KeyFrame, bytes]  # and a key that is equal for ranks with the same history up to it
 _NEAR = 512  # rows searched for an event
-_IS_BESIDE = np.isin(np.arange(256), BESIDE)
 
 
 class StateAt:
-    """Finds the state of all ranks at any moment of a growing trace."""
+    """Finds the state of all ranks at any moment of a growing trace.
 
-    def __init__(self) -> None:
+    Args:
+        to_us: returns where the view's axis shows a time, for ``Moment.t_us``.
+    """
+
+    def __init__(self, to_us: Callable[[int], float] = float) -> None:
+        self._to_us = to_us
         self._frames: dict[int, dict[int, _Kept]] = {}  # by rank and seq
         self._shared: dict[int, dict[bytes, KeyFrame]] = {}  # by seq and key of the history
         self._programs: dict[int, dict[int, tuple[int, bytes]]] = {}  # by rank and first row: end and digest
         self._known: dict[int, ArrivalIndex] = {}
 
-    def at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
+    def at(self, trace: Trace, t_ns: int) -> Moment | None:
         """Return all ranks at ``t_ns``, and the last event of any up to then; None if the trace is empty."""
         places = self._places(trace, t_ns)
         if not places:
@@ -56,13 +62,13 @@ class StateAt:
         newest = max(places, key=lambda rank: (known_ns[rank] <= t_ns, known_ns[rank]))  # some ranks may begin later
         return self._told(trace, newest, places[newest], places)
 
-    def at_cursor(self, trace: Trace, cursor: Cursor) -> dict[str, Any] | None:
+    def at_cursor(self, trace: Trace, cursor: Cursor) -> Moment | None:
         """Return all ranks at ``cursor``, each just after its last row before it; None if the trace is empty."""
         ends = {r.rank: cursor.ends.get(r.rank, r.start.seq) - r.start.seq for r in trace.ranks if len(r.rows)}
         places = {rank: min(max(end, 1), len(trace.rank(rank).rows)) - 1 for rank, end in ends.items()}
         return self._told(trace, min(places), places[min(places)], places) if places else None
 
-    def at_row(self, trace: Trace, rank: int, seq: int) -> dict[str, Any] | None:
+    def at_row(self, trace: Trace, rank: int, seq: int) -> Moment | None:
         """Return all ranks at the arrival of row ``seq`` of ``rank``; None if the trace does not have it."""
         found = [r for r in trace.ranks if r.rank == rank and r.start.seq <= seq < r.end_seq]
         if not found:
@@ -70,7 +76,7 @@ class StateAt:
         place = seq - found[0].start.seq
         return self._told(trace, rank, place, self._places(trace, self._known_ns(trace, rank, place)))
 
-    def beside(self, trace: Trace, rank: int, seq: int, by: int) -> dict[str, Any] | None:
+    def beside(self, trace: Trace, rank: int, seq: int, by: int) -> Moment | None:
         """Return all ranks ``by`` events after row ``seq`` of ``rank``, at most at its first or last event."""
         found = next((r for r in trace.ranks if r.rank == rank and len(r.rows)), None)
         if found is None:
@@ -78,15 +84,10 @@ class StateAt:
         place = min(max(seq - found.start.seq, 0), len(found.rows) - 1)
         return self.at_row(trace, rank, found.start.seq + _event_beside(found.rows, place, by))
 
-    def num_rows(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> int:
-        """Return how many rows of ``rank`` arrived from ``begin_ns`` to ``end_ns``."""
-        begin, end = self.between(trace, rank, begin_ns, end_ns)
-        return end - begin
-
     def between(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> tuple[int, int]:
         """Return the begin and end positions in ``rank`` of the rows that arrived from ``begin_ns`` to ``end_ns``."""
         rank_trace = trace.rank(rank)
-        return self._count(rank_trace, begin_ns), self._count(rank_trace, end_ns)
+        return self._times(rank_trace).count(begin_ns), self._times(rank_trace).count(end_ns)
 
     def part(self, trace: Trace, rank: int, begin_ns: int, end_ns: int) -> RankTrace:
         """Return the rows that moved bytes or changed a unit from ``begin_ns`` to ``end_ns``.
@@ -102,15 +103,12 @@ class StateAt:
         found["kind"][0], found["unit"][0] = Kind.LOG, -1
         found["t_ns"][0] = max(begin_ns, int(rank_trace.rows["t_ns"][0]))
         found["t_ns"][1:] = np.maximum.accumulate(rows["t_ns"])[told]  # the rows before arrived by begin_ns
-        return RankTrace(rank, found, self._frame(rank_trace, rank_trace.start.seq + begin - 1))
+        seq = rank_trace.start.seq + begin
+        return RankTrace(rank, found, _advanced(rank_trace, self._frame_before(rank_trace, seq - 1)[0], seq))
 
     def _places(self, trace: Trace, t_ns: int) -> dict[int, int]:
         """Return each rank's position of the last row that had arrived by ``t_ns``; at least the first row."""
-        return {r.rank: max(self._count(r, t_ns) - 1, 0) for r in trace.ranks if len(r.rows)}
-
-    def _count(self, rank_trace: RankTrace, t_ns: int) -> int:
-        """Return how many leading rows had arrived by ``t_ns``."""
-        return self._times(rank_trace).count(t_ns)
+        return {r.rank: max(self._times(r).count(t_ns) - 1, 0) for r in trace.ranks if len(r.rows)}
 
     def _known_ns(self, trace: Trace, rank: int, place: int) -> int:
         """Return the arrival time of the row at ``place``."""
@@ -122,25 +120,27 @@ class StateAt:
             known = self._known[rank_trace.rank] = ArrivalIndex(rank_trace, known)
         return known
 
-    def _told(self, trace: Trace, rank: int, place: int, places: dict[int, int]) -> dict[str, Any]:
+    def _told(self, trace: Trace, rank: int, place: int, places: dict[int, int]) -> Moment:
         """Return the moment of the row at ``place`` of ``rank``; ``places``: each rank's last row that had arrived."""
         rows = trace.rank(rank).rows
         row = rows[_event_at(rows, place)]
-        named = places | {rank: place}
-        entries = list(self._entries(trace, places, named))
-        return {
-            "t_ns": self._known_ns(trace, rank, place),
-            "rank": rank,
-            "seq": int(row["seq"]),
-            "step": int(row["step"]),
-            "event": f"rank {rank}: {describe(trace.header, row)}",
-            "ranks": [_shown(group) for group in _folded(entries)],
-        }
+        return Moment(
+            t_us=self._to_us(self._known_ns(trace, rank, place)),
+            rank=rank,
+            seq=int(row["seq"]),
+            step=int(row["step"]),
+            event=f"rank {rank}: {describe(trace.header, row)}",
+            ranks=_folded(self._entries(trace, places, places | {rank: place})),
+        )
 
-    def _entries(self, trace: Trace, places: Mapping[int, int], named: Mapping[int, int]) -> Iterable[_Entry]:
-        """Yield each rank just after its row at its place; the row at ``named`` describes what it does."""
+    def _entries(self, trace: Trace, places: Mapping[int, int], named: Mapping[int, int]) -> list[RanksAt]:
+        """Return the ranks, each just after its row in ``places``, those of one history together.
+
+        The row in ``named`` describes what a rank does.
+        """
         self._shared = _kept(self._shared, min(rank_trace.start.seq for rank_trace in trace.ranks))
-        found: dict[Hashable, _Entry] = {}
+        found: dict[Hashable, RanksAt] = {}
+        ranks: dict[Hashable, list[int]] = {}
         for rank, place in places.items():
             rank_trace = trace.rank(rank)
             seq = rank_trace.start.seq + place
@@ -148,12 +148,9 @@ class StateAt:
             key = (past, self._program(rank_trace, before.seq), seq, named[rank] - place)
             if key not in found:
                 row = rank_trace.rows[_event_at(rank_trace.rows, named[rank])]
-                found[key] = _entry(trace.header, rank, row, _advanced(rank_trace, before, seq + 1))
-            yield replace(found[key], rank=rank)
-
-    def _frame(self, rank_trace: RankTrace, seq: int) -> KeyFrame:
-        """Return the state just after row ``seq``."""
-        return _advanced(rank_trace, self._frame_before(rank_trace, seq)[0], seq + 1)
+                found[key] = _entry(trace.header, row, _advanced(rank_trace, before, seq + 1))
+            ranks.setdefault(key, []).append(rank)
+        return [replace(entry, ranks=tuple(ranks[key])) for key, entry in found.items()]
 
     def _frame_before(self, rank_trace: RankTrace, seq: int) -> _Kept:
         """Return the last key frame no later than the state just after row ``seq``, and the key of its history."""
@@ -180,26 +177,20 @@ class StateAt:
         return known[seq][1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """One rank at a moment: what it does, the UnitState of each unit, live bytes by class."""
-
-    rank: int
-    doing: str
-    units: tuple[int, ...]
-    num_bytes: tuple[int, ...]
-
-    def is_like(self, other: _Entry) -> bool:
-        near = ALIKE * max(sum(self.num_bytes), 1)
-        return (self.doing, self.units) == (other.doing, other.units) and all(
-            abs(a - b) <= near for a, b in zip(self.num_bytes, other.num_bytes, strict=True)
-        )
-
-
-def _entry(header: Header, rank: int, row: np.void, frame: KeyFrame) -> _Entry:
+def _entry(header: Header, row: np.void, frame: KeyFrame) -> RanksAt:
+    """Return a rank in the state of ``frame``, which ``row`` describes, without its number."""
     found = states.start(frame)
-    units = tuple(int(found[unit.index]) for unit in header.units)
-    return _Entry(rank=rank, doing=describe_with_phase(header, row), units=units, num_bytes=frame.bytes_by_category)
+    held = frame.bytes_by_category
+    units = tuple(found[unit.index] for unit in header.units)
+    doing = describe_with_phase(header, row)
+    return RanksAt(ranks=(), label="", doing=doing, units=units, bytes=held, in_use=memory.in_use(held))
+
+
+def _are_alike(first: RanksAt, second: RanksAt) -> bool:
+    near = ALIKE * max(sum(first.bytes), 1)
+    return (first.doing, first.units) == (second.doing, second.units) and all(
+        abs(a - b) <= near for a, b in zip(first.bytes, second.bytes, strict=True)
+    )
 
 
 def _kept(found: dict[int, _T], first_seq: int) -> dict[int, _T]:
@@ -227,30 +218,17 @@ def _digest(rows: Rows) -> bytes:
     return found.digest()
 
 
-def _folded(entries: Iterable[_Entry]) -> list[list[_Entry]]:
-    groups: list[list[_Entry]] = []
-    equal: dict[Hashable, list[_Entry]] = {}
+def _folded(entries: Iterable[RanksAt]) -> tuple[RanksAt, ...]:
+    """Return the ranks in groups of the same state, with the bytes of the first of each."""
+    groups: list[list[RanksAt]] = []
     for entry in entries:
-        content = entry.doing, entry.units, entry.num_bytes
-        place = equal.get(content) or next((group for group in groups if group[0].is_like(entry)), None)
+        place = next((group for group in groups if _are_alike(group[0], entry)), None)
         if place is None:
-            place = []
-            groups.append(place)
-        place.append(entry)
-        equal[content] = place
-    return groups
-
-
-def _shown(group: list[_Entry]) -> dict[str, Any]:
-    first = group[0]
-    return {
-        "ranks": [entry.rank for entry in group],
-        "label": label(entry.rank for entry in group),
-        "doing": first.doing,
-        "units": first.units,
-        "bytes": first.num_bytes,
-        "in_use": memory.in_use(first.num_bytes),
-    }
+            groups.append([entry])
+        else:
+            place.append(entry)
+    ranks = [tuple(sorted(rank for entry in group for rank in entry.ranks)) for group in groups]
+    return tuple(replace(group[0], ranks=mine, label=label(mine)) for group, mine in zip(groups, ranks, strict=True))
 
 
 def describe(header: Header, row: np.void) -> str:
@@ -282,8 +260,7 @@ def events_up_to(rows: Rows) -> Ints:
 def _event_at(rows: Rows, place: int) -> int:
     """Return the position of the last event up to ``place``; ``place`` itself if none is near."""
     first = max(place - _NEAR, 0)
-    events = np.flatnonzero(~_IS_BESIDE[rows["kind"][first : place + 1]])
-    return first + int(events[-1]) if len(events) else place
+    return first + int(events_up_to(rows[first : place + 1])[-1])
 
 
 def _event_beside(rows: Rows, place: int, by: int) -> int:
@@ -293,3 +270,46 @@ def _event_beside(rows: Rows, place: int, by: int) -> int:
         return place
     here = int(np.searchsorted(events, place, side="right")) - 1
     return int(events[min(max(here + by, 0), len(events) - 1)])
+
+
+class ArrivalIndex:
+    """The arrival times in one state of a rank's trace, in nanoseconds of the rank's clock.
+
+    Args:
+        rank_trace: the rank's rows.
+        before: index of an earlier state of the same trace; its blocks are reused.
+    """
+
+    def __init__(self, rank_trace: RankTrace, before: ArrivalIndex | None = None) -> None:
+        self.rank_trace = rank_trace
+        self._t_ns: Ints = rank_trace.rows["t_ns"]
+        self._first = -(-rank_trace.start.seq // _BLOCK) * _BLOCK  # first row of the first whole block
+        self._tops_ns = self._tops(before)
+        self._head = min(self._first - rank_trace.start.seq, len(self._t_ns))  # rows before it
+        start_ns = self._t_ns[: self._head].max(initial=np.iinfo(np.int64).min)
+        self._until_ns = np.maximum.accumulate(np.concatenate([[start_ns], self._tops_ns]))  # before each block
+
+    def _tops(self, before: ArrivalIndex | None) -> Ints:
+        """Return the latest time in each whole block."""
+        num_blocks = max(self.rank_trace.end_seq // _BLOCK - self._first // _BLOCK, 0)
+        known = np.empty(0, np.int64)
+        if before is not None and before._first <= self._first:
+            known = before._tops_ns[(self._first - before._first) // _BLOCK :][:num_blocks]
+        begin = self._first - self.rank_trace.start.seq
+        rest = self._t_ns[begin + len(known) * _BLOCK : begin + num_blocks * _BLOCK]
+        return np.concatenate([known, rest.reshape(-1, _BLOCK).max(axis=1, initial=np.iinfo(np.int64).min)])
+
+    def count(self, t_ns: int) -> int:
+        """Return how many leading rows had arrived by ``t_ns``."""
+        block = int(np.searchsorted(self._until_ns, t_ns, side="right"))  # all rows before block - 1 had arrived
+        begin = self._head + (block - 1) * _BLOCK if block else 0
+        there = self._t_ns[begin : begin + _BLOCK if block else self._head] > t_ns
+        return begin + (int(there.argmax()) if there.any() else len(there))
+
+    def at(self, place: int) -> int:
+        """Return the arrival time of the row at position ``place``."""
+        block = (place - self._head) // _BLOCK
+        if block < 0:
+            return int(self._t_ns[: place + 1].max())
+        begin = self._head + block * _BLOCK
+        return max(int(self._until_ns[block]), int(self._t_ns[begin : place + 1].max()))

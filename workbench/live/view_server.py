@@ -13,6 +13,7 @@ from workbench.codec import encode
 from workbench.live.feed import Feed
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace
+from workbench.live.long_poll import BYTES_PER_S
 from workbench.live.messages import (
     AskAt,
     AskBeside,
@@ -24,19 +25,19 @@ from workbench.live.messages import (
     MomentReply,
     MovedCursor,
     PeakInfo,
-    RanksAt,
     ViewAnswer,
     WindowDetail,
 )
 from workbench.live.overview import breakpoints, health, said, slowest, status, whose
 from workbench.live.packing import pack, told_holds, told_open
-from workbench.live.rate_limit import BYTES_PER_S
 from workbench.live.window_detail import window
+from workbench.replay import memory
 from workbench.replay.clock_error import error_ns
 from workbench.replay.device import ClockSource, clock_of
 from workbench.replay.spans import first_ns
-from workbench.replay.units import model_order, unit_name
+from workbench.replay.units import unit_name
 from workbench.reports.cursor import Cursor
+from workbench.reports.stop_positions import live_units
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
@@ -95,19 +96,17 @@ class ViewServer:
             case AskFeed():
                 return self._news(pulse, clock)
             case AskWindow():
-                return self._window(trace, question)
+                return self._window(question)
             case AskAt():
                 moment = self._at(trace, self._true_ns(question.t_us))
             case AskBeside():
                 moment = self._fold.moments.beside(trace, question.rank, question.seq, question.by)
-        return MomentReply(number=question.number, moment=self._moment(moment)), []
+        return MomentReply(number=question.number, moment=moment), []
 
-    def _window(self, trace: Trace, question: AskWindow) -> tuple[WindowDetail, list[bytes]]:
+    def _window(self, question: AskWindow) -> tuple[WindowDetail, list[bytes]]:
         from_us, to_us = float(question.from_us), float(question.to_us)
-        begin_ns, end_ns = self._true_ns(from_us), self._true_ns(to_us)
-        fold = self._fold
-        found = window(trace, fold.moments, fold.groups, begin_ns, end_ns, fold.cuts, fold.drawn)
-        counts, buffer = pack(found, fold.origin_ns)
+        found = window(self._fold, self._true_ns(from_us), self._true_ns(to_us))
+        counts, buffer = pack(found, self._fold.origin_ns)
         number = question.number
         return WindowDetail(number=number, from_us=from_us, to_us=to_us, exact=found.is_exact, counts=counts), [buffer]
 
@@ -138,7 +137,7 @@ class ViewServer:
             tracks=new.ranks,
             open=told_open(new.open, fold.origin_ns),
             counts=counts,
-            begin_us=self._us(first_ns(trace)),
+            begin_us=self._fold.to_us(first_ns(trace)),
             health=health(pulse),
             breakpoints=breakpoints(pulse),
             status=status(pulse, begin - self._newest_at),
@@ -148,10 +147,10 @@ class ViewServer:
             said=said(pulse),
             clock=_clock(trace),
             units=tuple(unit_name(header, unit.index) for unit in header.units) if are_units_new else None,
-            order=_order(header) if are_units_new else None,
+            order=tuple(unit.index for unit in live_units(header)) if are_units_new else None,
             holds=told_holds(fold.cuts, fold.origin_ns) if are_holds_new else None,
-            now=self._moment(fold.moments.at(trace, _ALL_NS)) if is_news else None,
-            peaks=tuple(self._peak(group[0]) for group in new.groups) if is_news else None,
+            now=fold.moments.at(trace, _ALL_NS) if is_news else None,
+            peaks=tuple(self._peak(header, group[0]) for group in new.groups) if is_news else None,
             has_moved=has_moved,
             cursor=self._moved(trace, pulse.cursor) if has_moved else None,
         )
@@ -160,37 +159,22 @@ class ViewServer:
     def _moved(self, trace: Trace, cursor: Cursor | None) -> MovedCursor | None:
         if cursor is None:
             return None
-        return MovedCursor(t_us=self._us(cursor.t_ns), moment=self._moment(self._fold.moments.at_cursor(trace, cursor)))
+        return MovedCursor(t_us=self._fold.to_us(cursor.t_ns), moment=self._fold.moments.at_cursor(trace, cursor))
 
-    def _at(self, trace: Trace, t_ns: int) -> dict[str, Any] | None:
+    def _at(self, trace: Trace, t_ns: int) -> Moment | None:
         """Return all ranks at a time; at the cursor's time, each where the cursor cuts it."""
-        if self._cursor is not None and self._us(t_ns) == self._us(self._cursor.t_ns):
+        if self._cursor is not None and self._fold.to_us(t_ns) == self._fold.to_us(self._cursor.t_ns):
             return self._fold.moments.at_cursor(trace, self._cursor)
         return self._fold.moments.at(trace, t_ns)
 
-    def _moment(self, found: dict[str, Any] | None) -> Moment | None:
-        if found is None:
-            return None
-        known = {key: found[key] for key in ("rank", "seq", "step", "event")}
-        ranks = tuple(RanksAt(**{**group, "ranks": tuple(group["ranks"])}) for group in found["ranks"])
-        return Moment(t_us=self._us(found["t_ns"]), ranks=ranks, **known)
-
-    def _peak(self, rank: int) -> PeakInfo:
+    def _peak(self, header: Header, rank: int) -> PeakInfo:
         found = self._fold.peak(rank)
-        return PeakInfo(t_us=self._us(found["t_ns"]), **{key: found[key] for key in ("num_bytes", "step", "text")})
-
-    def _us(self, t_ns: int) -> float:
-        """Return where the view's axis shows a time."""
-        return (self._fold.cuts.shown_at(t_ns) - self._fold.origin_ns) / 1e3
+        text = memory.describe_peak(header, found)
+        return PeakInfo(num_bytes=found.num_bytes, t_us=self._fold.to_us(found.t_ns), step=found.step, text=text)
 
     def _true_ns(self, us: float) -> int:
         """Return the time that the view's axis shows at ``us``."""
         return self._fold.cuts.true_at(round(min(max(us, -_MAX_US), _MAX_US) * 1e3) + self._fold.origin_ns)
-
-
-def _order(header: Header) -> tuple[int, ...]:
-    """Return the units in use, from the top of the model."""
-    return tuple(unit for unit in model_order(header) if header.units[unit].in_use)
 
 
 def _clock(trace: Trace) -> tuple[str, str]:

@@ -8,19 +8,19 @@ same key frames, so the picture agrees with those numbers at any time of the win
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import MOVES
-from workbench.live.feed import Increment, memory_of, shown_part, states_of
+from workbench.live.feed import Increment, memory_of, states_of
+from workbench.live.fold import Fold
 from workbench.live.live_spans import NUM_TRACKS, SPAN_DTYPE, RankSpans, thinned
 from workbench.live.live_steps import LEARNED_DTYPE
-from workbench.live.state_at import StateAt
 from workbench.replay import states
-from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind
-from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Rows
 
 MOST = 2_000
@@ -33,40 +33,22 @@ ROLL_ROWS = 20_000
 """Rows of the same step that are read before and after those of the window: spans may reach into it."""
 
 
-def window(
-    trace: Trace,
-    moments: StateAt,
-    groups: Sequence[tuple[int, ...]],
-    begin_ns: int,
-    end_ns: int,
-    cuts: Cuts | None = None,
-    ranks: Sequence[int] = (),
-) -> Increment:
-    """Return spans, memory and states from ``begin_ns`` to ``end_ns``, with the state at ``begin_ns`` first.
-
-    Args:
-        trace: the trace so far.
-        moments: holds key frames of the trace.
-        groups: groups of ranks that are drawn as one; the first of each is read.
-        begin_ns: begin of the window.
-        end_ns: end of the window.
-        cuts: what is cut out of the time axis; the result has displayed times.
-        ranks: ranks with tracks.
-    """
+def window(fold: Fold, begin_ns: int, end_ns: int) -> Increment:
+    """Return spans, memory and states from ``begin_ns`` to ``end_ns``, at displayed times, the state there first."""
+    trace, groups, ranks = fold.trace, fold.groups, fold.drawn
     recorded = {rank_trace.rank for rank_trace in trace.ranks if len(rank_trace.rows)}
     told = groups if recorded.issuperset(group[0] for group in groups) else ()  # else the next feed restarts the view
-    parts = [
-        shown_part(moments.part(trace, group[0], begin_ns, end_ns), cuts or Cuts(), is_first=True) for group in told
-    ]
-    limit = None if all(_is_few(new.part) for new in parts) else MOST * len(parts)
+    found = [fold.moments.part(trace, group[0], begin_ns, end_ns) for group in told]
+    parts = [(replace(part, rows=fold.cuts.rows(part.rows)), True) for part in found]
+    limit = None if all(map(_is_few, found)) else MOST * len(parts)
     told_memory, all_memory = memory_of(parts, limit)
     told_states, all_states = states_of(parts, len(trace.header.units), limit)
-    every = _spans(trace, moments, ranks if recorded.issuperset(ranks) else (), (begin_ns, end_ns), cuts or Cuts())
+    every = _spans(fold, ranks if recorded.issuperset(ranks) else (), (begin_ns, end_ns))
     return Increment(
         restart=False,
         is_another=False,
-        groups=tuple(groups),
-        ranks=tuple(ranks),
+        groups=groups,
+        ranks=ranks,
         spans=thinned(every, MOST_SPANS),
         open=np.empty(0, SPAN_DTYPE),
         memory=told_memory,
@@ -76,21 +58,20 @@ def window(
     )
 
 
-def _spans(
-    trace: Trace, moments: StateAt, ranks: Sequence[int], between_ns: tuple[int, int], cuts: Cuts
-) -> NDArray[np.void]:
+def _spans(fold: Fold, ranks: Sequence[int], between_ns: tuple[int, int]) -> NDArray[np.void]:
     """Return the spans, of SPAN_DTYPE, that reach into a window; those still open are left to the feed."""
     parts = [np.empty(0, SPAN_DTYPE)]
     for place, rank in enumerate(ranks):
-        rank_trace = trace.rank(rank)
-        first, last = _rolled(rank_trace.rows, *moments.between(trace, rank, *between_ns))
+        rank_trace = fold.trace.rank(rank)
+        first, last = _rolled(rank_trace.rows, *fold.moments.between(fold.trace, rank, *between_ns))
         first_seq, until_seq = rank_trace.start.seq + first, rank_trace.start.seq + last
         reader = RankSpans(first_seq)
-        first_track = place * NUM_TRACKS
-        found = reader.take(rank_trace, header=trace.header, first_track=first_track, cuts=cuts, until_seq=until_seq)
-        parts += [found, reader.open] if until_seq < rank_trace.end_seq else [found]
+        parts.append(reader.take(rank_trace, header=fold.trace.header, cuts=fold.cuts, until_seq=until_seq))
+        if until_seq < rank_trace.end_seq:
+            parts[-1] = np.concatenate([parts[-1], reader.open])
+        parts[-1]["track"] += place * NUM_TRACKS
     every = np.concatenate(parts)
-    begin_ns, end_ns = (cuts.shown_at(t_ns) for t_ns in between_ns)
+    begin_ns, end_ns = (fold.cuts.shown_at(t_ns) for t_ns in between_ns)
     return every[(every["end_ns"] >= begin_ns) & (every["begin_ns"] <= end_ns)]
 
 

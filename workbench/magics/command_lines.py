@@ -84,7 +84,7 @@ class TimelineCommand(DrawCommand):
         return "canvas", {}
 
 
-_CANVAS = argument("show the whole run, live, to pan and zoom", needs_no_ranks=True)
+_CANVAS = Argument(about="show the whole run, live, to pan and zoom", needs_no_ranks=True)
 _COMPLETES: dict[str, Names] = {"unit": "units"}
 _MORE = {
     "layout": "`--unit blocks.2`: only this unit",
@@ -97,9 +97,16 @@ _MORE = {
 
 def _drawing(name: str) -> type[Command]:
     """Return the command of the view ``name``."""
-    options = [(option.name, _type(option), _optional(_argument(option))) for option in options_of(VIEWS[name])]
-    options += [("talk", bool | None, _optional(TALK))]
-    options += [("canvas", bool | None, _optional(_CANVAS))] if name == "timeline" else []
+    options = [
+        (
+            option.name,
+            bool | None if option.is_switch else option.type | None,
+            argument(_argument(option), default=None),
+        )
+        for option in options_of(VIEWS[name])
+    ]
+    options += [("talk", bool | None, argument(TALK, default=None))]
+    options += [("canvas", bool | None, argument(_CANVAS, default=None))] if name == "timeline" else []
     made = dataclasses.make_dataclass(
         f"Draw{name.title()}",
         options,
@@ -111,22 +118,14 @@ def _drawing(name: str) -> type[Command]:
     return cast("type[Command]", made)
 
 
-def _type(option: Option) -> Any:  # noqa: ANN401 - a type
-    return bool | None if option.is_switch else option.type | None
-
-
-def _optional(metadata: dict[str, Argument]) -> Any:  # noqa: ANN401 - a field
-    return dataclasses.field(default=None, metadata=metadata)
-
-
-def _argument(option: Option) -> dict[str, Argument]:
+def _argument(option: Option) -> Argument:
     about = option.about.replace("``", "")
     if option.is_switch:
-        return argument(about)
+        return Argument(about=about)
     if option.type is bool:
-        return argument(about, metavar="true|false", read=truth, flags=("--" + option.name.replace("_", "-"),))
+        return Argument(about=about, metavar="true|false", read=truth, flags=("--" + option.name.replace("_", "-"),))
     completes = _COMPLETES.get(option.name, "")
-    return argument(about, metavar=option.name.upper(), read=option.type, completes=completes)
+    return Argument(about=about, metavar=option.name.upper(), read=option.type, completes=completes)
 
 
 WORDS: dict[str, type[Command]] = {}

@@ -35,8 +35,7 @@ from workbench.reports.results import CellReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.trace_selectors import LAST
 from workbench.session.variable_check import everywhere, unit_paths
-from workbench.widgets.progress import ProgressDisplay
-from workbench.widgets.stall_line import StallLine
+from workbench.widgets.progress import ProgressDisplay, StallLine
 from workbench.workbench import Workbench
 
 _KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: EVENTS, "launchers": launchers}

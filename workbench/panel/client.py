@@ -7,7 +7,6 @@ threads of their own.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,10 +14,11 @@ from typing import Any, Protocol, get_args
 
 from workbench.codec import decode_named, encode
 from workbench.errors import Interrupted, UsageError, WorkbenchError
-from workbench.live.live_trace import MAX_AGE_S, LiveTrace, live_trace_of
-from workbench.live.long_poll import LongPoll, Send
+from workbench.live.live_trace import MAX_AGE_S
+from workbench.live.long_poll import Send
 from workbench.live.messages import (
     VERSION,
+    ClusterState,
     CommandHistory,
     CommandLine,
     CommandOutput,
@@ -40,13 +40,11 @@ from workbench.live.messages import (
     read_question,
     refusal,
 )
-from workbench.live.panel_state import Settings, panel_state, params_of
+from workbench.live.panel_state import models_of, panel_state, params_of, preview
 from workbench.live.server import Views
-from workbench.live.shard_preview import models_of, preview
 from workbench.magics.command_lines import WORDS, help_text, parse_line
 from workbench.magics.display_output import emit
 from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Shard, Step, to_text
-from workbench.session.snapshot import ClusterSnapshot
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
 
@@ -80,10 +78,8 @@ class Client:
 
     def __init__(self, workbench: Workbench, comm: CommLike, *, version: str) -> None:
         self._workbench, self._comm, self._version = workbench, comm, version
-        self._waiting = LongPoll(lambda: self._pulse(MAX_AGE_S), self._news, time.monotonic, self._asks, whose="panel")
         self._views = Views(workbench, self._send)
         self._is_welcome = self._is_closed = False
-        self._asked = 0  # number of the waiting question
         self._units: tuple[UnitInfo, ...] | None = None
         self._answers: dict[type, Callable[[Any], PanelAnswer | None]] = {
             **{Hello: self._welcome, GetState: self._look, FindModels: self._find_models, PreviewCommand: self._try},
@@ -95,7 +91,6 @@ class Client:
     def close(self) -> None:
         """Stop answering; a running command continues, and its thread ends with it."""
         self._is_closed = True
-        self._waiting.close()
         self._views.close()
 
     def _receive(self, message: dict[str, Any]) -> None:
@@ -115,11 +110,10 @@ class Client:
 
     def _look(self, question: GetState) -> PanelAnswer | None:
         if question.wait:
-            self._asked = question.number
-            self._waiting.ask(_VIEW)
+            self._views.waiting.ask(_VIEW, partial(self._news, question.number))
             return None
         self._units = None
-        self._pulse()
+        self._views.live.poll(self._workbench)
         return self._state(question.number)
 
     def _find_models(self, question: FindModels) -> PanelAnswer:
@@ -148,7 +142,8 @@ class Client:
         return preview(question.number, line, units, workbench.num_ranks, models, command.model)
 
     def _find_params(self, question: FindParams) -> PanelAnswer:
-        found = params_of(self._pulse(MAX_AGE_S).trace.header, question.unit)
+        pulse = self._views.live.poll(self._workbench, MAX_AGE_S)
+        found = params_of(pulse.trace.header, question.unit)
         return Params(number=question.number, unit=question.unit, params=found)
 
     def _recall(self, question: GetHistory) -> PanelAnswer:
@@ -174,24 +169,14 @@ class Client:
 
     # ---- state
 
-    @property
-    def _live(self) -> LiveTrace:
-        return live_trace_of(self._workbench)
-
-    def _pulse(self, max_age_s: float = 0.0) -> ClusterSnapshot:
-        return self._live.poll(self._workbench, max_age_s)
-
-    def _asks(self) -> tuple[object, ...]:
-        return self._workbench.activity()
-
-    def _news(self, _view: str, _pulse: ClusterSnapshot) -> Send:
-        answer = self._state(self._asked)
+    def _news(self, number: int) -> Send:
+        answer = self._state(number)
         return partial(self._tell, answer)
 
     def _state(self, number: int) -> PanelAnswer:
         workbench = self._workbench
         given = workbench.settings
-        settings = Settings(
+        cluster = ClusterState(
             num_ranks=given["num_ranks"],
             device=given["device"],
             profile=given["profile"] or "",
@@ -200,7 +185,7 @@ class Client:
             held_by=workbench.held_by,
             cores=workbench.cores,
         )
-        state = panel_state(number, self._live, settings, self._units)
+        state = panel_state(number, self._views.live, cluster, self._units)
         self._units = state.units if state.units is not None else self._units
         return state
 

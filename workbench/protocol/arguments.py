@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass
+from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, Literal
 
 Names = Literal[
@@ -81,14 +81,22 @@ class Argument:
     needs_no_ranks: bool = False
 
 
-def argument(about: str, **more: Any) -> dict[str, Argument]:  # noqa: ANN401 - the fields of Argument
-    """Return the metadata of a field that declares an :class:`Argument`."""
-    return {"argument": Argument(about=about, **more)}
+def argument(about: str | Argument, *, default: Any = MISSING, kw_only: bool = True, **more: Any) -> Any:  # noqa: ANN401
+    """Return the field of a command that declares an :class:`Argument`.
+
+    Args:
+        about: the argument, or its meaning.
+        default: of the field.
+        kw_only: whether it is given by name; else by its place.
+        more: the other fields of the argument, if ``about`` is its meaning.
+    """
+    declared = about if isinstance(about, Argument) else Argument(about=about, **more)
+    return field(default=default, kw_only=kw_only, metadata={"argument": declared})
 
 
-def argument_of(field: Field[Any]) -> Argument:
+def argument_of(declared: Field[Any]) -> Argument:
     """Return the :class:`Argument` that a field declares."""
-    found: Argument = field.metadata["argument"]
+    found: Argument = declared.metadata["argument"]
     return found
 
 

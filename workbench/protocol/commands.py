@@ -60,6 +60,7 @@ from workbench.protocol.policy import (
 
 R_co = TypeVar("R_co", covariant=True)
 C = TypeVar("C", bound="Command")
+F = TypeVar("F", bound=Callable[..., Any])
 Q = TypeVar("Q", bound="RankRequest[Any]")
 
 NEXT = ("event", "collective", "unit", "phase")
@@ -99,6 +100,16 @@ def summary(command: type[Command]) -> str:
     return first[:1].lower() + first[1:]
 
 
+def registered(table: dict[type[Command], Any], command: type[Command]) -> Callable[[F], F]:
+    """Return a decorator that enters a function into ``table`` as the one for ``command``."""
+
+    def note(function: F) -> F:
+        table[command] = function
+        return function
+
+    return note
+
+
 class RankRequest(Generic[R_co]):
     """Base of the internal requests to a rank, most of them to its control thread, declared under :func:`request`.
 
@@ -110,7 +121,7 @@ class RankRequest(Generic[R_co]):
     looks: ClassVar[bool] = False
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, argument))
 def command(
     example: str,
     *,
@@ -139,7 +150,7 @@ def command(
     return declare
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, argument))
 def request(word: str, *, looks: bool = False) -> Callable[[type[Q]], type[Q]]:
     """Make a class a frozen dataclass that declares a :class:`RankRequest`; its base names the type of the reply.
 
@@ -158,7 +169,9 @@ def request(word: str, *, looks: bool = False) -> Callable[[type[Q]], type[Q]]:
 # ---- the ranks
 
 
-_INTERFACE = argument("network interface between the hosts (default: that of the route between them)", metavar="NAME")
+_INTERFACE = Argument(
+    about="network interface between the hosts (default: that of the route between them)", metavar="NAME"
+)
 
 
 @command(
@@ -170,24 +183,19 @@ _INTERFACE = argument("network interface between the hosts (default: that of the
 class Start(Command):
     """Start ranks."""
 
-    num_ranks: int = field(
-        default=4,
-        metadata=argument("number of ranks (default 4)", flags=("-n", "--num-ranks"), metavar="N", read=number),
+    num_ranks: int = argument(
+        "number of ranks (default 4)", default=4, flags=("-n", "--num-ranks"), metavar="N", read=number
     )
-    device: str = field(default=AUTO, metadata=argument(f"device kind of the ranks (default {AUTO})", choices=CHOICES))
-    profile: str | None = field(
-        default=None, metadata=argument("IPython profile with the cluster's configuration (default: none)")
-    )
-    engines: str = field(
+    device: str = argument(f"device kind of the ranks (default {AUTO})", default=AUTO, choices=CHOICES)
+    profile: str | None = argument("IPython profile with the cluster's configuration (default: none)", default=None)
+    engines: str = argument(
+        "ipyparallel launcher of the engines: ssh, slurm, mpi, ... (default: the profile's, else the fast start "
+        "on this machine)",
         default="",
-        metadata=argument(
-            "ipyparallel launcher of the engines: ssh, slurm, mpi, ... (default: the profile's, else the fast start "
-            "on this machine)",
-            metavar="LAUNCHER",
-            completes="launchers",
-        ),
+        metavar="LAUNCHER",
+        completes="launchers",
     )
-    interface: str = field(default="", metadata=_INTERFACE)
+    interface: str = argument(_INTERFACE, default="")
 
 
 @command(
@@ -200,19 +208,17 @@ class Start(Command):
 class Attach(Command):
     """Use engines that are already running as ranks; engines that are ranks already keep their variables."""
 
-    num_ranks: int | None = field(
-        default=None,
-        metadata=argument("number of ranks (default: all)", flags=("-n", "--num-ranks"), metavar="N", read=number),
+    num_ranks: int | None = argument(
+        "number of ranks (default: all)", default=None, flags=("-n", "--num-ranks"), metavar="N", read=number
     )
-    profile: str | None = field(default=None, metadata=argument("IPython profile that the cluster was started with"))
-    cluster_id: str = field(default="", metadata=argument("cluster of that profile", metavar="ID"))
-    file: str = field(
-        default="",
-        metadata=argument("connection file for clients, instead of a profile", metavar="FILE", flags=("--file",)),
+    profile: str | None = argument("IPython profile that the cluster was started with", default=None)
+    cluster_id: str = argument("cluster of that profile", default="", metavar="ID")
+    file: str = argument(
+        "connection file for clients, instead of a profile", default="", metavar="FILE", flags=("--file",)
     )
-    device: str = field(default=AUTO, metadata=argument(f"device kind of the ranks (default {AUTO})", choices=CHOICES))
-    interface: str = field(default="", metadata=_INTERFACE)
-    take: bool = field(default=False, metadata=argument("take control of ranks whose notebook is gone"))
+    device: str = argument(f"device kind of the ranks (default {AUTO})", default=AUTO, choices=CHOICES)
+    interface: str = argument(_INTERFACE, default="")
+    take: bool = argument("take control of ranks whose notebook is gone", default=False)
 
 
 @command("status")
@@ -237,7 +243,7 @@ class Dashboard(Command):
 
 # ---- how a model is sharded
 
-_MODEL = argument("variable of the model on the ranks, such as model", metavar="MODEL", completes="modules")
+_MODEL = Argument(about="variable of the model on the ranks, such as model", metavar="MODEL", completes="modules")
 _POLICY = {
     "api": Argument(about="FSDP API; classic: FullyShardedDataParallel, one flat parameter per unit", choices=APIS),
     "strategy": Argument(
@@ -282,10 +288,9 @@ _POLICY = {
 }
 
 
-def _policy(name: str, default: str = "unchanged") -> dict[str, Argument]:
-    """Return the metadata of a field that ``shard`` and ``reshard`` have; ``default`` in words."""
-    known = _POLICY[name]
-    return {"argument": replace(known, about=f"{known.about} (default: {default})")}
+def _policy(name: str, default: str = "unchanged") -> Argument:
+    """Return an argument that ``shard`` and ``reshard`` have; ``default`` in words."""
+    return replace(_POLICY[name], about=f"{_POLICY[name].about} (default: {default})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,8 +389,8 @@ class UnmanagedState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardReply:
-    """A model after sharding, on one rank.
+class ModelSharding:
+    """A model after sharding.
 
     Attributes:
         model: its name on the ranks.
@@ -393,12 +398,8 @@ class ShardReply:
         num_params: parameters (tensors).
         num_elements: elements of all parameters.
         bytes_unsharded: bytes of the whole model.
-        bytes_at_rest: bytes of parameters that the rank keeps between steps, padding included.
         policy: a phrase for each non-default property of how units are sharded and computed.
-        optimizers: number of optimizers that use its parameters.
-        unmanaged: state that the engine does not manage.
         chosen: classes that were wrapped because the command named none; None if it named some.
-        is_changed: whether the command changed anything.
     """
 
     model: str
@@ -406,11 +407,24 @@ class ShardReply:
     num_params: int
     num_elements: int
     bytes_unsharded: int
+    policy: tuple[str, ...] = ()
+    chosen: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardReply(ModelSharding):
+    """A model after sharding, on one rank.
+
+    Attributes:
+        bytes_at_rest: bytes of parameters that the rank keeps between steps, padding included.
+        optimizers: number of optimizers that use its parameters.
+        unmanaged: state that the engine does not manage.
+        is_changed: whether the command changed anything.
+    """
+
     bytes_at_rest: int
-    policy: tuple[str, ...]
     optimizers: int
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
-    chosen: tuple[str, ...] | None = None
     is_changed: bool = True
 
 
@@ -422,18 +436,18 @@ class Shard(_Sharding):
         ValueError: a field has an invalid value.
     """
 
-    model: str = field(kw_only=False, metadata=_MODEL)
-    api: str = field(default="fully_shard", metadata=_policy("api", "fully_shard"))
-    strategy: str = field(default="", metadata=_policy("strategy", "full"))
-    orig_params: bool = field(default=False, metadata=_policy("orig_params", "no"))
-    wrap: Sequence[str] = field(default=(), metadata=_policy("wrap", "chosen from the model"))
-    mesh: int | str | Sequence[int] = field(default=(), metadata=_policy("mesh", "one replica"))
-    reshard_after_forward: str | int = field(default="auto", metadata=_policy("reshard_after_forward", "auto"))
-    mp: str = field(default=OFF, metadata=_policy("mp", OFF))
-    offload: bool = field(default=False, metadata=_policy("offload", "no"))
-    prefetch: int = field(default=0, metadata=_policy("prefetch", "0"))
-    ignore: Sequence[str] = field(
-        default=(), metadata=argument("parameters to leave unsharded, such as *.bias", metavar="GLOB,...", read=several)
+    model: str = argument(_MODEL, kw_only=False)
+    api: str = argument(_policy("api", "fully_shard"), default="fully_shard")
+    strategy: str = argument(_policy("strategy", "full"), default="")
+    orig_params: bool = argument(_policy("orig_params", "no"), default=False)
+    wrap: Sequence[str] = argument(_policy("wrap", "chosen from the model"), default=())
+    mesh: int | str | Sequence[int] = argument(_policy("mesh", "one replica"), default=())
+    reshard_after_forward: str | int = argument(_policy("reshard_after_forward", "auto"), default="auto")
+    mp: str = argument(_policy("mp", OFF), default=OFF)
+    offload: bool = argument(_policy("offload", "no"), default=False)
+    prefetch: int = argument(_policy("prefetch", "0"), default=0)
+    ignore: Sequence[str] = argument(
+        "parameters to leave unsharded, such as *.bias", default=(), metavar="GLOB,...", read=several
     )
 
     def __post_init__(self) -> None:
@@ -461,23 +475,21 @@ class Reshard(_Sharding):
         ValueError: a field has an invalid value.
     """
 
-    model: str = field(
+    model: str = argument(
+        "variable of the model on the ranks, such as model, or one unit of it, such as model.blocks.2",
         kw_only=False,
-        metadata=argument(
-            "variable of the model on the ranks, such as model, or one unit of it, such as model.blocks.2",
-            metavar="MODEL",
-            completes="parts",
-        ),
+        metavar="MODEL",
+        completes="parts",
     )
-    api: str = field(default="", metadata=_policy("api"))
-    strategy: str = field(default="", metadata=_policy("strategy"))
-    orig_params: bool | None = field(default=None, metadata=_policy("orig_params"))
-    wrap: Sequence[str] = field(default=(), metadata=_policy("wrap"))
-    mesh: int | str | Sequence[int] = field(default=(), metadata=_policy("mesh"))
-    reshard_after_forward: str | int = field(default="", metadata=_policy("reshard_after_forward"))
-    mp: str = field(default="", metadata=_policy("mp"))
-    offload: bool | None = field(default=None, metadata=_policy("offload"))
-    prefetch: int | None = field(default=None, metadata=_policy("prefetch"))
+    api: str = argument(_policy("api"), default="")
+    strategy: str = argument(_policy("strategy"), default="")
+    orig_params: bool | None = argument(_policy("orig_params"), default=None)
+    wrap: Sequence[str] = argument(_policy("wrap"), default=())
+    mesh: int | str | Sequence[int] = argument(_policy("mesh"), default=())
+    reshard_after_forward: str | int = argument(_policy("reshard_after_forward"), default="")
+    mp: str = argument(_policy("mp"), default="")
+    offload: bool | None = argument(_policy("offload"), default=None)
+    prefetch: int | None = argument(_policy("prefetch"), default=None)
 
     def __post_init__(self) -> None:
         self._check(self.model)
@@ -506,7 +518,7 @@ class Unshard(Command):
         ValueError: ``model`` is not the name of one.
     """
 
-    model: str = field(kw_only=False, metadata=_MODEL)
+    model: str = argument(_MODEL, kw_only=False)
 
     def __post_init__(self) -> None:
         _check_model(self.model)
@@ -514,7 +526,7 @@ class Unshard(Command):
 
 # ---- training, and stopping inside of it
 
-_FN = argument("step function (default train_step)", metavar="NAME", completes="variables", flags=("--fn",))
+_FN = Argument(about="step function (default train_step)", metavar="NAME", completes="variables", flags=("--fn",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,16 +558,10 @@ class Step(Command):
         ValueError: ``count`` < 1, ``fn`` is not a name, or ``until`` not an event.
     """
 
-    count: int = field(
-        default=1, kw_only=False, metadata=argument("number of training steps (default 1)", metavar="N", read=number)
-    )
-    fn: str = field(default="train_step", kw_only=False, metadata=_FN)
-    until: str = field(
-        default="", metadata=argument("stop once, before this event: EVENT[:UNIT]", metavar="EVENT", completes="events")
-    )
-    background: bool = field(
-        default=False, metadata=argument("run in the background: the notebook stays free (default: no)")
-    )
+    count: int = argument("number of training steps (default 1)", default=1, kw_only=False, metavar="N", read=number)
+    fn: str = argument(_FN, default="train_step", kw_only=False)
+    until: str = argument("stop once, before this event: EVENT[:UNIT]", default="", metavar="EVENT", completes="events")
+    background: bool = argument("run in the background: the notebook stays free (default: no)", default=False)
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 1:
@@ -588,10 +594,8 @@ class Next(Command, RankRequest[None]):
         ValueError: ``what`` is none of :data:`NEXT`.
     """
 
-    what: str = field(
-        default="event",
-        kw_only=False,
-        metadata=argument("where to stop next (default: event)", metavar="|".join(NEXT), choices=NEXT),
+    what: str = argument(
+        "where to stop next (default: event)", default="event", kw_only=False, metavar="|".join(NEXT), choices=NEXT
     )
 
     def __post_init__(self) -> None:
@@ -603,10 +607,10 @@ class Next(Command, RankRequest[None]):
 class Continue(Command, RankRequest[None]):
     """Continue a stopped step, in the background if it was started there."""
 
-    foreground: bool = field(
-        default=False, metadata=argument("wait for the step, even if it was started with --background (default: no)")
+    foreground: bool = argument(
+        "wait for the step, even if it was started with --background (default: no)", default=False
     )
-    background: bool = field(default=False, metadata=argument("run the rest in the background (default: no)"))
+    background: bool = argument("run the rest in the background (default: no)", default=False)
 
     def call(self) -> tuple[str, dict[str, Any]]:
         """Return the method of the workbench that runs it, and its arguments; with both flags, background wins."""
@@ -622,9 +626,7 @@ class Abort(Command):
 class Where(Command):
     """Show where every rank is, and since when."""
 
-    stacks: bool = field(
-        default=False, metadata=argument("also the stacks of each rank's Python threads (default: no)")
-    )
+    stacks: bool = argument("also the stacks of each rank's Python threads (default: no)", default=False)
 
 
 @command(
@@ -638,20 +640,17 @@ class Break(Command):
         ValueError: arguments that do not go together.
     """
 
-    action: str = field(kw_only=False, metadata=argument("what to do", metavar="|".join(BREAK), choices=BREAK))
-    event: str = field(
+    action: str = argument("what to do", kw_only=False, metavar="|".join(BREAK), choices=BREAK)
+    event: str = argument(
+        "an event such as backward:blocks.2, or a breakpoint number",
         default="",
         kw_only=False,
-        metadata=argument(
-            "an event such as backward:blocks.2, or a breakpoint number", metavar="EVENT[:UNIT]|ID", completes="events"
-        ),
+        metavar="EVENT[:UNIT]|ID",
+        completes="events",
     )
-    rank: int | None = field(
-        default=None, metadata=argument("stop only this rank (default: all)", metavar="R", read=rank)
-    )
-    when: str | None = field(
-        default=None,
-        metadata=argument("a condition such as 'num_bytes > 1e6' (default: always)", metavar="EXPR", is_code=True),
+    rank: int | None = argument("stop only this rank (default: all)", default=None, metavar="R", read=rank)
+    when: str | None = argument(
+        "a condition such as 'num_bytes > 1e6' (default: always)", default=None, metavar="EXPR", is_code=True
     )
 
     def __post_init__(self) -> None:
@@ -679,10 +678,7 @@ class Break(Command):
 class Inspect(Command):
     """Show each stopped rank's shard of a parameter, in a table."""
 
-    fqn: str = field(
-        kw_only=False,
-        metadata=argument("a parameter, such as blocks.2.mlp.0.weight", metavar="FQN", completes="fqns"),
-    )
+    fqn: str = argument("a parameter, such as blocks.2.mlp.0.weight", kw_only=False, metavar="FQN", completes="fqns")
 
 
 @command("eval x.shape -t 0", more="`--frame 1`: from the caller's frame", method="evaluate")
@@ -693,32 +689,26 @@ class Evaluate(Command):
         ValueError: ``expr`` is empty, or ``frame`` is no number of one.
     """
 
-    expr: str = field(
+    expr: str = argument(
+        "a Python expression: the rest of the line as typed; after --, no part of it is read as a flag",
         kw_only=False,
-        metadata=argument(
-            "a Python expression: the rest of the line as typed; after --, no part of it is read as a flag",
-            metavar="EXPR",
-            completes="variables",
-            is_code=True,
-        ),
+        metavar="EXPR",
+        completes="variables",
+        is_code=True,
     )
-    ranks: Sequence[int] = field(
+    ranks: Sequence[int] = argument(
+        "ranks that evaluate it, such as 1,3 or 0-2 (default: all)",
         default=(),
         kw_only=False,
-        metadata=argument(
-            "ranks that evaluate it, such as 1,3 or 0-2 (default: all)",
-            metavar="RANKS",
-            flags=("-t", "--targets"),
-            read=ranks,
-        ),
+        metavar="RANKS",
+        flags=("-t", "--targets"),
+        read=ranks,
     )
-    frame: int = field(
+    frame: int = argument(
+        "look names up in the N-th active function and its callers; 0: the innermost (default 0)",
         default=0,
-        metadata=argument(
-            "look names up in the N-th active function and its callers; 0: the innermost (default 0)",
-            metavar="N",
-            read=count("0 for the innermost"),
-        ),
+        metavar="N",
+        read=count("0 for the innermost"),
     )
 
     def __post_init__(self) -> None:
@@ -737,23 +727,21 @@ class Evaluate(Command):
 class Back(Command):
     """Show the trace as of N events ago, 0: the newest event; the ranks' work is not undone."""
 
-    n: int = field(
+    n: int = argument(
+        "number of events to go back; 0: to the newest (default 1)",
         default=1,
         kw_only=False,
-        metadata=argument(
-            "number of events to go back; 0: to the newest (default 1)",
-            metavar="N",
-            read=count("0 for the newest event"),
-        ),
+        metavar="N",
+        read=count("0 for the newest event"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReply:
-    """A sharded step compared with the same step of an unsharded copy, on one rank.
+class StepComparison:
+    """A sharded step compared with the same step of an unsharded copy.
 
     Attributes:
-        params: number of parameters compared.
+        num_params: number of parameters compared.
         max_abs_diff: largest absolute difference of any element.
         max_rel_diff: largest relative difference.
         worst_param: the parameter with the largest absolute difference.
@@ -762,12 +750,9 @@ class VerifyReply:
         tolerance: the tolerance, in words.
         loss_sharded, loss_reference: the losses of both steps; None: they have none.
         not_finite: parameters with NaN or infinity in both, at the same positions.
-        buffers_not_finite: buffers of this rank with NaN or infinity before the step.
-        since: first step of the current run of steps whose loss was not finite on this rank; None: the last was finite.
-        unmanaged: state that the engine does not manage, before the step.
     """
 
-    params: int
+    num_params: int
     max_abs_diff: float
     max_rel_diff: float
     worst_param: str
@@ -777,6 +762,18 @@ class VerifyReply:
     loss_sharded: float | None
     loss_reference: float | None
     not_finite: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReply(StepComparison):
+    """The comparison on one rank.
+
+    Attributes:
+        buffers_not_finite: buffers of this rank with NaN or infinity before the step.
+        since: first step of the current run of steps whose loss was not finite on this rank; None: the last was finite.
+        unmanaged: state that the engine does not manage, before the step.
+    """
+
     buffers_not_finite: tuple[str, ...] = ()
     since: int | None = None
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
@@ -790,12 +787,10 @@ class Verify(Command):
         ValueError: ``model`` or ``fn`` is not a name.
     """
 
-    model: str = field(
-        default="",
-        kw_only=False,
-        metadata=argument("sharded model (default: the only one)", metavar="MODEL", completes="modules"),
+    model: str = argument(
+        "sharded model (default: the only one)", default="", kw_only=False, metavar="MODEL", completes="modules"
     )
-    fn: str = field(default="train_step", kw_only=False, metadata=_FN)
+    fn: str = argument(_FN, default="train_step", kw_only=False)
 
     def __post_init__(self) -> None:
         if self.model:
@@ -809,37 +804,26 @@ _SIDE = (
     "a trace file, or last: the trace so far; with steps: last:3..5, or last:-3.. (the newest three); 3..5 means "
     "last:3..5"
 )
-TALK = argument("use sizes and colours for a projector")
+TALK = Argument(about="use sizes and colours for a projector")
 
 
 @command("compare before.trace last", more="steps: `last:3..5`, `last:-3..`", needs_ranks=False)
 class Compare(Command):
     """Show what changed from one trace, or some of its steps, to another."""
 
-    a: str = field(kw_only=False, metadata=argument(_SIDE, metavar="A", completes="traces"))
-    b: str = field(
-        kw_only=False,
-        metadata=argument("the trace to compare A with, in the same form", metavar="B", completes="traces"),
-    )
-    rank: int | None = field(
-        default=None, metadata=argument("compare this rank (default: the one whose peak differs most)", read=rank)
-    )
-    talk: bool = field(default=False, metadata=TALK)
+    a: str = argument(_SIDE, kw_only=False, metavar="A", completes="traces")
+    b: str = argument("the trace to compare A with, in the same form", kw_only=False, metavar="B", completes="traces")
+    rank: int | None = argument("compare this rank (default: the one whose peak differs most)", default=None, read=rank)
+    talk: bool = argument(TALK, default=False)
 
 
 @command("export run.trace", more="`--steps 3..5`: only these steps")
 class Export(Command):
     """Write the trace to a file: .trace to open again, .json for Perfetto, .html for a page that replays it."""
 
-    path: str = field(
-        kw_only=False,
-        metadata=argument("output file; its suffix selects the format", metavar="FILE", completes="files"),
-    )
-    steps: str = field(
-        default="",
-        metadata=argument(
-            "only these steps, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)", metavar="STEPS"
-        ),
+    path: str = argument("output file; its suffix selects the format", kw_only=False, metavar="FILE", completes="files")
+    steps: str = argument(
+        "only these steps, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)", default="", metavar="STEPS"
     )
 
 
@@ -847,19 +831,15 @@ class Export(Command):
 class Open(Command):
     """Show a trace file without ranks: every view, the dashboard, compare and export."""
 
-    path: str = field(
-        kw_only=False, metadata=argument("a trace file written by export", metavar="FILE", completes="records")
-    )
+    path: str = argument("a trace file written by export", kw_only=False, metavar="FILE", completes="records")
 
 
 @command("history 20", needs_ranks=False)
 class History(Command):
     """List the commands of this notebook and its panel, as lines to copy."""
 
-    n: int = field(
-        default=0,
-        kw_only=False,
-        metadata=argument("only the newest N; 0: all (default 0)", metavar="N", read=count("0 for all")),
+    n: int = argument(
+        "only the newest N; 0: all (default 0)", default=0, kw_only=False, metavar="N", read=count("0 for all")
     )
 
 
@@ -867,23 +847,19 @@ class History(Command):
 class Help(Command):
     """List the commands, or explain one of them."""
 
-    topic: str = field(
-        default="", kw_only=False, metadata=argument("default: all commands", metavar="COMMAND", completes="words")
-    )
+    topic: str = argument("default: all commands", default="", kw_only=False, metavar="COMMAND", completes="words")
 
 
 @command("-t 0,2\nprint(rank)", word="%%fsdp")
 class Cell(Command):
     """Run the cell on all ranks, or on -t RANKS."""
 
-    ranks: Sequence[int] | None = field(
+    ranks: Sequence[int] | None = argument(
+        "ranks that run the cell, such as 1,3 or 0-2 (default: all)",
         default=None,
-        metadata=argument(
-            "ranks that run the cell, such as 1,3 or 0-2 (default: all)",
-            metavar="RANKS",
-            flags=("-t", "--targets"),
-            read=ranks,
-        ),
+        metavar="RANKS",
+        flags=("-t", "--targets"),
+        read=ranks,
     )
 
 

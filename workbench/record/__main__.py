@@ -2,7 +2,7 @@
 
 Start it as the script is started: by torchrun (``torchrun --nproc-per-node 8 -m workbench.record --out DIR train.py``),
 srun, mpirun or accelerate, or alone. Every rank writes its own files into DIR; nothing is asked of the network.
-``%fsdp open DIR`` shows them, also while the run goes on; so do ``workbench view DIR`` and ``workbench where DIR``.
+``%fsdp open DIR`` shows them, also while the run continues; so do ``workbench view DIR`` and ``workbench where DIR``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from workbench.record.launch import Place, place
+
+_MAX_REASON = 500
+"""Characters of an error's text that are recorded."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -102,7 +105,8 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
         reason = "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
         raise
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ") + _line_of(error)
+        text = " ".join(str(error).split())[:_MAX_REASON]
+        reason = f"{type(error).__name__}: {text}".removesuffix(": ") + _line_of(error)
         raise
     finally:
         recording.end(reason)

@@ -58,9 +58,8 @@ def place(environ: Mapping[str, str]) -> Place:
                 restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             )
             if not 0 <= found.rank < found.world_size:
-                raise ValueError(
-                    f"{rank} is {found.rank} and {size} is {found.world_size}: a rank is below their number"
-                )
+                values = f"{rank} is {found.rank} and {size} is {found.world_size}"
+                raise ValueError(f"{values}: a rank must be less than the number of ranks")
             return found
     return Place()
 

@@ -163,7 +163,7 @@ class RankRecording:
         self._has_stopped = True
         self.forget()
         why = f"cannot write to {self._folder}: {error.strerror}" if isinstance(error, OSError) else repr(error)
-        self._complain(f"recording stopped: {why}; the program goes on")
+        self._complain(f"recording stopped: {why}; the program continues")
 
     def _write(self) -> None:
         if self._watch is not None:

@@ -130,7 +130,7 @@ def _countable(rank: RankTrace) -> tuple[Ints, Ints]:
     first = 0 if rank.start.seq == 0 else int(begins[0]) if len(begins) else len(rows)
     place = np.flatnonzero(~of_kind(rows[first:], BESIDE)) + first
     step = rows["step"][place].astype(np.int64)
-    latest = np.maximum.accumulate(step) if len(step) else step
+    latest = np.maximum.accumulate(step)
     kind, edge, unit = (rows[name][place].astype(np.int64) for name in ("kind", "edge", "unit"))
     return place, (latest + 1 << 30) + ((step < 0) << 29) + (kind << 21) + (edge << 17) + unit + 1
 
@@ -234,6 +234,6 @@ def _merged(in_a: Ints, in_b: Ints, len_a: int, len_b: int) -> tuple[Ints, Ints]
 
 def _carried(side: Side, event: Ints) -> Ints:
     """Bytes in use at each place; before the side's first event, those after its first row."""
-    newest = np.maximum.accumulate(event) if len(event) else event
+    newest = np.maximum.accumulate(event)
     first = side.total[:1] if len(side.total) else np.zeros(1, np.int64)
     return np.concatenate([side.most, first])[np.where(newest >= 0, newest, len(side.most))]

@@ -86,6 +86,8 @@ def straggler(waited_ns: Mapping[int, int], whole_ns: int) -> tuple[int, int] | 
         waited_ns: how long compute of each rank waited for collectives.
         whole_ns: the total time in which it waited.
     """
-    least = min(waited_ns, key=lambda rank: (waited_ns[rank], rank), default=-1)
-    longer_ns = max(waited_ns.values(), default=0) - waited_ns.get(least, 0)
+    if not waited_ns:
+        return None
+    least = min(waited_ns, key=lambda rank: (waited_ns[rank], rank))
+    longer_ns = max(waited_ns.values()) - waited_ns[least]
     return (least, longer_ns) if longer_ns > LATE * whole_ns else None

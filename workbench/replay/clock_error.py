@@ -39,8 +39,10 @@ def errors_of_ranks(trace: Trace) -> dict[int, int]:
 def _errors_of_clocks(trace: Trace) -> dict[HostClock | None, int]:
     """Return the maximum error of each clock of a trace against rank 0's, in ns; the key of rank 0's clock is None."""
     there = [rank_trace for rank_trace in trace.ranks if len(rank_trace.rows)]
-    begin_ns = min((int(rank_trace.rows["t_ns"][0]) for rank_trace in there), default=0)
-    end_ns = max((int(rank_trace.rows["t_ns"][-1]) for rank_trace in there), default=0)
+    if not there:
+        return {}
+    begin_ns = min(int(rank_trace.rows["t_ns"][0]) for rank_trace in there)
+    end_ns = max(int(rank_trace.rows["t_ns"][-1]) for rank_trace in there)
     clock_of = {rank: clock for clock in trace.header.clocks for rank in clock.ranks}
     clocks = {clock_of.get(rank_trace.rank) for rank_trace in there}
     return {clock: 0 if clock is None else error_of(clock, begin_ns, end_ns) for clock in clocks}

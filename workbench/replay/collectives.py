@@ -18,48 +18,31 @@ import numpy as np
 
 from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
 from workbench.replay.grouping import did
-from workbench.replay.spans import Ints, Spans, closed, durations_ns, rows_of, spans
+from workbench.replay.spans import Ints, Spans, Work, closed, durations_ns, rows_of, spans
 from workbench.trace.begin_end import partners
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Collectives:
+class Collectives(Work):
     """The collectives one rank issued, in the order of issue; arrays are ``[N]``.
 
     Attributes:
-        kind: Kind.
-        unit: unit index, -1 none.
-        step: training step it was issued in, -1 outside any.
-        num_bytes: payload.
-        comm_group: index into ``Header.comm_groups``, -1 none.
-        comm_seq: its number within the group; equal on all participating ranks; -1 none.
         seq: the row that issued it.
         issue_ns: when it was issued.
-        end_ns: when its last byte arrived; -1 if it has not ended.
         time_ns: from issue to end (if it has not ended: to the last row of its step), holds excluded.
         wait_begin_ns: when compute first waited for it; -1 if never.
         wait_end_ns: when compute resumed; -1 if it never waited or still waits.
         wait_ns: exposed time: all its waits (a wait not ended: to the last row of its step), holds excluded.
     """
 
-    kind: Ints
-    unit: Ints
-    step: Ints
-    num_bytes: Ints
-    comm_group: Ints
-    comm_seq: Ints
     seq: Ints
     issue_ns: Ints
-    end_ns: Ints
     time_ns: Ints
     wait_begin_ns: Ints
     wait_end_ns: Ints
     wait_ns: Ints
-
-    def __len__(self) -> int:
-        return len(self.kind)
 
 
 def table(rank_trace: RankTrace) -> Collectives:
@@ -183,53 +166,6 @@ Key = tuple[int, Kind, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Count:
-    """The collectives of one kind and number of ranks that one rank issued for one unit in one step.
-
-    Attributes:
-        rank: global rank.
-        unit: unit index, -1 none.
-        kind: one of COLLECTIVES.
-        num_ranks: ranks that took part in each.
-        calls: how many.
-        num_bytes: sum of their payloads.
-        time_ns: sum of their times.
-        exposed_ns: sum of the times compute waited for them; for each at most its own time.
-    """
-
-    rank: int
-    unit: int
-    kind: Kind
-    num_ranks: int
-    calls: int
-    num_bytes: int
-    time_ns: int
-    exposed_ns: int
-
-
-def counts(trace: Trace, step: int) -> tuple[Count, ...]:
-    """Return what each rank issued in ``step``, by rank, unit, kind and number of participating ranks.
-
-    Collectives that were never issued have no entry.
-    """
-    one_step = trace.slice(step=step)
-    tallies = (tally for rank in one_step.ranks for tally in _tallies(trace.header, [rank], step).items())
-    return tuple(
-        Count(
-            rank=tally.ranks[0],
-            unit=unit,
-            kind=kind,
-            num_ranks=num_ranks,
-            calls=tally.calls,
-            num_bytes=tally.num_bytes,
-            time_ns=tally.time_ns,
-            exposed_ns=tally.exposed_ns,
-        )
-        for (unit, kind, num_ranks), tally in tallies
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Tally:
     """The collectives of one key, of ranks with equal counts and payloads.
 
@@ -340,16 +276,15 @@ def _pass(kinds: list[int]) -> Pass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What one training step should do for one unit: see :func:`closed_form`.
+class Calls:
+    """The collectives of one rank for one unit in one step.
 
     Attributes:
-        unit: unit index.
+        unit: unit index, -1 none.
         kind: one of COLLECTIVES.
         num_ranks: ranks that take part in each.
         calls: how many.
         num_bytes: sum of their payloads.
-        num_passes: forward and backward passes of the unit's model in the step.
     """
 
     unit: int
@@ -357,6 +292,16 @@ class Expected:
     num_ranks: int
     calls: int
     num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected(Calls):
+    """What one training step should do for one unit: see :func:`closed_form`.
+
+    Attributes:
+        num_passes: forward and backward passes of the unit's model in the step.
+    """
+
     num_passes: tuple[int, int] = (1, 1)
 
 
@@ -444,16 +389,11 @@ def _padded_elements(param: Param, num_ranks: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Calls):
     """Measured and expected values for one unit, kind and number of ranks, of ranks with equal counts and payloads.
 
     Attributes:
-        unit: unit index, -1 none.
-        kind: one of COLLECTIVES.
-        num_ranks: ranks that took part in each collective.
         ranks: the ranks this is about, ascending.
-        calls: how many each issued.
-        num_bytes: sum of the payloads of one rank.
         time_ns: sum of the times, mean over the ranks.
         exposed_ns: sum of the exposed times, mean over the ranks.
         expected: the closed form; None where it has no value: a retired unit, no unit, another kind, or a step whose
@@ -462,12 +402,7 @@ class Comparison:
             ranks are in several rows counts in the first one. None: there is one host, or some hosts are unknown.
     """
 
-    unit: int
-    kind: Kind
-    num_ranks: int
     ranks: tuple[int, ...]
-    calls: int
-    num_bytes: int
     time_ns: float
     exposed_ns: float
     expected: Expected | None

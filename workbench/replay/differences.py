@@ -278,9 +278,12 @@ def _costs(header: Header, rank: RankTrace) -> dict[Cost, float]:
     for kind, unit, step, duration_ns in _pieces(rank):
         place = int(np.searchsorted(numbers, step))
         if place < len(numbers) and numbers[place] == step:
-            key = (Kind(kind), unit_name(header, unit) if unit >= 0 else "")
-            table.setdefault(key, np.zeros(len(numbers)))[place] += duration_ns
+            table.setdefault(_cost(header, kind, unit), np.zeros(len(numbers)))[place] += duration_ns
     return {key: float(np.median(values)) for key, values in table.items()}
+
+
+def _cost(header: Header, kind: int, unit: int) -> Cost:
+    return Kind(kind), unit_name(header, unit) if unit >= 0 else ""
 
 
 def _pieces(rank: RankTrace) -> Iterator[tuple[int, int, int, int]]:
@@ -328,7 +331,7 @@ def _issued(header: Header, rank: RankTrace) -> dict[Cost, tuple[float, float]]:
     columns = (found.kind, found.unit, found.step, found.num_bytes)
     for kind, unit, step, num_bytes in zip(*(column.tolist() for column in columns), strict=True):
         if step >= 0:
-            total = sums.setdefault((Kind(kind), unit_name(header, unit) if unit >= 0 else ""), [0, 0])
+            total = sums.setdefault(_cost(header, kind, unit), [0, 0])
             total[0] += 1
             total[1] += num_bytes
     return {key: (calls / num_steps, num_bytes / num_steps) for key, (calls, num_bytes) in sums.items()}

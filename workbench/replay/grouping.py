@@ -6,12 +6,24 @@ A label of many separate ranks names a few of them and counts the rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
+
+K = TypeVar("K")
+V = TypeVar("V", bound=Hashable)
+
+
+def by_value(values: Mapping[K, V] | Iterable[tuple[K, V]]) -> dict[V, list[K]]:
+    """Return the keys of each value, in order: ``{0: "a", 1: "b", 2: "a"}`` -> ``{"a": [0, 2], "b": [1]}``."""
+    found: dict[V, list[K]] = {}
+    for key, value in values.items() if isinstance(values, Mapping) else values:
+        found.setdefault(value, []).append(key)
+    return found
 
 
 def groups(trace: Trace, key: Callable[[RankTrace], Hashable]) -> list[tuple[int, ...]]:
@@ -19,9 +31,7 @@ def groups(trace: Trace, key: Callable[[RankTrace], Hashable]) -> list[tuple[int
 
     Example: ``groups(trace, key=lambda r: len(r.rows))`` -> ``[(0, 1, 3), (2,)]`` when rank 2 has more rows.
     """
-    found: dict[Hashable, list[int]] = {}
-    for rank_trace in trace.ranks:
-        found.setdefault(key(rank_trace), []).append(rank_trace.rank)
+    found = by_value((rank_trace.rank, key(rank_trace)) for rank_trace in trace.ranks)
     return sorted((tuple(sorted(ranks)) for ranks in found.values()), key=lambda ranks: (-len(ranks), ranks))
 
 
@@ -97,8 +107,4 @@ def join_names(names: Sequence[str]) -> str:
     if len({pattern(name) for name in names}) != 1:
         raise ValueError(f"expected names that differ in their numbers only, got {', '.join(names) or 'none'}")
     columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(_join_parts(parts) for parts in columns)
-
-
-def _join_parts(parts: tuple[str, ...]) -> str:
-    return parts[0] if len(set(parts)) == 1 else ranges(int(part) for part in parts).replace(" ", "")
+    return ".".join(parts[0] if len(set(parts)) == 1 else ranges(map(int, parts)).replace(" ", "") for parts in columns)

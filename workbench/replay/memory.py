@@ -175,7 +175,7 @@ def envelope(t_ns: Ints, total: Ints, num_bins: int) -> Ints:
         num_bins: bins.
     """
     ran = np.maximum.accumulate(t_ns) - t_ns[0]
-    bins = np.minimum(ran * num_bins // (ran[-1] + 1), num_bins - 1)
+    bins = ran * num_bins // (ran[-1] + 1)
     first = np.flatnonzero(np.diff(bins, prepend=-1))
     last = np.append(first[1:], len(t_ns)) - 1
     lowest, highest = (

@@ -192,7 +192,7 @@ def _changes(rows: Rows, before: _Stance) -> tuple[_Changes, _Stance]:
     ends_step = new_step & ~begins
     is_at_it = ((rows["step"] >= 0) | (rows["phase"] != Phase.IDLE)) & ~ends_step
     works = is_at_it & ~is_held & ~is_waiting
-    t_ns = np.maximum.accumulate(rows["t_ns"]) if len(rows) else rows["t_ns"]
+    t_ns = np.maximum.accumulate(rows["t_ns"])
     after = (
         _Stance(is_held=bool(is_held[-1]), is_waiting=bool(is_waiting[-1]), works=bool(works[-1]))
         if len(rows)
@@ -208,7 +208,7 @@ def _changes(rows: Rows, before: _Stance) -> tuple[_Changes, _Stance]:
 
 def _latest(tells: NDArray[np.bool_], value: NDArray[np.bool_], *, before: bool) -> NDArray[np.bool_]:
     """Return for each row the ``value`` of the last row up to it where ``tells``; ``before`` if there is none."""
-    place = np.maximum.accumulate(np.where(tells, np.arange(len(tells)), -1)) if len(tells) else np.empty(0, np.int64)
+    place = np.maximum.accumulate(np.where(tells, np.arange(len(tells)), -1))
     found: NDArray[np.bool_] = np.where(place >= 0, value[place], before) if len(tells) else value
     return found
 

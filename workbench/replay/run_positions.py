@@ -1,7 +1,7 @@
-"""Where the ranks of a recorded run are: what each did last, who waits for which collective, and who has not begun it.
+"""Where the ranks of a recorded run are: what each did last, and which rank has not started a collective.
 
-A recording may be of a run that goes on, stands still, was killed or has ended. Durations are differences of times of
-one rank's own clock; only whether a process is alive is judged by the time of day.
+The run may continue, be stalled, have been killed or have ended. Durations are differences of times of one rank's own
+clock; only whether a process is alive is judged by the time of day.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from workbench.trace.schema import Header, Rows
 ALIVE_NS = 10_000_000_000
 """A process writes every second that it is alive. One that has not for this long is gone, or its host is."""
 
-STANDS_NS = 5_000_000_000
-"""A rank without an event for this long stands still."""
+STALLED_NS = 5_000_000_000
+"""A rank without an event for this long is stalled."""
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 """Parts of the paths of code that is not the user's."""
@@ -36,7 +36,7 @@ class RunState(Enum):
     # within a collective, for long
     WAITS = "waits"
     # outside of any collective, for long
-    SILENT = "has announced nothing"
+    SILENT = "has recorded no event"
     ENDED = "has ended"
     FAILED = "failed"
     # without an end
@@ -51,7 +51,7 @@ class PendingCollective:
         unit: index of its unit; -1: none.
         group: name of its communication group.
         number: how many collectives the group issued before it.
-        absent: ranks of the group that have not begun it.
+        absent: ranks of the group that have not started it.
         others: what other ranks of the group issued in its place, by rank.
         unknown: ranks of the group of which nothing about it is recorded.
     """
@@ -142,7 +142,7 @@ def _position(
         state = RunState.FAILED if known.end.reason else RunState.ENDED
     elif now_wall_ns - wall_ns > ALIVE_NS:
         state = RunState.LOST
-    elif for_ns < STANDS_NS:
+    elif for_ns < STALLED_NS:
         state = RunState.RUNS if pending is None else RunState.IN_COLLECTIVE
     else:
         state = RunState.SILENT if pending is None else RunState.WAITS

@@ -49,13 +49,6 @@ class ParamShards:
         return tuple(self.param.padded_rows - rows for rows in self.param.rows_per_rank)
 
     @property
-    def empty_shards(self) -> tuple[int, ...]:
-        """Shard-ranks without any element of this parameter; none if the parameter has no elements."""
-        if not self.bytes_unsharded:
-            return ()
-        return tuple(i for i, rows in enumerate(self.param.rows_per_rank) if rows == 0)
-
-    @property
     def bytes_unsharded(self) -> int:
         """Bytes that FSDP splits, without padding; under tensor parallelism, this rank's part."""
         return self.row_bytes * sum(self.param.rows_per_rank)

@@ -22,20 +22,17 @@ _IS_COLLECTIVE = np.isin(np.arange(256), COLLECTIVES)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Spans:
-    """Spans of one rank in the order they began; arrays are ``[N]``.
+class Work:
+    """What one rank did, in the order in which it began; arrays are ``[N]``.
 
     Attributes:
         kind: Kind.
         unit: unit index, -1 none.
         step: the step each began in, -1 outside any.
-        num_bytes: of the BEGIN row.
-        comm_group: of a collective or a wait for one, else -1.
-        comm_seq: likewise.
-        begin_ns: time of the BEGIN row.
-        end_ns: time of the END row; -1 where there is none (yet).
-        begin_seq: the BEGIN row.
-        end_seq: the END row, -1 where there is none.
+        num_bytes: payload: that of the BEGIN row.
+        comm_group: of a collective or a wait for one, index into ``Header.comm_groups``; else -1.
+        comm_seq: likewise, its number within the group; equal on all participating ranks.
+        end_ns: time of the END row, of a collective when its last byte arrived; -1 where there is none (yet).
     """
 
     kind: Ints
@@ -44,13 +41,25 @@ class Spans:
     num_bytes: Ints
     comm_group: Ints
     comm_seq: Ints
-    begin_ns: Ints
     end_ns: Ints
-    begin_seq: Ints
-    end_seq: Ints
 
     def __len__(self) -> int:
         return len(self.kind)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spans(Work):
+    """Spans of one rank; arrays are ``[N]``.
+
+    Attributes:
+        begin_ns: time of the BEGIN row.
+        begin_seq: the BEGIN row.
+        end_seq: the END row, -1 where there is none.
+    """
+
+    begin_ns: Ints
+    begin_seq: Ints
+    end_seq: Ints
 
 
 def of_kind(rows: Rows, kinds: Iterable[Kind]) -> NDArray[np.bool_]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import Edge, Kind
-from workbench.replay.models import models
+from workbench.events import Edge, Kind, Unit
+from workbench.replay.grouping import by_value
 from workbench.replay.spans import chosen
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, Rows
@@ -81,7 +80,7 @@ def advance(state: TrainingProgress, rows: Rows, kind: NDArray[np.uint8] | None 
         kind: their field ``kind`` as a contiguous array; None: read it from ``rows``.
     """
     kind = np.ascontiguousarray(rows["kind"]) if kind is None else kind
-    models = _first_of_steps(state.models, rows, np.flatnonzero(kind == Kind.FORWARD))
+    first = _first_of_steps(state.models, rows, np.flatnonzero(kind == Kind.FORWARD))
     rows = chosen(rows, _WANTED[kind])
     logged = rows["kind"] == Kind.METRIC
     steps_now = _step_at(rows, state.last_step)
@@ -91,7 +90,7 @@ def advance(state: TrainingProgress, rows: Rows, kind: NDArray[np.uint8] | None 
         steps=_after(state.steps, _finished(spans)),
         pending=_unfinished(spans),
         last_step=int(steps_now[-1]) if len(steps_now) else state.last_step,
-        models=models,
+        models=first,
     )
 
 
@@ -117,7 +116,7 @@ def _first_of_steps(known: NDArray[np.void], rows: Rows, forwards: NDArray[np.in
 def _step_at(rows: Rows, last_step: int) -> NDArray[np.int64]:
     """For each row, the step of the last STEP row up to it; ``last_step`` before the first one. ``[rows]``."""
     places = np.where(rows["kind"] == Kind.STEP, np.arange(len(rows)), -1)
-    latest = np.maximum.accumulate(places) if len(rows) else places
+    latest = np.maximum.accumulate(places)
     return np.where(latest >= 0, rows["step"][latest], last_step).astype(np.int64)
 
 
@@ -256,6 +255,40 @@ def model_of_steps(header: Header, states: Sequence[TrainingProgress]) -> NDArra
     return known
 
 
+def models(header: Header) -> tuple[int, ...]:
+    """Return the number of each unit's model, which is the index of the root it was first sharded under.
+
+    A root continues the model of an earlier one if that was unsharded and they share parameters, by name and shape.
+    Otherwise it is a new model, even under the same name: the cell that makes the model was run again.
+
+    Example: root 0, undone, then root 3 with the same parameters, then root 6 -> ``(0, 0, 0, 0, 0, 0, 6, ...)``.
+    """
+    roots = by_value((unit, _root(unit)) for unit in header.units)
+    params = {
+        root: {
+            (each.fqn, each.global_shape)
+            for unit in units
+            for param in unit.params
+            for each in param.parts or (param,)  # a flat parameter holds several
+        }
+        for root, units in roots.items()
+    }
+    undone: list[int] = []
+    found: dict[int, int] = {}
+    for root, units in sorted(roots.items()):
+        before = next((other for other in reversed(undone) if params[other] & params[root]), None)
+        if before is not None:
+            undone.remove(before)
+        found[root] = root if before is None else found[before]
+        if all(unit.retired for unit in units):
+            undone.append(root)
+    return tuple(found[_root(unit)] for unit in header.units)
+
+
+def _root(unit: Unit) -> int:
+    return unit.root if unit.root >= 0 else unit.index
+
+
 def _cuts(header: Header, states: Sequence[TrainingProgress]) -> tuple[int, ...]:
     found = model_of_steps(header, states)
     changes = np.flatnonzero(np.diff(found["unit"])) + 1
@@ -288,21 +321,19 @@ def _over_ranks(
     having = [rank for rank, part in zip(ranks, parts, strict=True) if len(part[0])]
     filled = [part for part in parts if len(part[0])]
     steps = np.unique(np.concatenate([part[0] for part in filled])) if filled else np.empty(0, np.int64)
-    means = [_mean_per_step(steps, *part) for part in filled]
-    masks = [np.isin(steps, part[0]) for part in filled]
-    bad = np.array([mask & ~np.isfinite(mean) for mean, mask in zip(means, masks, strict=True)])
-    bad = bad.reshape(len(filled), len(steps))
-    first = int(np.argmax(bad.any(axis=0))) if bad.any() else -1
-    combine = partial(_reduce, len(steps), means, masks)
-    count = np.sum(masks, axis=0) if filled else np.ones(0)
+    shape = len(filled), len(steps)
+    means = np.array([_mean_per_step(steps, *part) for part in filled]).reshape(shape)
+    has = np.array([np.isin(steps, part[0]) for part in filled], np.bool_).reshape(shape)
+    bad = has & ~np.isfinite(means)
+    first_bad = np.flatnonzero(bad.any(axis=0))[:1]
     return Series(
         name=name,
         steps=steps.astype(np.int64),
-        mean=combine(np.add, 0.0) / count,
-        low=combine(np.minimum, np.inf),
-        high=combine(np.maximum, -np.inf),
+        mean=np.where(has, means, 0.0).sum(axis=0) / has.sum(axis=0),
+        low=np.where(has, means, np.inf).min(axis=0, initial=np.inf),
+        high=np.where(has, means, -np.inf).max(axis=0, initial=-np.inf),
         num_ranks=len(filled),
-        first_not_finite=tuple(having[i] for i in np.flatnonzero(bad[:, first]).tolist()) if first >= 0 else (),
+        first_not_finite=tuple(having[i] for i in np.flatnonzero(bad[:, first_bad]).tolist()),
     )
 
 
@@ -314,13 +345,3 @@ def _mean_per_step(
     count = np.bincount(at, minlength=len(steps))
     total = np.bincount(at, weights=values.astype(np.float64), minlength=len(steps))
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def _reduce(
-    num_steps: int, means: list[NDArray[np.float64]], masks: list[NDArray[np.bool_]], ufunc: np.ufunc, initial: float
-) -> NDArray[np.float64]:
-    """Combine the ranks with ``ufunc``, each only at the steps it has. ``[S]``."""
-    result = np.full(num_steps, initial)
-    for mean, mask in zip(means, masks, strict=True):
-        result[mask] = ufunc(result[mask], mean[mask])
-    return result

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from workbench.errors import RankDied, RankError, WorkbenchError
 from workbench.events import unit_words
 from workbench.replay import grouping
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.trace.step_names import step_name
 
 RESTART = "%fsdp stop, then %fsdp start"
@@ -141,10 +141,7 @@ def losses_in_words(losses: Mapping[int, str]) -> str:
     Args:
         losses: by rank, as returned by :meth:`workbench.cluster.Cluster.losses`.
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, how in losses.items():
-        ranks.setdefault(how, []).append(rank)
-    return "; ".join(f"{label(own)} {how}" for how, own in ranks.items())
+    return "; ".join(f"{label(own)} {how}" for how, own in by_value(losses).items())
 
 
 def death_sentence(dead: Sequence[int], living: Sequence[int]) -> str:

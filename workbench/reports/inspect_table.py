@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from workbench.events import unit_words
 from workbench.protocol.inspect_reply import FullFacts, InspectReply, Number, OptimizerFacts, ShardFacts, TensorFacts
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.reports.tables import Table
 from workbench.views.theme import format_bytes
 
@@ -32,9 +32,7 @@ def table_of(by_rank: Mapping[int, InspectReply]) -> Table:
     """
     cells = {rank: cells_of(found) for rank, found in by_rank.items()}
     names = [name for name in _names(cells) if _says(name, cells)]
-    columns: dict[tuple[str, ...], list[int]] = {}
-    for rank, own in sorted(cells.items()):
-        columns.setdefault(tuple(own.get(name, "") for name in names), []).append(rank)
+    columns = by_value((rank, tuple(own.get(name, "") for name in names)) for rank, own in sorted(cells.items()))
     rows = [
         ("" if place and names[place - 1][0] == of else of, fact, *(column[place] for column in columns))
         for place, (of, fact) in enumerate(names)

@@ -10,7 +10,7 @@ from workbench.events import Edge, Kind, unit_words
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.rank_messages import Hold, Position, Thread
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.reports.inspect_table import table_of, unit_of
 from workbench.reports.results import Report
 from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of, unit_names
@@ -174,9 +174,7 @@ class WhereReport(Report):
         return "; ".join(filter(None, [self._states(), self.obstacle]))
 
     def _states(self) -> str:
-        states: dict[str, list[int]] = {}
-        for row in self.rows:
-            states.setdefault(row.state, []).append(row.rank)
+        states = by_value((row.rank, row.state) for row in self.rows)
         if len(states) == 1:
             return f"{plural(len(self.rows), 'rank')} {next(iter(states))}"
         return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
@@ -248,7 +246,7 @@ class EvalReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the value of each rank, equal values once; none if all agree."""
-        groups = alike(self.texts)
+        groups = by_value(sorted(self.texts.items()))
         values = [(label(ranks), text.rstrip()) for text, ranks in groups.items()] if len(groups) > 1 else []
         return [*values, *_left_out(self.others)]
 
@@ -274,8 +272,8 @@ class InspectReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return its unit, and why its full parameter is in memory or not, equal texts once."""
-        units = alike({rank: unit_of(found) for rank, found in self.by_rank.items()})
-        whys = alike({rank: found.full.why for rank, found in self.by_rank.items()})
+        units = by_value((rank, unit_of(found)) for rank, found in sorted(self.by_rank.items()))
+        whys = by_value((rank, found.full.why) for rank, found in sorted(self.by_rank.items()))
         values = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
         return [(name, text) for name, text in values if text]
 
@@ -315,11 +313,3 @@ def _with_ranks(groups: Mapping[str, Sequence[int]]) -> str:
 
 def _left_out(others: Sequence[int]) -> list[tuple[str, str]]:
     return [("not queried", f"{label(others)}: not held in the gate, see %fsdp where")] if others else []
-
-
-def alike(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks by text."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        groups.setdefault(text, []).append(rank)
-    return groups

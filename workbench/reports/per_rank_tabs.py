@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.views.theme import plural
 
 PANE_CHARS = 20_000
@@ -105,9 +105,8 @@ def drawn(text: str) -> str:
 
 def panes_of(written: Mapping[int, RankOutput], first: int) -> tuple[Pane, ...]:
     """Return a pane for each text: that of rank ``first``, then the others in rank order."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(written, key=lambda rank: (rank != first, rank)):
-        groups.setdefault(drawn(_shown(written[rank])), []).append(rank)
+    order = sorted(written, key=lambda rank: (rank != first, rank))
+    groups = by_value((rank, drawn(_shown(written[rank]))) for rank in order)
     return tuple(Pane(ranks=tuple(sorted(ranks)), text=_shown(written[ranks[0]])) for ranks in groups.values())
 
 

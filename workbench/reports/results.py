@@ -20,20 +20,23 @@ from typing import Any, Literal
 from workbench.events import Unit
 from workbench.protocol.commands import (
     Command,
+    ModelSharding,
     Reshard,
     Shard,
     ShardReply,
     Step,
+    StepComparison,
     StepReply,
     UnmanagedState,
     Unshard,
     UnshardReply,
     Verify,
     VerifyReply,
+    registered,
 )
 from workbench.protocol.policy import policy_words
 from workbench.protocol.rank_messages import ModelInfo
-from workbench.replay.grouping import label, ranges
+from workbench.replay.grouping import by_value, label, ranges
 from workbench.replay.units import by_number, differing, listed, unmanaged_sentences
 from workbench.reports.clock_text import clock_words
 from workbench.reports.stop_positions import live_units
@@ -257,30 +260,16 @@ class StatusReport(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardReport(Report):
+class ShardReport(ModelSharding, Report):
     """A model was sharded.
 
     Attributes:
-        model: its name on the ranks.
-        units: names of its units, root ``""`` included.
-        num_params: parameters (tensors).
-        num_elements: elements of all parameters.
-        bytes_unsharded: bytes of the whole model.
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
-        policy: how they are stored and computed, a phrase each; empty for the default.
         notes: what is probably unintended, and what to do, a sentence each.
-        chosen: classes that were wrapped because the command named none; None if it named some.
     """
 
-    model: str
-    units: tuple[str, ...]
-    num_params: int
-    num_elements: int
-    bytes_unsharded: int
     bytes_at_rest: tuple[int, ...]
-    policy: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    chosen: tuple[str, ...] | None = None
 
     @property
     def headline(self) -> str:
@@ -395,35 +384,15 @@ class StepReport(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport(Report):
-    """One sharded step compared with the same step of an unsharded copy.
+class VerifyReport(StepComparison, Report):
+    """The comparison over all ranks: the largest differences, and the mean losses.
 
     Attributes:
-        num_params: parameters compared.
-        max_abs_diff: largest absolute difference of any element, on any rank.
-        max_rel_diff: largest relative difference.
-        worst_param: the parameter with the largest absolute difference.
-        loss_sharded: mean over ranks.
-        loss_reference: of the unsharded copy, mean over ranks.
-        equal_bits: parameters that are equal bit by bit.
-        ok: whether all differences are within the tolerance.
-        tolerance: the tolerance, as text.
-        not_finite: parameters that hold NaN or infinity in both.
         buffers: buffers that hold NaN or infinity, and on which ranks, as text; empty if none.
         since: since which step the loss is not finite, and on which ranks first, as text; empty if it is finite.
         notes: what is probably unintended, and what to do, a sentence each.
     """
 
-    num_params: int
-    max_abs_diff: float
-    max_rel_diff: float
-    worst_param: str
-    loss_sharded: float | None
-    loss_reference: float | None
-    equal_bits: int
-    ok: bool
-    tolerance: str
-    not_finite: tuple[str, ...] = ()
     buffers: str = ""
     since: str = ""
     notes: tuple[str, ...] = ()
@@ -623,15 +592,7 @@ def _carried(optimizers: int) -> str:
 
 def _by_rank(values: Sequence[str]) -> str:
     """Return the texts with their ranks, equal ones once, without empty ones: ``"cpu on every rank"``."""
-    return "; ".join(f"{value} {_on(own, len(values))}" for value, own in _ranks_by(values).items() if value)
-
-
-def _ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ranks by text."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
+    return "; ".join(f"{value} {_on(own, len(values))}" for value, own in by_value(enumerate(values)).items() if value)
 
 
 # ---- from the ranks' replies to the report of a command
@@ -644,12 +605,7 @@ SAYS: dict[type[Command], Saying] = {}
 
 def says(command: type[Command]) -> Callable[[Saying], Saying]:
     """Register the decorated function as the report maker of ``command``."""
-
-    def note(saying: Saying) -> Saying:
-        SAYS[command] = saying
-        return saying
-
-    return note
+    return registered(SAYS, command)
 
 
 @says(Shard)
@@ -702,7 +658,7 @@ def _step(by_rank: Sequence[StepReply]) -> StepReport:
 
 def _unreduced(by_rank: Sequence[tuple[str, ...]]) -> str:
     """Return which units hold unreduced gradients, and what to do about it, as text; empty if none."""
-    ranks = {names: own for names, own in _ranks_by([listed(names) for names in by_rank]).items() if names}
+    ranks = {names: own for names, own in by_value(enumerate(map(listed, by_rank))).items() if names}
     if not ranks:
         return ""
     where = [f"gradients of {names} were not reduced {_on(own, len(by_rank))}" for names, own in ranks.items()]
@@ -747,7 +703,7 @@ def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ..
 def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
     worst = max(by_rank, key=lambda verified: verified.max_abs_diff)
     return VerifyReport(
-        num_params=worst.params,
+        num_params=worst.num_params,
         max_abs_diff=worst.max_abs_diff,
         max_rel_diff=max(verified.max_rel_diff for verified in by_rank),
         worst_param=worst.worst_param,

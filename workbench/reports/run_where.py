@@ -15,7 +15,7 @@ from workbench.trace.read_recording import Recording
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_long
 
-_STANDING = (RunState.WAITS, RunState.SILENT)
+_STALLED = (RunState.WAITS, RunState.SILENT)
 _OVER = (RunState.ENDED, RunState.FAILED, RunState.LOST)
 
 
@@ -34,25 +34,25 @@ class RunWhereReport(Report):
     notes: tuple[str, ...] = ()
 
     @property
-    def stands(self) -> bool:
-        """Whether no rank that is left goes on, or one was killed."""
+    def is_stalled(self) -> bool:
+        """Whether no rank that is left continues, or one failed or was killed."""
         states = {position.state for position in self.positions}
         left = states - {RunState.ENDED}
-        return bool(left) and (RunState.LOST in left or RunState.FAILED in left or left <= set(_STANDING))
+        return bool(left) and (RunState.LOST in left or RunState.FAILED in left or left <= set(_STALLED))
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        if not self.stands:
-            return self._moves()
+        if not self.is_stalled:
+            return self._progress()
         return "; ".join([*self._over(), *self._pending(), *self._silent()])
 
-    def _moves(self) -> str:
+    def _progress(self) -> str:
         if all(position.state is RunState.ENDED for position in self.positions):
             return "the run has ended"
         steps = sorted({position.step for position in self.positions if position.step >= 0})
         at = f", at {step_name(steps[0], steps[-1])}" if steps else ""
-        return f"the run goes on{at}"
+        return f"the run continues{at}"
 
     def _over(self) -> list[str]:
         found: dict[str, list[int]] = {}
@@ -63,7 +63,7 @@ class RunWhereReport(Report):
         return [f"{label(ranks)} {_plural(words, ranks)}" for words, ranks in found.items()]
 
     def _pending(self) -> list[str]:
-        """Name each collective that ranks wait for, and who has not begun it."""
+        """Name each collective that ranks wait for, and who has not started it."""
         waiting: dict[PendingCollective, list[RunPosition]] = {}
         for position in self.positions:
             if position.pending is not None and position.state is RunState.WAITS:
@@ -81,16 +81,16 @@ class RunWhereReport(Report):
             blame.append("; ".join(instead))
         if pending.absent:
             have = "has" if len(pending.absent) == 1 else "have"
-            blame.append(f"{label(pending.absent)} {have} not begun it")
+            blame.append(f"{label(pending.absent)} {have} not started it")
         if pending.unknown:
-            blame.append(f"nothing is recorded of {label(pending.unknown)}")
+            blame.append(f"no record of {label(pending.unknown)}")
         if not blame:
-            blame.append("all of its ranks have begun it")
+            blame.append("all of its ranks have started it")
         return f"{words}: {', '.join(blame)}"
 
     def _silent(self) -> list[str]:
         return [
-            f"{label([position.rank])} has announced nothing for {format_long(position.for_ns)}"
+            f"{label([position.rank])} has recorded no event for {format_long(position.for_ns)}"
             + (f", in {position.users_frame}" if position.users_frame else "")
             for position in self.positions
             if position.state is RunState.SILENT
@@ -99,7 +99,7 @@ class RunWhereReport(Report):
     def __str__(self) -> str:
         lines = [self.headline, *(f"  {line}" for line in self.table().lines())]
         for position in self.positions:
-            if position.frames and position.state in _STANDING:
+            if position.frames and position.state in _STALLED:
                 lines += [f"  {label([position.rank])} is in", *(f"    {frame}" for frame in position.short_frames)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from workbench.events import Edge, Kind, Unit, unit_words
 from workbench.protocol.rank_messages import Hold, Position, StepPosition
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.replay.units import model_order
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -63,10 +63,8 @@ class StopGroup:
 
     def __str__(self) -> str:
         words = [f"{label_all(ranks, self.positions)} stopped {place}" for place, ranks in self._groups().items()]
-        rest: dict[str, list[int]] = {}
-        for rank in sorted(self.positions.keys() - set(self.held)):
-            waits = state_of(self.positions[rank]) == "waiting"
-            rest.setdefault("wait" if waits else "stop at the next event", []).append(rank)
+        waits = {rank: state_of(self.positions[rank]) == "waiting" for rank in sorted(self.positions)}
+        rest = by_value((r, "wait" if waits[r] else "stop at the next event") for r in waits if r not in self.holds)
         words += [f"{label(ranks)} {verb if len(ranks) > 1 else _third(verb)}" for verb, ranks in rest.items()]
         return "; ".join(words) or "no rank is stopped"
 
@@ -75,10 +73,7 @@ class StopGroup:
         names: dict[StepPosition, str] = {}
         for hold in sorted(self.holds.values(), key=lambda hold: hold.kind is Kind.WAIT):
             names.setdefault(hold.place, describe(hold, self.units))
-        groups: dict[str, list[int]] = {}
-        for rank, hold in self.holds.items():
-            groups.setdefault(names[hold.place], []).append(rank)
-        return groups
+        return by_value((rank, names[hold.place]) for rank, hold in self.holds.items())
 
 
 def label_all(ranks: Iterable[int], everyone: Iterable[int]) -> str:

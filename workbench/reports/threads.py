@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from workbench.protocol.rank_messages import Frame, Thread
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.views.theme import plural
 
 
@@ -40,10 +40,7 @@ def _shown(thread: Thread) -> tuple[object, ...]:
 
 def lines_of(threads: Mapping[int, Sequence[Thread]]) -> list[str]:
     """Return the lines for the threads of all ranks: main threads first, then others that run the user's code."""
-    alike: dict[tuple[object, ...], list[tuple[int, Thread]]] = {}
-    for rank, own in threads.items():
-        for thread in own:
-            alike.setdefault(_shown(thread), []).append((rank, thread))
+    alike = by_value(((rank, thread), _shown(thread)) for rank, own in threads.items() for thread in own)
     return [line for shown in sorted(alike, key=lambda shown: shown[:2]) for line in _lines(alike[shown])]
 
 
@@ -65,9 +62,7 @@ def _libraries(alike: Sequence[tuple[int, Thread]]) -> str:
     count = max(len(thread.frames) - len(users_frames(thread)) for _, thread in alike)
     if not count:
         return ""
-    now: dict[str, set[int]] = {}
-    for rank, thread in alike:
-        now.setdefault(library_place(thread), set()).add(rank)
+    now = by_value((rank, library_place(thread)) for rank, thread in alike)
     total = plural(count, "library frame")
     places = [_place(text, ranks if len(now) > 1 else ()) for text, ranks in now.items() if text]
     return f"{total}, now in {'; '.join(places)}" if places else total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from workbench.protocol.commands import Command
+from workbench.protocol.commands import Command, registered
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.trainer import Trainer
@@ -32,9 +32,4 @@ DOES: dict[type[Command], Doing] = {}
 
 def does(command: type[Command]) -> Callable[[D], D]:
     """Register the decorated function as the one that runs ``command`` on every rank."""
-
-    def note(doing: D) -> D:
-        DOES[command] = doing
-        return doing
-
-    return note
+    return registered(DOES, command)

@@ -337,8 +337,9 @@ def recover(generation: str) -> None:
     runtime = _this_rank()
     runtime.gate.forget_requests()
     runtime.recorder.give_up_step()
-    exchange(runtime.groups.rebuild(generation))
-    runtime.watch.renew()
+    replaced = runtime.groups.rebuild(generation)
+    exchange(replaced)
+    runtime.watch.renew(replaced)
     # some ranks may have begun a step that others have not: a step must have the same number on all ranks
     runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
 

@@ -240,11 +240,13 @@ class Recorder:
         if ranks != self.header.ranks:
             self._change(dataclasses.replace(self.header, ranks=ranks))
 
-    def comm_group(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Put a new communication group into the header."""
+    def comm_group(self, index: int, ranks: tuple[int, ...], name: str = "") -> None:
+        """Put a new communication group into the header; one that has an earlier one's name is numbered."""
         known = self.header.comm_groups
         self._groups[index] = len(known)
-        group = GroupInfo(name=f"group {index}", ranks=ranks)
+        name = name or f"group {index}"
+        again = sum(group.name == name or group.name.startswith(f"{name}, new ") for group in known)
+        group = GroupInfo(name=f"{name}, new {again}" if again else name, ranks=ranks)
         self._change(dataclasses.replace(self.header, comm_groups=(*known, group)))
 
     def begin_step(self) -> None:

@@ -54,7 +54,7 @@ from workbench.runtime import classic_wrapping
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.model_summary import describe, describe_units, sizes_of, unit_infos
 from workbench.runtime.namespace import exchange, find_module, lookup, module_names, optimizers_of, rebind
-from workbench.runtime.prefetch_order import set_prefetch
+from workbench.watch import is_sharded_by_torch
 
 T = TypeVar("T")
 
@@ -133,6 +133,7 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
             nothing, or the mesh does not hold all ranks.
     """
     model = find_module(command.model)
+    check_not_torchs(command.model, model)
     if is_sharded(model):
         raise UsageError(
             f"{command.model!r} is sharded already; change how: %fsdp reshard {command.model}, or undo it first: "
@@ -449,6 +450,15 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, (FSDPModule, FullyShardedDataParallel))
 
 
+def check_not_torchs(name: str, model: nn.Module) -> None:
+    """Raise UsageError if torch's own FSDP shards a part of the model ``name``."""
+    if is_sharded_by_torch(model):
+        raise UsageError(
+            f"{name!r} is sharded by torch's own FSDP, which only views, breakpoints and inspect know. To use the "
+            f"workbench's engine, run the cell that builds the model without sharding it, and then: %fsdp shard {name}"
+        )
+
+
 def find_sharded(name: str) -> nn.Module:
     """Return the sharded model that ``name`` refers to, sharded as a whole or in parts.
 
@@ -456,6 +466,7 @@ def find_sharded(name: str) -> nn.Module:
         UsageError: there is none, or nothing in it is sharded.
     """
     model = find_module(name)
+    check_not_torchs(name, model)
     if not states_below(model):
         raise UsageError(f"{name!r} is not sharded; shard it first: %fsdp shard {name}")
     return model
@@ -593,6 +604,38 @@ def _plan(model: nn.Module, ahead: int) -> None:
     if ahead or _prefetch.get(model):
         set_prefetch(model, ahead)
     _prefetch[model] = ahead
+
+
+def set_prefetch(model: nn.Module, ahead: int) -> None:
+    """Set the lists of units that each unit prefetches: those that follow it in forward and in backward.
+
+    Args:
+        model: the root.
+        ahead: length of the lists; 0 empties them, which restores the engine's own order.
+    """
+    forward, backward = (list(in_order(model, set(), backward=is_last)) for is_last in (False, True))
+    for place, unit in enumerate(forward, start=1):
+        unit.set_modules_to_forward_prefetch(forward[place : place + ahead] if ahead else None)
+    for place, unit in enumerate(backward, start=1):
+        unit.set_modules_to_backward_prefetch(backward[place : place + ahead])
+
+
+def in_order(module: nn.Module, seen: set[nn.Module | FSDPState], *, backward: bool) -> Iterator[FSDPModule]:
+    """Yield one module of each unit, outer before inner, otherwise in definition order, or for backward in reverse.
+
+    Each unit comes once, even where modules are shared or a unit has several modules.
+    """
+    if module in seen:
+        return
+    state = state_of(module)
+    if state is not None and state not in seen and isinstance(module, FSDPModule):
+        if state._fsdp_param_group is not None:
+            yield module
+        seen.add(state)
+    seen.add(module)
+    children = list(module.children())
+    for child in reversed(children) if backward else children:
+        yield from in_order(child, seen, backward=backward)
 
 
 def check_same_model(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh) -> None:

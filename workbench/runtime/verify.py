@@ -32,7 +32,7 @@ from workbench.protocol.commands import Verify, VerifyReply
 from workbench.protocol.policy import CLASSIC
 from workbench.runtime import sharding
 from workbench.runtime.model_summary import sharded_variables, sizes_of, unit_infos, unmanaged_in
-from workbench.runtime.namespace import optimizers_of, user_namespace
+from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.trainer import find_step_function, loss_of
 
@@ -76,6 +76,8 @@ def verify(command: Verify) -> VerifyReply:
 
 def _find_sharded(name: str) -> nn.Module:
     names = [name] if name else list(sharded_variables())
+    for each in () if names else module_names():
+        sharding.check_not_torchs(each, find_module(each))
     if len(names) != 1:
         raise UsageError(
             f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
@@ -223,7 +225,7 @@ def _compare(model: nn.Module, before: dict[str, torch.Tensor], reference: dict[
         if difference >= worst:
             worst, worst_name = difference, name
     return {
-        "params": len(reference),
+        "num_params": len(reference),
         "max_abs_diff": worst,
         "max_rel_diff": worst_rel,
         "worst_param": worst_name,

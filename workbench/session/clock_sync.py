@@ -30,6 +30,7 @@ from workbench.clock import clock_here
 from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.protocol.rank_messages import Locate
 from workbench.replay.clock_error import DRIFT
+from workbench.replay.grouping import by_value
 from workbench.replay.spans import Ints
 from workbench.trace.schema import ROW_DTYPE, ClockReading, HostClock
 
@@ -122,9 +123,7 @@ class ClockSync:
         self._now_ns = now_ns
         self._own = self._clock_of.get(0, "")
         self._here = clock_here() if here is None else here
-        self._ranks: dict[str, list[int]] = {}
-        for rank, clock in sorted(self._clock_of.items()):
-            self._ranks.setdefault(clock, []).append(rank)
+        self._ranks = by_value(sorted(self._clock_of.items()))
         self._lines = {clock: ClockFit() for clock in self._ranks if clock != self._own}
         self._readings: dict[str, list[ClockReading]] = {clock: [] for clock in self._lines}
         self._compared: dict[str, ClockComparison] = {}

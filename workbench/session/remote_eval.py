@@ -14,7 +14,7 @@ from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.rank_messages import Forget, Job, JobReply, Locate, RunCell
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.session.waiter import ASK_S, PATIENT_S, SLICE_S
 
 Inner = Inspect | Evaluate | RunCell
@@ -174,9 +174,7 @@ def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
     errors = {rank: ended.error for rank, ended in sorted(done.items()) if ended.error is not None}
     if not errors:
         return None
-    groups: dict[str, list[int]] = {}
-    for rank, error in errors.items():
-        groups.setdefault(f"{error.ename}: {error.evalue}".rstrip(": ").splitlines()[0], []).append(rank)
+    groups = by_value((r, f"{e.ename}: {e.evalue}".rstrip(": ").splitlines()[0]) for r, e in errors.items())
     first, error = next(iter(errors.items()))
     if error.ename == UsageError.__name__:
         return UsageError(error.evalue)

@@ -7,15 +7,15 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from workbench.cluster.channel_protocol import Interruptible, answers
+from workbench.cluster import Cluster
+from workbench.cluster.channel_protocol import answers
 from workbench.cluster.deferred_interrupts import CountInterrupts
-from workbench.cluster.engine_provider import OnWait, no_wait
 from workbench.cluster.pending_replies import PendingReplies, select
 from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
@@ -36,7 +36,6 @@ from workbench.protocol.rank_messages import (
     SetBreakpoints,
     Stacks,
 )
-from workbench.protocol.starting import ConnectReply
 from workbench.replay.grouping import label
 from workbench.reports.failures import (
     RESTART,
@@ -89,49 +88,6 @@ STOP_S = 10.0
 
 CLOSE_S = 1.0
 """Time in seconds for ranks to end their current work before they are stopped."""
-
-
-class ClusterLike(Interruptible, Protocol):
-    """The part of :class:`workbench.cluster.Cluster` used here."""
-
-    num_ranks: int
-
-    @property
-    def rank_info(self) -> Sequence[ConnectReply]:
-        """The reply of each rank when it connected."""
-
-    @property
-    def held_by(self) -> str:
-        """The other notebook that controls these ranks, in words; empty: none."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the notebook that held them has released them."""
-
-    @property
-    def outlives(self) -> bool:
-        """Whether the engines were started elsewhere and keep running after a stop."""
-
-    def detach(self) -> None:
-        """Release the ranks without stopping them."""
-
-    def start(self, on_wait: OnWait = no_wait) -> None:
-        """Start all ranks; ``on_wait`` receives what the start waits for."""
-
-    def stop(self) -> str:
-        """Stop all ranks, idempotent; return a sentence on ranks that could not be ended, empty: all have ended."""
-
-    def alive(self) -> tuple[bool, ...]:
-        """Return for each rank whether it can be reached."""
-
-    def losses(self) -> dict[int, str]:
-        """Return how each lost rank was lost: ``died: ...`` or ``cannot be reached: ...``."""
-
-    def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> PendingReplies:  # noqa: ANN401
-        """Call ``"module:function"`` in the main thread of ranks."""
-
-    def run_cell(self, code: str, ranks: Iterable[int] | None = None) -> PendingReplies:
-        """Run a cell in the main thread of ranks."""
 
 
 NEXT_THING = "the ranks are idle again and keep their variables: correct the code and run its cell again"
@@ -190,7 +146,7 @@ class Session:
 
     def __init__(
         self,
-        cluster: ClusterLike,
+        cluster: Cluster,
         *,
         in_notebook: Callable[[str], bool] = lambda name: False,
         on_go: Callable[[], None] = lambda: None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from workbench.protocol.rank_messages import CellLine
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 
 QUIET_S = 3.0
 """Time in seconds without news of a request before the first notice."""
@@ -86,12 +86,8 @@ def who_works(
         ended: the other ranks of the request.
         deaths: how the dead ones among ``ended`` died, such as ``"died (SIGKILL)"``.
     """
-    died: dict[str, list[int]] = {}
-    for rank, how in sorted((deaths or {}).items()):
-        died.setdefault(how, []).append(rank)
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(working):
-        groups.setdefault(_place(lines[rank]) if rank in lines else " without an answer", []).append(rank)
+    died = by_value(sorted((deaths or {}).items()))
+    groups = by_value((r, _place(lines[r]) if r in lines else " without an answer") for r in sorted(working))
     words = [f"{label(ranks)} {how}" for how, ranks in died.items()]
     words += [f"{label(ranks)} {_have(ranks)} run for {seconds:.0f} s{place}" for place, ranks in groups.items()]
     over = tuple(rank for rank in ended if rank not in (deaths or {}))

@@ -68,7 +68,8 @@ def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:
     first, dots, end = text.partition("..")
     bounds = _number(first, known), _number(end if dots else first, known)
     cut = _cut(trace, known, *bounds)
-    return _spoken(steps(cut)), cut
+    numbers = steps(cut)
+    return step_name(numbers[0]) if len(numbers) == 1 else f"steps {ranges(numbers)}", cut
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -156,10 +157,6 @@ def _number(text: str, known: Sequence[int]) -> int | None:
     if number is None or number >= 0 or -number > len(known):
         return number
     return known[number]
-
-
-def _spoken(numbers: Sequence[int]) -> str:
-    return step_name(numbers[0]) if len(numbers) == 1 else f"steps {ranges(numbers)}"
 
 
 def _cut(trace: Trace, known: Sequence[int], first: int | None, last: int | None) -> Trace:

@@ -171,9 +171,7 @@ class _RankReader:
         magic = file.read(len(MAGIC))
         if magic != MAGIC:
             is_begun = MAGIC.startswith(magic)
-            raise TraceError(
-                f"it {'ends before its first frame' if is_begun else 'does not start as a recording does'}"
-            )
+            raise TraceError(f"it {'ends before its first frame' if is_begun else 'does not start like a recording'}")
         for at, kind, content in _frames(file):
             if kind == FrameKind.START:
                 self._take_start(_decoded(RunStart, content))
@@ -303,13 +301,13 @@ def _decoded(kind: type[_T], content: bytes) -> _T:
     return found
 
 
-def missing_ranks(found: Collection[int], world: int) -> Iterator[str]:
+def missing_ranks(found: Collection[int], world: int, what: str = "recording") -> Iterator[str]:
     """Yield a sentence about the ranks of a world that are not ``found``, if there are any."""
     missing = sorted(set(range(world)) - set(found))
     if missing:
         named = ", ".join(map(str, missing[:_SHOWN_RANKS]))
         more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
-        yield f"nothing can be shown of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
+        yield f"no readable {what} of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
 
 
 def _joined(found: dict[int, _RankReader], notes: list[str]) -> Recording:

@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from workbench.events import REDUCTIONS, Kind
 from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.device import ClockSource
-from workbench.replay.grouping import join_names, label, pattern
+from workbench.replay.grouping import by_value, join_names, label, pattern
 from workbench.replay.units import model_order, unit_name, unmanaged_notes
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
@@ -87,7 +87,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
     wanted = {each.index for each in meant(trace.header.units, unit)}
     chosen = window(trace, step, 2 if step is None else 1)
     if chosen.last < 0:
-        return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
+        return theme.empty(theme.NO_STEP)
     shown, rows, clock = _rows(trace, chosen)
     rows = tuple(row for row in rows if unit is None or row.unit in wanted)
     if not rows:
@@ -177,9 +177,8 @@ def _verdict(header: Header, rows: Sequence[Comparison]) -> str:
         return "only partly recorded, so there are no expected numbers to compare with"
     sets = list(dict.fromkeys(row.ranks for row in expected))
     members = [frozenset(ranks) for ranks in sets]
-    issued: dict[tuple[bool, ...], list[int]] = {}  # ranks by the rows they are in
-    for rank in sorted(frozenset().union(*members)):
-        issued.setdefault(tuple(rank in ranks for ranks in members), []).append(rank)
+    everyone = sorted(frozenset().union(*members))
+    issued = by_value((rank, tuple(rank in ranks for ranks in members)) for rank in everyone)  # by the rows they are in
     alike: dict[str, list[int]] = {}
     for is_in, ranks in issued.items():
         chosen = {some for some, here in zip(sets, is_in, strict=True) if here}
@@ -253,7 +252,7 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         *unmanaged_notes(header),
         f"{theme.plural(num_left_out, 'more row')} not drawn: select units with --unit NAME" if num_left_out else "",
     ]
-    return " · ".join(sentence for sentence in sentences if sentence)
+    return theme.joined(sentences)
 
 
 def _carriers(header: Header, rows: Sequence[Comparison]) -> str:

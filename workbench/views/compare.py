@@ -228,7 +228,7 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
         if len(found.collectives) > MAX_ROWS
         else "",
     ]
-    return " · ".join(sentence for sentence in sentences if sentence)
+    return theme.joined(sentences)
 
 
 def _steps_words(num_steps: tuple[int, int]) -> str:

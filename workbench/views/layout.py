@@ -15,7 +15,7 @@ from typing import Literal
 import plotly.graph_objects as go
 
 from workbench.events import FlatPart, Param, Unit, unit_words
-from workbench.replay.grouping import join_names, label, ranges
+from workbench.replay.grouping import by_value, join_names, label, ranges
 from workbench.replay.shards import ParamShards, Piece, Totals, alike, at_rest, pieces, shards, totals, unit_shards
 from workbench.replay.units import model_order
 from workbench.trace.columns import Trace
@@ -175,7 +175,7 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
         _in_training(header),
         f"{theme.plural(num_left_out, 'small parameter')} not drawn" if num_left_out else "",
     ]
-    return " · ".join(sentence for sentence in sentences if sentence)
+    return theme.joined(sentences)
 
 
 def _flat(total: Totals) -> str:
@@ -223,9 +223,7 @@ def _rows(line: LabelRow) -> Iterator[LabelRow]:
 
 def _cuts(flat: ParamShards) -> str:
     """Return which parameters of a flat one are split over ranks, as their pieces may be too small for a label."""
-    found: dict[str, list[int]] = {}
-    for piece in pieces(flat.param):
-        found.setdefault(piece.part.fqn, []).append(piece.shard_rank)
+    found = by_value((piece.shard_rank, piece.part.fqn) for piece in pieces(flat.param))
     cut = [f"{_short(flat, fqn)} ({ranges(ranks)})" for fqn, ranks in found.items() if len(ranks) > 1]
     more = f" and {len(cut) - _MAX_CUTS} more" if len(cut) > _MAX_CUTS else ""
     whose = "ranks" if flat.unit.replicate_size == 1 else "shard-ranks"

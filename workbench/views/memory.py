@@ -97,7 +97,7 @@ def memory(
     if not any(panel.peak.num_bytes for panel in panels):
         return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
     unsharded = _unsharded(trace.header, [state for group in groups for _, state in group])
-    is_sampled = process and any(map(_is_sampled, panels))
+    is_sampled = process and any((panel.shown.rows["kind"] == Kind.RESIDENT).any() for panel in panels)
     header = _with_short_names(trace.header)
     in_host_order = "in host order and host time: the host allocates and frees the memory" if header.is_enqueued else ""
     more = [
@@ -119,10 +119,6 @@ def memory(
     legend = theme.LEGEND_LINE * (len(legend_entries(fig)) + 1)
     fig.update_layout(height=max(fig.layout.height, fig.layout.margin.t + legend + _TIME_AXIS))
     return on_pages(fig, lambda width: _on_page(fig, width))
-
-
-def _is_sampled(panel: MemoryPanel) -> bool:
-    return bool((panel.shown.rows["kind"] == Kind.RESIDENT).any())
 
 
 # -- which ranks
@@ -203,8 +199,7 @@ def _subtitle(
         _unsharded_words(unsharded),
         *more,
     ]
-    text = " · ".join(sentence for sentence in sentences if sentence)
-    return text[:1].upper() + text[1:]
+    return theme.begun(theme.joined(sentences))
 
 
 def _unsharded_words(unsharded: dict[str, int]) -> str:

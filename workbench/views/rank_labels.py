@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from workbench.replay.grouping import MAX_RUNS, label, ranges, runs
+from workbench.replay.grouping import MAX_RUNS, by_value, label, ranges, runs
 from workbench.trace.schema import Header
 from workbench.views import theme
 
@@ -51,7 +51,4 @@ def several(header: Header, groups: Sequence[Iterable[int]], most: int = 4) -> s
 
 def hosts_of(header: Header) -> dict[str, list[int]]:
     """Return the known ranks of each host, by its name."""
-    found: dict[str, list[int]] = {}
-    for info in header.ranks:
-        found.setdefault(info.host, []).append(info.rank)
-    return found
+    return by_value((info.rank, info.host) for info in header.ranks)

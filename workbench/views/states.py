@@ -122,7 +122,7 @@ def _subtitle(
     others = [ranks for ranks in alike if ranks is not group]
     same = who(header, group, [rank for ranks in alike for rank in ranks])
     sentences = [
-        f"{same[:1].upper()}{same[1:]}{f' did the same; showing rank {rank}' if len(group) > 1 else ''}",
+        f"{theme.begun(same)}{f' did the same; showing rank {rank}' if len(group) > 1 else ''}",
         f"different: {several(header, others)}" if others else "",
         "thin line: each rank holds only its shard"
         if _is_split(header, units)
@@ -133,7 +133,7 @@ def _subtitle(
         if len(units) > MAX_UNITS
         else "",
     ]
-    return " · ".join(sentence for sentence in sentences if sentence)
+    return theme.joined(sentences)
 
 
 def _row_height(units: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ import html
 import json
 import math
 import textwrap
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -339,6 +340,20 @@ def add_sentence(fig: go.Figure, sentence: str) -> go.Figure:
 
 def _lines(lines: list[str]) -> str:
     return "<br>".join(escape(line.replace(_UNBROKEN, " ")) for line in lines)
+
+
+NO_STEP = "No training step is recorded yet: %fsdp step 10 calls train_step() on every rank."
+"""Sentence of a picture of steps without any."""
+
+
+def joined(sentences: Iterable[str], between: str = " · ") -> str:
+    """Return those of some sentences that are not empty as one text."""
+    return between.join(filter(None, sentences))
+
+
+def begun(text: str) -> str:
+    """Return ``text`` with a capital first letter; the others stay as they are."""
+    return text[:1].upper() + text[1:]
 
 
 def empty(sentence: str, title: str = "") -> go.Figure:

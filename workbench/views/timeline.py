@@ -103,8 +103,9 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     blocks = _blocks(drawn, shown, [part for part in parts if part.rank in names], names, last)
     bars = _bars(blocks)
     if not len(bars):
-        return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
-    grid = Grid(num_blocks=len(blocks), tracks=_tracks_used(bars))
+        return theme.empty(theme.NO_STEP)
+    used = np.unique(bars.lane // LANES % len(_TRACKS)).tolist()
+    grid = Grid(num_blocks=len(blocks), tracks=tuple(used))
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
         _title(drawn, shown, parts, blocks, waited_ns),
@@ -216,8 +217,7 @@ def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *
         hold_words(drawn.cuts),
         theme.error_words(between_ns),
     ]
-    text = " · ".join(sentence for sentence in sentences if sentence)
-    return text[:1].upper() + text[1:]
+    return theme.begun(theme.joined(sentences))
 
 
 def _hovers(
@@ -278,10 +278,6 @@ def _bars(blocks: Sequence[RankBlock]) -> Rectangles:
     per_block = LANES * len(_TRACKS)
     parts = [replace(b.tracks.bars, lane=b.tracks.bars.lane + per_block * i) for i, b in enumerate(blocks)]
     return for_screen(joined(parts)) if parts else rectangles(*[np.empty(0, np.int64)] * 5)
-
-
-def _tracks_used(bars: Rectangles) -> tuple[int, ...]:
-    return tuple(np.unique(bars.lane // LANES % len(_TRACKS)).tolist())
 
 
 def _draw(

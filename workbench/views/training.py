@@ -37,7 +37,7 @@ def training(trace: Trace) -> go.Figure:
     result = summary(without_holds(trace)[0])
     panels = _panels(result)
     if not panels:
-        return theme.empty("No training step is recorded yet: %fsdp step 10 calls train_step() on every rank.")
+        return theme.empty(theme.NO_STEP)
     shown = panels[:MAX_PANELS]
     num_columns = min(len(shown), 2)
     num_rows = -(-len(shown) // num_columns)
@@ -92,14 +92,13 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     if result.behind and num_ranks > MANY:  # with few ranks this lasts only a moment
         last = step_name(int(result.step_times.steps[-1]))
         have = "have" if len(result.behind) > 1 else "has"
-        named = who(header, result.behind)
-        sentences.append(f"{named[:1].upper()}{named[1:]} {have} not finished {last}.")
+        sentences.append(f"{theme.begun(who(header, result.behind))} {have} not finished {last}.")
     clock = theme.host_clock_words(header)
     if len(result.step_times.steps) and clock:
-        sentences.append(f"{clock[:1].upper()}{clock[1:]}.")
+        sentences.append(f"{theme.begun(clock)}.")
     if num_left_out:
         sentences.append(f"{theme.plural(num_left_out, 'more metric')} not drawn.")
-    return " ".join(sentence for sentence in sentences if sentence)
+    return theme.joined(sentences, " ")
 
 
 def _not_finite(series: Series, header: Header) -> str:

@@ -6,7 +6,9 @@ Each function here has a test in ``tests/watch/test_torch_private.py`` that fail
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    _runtime_utils,
+    fully_sharded_data_parallel,
+)
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._common_utils import TrainingState as TrainingStateOfWrapper
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -318,3 +328,171 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, the same object each time."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+# ---- the classic wrapper
+
+Handle = FlatParamHandle
+handle_functions = _runtime_utils
+"""The module in which the classic wrapper looks up the functions of a backward."""
+wrapper_functions = fully_sharded_data_parallel
+"""The module in which the classic wrapper looks up the functions of a forward."""
+
+
+def handles_below(model: nn.Module) -> Iterator[tuple[str, Handle]]:
+    """Yield the flat parameters of a model, in the order of its modules, with the paths of their modules."""
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            _wrappers[module._handle] = weakref.ref(module)
+            yield clean(path), module._handle
+
+
+def clean(path: str) -> str:
+    """Return a path without the parts that wrappers add."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPED)
+
+
+_WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def _wrapper_of(handle: Handle) -> FullyShardedDataParallel | None:
+    """Return the wrapper of a flat parameter that :func:`handles_below` has met."""
+    found = _wrappers.get(handle)
+    return None if found is None else found()
+
+
+_wrappers: weakref.WeakKeyDictionary[Handle, weakref.ref[FullyShardedDataParallel]] = weakref.WeakKeyDictionary()
+
+
+def will_gather(handle: Handle) -> bool:
+    """Return whether ``unshard`` of a flat parameter would gather it."""
+    return handle.needs_unshard()
+
+
+def is_recomputing(handle: Handle) -> bool:
+    """Return whether the backward of a flat parameter has begun: a forward now recomputes activations."""
+    return handle._training_state == HandleTrainingState.BACKWARD_PRE
+
+
+def has_begun_backward(handle: Handle) -> bool:
+    """Return whether the hook before the backward has run for a flat parameter."""
+    return getattr(handle, "_ran_pre_backward_hook", False)
+
+
+class FlatParamFacts(NamedTuple):
+    """What a handle knows of its flat parameter.
+
+    Attributes:
+        numel: elements, without the padding at its end.
+        shard_numel: elements of a rank's shard, padded.
+        shard_size: ranks that share one copy.
+        copies: copies whose gradients are averaged.
+        reshards: whether it is freed between forward and backward.
+        dtype: of the shard.
+        compute_dtype: of forward and backward.
+        reduce_dtype: of the reduction.
+        names: of the parameters inside, relative to their wrapper's module.
+        shapes: of these.
+        firsts: index of the first element of each.
+        trainable: whether it takes a gradient.
+    """
+
+    numel: int
+    shard_numel: int
+    shard_size: int
+    copies: int
+    reshards: bool
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    firsts: tuple[int, ...]
+    trainable: bool
+
+
+def facts_of(handle: Handle) -> FlatParamFacts:
+    """Return what a handle knows of its flat parameter."""
+    flat = handle.flat_param
+    size = handle.process_group.size() if handle.uses_sharded_strategy else 1
+    ends = list(itertools.accumulate(flat._numels_with_padding))
+    strategy = handle._sharding_strategy.name
+    return FlatParamFacts(
+        numel=flat._unpadded_unsharded_size.numel(),
+        shard_numel=flat._local_shard.numel() if hasattr(flat, "_local_shard") else flat.numel(),
+        shard_size=size,
+        copies=dist.get_world_size() // size,
+        reshards=strategy in {"FULL_SHARD", "HYBRID_SHARD"},
+        dtype=flat.dtype,
+        compute_dtype=handle._fwd_bwd_param_dtype or flat.dtype,
+        reduce_dtype=handle._reduce_dtype or handle._fwd_bwd_param_dtype or flat.dtype,
+        names=tuple(flat._fqns),
+        shapes=tuple(tuple(shape) for shape in flat._shapes),
+        firsts=tuple(
+            end - numel
+            for end, numel, is_padding in zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=True)
+            if not is_padding
+        ),
+        trainable=flat.requires_grad,
+    )
+
+
+def flat_shard_of(handle: Handle) -> torch.Tensor:
+    """Return this rank's shard of a flat parameter, one-dimensional and padded."""
+    flat = handle.flat_param
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat)
+    return shard
+
+
+def flat_full_of(handle: Handle) -> torch.Tensor | None:
+    """Return the whole flat parameter; None while it is sharded."""
+    if handle.uses_sharded_strategy and handle.needs_unshard():
+        return None
+    flat = handle.flat_param
+    full: torch.Tensor = flat._full_param_padded if handle.uses_sharded_strategy else flat.data
+    return full[: flat._unpadded_unsharded_size.numel()]
+
+
+def flat_grad_of(handle: Handle) -> torch.Tensor | None:
+    """Return the gradient of the whole flat parameter; None if there is none, or only that of the shard."""
+    grad = handle.flat_param.grad
+    whole = grad is not None and grad.numel() == handle.flat_param._unpadded_unsharded_size.numel()
+    return grad if whole and handle.uses_sharded_strategy else None
+
+
+def flat_sharded_grad_of(handle: Handle) -> torch.Tensor | None:
+    """Return the gradient of this rank's shard of a flat parameter; None if there is none."""
+    flat = handle.flat_param
+    saved: torch.Tensor | None = getattr(flat, "_saved_grad_shard", None)
+    if saved is None and flat.grad is not None and flat_grad_of(handle) is None:
+        return flat.grad
+    return saved
+
+
+def shard_rank_of(handle: Handle) -> int:
+    """Return the index of this rank's shard of a flat parameter."""
+    return handle.rank if handle.uses_sharded_strategy else 0
+
+
+def renew_handle(handle: Handle, new_of: Mapping[int, dist.ProcessGroup]) -> None:
+    """Give a flat parameter and its wrapper new process groups, and forget the iteration that was under way."""
+    wrapper = _wrapper_of(handle)
+    for owner in (handle, wrapper):
+        for name in ("process_group", "_fake_process_group", "_inter_node_pg"):
+            new = new_of.get(id(getattr(owner, name, None)))
+            if new is not None:
+                setattr(owner, name, new)
+    if wrapper is not None:
+        wrapper.training_state = TrainingStateOfWrapper.IDLE
+        wrapper._post_backward_callback_queued = False  # type: ignore[assignment]
+    handle._training_state = HandleTrainingState.IDLE
+    for name in ("_prefetched", "_ran_pre_backward_hook", "_needs_pre_backward_unshard"):
+        setattr(handle, name, False)
+    flat: Any = handle.flat_param
+    flat.grad, flat._post_backward_called = None, False
+    hooked = flat.__dict__.pop("_post_backward_hook_state", None)
+    if hooked is not None:
+        hooked[-1].remove()
+    flat.__dict__.pop("_saved_grad_shard", None)  # the reduced gradient of an iteration that was not finished
+    if handle.uses_sharded_strategy:
+        handle.reshard(free_unsharded_flat_param=True)

@@ -94,7 +94,8 @@ class CollectiveWatch:
             return _Group(None)
         known = _Group(next(GROUP_INDICES))
         if probe.active is not None and known.index is not None:
-            probe.active.comm_group(known.index, ranks_of(group) or tuple(range(group.size())))
+            name = f"c10d group {group.group_name}"
+            probe.active.comm_group(known.index, ranks_of(group) or tuple(range(group.size())), name)
         return known
 
     def issued(self, call: Call | None, work: Work | None) -> None:

@@ -58,8 +58,3 @@ class DashboardWidget(anywidget.AnyWidget):
     def _tell(self, content: dict[str, Any], buffers: list[bytes] | None) -> None:
         if self.comm is not None:  # None once closed
             self.send(content, buffers)
-
-
-def dashboard(workbench: WatchedWorkbench, panels: Sequence[Panel] = get_args(Panel)) -> DashboardWidget:
-    """Return a live dashboard of ``workbench``; it may be shown several times, and ``close()`` removes it."""
-    return DashboardWidget(workbench, panels=panels)

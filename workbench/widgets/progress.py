@@ -1,4 +1,4 @@
-"""Progress of a running command as one display that is updated in place.
+"""Progress of a running command or cell as one display that is updated in place.
 
 Plain HTML with inline styles and no script, so that it also renders in a saved notebook and on an exported page.
 Outside a notebook it is one line of text, updated in place on a terminal and written once elsewhere.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import html
 import sys
-from typing import Any, Literal, TextIO
+from collections.abc import Callable
+from typing import Any, Literal, TextIO, TypeVar
 
 from workbench.reports.step_progress import Progress
 from workbench.views.theme import ERROR_TEXT, format_duration, format_long, format_loss, plural
 
 State = Literal["running", "done", "failed"]
+
+_T = TypeVar("_T")
+_LINE_STYLE = "color:var(--jp-ui-font-color2, #757575);font-family:var(--jp-ui-font-family, sans-serif);font-size:13px"
 
 _COLOURS: dict[State, str] = {
     "running": "var(--jp-brand-color1, #1976d2)",
@@ -57,8 +61,39 @@ def to_html(progress: Progress, state: State = "running", note: str = "") -> str
     )
 
 
-class ProgressDisplay:
-    """One bar, shown at the first :meth:`update` and updated until :meth:`close`.
+class InPlaceDisplay:
+    """One display that is updated in place: in a notebook an output of its own, on a terminal its last line.
+
+    Args:
+        stream: receives text outside a notebook; standard output by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._handle: Any = None
+        self._shown = ""
+
+    def _publish(self, page: str, text: str) -> None:
+        """Show ``page`` in a notebook, ``text`` on a terminal, and nothing elsewhere."""
+        if not in_notebook():
+            if self._stream.isatty():
+                self._write(f"\r{text}\x1b[K")
+            return
+        from IPython.display import display  # noqa: PLC0415 - a script needs no IPython
+
+        bundle = {"text/html": page, "text/plain": text}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class ProgressDisplay(InPlaceDisplay):
+    """One bar, shown at the first :meth:`update` and updated until :meth:`close`; elsewhere written once.
 
     Args:
         total: number of steps requested.
@@ -66,10 +101,9 @@ class ProgressDisplay:
     """
 
     def __init__(self, total: int, *, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
         self._latest = Progress(done=0, total=total)
-        self._stream = stream or sys.stdout
-        self._handle: Any = None
-        self._shown = self._note = ""
+        self._note = ""
 
     def update(self, progress: Progress) -> None:
         """Show ``progress``; send nothing if the display would not change."""
@@ -87,8 +121,7 @@ class ProgressDisplay:
             return
         self._show("running", note)
         if not in_notebook():
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
 
     def close(self, error: str = "") -> None:
         """Show the end: done, or failed with the first line of ``error``; no-op on an error before the first update."""
@@ -98,29 +131,48 @@ class ProgressDisplay:
         state: State = "failed" if error else "done"
         self._show(state, note)
         if not in_notebook():
-            line_end = "\n" if self._stream.isatty() else f"{to_text(self._latest, state, note)}\n"
-            self._stream.write(line_end)
-            self._stream.flush()
+            self._write("\n" if self._stream.isatty() else f"{to_text(self._latest, state, note)}\n")
 
     def _show(self, state: State, note: str) -> None:
-        is_rich, text = in_notebook(), to_text(self._latest, state, note)
-        page = to_html(self._latest, state, note) if is_rich else text
-        if page == self._shown:
+        text = to_text(self._latest, state, note)
+        page = to_html(self._latest, state, note) if in_notebook() else text
+        if page != self._shown:
+            self._shown = page
+            self._publish(page, text)
+
+
+class StallLine(InPlaceDisplay):
+    """A line below a silent cell about the ranks that still run it, from the first sentence on.
+
+    On a terminal it is cleared before the cell writes; elsewhere it is written once.
+    """
+
+    _is_written = False
+
+    def update(self, sentence: str) -> None:
+        """Show ``sentence``, plain text, instead of the last one; ``""`` clears the line."""
+        if sentence == self._shown:
             return
-        self._shown = page
-        if is_rich:
-            self._publish({"text/html": page, "text/plain": text})
-        elif self._stream.isatty():
-            self._stream.write(f"\r{text}\x1b[K")
-            self._stream.flush()
+        self._shown = sentence
+        page = f'<div role="status" style="{_LINE_STYLE}">{html.escape(sentence)}</div>' if sentence else ""
+        self._publish(page, sentence)
+        if sentence and not (self._is_written or in_notebook() or self._stream.isatty()):
+            self._is_written = True
+            self._write(f"{sentence}\n")
 
-    def _publish(self, bundle: dict[str, str]) -> None:
-        from IPython.display import display  # noqa: PLC0415 - a script needs no IPython
+    def before(self, emit: Callable[[_T], None]) -> Callable[[_T], None]:
+        """Return ``emit`` wrapped to clear the line first, where it shares the stream with the cell's outputs."""
 
-        if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(bundle, raw=True)
+        def give_way(output: _T) -> None:
+            if self._shown and not in_notebook():
+                self.update("")
+            emit(output)
+
+        return give_way
+
+    def close(self) -> None:
+        """Clear the line."""
+        self.update("")
 
 
 def in_notebook() -> bool:

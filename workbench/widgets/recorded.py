@@ -77,7 +77,7 @@ def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
     live.show(ClusterSnapshot(trace=trace, record="a record"))
     answers = ViewServer(live, FEED_BYTES, least_spans=trace.num_rows)
     feed, (data,) = answers.answer(AskFeed(), time.monotonic)
-    texts, doings = _Texts(), _Texts()
+    texts, doings = dict[str, int](), dict[str, int]()
     columns: Columns = {"feed": ("u1", np.frombuffer(data, np.uint8))}
     for rank_trace in trace.ranks:
         if len(rank_trace.rows):
@@ -89,36 +89,24 @@ def tabulate(trace: Trace) -> tuple[dict[str, Any], Columns]:
         "ranks": [{"rank": r.rank, "seq": r.start.seq} for r in trace.ranks if len(r.rows)],
         "alike": ALIKE,
         "reserved": int(Category.RESERVED),
-        "texts": texts.found,
-        "doings": doings.found,
+        "texts": list(texts),
+        "doings": list(doings),
     }
     return about, columns
 
 
-class _Texts:
-    """A list of distinct texts."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-        self._places: dict[str, int] = {}
-
-    def place(self, text: str) -> int:
-        """Return the index of ``text``; append it if it is new."""
-        if text not in self._places:
-            self._places[text] = len(self.found)
-            self.found.append(text)
-        return self._places[text]
-
-
-def _rows(fold: Fold, rank_trace: RankTrace, texts: _Texts, doings: _Texts) -> Columns:
+def _rows(fold: Fold, rank_trace: RankTrace, texts: dict[str, int], doings: dict[str, int]) -> Columns:
     rows, trace = rank_trace.rows, fold.trace
     known_ns = np.maximum.accumulate(rows["t_ns"])
     events = events_up_to(rows)
     of_event, of_row = np.unique(events, return_inverse=True)
     named = rows[of_event]
-    texts_of = [texts.place(text) for text in _each(named, ("kind", "edge", "unit", "num_bytes"), trace, describe)]
+    texts_of = [
+        texts.setdefault(text, len(texts))
+        for text in _each(named, ("kind", "edge", "unit", "num_bytes"), trace, describe)
+    ]
     does = [
-        doings.place(text)
+        doings.setdefault(text, len(doings))
         for text in _each(named, ("kind", "edge", "unit", "num_bytes", "phase"), trace, describe_with_phase)
     ]
     return {

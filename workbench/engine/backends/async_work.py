@@ -79,7 +79,21 @@ class _Ended:
         """Do nothing."""
 
 
-class _WaitedInAThread:
+class OfFuture:
+    """Work that ends with a future."""
+
+    _future: torch.futures.Future[Any]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return the future that completes when the work is done."""
+        return self._future
+
+    def wait(self) -> None:
+        """Block until the work is done; raise if it failed."""
+        self._future.wait()
+
+
+class _WaitedInAThread(OfFuture):
     """Work without a future, given one by a thread that waits for it."""
 
     def __init__(self, work: AsyncWork) -> None:
@@ -94,17 +108,9 @@ class _WaitedInAThread:
         else:
             self._future.set_result(None)
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes when the work is done."""
-        return self._future
 
-    def wait(self) -> None:
-        """Block until the work is done; raise if it failed."""
-        self._future.wait()
-
-
-class AllOf:
-    """Several collectives with one wait."""
+class AllOf(OfFuture):
+    """Several collectives with one wait, which ends as soon as one fails: the others may then never end."""
 
     def __init__(self, works: Sequence[AsyncWork]) -> None:
         self._futures = [work.get_future() for work in works]
@@ -114,14 +120,6 @@ class AllOf:
     def has_ended(self) -> bool:
         """True once every collective has completed or failed."""
         return all(future.done() for future in self._futures)
-
-    def get_future(self) -> Any:  # noqa: ANN401 - see Work
-        """Return a future of all collectives; it fails as soon as one does."""
-        return self._future
-
-    def wait(self) -> None:
-        """Wait for all, or until one fails, after which the others may never end."""
-        self._future.wait()
 
 
 class PendingWork:

@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.async_work import AllOf
+from workbench.engine.backends.async_work import AllOf, OfFuture
 from workbench.engine.backends.gloo import exchange, neighbours
 from workbench.engine.backends.rank_sum import add_others
 from workbench.engine.backends.shared import shared_memory
@@ -210,7 +210,7 @@ def relay_of(group: Peers, what: str, first: tuple[int, ...], then: tuple[int, .
     return relay
 
 
-class TwoSteps:
+class TwoSteps(OfFuture):
     """A two-step collective; it ends with the second step.
 
     Attributes:
@@ -246,18 +246,6 @@ class TwoSteps:
     def fail(self, error: Exception) -> None:
         """Make waits for this collective raise ``error``."""
         self._future.set_exception(error)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future of the second step."""
-        return self._future
-
-    def wait(self) -> None:
-        """Wait for both steps.
-
-        Raises:
-            RuntimeError: one of the steps failed.
-        """
-        self._future.wait()
 
 
 class HostsAllGather(SharedMemoryCastAllGather):

@@ -119,11 +119,6 @@ class SharedComms(Comms):
 
     # ---- reads before writes
 
-    @property
-    def has_readers(self) -> bool:
-        """True if there may be reads that no later collective has ordered."""
-        return bool(self._read)
-
     def has_read(self, unit: CommUser) -> None:
         """Note that this rank and the others have read each other's shards of ``unit``, or soon will."""
         if unit.shard_group is not None and unit.comm is not None and unit.comm.name == SHARED:

@@ -1,0 +1,206 @@
+"""What the sources of torch's own units share: which units are known, and the bytes that they hold."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from workbench.engine import probe
+from workbench.engine.probe import BufferHandle
+from workbench.events import UNIT_INDICES, Category, Edge, Kind, ParamTensors, Unit
+from workbench.watch.c10d_calls import CollectiveWatch
+
+Original = Callable[..., Any]
+Group = TypeVar("Group")
+
+
+@dataclass(frozen=True)
+class UnitPlace:
+    """Place of a group in its model.
+
+    Attributes:
+        path: of its module.
+        paths: of all modules of the model.
+        index: of the unit.
+        root: index of the model's root unit.
+    """
+
+    path: str
+    paths: Mapping[nn.Module, str]
+    index: int
+    root: int
+
+
+@dataclass(eq=False)
+class WatchedUnit:
+    """What is known of a unit.
+
+    Attributes:
+        unit: its description, as last announced.
+        full_nbytes: bytes of the full parameters, padded, in the compute dtype.
+        grads_nbytes: announced bytes of full gradients.
+        in_backward: whether its backward was announced, and not its end.
+        holds_full: whether the full parameters are counted.
+    """
+
+    unit: Unit
+    full_nbytes: int
+    grads_nbytes: int = 0
+    in_backward: bool = False
+    holds_full: bool = False
+
+    @property
+    def index(self) -> int:
+        """Its unit's index."""
+        return self.unit.index
+
+    def hold_full(self) -> None:
+        """Announce that the full parameters are allocated, unless they were."""
+        if not self.holds_full:
+            self.holds_full = True
+            probe.memory(Category.UNSHARDED_PARAMS, self.index, self.full_nbytes)
+
+    def free_full(self) -> None:
+        """Announce that the full parameters are freed, unless they were."""
+        if self.holds_full:
+            self.holds_full = False
+            probe.memory(Category.UNSHARDED_PARAMS, self.index, -self.full_nbytes)
+
+    def set_grads(self, nbytes: int) -> None:
+        """Announce the change of the bytes of full gradients."""
+        probe.memory(Category.UNSHARDED_GRADS, self.index, nbytes - self.grads_nbytes)
+        self.grads_nbytes = nbytes
+
+
+class TorchUnits(ABC, Generic[Group]):
+    """A source whose units are objects of torch's, here called groups."""
+
+    name: str
+
+    def __init__(self, collectives: CollectiveWatch) -> None:
+        self._collectives = collectives
+        self._known: weakref.WeakKeyDictionary[Group, WatchedUnit] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+
+    @staticmethod
+    def _if_probed(wrapper: Original) -> Original:
+        """Return a wrapper that calls the original while there is no probe."""
+
+        def wrapped(original: Original, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
+            return original(*args, **kwargs) if probe.active is None else wrapper(original, *args, **kwargs)
+
+        return wrapped
+
+    # ---- Source
+
+    def has(self, unit: int) -> bool:
+        """Return whether a unit exists."""
+        return unit in self._groups
+
+    def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
+        """Return this rank's tensors of a unit's parameters, by name."""
+        group = self._groups.get(unit)
+        return {} if group is None else self._tensors_of(group, self._known[group].unit)
+
+    @abstractmethod
+    def _tensors_of(self, group: Group, unit: Unit) -> Mapping[str, ParamTensors]: ...
+
+    # ---- descriptions
+
+    @abstractmethod
+    def _groups_below(self, model: nn.Module) -> Iterator[tuple[str, Group]]:
+        """Yield the groups of a model, in the order of its modules, with the paths of their modules."""
+
+    @abstractmethod
+    def _describe(self, group: Group, place: UnitPlace) -> Unit: ...
+
+    @abstractmethod
+    def _nbytes(self, group: Group, unit: Unit) -> tuple[int, int]:
+        """Return the bytes of this rank's shards and of the full parameters, both padded."""
+
+    @abstractmethod
+    def _policy(self, group: Group) -> bool | int:
+        """Return ``reshard_after_forward`` of a group: a number of ranks, if it is not all."""
+
+    def note(self, models: Iterable[nn.Module]) -> None:
+        """Announce the units of models that are new, or whose place was unknown, in the order of their modules.
+
+        Args:
+            models: none is part of another.
+        """
+        for model in models:
+            paths = {module: path for path, module in model.named_modules()}
+            roots: list[tuple[str, int]] = []
+            for path, group in self._groups_below(model):
+                known = self._known.get(group)
+                index = next(UNIT_INDICES) if known is None else known.index
+                root = next((top for above, top in roots if not above or path.startswith(f"{above}.")), None)
+                if root is None:
+                    root = index
+                    roots.append((path, index))
+                if known is None or (known.unit.name, known.unit.root) != (path, root):
+                    self._announce(group, self._describe(group, UnitPlace(path, paths, index, root)))
+
+    def _announce(self, group: Group, unit: Unit) -> None:
+        if probe.active is not None:
+            probe.active.unit(unit)
+        known = self._known.get(group)
+        if known is not None:
+            known.unit = unit
+            return
+        shard_nbytes, full_nbytes = self._nbytes(group, unit)
+        self._groups[unit.index] = group
+        self._known[group] = WatchedUnit(unit, full_nbytes)
+        handle = BufferHandle(Category.SHARDED_PARAMS, unit.index, shard_nbytes)
+        weakref.finalize(group, _drop, handle).atexit = False
+
+    def _refreshed(self, group: Group) -> WatchedUnit:
+        """Return what is known of a group; announce its policy if it has changed."""
+        known = self._known[group]
+        policy = self._policy(group)
+        if policy != known.unit.reshard_after_forward:
+            self._announce(group, replace(known.unit, reshard_after_forward=policy))
+        return known
+
+    def renew(self, new_of: Mapping[int, dist.ProcessGroup]) -> None:
+        """Let all models use new process groups, by the ids of the old ones; what was under way is over."""
+        for group, known in tuple(self._known.items()):
+            probe.event(Kind.RESET, Edge.INSTANT, known.index)
+            self._renew(group, new_of)
+            known.free_full()
+            known.set_grads(0)
+            known.in_backward = False
+
+    @abstractmethod
+    def _renew(self, group: Group, new_of: Mapping[int, dist.ProcessGroup]) -> None: ...
+
+    def _known_of(self, unit: int) -> WatchedUnit | None:
+        group = self._groups.get(unit)
+        return None if group is None else self._known[group]
+
+    @contextmanager
+    def _within(self, known: WatchedUnit) -> Iterator[None]:
+        """Collectives that begin in the body belong to a unit."""
+        before, self._collectives.unit = self._collectives.unit, known.index
+        try:
+            yield
+        finally:
+            self._collectives.unit = before
+            self._collectives.before_issue = self._collectives.after_wait = None
+
+    @staticmethod
+    def _end_backward(known: WatchedUnit) -> None:
+        if known.in_backward:
+            known.in_backward = False
+            probe.event(Kind.BACKWARD, Edge.END, known.index)
+
+
+def _drop(handle: BufferHandle) -> None:
+    """Hold the handle until a group is gone, and let it go then."""
