@@ -14,6 +14,7 @@ NEVER_LOADED = {
     "protocol": {"numpy", "torch", "ipyparallel", "IPython", "plotly"},
     "reports": {"torch", "ipyparallel", "IPython"},
     "trace": {"torch", "ipyparallel", "IPython", "plotly"},
+    "importers": {"torch", "ipyparallel", "IPython", "plotly"},
     "replay": {"torch", "ipyparallel", "IPython", "plotly"},
     "views": {"torch", "ipyparallel", "IPython"},
     "engine": {"plotly", "ipywidgets", "IPython", "ipyparallel"},

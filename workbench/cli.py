@@ -83,11 +83,15 @@ _LAB = f"""\
 Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Without a clone of the repository, the tour is
 first copied into the current directory, unless it is there already. Further arguments go to JupyterLab, such as
 --port 9000 or --no-browser; with --ServerApp.root_dir FOLDER the tour is copied into FOLDER."""
-_VIEW = "Write a trace file, or the recording in a folder, as a page that replays it in any browser."
+_VIEW = """\
+Write a trace file, or the recording in a folder, as a page that replays it in any browser. Profiles of torch.profiler
+and dumps of the Flight Recorder are read too: a file, a folder with one for each rank, or a pattern in quotes, such as
+'out/rank*.json.gz'."""
 _WHERE = """\
 Say where the ranks of a recorded run are, which collective they wait for, and which rank has not started it. The folder
-is that of python -m workbench.record --out FOLDER; the run may continue meanwhile, on other hosts. The exit status is 1
-if the run is stalled, or a rank failed or was killed, and 2 if the folder cannot be read."""
+is that of python -m workbench.record --out FOLDER; the run may continue meanwhile, on other hosts. It may also have
+dumps of the Flight Recorder, one for each rank. The exit status is 1 if the run is stalled, or a rank failed or was
+killed, and 2 if the folder cannot be read."""
 _DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
 
 
@@ -102,11 +106,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     about = "check the installation, train on two ranks, and say how to repair it"
     words.add_parser("doctor", description=_DOCTOR, help=about)
     view = words.add_parser("view", description=_VIEW, help="write a trace or a recording as a page")
-    view.add_argument("trace", help="a trace file, or the folder of a recording")
+    view.add_argument("trace", help="a trace file, the folder of a recording, or files of a profiler")
     view.add_argument("--out", metavar="FILE", help="the page to write (default: the trace's name, with .html)")
     view.add_argument("--steps", default="", help="the steps to write, such as 3..5, or -20.. for the newest 20")
     where = words.add_parser("where", description=_WHERE, help="say where the ranks of a recorded run are")
-    where.add_argument("folder", help="the folder of the recording")
+    where.add_argument("folder", help="the folder of the recording, or of dumps")
     return parser, words.choices
 
 
@@ -163,15 +167,22 @@ def _view(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace) -> int:
-    from workbench.reports.run_where import where  # noqa: PLC0415 - loaded when used
+    from workbench.importers.file_formats import dumps_in  # noqa: PLC0415 - loaded when used
+    from workbench.importers.flight_recorder import read as read_dumps  # noqa: PLC0415
+    from workbench.reports.run_where import where  # noqa: PLC0415
     from workbench.trace.read_recording import read  # noqa: PLC0415
 
+    folder = Path(args.folder)
     try:
-        report = where(read(Path(args.folder)), time.time_ns())
+        dumps = dumps_in(folder)
+        recording = read_dumps(dumps) if dumps else read(folder)
     except (OSError, TraceError) as error:
         why = f"cannot read {args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
         sys.stderr.write(f"{why}\n")
         return 2
+    # ranks are judged by the time at which the last dump was written
+    written = [rank.last_beat.wall_ns for rank in recording.ranks.values() if dumps and rank.last_beat is not None]
+    report = where(recording, max(written, default=time.time_ns()))
     sys.stdout.write(f"{_printable(str(report))}\n")
     return int(report.is_stalled)
 

@@ -1,3 +1,5 @@
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,11 @@ from workbench.export import export
 from workbench.session.trace_selectors import opened, opened_with_notes, side, some_steps
 from workbench.trace import save, steps
 from workbench.trace.columns import Trace
+from workbench.trace.perfetto import to_perfetto
 from workbench.trace.recording import RecordingWriter, RunStart
 from workbench.trace.schema import Header
+
+PROFILES = Path(__file__).parents[1] / "importers" / "samples" / "fsdp_2_13"
 
 
 @pytest.fixture
@@ -132,6 +137,54 @@ def test_a_similar_file_name_is_suggested_first(tmp_path, monkeypatch):
     reported = r"^there is no file 'sevn\.trace', did you mean 'seven\.trace'\? compare takes a trace file, 'last'"
     with pytest.raises(UsageError, match=reported):
         side("sevn.trace", Trace.empty)
+
+
+@pytest.mark.parametrize("name", [".", "rank*.json.gz"])
+def test_files_of_a_profiler_are_opened_by_folder_or_pattern(name):
+    trace, notes = opened_with_notes(PROFILES / name)
+    assert [rank.rank for rank in trace.ranks] == [0, 1]
+    assert len(trace.header.units) == 5
+    assert notes
+
+
+def test_one_file_of_a_profiler_is_opened_with_a_note_on_the_other_ranks():
+    trace, notes = opened_with_notes(PROFILES / "rank1.json.gz")
+    assert [rank.rank for rank in trace.ranks] == [1]
+    assert "no readable profile of rank 0, of 2 ranks" in notes
+
+
+def test_profiles_are_read_from_a_folder_that_also_has_dumps(tmp_path):
+    for folder in (PROFILES, PROFILES.parent / "flight_recorder"):
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text("{}")
+    trace, notes = opened_with_notes(tmp_path)
+    assert trace.header.producer == "torch.profiler"
+    assert any(note.startswith("2 dumps of the Flight Recorder are beside the profiles") for note in notes)
+    assert opened_with_notes(tmp_path / "nccl_trace_rank_*")[0].header.producer == "Flight Recorder"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.json", b"{}", "not a trace of torch.profiler"),
+        ("a.json.gz", b"\x1f\x8b\x08", "ends before its end"),
+        ("rank0.json", b'{"entries": []}', "no collective"),
+        ("rank*.json", b"x", "there is no file"),
+    ],
+)
+def test_other_files_are_refused_in_a_sentence(tmp_path, name, content, said):
+    path = tmp_path / name
+    if "*" not in name:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=said):
+        opened_with_notes(path)
+
+
+def test_our_own_export_for_perfetto_is_refused(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(to_perfetto(opened(PROFILES))))
+    with pytest.raises(UsageError, match=r"Open the \.trace file instead"):
+        opened_with_notes(path)
 
 
 def record(folder, trace, rank):

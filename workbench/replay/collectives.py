@@ -324,12 +324,12 @@ def closed_form(
       with accumulated gradients only in the last pass, and in at least one;
     - with R > 1 copies each rank's part of that, ``sum of p^ / F * b_r``, is then all-reduced over R ranks.
 
-    A single rank communicates nothing. Retired units are left out.
+    A single rank communicates nothing. Retired units are left out, and units whose parameters are unknown.
 
     Example: G units, only the root kept unsharded after forward, gradients accumulated over P passes -> P (2 G - 1)
     all-gathers and G reduce-scatters.
     """
-    live = (unit for unit in header.units if unit.in_use)
+    live = (unit for unit in header.units if unit.in_use and unit.params)
     known = passes or {}
     return tuple(
         expected

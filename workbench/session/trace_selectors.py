@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workbench.errors import TraceError, UsageError, did_you_mean
+from workbench.importers import file_formats
 from workbench.replay.grouping import ranges
 from workbench.trace import load, steps
 from workbench.trace.columns import Trace
@@ -97,7 +98,7 @@ def file_at(path: str | os.PathLike[str]) -> Path:
 
 
 def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
-    """Return the trace of a file or of a recording's folder.
+    """Return the trace in a file or folder; :func:`opened_with_notes` says in which.
 
     Args:
         path: path of the file, or of the folder.
@@ -110,16 +111,19 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
 
 
 def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> tuple[Trace, tuple[str, ...]]:
-    """Return the trace of a file or of a recording's folder, and what the recording lacks, as sentences.
+    """Return the trace in a file or folder, and what it lacks, as sentences.
+
+    Besides traces and folders of recordings, it opens profiles of ``torch.profiler`` and dumps of the Flight Recorder:
+    one file, a folder with one for each rank, or a pattern of their names, ``out/rank*.json.gz``.
 
     Arguments and errors as for :func:`opened`.
     """
     file = file_at(path)
     try:
         if file.is_dir():
-            recording = read(file)
-            return recording.trace, recording.notes
-        return load(file), ()
+            return _opened_folder(file)
+        others = file_formats.sorted_by_format(_matching(file) or [file] * file_formats.is_foreign(file))
+        return file_formats.read(others) if others else (load(file), ())
     except FileNotFoundError:
         there = sorted(other.name for other in file.parent.glob("*.trace"))
         hint = did_you_mean(file.name, there, cutoff=0.6)
@@ -129,6 +133,22 @@ def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> tup
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _opened_folder(folder: Path) -> tuple[Trace, tuple[str, ...]]:
+    """Return the recording in a folder, or what is in the files of other tools there if it has none."""
+    others = {} if any(folder.glob("rank*.rec")) else file_formats.in_folder(folder)
+    if others:
+        return file_formats.read(others)
+    recording = read(folder)
+    return recording.trace, recording.notes
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """Return the files whose names match the last part of a path, if it is a pattern and not itself a file."""
+    if not set(pattern.name) & set("*?[") or pattern.exists():
+        return []
+    return sorted(path for path in pattern.parent.glob(pattern.name) if path.is_file())
 
 
 def _number(text: str, known: Sequence[int]) -> int | None:

@@ -12,7 +12,7 @@ import re
 import stat
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -115,7 +115,8 @@ def read(folder: Path) -> Recording:
     if not found:
         more = f": {'; '.join(notes)}" if notes else f", such as {RANK_FILE.format(rank=0, number=0)}"
         raise TraceError(f"{folder} is a folder without the recording of a rank{more}")
-    notes += _missing(found)
+    world = next(reader.start.world_size for reader in found.values() if reader.start is not None)
+    notes += missing_ranks(found, world)
     notes += [f"the run was restarted: its later part is in {each}" for each in sorted(folder.glob("restart*"))]
     return _joined(found, notes)
 
@@ -300,27 +301,23 @@ def _decoded(kind: type[_T], content: bytes) -> _T:
     return found
 
 
-def _missing(found: dict[int, _RankReader]) -> Iterator[str]:
-    """Yield a sentence about the ranks without a recording, if there are any."""
-    world = next(reader.start.world_size for reader in found.values() if reader.start is not None)
-    missing = sorted(set(range(world)) - found.keys())
+def missing_ranks(found: Collection[int], world: int, what: str = "recording") -> Iterator[str]:
+    """Yield a sentence about the ranks of a world that are not ``found``, if there are any."""
+    missing = sorted(set(range(world)) - set(found))
     if missing:
         named = ", ".join(map(str, missing[:_SHOWN_RANKS]))
         more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
-        yield f"no readable recording of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
+        yield f"no readable {what} of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
 
 
 def _joined(found: dict[int, _RankReader], notes: list[str]) -> Recording:
     """Return one recording of all ranks, with times on the clock of the lowest one."""
     trace = merge(*(reader.trace() for reader in found.values()))
     starts = {rank: reader.start for rank, reader in found.items() if reader.start is not None}
-    clocks = _clocks(trace, starts)
-    offset_of = {rank: clock.readings[0].offset_ns for clock in clocks for rank in clock.ranks}
+    trace = aligned(trace, starts)
+    offset_of = {rank: clock.readings[0].offset_ns for clock in trace.header.clocks for rank in clock.ranks}
     return Recording(
-        trace=Trace(
-            replace(trace.header, clocks=clocks),
-            tuple(_moved(rank_trace, offset_of.get(rank_trace.rank, 0)) for rank_trace in trace.ranks),
-        ),
+        trace=trace,
         ranks={
             rank: RecordedRank(
                 start=start,
@@ -337,6 +334,21 @@ def _joined(found: dict[int, _RankReader], notes: list[str]) -> Recording:
     )
 
 
+def aligned(trace: Trace, starts: Mapping[int, RunStart]) -> Trace:
+    """Return a trace with all times on the clock of its lowest rank.
+
+    Args:
+        trace: times of each rank are of its own clock.
+        starts: how each of its ranks began; ranks with equal ``clock`` share one.
+    """
+    clocks = _clocks(trace, starts)
+    offset_of = {rank: clock.readings[0].offset_ns for clock in clocks for rank in clock.ranks}
+    return Trace(
+        replace(trace.header, clocks=clocks),
+        tuple(_moved(rank_trace, offset_of.get(rank_trace.rank, 0)) for rank_trace in trace.ranks),
+    )
+
+
 def _moved(rank_trace: RankTrace, offset_ns: int) -> RankTrace:
     """Return a rank's rows with the times of a clock that is ``offset_ns`` ahead converted."""
     if not offset_ns:
@@ -346,7 +358,7 @@ def _moved(rank_trace: RankTrace, offset_ns: int) -> RankTrace:
     return replace(rank_trace, rows=rows)
 
 
-def _clocks(trace: Trace, starts: dict[int, RunStart]) -> tuple[HostClock, ...]:
+def _clocks(trace: Trace, starts: Mapping[int, RunStart]) -> tuple[HostClock, ...]:
     """Return the clocks other than the lowest rank's: their offsets by the time of day, made possible by collectives.
 
     The offset by the time of day is as good as the hosts' clocks are set. A collective ends on no rank before it has
@@ -366,7 +378,7 @@ _Times = tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]
 _DAY_ERROR_NS = 1_000_000_000
 
 
-def _clock(trace: Trace, starts: dict[int, RunStart], base_times: _Times, first: int, ranks: list[int]) -> HostClock:
+def _clock(trace: Trace, starts: Mapping[int, RunStart], base_times: _Times, first: int, ranks: list[int]) -> HostClock:
     base, here = starts[first], starts[ranks[0]]
     offset = (here.t_ns - here.wall_ns) - (base.t_ns - base.wall_ns)
     error = _DAY_ERROR_NS

@@ -95,8 +95,9 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
         whom = "" if unit is None else f" for {theme.shorten(unit)}"
         return theme.empty(f"No rank communicated in {step_name(shown)}{whom}: {why}.")
     drawn, num_left_out = _most_telling(_fold(trace.header, _in_order(trace.header, rows)))
+    whose = "" if unit is None else f", {theme.shorten(unit)}"
     fig = theme.figure(
-        f"{step_name(shown).capitalize()}{'' if unit is None else f', {theme.shorten(unit)}'}: {_verdict(rows)}",
+        f"{step_name(shown).capitalize()}{whose}: {_verdict(trace.header, rows)}",
         _subtitle(trace.header, rows, num_left_out, clock),
         barmode="stack",
         bargap=_BAR_GAP,
@@ -167,9 +168,11 @@ def _most_telling(rows: list[Row]) -> tuple[list[Row], int]:
     return [rows[i] for i in sorted(by_weight[:MAX_ROWS])], len(by_weight[MAX_ROWS:])
 
 
-def _verdict(rows: Sequence[Comparison]) -> str:
+def _verdict(header: Header, rows: Sequence[Comparison]) -> str:
     """Return what was issued against what was expected, in one sentence."""
     expected = [row for row in rows if row.expected]
+    if not expected and not any(unit.params for unit in header.units):
+        return "no parameters are known, so there are no expected numbers to compare with"
     if not expected:
         return "only partly recorded, so there are no expected numbers to compare with"
     sets = list(dict.fromkeys(row.ranks for row in expected))

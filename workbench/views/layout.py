@@ -115,6 +115,8 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
     header = trace.header if unit is None else _only(trace.header, unit)
     places_of = {unit: place for place, unit in enumerate(model_order(header))}
     split = sorted(shards(header), key=lambda part: places_of[part.unit.index])
+    if not split and any(unit.in_use for unit in header.units):
+        return theme.empty("The trace does not say which parameters the units have.")
     if not split:
         return theme.empty("Nothing is sharded yet: %fsdp shard MODEL splits a model over the ranks.")
     columns = max(part.num_shards for part in split)
