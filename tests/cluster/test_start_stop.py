@@ -352,7 +352,7 @@ def test_a_rank_that_answers_with_something_else_is_named(make_cluster, monkeypa
 
 def test_a_profile_that_does_not_exist_is_refused(make_cluster, monkeypatch, tmp_path, private):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    with pytest.raises(UsageError, match=r"'mine' does not exist in .*; there is none"):
+    with pytest.raises(UsageError, match=r"'mine' does not exist in .*; there are no profiles"):
         make_cluster(profile="mine").start()
     (tmp_path / "ipython" / "profile_other").mkdir(parents=True)
     with pytest.raises(UsageError, match="profiles: other"):
