@@ -132,7 +132,7 @@ def test_parts_are_called_by_their_path_and_commands_take_the_model(api):
             len(UNITS[api]),
         )
         for found in out["verify"]:
-            assert (found["ok"], found["params"]) == (True, 9)
+            assert (found["ok"], found["num_params"]) == (True, 9)
         assert out["inspect"] == ("encoder.0" if api == "fully_shard" else "encoder", "decoder")
         assert_refused(out["refused"], ["%fsdp reshard model.encoder", "unshard first: %fsdp unshard model"])
         assert out["unsharded"] == (8, 1)
