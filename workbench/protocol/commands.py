@@ -829,9 +829,9 @@ class Export(Command):
 
 @command("open run.trace", more="replaces the current trace; stop the ranks first", method="load", needs_ranks=False)
 class Open(Command):
-    """Show a trace file without ranks: every view, the dashboard, compare and export."""
+    """Show a trace file or a recorded run, without ranks: every view, the dashboard, compare and export."""
 
-    path: str = argument("a trace file written by export", kw_only=False, metavar="FILE", completes="records")
+    path: str = argument("a trace file, the folder of a recorded run, or a profile", kw_only=False, metavar="FILE", completes="records")
 
 
 @command("history 20", needs_ranks=False)
