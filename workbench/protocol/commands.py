@@ -831,7 +831,9 @@ class Export(Command):
 class Open(Command):
     """Show a trace file or a recorded run, without ranks: every view, the dashboard, compare and export."""
 
-    path: str = argument("a trace file, the folder of a recorded run, or a profile", kw_only=False, metavar="FILE", completes="records")
+    path: str = argument(
+        "a trace file, the folder of a recorded run, or a profile", kw_only=False, metavar="FILE", completes="records"
+    )
 
 
 @command("history 20", needs_ranks=False)

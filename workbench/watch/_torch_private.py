@@ -29,6 +29,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from workbench.engine.process_groups import OWN
 from workbench.events import Kind
 
 Work = dist.Work
@@ -145,7 +146,8 @@ def observe_calls(observer: CallObserver, changes: Replacements) -> None:
     changes.wrap(Work, "wait", observer.wait)
     if HAS_HOOKS:
         for group in groups_so_far():
-            _hook(group, observer)
+            if not group.group_name.startswith(OWN):
+                _hook(group, observer)
         changes.wrap(dist.ProcessGroup, "_set_group_name", _hook_new(observer))
         return
     for method, row in _BY_METHOD.items():
@@ -173,11 +175,12 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _hook_new(observer: CallObserver) -> Callable[..., Any]:
-    """Every new group gets a name: hook it then, before its first call."""
+    """Every new group gets a name: hook it then, before its first call; the engine's own groups need no hooks."""
 
-    def named(original: Callable[..., Any], group: dist.ProcessGroup, *args: Any) -> Any:  # noqa: ANN401
-        _hook(group, observer)
-        return original(group, *args)
+    def named(original: Callable[..., Any], group: dist.ProcessGroup, name: str) -> Any:  # noqa: ANN401
+        if not name.startswith(OWN):
+            _hook(group, observer)
+        return original(group, name)
 
     return named
 
