@@ -6,8 +6,8 @@ import nbformat
 import pytest
 
 from tests.helpers.package_source import REPO
+from tests.helpers.stored_notebook import assert_kept_without_outputs, run_notebook
 from tests.notebooks.test_tour import TOUR
-from workbench.demo import execute
 from workbench.magics import command_lines
 
 INSIDE = REPO / "notebooks" / "02_inside_a_step.ipynb"
@@ -28,13 +28,7 @@ def words_of(path) -> set[str]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """The output of each ``%fsdp`` line, in order."""
-    notebook = nbformat.read(INSIDE, as_version=4)
-    execute(notebook, tmp_path_factory.mktemp("inside"))
-    return [
-        (c.source, "\n".join(o.get("data", {}).get("text/plain", o.get("text", "")) for o in c.outputs))
-        for c in notebook.cells
-        if c.cell_type == "code"
-    ]
+    return run_notebook(INSIDE, tmp_path_factory.mktemp("inside"))
 
 
 def output_of(ran, line: str) -> str:
@@ -42,10 +36,7 @@ def output_of(ran, line: str) -> str:
 
 
 def test_it_is_kept_without_outputs():
-    notebook = nbformat.read(INSIDE, as_version=4)
-    nbformat.validate(notebook)
-    assert "widgets" not in notebook.metadata
-    assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")
+    assert_kept_without_outputs(INSIDE)
 
 
 def test_the_notebooks_together_use_every_command():

@@ -1,10 +1,9 @@
 """The notebook with an FSDP written by hand: as stored, and run on two ranks."""
 
-import nbformat
 import pytest
 
 from tests.helpers.own_fsdp import FSDP, NOTEBOOK, source_of
-from workbench.demo import execute
+from tests.helpers.stored_notebook import assert_kept_without_outputs, run_notebook
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -12,13 +11,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """The output of each code cell, in order, with its source."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    execute(notebook, tmp_path_factory.mktemp("own_fsdp"))
-    return [
-        (c.source, "\n".join(o.get("data", {}).get("text/plain", o.get("text", "")) for o in c.outputs))
-        for c in notebook.cells
-        if c.cell_type == "code"
-    ]
+    return run_notebook(NOTEBOOK, tmp_path_factory.mktemp("own_fsdp"))
 
 
 def outputs_of(ran, line):
@@ -26,10 +19,7 @@ def outputs_of(ran, line):
 
 
 def test_it_is_kept_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    assert "widgets" not in notebook.metadata
-    assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")
+    assert_kept_without_outputs(NOTEBOOK)
 
 
 def test_ten_lines_announce_what_it_does():

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.browser import figures, open_offline
 from tests.helpers.collective_counts import counts
 from tests.helpers.package_source import REPO
+from tests.helpers.stored_notebook import assert_kept_without_outputs
 from workbench.demo import communication
 from workbench.events import Kind
 from workbench.magics import command_lines
@@ -31,11 +32,8 @@ def trace(demo_run):
     return load(demo_run.folder / "tour.trace")
 
 
-def test_it_is_kept_without_outputs(cells):
-    notebook = nbformat.read(TOUR, as_version=4)
-    nbformat.validate(notebook)
-    assert "widgets" not in notebook.metadata
-    assert all(not c.outputs and c.execution_count is None for c in cells if c.cell_type == "code")
+def test_it_is_kept_without_outputs():
+    assert_kept_without_outputs(TOUR)
 
 
 def test_its_cells_are_short_and_each_section_teaches(cells):

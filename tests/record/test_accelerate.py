@@ -1,7 +1,5 @@
 """Accelerate trains unchanged under ``python -m workbench.record``, with either version of torch's FSDP."""
 
-import importlib.util
-
 import pytest
 
 from tests.record.test_main import torchrun
@@ -58,7 +56,6 @@ def losses(done):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_accelerate_trains_as_before_and_its_units_are_recorded(version, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""``python -m workbench.record`` on real scripts: unchanged results, and a recording whatever becomes of the ranks."""
+"""``python -m workbench.record`` on real scripts: unchanged results, and a recording however the ranks end."""
 
 import os
 import re

@@ -325,7 +325,6 @@ class FSDPParam(ABC):
     def describe(self) -> Param:
         """Return the probe's description."""
         layout = self.layout
-        bounds = [layout.rows_of(r) for r in range(layout.num_shards)]
         return Param(
             fqn=self.fqn,
             shape=tuple(layout.shape),
@@ -333,7 +332,7 @@ class FSDPParam(ABC):
             dtype=str(self.orig_dtype).removeprefix("torch."),
             itemsize=self.orig_dtype.itemsize,
             shard_dim=layout.dim,
-            rows_per_rank=tuple(last - first for first, last in bounds),
+            rows_per_rank=layout.rows_per_rank,
             padded_rows=layout.padded_rows,
             trainable=self.trainable,
         )

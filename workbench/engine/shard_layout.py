@@ -62,6 +62,12 @@ class ShardLayout:
         rows = self.shape[self.dim]
         return min(rank * self.padded_rows, rows), min((rank + 1) * self.padded_rows, rows)
 
+    @property
+    def rows_per_rank(self) -> tuple[int, ...]:
+        """Number of rows of each rank, without padding."""
+        bounds = (self.rows_of(rank) for rank in range(self.num_shards))
+        return tuple(last - first for first, last in bounds)
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the rows of ``rank``."""
         first, last = self.rows_of(rank)

@@ -44,7 +44,7 @@ class RecordedCollective:
         group: name of its process group.
         desc: what the program calls the group; may be empty.
         number: of the collective in its group; None for a send or receive.
-        end_ns: None: it is not over.
+        end_ns: time of its end; None: it has not ended.
         has_end_time: whether ``end_ns`` is a measured time.
         frames: the stack that issued it, the innermost call last.
     """

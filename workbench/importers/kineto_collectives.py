@@ -70,11 +70,11 @@ class ProfiledCollective:
     """A collective of one rank.
 
     Attributes:
-        unit: name of its unit; None: of none.
+        unit: name of its unit; None: it belongs to no unit.
         issued_ns: when the host had issued it.
-        end_ns: when it was over on the host; None: never, or unknown.
+        end_ns: time of its end on the host; None: it has not ended, or this is unknown.
         blocked: whether the host did nothing until ``end_ns``.
-        number: of NCCL, among the collectives of its group; None: unknown.
+        number: NCCL's count of it among the collectives of its group; None: unknown.
         device: begin and end of its kernel.
     """
 

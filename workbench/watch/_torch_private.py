@@ -84,9 +84,6 @@ class CallObserver(Protocol):
     def issued(self, call: Any, work: Work | None) -> None:  # noqa: ANN401 - what begin returned
         """Receive the work of a call that was made; None if c10d returned none."""
 
-    def failed(self, call: Any) -> None:  # noqa: ANN401 - what begin returned
-        """The call raised."""
-
     def wait(self, original: Callable[..., bool], work: Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
         """Call ``original(work, ...)``, which waits for a work."""
 
@@ -113,8 +110,8 @@ _BY_HOOK = {
 # methods of ProcessGroup: their kind, and how many of their first arguments are (outputs, inputs)
 _BY_METHOD = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), (Kind.ALL_REDUCE, 0, 1)),
-    **dict.fromkeys(("broadcast",), (Kind.BROADCAST, 0, 1)),
-    **dict.fromkeys(("reduce",), (Kind.REDUCE, 0, 1)),
+    "broadcast": (Kind.BROADCAST, 0, 1),
+    "reduce": (Kind.REDUCE, 0, 1),
     **dict.fromkeys(
         (
             *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
@@ -130,10 +127,10 @@ _BY_METHOD = {
         (Kind.REDUCE_SCATTER, 1, 1),
     ),
     **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), (Kind.ALL_TO_ALL, 1, 1)),
-    **dict.fromkeys(("gather",), (Kind.GATHER, 1, 1)),
-    **dict.fromkeys(("scatter",), (Kind.SCATTER, 1, 1)),
-    **dict.fromkeys(("barrier",), (Kind.BARRIER, 0, 0)),
-    **dict.fromkeys(("send",), (Kind.SEND, 0, 1)),
+    "gather": (Kind.GATHER, 1, 1),
+    "scatter": (Kind.SCATTER, 1, 1),
+    "barrier": (Kind.BARRIER, 0, 0),
+    "send": (Kind.SEND, 0, 1),
     **dict.fromkeys(("recv", "recv_anysource"), (Kind.RECV, 1, 0)),
 }
 
@@ -209,11 +206,7 @@ def _reporting(observer: CallObserver, kind: Kind, outputs: int, inputs: int) ->
         options = (*args[outputs + inputs :], *kwargs.values())
         is_async = next((bool(each.asyncOp) for each in options if hasattr(each, "asyncOp")), True)
         one = observer.begin(group, kind, tensors, is_async=is_async)
-        try:
-            work = original(group, *args, **kwargs)
-        except BaseException:
-            observer.failed(one)
-            raise
+        work = original(group, *args, **kwargs)
         observer.issued(one, work)
         return work
 

@@ -81,7 +81,7 @@ class CollectiveWatch:
             self.unit, self.before_issue, self.after_wait = before
 
     def begin(self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool) -> Call | None:
-        """Announce that a call begins."""
+        """Announce that a call begins; if it raises then, it has no end."""
         if probe.active is None or self.is_paused:
             return None
         known = self._groups.get(group)
@@ -127,9 +127,6 @@ class CollectiveWatch:
         elif call.is_async:
             with suppress(RuntimeError):  # this transport has no futures
                 work.get_future().add_done_callback(lambda _: _note_end(call))
-
-    def failed(self, call: Call | None) -> None:
-        """Drop a call that raised: it has no end."""
 
     def wait(self, original: Callable[..., bool], work: Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
         """Wait for a work; announce the wait, and the end of its call."""

@@ -13,11 +13,12 @@ from torch import nn
 
 from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
+from workbench.engine.shard_layout import ShardLayout
 from workbench.events import C10D, Category, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import Handle, Replacements, Tensors
 from workbench.watch.c10d_calls import count, holds
-from workbench.watch.torch_units import Original, TorchUnits, UnitPlace, WatchedUnit
+from workbench.watch.torch_units import Original, TorchUnits, UnitPlace, WatchedUnit, join
 
 FLAT = "_flat_param"
 """Last part of the name of a flat parameter."""
@@ -46,21 +47,20 @@ class FlatParamUnits(TorchUnits[Handle]):
 
     def _describe(self, group: Handle, place: UnitPlace) -> Unit:
         facts = _torch.facts_of(group)
-        padded = -(-facts.numel // facts.shard_size)
-        rows = tuple(min(max(facts.numel - rank * padded, 0), padded) for rank in range(facts.shard_size))
+        layout = ShardLayout(torch.Size((facts.numel,)), 0, facts.shard_size)
         parts = tuple(
-            FlatPart(fqn=_join(place.path, name), shape=shape, global_shape=shape, first=first)
+            FlatPart(fqn=join(place.path, name), shape=shape, global_shape=shape, first=first)
             for name, shape, first in zip(facts.names, facts.shapes, facts.firsts, strict=True)
         )
         flat = Param(
-            fqn=_join(place.path, FLAT),
+            fqn=join(place.path, FLAT),
             shape=(facts.numel,),
             global_shape=(facts.numel,),
             dtype=str(facts.dtype).removeprefix("torch."),
             itemsize=facts.dtype.itemsize,
             shard_dim=0,
-            rows_per_rank=rows,
-            padded_rows=padded,
+            rows_per_rank=layout.rows_per_rank,
+            padded_rows=layout.padded_rows,
             trainable=facts.trainable,
             parts=parts,
             use_orig_params=group._use_orig_params,
@@ -163,24 +163,13 @@ class FlatParamUnits(TorchUnits[Handle]):
         known = None if handle is None else self._known.get(handle)
         if handle is None or known is None or _torch.has_begun_backward(handle):
             return original(state, module, handle, *args)
-        probe.phase(Phase.PRE_BACKWARD)
-        result = original(state, module, handle, *args)
-        probe.phase(Phase.BACKWARD)
-        known.in_backward = True
-        probe.event(Kind.BACKWARD, Edge.BEGIN, known.index)
-        return result
+        return self._begin_backward(known, lambda: original(state, module, handle, *args))
 
     def _post_backward(self, original: Original, state: Any, handle: Handle, *args: Any) -> Any:
         known = self._known.get(handle)
         if known is None:
             return original(state, handle, *args)
-        self._end_backward(known)
-        probe.phase(Phase.POST_BACKWARD)
-        known.set_grads(_grad_nbytes(handle))
-        with self._collectives.within(known.index):
-            result = original(state, handle, *args)
-        known.set_grads(_grad_nbytes(handle))
-        return result
+        return self._finish_backward(known, lambda: _grad_nbytes(handle), lambda: original(state, handle, *args))
 
     def _reduce(self, original: Original, state: Any, handle: Handle) -> Any:
         known = self._known.get(handle)
@@ -211,11 +200,6 @@ class FlatParamUnits(TorchUnits[Handle]):
         for tensor in tensors.outputs:
             count(tensor, BufferHandle(Category.SHARDED_GRADS, known.index, tensor.nbytes))
 
-    def _end_of_backward(self, original: Original, *args: Any) -> Any:
-        result = original(*args)
-        probe.phase(Phase.IDLE)
-        return result
-
 
 _WHOLES = (_torch.flat_full_of, _torch.flat_grad_of, _torch.flat_sharded_grad_of)
 
@@ -223,7 +207,3 @@ _WHOLES = (_torch.flat_full_of, _torch.flat_grad_of, _torch.flat_sharded_grad_of
 def _grad_nbytes(handle: Handle) -> int:
     grad = _torch.flat_grad_of(handle)
     return 0 if grad is None else grad.nbytes
-
-
-def _join(path: str, name: str) -> str:
-    return ".".join(filter(None, (path, name)))

@@ -14,11 +14,12 @@ from torch import nn
 
 from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
+from workbench.engine.shard_layout import ShardLayout
 from workbench.events import C10D, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import ParamGroup, Replacements, State, Tensors
 from workbench.watch.c10d_calls import count, holds
-from workbench.watch.torch_units import Original, TorchUnits, UnitPlace, WatchedUnit
+from workbench.watch.torch_units import Original, TorchUnits, UnitPlace, WatchedUnit, join
 
 
 class FullyShardUnits(TorchUnits[ParamGroup]):
@@ -107,8 +108,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _pre_forward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
         if _torch.is_in_forward(group):  # another module of the same unit
             return original(group, *args, **kwargs)
-        self._of(group)
-        known = self._refreshed(group)  # torch decides on the policy at the first forward
+        known = self._refreshed(group, self._of(group))  # torch decides on the policy at the first forward
         probe.phase(Phase.FORWARD)
         result = original(group, *args, **kwargs)
         probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
@@ -185,23 +185,12 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _pre_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
         if _torch.is_in_backward(group):
             return original(group, *args, **kwargs)
-        known = self._of(group)
-        probe.phase(Phase.PRE_BACKWARD)
-        result = original(group, *args, **kwargs)
-        probe.phase(Phase.BACKWARD)
-        known.in_backward = True
-        probe.event(Kind.BACKWARD, Edge.BEGIN, known.index)
-        return result
+        return self._begin_backward(self._of(group), lambda: original(group, *args, **kwargs))
 
     def _post_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
-        known = self._of(group)
-        self._end_backward(known)
-        probe.phase(Phase.POST_BACKWARD)
-        known.set_grads(_grads_nbytes(group))
-        with self._collectives.within(known.index):
-            result = original(group, *args, **kwargs)
-        known.set_grads(_grads_nbytes(group))
-        return result
+        return self._finish_backward(
+            self._of(group), lambda: _grads_nbytes(group), lambda: original(group, *args, **kwargs)
+        )
 
     def _reduce(self, original: Original, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._collectives.unit
@@ -248,11 +237,6 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
                 handles[storage.data_ptr()] = BufferHandle(Category.SHARDED_GRADS, unit, storage.nbytes())
             count(local, handles[storage.data_ptr()])
 
-    def _end_of_backward(self, original: Original, state: State) -> Any:
-        result = original(state)
-        probe.phase(Phase.IDLE)
-        return result
-
 
 def _grads_nbytes(group: ParamGroup) -> int:
     return sum(grad.nbytes for param in group.fsdp_params for grad in _torch.full_grads_of(param))
@@ -260,18 +244,17 @@ def _grads_nbytes(group: ParamGroup) -> int:
 
 def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int) -> Param:
     shape, dim = _torch.shape_of(param), param.fsdp_placement.dim
-    padded = -(-shape[dim] // num_shards)
-    rows = tuple(min(max(shape[dim] - rank * padded, 0), padded) for rank in range(num_shards))
+    layout = ShardLayout(torch.Size(shape), dim, num_shards)
     dtype = param.sharded_param.dtype
     module, name = _torch.module_of(param)
     return Param(
-        fqn=".".join(filter(None, (paths.get(module, ""), name))),
+        fqn=join(paths.get(module, ""), name),
         shape=shape,
         global_shape=tuple(param.sharded_param.shape),
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
         shard_dim=dim,
-        rows_per_rank=rows,
-        padded_rows=padded,
+        rows_per_rank=layout.rows_per_rank,
+        padded_rows=layout.padded_rows,
         trainable=param.sharded_param.requires_grad,
     )

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
+from workbench.engine.shard_layout import ShardLayout
 from workbench.events import (
     C10D,
     UNIT_INDICES,
@@ -624,8 +625,7 @@ def _described(given: OwnParam, unit: str, num_shards: int, rank: int) -> Param:
     if not 0 <= given.dim < len(shape):
         raise ValueError(f"{where} has shape {shape}, and no dimension {given.dim} to split")
     total = shape[given.dim]
-    padded = -(-total // num_shards)
-    rows = tuple(given.rows_per_rank) or tuple(min(max(total - r * padded, 0), padded) for r in range(num_shards))
+    rows = tuple(given.rows_per_rank) or ShardLayout(torch.Size(shape), given.dim, num_shards).rows_per_rank
     if len(rows) != num_shards or sum(rows) != total:
         raise ValueError(f"{where} has {total} rows for {num_shards} ranks; rows_per_rank says {rows}")
     local = local_of(given.shard)

@@ -13,7 +13,7 @@ from torch import nn
 
 from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
-from workbench.events import UNIT_INDICES, Category, Edge, Kind, ParamTensors, Unit
+from workbench.events import UNIT_INDICES, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.watch.c10d_calls import CollectiveWatch
 
 Original = Callable[..., Any]
@@ -160,9 +160,8 @@ class TorchUnits(ABC, Generic[Group]):
         handle = BufferHandle(Category.SHARDED_PARAMS, unit.index, shard_nbytes)
         weakref.finalize(group, _drop, handle).atexit = False
 
-    def _refreshed(self, group: Group) -> WatchedUnit:
+    def _refreshed(self, group: Group, known: WatchedUnit) -> WatchedUnit:
         """Return what is known of a group; announce its policy if it has changed."""
-        known = self._known[group]
         policy = self._policy(group)
         if policy != known.unit.reshard_after_forward:
             self._announce(group, replace(known.unit, reshard_after_forward=policy))
@@ -184,11 +183,41 @@ class TorchUnits(ABC, Generic[Group]):
         group = self._groups.get(unit)
         return None if group is None else self._known[group]
 
+    # ---- backward
+
     @staticmethod
-    def _end_backward(known: WatchedUnit) -> None:
+    def _begin_backward(known: WatchedUnit, run: Callable[[], Any]) -> Any:  # noqa: ANN401 - as the original
+        """Call ``run``, which unshards a unit for its backward, and announce that the backward begins."""
+        probe.phase(Phase.PRE_BACKWARD)
+        result = run()
+        probe.phase(Phase.BACKWARD)
+        known.in_backward = True
+        probe.event(Kind.BACKWARD, Edge.BEGIN, known.index)
+        return result
+
+    def _finish_backward(self, known: WatchedUnit, nbytes: Callable[[], int], run: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Announce that the backward of a unit ends, and call ``run``, which reshards it and reduces its gradients."""
         if known.in_backward:
             known.in_backward = False
             probe.event(Kind.BACKWARD, Edge.END, known.index)
+        probe.phase(Phase.POST_BACKWARD)
+        known.set_grads(nbytes())
+        with self._collectives.within(known.index):
+            result = run()
+        known.set_grads(nbytes())
+        return result
+
+    @staticmethod
+    def _end_of_backward(original: Original, *args: Any) -> Any:  # noqa: ANN401 - as the original
+        """Call the function that ends the backward of a whole model."""
+        result = original(*args)
+        probe.phase(Phase.IDLE)
+        return result
+
+
+def join(path: str, name: str) -> str:
+    """Return the name of a parameter from the path of its module; the root's path is empty."""
+    return ".".join(filter(None, (path, name)))
 
 
 def _drop(handle: BufferHandle) -> None:
