@@ -11,13 +11,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.waiting import wait_until
 from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard, probe
 from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
 from workbench.runtime.recorder import Recorder
 from workbench.trace.schema import ROW_DTYPE, Header
-from workbench.watch import Watch, sees_all_collectives
+from workbench.watch import Watch, c10d_calls, sees_all_collectives
 from workbench.watch._torch_private import HAS_HOOKS
 
 ONE, FOUR = torch.ones(1), torch.ones(4)
@@ -140,7 +141,10 @@ def test_what_our_engine_issues_is_announced_once(monkeypatch):
 def data_parallel():
     torch.manual_seed(0)
     model = DistributedDataParallel(make_blocks(2), bucket_cap_mb=0.001)
-    return train(model, 2)
+    losses = train(model, 2)
+    if c10d_calls.active is not None:  # the transport may tell after C++ has waited
+        wait_until(c10d_calls.active.has_settled)
+    return losses
 
 
 @pytest.mark.skipif(not HAS_HOOKS, reason="before torch 2.14, what C++ calls is invisible")

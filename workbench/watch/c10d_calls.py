@@ -155,6 +155,11 @@ class CollectiveWatch:
                 self._ended[work] = call
                 self._announce_late_end(call)
 
+    def has_settled(self) -> bool:
+        """Announce the ends of calls that have ended; return whether none is in flight."""
+        self.settle()
+        return not self._in_flight
+
     def _end_synchronous(self) -> None:
         """Announce the end of a call for which C++ has waited: it was not asynchronous, and the next one begins."""
         for work in [work for work, call in self._in_flight.items() if not call.is_async]:
