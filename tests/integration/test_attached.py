@@ -10,6 +10,7 @@ from tests.helpers.notebook_model import CELL
 from tests.helpers.waiting import wait_until
 from workbench.errors import UsageError
 from workbench.events import Kind
+from workbench.session import session
 from workbench.workbench import Workbench
 
 pytestmark = [pytest.mark.thorough, pytest.mark.cluster]
@@ -24,6 +25,20 @@ def train_step():
     if rank:
         dist.barrier()  # no flag of ours ends it, and rank 0 never comes
     model(torch.randn(8, 16)).sum().backward()
+"""
+
+DEAF = """
+import time
+
+as_fast_as_it_can, naps = train_step, [600.0, 600.0]
+
+def train_step():
+    while naps:
+        try:
+            time.sleep(naps.pop())
+        except KeyboardInterrupt:
+            pass  # it takes two to end it
+    return as_fast_as_it_can()
 """
 
 AT_WORK = """
@@ -116,6 +131,16 @@ def test_each_notebook_may_give_steps_up(bench):
 def test_ranks_that_were_at_work_when_their_notebook_closed_train_again(bench):
     bench.step(100_000, background=True)
     trains(bench)
+    bench.close()
+    with again() as other:
+        assert len(other.step(2).losses) == 2
+
+
+def test_ranks_that_have_yet_to_end_what_their_notebook_aborted_are_waited_for(bench, monkeypatch):
+    monkeypatch.setattr(session, "PATIENT_S", 0.2)
+    bench.run_cell(DEAF)
+    bench.step(1, background=True)
+    wait_until(lambda: all("train_step" in str(row.stacks) for row in bench.where(stacks=True).rows))
     bench.close()
     with again() as other:
         assert len(other.step(2).losses) == 2

@@ -88,7 +88,6 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, netwo
         assert f"without rank {lost} no step is possible" in message
         assert set(bench.losses) == {lost}
         assert [test_hosts.told_by(bench, "rank", rank) for rank in sorted(others)] == list(map(str, sorted(others)))
-        assert engines[lost].is_running()
         left = bench.stop()
         assert left.startswith(f"{network.addresses[lost]} was not reached: engines there exit after")
         wait_until(lambda: not any(engines[rank].is_running() for rank in others))

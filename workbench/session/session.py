@@ -622,14 +622,20 @@ class Session:
     def _find_left(self) -> bool:
         """Return whether an earlier notebook aborted these ranks, so that they need recovery.
 
+        Ranks that have yet to end what it aborted are waited for, and aborted once more.
+
         Raises:
-            UsageError: they still run its request.
+            UsageError: they still run its request, which it did not abort.
+            ClusterError: they do not end the request that it aborted.
         """
         self.drain()
-        left = self._left()
-        if left or not self._is_idle().wait(PATIENT_S):
-            raise UsageError(_left_sentence(left or "a request of the previous notebook"))
-        return any(position.given_up for position in self._collector.positions.values())
+        aborted = any(position.given_up for position in self._collector.positions.values())
+        left, idle = self._left(), self._is_idle()
+        if (left and not aborted) or not idle.wait(PATIENT_S):
+            if not aborted:
+                raise UsageError(_left_sentence(left or "a request of the previous notebook"))
+            self._free_left(idle)
+        return aborted
 
     def _is_idle(self) -> PendingReplies:
         """Return a request that completes once the ranks have completed all earlier ones."""
@@ -826,13 +832,21 @@ class Session:
         idle = self._is_idle()
         if idle.wait(ASK_S):
             raise UsageError(_nothing("abort"))
+        self._free_left(idle)
+        self._needs_recovery = True
+        return EndReport(sentence="aborted the request of the previous notebook")
+
+    def _free_left(self, idle: PendingReplies) -> None:
+        """Abort what the ranks run for an earlier notebook, and wait for ``idle``, queued after it.
+
+        Raises:
+            ClusterError: the ranks do not end it.
+        """
         self._free(idle, "aborted")
         if not idle.wait(RECOVER_S):
             raise ClusterError(
                 f"{label(late(idle, self.living()))} did not abort the previous notebook's request: {RESTART}"
             )
-        self._needs_recovery = True
-        return EndReport(sentence="aborted the request of the previous notebook")
 
     def recover(self) -> None:
         """Have all ranks build new process groups and discard the step they were in.
