@@ -1,15 +1,19 @@
-"""Export of a trace to a file; the file's suffix selects the format."""
+"""Export of a trace, or of the program that the ranks ran, to a file; the file's suffix selects the format."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from workbench.errors import TraceError, UsageError
+from workbench.protocol.policy import ENGINES
 from workbench.reports.clock_text import exactness
 from workbench.reports.results import ExportReport
+from workbench.script.script_writer import MARK, write
+from workbench.session.program import Program
 from workbench.session.trace_selectors import file_at, some_steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import save, whole
@@ -18,6 +22,9 @@ from workbench.widgets.trace_page import page
 
 MAX_PAGE_ROWS = 2_000_000
 """Most events that a page may hold; a browser needs 100 MB for that many."""
+
+
+SCRIPT = ".py"
 
 
 def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> ExportReport:
@@ -35,15 +42,46 @@ def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> Expor
     """
     path = file_at(path)
     if path.suffix not in _WRITERS:
-        known = ", ".join(f"{suffix} ({what})" for suffix, (_, what) in _WRITERS.items())
+        formats = {suffix: what for suffix, (_, what) in _WRITERS.items()} | {SCRIPT: "a script for torchrun"}
+        known = ", ".join(f"{suffix} ({what})" for suffix, what in formats.items())
         raise UsageError(f"{path.name!r} has no known format; the name must end in one of: {known}")
-    write, what = _WRITERS[path.suffix]
+    write_trace, what = _WRITERS[path.suffix]
     spoken, part = some_steps(trace, steps) if steps else ("", trace)
     if spoken:
         what += f", {spoken}"
-    try:
-        write(part, path)
+    with _errors_of(path):
+        write_trace(part, path)
         return ExportReport(path=path, what=what, num_bytes=path.stat().st_size)
+
+
+def export_script(program: Program, path: str | os.PathLike[str], engine: str = ENGINES[0]) -> ExportReport:
+    """Write a program to ``path`` as a script that torchrun starts. The write is atomic.
+
+    Args:
+        program: the program.
+        path: output file; replaced if an earlier export wrote it.
+        engine: whose FSDP the script uses, one of :data:`~workbench.protocol.policy.ENGINES`.
+
+    Raises:
+        UsageError: the program cannot be written as a script with this engine, the file was not written by an export,
+            or it cannot be written.
+    """
+    path = file_at(path)
+    if engine not in ENGINES:
+        raise UsageError(f"engine is {' or '.join(ENGINES)}, not {engine!r}")
+    script = write(program, engine, path.name)
+    with _errors_of(path):
+        if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]:
+            raise UsageError(f"{path} was not written by %fsdp export and is not replaced: give another name")
+        _write_text(path, script.text)
+        return ExportReport(path=path, what=script.start, num_bytes=path.stat().st_size, notes=script.notes)
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turn errors of the body, which writes ``path``, into a :class:`UsageError`."""
+    try:
+        yield
     except OSError as error:
         why = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
         raise UsageError(f"cannot write {path}: {why}") from error
