@@ -80,10 +80,9 @@ class ScriptNames:
         """Return whether no cell binds ``name``."""
         return name not in self._sources
 
-    @property
-    def are_repeated(self) -> bool:
-        """Whether a cell imports what the script has imported before it."""
-        return not self._sources.keys().isdisjoint(self._imports)
+    def repeated(self) -> set[str]:
+        """Return the names that the script imports and that a cell imports again."""
+        return self._sources.keys() & self._imports.keys()
 
     def import_lines(self) -> list[str]:
         """Return the import statements of the names asked for so far, those of Python's own library first."""

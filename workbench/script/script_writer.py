@@ -5,24 +5,28 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Step, StepReply, Unshard, Verify, to_text
+from workbench.protocol.policy import CLASSIC
 from workbench.script.cell_code import CellCode, cell_code
 from workbench.script.script_names import ScriptNames
-from workbench.script.sharding_code import WIDTH, ShardingCode
+from workbench.script.sharding_code import TORCH_ENGINE, WIDTH, ShardingCode
 from workbench.session.program import CompletedCell, CompletedCommand, Entry, Omission, Program
 
 MARK = "by %fsdp export"
 """Text in the first line of a script; a file without it was written by somebody else."""
+
+USED_AT_ONCE = {"os", "torch", "dist", "init_device_mesh"}
+"""Imports that the head itself uses, so that a cell may import them again."""
 
 MAX_OMISSIONS = 8
 """Omissions that a script names; it counts the others."""
 
 _RUN_STEPS = '''\
 def {run_steps}(step_function, count):
-    """Call the step function `count` times; rank 0 prints each loss, the mean over the ranks."""
+    """Call the step function `count` times; rank 0 prints the mean loss of all ranks."""
     global {num_steps}
     for _ in range(count):
         loss = step_function()
@@ -63,6 +67,8 @@ def write(program: Program, engine: str, name: str) -> Script:
         UsageError: the program has no cell, or the engine has nothing for one of its commands.
     """
     entries = _without_detours(program.entries)
+    if engine == TORCH_ENGINE:
+        entries = _with_setters(entries)
     if not any(isinstance(entry, CompletedCell) for entry in entries):
         raise UsageError(
             "nothing to write: a script needs a %%fsdp cell that all ranks have completed since they were started"
@@ -123,6 +129,29 @@ def _without_detours(entries: Sequence[Entry]) -> list[Entry]:
     return kept
 
 
+def _with_setters(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries with an ``unshard`` and the next ``shard`` as one ``reshard``, if torch has setters for that.
+
+    These are the options ``reshard_after_forward`` and ``prefetch``: all others must be as before.
+    """
+    kept: list[Entry] = []
+    sharded: dict[str, Shard] = {}
+    for entry in entries:
+        kept.append(entry)
+        if not isinstance(entry, CompletedCommand) or not isinstance(entry.command, Shard):
+            continue
+        now, undone = entry.command, [each.command for each in kept[-2:-1] if isinstance(each, CompletedCommand)]
+        before = sharded.get(now.model)
+        sharded[now.model] = now
+        if before is None or undone != [Unshard(now.model)]:
+            continue
+        after, ahead = before.reshard_after_forward, before.prefetch
+        if now.api != CLASSIC and replace(now, reshard_after_forward=after, prefetch=ahead) == before:
+            reshard = Reshard(now.model, reshard_after_forward=now.reshard_after_forward, prefetch=now.prefetch)
+            kept[-2:] = [replace(entry, command=reshard)]
+    return kept
+
+
 def _notes(program: Program, entries: Sequence[Entry]) -> Iterator[str]:
     """Yield how a script differs from what the ranks did."""
     if program.is_attached:
@@ -171,8 +200,8 @@ def _head(
     doc = [f'"""A training session on {ranks} rank{"s" * (ranks != 1)}, written {MARK}. Start it with:', ""]
     doc += [f"    {' '.join(start)}", *(line for note in notes for line in ["", *textwrap.wrap(note, WIDTH)]), '"""']
     futures = sorted({name for cell in cells.values() for name in cell.futures})
-    ignored = "E402, F811" if names.are_repeated else "E402"
-    lines = [*doc, f"# ruff: noqa: {ignored} - cells import where they need to"]
+    ignored = "E402, F811" if names.repeated() - USED_AT_ONCE else "E402"
+    lines = [*doc, "", f"# ruff: noqa: {ignored} - the cells import where they need to"]
     if futures:
         lines += ["", f"from __future__ import {', '.join(futures)}"]
     return "\n\n\n".join(["\n".join([*lines, "", *names.import_lines(), "", *setup]), *functions])
@@ -194,8 +223,8 @@ def _device(kind: str, torch: str, dist: str, os_: str) -> Iterator[str]:
     else:
         yield f'device = {torch}.device("{kind}", int({os_}.environ["LOCAL_RANK"]))'
         yield f"{torch}.{kind}.set_device(device)"
-    ranks_here = f'int({os_}.environ["LOCAL_WORLD_SIZE"])'
-    yield f"{torch}.set_num_threads(max(1, ({os_}.cpu_count() or 1) // {ranks_here}))"
+    yield f'num_threads = ({os_}.cpu_count() or 1) // int({os_}.environ["LOCAL_WORLD_SIZE"])'
+    yield f"{torch}.set_num_threads(max(1, num_threads))"
     yield f'{dist}.init_process_group("{"gloo" if kind == "cpu" else "nccl"}")'
 
 

@@ -32,23 +32,33 @@ _AFTER_FORWARD = {"auto": "None", "true": "True", "false": "False"}
 _OPTIMIZERS_OF = '''\
 def {name}(model):
     """Return the optimizers among the variables that hold a parameter of the model."""
-    params = set(model.parameters())
-    found = dict.fromkeys(o for o in globals().values() if isinstance(o, {torch}.optim.Optimizer))
-    return [o for o in found if any(p in params for group in o.param_groups for p in group["params"])]'''
+    params, found = set(model.parameters()), []
+    for value in globals().values():
+        if isinstance(value, {torch}.optim.Optimizer) and value not in found:
+            if any(p in params for group in value.param_groups for p in group["params"]):
+                found.append(value)
+    return found'''
+
+_CARRY_OVER = '''\
+def {name}(optimizers, params_before, model):
+    """Let optimizers continue with the sharded parameters; their state is sharded too."""
+    params = dict(model.named_parameters())
+    for optimizer in optimizers:
+        {remap_optimizer}(optimizer, {{params_before[path]: params[path] for path in params}})'''
 
 _REMAP_OPTIMIZER = '''\
 def {name}(optimizer, new_params):
-    """Let an optimizer, which has the old parameters, continue with the sharded ones; its state is sharded too."""
+    """Replace the parameters of an optimizer, and shard its state as they are."""
     for group in optimizer.param_groups:
         group["params"] = [new_params.get(p, p) for p in group["params"]]
     for old, new in new_params.items():
         if old is not new and old in optimizer.state:
-            optimizer.state[new] = {{
-                key: {distribute_tensor}(value, new.device_mesh, new.placements, src_data_rank=None)
-                if {torch}.is_tensor(value) and value.shape == new.shape
-                else value
-                for key, value in optimizer.state.pop(old).items()
-            }}'''
+            state = optimizer.state.pop(old)
+            for key, value in state.items():
+                if {torch}.is_tensor(value) and value.shape == new.shape:
+                    mesh, placements = new.device_mesh, new.placements
+                    state[key] = {distribute_tensor}(value, mesh, placements, src_data_rank=None)
+            optimizer.state[new] = state'''
 
 _CLASS_NAME = '''\
 def {name}(module):
@@ -179,17 +189,8 @@ class ShardingCode:
                 arguments.append(whole)
         lines += call(fully_shard, [model, *arguments])
         if has_optimizers:
-            optimizer, after, path = name("optimizer"), name("params_after"), name("path")
-            lines += [
-                f"{after} = dict({model}.named_parameters())",
-                f"for {optimizer} in {optimizers}:",
-                *call(
-                    self._remap_optimizer(),
-                    [optimizer, f"{{{before}[{path}]: {after}[{path}] for {path} in {before}}}"],
-                    indent="    ",
-                ),
-                f"del {before}, {after}  # they would keep the full parameters in memory",
-            ]
+            lines.append(f"{self._carry_over()}({optimizers}, {before}, {model})")
+            lines.append(f"del {before}  # else the full parameters would stay in memory")
         return lines + (self._prefetch(model, command.prefetch) if command.prefetch else [])
 
     def _classic(
@@ -417,10 +418,12 @@ class ShardingCode:
     def _optimizers_of(self, model: str) -> str:
         return f"{self._helper('optimizers_of', _OPTIMIZERS_OF, 'torch')}({model})"
 
-    def _remap_optimizer(self) -> str:
-        if not self._is_torch:
-            return self._names.imported("remap_optimizer")
-        return self._helper("remap_optimizer", _REMAP_OPTIMIZER, "torch", "distribute_tensor")
+    def _carry_over(self) -> str:
+        if self._is_torch:
+            remap = self._helper("remap_optimizer", _REMAP_OPTIMIZER, "torch", "distribute_tensor")
+        else:
+            remap = self._names.imported("remap_optimizer")
+        return self._helper("carry_over", _CARRY_OVER, remap_optimizer=remap)
 
     def _helper(self, usual: str, text: str, *imports: str, **more: str) -> str:
         """Return the name of a function of the script, and have the script define it."""
