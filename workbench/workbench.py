@@ -27,7 +27,7 @@ from workbench.cluster.zygote_cache import KEEPER
 from workbench.devices import AUTO
 from workbench.errors import Interrupted, UsageError
 from workbench.events import Unit
-from workbench.export import SCRIPT, export, export_script
+from workbench.export import export
 from workbench.protocol.arguments import argument_of
 from workbench.protocol.breakpoints import Condition, parse_event
 from workbench.protocol.commands import (
@@ -987,13 +987,7 @@ class Workbench:
             UsageError: the suffix is unknown, there are no such steps, the file cannot be written, or what the ranks
                 have done has no script.
         """
-        if Path(path).suffix != SCRIPT:
-            if engine != ENGINES[0]:
-                raise UsageError(f"--engine is for scripts, such as train{SCRIPT}; a trace has the engine that ran")
-            return export(self.trace, path, steps)
-        if steps:
-            raise UsageError("a script has all that the ranks have done: leave out --steps")
-        return export_script(self.program, path, engine)
+        return export(self.trace, path, steps, program=self.program, engine=engine)
 
     def note(self, command: Command, source: Source) -> None:
         """Add ``command``, given by ``source`` now, to the history."""

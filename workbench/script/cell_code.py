@@ -27,7 +27,7 @@ class CellCode:
         futures: the names that it imports from ``__future__``.
         comments: lines of IPython that are comments in ``text``.
         bound: names that it binds in the module.
-        imported: for each name that an import binds, what it imports: ``("torch.distributed", "")`` is the module,
+        imported: for each name that only an import binds, what it imports: ``("torch.distributed", "")`` is the module,
             ``("torch", "nn")`` an attribute.
         used: names that it looks up in the module.
     """
@@ -66,12 +66,13 @@ def cell_code(code: str) -> CellCode:
     first = [] if magic is None else [f"# {magic.string}"]
     kept = first + [line for place, line in enumerate(lines, 1) if place not in gone]
     table = symtable.symtable(text, "cell", "exec")
+    assigned = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_namespace()}
     return CellCode(
         text="\n".join(kept).strip("\n"),
         futures=tuple(alias.name for node in futures for alias in node.names),
         comments=tuple(comments.values()),
         bound=frozenset(_bound(table)),
-        imported=dict(_imported(tree)),
+        imported={name: source for name, source in _imported(tree) if name not in assigned},
         used=frozenset(_used(table)),
     )
 

@@ -55,7 +55,7 @@ class Script:
     notes: tuple[str, ...]
 
 
-def write(program: Program, engine: str, name: str) -> Script:
+def write_script(program: Program, engine: str, name: str) -> Script:
     """Return the script of a program.
 
     Args:
@@ -192,29 +192,36 @@ def _head(
     for name in ("log_metric", "display"):
         if name in used and names.is_free(name):
             names.imported(name)
-    setup = list(_setup(kind, names, body.sharding))
+    setup = list(_setup(kind, names))
     functions = list(body.sharding.helpers.values())
     if body.has_losses:
         functions.append(_run_steps(names))
     ranks = sum(program.ranks_per_host)
-    doc = [f'"""A training session on {ranks} rank{"s" * (ranks != 1)}, written {MARK}. Start it with:', ""]
-    doc += [f"    {' '.join(start)}", *(line for note in notes for line in ["", *textwrap.wrap(note, WIDTH)]), '"""']
+    doc = [f'"""A training session on {ranks} rank{"s" * (ranks > 1)}, written {MARK}.', "", "Start it with:"]
+    doc += [
+        "",
+        f"    {' '.join(start)}",
+        *(line for note in notes for line in ["", *textwrap.wrap(note, WIDTH)]),
+        '"""',
+    ]
     futures = sorted({name for cell in cells.values() for name in cell.futures})
-    ignored = "E402, F811" if names.repeated() - USED_AT_ONCE else "E402"
-    lines = [*doc, "", f"# ruff: noqa: {ignored} - the cells import where they need to"]
+    lines = [*doc]
+    if names.repeated() - USED_AT_ONCE:
+        lines += ["", "# ruff: noqa: F811 - cells import again what this head imports"]
     if futures:
         lines += ["", f"from __future__ import {', '.join(futures)}"]
     return "\n\n\n".join(["\n".join([*lines, "", *names.import_lines(), "", *setup]), *functions])
 
 
-def _setup(kind: str, names: ScriptNames, sharding: ShardingCode) -> Iterator[str]:
+def _setup(kind: str, names: ScriptNames) -> Iterator[str]:
     torch, dist, os_ = (names.imported(name) for name in ("torch", "dist", "os"))
     yield from _device(kind, torch, dist, os_)
     yield f"rank, world_size = {dist}.get_rank(), {dist}.get_world_size()"
     mesh = f'{names.imported("init_device_mesh")}("{kind}", (world_size,), mesh_dim_names=("shard",))'
     yield f"mesh = {mesh}"
-    if sharding.mesh_name != "mesh":
-        yield f"{sharding.mesh_name} = mesh  # a cell binds mesh to something else"
+    for name in ("device", "mesh"):
+        if not names.is_free(name):
+            yield f"{names.own(name)} = {name}  # a cell binds {name} to something else"
 
 
 def _device(kind: str, torch: str, dist: str, os_: str) -> Iterator[str]:

@@ -34,17 +34,20 @@ def {name}(model):
     """Return the optimizers among the variables that hold a parameter of the model."""
     params, found = set(model.parameters()), []
     for value in globals().values():
-        if isinstance(value, {torch}.optim.Optimizer) and value not in found:
-            if any(p in params for group in value.param_groups for p in group["params"]):
-                found.append(value)
+        if not isinstance(value, {torch}.optim.Optimizer) or value in found:
+            continue
+        held = {{p for group in value.param_groups for p in group["params"]}}
+        if held & params:
+            found.append(value)
     return found'''
 
 _CARRY_OVER = '''\
 def {name}(optimizers, params_before, model):
     """Let optimizers continue with the sharded parameters; their state is sharded too."""
     params = dict(model.named_parameters())
+    new_params = {{params_before[path]: params[path] for path in params}}
     for optimizer in optimizers:
-        {remap_optimizer}(optimizer, {{params_before[path]: params[path] for path in params}})'''
+        {remap_optimizer}(optimizer, new_params)'''
 
 _REMAP_OPTIMIZER = '''\
 def {name}(optimizer, new_params):
@@ -56,18 +59,20 @@ def {name}(optimizer, new_params):
             state = optimizer.state.pop(old)
             for key, value in state.items():
                 if {torch}.is_tensor(value) and value.shape == new.shape:
-                    mesh, placements = new.device_mesh, new.placements
-                    state[key] = {distribute_tensor}(value, mesh, placements, src_data_rank=None)
+                    state[key] = {distribute_tensor}(
+                        value, new.device_mesh, new.placements, src_data_rank=None
+                    )
             optimizer.state[new] = state'''
 
 _CLASS_NAME = '''\
 def {name}(module):
-    """Return the name of a module's own class, even if fully_shard has replaced its class."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, {FSDPModule}))'''
+    """Return the name of a module's own class, also if fully_shard has replaced it."""
+    classes = type(module).__mro__
+    return next(cls.__name__ for cls in classes if not issubclass(cls, {FSDPModule}))'''
 
 _UNITS_OF = '''\
 def {name}(module, backward=False):
-    """Return the sharded modules, outer before inner, otherwise in the order of their definition or in reverse."""
+    """Return the sharded modules, outer before inner, in order of definition or in reverse."""
     found = [module] if isinstance(module, {FSDPModule}) else []
     children = list(module.children())
     for child in reversed(children) if backward else children:
@@ -76,10 +81,11 @@ def {name}(module, backward=False):
 
 _SET_PREFETCH = '''\
 def {name}(model, ahead):
-    """Have each sharded module gather those that follow it, in forward and in backward."""
+    """Have each sharded module gather those that follow it, in forward and backward."""
     forward, backward = {units_of}(model), {units_of}(model, backward=True)
     for place, module in enumerate(forward, start=1):
-        module.set_modules_to_forward_prefetch(forward[place : place + ahead]{off})
+        following = forward[place : place + ahead]
+        module.set_modules_to_forward_prefetch(following{off})
     for place, module in enumerate(backward, start=1):
         module.set_modules_to_backward_prefetch(backward[place : place + ahead])'''
 
@@ -89,14 +95,15 @@ def call(function: str, arguments: Sequence[str], *, before: str = "", indent: s
 
     Args:
         function: the expression that is called.
-        arguments: its arguments.
+        arguments: its arguments; one of several lines has them indented as if its first one were not.
         before: text before the call, such as ``"model = "``.
         indent: spaces before each line.
     """
     line = f"{indent}{before}{function}({', '.join(arguments)})"
-    if len(line) <= WIDTH:
+    if len(line) <= WIDTH and "\n" not in line:
         return [line]
-    return [f"{indent}{before}{function}(", *(f"{indent}    {each}," for each in arguments), f"{indent})"]
+    inner = [f"{indent}    {part}" for each in arguments for part in f"{each},".split("\n")]
+    return [f"{indent}{before}{function}(", *inner, f"{indent})"]
 
 
 def expression(model: str) -> str:
@@ -158,17 +165,14 @@ class ShardingCode:
         self, command: Shard, classes: Sequence[str], mesh: str, ignored: str, *, has_optimizers: bool
     ) -> list[str]:
         name, model, fully_shard = self._names.own, expression(command.model), self._names.imported("fully_shard")
-        more = self._policy(command)
         precision = PrecisionNames.parse(command.mp)
-        if replace(precision, output="") != PrecisionNames():
-            more["mp_policy"] = self._precision(replace(precision, output=""))
-        if ignored:
-            more["ignored_params"] = ignored
-        arguments, lines = [f"mesh={mesh}", *(f"{key}={value}" for key, value in more.items())], []
-        if more and classes:
-            policy = name("policy")
-            lines += call("dict", arguments, before=f"{policy} = ")
-            arguments = [f"**{policy}"]
+        lines, of_inner = self._precision("precision", replace(precision, output=""))
+        of_root = of_inner
+        if precision.output:  # only the model casts its output
+            cast, of_root = self._precision("root_precision", precision)
+            lines = [*(lines if classes else []), *cast]
+        same = [f"mesh={mesh}", *(f"{key}={value}" for key, value in self._policy(command).items())]
+        same += [f"ignored_params={ignored}"] if ignored else []
         if has_optimizers:
             optimizers, before = name("optimizers"), name("params_before")
             lines.append(f"{optimizers} = {self._optimizers_of(model)}")
@@ -178,16 +182,9 @@ class ShardingCode:
             lines += [
                 f"for {module} in reversed(list({model}.modules())[1:]):  # inner modules first",
                 f"    if {_is_one(f'type({module}).__name__', classes)}:",
-                f"        {fully_shard}({module}, {', '.join(arguments)})",
+                *call(fully_shard, [module, *same, *of_inner], indent=" " * 8),
             ]
-        if precision.output:  # only the model casts its output
-            whole = f"mp_policy={self._precision(precision)}"
-            arguments = [each for each in arguments if not each.startswith("mp_policy=")]
-            if arguments[0].startswith("**"):
-                arguments = [f"**{{**{arguments[0][2:]}, 'mp_policy': {self._precision(precision)}}}".replace("'", '"')]
-            else:
-                arguments.append(whole)
-        lines += call(fully_shard, [model, *arguments])
+        lines += call(fully_shard, [model, *same, *of_root])
         if has_optimizers:
             lines.append(f"{self._carry_over()}({optimizers}, {before}, {model})")
             lines.append(f"del {before}  # else the full parameters would stay in memory")
@@ -207,6 +204,8 @@ class ShardingCode:
             condition = _is_one("type(module).__name__", classes)
             arguments.append(f"auto_wrap_policy={names.imported('CustomPolicy')}(lambda module: {condition})")
         arguments.append(f"device_mesh={mesh}")
+        if self._is_torch:
+            arguments.append(f"device_id={names.own('device')}")  # else it takes no CPU
         if command.strategy:
             strategies = names.imported("ShardingStrategy")
             arguments.append(f"sharding_strategy={strategies}.{STRATEGIES[command.strategy]}")
@@ -290,7 +289,7 @@ class ShardingCode:
             arguments.append(f"mesh={mesh}")
         arguments += [f"{key}={value}" for key, value in self._policy(command).items()]
         if mp_policy := self._changed_precision(precision, model, wraps=bool(command.wrap), is_known=is_known):
-            arguments.append(f"mp_policy=lambda module, now: {mp_policy}")
+            arguments.append(mp_policy)
         self._casts_output |= bool(precision.get("output"))
         reshards = [each for each in arguments if not each.startswith("prefetch")]
         if len(reshards) > 1:
@@ -301,7 +300,7 @@ class ShardingCode:
         return lines
 
     def _changed_precision(self, precision: dict[str, str], model: str, *, wraps: bool, is_known: bool) -> str:
-        """Return the new precision of ``module``, now ``now``; empty: unchanged. Only the model casts its output."""
+        """Return the argument that changes the precision of units; empty: none. Only the model casts its output."""
         changed = [f"{what}_dtype={self._dtype(dtype)}" for what, dtype in precision.items() if what != "output"]
         if "output" in precision:
             cast = self._dtype(precision["output"])
@@ -311,7 +310,12 @@ class ShardingCode:
         elif wraps and (self._casts_output or not is_known):
             inner = f"isinstance(module, {self._names.imported('FSDPModule')})"
             changed.append(f"output_dtype=now.output_dtype if {inner} else None")
-        return f"{self._names.imported('replace')}(now, {', '.join(changed)})" if changed else ""
+        if not changed:
+            return ""
+        lines = call(
+            self._names.imported("replace"), ["now", *changed], before="mp_policy=lambda module, now: ", indent="    "
+        )
+        return "\n".join(line.removeprefix("    ") for line in lines)
 
     def _reshard_unit(self, command: Reshard) -> list[str]:
         unit = expression(command.model)
@@ -364,31 +368,23 @@ class ShardingCode:
     def _mesh(self, shape: tuple[int, ...]) -> tuple[list[str], str]:
         """Return the variable of a mesh, and the lines that make it if nothing has yet."""
         if len(shape) < 2:
-            return [], self.mesh_name
+            return [], self._names.own("mesh")
         name = self._names.own(f"mesh_{mesh_words(*shape)}")
         if name in self._meshes:
             return [], name
         self._meshes.add(name)
-        arguments = [f"{self.mesh_name}.device_type", str(shape), 'mesh_dim_names=("replicate", "shard")']
+        arguments = [f"{self._names.own('mesh')}.device_type", str(shape), 'mesh_dim_names=("replicate", "shard")']
         return call(self._names.imported("init_device_mesh"), arguments, before=f"{name} = "), name
-
-    @property
-    def mesh_name(self) -> str:
-        """The variable of the mesh over all ranks: ``mesh``, unless a cell binds that."""
-        return self._names.own("mesh")
 
     def _ignored(self, command: Shard) -> tuple[list[str], str]:
         if not command.ignore:
             return [], ""
         name, path, param = (self._names.own(each) for each in ("ignored", "path", "param"))
         matches = " or ".join(f'{self._names.imported("fnmatch")}({path}, "{glob}")' for glob in command.ignore)
-        return [
-            f"{name} = {{",
-            f"    {param}",
-            f"    for {path}, {param} in {expression(command.model)}.named_parameters()",
-            f"    if {matches}",
-            "}",
-        ], name
+        loop = f"for {path}, {param} in {expression(command.model)}.named_parameters()"
+        line = f"{name} = {{{param} {loop} if {matches}}}"
+        broken = [f"{name} = {{", f"    {param}", f"    {loop}", f"    if {matches}", "}"]
+        return [line] if len(line) <= WIDTH else broken, name
 
     def _policy(self, command: Shard | Reshard) -> dict[str, str]:
         """Return the arguments of ``fully_shard`` that a command gives, without precision."""
@@ -401,8 +397,13 @@ class ShardingCode:
             found["offload_policy"] = f"{self._names.imported(policy)}()"
         return found
 
-    def _precision(self, precision: PrecisionNames) -> str:
-        return f"{self._names.imported('MixedPrecisionPolicy')}({', '.join(self._dtypes(precision))})"
+    def _precision(self, variable: str, precision: PrecisionNames) -> tuple[list[str], list[str]]:
+        """Return the lines that make a policy, and the argument that it is; nothing for none."""
+        if precision == PrecisionNames():
+            return [], []
+        variable = self._names.own(variable)
+        lines = call(self._names.imported("MixedPrecisionPolicy"), self._dtypes(precision), before=f"{variable} = ")
+        return lines, [f"mp_policy={variable}"]
 
     def _dtypes(self, precision: PrecisionNames) -> list[str]:
         return [f"{what}_dtype={self._dtype(dtype)}" for what, dtype in vars(precision).items() if dtype]
