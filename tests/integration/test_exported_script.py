@@ -59,3 +59,18 @@ def test_cells_a_failure_and_aborted_steps(tmp_path):
         losses += wb.step().losses
     check(wb, losses, tmp_path)
     assert "1 / 0" not in (tmp_path / "train_torch.py").read_text()
+
+
+def test_the_classic_api_and_a_change_of_the_api(tmp_path):
+    model, optimizer = CELL.split("opt =")
+    with Workbench(2, device="cpu") as wb:
+        wb.run_cell(model)
+        wb.shard("model", wrap=["Block"], api="classic", mp="bf16,reduce=fp32", orig_params=True)
+        wb.run_cell(f"opt ={optimizer}".replace("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass"))
+        losses = wb.step(3).losses
+        check(wb, losses, tmp_path)
+        wb.reshard("model", api="fully_shard", mesh=2)
+        losses += wb.step(2).losses
+        wb.unshard("model")
+        wb.shard("model", offload=True, ignore=["head.bias"], mp="bf16,output=fp32", prefetch=1)
+        check(wb, losses, tmp_path, engines=["workbench"])

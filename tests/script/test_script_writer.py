@@ -94,7 +94,7 @@ def test_a_script_of_cells_a_shard_and_steps():
 
 
 def test_torchs_engine_has_the_same_lines_and_no_import_of_the_workbench():
-    entries = MODEL, shards(wrap=["Block"], offload=True), steps()
+    entries = MODEL, shards(wrap=["Block"], mp="bf16", mesh="2x2"), steps()
     own, torchs = text(*entries), text(*entries, engine="torch")
     assert own.replace("workbench.engine", "torch.distributed.fsdp") == torchs
     assert "workbench" not in torchs
@@ -119,7 +119,8 @@ def test_every_option_of_fully_shard():
         ),
     )
     for line in (
-        'mesh_2x2 = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("replicate", "shard"))',
+        "mesh_2x2 = init_device_mesh(",
+        "    (2, 2),",
         '    if fnmatch(path, "*.bias") or fnmatch(path, "norm.*")',
         "precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
         "    output_dtype=torch.float32,",
@@ -131,6 +132,13 @@ def test_every_option_of_fully_shard():
         "set_prefetch(model, 2)",
     ):
         assert line in found.splitlines(), line
+
+
+def test_torch_pins_host_memory_only_for_an_accelerator():
+    entries = MODEL, shards(offload=True)
+    assert "offload_policy=CPUOffloadPolicy(pin_memory=False)" in text(*entries, engine="torch")
+    assert "offload_policy=CPUOffloadPolicy()" in text(*entries, engine="torch", device="cuda")
+    assert "offload_policy=CPUOffloadPolicy()" in text(*entries)
 
 
 def test_optimizers_made_before_are_carried_over():
@@ -147,11 +155,12 @@ def test_the_classic_api():
     for engine, origin in (("workbench", "workbench.engine.classic"), ("torch", "torch.distributed.fsdp")):
         found = text(MODEL, shards(wrap=["Block"], ignore=["x"], **options), engine=engine)
         assert f"from {origin} import" in found
-        assert block(f"%fsdp {'shard model --api classic --strategy grad'}", found) == []
+        own = ["    device_id=device,"] if engine == "torch" else []
         assert found.partition("model = FullyShardedDataParallel(\n")[2].partition("\n)")[0].splitlines() == [
             "    model,",
             '    auto_wrap_policy=CustomPolicy(lambda module: type(module).__name__ == "Block"),',
             "    device_mesh=mesh,",
+            *own,
             "    sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,",
             "    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),",
             "    cpu_offload=CPUOffload(offload_params=True),",
@@ -175,13 +184,7 @@ def test_unshard_and_classic_conversions():
     [
         (
             reshards(reshard_after_forward="false", optimizers=1),
-            [
-                "reshard_module(",
-                "    model,",
-                "    reshard_after_forward=False,",
-                "    optimizers=optimizers_of(model),",
-                ")",
-            ],
+            ["reshard_module(model, reshard_after_forward=False, optimizers=optimizers_of(model))"],
         ),
         (
             reshards("model.blocks.1", reshard_after_forward=2),
@@ -199,9 +202,9 @@ def test_a_new_precision_changes_only_what_it_names():
     found = text(MODEL, shards(), reshards(mp="bf16"))
     assert "mp_policy=lambda module, now: replace(now, param_dtype=torch.bfloat16)" in found
     found = text(MODEL, shards(), reshards(mp="bf16,output=fp32"))
-    assert "output_dtype=torch.float32 if module is model else None)" in found
+    assert "output_dtype=torch.float32 if module is model else None,\n" in found
     found = text(MODEL, shards(mp="bf16,output=fp32"), reshards(wrap=["Linear"]))
-    assert "output_dtype=now.output_dtype if isinstance(module, FSDPModule) else None)" in found
+    assert "output_dtype=now.output_dtype if isinstance(module, FSDPModule) else None,\n" in found
     assert 'wrap=lambda module: class_name(module) == "Linear"' in found
 
 

@@ -820,12 +820,14 @@ class Compare(Command):
 
 @command(
     "export run.trace",
-    more="`--steps 3..5`: only these steps; `export train.py --engine torch`: with torch's `fully_shard`",
+    more="`--steps 3..5`: only these steps; `export train.py`: a script for `torchrun`, with `--engine torch` "
+    "for torch's FSDP",
 )
 class Export(Command):
-    """Write the trace to a file, .trace, .json for Perfetto or .html to replay it; or a torchrun script, .py.
+    """Write the trace (.trace, .json for Perfetto, .html to replay), or what the ranks have done as a script (.py).
 
-    The script has the cells and commands that all ranks have completed, and gives the same losses.
+    ``torchrun`` starts the script, which has the cells and commands that all ranks have completed since their start,
+    and gives the same losses. Cells that raised, aborted steps, cells with ``-t`` and views are left out.
     """
 
     path: str = argument("output file; its suffix selects the format", kw_only=False, metavar="FILE", completes="files")

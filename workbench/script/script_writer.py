@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from workbench.devices import HOST
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Step, StepReply, Unshard, Verify, to_text
 from workbench.protocol.policy import CLASSIC
@@ -75,7 +76,7 @@ def write_script(program: Program, engine: str, name: str) -> Script:
         )
     cells = {place: cell_code(entry.code) for place, entry in enumerate(entries) if isinstance(entry, CompletedCell)}
     names = ScriptNames(cells.values(), engine)
-    body = _Body(names, engine, cells)
+    body = _Body(names, engine, program.device, cells)
     blocks = [block for place, entry in enumerate(entries) if (block := body.block(place, entry))]
     notes = (*_notes(program, entries), *_ipython_notes(cells.values()))
     start = _start(program.ranks_per_host)
@@ -87,9 +88,9 @@ def write_script(program: Program, engine: str, name: str) -> Script:
 class _Body:
     """Writer of the entries of a program, one block of lines each."""
 
-    def __init__(self, names: ScriptNames, engine: str, cells: dict[int, CellCode]) -> None:
+    def __init__(self, names: ScriptNames, engine: str, kind: str, cells: dict[int, CellCode]) -> None:
         self._names, self._cells = names, cells
-        self.sharding = ShardingCode(names, engine)
+        self.sharding = ShardingCode(names, engine, kind)
         self.has_losses = False
 
     def block(self, place: int, entry: Entry) -> str:
@@ -225,14 +226,14 @@ def _setup(kind: str, names: ScriptNames) -> Iterator[str]:
 
 
 def _device(kind: str, torch: str, dist: str, os_: str) -> Iterator[str]:
-    if kind == "cpu":
+    if kind == HOST:
         yield f'device = {torch}.device("cpu")'
     else:
         yield f'device = {torch}.device("{kind}", int({os_}.environ["LOCAL_RANK"]))'
         yield f"{torch}.{kind}.set_device(device)"
     yield f'num_threads = ({os_}.cpu_count() or 1) // int({os_}.environ["LOCAL_WORLD_SIZE"])'
     yield f"{torch}.set_num_threads(max(1, num_threads))"
-    yield f'{dist}.init_process_group("{"gloo" if kind == "cpu" else "nccl"}")'
+    yield f'{dist}.init_process_group("{"gloo" if kind == HOST else "nccl"}")'
 
 
 def _run_steps(names: ScriptNames) -> str:

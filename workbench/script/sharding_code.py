@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from workbench.devices import HOST
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply, to_text
 from workbench.protocol.policy import (
@@ -118,13 +119,14 @@ class ShardingCode:
     Args:
         names: the names of the script.
         engine: ``workbench`` or ``torch``.
+        kind: kind of the ranks' device.
 
     Attributes:
         helpers: definitions of the functions that the lines call, by their usual names.
     """
 
-    def __init__(self, names: ScriptNames, engine: str) -> None:
-        self._names, self._engine = names, engine
+    def __init__(self, names: ScriptNames, engine: str, kind: str) -> None:
+        self._names, self._engine, self._kind = names, engine, kind
         self.helpers: dict[str, str] = {}
         self._helper_names: dict[str, str] = {}
         self._known: dict[str, Shard] = {}  # the policy of each model that a command has sharded
@@ -206,19 +208,7 @@ class ShardingCode:
         arguments.append(f"device_mesh={mesh}")
         if self._is_torch:
             arguments.append(f"device_id={names.own('device')}")  # else it takes no CPU
-        if command.strategy:
-            strategies = names.imported("ShardingStrategy")
-            arguments.append(f"sharding_strategy={strategies}.{STRATEGIES[command.strategy]}")
-        precision = PrecisionNames.parse(command.mp)
-        if precision != PrecisionNames():
-            dtypes = self._dtypes(replace(precision, output=""))
-            arguments.append(f"mixed_precision={names.imported('MixedPrecision')}({', '.join(dtypes)})")
-        if command.offload:
-            arguments.append(f"cpu_offload={names.imported('CPUOffload')}(offload_params=True)")
-        if command.prefetch:
-            arguments.append("forward_prefetch=True")
-        if command.orig_params:
-            arguments.append("use_orig_params=True")
+        arguments += self._classic_options(command)
         if ignored:
             arguments.append(f"ignored_states={ignored}")
         lines = call(names.imported("FullyShardedDataParallel"), arguments, before=f"{model} = ")
@@ -226,6 +216,20 @@ class ShardingCode:
             lines.insert(0, f"{optimizers} = {self._optimizers_of(model)}")
             lines.append(f"{names.imported('rewrap_optimizers')}({model}, {optimizers})")
         return lines
+
+    def _classic_options(self, command: Shard) -> list[str]:
+        imported, found = self._names.imported, []
+        if command.strategy:
+            found.append(f"sharding_strategy={imported('ShardingStrategy')}.{STRATEGIES[command.strategy]}")
+        if dtypes := self._dtypes(PrecisionNames.parse(command.mp)):
+            found.append(f"mixed_precision={imported('MixedPrecision')}({', '.join(dtypes)})")
+        if command.offload:
+            found.append(f"cpu_offload={imported('CPUOffload')}(offload_params=True)")
+        if command.prefetch:
+            found.append("forward_prefetch=True")
+        if command.orig_params:
+            found.append("use_orig_params=True")
+        return found
 
     # ---- reshard and unshard
 
@@ -253,7 +257,7 @@ class ShardingCode:
             mesh=as_mesh(now.mesh) if now.mesh else (),
             prefetch=now.prefetch,
         )
-        return self._reshard_module(command, is_known=before is not None)
+        return self._reshard_module(command, reply, is_known=before is not None)
 
     def _shard_anew(self, command: Reshard, entry: CompletedCommand) -> list[str]:
         """Return lines that unshard a model and shard it again, as ranks do if it is or becomes classic."""
@@ -276,7 +280,7 @@ class ShardingCode:
         reply: ShardReply = entry.reply
         return [*self._plain(command.model, was, has_optimizers=bool(reply.optimizers)), *self._shard(wanted, reply)]
 
-    def _reshard_module(self, command: Reshard, *, is_known: bool) -> list[str]:
+    def _reshard_module(self, command: Reshard, reply: ShardReply, *, is_known: bool) -> list[str]:
         names, model = self._names, expression(command.model)
         arguments = [model]
         lines: list[str] = []
@@ -291,9 +295,9 @@ class ShardingCode:
         if mp_policy := self._changed_precision(precision, model, wraps=bool(command.wrap), is_known=is_known):
             arguments.append(mp_policy)
         self._casts_output |= bool(precision.get("output"))
-        reshards = [each for each in arguments if not each.startswith("prefetch")]
-        if len(reshards) > 1:
-            lines += call(names.imported("reshard_module"), [*reshards, f"optimizers={self._optimizers_of(model)}"])
+        if len(arguments) > 1:
+            arguments += [f"optimizers={self._optimizers_of(model)}"] if reply.optimizers else []
+            lines += call(names.imported("reshard_module"), arguments)
         ahead = self._known[command.model].prefetch
         if command.prefetch is not None or (ahead and command.wrap):
             lines += self._prefetch(model, ahead)
@@ -394,7 +398,10 @@ class ShardingCode:
             found["reshard_after_forward"] = _AFTER_FORWARD[after] if isinstance(after, str) else str(after)
         if command.offload is not type(command).offload:
             policy = "CPUOffloadPolicy" if command.offload else "OffloadPolicy"
-            found["offload_policy"] = f"{self._names.imported(policy)}()"
+            unpinned = (
+                "pin_memory=False" if self._is_torch and self._kind == HOST else ""
+            )  # torch's needs an accelerator
+            found["offload_policy"] = f"{self._names.imported(policy)}({unpinned})"
         return found
 
     def _precision(self, variable: str, precision: PrecisionNames) -> tuple[list[str], list[str]]:

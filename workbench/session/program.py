@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.devices import HOST
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import Command, Step
 from workbench.protocol.rank_messages import ModelPolicy
@@ -71,7 +72,7 @@ class Program:
         under_way: name of the request under way; empty: none.
     """
 
-    device: str = "cpu"
+    device: str = HOST
     ranks_per_host: tuple[int, ...] = ()
     is_attached: bool = False
     entries: tuple[Entry, ...] = ()
