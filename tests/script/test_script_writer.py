@@ -216,7 +216,9 @@ def test_torchs_setters():
     assert "\nmodel.blocks[1].set_reshard_after_forward(True, recurse=False)\n" in found
     again = shards(reshard_after_forward="false")
     found = text(MODEL, shards(), steps(), unshards(), again, engine="torch")
-    assert "\nmodel.set_reshard_after_forward(False)\n" in found
+    assert block("%fsdp reshard model --reshard-after-forward false", found) == [
+        "model.set_reshard_after_forward(False)"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,12 @@ def test_what_fails_is_left_out(wb):
 def test_the_finished_steps_of_an_aborted_command_count(wb):
     fake = wb.fakes[-1]
     fake.sharded()
-    trains = fake.trains(2)
+    trains, record_step = fake.trains(5), fake.on_drain
+    fake.on_drain = lambda: None
     fake.script["step"] = [lambda *call: (trains(*call), blocks(*call))] * 2
     wb.step(5, background=True)
+    record_step()
+    record_step()
     wait_until(lambda: wb.pulse().under_way.progress.done == 2)
     assert wb.program.under_way == "%fsdp step 5 --background"
     wb.abort()

@@ -148,7 +148,11 @@ def _with_setters(entries: Sequence[Entry]) -> list[Entry]:
             continue
         after, ahead = before.reshard_after_forward, before.prefetch
         if now.api != CLASSIC and replace(now, reshard_after_forward=after, prefetch=ahead) == before:
-            reshard = Reshard(now.model, reshard_after_forward=now.reshard_after_forward, prefetch=now.prefetch)
+            reshard = Reshard(
+                now.model,
+                reshard_after_forward="" if now.reshard_after_forward == after else now.reshard_after_forward,
+                prefetch=None if now.prefetch == ahead else now.prefetch,
+            )
             kept[-2:] = [replace(entry, command=reshard)]
     return kept
 
