@@ -398,9 +398,8 @@ class ShardingCode:
             found["reshard_after_forward"] = _AFTER_FORWARD[after] if isinstance(after, str) else str(after)
         if command.offload is not type(command).offload:
             policy = "CPUOffloadPolicy" if command.offload else "OffloadPolicy"
-            unpinned = (
-                "pin_memory=False" if self._is_torch and self._kind == HOST else ""
-            )  # torch's needs an accelerator
+            # torch's policy pins memory by default, and fails without an accelerator
+            unpinned = "pin_memory=False" if self._is_torch and self._kind == HOST else ""
             found["offload_policy"] = f"{self._names.imported(policy)}({unpinned})"
         return found
 
