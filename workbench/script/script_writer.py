@@ -72,7 +72,7 @@ def write_script(program: Program, engine: str, name: str) -> Script:
         entries = _with_setters(entries)
     if not any(isinstance(entry, CompletedCell) for entry in entries):
         raise UsageError(
-            "nothing to write: a script needs a %%fsdp cell that all ranks have completed since they were started"
+            "nothing to write: a script needs a %%fsdp cell that all ranks have completed since their start"
         )
     cells = {place: cell_code(entry.code) for place, entry in enumerate(entries) if isinstance(entry, CompletedCell)}
     names = ScriptNames(cells.values(), engine)
