@@ -7,7 +7,8 @@ import pytest
 
 from tests.helpers.trace_strategies import example_trace
 from workbench import __version__, cli, demo, doctor
-from workbench.demo import DemoError
+from workbench.demo import Communication, DemoError, DemoReport
+from workbench.doctor import Diagnosis, Finding, Verdict
 from workbench.errors import UsageError
 from workbench.trace import save
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart
@@ -143,10 +144,18 @@ def test_lab_copies_the_tour_of_a_wheel_once_and_reports_it(tmp_path, monkeypatc
     assert capsys.readouterr().err == f"The tour was copied to {here / cli.TOUR}\n"
 
 
+def demo_report(folder, as_expected=True):
+    sent = Communication(
+        num_steps=1, calls=9, num_bytes=100, expected_calls=9 if as_expected else 8, expected_bytes=100
+    )
+    files = {"page": folder / "tour.html", "trace": folder / "tour.trace"}
+    return DemoReport(**files, seconds=1.5, communication=sent, losses=((3.0, 3.3),))
+
+
 @pytest.mark.parametrize(("as_expected", "code"), [(True, 0), (False, 1)])
 def test_demo_fails_if_the_counts_are_wrong(as_expected, code, tmp_path, monkeypatch, capsys):
     given = []
-    monkeypatch.setattr(demo, "run", lambda *args: given.append(args) or as_expected)
+    monkeypatch.setattr(demo, "run", lambda *args: given.append(args[:2]) or demo_report(tmp_path, as_expected))
     assert cli.main(["demo", "--out", str(tmp_path)]) == code
     assert given == [(cli.find_tour(), tmp_path)]
     assert ("differ from the expected ones" in capsys.readouterr().err) is not as_expected
@@ -172,7 +181,8 @@ def test_a_missing_package_is_a_sentence(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("well", "code"), [(True, 0), (False, 1)])
 def test_the_exit_status_of_doctor(well, code, monkeypatch):
-    monkeypatch.setattr(doctor, "run", lambda: well)
+    found = Diagnosis((Finding("python", Verdict.GOOD if well else Verdict.BAD, "3.12"),))
+    monkeypatch.setattr(doctor, "run", lambda: found)
     assert cli.main(["doctor"]) == code
 
 

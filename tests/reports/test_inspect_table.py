@@ -87,7 +87,7 @@ def test_other_states():
     assert flat["this shard", "elements"] == "8-15 of 32"
     assert ("this shard", "rows") not in flat
     assert unit_of(FOUND) == "blocks.1 of model; 32x16 in all"
-    assert unit_of(replace(FOUND, trainable=False, global_shape=(), model="", unit="")) == (
+    assert unit_of(replace(FOUND, trainable=False, global_shape=(), model="", unit="(root)")) == (
         "(root) of a model; a scalar in all, not trained"
     )
 

@@ -6,17 +6,16 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.events import Edge, Kind, unit_words
+from workbench.events import Edge, Kind, Phase, unit_words
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.rank_messages import Hold, Position, Thread
 from workbench.replay.grouping import by_value, label
 from workbench.reports.inspect_table import table_of, unit_of
 from workbench.reports.results import Report
-from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of, unit_names
+from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of
 from workbench.reports.tables import Table
 from workbench.reports.threads import lines_of
-from workbench.trace.schema import Header
 from workbench.views.theme import format_duration, plural
 
 
@@ -30,6 +29,9 @@ class StopReport(Report):
         reasons: the breakpoints that hold them, as text.
     """
 
+    computed = (*Report.computed, "rows")
+    internal = ("stop",)
+
     stop: StopGroup
     words: str
     reasons: tuple[str, ...] = ()
@@ -38,6 +40,11 @@ class StopReport(Report):
     def headline(self) -> str:
         """The result in one sentence."""
         return str(self.stop)
+
+    @property
+    def rows(self) -> tuple[WhereRow, ...]:
+        """The position of each rank that has not finished the request."""
+        return tuple(row_of(rank, at, self.stop.units) for rank, at in sorted(self.stop.positions.items()))
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the reasons, and what the user can do now."""
@@ -85,37 +92,43 @@ WHERE_COLUMNS = ("rank", "state", "step", "phase", "unit", "event", "since")
 
 @dataclass(frozen=True, kw_only=True)
 class WhereRow:
-    """The position of one rank; unknown texts are empty.
+    """The position of one rank.
 
     Attributes:
         rank: global rank.
-        state: held, waiting, running, starting, idle, no answer, gone.
-        step: training step.
-        phase: of the step.
-        unit: name.
-        event: the newest event, or the one it is held before.
-        since: how long it has been there.
+        state: what it is doing.
+        step: training step; None: outside.
+        phase: of the step; None: unknown.
+        unit: name of the unit; None: none.
+        kind: kind of the newest event, or of the one it is held before; None: unknown.
+        event: that event as text; empty: unknown.
+        breakpoint: number of the breakpoint that holds it, 0 for ``step --until``; None: no breakpoint does.
+        for_ns: how long it has been there, in nanoseconds; None: unknown.
         stacks: its Python threads, the main one first; empty if not requested.
     """
 
     rank: int
-    state: str
-    step: str = ""
-    phase: str = ""
-    unit: str = ""
+    state: State
+    step: int | None = None
+    phase: Phase | None = None
+    unit: str | None = None
+    kind: Kind | None = None
     event: str = ""
-    since: str = ""
+    breakpoint: int | None = None
+    for_ns: int | None = None
     stacks: tuple[Thread, ...] = ()
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of :data:`WHERE_COLUMNS`."""
-        return (str(self.rank), self.state, self.step, self.phase, self.unit, self.event, self.since)
+        step, since = "" if self.step is None else str(self.step), format_duration(self.for_ns or 0)
+        phase = "" if self.phase is None else self.phase.words
+        return (str(self.rank), self.state, step, phase, self.unit or "", self.event, since if self.event else "")
 
 
 def row_of(
     rank: int,
     position: Position,
-    header: Header,
+    units: Mapping[int, str],
     stacks: tuple[Thread, ...] = (),
     state: State | None = None,
 ) -> WhereRow:
@@ -124,13 +137,13 @@ def row_of(
     Args:
         rank: the rank.
         position: its position.
-        header: of its trace.
+        units: names of units by index.
         stacks: its Python threads.
         state: what it is doing; None: taken from the position.
     """
     state = state or state_of(position)
     held, step = position.held, position.place.step
-    row = WhereRow(rank=rank, state=state, step=str(step) if step >= 0 else "", stacks=stacks)
+    row = WhereRow(rank=rank, state=state, step=step if step >= 0 else None, stacks=stacks)
     event = held or position.newest  # the next event of a held rank, the newest one of others
     if event is None or state == "idle":  # its newest event belongs to a finished step
         return row
@@ -138,13 +151,15 @@ def row_of(
         what = _held_at(held)
     else:
         what = f"{'start of ' if event.edge is Edge.BEGIN else ''}{event_words(event.kind, event.edge, None)}"
-    unit = unit_names(header).get(event.unit)
+    unit = units.get(event.unit)
     return replace(
         row,
-        phase=event.phase.words,
-        unit="" if unit is None else unit_words(unit),
+        phase=event.phase,
+        unit=None if unit is None else unit_words(unit),
+        kind=event.kind,
         event=what,
-        since=format_duration(max(position.now_ns - event.since_ns, 0)),
+        breakpoint=None if held is None else held.breakpoint,
+        for_ns=max(position.now_ns - event.since_ns, 0),
     )
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from workbench.events import Unit
+from workbench.events import Unit, unit_words
 from workbench.protocol.commands import (
     Command,
     ModelSharding,
@@ -48,7 +48,15 @@ _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
 
 class Report(ABC):
-    """Base of all reports: a headline, and facts as (name, value) pairs. All plain text."""
+    """Base of all reports: a headline, and facts as (name, value) pairs. All plain text.
+
+    Attributes:
+        computed: properties that its JSON object has in addition to its fields.
+        internal: fields that its JSON object does not have.
+    """
+
+    computed: ClassVar[tuple[str, ...]] = ("headline", "problem")
+    internal: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -133,7 +141,7 @@ class ShardedModel:
 
     Attributes:
         name: its variable on the ranks; empty if unknown.
-        units: names of its units, root ``""`` included, from the top of the model.
+        units: names of its units, ``(root)`` included, from the top of the model.
         policy: how they are stored and computed, a phrase each; empty for the default.
     """
 
@@ -163,7 +171,7 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Sh
     return tuple(
         ShardedModel(
             name=name,
-            units=tuple(sorted((unit.name for unit in units), key=by_number)),
+            units=tuple(map(unit_words, sorted((unit.name for unit in units), key=by_number))),
             policy=tuple(policy_words(units)),
         )
         for (name, _), units in parts.items()
@@ -345,6 +353,8 @@ class StepReport(Report):
         not_finite: from which step on, and on which rank first, the loss is not finite; empty if it is.
         unreduced: which units hold unreduced gradients, on which ranks, and what to do; empty if none.
     """
+
+    computed = (*Report.computed, "median_seconds")
 
     steps_done: int
     losses: tuple[float | None, ...] | None

@@ -316,13 +316,13 @@ class Session:
         positions = self.positions(timeout_s=timeout_s)
         self._renew_stop(positions)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
-        header = self.trace.header
+        units = unit_names(self.trace.header)
         rows = []
         for rank, alive in enumerate(self.cluster.alive()):
             found = threads.get(rank, ())
             if rank in positions:
                 state = self.state(rank, positions[rank])
-                rows.append(row_of(rank, positions[rank], header, found, state))
+                rows.append(row_of(rank, positions[rank], units, found, state))
             else:
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
         return WhereReport(rows=tuple(rows), obstacle=self.obstacle)
