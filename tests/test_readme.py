@@ -1,6 +1,7 @@
 """The claims of README.md and docs/: commands, code, lines, links, file names."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -9,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import documents
+from tests.helpers import documents, json_schema
 from tests.helpers.package_source import PACKAGE, REPO, sources
 from workbench.cli import main
 from workbench.magics import command_lines
 from workbench.protocol import commands
 
 OF_IPYPARALLEL = {"ipcontroller_config.py", "ipengine_config.py"}
+
+
+def test_the_documents_of_json_are_valid():
+    shown = documents.blocks("json", documents.documents()[REPO / "docs" / "machines.md"])
+    assert [json_schema.check(json.loads(each))["command"] for each in shown] == ["break", "step"]
 
 
 def make_targets():
@@ -76,7 +82,7 @@ def test_the_cells_of_the_notebook_snippets_parse():
     assert cells
     for cell in cells:
         body = cell.partition("\n")[2] if cell.startswith("%%") else cell
-        ast.parse("\n".join(line for line in body.splitlines() if not line.startswith("%")))
+        ast.parse("\n".join(line for line in body.splitlines() if not re.match(r"(\w+ = )?%", line)))
 
 
 def test_the_programs_parse():
