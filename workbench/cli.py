@@ -194,12 +194,12 @@ def _view(args: argparse.Namespace) -> int:
     from workbench.export import export  # noqa: PLC0415 - loaded when used
     from workbench.session.trace_selectors import opened_with_notes  # noqa: PLC0415
 
-    trace, notes = opened_with_notes(args.trace)
-    for note in notes:
+    opened = opened_with_notes(args.trace)
+    for note in opened.notes:
         sys.stderr.write(f"note: {_printable(note)}\n")
-    report = export(trace, args.out or Path(args.trace).resolve().name + ".html", args.steps)
+    report = export(opened.trace, args.out or Path(args.trace).resolve().name + ".html", args.steps)
     if args.json:
-        _write_document(args, report, notices=notes)
+        _write_document(args, report, notices=opened.notes)
     else:
         sys.stdout.write(f"{report}\n")
     return 0

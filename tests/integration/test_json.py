@@ -34,11 +34,11 @@ def test_the_documents_of_a_session(tmp_path):
             assert report("%fsdp comms --json", "CommsReport")["as_expected"]
             assert report("%fsdp verify --json", "VerifyReport")["ok"]
             stop = report("%fsdp step --until backward:blocks.1 --json", "StopReport")
-            assert {(row["state"], row["unit"], row["kind"]) for row in stop["rows"]} == {
+            assert {(row["state"], row["unit"], row["kind"]) for row in stop["ranks"]} == {
                 ("held", "blocks.1", "backward")
             }
             where = report("%fsdp where --stacks --json", "WhereReport")
-            assert all(row["stacks"][0]["is_main"] for row in where["rows"])
+            assert all(row["stacks"][0]["is_main"] for row in where["ranks"])
             fqn = sharded_param(report("%fsdp layout --unit blocks.1 --json", "LayoutReport"))
             found = report(f"%fsdp inspect {fqn} --json", "InspectReport")["by_rank"]
             assert {own["unit"] for own in found.values()} == {"blocks.1"}

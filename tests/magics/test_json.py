@@ -129,7 +129,7 @@ def test_numbers_are_numbers_and_names_are_names(trained):
 
 
 def test_a_stop_says_where_each_rank_is(stopped):
-    rows = read(stopped.ok("%fsdp next --json"))["report"]["rows"]
+    rows = read(stopped.ok("%fsdp next --json"))["report"]["ranks"]
     assert [(row["rank"], row["state"], row["step"]) for row in rows] == [(rank, "held", 0) for rank in range(4)]
     assert all(isinstance(row["for_ns"], int) for row in rows)
     inspected = read(stopped.ok("%fsdp inspect head.weight --json"))["report"]["by_rank"]

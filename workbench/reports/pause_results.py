@@ -25,15 +25,15 @@ class StopReport(Report):
 
     Attributes:
         stop: where they are stopped.
-        words: the request, as text.
+        request: the request, as text.
         reasons: the breakpoints that hold them, as text.
     """
 
-    computed = (*Report.computed, "rows")
+    computed = (*Report.computed, "ranks")
     internal = ("stop",)
 
     stop: StopGroup
-    words: str
+    request: str
     reasons: tuple[str, ...] = ()
 
     @property
@@ -42,7 +42,7 @@ class StopReport(Report):
         return str(self.stop)
 
     @property
-    def rows(self) -> tuple[WhereRow, ...]:
+    def ranks(self) -> tuple[WhereRow, ...]:
         """The position of each rank that has not finished the request."""
         return tuple(row_of(rank, at, self.stop.units) for rank, at in sorted(self.stop.positions.items()))
 
@@ -52,7 +52,7 @@ class StopReport(Report):
         waited = self.stop.synchronised
         device = [("device", f"synchronised on {label(waited)}: all enqueued work is done")] if waited else []
         now = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"
-        return [*why, *device, ("under way", self.words), ("now", now)]
+        return [*why, *device, ("under way", self.request), ("now", now)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,15 @@ class BackgroundReport(Report):
     """Ranks work in the background.
 
     Attributes:
-        words: the request, as text.
+        request: the request, as text.
     """
 
-    words: str
+    request: str
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        return f"{self.words} runs in the background: %fsdp pause stops inside it, %fsdp abort aborts it"
+        return f"{self.request} runs in the background: %fsdp pause stops inside it, %fsdp abort aborts it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,8 @@ class EndReport(Report):
     Attributes:
         sentence: how it ended.
     """
+
+    internal = ("sentence",)
 
     sentence: str
 
@@ -176,11 +178,11 @@ class WhereReport(Report):
     """Where every rank is: a table.
 
     Attributes:
-        rows: one per rank.
+        ranks: one row per rank.
         obstacle: why no step is possible any more, and what to do; empty if unknown.
     """
 
-    rows: tuple[WhereRow, ...]
+    ranks: tuple[WhereRow, ...]
     obstacle: str = ""
 
     @property
@@ -189,9 +191,9 @@ class WhereReport(Report):
         return "; ".join(filter(None, [self._states(), self.obstacle]))
 
     def _states(self) -> str:
-        states = by_value((row.rank, row.state) for row in self.rows)
+        states = by_value((row.rank, row.state) for row in self.ranks)
         if len(states) == 1:
-            return f"{plural(len(self.rows), 'rank')} {next(iter(states))}"
+            return f"{plural(len(self.ranks), 'rank')} {next(iter(states))}"
         return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
 
     def __str__(self) -> str:
@@ -199,10 +201,10 @@ class WhereReport(Report):
         return "\n".join([self.headline, *table, *self._stack_lines()])
 
     def _table(self) -> Table:
-        return Table(head=WHERE_COLUMNS, rows=[row.cells() for row in self.rows])
+        return Table(head=WHERE_COLUMNS, rows=[row.cells() for row in self.ranks])
 
     def _stack_lines(self) -> list[str]:
-        return lines_of({row.rank: row.stacks for row in self.rows})
+        return lines_of({row.rank: row.stacks for row in self.ranks})
 
     def _repr_html_(self) -> str:
         lines = self._stack_lines()
@@ -243,12 +245,12 @@ class EvalReport(Report):
     Attributes:
         expr: the expression.
         texts: its value as text, by rank.
-        others: ranks that are not held in the gate and were not queried.
+        not_queried: ranks that are not held in the gate and were not queried.
     """
 
     expr: str
     texts: Mapping[int, str]
-    others: Sequence[int] = ()
+    not_queried: Sequence[int] = ()
 
     @property
     def headline(self) -> str:
@@ -263,7 +265,7 @@ class EvalReport(Report):
         """Return the value of each rank, equal values once; none if all agree."""
         groups = by_value(sorted(self.texts.items()))
         values = [(label(ranks), text.rstrip()) for text, ranks in groups.items()] if len(groups) > 1 else []
-        return [*values, *_left_out(self.others)]
+        return [*values, *_left_out(self.not_queried)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,12 +275,12 @@ class InspectReport(Report):
     Attributes:
         fqn: its name.
         by_rank: the reply of each rank.
-        others: ranks that are not held in the gate and were not queried.
+        not_queried: ranks that are not held in the gate and were not queried.
     """
 
     fqn: str
     by_rank: Mapping[int, InspectReply]
-    others: Sequence[int] = ()
+    not_queried: Sequence[int] = ()
 
     @property
     def headline(self) -> str:
@@ -289,7 +291,7 @@ class InspectReport(Report):
         """Return its unit, and why its full parameter is in memory or not, equal texts once."""
         units = by_value((rank, unit_of(found)) for rank, found in sorted(self.by_rank.items()))
         whys = by_value((rank, found.full.why) for rank, found in sorted(self.by_rank.items()))
-        values = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
+        values = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.not_queried)]
         return [(name, text) for name, text in values if text]
 
     def __str__(self) -> str:
@@ -306,6 +308,8 @@ class BackReport(Report):
     Attributes:
         sentence: its new position.
     """
+
+    internal = ("sentence",)
 
     sentence: str
 

@@ -41,6 +41,8 @@ class ViewReport(Report):
         subtitle: the figure's subtitle, sentences between middle dots.
     """
 
+    internal = ("title",)
+
     title: str
     subtitle: str
 
