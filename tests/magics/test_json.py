@@ -7,6 +7,7 @@ import pytest
 from tests.helpers import json_schema
 from tests.helpers.fake_cluster import SHARD_RESULT, blocks, gives, inside, prints, raises, step_result, writes
 from tests.reports.test_inspect_table import FOUND
+from tests.test_cli import record
 from workbench.cluster.pending_replies import Output
 from workbench.codec import encode
 from workbench.errors import RankDied, RankError, UsageError
@@ -147,6 +148,13 @@ def test_a_trace_opens_without_ranks(trained, tmp_path):
     trained.ok(f"%fsdp export {tmp_path}/run.trace\n%fsdp stop")
     assert read(trained.ok(f"%fsdp open {tmp_path}/run.trace --json"))["report"]["steps"] == [0, 1, 2]
     assert read(trained.ok("%fsdp status --json"))["report"]["record"] == "run.trace"
+
+
+def test_where_the_ranks_of_an_opened_recording_are(bare, tmp_path):
+    record(tmp_path, ranks=[0])
+    assert "no readable recording of rank 1" in read(bare.ok(f"%fsdp open {tmp_path} --json"))["report"]["notes"][0]
+    found = read(bare.ok("%fsdp where --json"))
+    assert (found["type"], [row["rank"] for row in found["report"]["ranks"]]) == ("RunWhereReport", [0])
 
 
 def test_output_of_ranks_does_not_mix_with_the_document(notebook):

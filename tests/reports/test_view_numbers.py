@@ -48,6 +48,14 @@ def test_wrong_options_are_refused_as_by_the_figure():
         numbers("memory", TRACE, step=9)
     with pytest.raises(UsageError, match="there is no unit 'head'"):
         numbers("comms", TRACE, unit="head")
+    with pytest.raises(UsageError, match="there is no view 'memmory'; did you mean 'memory'"):
+        numbers("memmory", TRACE)
+
+
+def test_a_view_without_numbers_says_so(monkeypatch):
+    monkeypatch.setitem(VIEWS, "gantt", VIEWS["timeline"])
+    with pytest.raises(UsageError, match="gantt only draws"):
+        numbers("gantt", TRACE)
 
 
 def test_layout():

@@ -8,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from workbench.errors import UsageError
 from workbench.events import Category, Kind, Phase, Unit, UnitState, unit_words
 from workbench.replay import memory, process, states, training
 from workbench.replay.clock_error import error_ns
@@ -56,9 +57,12 @@ def numbers(name: str, trace: Trace, **options: Any) -> ViewReport:  # noqa: ANN
     """Return the numbers behind the figure that :func:`workbench.views.draw` draws; it takes the same arguments.
 
     Raises:
-        UsageError: as for the figure.
+        UsageError: as for the figure, or the view only draws.
     """
-    return _MAKERS[name](trace, _words(draw(name, trace, **options)), **options)
+    words = _words(draw(name, trace, **options))
+    if name not in _MAKERS:
+        raise UsageError(f"{name} only draws: it has no numbers as JSON")
+    return _MAKERS[name](trace, words, **options)
 
 
 def _words(fig: go.Figure) -> dict[str, str]:
