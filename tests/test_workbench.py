@@ -342,7 +342,16 @@ def test_do_takes_the_command_itself(trained):
                 "them: reduce=off; the dtypes are bf16, fp16, fp32, fp64; got 'half'"
             ),
         ),
-        (lambda wb: wb.shard("model", speed=3), "Shard.__init__() got an unexpected keyword argument 'speed'"),
+        (lambda wb: wb.unshard("model", speed=3), "unshard() has no argument 'speed'; the arguments are: model"),
+        (
+            lambda wb: wb.reshard("model", reshard_after=True),
+            (
+                "reshard() has no argument 'reshard_after', did you mean 'reshard_after_forward'? the arguments are: "
+                "model, wrap, mesh, reshard_after_forward, api, strategy, orig_params, mp, offload, prefetch"
+            ),
+        ),
+        (lambda wb: wb.shard(), "shard(): missing a required argument: 'model'"),
+        (lambda wb: wb.unshard("model", "other"), "unshard(): too many positional arguments"),
         (
             lambda wb: wb.reshard("model"),
             "nothing is sharded yet, so there is nothing to reshard: first %fsdp shard model",

@@ -12,6 +12,7 @@ that need a browser or a cluster, and with :data:`ALSO`. Where these are many, n
 import argparse
 import itertools
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,13 @@ def _run(jobs: int, *names: str, check: bool = True) -> None:
         )
 
 
+def _failure(tests: Sequence[str]) -> str:
+    """Return why no change could be tried, in one sentence."""
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", (COPY / "log").read_text(), re.MULTILINE)
+    what = f"tests fail without any change: {', '.join(failed)}" if failed else f"mutmut cannot run {' '.join(tests)}"
+    return f"{what}; {(COPY / 'log').relative_to(REPO)} says why"
+
+
 def _outcomes() -> dict[str, str]:
     return dict(line.strip().split(": ") for line in _output_of("results", "--all", "true"))
 
@@ -143,7 +151,10 @@ def _lines(arguments: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Report the survivors of each file; return 1 where less than ``--least`` of the changes were noticed."""
+    """Report the survivors of each file; return 1 where less than ``--least`` of the changes were noticed.
+
+    2 is returned where none could be tried, as the tests fail without any.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.mutants", description=__doc__)
     parser.add_argument("files", nargs="+", help="files, or patterns of files, of workbench/")
     parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at the same time (default: 2)")
@@ -160,7 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, str] = {}
     tests_of: Callable[[str], list[str]] = (lambda _: args.tests) if args.tests else mirrored
     for tests, alike in itertools.groupby(sorted(files, key=tests_of), key=tests_of):
-        outcomes = mutate(list(alike), tests, args.jobs, args.sample, args.seed)
+        try:
+            outcomes = mutate(list(alike), tests, args.jobs, args.sample, args.seed)
+        except subprocess.CalledProcessError:
+            print(_failure(tests), file=sys.stderr)  # noqa: T201
+            return 2
         found |= outcomes
         for name, outcome in outcomes.items():
             if outcome in MISSED:
