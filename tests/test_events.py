@@ -84,6 +84,10 @@ def test_tables_cover_every_kind(kind):
         assert bool(after.reducing) == info.is_reduction
 
 
+def test_side_information_is_not_counted_as_progress():
+    assert {kind.name for kind in BESIDE} == {"ALLOC", "FREE", "GATE", "METRIC", "LOG", "RESIDENT", "DEVICE"}
+
+
 def test_every_colour_is_used_and_there():
     used = {member.info.colour for words in (Kind, Category, UnitState) for member in words}
     assert used == set(Colour) == set(theme.COLOURS)

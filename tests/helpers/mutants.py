@@ -48,7 +48,12 @@ source_paths=
     workbench
 only_mutate=
     {files}
+also_copy=
+    {others}
 process_isolation=forkserver
+forkserver_warmup=import
+preload_modules_file=preloaded
+debug=true
 timeout_constant=5
 timeout_multiplier=4
 pytest_add_cli_args=
@@ -60,13 +65,19 @@ pytest_add_cli_args=
     no:cacheprovider
     --ignore
     tests/runtime/test_held_jobs.py
+    --deselect
+    tests/test_events.py::test_a_kind_is_one_row
 pytest_add_cli_args_test_selection=
     {tests}
 """
 """A server forks: ranks that tests keep for the next one would not have the change.
 
-One file is left out: it numbers the frames of calls, and a function that can be changed has two more.
+The log names tests that fail. Left out are a file that numbers the frames of calls, as a function that can be changed
+has two more, and a test that adds lines to the text of a source.
 """
+
+PRELOADED = ("hypothesis", "numpy", "plotly.graph_objects", "torch.distributed.tensor")
+"""Imported by the server once for all changes: not the package, as functions called by importing it may be changed."""
 
 MISSED = ("survived", "no tests")
 
@@ -104,8 +115,10 @@ def mutate(
     Raises:
         subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
     """
-    settings = SETTINGS.format(files=_lines(files), markers=MARKERS, tests=_lines(tests))
+    others = sorted({path.name for path in COPY.iterdir()} - {"workbench", "mutants", "log", "setup.cfg", "preloaded"})
+    settings = SETTINGS.format(files=_lines(files), others=_lines(others), markers=MARKERS, tests=_lines(tests))
     (COPY / "setup.cfg").write_text(settings)
+    (COPY / "preloaded").write_text("\n".join(PRELOADED))
     shutil.rmtree(COPY / "mutants", ignore_errors=True)
     _run(jobs, "none", check=False)  # makes the changes; none has this name
     names = list(_outcomes())
