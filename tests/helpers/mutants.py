@@ -67,13 +67,16 @@ pytest_add_cli_args=
     tests/runtime/test_held_jobs.py
     --deselect
     tests/test_events.py::test_a_kind_is_one_row
+    --deselect
+    tests/runtime/test_recorder.py::test_events_from_the_garbage_collector_within_an_append_are_kept
 pytest_add_cli_args_test_selection=
     {tests}
 """
 """A server forks: ranks that tests keep for the next one would not have the change.
 
 The log names tests that fail. Left out are a file that numbers the frames of calls, as a function that can be changed
-has two more, and a test that adds lines to the text of a source.
+has two more; a test that adds lines to the text of a source; and one whose calls from within the garbage collector end
+the process in mutmut's own code.
 """
 
 PRELOADED = ("hypothesis", "numpy", "plotly.graph_objects", "torch.distributed.tensor")
