@@ -51,10 +51,10 @@ only_mutate=
 also_copy=
     {others}
 process_isolation=forkserver
-forkserver_warmup=import
+forkserver_warmup={warmup}
 preload_modules_file=preloaded
 debug=true
-timeout_constant=5
+timeout_constant=30
 timeout_multiplier=4
 pytest_add_cli_args=
     -m
@@ -79,8 +79,11 @@ has two more; a test that adds lines to the text of a source; and one whose call
 the process in mutmut's own code.
 """
 
-PRELOADED = ("hypothesis", "numpy", "plotly.graph_objects", "torch.distributed.tensor")
+PRELOADED = ("hypothesis", "numpy", "plotly.graph_objects")
 """Imported by the server once for all changes: not the package, as functions called by importing it may be changed."""
+
+ON_RANKS = ("workbench/engine/", "workbench/runtime/", "workbench/watch/", "workbench/record/")
+"""Folders whose tests the server collects once for all changes: importing them calls few functions, and takes long."""
 
 MISSED = ("survived", "no tests")
 
@@ -119,7 +122,10 @@ def mutate(
         subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
     """
     others = sorted({path.name for path in COPY.iterdir()} - {"workbench", "mutants", "log", "setup.cfg", "preloaded"})
-    settings = SETTINGS.format(files=_lines(files), others=_lines(others), markers=MARKERS, tests=_lines(tests))
+    warmup = "collect" if all(file.startswith(ON_RANKS) for file in files) else "import"
+    settings = SETTINGS.format(
+        files=_lines(files), others=_lines(others), warmup=warmup, markers=MARKERS, tests=_lines(tests)
+    )
     (COPY / "setup.cfg").write_text(settings)
     (COPY / "preloaded").write_text("\n".join(PRELOADED))
     shutil.rmtree(COPY / "mutants", ignore_errors=True)
@@ -212,7 +218,8 @@ def _noticed(outcomes: Sequence[str]) -> int:
 
 def _rate(name: str, outcomes: Sequence[str]) -> str:
     share = f", {_noticed(outcomes) / len(outcomes):.1%}" if outcomes else ""
-    return f"{name}: {_noticed(outcomes)} of {len(outcomes)} changes noticed{share}"
+    late = f" ({outcomes.count('timeout')} by running out of time)" if "timeout" in outcomes else ""
+    return f"{name}: {_noticed(outcomes)} of {len(outcomes)} changes noticed{share}{late}"
 
 
 if __name__ == "__main__":
