@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from workbench.codec import CodecError, decode, decode_named, encode, sent_number
+from workbench import codec
+from workbench.codec import CodecError, NotFinite, decode, decode_named, encode, sent_number
 
 TOO_LARGE = "is a number of 64 bits; at most 63 and a sign fit"
 NO_PIXELS = memoryview(b"")
@@ -77,6 +78,7 @@ def test_messages_with_a_word_contain_it():
         ({"kind": "tiny"}, "house.kind is 'tiny', expected one of 'small', 'large'"),
         ({"number": None}, "house.number is None, expected int or str"),
         ({"number": 2**63}, f"house.number {TOO_LARGE}"),
+        ({"rooms": [True]}, "house.rooms[0] is True, expected int"),
         ({"rooms": [1, 2**63]}, f"house.rooms[1] {TOO_LARGE}"),
         ({"rooms": [1, -(2**63) - 1]}, f"house.rooms[1] {TOO_LARGE}"),
         ({"counted": {str(2**63): 0.5}}, f"a key of house.counted {TOO_LARGE}"),
@@ -155,6 +157,14 @@ def test_a_text_of_one_of_two_literals_arrives(size):
     assert decode(Box, encode(Box(size)), "box") == Box(size)
 
 
-def test_a_text_outside_of_two_literals_is_refused():
-    with pytest.raises(CodecError, match=r"^box.size is 'huge', expected one of 'small', 'large'$"):
+def test_a_value_outside_of_a_union_is_refused_with_all_that_may_come():
+    with pytest.raises(CodecError, match=r"^box.size is 'huge', expected one of 'small', 'large', ''$"):
         decode(Box, {"size": "huge"}, "box")
+    with pytest.raises(CodecError, match=r"^loss is 'lots', expected one of 'nan', 'inf', '-inf' or float or nothing$"):
+        decode(float | NotFinite | None, "lots", "loss")
+
+
+def test_whole_numbers_are_checked_together(monkeypatch):
+    monkeypatch.setattr(codec, "_decode_plain", None)  # one by one takes long
+    ends = (-(2**63), 2**63 - 1)
+    assert decode(tuple[int, ...], ends, "counts") == ends

@@ -16,12 +16,14 @@ from workbench.events import (
     Category,
     Colour,
     Edge,
+    FlatPart,
     Kind,
     Phase,
     Track,
     UnitState,
     on_track,
     unit_words,
+    within,
 )
 from workbench.trace.keyframe import advance
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, KeyFrame
@@ -82,6 +84,19 @@ def test_tables_cover_every_kind(kind):
         assert after.unit_states == ({0: state} if state is not UnitState.SHARDED else {})
         assert after.bytes_by_category[Category.OTHER] == (8 if info.memory_sign else 0)
         assert bool(after.reducing) == info.is_reduction
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "inside"),
+    [(8, 16, (8, 10)), (0, 8, (4, 8)), (5, 7, (5, 7)), (0, 99, (4, 10)), (0, 4, (4, 4)), (12, 16, (10, 10))],
+)
+def test_the_elements_of_a_part_lie_within_both_bounds(begin, end, inside):
+    part = FlatPart(fqn="w", shape=(2, 3), global_shape=(4, 3), first=4)
+    assert part.within(begin, end) == within(4, 10, begin, end) == inside
+
+
+def test_side_information_is_not_counted_as_progress():
+    assert {kind.name for kind in BESIDE} == {"ALLOC", "FREE", "GATE", "METRIC", "LOG", "RESIDENT", "DEVICE"}
 
 
 def test_every_colour_is_used_and_there():

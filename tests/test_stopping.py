@@ -21,7 +21,7 @@ from tests.helpers.fake_cluster import (
 )
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from tests.reports.test_inspect_table import FOUND, FULL, GATHERED
-from workbench.cluster.pending_replies import Output
+from workbench.cluster.pending_replies import Answer, Output
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.breakpoints import EVENTS, nearest
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
@@ -334,6 +334,38 @@ def test_a_repeated_pause_gives_the_same_report(wb):
     report = wb.step(1, until="forward")
     assert wb.pause() == report
     assert wb.requests("pause") == []
+
+
+def test_a_pause_of_a_step_that_ends_meanwhile_says_so(wb):
+    for rank in range(4):
+        wb.make_late(rank)
+    wb.step(1, background=True)
+
+    def end_it():
+        for gate in wb.fake.gates if wb.requests("pause") else ():
+            gate.end(step_result(1))
+
+    wb.fake.on_drain = end_it
+    assert str(wb.pause()) == "%fsdp step --background has ended"
+
+
+def test_a_step_of_the_previous_notebook_is_named(monkeypatch):
+    monkeypatch.setattr(FakeCluster, "outlives", True)
+    with Bench() as wb:
+        for gate in wb.fake.gates[1:]:
+            gate.begin(Answer())
+            gate.late = True
+        assert wb.pulse().under_way.words == "%fsdp step of the previous notebook"
+        with pytest.raises(UsageError) as caught:
+            wb.pause()
+        assert str(caught.value) == (
+            "the ranks still run %fsdp step of the previous notebook: wait, or abort it: %fsdp abort"
+        )
+        for gate in wb.fake.gates:
+            gate.end(step_result(1))
+        wb.status()
+        with pytest.raises(UsageError, match=r"^nothing to pause: no step is running$"):
+            wb.pause()
 
 
 # ---- what ranks print

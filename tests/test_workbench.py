@@ -189,16 +189,32 @@ def test_status_reports_unmanaged_parameters(trained, tmp_path):
     assert all(note in str(status) for note in status.notes)
 
 
-def test_status_shows_busy_ranks_and_gives_idle_ranks_more_time(trained):
+def test_status_shows_busy_ranks_and_gives_idle_ranks_more_time(trained, monkeypatch):
+    asked, ask = [], trained.fake.ask
+
+    def noted(request, ranks=None, timeout_s=2.0):
+        asked.append((request.word, ranks, timeout_s))
+        return ask(request, ranks, timeout_s)
+
     trained.fake.script["step"] = [returns, returns, computes, computes]
     trained.step(background=True)
     wait_until(lambda: trained._session.request.watch.running == {2, 3})
     trained.fake.silent = {1, 3}
-    trained.fake.patience.clear()
+    monkeypatch.setattr(trained.fake, "ask", noted)
     assert [rank.doing for rank in trained.status().ranks] == ["idle", "", "idle", "busy"]
-    assert [call for call in trained.fake.patience if call[0] == "locate"] == [("locate", waiter.PATIENT_S)]
+    assert [call for call in asked if call[0] == "locate"] == [("locate", [1], waiter.PATIENT_S)]
     trained.fake.silent = set()
     trained.abort()
+
+
+def test_a_plan_needs_the_answer_of_a_rank(wb):
+    command = Shard(model="model", wrap=("Block",))
+    assert wb.plan(command) == wb.fake.job.header.units
+    with pytest.raises(UsageError, match=r"^the model has no module of class Blcok; its classes are: Block \(2\)$"):
+        wb.plan(replace(command, wrap=("Blcok",)))
+    wb.fake.silent = {0}
+    with pytest.raises(UsageError, match=r"^no rank has answered: see %fsdp where$"):
+        wb.plan(command)
 
 
 def test_status_lists_ranks_and_models(wb):
@@ -342,7 +358,16 @@ def test_do_takes_the_command_itself(trained):
                 "them: reduce=off; the dtypes are bf16, fp16, fp32, fp64; got 'half'"
             ),
         ),
-        (lambda wb: wb.shard("model", speed=3), "Shard.__init__() got an unexpected keyword argument 'speed'"),
+        (lambda wb: wb.unshard("model", speed=3), "unshard() has no argument 'speed'; the arguments are: model"),
+        (
+            lambda wb: wb.reshard("model", reshard_after=True),
+            (
+                "reshard() has no argument 'reshard_after', did you mean 'reshard_after_forward'? the arguments are: "
+                "model, wrap, mesh, reshard_after_forward, api, strategy, orig_params, mp, offload, prefetch"
+            ),
+        ),
+        (lambda wb: wb.shard(), "shard(): missing a required argument: 'model'"),
+        (lambda wb: wb.unshard("model", "other"), "unshard(): too many positional arguments"),
         (
             lambda wb: wb.reshard("model"),
             "nothing is sharded yet, so there is nothing to reshard: first %fsdp shard model",

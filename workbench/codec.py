@@ -89,16 +89,12 @@ def decode(kind: Any, data: Any, where: str, buffers: Sequence[memoryview] = ())
             (_key(args[0], key, where), decode(args[1], item, f"{where}[{key}]", buffers)) for key, item in data.items()
         )
         return dict(items)
-    if origin in {UnionType, Union}:
-        return _decode_union(args, data, where, buffers)
+    if origin in {UnionType, Union, Literal}:
+        return _decode_union((kind,) if origin is Literal else args, data, where, buffers)
     return _decode_plain(kind, data, where, buffers)
 
 
 def _decode_plain(kind: Any, data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
-    if get_origin(kind) is Literal:
-        if data not in get_args(kind):
-            raise CodecError(f"{where} is {data!r:.{_SHOWN}}, expected one of {', '.join(map(repr, get_args(kind)))}")
-        return data
     if kind is memoryview:
         _expect(data, (int,), where)
         if not 0 <= data < len(buffers):
@@ -106,7 +102,7 @@ def _decode_plain(kind: Any, data: Any, where: str, buffers: Sequence[memoryview
         return buffers[data]
     is_enum = issubclass(kind, IntEnum)
     _expect(data, (int if is_enum else kind,), where)
-    if is_enum and data not in {int(member) for member in cast("type[IntEnum]", kind)}:
+    if is_enum and data not in list(kind):
         raise CodecError(f"{where} is {data}, not a valid {kind.__name__}")
     if isinstance(data, int):
         _check_size(data, where)
@@ -140,15 +136,16 @@ def decode_named(
 
 
 def _decode_union(args: tuple[Any, ...], data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
-    if any(get_origin(arg) is Literal and data in get_args(arg) for arg in args):
+    texts = tuple(text for arg in args if get_origin(arg) is Literal for text in get_args(arg))
+    if data in texts:
         return data
-    structured = [arg for arg in args if dataclasses.is_dataclass(arg) or get_origin(arg) is not None]
-    plain = tuple(arg for arg in args if arg not in structured)
-    if not structured or type(data) in plain:
-        _expect(data, plain, where)
-        return data if data is None else _decode_plain(type(data), data, where, buffers)
-    words = {cast("Any", arg).word: cast("type", arg) for arg in structured if hasattr(arg, "word")}
-    return decode_named(words, data, where) if words else decode(structured[0], data, where, buffers)
+    plain = tuple(arg for arg in args if get_origin(arg) is None and not dataclasses.is_dataclass(arg))
+    structured = [arg for arg in args if arg not in plain and get_origin(arg) is not Literal]
+    if structured and type(data) not in plain:
+        words = {cast("Any", arg).word: cast("type", arg) for arg in structured if hasattr(arg, "word")}
+        return decode_named(words, data, where) if words else decode(structured[0], data, where, buffers)
+    _expect(data, plain, where, texts)
+    return data if data is None else _decode_plain(type(data), data, where, buffers)
 
 
 def _decode_fields(kind: type[Any], data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
@@ -205,8 +202,9 @@ def _check_size(number: int, where: str) -> None:
         raise CodecError(f"{where} is a number of {number.bit_length()} bits; at most 63 and a sign fit")
 
 
-def _expect(data: Any, kinds: tuple[Any, ...], where: str) -> None:  # noqa: ANN401
-    """Raise unless ``data`` is of exactly one of ``kinds`` (a bool is no int)."""
-    if not any(type(data) is kind for kind in kinds) and not isinstance(data, IntEnum):
-        names = " or ".join("nothing" if kind is NoneType else kind.__name__ for kind in kinds)
-        raise CodecError(f"{where} is {data!r:.{_SHOWN}}, expected {names}")
+def _expect(data: Any, kinds: tuple[Any, ...], where: str, texts: Sequence[str] = ()) -> None:  # noqa: ANN401
+    """Raise unless ``data`` is of exactly one of ``kinds`` (a bool is no int); ``texts`` would have done as well."""
+    if not any(type(data) is kind for kind in kinds):
+        named = [f"one of {', '.join(map(repr, texts))}"] * bool(texts)
+        named += ["nothing" if kind is NoneType else kind.__name__ for kind in kinds]
+        raise CodecError(f"{where} is {data!r:.{_SHOWN}}, expected {' or '.join(named)}")

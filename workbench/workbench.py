@@ -25,7 +25,7 @@ from workbench.cluster.pending_replies import select
 from workbench.cluster.processes import usable_cores
 from workbench.cluster.zygote_cache import KEEPER
 from workbench.devices import AUTO
-from workbench.errors import Interrupted, TraceError, UsageError
+from workbench.errors import Interrupted, TraceError, UsageError, did_you_mean
 from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
@@ -149,15 +149,30 @@ def made(command: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
         raise UsageError(str(error)) from error
 
 
+def _check_arguments(
+    method: str, signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Raise UsageError unless a method of this name and signature takes these arguments."""
+    known = signature.parameters
+    for name in kwargs.keys() - known.keys():
+        near = did_you_mean(name, known) or ";"
+        raise UsageError(f"{method}() has no argument {name!r}{near} the arguments are: {', '.join(known)}")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"{method}(): {error}") from None
+
+
 def on_ranks(command: Callable[P, Command], report: type[R]) -> Callable[Concatenate[Workbench, P], R]:
     """Return a method that runs a command on all ranks; it has the signature and the docstring of the command."""
+    declared = cast("type[Command]", command)
+    signature = inspect.signature(declared)
 
     def method(self: Workbench, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        _check_arguments(declared.word, signature, args, kwargs)
         return cast(R, self.do(made(command, *args, **kwargs)))
 
-    declared = cast("type[Command]", command)
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = inspect.signature(declared)
     method.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[itself, *signature.parameters.values()], return_annotation=report
     )

@@ -26,6 +26,7 @@ from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import Block, Net
 from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
+from workbench.engine.fsdp_state import roots_below
 from workbench.events import Category
 
 # ---- forwards under another name
@@ -205,3 +206,15 @@ def broken_off(where: str, with_lists: bool) -> dict[Category, int]:
 def test_the_step_after_a_reset_is_right(world_size, where, with_lists):
     for alive in run_ranks(world_size, broken_off, where, with_lists):
         assert set(alive) <= {Category.SHARDED_PARAMS, Category.SHARDED_GRADS, Category.RESERVED}
+
+
+def paths_of_roots() -> tuple[list[str], list[str], list[str]]:
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2)), "b": nn.Sequential(*(nn.Linear(2, 2),) * 2)})
+    plain = [path for path, _ in roots_below(model)]
+    for module in (model["a"][0], model["b"][0], model["b"]):
+        engine.fully_shard(module)
+    return plain, [path for path, _ in roots_below(model)], [path for path, _ in roots_below(model["b"])]
+
+
+def test_roots_are_the_outermost_calls_by_their_paths():
+    assert run_ranks(1, paths_of_roots) == [([], ["a.0", "b"], [""])]

@@ -12,6 +12,7 @@ that need a browser or a cluster, and with :data:`ALSO`. Where these are many, n
 import argparse
 import itertools
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -47,8 +48,13 @@ source_paths=
     workbench
 only_mutate=
     {files}
+also_copy=
+    {others}
 process_isolation=forkserver
-timeout_constant=5
+forkserver_warmup={warmup}
+preload_modules_file=preloaded
+debug=true
+timeout_constant=30
 timeout_multiplier=4
 pytest_add_cli_args=
     -m
@@ -59,13 +65,25 @@ pytest_add_cli_args=
     no:cacheprovider
     --ignore
     tests/runtime/test_held_jobs.py
+    --deselect
+    tests/test_events.py::test_a_kind_is_one_row
+    --deselect
+    tests/runtime/test_recorder.py::test_events_from_the_garbage_collector_within_an_append_are_kept
 pytest_add_cli_args_test_selection=
     {tests}
 """
 """A server forks: ranks that tests keep for the next one would not have the change.
 
-One file is left out: it numbers the frames of calls, and a function that can be changed has two more.
+The log names tests that fail. Left out are a file that numbers the frames of calls, as a function that can be changed
+has two more; a test that adds lines to the text of a source; and one whose calls from within the garbage collector end
+the process in mutmut's own code.
 """
+
+PRELOADED = ("hypothesis", "numpy", "plotly.graph_objects")
+"""Imported by the server once for all changes: not the package, as functions called by importing it may be changed."""
+
+ON_RANKS = ("workbench/engine/", "workbench/runtime/", "workbench/watch/", "workbench/record/")
+"""Folders whose tests the server collects once for all changes: importing them calls few functions, and takes long."""
 
 MISSED = ("survived", "no tests")
 
@@ -103,8 +121,13 @@ def mutate(
     Raises:
         subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
     """
-    settings = SETTINGS.format(files=_lines(files), markers=MARKERS, tests=_lines(tests))
+    others = sorted({path.name for path in COPY.iterdir()} - {"workbench", "mutants", "log", "setup.cfg", "preloaded"})
+    warmup = "collect" if all(file.startswith(ON_RANKS) for file in files) else "import"
+    settings = SETTINGS.format(
+        files=_lines(files), others=_lines(others), warmup=warmup, markers=MARKERS, tests=_lines(tests)
+    )
     (COPY / "setup.cfg").write_text(settings)
+    (COPY / "preloaded").write_text("\n".join(PRELOADED))
     shutil.rmtree(COPY / "mutants", ignore_errors=True)
     _run(jobs, "none", check=False)  # makes the changes; none has this name
     names = list(_outcomes())
@@ -120,6 +143,13 @@ def _run(jobs: int, *names: str, check: bool = True) -> None:
         subprocess.run(
             [*MUTMUT, "run", "--max-children", str(jobs), *names], cwd=COPY, check=check, stdout=log, stderr=log
         )
+
+
+def _failure(tests: Sequence[str]) -> str:
+    """Return why no change could be tried, in one sentence."""
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", (COPY / "log").read_text(), re.MULTILINE)
+    what = f"tests fail without any change: {', '.join(failed)}" if failed else f"mutmut cannot run {' '.join(tests)}"
+    return f"{what}; {(COPY / 'log').relative_to(REPO)} says why"
 
 
 def _outcomes() -> dict[str, str]:
@@ -143,7 +173,10 @@ def _lines(arguments: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Report the survivors of each file; return 1 where less than ``--least`` of the changes were noticed."""
+    """Report the survivors of each file; return 1 where less than ``--least`` of the changes were noticed.
+
+    2 is returned where none could be tried, as the tests fail without any.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.mutants", description=__doc__)
     parser.add_argument("files", nargs="+", help="files, or patterns of files, of workbench/")
     parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at the same time (default: 2)")
@@ -160,7 +193,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, str] = {}
     tests_of: Callable[[str], list[str]] = (lambda _: args.tests) if args.tests else mirrored
     for tests, alike in itertools.groupby(sorted(files, key=tests_of), key=tests_of):
-        outcomes = mutate(list(alike), tests, args.jobs, args.sample, args.seed)
+        try:
+            outcomes = mutate(list(alike), tests, args.jobs, args.sample, args.seed)
+        except subprocess.CalledProcessError:
+            print(_failure(tests), file=sys.stderr)  # noqa: T201
+            return 2
         found |= outcomes
         for name, outcome in outcomes.items():
             if outcome in MISSED:
@@ -181,7 +218,8 @@ def _noticed(outcomes: Sequence[str]) -> int:
 
 def _rate(name: str, outcomes: Sequence[str]) -> str:
     share = f", {_noticed(outcomes) / len(outcomes):.1%}" if outcomes else ""
-    return f"{name}: {_noticed(outcomes)} of {len(outcomes)} changes noticed{share}"
+    late = f" ({outcomes.count('timeout')} by running out of time)" if "timeout" in outcomes else ""
+    return f"{name}: {_noticed(outcomes)} of {len(outcomes)} changes noticed{share}{late}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Which tests a changed file is tried with."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import mutants
 from tests.helpers.mutants import main, mirrored
 from tests.helpers.package_source import PACKAGE, REPO
 
@@ -24,6 +26,33 @@ def test_tests_are_those_of_the_folder_or_of_the_file():
 def test_tests_of_a_folder_that_reads_its_sentences_are_there_too():
     assert "tests/views/test_comms.py" in mirrored("workbench/replay/collectives.py")
     assert mirrored("workbench/codec.py") == ["tests/test_codec.py", "tests/protocol"]
+
+
+@pytest.mark.parametrize(
+    ("log", "sentence"),
+    [
+        (
+            "noise\nFAILED tests/test_clock.py::test_now - assert 1 == 2\nERROR tests/test_ports.py\n",
+            "tests fail without any change: tests/test_clock.py::test_now, tests/test_ports.py; log says why\n",
+        ),
+        ("a traceback\n", "mutmut cannot run tests/test_clock.py; log says why\n"),
+    ],
+)
+def test_tests_that_fail_without_any_change_are_named(monkeypatch, tmp_path, capsys, log, sentence):
+    def fail(*_):
+        (tmp_path / "log").write_text(log)
+        raise subprocess.CalledProcessError(1, "mutmut")
+
+    monkeypatch.setattr(mutants, "mutate", fail)
+    monkeypatch.setattr(mutants, "copy", lambda: None)
+    monkeypatch.setattr(mutants, "COPY", tmp_path)
+    monkeypatch.setattr(mutants, "REPO", tmp_path)
+    (tmp_path / "workbench").mkdir()
+    (tmp_path / "workbench" / "clock.py").touch()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_clock.py").touch()
+    assert main(["workbench/clock.py"]) == 2
+    assert capsys.readouterr().err == sentence
 
 
 def test_a_file_that_does_not_exist_is_refused(capsys):

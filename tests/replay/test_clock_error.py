@@ -16,8 +16,8 @@ def clock_of(*readings, ranks=(1,)):
 
 
 def trace_of(*clocks, num_ranks=2, begin_ns=0, end_ns=0):
-    rows = np.zeros(2, ROW_DTYPE)
-    rows["t_ns"] = begin_ns, end_ns
+    rows = np.zeros(3, ROW_DTYPE)
+    rows["t_ns"] = begin_ns, begin_ns, end_ns
     ranks = tuple(RankTrace(rank, rows) for rank in range(num_ranks))
     return Trace(Header(world_size=num_ranks, clocks=clocks), ranks)
 
@@ -29,6 +29,12 @@ def test_ranks_of_one_clock_have_no_error():
     trace = trace_of(clock, num_ranks=3)
     assert error_ns(Trace(trace.header, trace.ranks[1:])) == 0
     assert error_ns(trace) == 400
+
+
+def test_the_first_and_the_last_time_of_any_rank_count():
+    clock = clock_of((0, 5, 400))
+    assert error_ns(trace_of(clock, end_ns=20 * S)) == 400 + DRIFT * 20 * S
+    assert error_ns(trace_of(clock, begin_ns=-30 * S)) == 400 + DRIFT * 30 * S
 
 
 def test_errors_of_two_other_clocks_add_up():

@@ -446,10 +446,12 @@ def test_every_group_s_collectives_cross_once(copies, hosts, comm):
         assert row.crossing == pytest.approx(within)
 
 
-def test_gathers_among_fewer_ranks_use_gloo():
-    trace = on_hosts(simulate(Setup(reshard_after_forward=2, num_units=2, steps=1)), "abab", PER_HOST)
-    among_two = next(row for row in compare(trace, 0) if row.num_ranks == 2)
-    assert among_two.crossing == crossing_bytes(Kind.ALL_GATHER, 2 * among_two.num_bytes, "ab", GLOO)
+def test_gathers_among_fewer_ranks_use_gloo_in_place_of_a_transport_per_host():
+    simulated = simulate(Setup(num_ranks=8, reshard_after_forward=4, num_units=2, steps=1))
+    for comm, used in ((PER_HOST, GLOO), (C10D, C10D)):
+        among_four = next(row for row in compare(on_hosts(simulated, "aabbaabb", comm), 0) if row.num_ranks == 4)
+        assert among_four.crossing == crossing_bytes(Kind.ALL_GATHER, 2 * among_four.num_bytes, "aabb", used)
+        assert among_four.crossing != crossing_bytes(Kind.ALL_GATHER, 2 * among_four.num_bytes, "aabb", PER_HOST)
 
 
 def test_a_group_with_differing_ranks_is_one_row():

@@ -77,6 +77,19 @@ def test_the_peak_names_units_and_phases():
     assert (back.units, back.category, back.phases) == (found.peak.units, found.peak.category, found.peak.phases)
 
 
+def test_bytes_after_the_first_event_have_its_phase():
+    a = example_trace()
+    rank = a.rank(0)
+    moves = np.zeros(2, rank.rows.dtype)
+    moves["kind"], moves["edge"], moves["unit"] = (Kind.ALLOC, Kind.FREE), Edge.INSTANT, -1
+    moves["num_bytes"], moves["category"], moves["comm_group"] = (2**40, -(2**40)), Category.ACTIVATIONS, -1
+    moves["t_ns"], moves["phase"] = rank.rows["t_ns"][0], Phase.FORWARD
+    rows = np.insert(rank.rows, int(np.argmax(rank.kinds == Kind.STEP)) + 1, moves)
+    rows["seq"] = np.arange(len(rows))
+    peak = differences(a, Trace(a.header, (RankTrace(0, rows),))).peak
+    assert (peak.category, peak.phases, peak.units) == (Category.ACTIVATIONS, (Phase.IDLE,), ())
+
+
 def test_a_rank_can_be_chosen_and_one_that_both_lack_cannot_be_compared():
     a = example_trace()
     b = holding_on(a, 1, ranks=(2,))

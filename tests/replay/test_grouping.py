@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.helpers.trace_strategies import example_trace, setups, simulate, traces
 from workbench.replay import grouping
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import ROW_DTYPE, GroupInfo, Header
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,18 @@ def test_no_rank_is_lost_in_a_label(ranks):
         count = sum(int(last or first) - int(first) + 1 for first, _, last in pieces)
         assert count + int(more.partition(" ")[0] or 0) == len(ranks)
     assert len(text) <= 80
+
+
+def test_a_collective_of_no_group_is_not_one_of_a_single_rank():
+    header = Header(world_size=2, comm_groups=(GroupInfo(name="alone", ranks=(0,)), GroupInfo(name="w", ranks=(0, 1))))
+    rows = np.zeros(1, ROW_DTYPE)
+    keys = set()
+    for group in (0, 1, -1):
+        rows["comm_group"] = group
+        keys.add(grouping.did(header, rows))
+    rows["comm_group"] = 9
+    assert len(keys) == 3
+    assert grouping.did(header, rows) in keys, "a group that is not in the header is none"
 
 
 @given(setups())

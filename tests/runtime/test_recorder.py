@@ -14,7 +14,7 @@ from tests.helpers.trace_strategies import example_trace
 from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Unit, UnitState
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import RankTrace, Trace, advance, check
-from workbench.trace.schema import ROW, ROW_DTYPE, GroupInfo, Header, KeyFrame
+from workbench.trace.schema import ROW, ROW_DTYPE, BufferSum, GroupInfo, Header, KeyFrame, RankInfo
 
 COMM = Comm(group=0, seq=3)
 
@@ -302,6 +302,7 @@ def told_after_a_reset(recorder):
         emit(recorder, Kind.RESET, unit=unit)
     reported = rows_of(recorder.drain(known.first_seq + len(rows_of(known))))
     assert recorder.drain().key_frame.unit_states == {}
+    assert not reported["num_bytes"].any()
     return [(Kind(row["kind"]), int(row["unit"])) for row in reported]
 
 
@@ -329,6 +330,36 @@ def test_an_abort_is_recorded_once_even_if_repeated(begin):
     recorder.begin_step()
     recorder.end_step()
     assert told_after_a_reset(recorder) == []
+
+
+def test_the_late_end_of_a_collective_has_its_group_and_is_no_progress():
+    recorder = Recorder(Header())
+    recorder.comm_group(7, (0, 1))
+    emit(recorder, Kind.ALL_REDUCE, Edge.BEGIN, comm=Comm(group=7, seq=3))
+    recorder.late_end(Kind.ALL_REDUCE, 0, 8, Comm(group=7, seq=3), 55)
+    recorder.late_end(Kind.SEND, 0, 8, None, 56)
+    recorder.late_end(Kind.ALL_REDUCE, 0, 8, Comm(group=9, seq=4), 57)  # of a group that nobody has announced
+    rows = rows_of(recorder.drain())[1:]
+    assert list(zip(rows["comm_group"].tolist(), rows["comm_seq"].tolist(), strict=True)) == [(0, 3), (-1, -1), (-1, 4)]
+    assert (rows["edge"].tolist(), rows["t_ns"].tolist()) == ([Edge.END] * 3, [55, 56, 57])
+    assert recorder.ordinal == 1
+
+
+def test_groups_of_one_name_are_numbered():
+    recorder = Recorder(Header())
+    for index, name in enumerate(("shard", "shard", "", "shard")):
+        recorder.comm_group(index, (0,), name)
+    assert [group.name for group in recorder.header.comm_groups] == ["shard", "shard, new 1", "group 2", "shard, new 2"]
+
+
+def test_checksums_of_buffers_are_those_of_this_rank():
+    info = RankInfo(rank=3, host="here", device="cpu", pid=1)
+    recorder = Recorder(Header(ranks=(info,)))
+    recorder.note_buffers({"m.mean": 5})
+    assert recorder.header.ranks == (dataclasses.replace(info, buffers=(BufferSum(name="m.mean", crc32=5),)),)
+    version = recorder.header_version
+    recorder.note_buffers({"m.mean": 5})
+    assert recorder.header_version == version
 
 
 # ---- on a device

@@ -121,7 +121,7 @@ INSTANTS = "INSTANT belongs to RESHARD, ALLOC, FREE, METRIC, LOG, RESET, RESIDEN
 def test_a_broken_row_is_reported_with_its_rank_and_rule(change, sentences):
     rows = change(EXAMPLE.rank(1).rows.copy())
     found = check(Trace(EXAMPLE.header, (EXAMPLE.rank(0), RankTrace(1, rows))))
-    assert found == [f"rank 1: row {sentence} (1 such rows)" for sentence in sentences]
+    assert found == [f"rank 1: row {sentence} (1 such row)" for sentence in sentences]
 
 
 def test_seq_counts_up_from_the_key_frame():

@@ -533,9 +533,9 @@ def peak_bytes():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"kind": 200}, "row 3: unknown kind (1 such rows)"),
-        ({"unit": 99}, "row 3: unit is not in the header's table of 2 (1 such rows)"),
-        ({"comm_group": -7}, "row 3: comm_group is not in the header's table of 1 (1 such rows)"),
+        ({"kind": 200}, "row 3: unknown kind (1 such row)"),
+        ({"unit": 99}, "row 3: unit is not in the header's table of 2 (1 such row)"),
+        ({"comm_group": -7}, "row 3: comm_group is not in the header's table of 1 (1 such row)"),
         ({"t_ns": -1}, "its times are out of range: -1 to "),
         ({"t_ns": 2**62}, "its times are out of range: "),
         ({"seq": 17}, "its rows do not continue at row 0"),

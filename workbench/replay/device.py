@@ -67,15 +67,12 @@ def on_device(whole: RankTrace, part: RankTrace, header: Header) -> DeviceTimes 
         header: of the trace.
     """
     rows = part.rows
-    later = max(part.start.seq - whole.start.seq, 0)
-    tells = whole.rows[later:][whole.kinds[later:] == Kind.DEVICE]
-    if not len(tells):
-        return None
+    tells = whole.rows[whole.kinds == Kind.DEVICE]
     t_ns, stream = _device_times(tells, part.start.seq, len(rows))
-    awaited = ~of_kind(rows, BESIDE)
     is_told = t_ns >= 0
     if not is_told.any():
         return None
+    awaited = ~of_kind(rows, BESIDE)
     missing = np.flatnonzero(awaited & ~is_told)
     reached = np.arange(len(rows)) < (missing[0] if len(missing) else len(rows))
     in_compute = np.array([*(name == COMPUTE_STREAM for name in header.strings), False])[stream]

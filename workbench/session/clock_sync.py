@@ -206,7 +206,7 @@ class ClockSync:
     ) -> dict[str, ClockComparison]:
         """Send a locate request to one rank of each clock, in parallel; return the comparisons by clock."""
         begin_ns = self._now_ns()
-        replies = answers(channel, Locate(), polled, timeout_s=timeout_s) if polled else {}
+        replies = answers(channel, Locate(), polled, timeout_s=timeout_s)
         end_ns = self._now_ns()
         at_ns, error_ns = (begin_ns + end_ns) // 2, (end_ns - begin_ns) // 2 + 1
         return {

@@ -47,7 +47,8 @@ def _report(rank: RankTrace, broken: NDArray[Any], what: str) -> Iterator[str]:
     """Yield ``what`` with the first row where ``broken`` is true, if any."""
     if broken.any():
         places = np.flatnonzero(broken)
-        yield f"row {rank.start.seq + places[0]}: {what} ({len(places)} such rows)"
+        such = "row" if len(places) == 1 else "rows"
+        yield f"row {rank.start.seq + places[0]}: {what} ({len(places)} such {such})"
 
 
 def _listed(kinds: Sequence[Kind]) -> str:
