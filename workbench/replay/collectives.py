@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
+from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, TORCH_FULLY_SHARD, Edge, Kind, Param, Unit
 from workbench.replay.grouping import did
 from workbench.replay.spans import Ints, Spans, Work, closed, durations_ns, rows_of, spans
 from workbench.trace.begin_end import partners
@@ -319,7 +319,7 @@ def closed_form(
 
     - in each pass a unit gathers ``sum of p^ * b_c`` over F ranks in forward and, if it is resharded after forward,
       once more in backward: over F ranks, or with ``reshard_after_forward=K`` over K ranks, with K instead of F in p^
-      too;
+      too, except in torch's engine;
     - it reduce-scatters ``sum of p^ * b_r`` of its trainable parameters over F ranks once in each pass that reduces:
       with accumulated gradients only in the last pass, and in at least one;
     - with R > 1 copies each rank's part of that, ``sum of p^ / F * b_r``, is then all-reduced over R ranks.
@@ -356,7 +356,9 @@ def _closed_form(unit: Unit, passes: Passes, *, is_full: bool) -> Iterator[Expec
 
     gathers = _gathers(unit, passes, is_full=is_full)
     for num_ranks, calls in gathers.items():
-        payload = unit.compute_itemsize * sum(_padded_elements(param, num_ranks) for param in unit.params)
+        # after forward, torch keeps the padding for all ranks of a copy
+        padded_for = size if unit.engine == TORCH_FULLY_SHARD else num_ranks
+        payload = unit.compute_itemsize * sum(_padded_elements(param, padded_for) for param in unit.params)
         yield expected(Kind.ALL_GATHER, num_ranks, calls, payload)
     payload = unit.reduce_itemsize * sum(_padded_elements(param, size) for param in trainable)
     reduces, all_reduces = sum(each.reduces for each in passes), sum(each.all_reduces for each in passes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from workbench.events import Unit, unit_words
+from workbench.events import OWN_ENGINE, Unit, unit_words
 from workbench.trace.schema import Header
 
 _MAX_LISTED = 12  # names in a sentence
@@ -28,6 +28,12 @@ def listed(paths: Sequence[str]) -> str:
         names = [*names[: _MAX_LISTED - 2], f"... {len(names) - _MAX_LISTED + 1} more ...", names[-1]]
     half = _MAX_LETTERS // 2
     return ", ".join(n if len(n) <= _MAX_LETTERS else f"{n[:half]}...{n[3 - half :]}" for n in names)
+
+
+def engine_words(header: Header) -> str:
+    """Return which engine runs the units in use, as text; empty if it is the workbench's."""
+    engines = sorted({unit.engine for unit in header.units if unit.in_use} or {""})
+    return "" if engines == [""] else f"run by {' and '.join(engine or OWN_ENGINE for engine in engines)}"
 
 
 def unmanaged_words(model: str, params: Sequence[str]) -> str:

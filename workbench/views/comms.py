@@ -18,7 +18,7 @@ from workbench.events import REDUCTIONS, Kind
 from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.device import ClockSource
 from workbench.replay.grouping import by_value, join_names, label, pattern
-from workbench.replay.units import model_order, unit_name, unmanaged_notes
+from workbench.replay.units import engine_words, model_order, unit_name, unmanaged_notes
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -241,6 +241,7 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         f"{label([rank]).capitalize()}: {theme.format_bytes(payload)} of data"
         f"{'' if crosses else f'; a ring would send {theme.format_bytes(sent)} per rank'}{_carriers(header, own)}",
         crosses,
+        engine_words(header),
         "no times are shown: GPU times were not recorded, and host times say little about collectives"
         if clock is ClockSource.ENQUEUED
         else f"compute waited {theme.format_duration(exposed_ns)} of the {theme.format_duration(time_ns)} that "

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import probe
+from workbench.events import Unit
 from workbench.watch import c10d_calls
 from workbench.watch._torch_private import (
     HAS_HOOKS,
@@ -36,7 +37,15 @@ from workbench.watch.flat_params import FlatParamUnits
 from workbench.watch.fully_shard import FullyShardUnits
 from workbench.watch.own_units import OwnParam, OwnUnit, OwnUnits, reset_all
 
-__all__ = ["OwnParam", "OwnUnit", "OwnUnits", "Watch", "is_sharded_by_torch", "log_metric", "sees_all_collectives"]
+__all__ = [
+    "OwnParam",
+    "OwnUnit",
+    "OwnUnits",
+    "Watch",
+    "is_sharded_by_torch",
+    "log_metric",
+    "sees_all_collectives",
+]
 
 
 def log_metric(name: str, value: float) -> None:
@@ -90,6 +99,10 @@ class Watch:
         models = tuple(models)
         for units in self._units:
             units.note(models)
+
+    def units_of(self, model: nn.Module) -> tuple[Unit, ...]:
+        """Return the announced units of a model that torch shards; empty if torch does not."""
+        return tuple(unit for units in self._units for unit in units.units_of(model))
 
     def settle(self) -> None:
         """Announce what has ended meanwhile; callable from any thread."""

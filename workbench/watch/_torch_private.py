@@ -418,7 +418,7 @@ def facts_of(handle: Handle) -> FlatParamFacts:
         shard_numel=flat._local_shard.numel() if hasattr(flat, "_local_shard") else flat.numel(),
         shard_size=size,
         copies=dist.get_world_size() // size,
-        reshards=strategy in {"FULL_SHARD", "HYBRID_SHARD"},
+        reshards=strategy not in {"SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"},
         dtype=flat.dtype,
         compute_dtype=handle._fwd_bwd_param_dtype or flat.dtype,
         reduce_dtype=handle._reduce_dtype or handle._fwd_bwd_param_dtype or flat.dtype,

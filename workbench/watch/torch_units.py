@@ -179,6 +179,13 @@ class TorchUnits(ABC, Generic[Group]):
     @abstractmethod
     def _renew(self, group: Group, new_of: Mapping[int, dist.ProcessGroup]) -> None: ...
 
+    def units_of(self, model: nn.Module) -> Iterator[Unit]:
+        """Yield the units of a model that were announced, in the order of its modules."""
+        for _, group in self._groups_below(model):
+            known = self._known.get(group)
+            if known is not None:
+                yield known.unit
+
     def _known_of(self, unit: int) -> WatchedUnit | None:
         group = self._groups.get(unit)
         return None if group is None else self._known[group]
