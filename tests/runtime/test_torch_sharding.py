@@ -13,11 +13,12 @@ from tests.helpers.booted_ranks import execute, namespace, prepare, run
 from tests.helpers.pairwise import quick_rows
 from tests.runtime.test_policies import planned, trace_here
 from workbench.errors import UsageError
-from workbench.events import TORCH_CLASSIC, TORCH_FULLY_SHARD, Category
+from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_FULLY_SHARD, Category, Edge, Kind
 from workbench.protocol.commands import Shard, Step
 from workbench.protocol.policy import CLASSIC, FULLY_SHARD, TORCH, WORKBENCH
 from workbench.protocol.rank_messages import ListModels
 from workbench.replay.collectives import compare
+from workbench.replay.differences import differences
 from workbench.runtime import rank as rank_module
 from workbench.runtime import shard_planning
 from workbench.trace.invariants import check
@@ -71,6 +72,7 @@ def one_step_then_shard(engine, api, policy):
     live = rank.cut(rank.end_seq, rank.end_seq).start.bytes_by_category
     out["bytes"] = live[Category.SHARDED_PARAMS], live[Category.OPTIMIZER_STATE]
     out["said"] = [title_and_subtitle(draw(view, trace))[1] for view in ("layout", "memory", "comms")]
+    out["trace"] = trace
     (out["model"],) = rank_module._this_rank().answer(ListModels())
     out["is"] = isinstance(ns["model"], FSDPModule), isinstance(ns["model"], FullyShardedDataParallel)
     return out
@@ -118,6 +120,21 @@ def test_status_and_views_say_which_engine_runs_a_model(api):
     assert {unit.engine for unit in out["units"]} == {engine}
     assert all(f"run by {engine}" in said.lower().replace(engine.lower(), engine) for said in out["said"])
     assert not any("run by" in said for said in ours["said"])
+
+
+@pytest.mark.parametrize("api", POLICIES)
+def test_a_step_of_torchs_engine_is_compared_with_one_of_ours_unit_by_unit(api):
+    for out, ours in zip(trained(TORCH, api, "plain"), trained(WORKBENCH, api, "plain"), strict=True):
+        found = differences(out["trace"], ours["trace"])
+        assert found.engines == (TORCH_CLASSIC if api == CLASSIC else TORCH_FULLY_SHARD, OWN_ENGINE)
+        assert found.num_steps == (3, 3)
+        assert not [change for change in found.collectives if change.differs]
+        costs = {(change.kind, change.unit) for change in found.slower}
+        assert {unit for _, unit in costs} <= {"", *out["reply"]["units"]}
+        torchs, shared = found.aligned.a, (found.aligned.in_a >= 0) & (found.aligned.in_b >= 0)
+        rows = torchs.rows[torchs.place[found.aligned.in_a[shared]]]
+        forwards = rows[(rows["kind"] == Kind.FORWARD) & (rows["edge"] == Edge.BEGIN)]
+        assert len(forwards) == found.num_steps[0] * len(out["units"])  # side by side in the picture
 
 
 def content(model, optimizer):
