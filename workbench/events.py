@@ -431,7 +431,8 @@ C10D = "c10d"
 OWN_ENGINE = "workbench.engine"
 TORCH_FULLY_SHARD = "torch.fully_shard"
 TORCH_CLASSIC = "torch.FullyShardedDataParallel"
-"""Names of sources of events: the workbench's engine, and torch's two."""
+TORCH_DDP = "torch.DistributedDataParallel"
+"""Names of sources of events: the workbench's engine, and torch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,6 +456,7 @@ class Unit:
         comm: its communication: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`, ``"custom"``; ``""``
             on one rank or if unknown.
         engine: name of the source that runs it, such as ``"torch.fully_shard"``; ``""``: the workbench's engine.
+        num_reductions: all-reduces that average its gradients in one pass, each a part of them; 0: unknown.
         retired: True once ``unshard_module`` has undone the unit.
         gone: True once its model was garbage-collected, for example after its cell was run again.
     """
@@ -473,6 +475,7 @@ class Unit:
     offload: bool = False
     comm: str = ""
     engine: str = ""
+    num_reductions: int = 1
     retired: bool = False
     gone: bool = False
 

@@ -1,12 +1,13 @@
 """Events of training that the workbench's engine does not run: torch's own FSDP, and every collective of c10d.
 
-Four sources. :class:`Watch` starts all but the last one:
+Five sources. :class:`Watch` starts all but the last one:
 
 - ``c10d_calls.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
   else through the methods of ``ProcessGroup``, which see what Python calls but not what C++ does, such as the reducer
   of DistributedDataParallel.
 - ``fully_shard.py``: the units of models that torch's ``fully_shard`` shards;
 - ``flat_params.py``: those of torch's classic wrapper, ``FullyShardedDataParallel``;
+- ``data_parallel.py``: models in torch's ``DistributedDataParallel``;
 - ``own_units.py``: those of an FSDP of your own, whose code announces them.
 
 Nothing changes in the program that is watched: no argument, no result, no stream, no order. All uses of torch's private
@@ -33,6 +34,7 @@ from workbench.watch._torch_private import (
     stop_observing_groups,
 )
 from workbench.watch.c10d_calls import CollectiveWatch
+from workbench.watch.data_parallel import DataParallelUnits
 from workbench.watch.flat_params import FlatParamUnits
 from workbench.watch.fully_shard import FullyShardUnits
 from workbench.watch.own_units import OwnParam, OwnUnit, OwnUnits, reset_all
@@ -73,7 +75,8 @@ class Watch:
     def __init__(self) -> None:
         self._changes = Replacements()
         self._collectives = CollectiveWatch()
-        self._units = (FullyShardUnits(self._collectives), FlatParamUnits(self._collectives))
+        sources = FullyShardUnits, FlatParamUnits, DataParallelUnits
+        self._units = tuple(source(self._collectives) for source in sources)
 
     def begin(self) -> Watch:
         """Begin to watch; what an earlier time told the probe still holds.

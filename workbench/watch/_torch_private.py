@@ -28,6 +28,8 @@ from torch.distributed.fsdp._common_utils import TrainingState as TrainingStateO
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from workbench.engine.process_groups import OWN
 from workbench.events import Kind
@@ -492,3 +494,33 @@ def renew_handle(handle: Handle, new_of: Mapping[int, dist.ProcessGroup]) -> Non
     flat.__dict__.pop("_saved_grad_shard", None)  # the reduced gradient of an iteration that was not finished
     if handle.uses_sharded_strategy:
         handle.reshard(free_unsharded_flat_param=True)
+
+
+# ---- DistributedDataParallel
+
+
+def num_buckets(model: DistributedDataParallel) -> int:
+    """Return the number of buckets of gradients, each averaged by one all-reduce; 0 while it is unknown.
+
+    In its first backward a model has one bucket; then it makes others, in the order in which gradients came.
+    """
+    data = model._get_ddp_logging_data() if HAS_HOOKS else {}
+    return len([size for size in str(data.get("rebuilt_bucket_sizes", "")).split(",") if size.strip()])
+
+
+def renew_replicas(model: DistributedDataParallel, new_of: Mapping[int, dist.ProcessGroup]) -> None:
+    """Give a model a new process group and a new reducer, as if it had been unpickled."""
+    new = new_of.get(id(model.process_group))
+    if new is not None:
+        model.process_group = new
+        model.__setstate__(model.__getstate__())
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call ``call`` when the running backward has computed all gradients, after what was queued before it."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def tensors_in(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a forward returns."""
+    yield from (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))

@@ -158,7 +158,7 @@ class TorchUnits(ABC, Generic[Group]):
         self._groups[unit.index] = group
         self._known[group] = WatchedUnit(unit, full_nbytes)
         handle = BufferHandle(Category.SHARDED_PARAMS, unit.index, shard_nbytes)
-        weakref.finalize(group, _drop, handle).atexit = False
+        weakref.finalize(group, drop, handle).atexit = False
 
     def _refreshed(self, group: Group, known: WatchedUnit) -> WatchedUnit:
         """Return what is known of a group; announce its policy if it has changed."""
@@ -227,5 +227,5 @@ def join(path: str, name: str) -> str:
     return ".".join(filter(None, (path, name)))
 
 
-def _drop(handle: BufferHandle) -> None:
+def drop(handle: BufferHandle) -> None:
     """Hold the handle until a group is gone, and let it go then."""
