@@ -3,8 +3,8 @@
 Five sources. :class:`Watch` starts all but the last one:
 
 - ``c10d_calls.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
-  else through the methods of ``ProcessGroup``, which see what Python calls but not what C++ does, such as the reducer
-  of DistributedDataParallel.
+  else through the methods of ``ProcessGroup`` and the operators of functional collectives, which see what Python calls
+  but not what C++ does, such as the reducer of DistributedDataParallel.
 - ``fully_shard.py``: the units of models that torch's ``fully_shard`` shards;
 - ``flat_params.py``: those of torch's classic wrapper, ``FullyShardedDataParallel``;
 - ``data_parallel.py``: models in torch's ``DistributedDataParallel``;
