@@ -9,6 +9,8 @@ from typing import Any, NoReturn, Self
 
 from workbench.errors import UsageError, did_you_mean
 
+JSON = "--json"
+
 
 class PositionalText(str):
     """A word after ``--`` or ``--flag=``, which is never a flag.
@@ -79,6 +81,11 @@ class Parser(argparse.ArgumentParser):
         """Add ``--name`` and ``--no-name``, which take no value."""
         self.switches |= {flag, flag.replace("--", "--no-")}
         self.add_argument(flag, action=argparse.BooleanOptionalAction, help=about)
+
+    def json(self) -> None:
+        """Add ``--json``, which every command has."""
+        self.switches.add(JSON)
+        self.add_argument(JSON, action="store_true", help="print the result as one line of JSON")
 
     def positional(self, name: str, *, complete: Sequence[str] = "", **settings: Any) -> None:  # noqa: ANN401
         """Add a positional argument."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from workbench.events import TORCH_DDP, Unit
+from workbench.events import TORCH_DDP, Unit, unit_words
 from workbench.protocol.commands import (
     Command,
     ModelSharding,
@@ -49,7 +49,15 @@ _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
 
 class Report(ABC):
-    """Base of all reports: a headline, and facts as (name, value) pairs. All plain text."""
+    """Base of all reports: a headline, and facts as (name, value) pairs. All plain text.
+
+    Attributes:
+        computed: properties that its JSON object has in addition to its fields.
+        internal: fields that its JSON object does not have.
+    """
+
+    computed: ClassVar[tuple[str, ...]] = ("headline", "problem")
+    internal: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -101,7 +109,7 @@ class RankStatus:
         device: e.g. ``cpu`` or ``cuda:0``.
         pid: of its process.
         doing: what it is doing, as text; ``busy`` if it runs a request and did not answer, ``""`` if it runs none.
-        loss: how it was lost, as text; ``""`` if it was not, or the cause is unknown.
+        lost: how it was lost, as text; ``""`` if it was not, or the cause is unknown.
     """
 
     rank: int
@@ -110,7 +118,7 @@ class RankStatus:
     device: str
     pid: int
     doing: str = ""
-    loss: str = ""
+    lost: str = ""
 
     def __str__(self) -> str:
         return self.words(with_host=True)
@@ -118,7 +126,7 @@ class RankStatus:
     def words(self, *, with_host: bool) -> str:
         """Return its device, process and activity as text, with the host's name if ``with_host``."""
         place = f"{self.device}{f' on {self.host}' if with_host else ''}, pid {self.pid}"
-        return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.loss or 'gone'}"
+        return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.lost or 'gone'}"
 
 
 def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
@@ -134,7 +142,7 @@ class ShardedModel:
 
     Attributes:
         name: its variable on the ranks; empty if unknown.
-        units: names of its units, root ``""`` included, from the top of the model.
+        units: names of its units, ``(root)`` included, from the top of the model.
         policy: how they are stored and computed, a phrase each; empty for the default.
         is_replicated: whether every rank holds the whole model, as in DistributedDataParallel.
     """
@@ -168,7 +176,7 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Sh
     return tuple(
         ShardedModel(
             name=name,
-            units=tuple(sorted((unit.name for unit in units), key=by_number)),
+            units=tuple(map(unit_words, sorted((unit.name for unit in units), key=by_number))),
             policy=_replicated_words(header, units) or tuple(policy_words(units)),
             is_replicated=bool(_replicated_words(header, units)),
         )
@@ -360,17 +368,19 @@ class StepReport(Report):
         seconds: time of each step on its slowest rank.
         optimizer_steps: optimizer steps since the ranks started.
         missed: the event to stop before, if it did not occur; else empty.
-        came: events that did occur, those most similar to ``missed`` first.
+        occurred: events that did occur, those most similar to ``missed`` first.
         not_finite: from which step on, and on which rank first, the loss is not finite; empty if it is.
         unreduced: which units hold unreduced gradients, on which ranks, and what to do; empty if none.
     """
+
+    computed = (*Report.computed, "median_seconds")
 
     steps_done: int
     losses: tuple[float | None, ...] | None
     seconds: tuple[float, ...]
     optimizer_steps: int
     missed: str = ""
-    came: tuple[str, ...] = ()
+    occurred: tuple[str, ...] = ()
     not_finite: str = ""
     unreduced: str = ""
 
@@ -399,7 +409,7 @@ class StepReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the events that occurred instead of the missed one; none if nothing was missed."""
-        return [("occurred, nearest first", ", ".join(self.came) or "nothing")] if self.missed else []
+        return [("occurred, nearest first", ", ".join(self.occurred) or "nothing")] if self.missed else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,6 +495,7 @@ class OpenReport(Report):
         models: the sharded models.
         num_rows: rows, all ranks together.
         notes: what a recording lacks, as sentences.
+        is_live: whether the run that is recorded still writes.
     """
 
     name: str
@@ -493,6 +504,7 @@ class OpenReport(Report):
     models: tuple[ShardedModel, ...]
     num_rows: int
     notes: tuple[str, ...] = ()
+    is_live: bool = False
 
     @property
     def headline(self) -> str:
@@ -502,7 +514,8 @@ class OpenReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the steps, the sharded models, and the commands that draw the trace."""
-        found = [("steps", ranges(self.steps))] if self.steps else []
+        found = [("run", "continues; views and the dashboard follow it")] if self.is_live else []
+        found += [("steps", ranges(self.steps))] if self.steps else []
         found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
         found += [("note", note) for note in self.notes]
         return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]
