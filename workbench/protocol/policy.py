@@ -31,7 +31,7 @@ CLASSIC: Api = "classic"
 APIS: tuple[Api, ...] = get_args(Api)
 
 Engine = Literal["workbench", "torch"]
-"""What runs a sharded model: the workbench's engine, or torch's own FSDP."""
+"""Whose FSDP runs a model, or a script uses: the workbench's own, or torch's."""
 
 WORKBENCH: Engine = "workbench"
 TORCH: Engine = "torch"
