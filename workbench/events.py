@@ -428,6 +428,12 @@ PER_HOST = "shared memory, gloo between hosts"
 C10D = "c10d"
 """Communication of a unit that uses torch's own collectives."""
 
+OWN_ENGINE = "workbench.engine"
+TORCH_FULLY_SHARD = "torch.fully_shard"
+TORCH_CLASSIC = "torch.FullyShardedDataParallel"
+TORCH_DDP = "torch.DistributedDataParallel"
+"""Names of sources of events: the workbench's engine, and torch's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
@@ -449,6 +455,8 @@ class Unit:
         offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
         comm: its communication: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`, ``"custom"``; ``""``
             on one rank or if unknown.
+        engine: name of the source that runs it, such as ``"torch.fully_shard"``; ``""``: the workbench's engine.
+        num_reductions: all-reduces that average its gradients in one pass, each a part of them; 0: unknown.
         retired: True once ``unshard_module`` has undone the unit.
         gone: True once its model was garbage-collected, for example after its cell was run again.
     """
@@ -466,6 +474,8 @@ class Unit:
     reduce_itemsize: int
     offload: bool = False
     comm: str = ""
+    engine: str = ""
+    num_reductions: int = 1
     retired: bool = False
     gone: bool = False
 

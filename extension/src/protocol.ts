@@ -445,6 +445,7 @@ export interface Sharding {
 export interface Shard extends Sharding {
   readonly word: "shard";
   readonly model: string;
+  readonly engine?: "workbench" | "torch";
   readonly orig_params?: boolean;
   readonly mp?: string;
   readonly offload?: boolean;

@@ -273,14 +273,14 @@ STRATEGY = (
         (
             lambda: from_dict({"word": "shard", "model": "m", "speed": 3}),
             (
-                "command 'shard' lacks ['api', 'ignore', 'mesh', 'mp', 'offload', 'orig_params', "
+                "command 'shard' lacks ['api', 'engine', 'ignore', 'mesh', 'mp', 'offload', 'orig_params', "
                 "'prefetch', 'reshard_after_forward', 'strategy', 'wrap'] and has unknown ['speed']"
             ),
         ),
         (
             lambda: from_dict({"word": "shard"}),
             (
-                "command 'shard' lacks ['api', 'ignore', 'mesh', 'model', 'mp', 'offload', "
+                "command 'shard' lacks ['api', 'engine', 'ignore', 'mesh', 'model', 'mp', 'offload', "
                 "'orig_params', 'prefetch', 'reshard_after_forward', 'strategy', 'wrap']"
             ),
         ),

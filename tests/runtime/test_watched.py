@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.booted_ranks import drain, execute, namespace, run
 from tests.helpers.stopped_step import Channel, Meeting, beside
@@ -16,6 +17,7 @@ from workbench.protocol.commands import Continue, Next, Reshard, Shard, Step, Un
 from workbench.protocol.rank_messages import GiveUp
 from workbench.runtime import rank as rank_module
 from workbench.trace import check
+from workbench.watch._torch_private import HAS_HOOKS
 
 
 def wrap_by_torch(model):
@@ -23,6 +25,10 @@ def wrap_by_torch(model):
     return FullyShardedDataParallel(
         model, device_mesh=namespace()["mesh"], auto_wrap_policy=policy, device_id=cpu, use_orig_params=True
     )
+
+
+def replicate_by_torch(model):
+    return DistributedDataParallel(model, process_group=namespace()["mesh"].get_group())
 
 
 def prepare(shard=shard_by_torch):
@@ -95,10 +101,10 @@ def test_a_step_is_stopped_at_an_all_gather_and_goes_on_with_the_same_losses():
         assert broken == []
 
 
-def given_up(shard, event, meeting):
+def given_up(shard, event, meeting, unit="1"):
     ns = prepare(shard)
     first = execute(Step())["losses"]
-    Channel().break_at({"event": event, "unit": "1"})
+    Channel().break_at({"event": event, "unit": unit})
 
     def script(channel):
         channel.until_held()
@@ -127,6 +133,15 @@ def restarted(shard):
 def test_a_step_that_is_given_up_leaves_a_model_that_trains_on(shard, event):
     expected = run(2, restarted, shard)
     for rank, (first, error, after, broken) in enumerate(run(2, given_up, shard, event, Meeting(2))):
+        assert first + after == expected[rank]
+        assert "the user gave up" in error
+        assert broken == []
+
+
+def test_a_step_of_replicas_that_is_given_up_leaves_a_model_that_trains_on():
+    expected = run(2, restarted, replicate_by_torch)
+    event = "all_reduce" if HAS_HOOKS else "backward"
+    for rank, (first, error, after, broken) in enumerate(run(2, given_up, replicate_by_torch, event, Meeting(2), None)):
         assert first + after == expected[rank]
         assert "the user gave up" in error
         assert broken == []

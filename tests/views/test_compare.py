@@ -13,7 +13,7 @@ from tests.replay.test_differences import holding_on, slower
 from tests.replay.test_shards import make_flat
 from tests.views.test_contract import EVIL, same_with_names
 from workbench.errors import UsageError
-from workbench.events import Category, Kind
+from workbench.events import TORCH_FULLY_SHARD, Category, Kind
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views.compare import MAX_POINTS, draw
@@ -57,6 +57,29 @@ def test_leftovers_of_an_aborted_step_differ_from_kept_bytes():
     assert found.endswith(f"{left_over}, units unsharded through forward (193 KiB)")
     assert "first difference: memory at the start of step 2 (1)" in subtitle(draw(a, b, rank=0))
     assert "sharded grads no longer left over from an earlier step" in title(draw(b, a, rank=0))
+
+
+def without(trace, kind):
+    ranks = (RankTrace(rank.rank, rank.rows[rank.rows["kind"] != kind]) for rank in trace.ranks)
+    return Trace(trace.header, tuple(ranks))
+
+
+def run_by(trace, engine):
+    units = tuple(replace(unit, engine=engine) for unit in trace.header.units)
+    return Trace(replace(trace.header, units=units), trace.ranks)
+
+
+def test_of_two_engines_the_costs_are_compared_and_not_each_event():
+    ours = simulate(Setup())
+    torchs = run_by(without(ours, Kind.COPY_IN), TORCH_FULLY_SHARD)
+    fig = draw(torchs, slower(ours, Kind.BACKWARD, 1, 5_000_000))
+    assert title(fig).startswith("the same collectives a step, and the same peak; step time +")
+    told = subtitle(fig)
+    assert "run by torch.fully_shard -&gt; by workbench.engine" in told
+    assert "first difference" not in told
+    assert not fig.layout.shapes
+    assert "backward of blocks.1 +5.00 ms" in told
+    assert "run by" not in subtitle(draw(torchs, torchs))
 
 
 def with_grads(start, num_bytes):

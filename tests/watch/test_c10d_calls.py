@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.forked_ranks import run_ranks
@@ -158,18 +162,65 @@ def test_what_cpp_calls_is_seen_where_torch_has_hooks():
         assert sorted(ends["comm_seq"].tolist()) == begins["comm_seq"].tolist()
 
 
-def functional():
+def redistributed():
+    """Redistribute a DTensor in every way, and train a model that tensor parallelism splits; return torch's counts."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
-    return tensor.full_tensor().tolist()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    rows = distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [Shard(0)])
+    with CommDebugMode() as counted:
+        columns = rows.redistribute(placements=[Shard(1)])
+        whole = rows.full_tensor()
+        parts = DTensor.from_local(torch.ones(8, 8), mesh, [Partial()])
+        summed = [parts.redistribute(placements=[to]).to_local().sum().item() for to in (Replicate(), Shard(0))]
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+        funcol.all_to_all_single(FOUR, None, None, dist.group.WORLD).tolist()
+    calls = {str(call).rpartition(".")[2]: count for call, count in counted.get_comm_counts().items()}
+    grad = model[0].weight.grad.full_tensor().sum().item()
+    return calls, columns.to_local().tolist(), whole.tolist(), summed, grad
 
 
-@pytest.mark.skipif(not HAS_HOOKS, reason="before torch 2.14, what C++ calls is invisible")
-def test_collectives_of_a_dtensor_are_seen_where_torch_has_hooks():
-    seen = watch(2, functional)
-    assert seen.results[0] == list(range(8))
-    rows = seen.trace.ranks[0].rows
-    assert Kind.ALL_GATHER in rows["kind"][rows["edge"] == Edge.BEGIN].tolist()
+OPERATORS = {
+    "all_gather_into_tensor": Kind.ALL_GATHER,
+    "all_reduce": Kind.ALL_REDUCE,
+    "reduce_scatter_tensor": Kind.REDUCE_SCATTER,
+    "all_to_all_single": Kind.ALL_TO_ALL,
+}
+
+
+def test_functional_collectives_are_seen_as_often_as_torch_counts_them():
+    seen = watch(2, redistributed)
+    assert seen.results == run_ranks(2, redistributed)
+    for (counted, *_), rank in zip(seen.results, seen.trace.ranks, strict=True):
+        collectives = rank.rows[np.isin(rank.rows["kind"], COLLECTIVES)]
+        begins, ends = (collectives[collectives["edge"] == edge] for edge in (Edge.BEGIN, Edge.END))
+        kinds = Counter({OPERATORS[name]: count for name, count in counted.items() if count})
+        assert set(kinds) == set(OPERATORS.values())
+        kinds[Kind.ALL_GATHER] += 1  # of the gradient, after the count
+        begun = Counter(map(Kind, begins["kind"].tolist()))
+        assert {kind: begun[kind] for kind in kinds} == kinds
+        if not HAS_HOOKS:  # with hooks, the transport may tell of an end after the watch
+            assert sorted(ends["comm_seq"].tolist()) == begins["comm_seq"].tolist()
+        whole = 8 * 8 * 4
+        assert whole in begins[begins["kind"] == Kind.ALL_GATHER]["num_bytes"].tolist()
+
+
+def compiled():
+    step = torch.compile(lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD) * 2, backend="eager")
+    return step(ONE.clone()).item()
+
+
+def test_what_is_compiled_computes_the_same():
+    assert watch(2, compiled).results == [4.0, 4.0]
+
+
+def test_operators_are_the_originals_again():
+    packet = torch.ops._c10d_functional.all_reduce
+    watching = Watch().begin()
+    assert torch.ops._c10d_functional.all_reduce.default is packet.default
+    watching.end()
+    assert torch.ops._c10d_functional.all_reduce is packet
 
 
 def test_whether_all_collectives_are_seen_is_known():

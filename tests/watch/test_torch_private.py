@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.watched import make_blocks, shard_by_torch
@@ -126,3 +127,32 @@ def handles():
     wrapper = next(each for each in model.modules() if getattr(each, "_handle", None) is handle)
     assert wrapper.process_group is new
     assert _torch.clean("_fsdp_wrapped_module.0._fsdp_wrapped_module._checkpoint_wrapped_module.2") == "0.2"
+
+
+def replicas():
+    model = DistributedDataParallel(make_blocks(2), bucket_cap_mb=0.004)
+    assert _torch.num_buckets(model) == 0
+    ended = []
+    for _ in range(3):
+        output = model(torch.ones(2, 16))
+        output.register_hook(lambda _: _torch.at_end_of_backward(lambda: ended.append(model.module[-1].bias.grad)))
+        output.sum().backward()
+    assert len(ended) == 3
+    assert all(grad is not None for grad in ended)
+    assert (_torch.num_buckets(model) > 1) == _torch.HAS_HOOKS
+    weights = list(model.parameters())
+    _torch.renew_replicas(model, {id(model.process_group): dist.group.WORLD})
+    assert list(map(id, model.parameters())) == list(map(id, weights))
+    model.zero_grad()
+    model(torch.full((2, 16), float(dist.get_rank()))).sum().backward()
+    return model.module[-1].weight.grad
+
+
+def test_replicas_their_buckets_and_the_end_of_their_backward():
+    one, other = run_ranks(2, replicas)
+    assert torch.equal(one, other)
+
+
+def test_the_tensors_of_an_output_are_found():
+    a, b = torch.ones(1), torch.ones(2)
+    assert list(map(id, _torch.tensors_in({"a": a, "more": [b, 3]}))) == [id(a), id(b)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from workbench.engine.param_group import units
-from workbench.events import ParamTensors
+from workbench.events import OWN_ENGINE, ParamTensors
 
 
 class EngineSource:
     """Implements :class:`workbench.events.Source`; a retired unit has no tensors."""
 
-    name = "workbench.engine"
+    name = OWN_ENGINE
 
     def has(self, unit: int) -> bool:
         """Return whether a unit exists, retired or not."""

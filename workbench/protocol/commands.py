@@ -44,11 +44,13 @@ from workbench.protocol.policy import (
     OFF,
     RESHARD_AFTER_FORWARD,
     STRATEGIES,
+    WORKBENCH,
     PrecisionNames,
     as_mesh,
     as_reshard_after_forward,
     check_api,
     check_classic,
+    check_engine,
     check_mesh,
     check_mesh_fits,
     check_not_classic,
@@ -438,6 +440,11 @@ class Shard(_Sharding):
     """
 
     model: str = argument(_MODEL, kw_only=False)
+    engine: str = argument(
+        "what runs the model; torch: torch's own FSDP, without reshard, unshard and verify (default: workbench)",
+        default=WORKBENCH,
+        choices=ENGINES,
+    )
     api: str = argument(_policy("api", "fully_shard"), default="fully_shard")
     strategy: str = argument(_policy("strategy", "full"), default="")
     orig_params: bool = argument(_policy("orig_params", "no"), default=False)
@@ -452,6 +459,7 @@ class Shard(_Sharding):
     )
 
     def __post_init__(self) -> None:
+        check_engine(self.engine)
         self._check(self.model)
         _set(self, ignore=_tuple(self.ignore))
         if not all(_is_pattern(glob) for glob in self.ignore):

@@ -30,8 +30,13 @@ CLASSIC: Api = "classic"
 
 APIS: tuple[Api, ...] = get_args(Api)
 
-ENGINES = ("workbench", "torch")
-"""Whose FSDP a script uses: the workbench's own, or torch's."""
+Engine = Literal["workbench", "torch"]
+"""Whose FSDP runs a model, or a script uses: the workbench's own, or torch's."""
+
+WORKBENCH: Engine = "workbench"
+TORCH: Engine = "torch"
+
+ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 Strategy = Literal["full", "grad", "none", "hybrid", "hybrid2"]
 """User notation of the classic wrapper's sharding strategies."""
@@ -212,6 +217,16 @@ def check_prefetch(value: object) -> None:
         )
 
 
+def check_engine(engine: object) -> None:
+    """Raise unless ``engine`` is one of :data:`ENGINES`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine is one of {', '.join(ENGINES)}, not {engine!r}")
+
+
 def check_api(api: object, strategy: object) -> None:
     """Raise unless ``api`` is one of :data:`APIS`, and ``strategy`` empty or one of :data:`STRATEGIES`.
 
@@ -305,7 +320,9 @@ def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
     own = {param.dtype for info in infos for param in info.params}
     compute, reduce = ({getattr(info, f"{what}_dtype") for info in infos} for what in ("compute", "reduce"))
     flat = [param for info in infos for param in info.params if param.parts]
+    engines = {info.engine for info in infos} - {""}
     parts = [
+        f"run by {_listed(engines)}" if engines else "",
         "classic: one flat parameter per unit" if flat else "",
         "optimizers have a shard of each parameter" if any(param.use_orig_params for param in flat) else "",
         _replicas(copies, size) if copies > 1 else "",

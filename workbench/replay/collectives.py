@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
+from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, TORCH_FULLY_SHARD, Edge, Kind, Param, Unit
 from workbench.replay.grouping import did
 from workbench.replay.spans import Ints, Spans, Work, closed, durations_ns, rows_of, spans
 from workbench.trace.begin_end import partners
@@ -300,9 +300,11 @@ class Expected(Calls):
 
     Attributes:
         num_passes: forward and backward passes of the unit's model in the step.
+        num_parts: collectives that each pass has instead of one.
     """
 
     num_passes: tuple[int, int] = (1, 1)
+    num_parts: int = 1
 
 
 def closed_form(
@@ -319,10 +321,12 @@ def closed_form(
 
     - in each pass a unit gathers ``sum of p^ * b_c`` over F ranks in forward and, if it is resharded after forward,
       once more in backward: over F ranks, or with ``reshard_after_forward=K`` over K ranks, with K instead of F in p^
-      too;
+      too, except in torch's engine;
     - it reduce-scatters ``sum of p^ * b_r`` of its trainable parameters over F ranks once in each pass that reduces:
       with accumulated gradients only in the last pass, and in at least one;
-    - with R > 1 copies each rank's part of that, ``sum of p^ / F * b_r``, is then all-reduced over R ranks.
+    - with R > 1 copies each rank's part of that, ``sum of p^ / F * b_r``, is then all-reduced over R ranks: at once, or
+      by DistributedDataParallel bucket by bucket, from the second backward on. While the buckets are unknown, nothing
+      is expected.
 
     A single rank communicates nothing. Retired units are left out, and units whose parameters are unknown.
 
@@ -343,27 +347,31 @@ def _closed_form(unit: Unit, passes: Passes, *, is_full: bool) -> Iterator[Expec
     trainable = [param for param in unit.params if param.trainable]
     num_passes = len(passes), sum(each.has_backward for each in passes)
 
-    def expected(kind: Kind, num_ranks: int, calls: int, payload: int) -> Expected:
+    def expected(kind: Kind, num_ranks: int, calls: int, payload: int, parts: int = 1) -> Expected:
         calls = calls if num_ranks > 1 else 0
         return Expected(
             unit=unit.index,
             kind=kind,
             num_ranks=num_ranks,
-            calls=calls,
+            calls=calls * parts,
             num_bytes=calls * payload,
             num_passes=num_passes,
+            num_parts=parts,
         )
 
     gathers = _gathers(unit, passes, is_full=is_full)
     for num_ranks, calls in gathers.items():
-        payload = unit.compute_itemsize * sum(_padded_elements(param, num_ranks) for param in unit.params)
+        # after forward, torch keeps the padding for all ranks of a copy
+        padded_for = size if unit.engine == TORCH_FULLY_SHARD else num_ranks
+        payload = unit.compute_itemsize * sum(_padded_elements(param, padded_for) for param in unit.params)
         yield expected(Kind.ALL_GATHER, num_ranks, calls, payload)
     payload = unit.reduce_itemsize * sum(_padded_elements(param, size) for param in trainable)
     reduces, all_reduces = sum(each.reduces for each in passes), sum(each.all_reduces for each in passes)
     least = bool(trainable) and num_passes[1] > 0
     yield expected(Kind.REDUCE_SCATTER, size, max(reduces, 1) if least else 0, payload)
-    if copies > 1:
-        yield expected(Kind.ALL_REDUCE, copies, max(all_reduces, 1) if least else 0, payload // size)
+    if copies > 1 and unit.num_reductions:
+        calls = max(all_reduces, 1) if least else 0
+        yield expected(Kind.ALL_REDUCE, copies, calls, payload // size, unit.num_reductions)
 
 
 def _gathers(unit: Unit, passes: Passes, *, is_full: bool) -> Counter[int]:
@@ -509,7 +517,10 @@ def _with_expected(
     expected = {key: form for key, form in forms.items() if key[0] in active}
     nothing = _Tally(ranks=tuple(rank.rank for rank in alike))
     for key in measured | {key: form for key, form in expected.items() if form.calls}:
-        yield key, measured.get(key, nothing), expected.get(key)
+        tally, form = measured.get(key, nothing), expected.get(key)
+        if form is not None and tally.calls * form.num_parts == form.calls:  # all parts at once: a first backward
+            form = replace(form, calls=tally.calls)
+        yield key, tally, form
 
 
 def _is_whole(rank: RankTrace, step: int) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import BESIDE, MOVES, WORK, Category, Kind, Phase
+from workbench.events import BESIDE, MOVES, OWN_ENGINE, WORK, Category, Kind, Phase
 from workbench.replay import collectives, training
 from workbench.replay.alignment import Alignment, Side, align, highest
 from workbench.replay.grouping import did
@@ -107,6 +107,7 @@ class Differences:
         is_chance: whether the difference in step time may be chance: the middle halves of the two sides' step times
             overlap. False if a side has a single step.
         slower: what took longer (or shorter, if the step became shorter), largest change first.
+        engines: what ran the units of each side, ``(a, b)``, as names of sources; two engines announce other events.
     """
 
     rank: int
@@ -118,6 +119,12 @@ class Differences:
     step_ns: tuple[float, float]
     is_chance: bool
     slower: tuple[TimeChange, ...]
+    engines: tuple[str, str] = (OWN_ENGINE, OWN_ENGINE)
+
+    @property
+    def is_same_engine(self) -> bool:
+        """Whether the same engine ran both sides."""
+        return self.engines[0] == self.engines[1]
 
 
 def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | None:
@@ -151,7 +158,14 @@ def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | No
         step_ns=step_ns,
         is_chance=_overlap(*(found.step_times.high for found in summaries)),
         slower=_slower(costs, longer=step_ns[1] >= step_ns[0]),
+        engines=(_engines(parts[0].header, rows[0]), _engines(parts[1].header, rows[1])),
     )
+
+
+def _engines(header: Header, rank: RankTrace) -> str:
+    """Return the engines that ran the units of a rank's rows; the workbench's if they have none."""
+    units = [unit for unit in np.unique(rank.rows["unit"]).tolist() if 0 <= unit < len(header.units)]
+    return " and ".join(sorted({header.units[unit].engine or OWN_ENGINE for unit in units})) or OWN_ENGINE
 
 
 def _overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from workbench.events import Unit, unit_words
+from workbench.events import OWN_ENGINE, TORCH_DDP, Unit, unit_words
 from workbench.trace.schema import Header
 
 _MAX_LISTED = 12  # names in a sentence
@@ -28,6 +28,22 @@ def listed(paths: Sequence[str]) -> str:
         names = [*names[: _MAX_LISTED - 2], f"... {len(names) - _MAX_LISTED + 1} more ...", names[-1]]
     half = _MAX_LETTERS // 2
     return ", ".join(n if len(n) <= _MAX_LETTERS else f"{n[:half]}...{n[3 - half :]}" for n in names)
+
+
+def engine_words(header: Header) -> str:
+    """Return which engine runs the units in use, as text; empty if it is the workbench's."""
+    engines = sorted({unit.engine for unit in header.units if unit.in_use} or {""})
+    return "" if engines == [""] else f"run by {' and '.join(engine or OWN_ENGINE for engine in engines)}"
+
+
+def unseen_words(header: Header) -> str:
+    """Return what this trace lacks of DistributedDataParallel, as text; empty if it has no such model."""
+    replicas = [unit for unit in header.units if unit.in_use and unit.engine == TORCH_DDP and unit.replicate_size > 1]
+    if all(unit.comm for unit in replicas):
+        return "waits of DistributedDataParallel for its all-reduces, in C++, are not measured" if replicas else ""
+    return (
+        "the all-reduces of DistributedDataParallel are missing, which C++ issues: torch 2.14 or newer announces them"
+    )
 
 
 def unmanaged_words(model: str, params: Sequence[str]) -> str:

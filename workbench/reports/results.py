@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
-from workbench.events import Unit, unit_words
+from workbench.events import TORCH_DDP, Unit, unit_words
 from workbench.protocol.commands import (
     Command,
     ModelSharding,
@@ -37,7 +37,8 @@ from workbench.protocol.commands import (
 from workbench.protocol.policy import policy_words
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.grouping import by_value, label, ranges
-from workbench.replay.units import by_number, differing, listed, unmanaged_sentences
+from workbench.replay.shards import totals, unit_shards
+from workbench.replay.units import by_number, differing, listed, unmanaged_sentences, unseen_words
 from workbench.reports.clock_text import clock_words
 from workbench.reports.stop_positions import live_units
 from workbench.trace.schema import Header, HostClock
@@ -143,13 +144,17 @@ class ShardedModel:
         name: its variable on the ranks; empty if unknown.
         units: names of its units, ``(root)`` included, from the top of the model.
         policy: how they are stored and computed, a phrase each; empty for the default.
+        is_replicated: whether every rank holds the whole model, as in DistributedDataParallel.
     """
 
     name: str = ""
     units: tuple[str, ...]
     policy: tuple[str, ...] = ()
+    is_replicated: bool = False
 
     def __str__(self) -> str:
+        if self.is_replicated:
+            return "; ".join(filter(None, [self.name, *self.policy]))
         units = f"{plural(len(self.units), 'unit')}: {listed(self.units)}"
         return "; ".join([f"{self.name}, {units}" if self.name else units, *self.policy])
 
@@ -172,9 +177,23 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Sh
         ShardedModel(
             name=name,
             units=tuple(map(unit_words, sorted((unit.name for unit in units), key=by_number))),
-            policy=tuple(policy_words(units)),
+            policy=_replicated_words(header, units) or tuple(policy_words(units)),
+            is_replicated=bool(_replicated_words(header, units)),
         )
         for (name, _), units in parts.items()
+    )
+
+
+def _replicated_words(header: Header, units: Sequence[Unit]) -> tuple[str, ...]:
+    """Return how DistributedDataParallel stores a model; empty if it is not in that wrapper."""
+    if {unit.engine for unit in units} != {TORCH_DDP}:
+        return ()
+    num_bytes = sum(totals(unit_shards(unit)).bytes_at_rest for unit in units)
+    buckets = [unit.num_reductions for unit in units if unit.num_reductions]
+    return (
+        f"DistributedDataParallel, not sharded: every rank holds {format_bytes(num_bytes)}",
+        *([f"gradients averaged in {plural(sum(buckets), 'all-reduce')}"] if buckets else []),
+        *([] if all(unit.comm for unit in units) else [unseen_words(header)]),
     )
 
 
@@ -241,7 +260,7 @@ class StatusReport(Report):
             found.insert(0, ("attached", self.cluster))
         if self.under_way:
             found.append(("under way", self.under_way))
-        found += [("sharded", str(model)) for model in self.models]
+        found += [("replicated" if model.is_replicated else "sharded", str(model)) for model in self.models]
         if not self.models and (self.running or self.record):
             found.append(("sharded", "nothing yet: %fsdp shard MODEL"))
         found += [("note", note) for note in self.notes]

@@ -43,7 +43,7 @@ def wrap(
     policy = classic.CustomPolicy(lambda module: module in chosen)
     top: nn.Module = model
     try:
-        with _warnings_in_plain_words():
+        with warnings_in_plain_words():
             top = wrapper = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh, **options)
         rewrap_optimizers(wrapper, optimizers)
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
@@ -54,7 +54,7 @@ def wrap(
 
 
 @contextmanager
-def _warnings_in_plain_words() -> Iterator[None]:
+def warnings_in_plain_words() -> Iterator[None]:
     """Print the warnings of the body, each message once, without the source line of ours that triggered it."""
     with warnings.catch_warnings(record=True) as caught:
         yield
@@ -69,7 +69,7 @@ def options_of(command: Shard | Reshard) -> dict[str, Any]:
         found["sharding_strategy"] = ShardingStrategy[STRATEGIES[command.strategy]]
     if command.mp != type(command).mp:
         dtypes = PrecisionNames.parse(command.mp)
-        found["mixed_precision"] = classic.MixedPrecision(_dtype(dtypes.param), _dtype(dtypes.reduce))
+        found["mixed_precision"] = classic.MixedPrecision(dtype_of(dtypes.param), dtype_of(dtypes.reduce))
     if command.offload is not type(command).offload:
         found["cpu_offload"] = classic.CPUOffload(offload_params=bool(command.offload))
     if command.prefetch is not type(command).prefetch:
@@ -79,7 +79,8 @@ def options_of(command: Shard | Reshard) -> dict[str, Any]:
     return found
 
 
-def _dtype(name: str) -> torch.dtype | None:
+def dtype_of(name: str) -> torch.dtype | None:
+    """Return the dtype of the user notation ``name``; None if it is empty."""
     return getattr(torch, DTYPES[name]) if name else None
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from workbench.protocol.commands import Command, registered
+from workbench.events import Unit
+from workbench.protocol.commands import Command, Shard, registered
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.trainer import Trainer
+from workbench.watch import Watch
 
 
 class RankContext(Protocol):
@@ -17,9 +19,13 @@ class RankContext(Protocol):
     groups: ProcessGroups
     recorder: Recorder
     trainer: Trainer
+    watch: Watch
 
     def account_optimizers(self) -> None:
         """Record the current bytes of optimizer state."""
+
+    def plan(self, command: Shard) -> tuple[Unit, ...]:
+        """Return the units that ``command`` would make, without any change; raises if it is not possible."""
 
 
 Doing = Callable[[Any, Any], object]

@@ -36,9 +36,9 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
         units=tuple(_unit_names(model)),
         num_params=len(sizes),
         num_elements=sum(size.numel for size in sizes),
-        bytes_unsharded=sum(size.numel * size.itemsize for size in sizes),
-        bytes_at_rest=sum(_bytes_at_rest(param) for info in infos for param in info.params)
-        + sum(size.numel * size.itemsize for size in sizes if not size.is_managed),
+        bytes_unsharded=sum(size.num_bytes for size in sizes),
+        bytes_at_rest=sum(bytes_at_rest(param) for info in infos for param in info.params)
+        + sum(size.num_bytes for size in sizes if not size.is_managed),
         policy=tuple(policy_words(infos, prefetch)),
         optimizers=optimizers,
         unmanaged=unmanaged_in(model),
@@ -166,7 +166,7 @@ def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> ShardReply:
         num_params=len(params),
         num_elements=sum(math.prod(param.global_shape) for param in params),
         bytes_unsharded=sum(math.prod(param.global_shape) * param.itemsize for param in params),
-        bytes_at_rest=sum(map(_bytes_at_rest, params)),
+        bytes_at_rest=sum(map(bytes_at_rest, params)),
         policy=tuple(policy_words(infos)),
         optimizers=0,
     )
@@ -197,6 +197,11 @@ class ParamSize:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.itemsize
 
     @property
     def above(self) -> set[str]:
@@ -232,7 +237,7 @@ def _unit_names(model: nn.Module) -> list[str]:
     return [unit_words(name) for name, s in states if s is not None and s._fsdp_param_group is not None]
 
 
-def _bytes_at_rest(param: Param) -> int:
+def bytes_at_rest(param: Param) -> int:
     """Return the bytes of one shard, including padding."""
     others = (size for dim, size in enumerate(param.shape) if dim != param.shard_dim)
     return param.padded_rows * math.prod(others) * param.itemsize

@@ -27,8 +27,8 @@ from workbench.engine.backends import backend_of
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.fsdp_state import raised_in
 from workbench.errors import ClusterError
-from workbench.events import Edge, Kind, Phase
-from workbench.protocol.commands import Command, RankRequest, Step, Verify, VerifyReply, from_dict
+from workbench.events import Edge, Kind, Phase, Unit
+from workbench.protocol.commands import Command, RankRequest, Reshard, Shard, Step, Verify, VerifyReply, from_dict
 from workbench.protocol.rank_messages import (
     Drain,
     DrainReply,
@@ -117,6 +117,14 @@ class RankRuntime:
             if isinstance(value, torch.optim.Optimizer):
                 self.trainer.account(value, changed=True)
 
+    def plan(self, command: Shard | Reshard) -> tuple[Unit, ...]:
+        """Return the units that ``command`` would make, without any change.
+
+        Raises:
+            UsageError, ValueError, NotImplementedError: the command is not possible.
+        """
+        return shard_planning.plan(command, self.groups.world_size)
+
     def position(self) -> Position:
         """Return where this rank is; thread-safe."""
         held, recorder = self.gate.held, self.recorder
@@ -173,9 +181,9 @@ class RankRuntime:
                     classes=tuple(sharding.class_names()),
                 )
             case ListModels():
-                answer = shard_planning.models()
+                answer = shard_planning.models(self.watch.units_of)
             case Plan(command=command):
-                answer = shard_planning.plan(command, self.groups.world_size)
+                answer = self.plan(command)
             case GiveUp(reason=reason):
                 self.groups.abort(reason)
                 self.gate.wake()

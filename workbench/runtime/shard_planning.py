@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -32,20 +32,23 @@ from workbench.events import FlatPart, Param, Unit
 from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.policy import CLASSIC, STRATEGIES
 from workbench.protocol.rank_messages import ModelInfo, WrapClass
-from workbench.runtime import sharding
+from workbench.runtime import sharding, torch_sharding
 from workbench.runtime.model_summary import sizes_of
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
 
+Watched = Callable[[nn.Module], Sequence[Unit]]
+"""Returns the announced units of a model that torch runs."""
 
-def models() -> tuple[ModelInfo, ...]:
+
+def models(watched: Watched = lambda _: ()) -> tuple[ModelInfo, ...]:
     """Return the models among the cells' variables, by name; none while a cell is building one."""
     try:
-        return tuple(_model(name, find_module(name)) for name in module_names())
+        return tuple(_model(name, find_module(name), watched) for name in module_names())
     except (RuntimeError, UsageError):  # a cell is building or dropping one at this moment
         return ()
 
 
-def _model(name: str, model: nn.Module) -> ModelInfo:
+def _model(name: str, model: nn.Module, watched: Watched) -> ModelInfo:
     sizes, offered = sizes_of(model), sharding.possible_units(model)
     counts = Counter(own for own, _ in offered)
     elements = {own: sum(n for other, n in offered if other == own) for own in counts}
@@ -56,11 +59,11 @@ def _model(name: str, model: nn.Module) -> ModelInfo:
         is_sharded=bool(states_below(model)),
         num_params=len(sizes),
         num_elements=sum(size.numel for size in sizes),
-        num_bytes=sum(size.numel * size.itemsize for size in sizes),
+        num_bytes=sum(size.num_bytes for size in sizes),
         classes=tuple(WrapClass(name=own, count=counts[own], num_elements=elements[own]) for own in ordered),
         suggested=tuple(sorted(sharding.repeated_class(model))),
         policy=sharding.policy_of(model),
-        units=tuple(unit.index for unit in units_of(states_below(model))),
+        units=(*(unit.index for unit in units_of(states_below(model))), *(unit.index for unit in watched(model))),
     )
 
 
@@ -211,6 +214,7 @@ def _made(
                 params=tuple(params),
                 shard_size=size,
                 replicate_size=copies,
+                engine=torch_sharding.engine_name(command),
                 **policy,
             )
         )

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torchs
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine import (
@@ -35,6 +36,7 @@ from workbench.engine.model_check import check_same_lines
 from workbench.engine.root_checks import clean
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
+from workbench.events import unit_words
 from workbench.protocol.breakpoints import chosen_units
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply
 from workbench.protocol.policy import (
@@ -43,16 +45,25 @@ from workbench.protocol.policy import (
     FULLY_SHARD,
     HYBRID,
     OFF,
+    TORCH,
     Api,
     PrecisionNames,
     as_mesh,
     check_not_classic,
     mesh_words,
+    policy_words,
 )
 from workbench.protocol.rank_messages import ModelPolicy
-from workbench.runtime import classic_wrapping
+from workbench.runtime import classic_wrapping, torch_sharding
 from workbench.runtime.command_handlers import RankContext, does
-from workbench.runtime.model_summary import describe, describe_units, sizes_of, unit_infos
+from workbench.runtime.model_summary import (
+    bytes_at_rest,
+    describe,
+    describe_units,
+    sizes_of,
+    unit_infos,
+    unmanaged_in,
+)
 from workbench.runtime.namespace import exchange, find_module, lookup, module_names, optimizers_of, rebind
 from workbench.watch import is_sharded_by_torch
 
@@ -78,7 +89,10 @@ def shard(command: Shard, rank: RankContext) -> ShardReply:
     check_same_model(model, inner, rank.groups.mesh_of(()))
     mesh = rank.groups.mesh_of(command.mesh_shape)
     _make_groups(command, mesh)
-    sharded = _described(command, _shard(command, mesh, model, inner, ignored))
+    if command.engine == TORCH:
+        sharded = _shard_by_torch(command, rank, torch_sharding.Chosen(model, tuple(inner), tuple(ignored), mesh))
+    else:
+        sharded = _described(command, _shard(command, mesh, model, inner, ignored))
     gc.collect()  # a model that this one replaces is a reference cycle
     rank.recorder.note_gone()
     return sharded if command.wrap else replace(sharded, chosen=tuple(sorted({class_name(each) for each in inner})))
@@ -103,6 +117,31 @@ def _shard(
         remap_optimizer(optimizer, mapping)
     _plan(model, command.prefetch)
     return model, len(optimizers)
+
+
+def _shard_by_torch(command: Shard, rank: RankContext, chosen: torch_sharding.Chosen) -> ShardReply:
+    """Shard a plain model with torch's own FSDP; if it is refused, the model is unchanged."""
+    plan = rank.plan(command)  # refuses what torch may take, such as a parameter tied to one of another unit
+    sizes, unmanaged = sizes_of(chosen.model), unmanaged_in(chosen.model)
+    ignored = chosen.ignored_names
+    left_out = [size for size in sizes if set(size.names) & ignored]
+    optimizers = optimizers_of(chosen.model)
+    model = torch_sharding.shard(command, chosen, plan, rank.groups.device, optimizers)
+    rebind(command.model, model)
+    rank.watch.note([model])
+    units = rank.watch.units_of(model)
+    return ShardReply(
+        model=command.model,
+        units=tuple(unit_words(unit.name) for unit in units),
+        num_params=len(sizes),
+        num_elements=sum(size.numel for size in sizes),
+        bytes_unsharded=sum(size.num_bytes for size in sizes),
+        bytes_at_rest=sum(bytes_at_rest(param) for unit in units for param in unit.params)
+        + sum(size.num_bytes for size in left_out),
+        policy=tuple(policy_words(units, command.prefetch)),
+        optimizers=len(optimizers),
+        unmanaged=replace(unmanaged, params=tuple(name for name in unmanaged.params if name in ignored), hooks=()),
+    )
 
 
 def _shard_classic(
@@ -717,9 +756,10 @@ def possible_units(model: nn.Module) -> list[tuple[str, int]]:
 
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's own class, even if ``fully_shard`` replaced its class or a wrapper holds it."""
-    if isinstance(module, FullyShardedDataParallel):
+    if isinstance(module, (FullyShardedDataParallel, torchs.FullyShardedDataParallel)):
         return class_name(module.module)
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    made = (FSDPModule, torchs.FSDPModule)
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, made))
 
 
 def repeated_class(model: nn.Module) -> set[str]:

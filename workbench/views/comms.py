@@ -18,7 +18,7 @@ from workbench.events import REDUCTIONS, Kind
 from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.device import ClockSource
 from workbench.replay.grouping import by_value, join_names, label, pattern
-from workbench.replay.units import model_order, unit_name, unmanaged_notes
+from workbench.replay.units import engine_words, model_order, unit_name, unmanaged_notes, unseen_words
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -90,7 +90,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
     shown, rows, clock = comparisons(trace, step)
     rows = tuple(row for row in rows if unit is None or row.unit in wanted)
     if not rows:
-        why = "with one rank per shard there is nothing to send"
+        why = unseen_words(trace.header) or "with one rank per shard there is nothing to send"
         whom = "" if unit is None else f" for {theme.shorten(unit)}"
         return theme.empty(f"No rank communicated in {step_name(shown)}{whom}: {why}.")
     drawn, num_left_out = _most_telling(_fold(trace.header, _in_order(trace.header, rows)))
@@ -247,6 +247,8 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         f"{label([rank]).capitalize()}: {theme.format_bytes(payload)} of data"
         f"{'' if crosses else f'; a ring would send {theme.format_bytes(sent)} per rank'}{_carriers(header, own)}",
         crosses,
+        engine_words(header),
+        unseen_words(header),
         "no times are shown: GPU times were not recorded, and host times say little about collectives"
         if clock is ClockSource.ENQUEUED
         else f"compute waited {theme.format_duration(exposed_ns)} of the {theme.format_duration(time_ns)} that "

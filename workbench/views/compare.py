@@ -41,6 +41,7 @@ _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 46, 76, 22  # pixels; a row of the
 _BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below table or plot; a plot has its axis there
 _NARROW_ROW = 72  # pixels, of four lines
 _KIND_LETTERS = 18  # characters of the longest kind of collective, plus the extra width of a bold name
+_MAX_COSTS = 4  # changes of time in a sentence
 _CELL_LEFT, _AXIS_LETTER = 6, 7.2  # pixels before a cell's text; of a title's character
 _COLUMNS, _WIDTHS = ("unit", "collective", "calls", "payload", "exposed"), (2.2, 1.4, 0.9, 1.2, 1.2)
 _BORDER = {"color": theme.GRID, "width": 1}
@@ -106,7 +107,7 @@ def sentence(found: Differences) -> str:
         within = f" in the {theme.plural(fewer, 'step')} that both have (of {more})" if fewer < more else ""
         return "; ".join([f"the same, event for event{within}", *filter(None, parts[2:])])
     if not any(parts[:2]):
-        parts[0] = _event_words(found)
+        parts[0] = _event_words(found) if found.is_same_engine else "the same collectives a step, and the same peak"
     return "; ".join(filter(None, parts))
 
 
@@ -218,12 +219,14 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
     details = ", ".join(filter(None, ["within step-to-step variation" if found.is_chance else "", clock]))
     sentences = [
         f"{names[0]} -> {names[1]}",
+        "" if found.is_same_engine else f"run by {found.engines[0]} -> by {found.engines[1]}",
         _steps_words(found.num_steps),
-        _first_words(found.aligned),
+        _first_words(found.aligned) if found.is_same_engine else "",
         f"showing {label([found.rank])} of {label(found.ranks)}" if len(found.ranks) > 1 else label([found.rank]),
         *_layout_words(*laid_out),
         f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}{_peak_step(found)}",
         f"a step takes {' -> '.join(times)}{f' ({details})' if details else ''}" if len(times) == 2 else "",
+        "" if found.is_same_engine else ", ".join(map(_cost_words, found.slower[:_MAX_COSTS])),
         f"{theme.plural(len(found.collectives) - MAX_ROWS, 'more row')} not drawn"
         if len(found.collectives) > MAX_ROWS
         else "",
@@ -293,7 +296,7 @@ def _add_curves(fig: go.Figure, found: Differences, names: tuple[str, str]) -> N
         showgrid=False,
     )
     fig.update_yaxes(title_text=f"memory in use [{unit}]", rangemode="tozero")
-    if aligned.first_difference >= 0:
+    if aligned.first_difference >= 0 and found.is_same_engine:
         _mark(fig, aligned)
 
 

@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.replay.grouping import by_value, join_names, label, ranges
 from workbench.replay.shards import ParamShards, Piece, Totals, alike, at_rest, pieces, shards, totals, unit_shards
-from workbench.replay.units import model_order
+from workbench.replay.units import engine_words, model_order
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
@@ -168,6 +168,7 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
     waste = f"padding wastes {theme.format_bytes(total.bytes_wasted)} ({wasted}){each}"
     sentences = [
         f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}{_flat(total)}",
+        engine_words(header),
         _policy_of_all(header).removeprefix(", "),
         f"each rank keeps {theme.format_share(total.bytes_at_rest / whole, 1)} of the full parameters between uses",
         waste if total.bytes_wasted else "no padding",

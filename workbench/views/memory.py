@@ -21,7 +21,7 @@ from workbench.replay.memory import MemorySeries, MemoryState, Peak, describe_pe
 from workbench.replay.paused_time import Cuts
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, extent_ns, last_ns
-from workbench.replay.units import unit_name
+from workbench.replay.units import engine_words, unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.step_names import step_name
@@ -193,6 +193,7 @@ def _subtitle(
         f"the peak: {describe_peak(header, top.peak)}",
         _kept(header, top.shown),
         "exact bytes owned by the engine, in program order",
+        engine_words(header),
         "" if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),
         f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",

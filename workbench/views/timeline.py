@@ -22,7 +22,7 @@ from workbench.replay.grouping import did, groups, label
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
 from workbench.replay.tracks import DRAWN, NUMBER
-from workbench.replay.units import unit_name
+from workbench.replay.units import unit_name, unseen_words
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
@@ -214,6 +214,7 @@ def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *
         folded,
         f"a collective's bar runs from its launch to {end}" if has_collectives else "",
         "a unit's compute excludes the units inside it",
+        unseen_words(header),
         hold_words(drawn.cuts),
         theme.error_words(between_ns),
     ]

@@ -1,12 +1,13 @@
 """Events of training that the workbench's engine does not run: torch's own FSDP, and every collective of c10d.
 
-Four sources. :class:`Watch` starts all but the last one:
+Five sources. :class:`Watch` starts all but the last one:
 
 - ``c10d_calls.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
-  else through the methods of ``ProcessGroup``, which see what Python calls but not what C++ does, such as the reducer
-  of DistributedDataParallel.
+  else through the methods of ``ProcessGroup`` and the operators of functional collectives, which see what Python calls
+  but not what C++ does, such as the reducer of DistributedDataParallel.
 - ``fully_shard.py``: the units of models that torch's ``fully_shard`` shards;
 - ``flat_params.py``: those of torch's classic wrapper, ``FullyShardedDataParallel``;
+- ``data_parallel.py``: models in torch's ``DistributedDataParallel``;
 - ``own_units.py``: those of an FSDP of your own, whose code announces them.
 
 Nothing changes in the program that is watched: no argument, no result, no stream, no order. All uses of torch's private
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import probe
+from workbench.events import Unit
 from workbench.watch import c10d_calls
 from workbench.watch._torch_private import (
     HAS_HOOKS,
@@ -32,11 +34,20 @@ from workbench.watch._torch_private import (
     stop_observing_groups,
 )
 from workbench.watch.c10d_calls import CollectiveWatch
+from workbench.watch.data_parallel import DataParallelUnits
 from workbench.watch.flat_params import FlatParamUnits
 from workbench.watch.fully_shard import FullyShardUnits
 from workbench.watch.own_units import OwnParam, OwnUnit, OwnUnits, reset_all
 
-__all__ = ["OwnParam", "OwnUnit", "OwnUnits", "Watch", "is_sharded_by_torch", "log_metric", "sees_all_collectives"]
+__all__ = [
+    "OwnParam",
+    "OwnUnit",
+    "OwnUnits",
+    "Watch",
+    "is_sharded_by_torch",
+    "log_metric",
+    "sees_all_collectives",
+]
 
 
 def log_metric(name: str, value: float) -> None:
@@ -64,7 +75,8 @@ class Watch:
     def __init__(self) -> None:
         self._changes = Replacements()
         self._collectives = CollectiveWatch()
-        self._units = (FullyShardUnits(self._collectives), FlatParamUnits(self._collectives))
+        sources = FullyShardUnits, FlatParamUnits, DataParallelUnits
+        self._units = tuple(source(self._collectives) for source in sources)
 
     def begin(self) -> Watch:
         """Begin to watch; what an earlier time told the probe still holds.
@@ -90,6 +102,10 @@ class Watch:
         models = tuple(models)
         for units in self._units:
             units.note(models)
+
+    def units_of(self, model: nn.Module) -> tuple[Unit, ...]:
+        """Return the announced units of a model that torch shards; empty if torch does not."""
+        return tuple(unit for units in self._units for unit in units.units_of(model))
 
     def settle(self) -> None:
         """Announce what has ended meanwhile; callable from any thread."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,13 @@ from torch.distributed.fsdp._common_utils import TrainingState as TrainingStateO
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from workbench.engine.process_groups import OWN
 from workbench.events import Kind
+
+T = TypeVar("T")
 
 Work = dist.Work
 ParamGroup = _fsdp_param_group.FSDPParamGroup
@@ -55,7 +59,11 @@ class Replacements:
         def replacement(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
             return wrapper(original, *args, **kwargs)
 
-        self._undo.append((owner, name, vars(owner).get(name, original)))
+        self.replace(owner, name, replacement)
+
+    def replace(self, owner: type | ModuleType, name: str, replacement: object) -> None:
+        """Replace ``owner.name``, which exists."""
+        self._undo.append((owner, name, vars(owner).get(name, getattr(owner, name))))
         setattr(owner, name, replacement)
 
     def undo(self) -> None:
@@ -66,6 +74,21 @@ class Replacements:
 
 
 # ---- c10d
+
+
+class FunctionalWork:
+    """What stands for the work of a functional collective, which Python does not get."""
+
+    def get_future(self) -> Any:  # noqa: ANN401 - never returns
+        """Raise RuntimeError: when it ended is not told."""
+        raise RuntimeError("a functional collective has no future")
+
+    def is_completed(self) -> bool:
+        """Return True: at the end of a watch, what nobody waited for counts as ended."""
+        return True
+
+
+AnyWork: TypeAlias = Work | FunctionalWork
 
 
 class Tensors(NamedTuple):
@@ -81,10 +104,10 @@ class CallObserver(Protocol):
     def begin(self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool) -> object:
         """Receive a call before it is made; return what identifies it. May block or raise: then it is not made."""
 
-    def issued(self, call: Any, work: Work | None) -> None:  # noqa: ANN401 - what begin returned
+    def issued(self, call: Any, work: AnyWork | None) -> None:  # noqa: ANN401 - what begin returned
         """Receive the work of a call that was made; None if c10d returned none."""
 
-    def wait(self, original: Callable[..., bool], work: Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
+    def wait(self, original: Callable[..., T], work: AnyWork, *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
         """Call ``original(work, ...)``, which waits for a work."""
 
 
@@ -150,6 +173,13 @@ def observe_calls(observer: CallObserver, changes: Replacements) -> None:
     for method, row in _BY_METHOD.items():
         if hasattr(dist.ProcessGroup, method):
             changes.wrap(dist.ProcessGroup, method, _reporting(observer, *row))
+    for namespace in (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd):
+        for name, kind in _BY_OPERATOR.items():
+            if hasattr(namespace, name):
+                original = getattr(namespace, name)
+                changes.replace(namespace, name, _Operator(original, _calling(observer, original, kind)))
+    waiting = torch.ops._c10d_functional.wait_tensor
+    changes.replace(torch.ops._c10d_functional, "wait_tensor", _Operator(waiting, _waiting(observer, waiting)))
 
 
 def stop_observing_groups() -> None:
@@ -211,6 +241,61 @@ def _reporting(observer: CallObserver, kind: Kind, outputs: int, inputs: int) ->
         return work
 
     return call
+
+
+# functional collectives: DTensor calls them, and no method of ProcessGroup in Python; their last argument is the group
+_BY_OPERATOR = {
+    **dict.fromkeys(("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"), Kind.ALL_REDUCE),
+    **dict.fromkeys(
+        ("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"), Kind.ALL_GATHER
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"), Kind.REDUCE_SCATTER
+    ),
+    "all_to_all_single": Kind.ALL_TO_ALL,
+    **dict.fromkeys(("broadcast", "broadcast_"), Kind.BROADCAST),
+}
+
+
+class _Operator:
+    """An operator of torch whose calls are observed; else it is as the original, with its overloads."""
+
+    def __init__(self, original: Any, call: Callable[..., Any]) -> None:  # noqa: ANN401 - an OpOverloadPacket
+        self._original, self._call = original, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
+        # what is compiled calls the original
+        return (self._original if torch.compiler.is_compiling() else self._call)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the original
+        return getattr(self._original, name)
+
+
+def _calling(observer: CallObserver, original: Any, kind: Kind) -> Callable[..., Any]:  # noqa: ANN401
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        given, name = tuple(_flat(args[0])), kwargs.get("group_name", args[-1])
+        if not given or not isinstance(name, str):
+            return original(*args, **kwargs)
+        group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+        gathered = given * group.size() if kind is Kind.ALL_GATHER else ()
+        one = observer.begin(group, kind, Tensors(given, gathered), is_async=True)
+        result = original(*args, **kwargs)
+        if one is not None:
+            work = FunctionalWork()
+            observer.issued(one, work)
+            for tensor in _flat(result):
+                tensor._workbench_work = work  # type: ignore[attr-defined]
+        return result
+
+    return call
+
+
+def _waiting(observer: CallObserver, original: Any) -> Callable[..., Any]:  # noqa: ANN401
+    def wait(tensor: torch.Tensor) -> Any:  # noqa: ANN401
+        work = getattr(tensor, "_workbench_work", None)
+        return original(tensor) if work is None else observer.wait(lambda _: original(tensor), work)
+
+    return wait
 
 
 def _flat(given: object) -> Iterator[torch.Tensor]:
@@ -418,7 +503,7 @@ def facts_of(handle: Handle) -> FlatParamFacts:
         shard_numel=flat._local_shard.numel() if hasattr(flat, "_local_shard") else flat.numel(),
         shard_size=size,
         copies=dist.get_world_size() // size,
-        reshards=strategy in {"FULL_SHARD", "HYBRID_SHARD"},
+        reshards=strategy not in {"SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"},
         dtype=flat.dtype,
         compute_dtype=handle._fwd_bwd_param_dtype or flat.dtype,
         reduce_dtype=handle._reduce_dtype or handle._fwd_bwd_param_dtype or flat.dtype,
@@ -492,3 +577,33 @@ def renew_handle(handle: Handle, new_of: Mapping[int, dist.ProcessGroup]) -> Non
     flat.__dict__.pop("_saved_grad_shard", None)  # the reduced gradient of an iteration that was not finished
     if handle.uses_sharded_strategy:
         handle.reshard(free_unsharded_flat_param=True)
+
+
+# ---- DistributedDataParallel
+
+
+def num_buckets(model: DistributedDataParallel) -> int:
+    """Return the number of buckets of gradients, each averaged by one all-reduce; 0 while it is unknown.
+
+    In its first backward a model has one bucket; then it makes others, in the order in which gradients came.
+    """
+    data = model._get_ddp_logging_data() if HAS_HOOKS else {}
+    return len([size for size in str(data.get("rebuilt_bucket_sizes", "")).split(",") if size.strip()])
+
+
+def renew_replicas(model: DistributedDataParallel, new_of: Mapping[int, dist.ProcessGroup]) -> None:
+    """Give a model a new process group and a new reducer, as if it had been unpickled."""
+    new = new_of.get(id(model.process_group))
+    if new is not None:
+        model.process_group = new
+        model.__setstate__(model.__getstate__())
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call ``call`` when the running backward has computed all gradients, after what was queued before it."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def tensors_in(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a forward returns."""
+    yield from (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))

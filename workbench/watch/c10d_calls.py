@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine.process_groups import OWN
 from workbench.events import COLLECTIVES, GROUP_INDICES, Comm, Edge, Kind
-from workbench.watch._torch_private import Tensors, Work, ranks_of
+from workbench.watch._torch_private import AnyWork, Tensors, Work, ranks_of
+
+T = TypeVar("T")
 
 active: CollectiveWatch | None = None
 """The watch in force, from :meth:`workbench.watch.Watch.begin` to its end."""
@@ -66,9 +68,9 @@ class CollectiveWatch:
         self.is_paused = False
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
         # not weakly: a hook's object is another one than c10d's caller gets, unless it is kept
-        self._in_flight: dict[Work, Call] = {}
+        self._in_flight: dict[AnyWork, Call] = {}
         # asynchronous, ended, and perhaps still to be waited for
-        self._ended: weakref.WeakKeyDictionary[Work, Call] = weakref.WeakKeyDictionary()
+        self._ended: weakref.WeakKeyDictionary[AnyWork, Call] = weakref.WeakKeyDictionary()
 
     @contextmanager
     def within(self, unit: int, before_issue: Callable[[Kind, Tensors], None] | None = None) -> Iterator[None]:
@@ -113,7 +115,7 @@ class CollectiveWatch:
             probe.active.comm_group(known.index, ranks_of(group) or tuple(range(group.size())), name)
         return known
 
-    def issued(self, call: Call | None, work: Work | None) -> None:
+    def issued(self, call: Call | None, work: AnyWork | None) -> None:
         """Follow a call that was made to its end."""
         if call is None:
             return
@@ -122,13 +124,13 @@ class CollectiveWatch:
             return
         self._in_flight[work] = call
         if call.on_device:
-            if probe.active is not None and call.comm is not None:
+            if probe.active is not None and call.comm is not None and isinstance(work, Work):
                 probe.active.issued(call.comm, lambda: _original_wait(work))
         elif call.is_async:
             with suppress(RuntimeError):  # this transport has no futures
                 work.get_future().add_done_callback(lambda _: _note_end(call))
 
-    def wait(self, original: Callable[..., bool], work: Work, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
+    def wait(self, original: Callable[..., T], work: AnyWork, *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
         """Wait for a work; announce the wait, and the end of its call."""
         call = self._in_flight.get(work) or self._ended.pop(work, None)
         if call is None:

@@ -14,7 +14,7 @@ from torch import nn
 from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
-from workbench.events import C10D, Category, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit
+from workbench.events import C10D, TORCH_CLASSIC, Category, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import Handle, Replacements, Tensors
 from workbench.watch.c10d_calls import count, holds
@@ -27,7 +27,7 @@ FLAT = "_flat_param"
 class FlatParamUnits(TorchUnits[Handle]):
     """Source of the events of every model in torch's ``FullyShardedDataParallel``; a unit is a flat parameter."""
 
-    name = "torch.FullyShardedDataParallel"
+    name = TORCH_CLASSIC
 
     def install(self, changes: Replacements) -> None:
         """Watch until ``changes`` are undone."""
@@ -79,6 +79,7 @@ class FlatParamUnits(TorchUnits[Handle]):
             reduce_itemsize=facts.reduce_dtype.itemsize,
             offload=group._offload_params,
             comm=C10D if facts.shard_size * facts.copies > 1 else "",
+            engine=self.name,
         )
 
     def _policy(self, group: Handle) -> bool | int:

@@ -15,7 +15,7 @@ from torch import nn
 from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
-from workbench.events import C10D, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
+from workbench.events import C10D, TORCH_FULLY_SHARD, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import ParamGroup, Replacements, State, Tensors
 from workbench.watch.c10d_calls import count, holds
@@ -28,7 +28,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     Its calls are wrapped on their class while this watches, so models sharded before and after are seen alike.
     """
 
-    name = "torch.fully_shard"
+    name = TORCH_FULLY_SHARD
 
     def install(self, changes: Replacements) -> None:
         """Watch until ``changes`` are undone."""
@@ -80,6 +80,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             reduce_itemsize=reduce.itemsize,
             offload=any(param.offload_to_cpu for param in group.fsdp_params),
             comm=C10D if shard_size > 1 else "",
+            engine=self.name,
         )
 
     def _nbytes(self, group: ParamGroup, unit: Unit) -> tuple[int, int]:

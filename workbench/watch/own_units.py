@@ -138,6 +138,7 @@ class OwnUnits:
             compute_itemsize=compute.itemsize,
             reduce_itemsize=reduce.itemsize,
             comm=C10D if size > 1 else "",
+            engine=self.name,
         )
         is_told = self._begins()
         unit = self._units[index] = OwnUnit(self, info, {param.fqn: param.shard for param in params}, rank)

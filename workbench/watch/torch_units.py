@@ -158,7 +158,7 @@ class TorchUnits(ABC, Generic[Group]):
         self._groups[unit.index] = group
         self._known[group] = WatchedUnit(unit, full_nbytes)
         handle = BufferHandle(Category.SHARDED_PARAMS, unit.index, shard_nbytes)
-        weakref.finalize(group, _drop, handle).atexit = False
+        weakref.finalize(group, drop, handle).atexit = False
 
     def _refreshed(self, group: Group, known: WatchedUnit) -> WatchedUnit:
         """Return what is known of a group; announce its policy if it has changed."""
@@ -178,6 +178,13 @@ class TorchUnits(ABC, Generic[Group]):
 
     @abstractmethod
     def _renew(self, group: Group, new_of: Mapping[int, dist.ProcessGroup]) -> None: ...
+
+    def units_of(self, model: nn.Module) -> Iterator[Unit]:
+        """Yield the units of a model that were announced, in the order of its modules."""
+        for _, group in self._groups_below(model):
+            known = self._known.get(group)
+            if known is not None:
+                yield known.unit
 
     def _known_of(self, unit: int) -> WatchedUnit | None:
         group = self._groups.get(unit)
@@ -220,5 +227,5 @@ def join(path: str, name: str) -> str:
     return ".".join(filter(None, (path, name)))
 
 
-def _drop(handle: BufferHandle) -> None:
+def drop(handle: BufferHandle) -> None:
     """Hold the handle until a group is gone, and let it go then."""
