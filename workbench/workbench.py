@@ -36,6 +36,7 @@ from workbench.protocol.commands import (
     Evaluate,
     Inspect,
     Reshard,
+    Run,
     Shard,
     Start,
     Step,
@@ -66,6 +67,7 @@ from workbench.reports.results import (
     RankStatus,
     Report,
     ReshardReport,
+    RunReport,
     ShardReport,
     Source,
     StartReport,
@@ -140,7 +142,7 @@ def on_ranks(command: Callable[P, Command], report: type[R]) -> Callable[Concate
     method.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[itself, *signature.parameters.values()], return_annotation=report
     )
-    method.__name__ = method.__qualname__ = declared.word
+    method.__name__ = method.__qualname__ = declared.method or declared.word
     arguments = [f"    {f.name}: {argument_of(f).about}." for f in dataclasses.fields(declared)]
     errors = "Raises:\n    UsageError, RankError, RankDied, Interrupted: as :meth:`do`."
     method.__doc__ = "\n".join(
@@ -667,6 +669,40 @@ class Workbench:
 
     # ---- pause and continue
 
+    def run_script(
+        self,
+        script: str | os.PathLike[str],
+        args: Sequence[str] = (),
+        *,
+        module: bool = False,
+        until: str = "",
+        background: bool = False,
+        on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
+    ) -> RunReport | StopReport | BackgroundReport:
+        """Run a training script on every rank, unchanged, as torchrun would (``%fsdp run``); its variables stay.
+
+        The variables of an earlier script are removed first, and modules that lie beside the script are imported anew.
+
+        Args:
+            script: the file, which all hosts must have; or the name of a module.
+            args: its arguments.
+            module: whether ``script`` is the name of a module.
+            until: as for :meth:`step`.
+            background: as for :meth:`step`.
+            on_output: as for :meth:`run_cell`.
+            on_standing: as for :meth:`run_cell`.
+
+        Raises:
+            UsageError: there is no such script, or it is no Python.
+            RankError: it raised, or ended with a status other than 0.
+            RankDied, Interrupted: as :meth:`do`.
+        """
+        command = made(Run, os.fspath(script), args, module=module, until=until, background=background)
+        return cast(
+            RunReport | StopReport | BackgroundReport, self.do(command, on_output=on_output, on_standing=on_standing)
+        )
+
     def pause(self, *, on_standing: OnStanding = no_standing) -> Report:
         """Stop all ranks at the same event of the running request, and return where they are.
 
@@ -998,7 +1034,7 @@ class Workbench:
 
 
 for _declared in ON_RANKS.values():  # commands without a typed method above get an untyped one
-    if not hasattr(Workbench, _declared.word):
+    if not hasattr(Workbench, _declared.method or _declared.word):
         setattr(Workbench, _declared.word, on_ranks(_declared, Report))
 
 

@@ -77,6 +77,8 @@ def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> l
         not arg.startswith("-") and previous not in parser.flags
         for previous, arg in zip(["", *args], args, strict=False)
     )
+    if given and parser.takes_rest:
+        return []
     places = parser.positionals[given:]
     return (_known(places[0], lookup) if places else []) + flags
 

@@ -39,7 +39,8 @@ class Failure:
         ename: class name of its exception; ``""`` if its process is gone.
         evalue: its message; for a process that is gone, how it ended.
         traceback: as rendered on the rank, in Python's or IPython's format, maybe in colour.
-        line: line in the user's cell; None if unknown.
+        line: line in the user's cell or script; None if unknown.
+        script: name of the script's file; empty: the line is that of a cell.
         died: whether its process is gone.
     """
 
@@ -48,6 +49,7 @@ class Failure:
     evalue: str = ""
     traceback: str = ""
     line: int | None = None
+    script: str = ""
     died: bool = False
 
     @property
@@ -132,6 +134,7 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
         traceback=shorten_traceback(cause.traceback),
         also=also,
         line=cause.line,
+        script=cause.script,
     )
 
 
@@ -195,6 +198,8 @@ def _is_machinery(block: str) -> bool:
 
 def place_of(failure: Failure) -> str:
     """Return where in the user's code it happened, ``"line 3, in train_step"``; ``""`` if unknown."""
+    if failure.script:
+        return f"line {failure.line} of {failure.script}"
     text = _ANSI.sub("", failure.traceback)
     frames = [*_CELL_FRAME.finditer(text), *(f for f in _FRAME.finditer(text) if _CELL_PATH.search(f["path"]))]
     function = frames[-1]["function"] if frames else None

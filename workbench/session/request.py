@@ -12,7 +12,7 @@ from workbench.cluster.pending_replies import Output, PendingReplies
 from workbench.codec import decode
 from workbench.errors import RankDied
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Command, Step, to_text
+from workbench.protocol.commands import Command, Run, Step, to_text
 from workbench.reports.pause_results import StopReport
 from workbench.reports.results import SAYS, CellReport, Report
 from workbench.reports.step_progress import Follower, Progress
@@ -146,6 +146,7 @@ class CommandTask(_OutputTask):
         self._follower: Follower | None = None
         if isinstance(command, Step):
             self._follower = Follower(before, num_ranks=len(pending.ranks), total=command.count)
+        if isinstance(command, (Step, Run)):
             self.until = command.stop
         self.words = f"%fsdp {to_text(command)}"
 
