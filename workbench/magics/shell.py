@@ -31,7 +31,7 @@ from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Run, Step
 from workbench.reports.pause_results import StopReport
-from workbench.reports.results import CellReport
+from workbench.reports.results import CellReport, RunReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.trace_selectors import LAST
 from workbench.session.variable_check import everywhere, unit_paths
@@ -120,7 +120,7 @@ class FsdpMagics(Magics):
             raise
         if isinstance(report, StopReport):
             bar.pause(report.headline)
-        elif not isinstance(report, CellReport):
+        elif not isinstance(report, (CellReport, RunReport)):
             bar.close()
         return report
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.errors import RankDied, RankError, WorkbenchError
 from workbench.events import unit_words
@@ -15,6 +15,7 @@ from workbench.replay import grouping
 from workbench.replay.grouping import by_value, label
 from workbench.trace.step_names import step_name
 
+IDLE = "the ranks are idle again and keep their variables"
 RESTART = "%fsdp stop, then %fsdp start"
 
 _CONSEQUENCES = {"StepAborted", "CollectiveFailed"}
@@ -85,6 +86,10 @@ class Aftermath:
     unfinished: int | None = None
     left_gradients: bool = False
 
+    def without_training_state(self) -> Aftermath:
+        """Return the same without what it says of the state of a model, where no later step builds on that."""
+        return replace(self, optimizer_steps=None, left_gradients=False)
+
     def __str__(self) -> str:
         parts = []
         if self.step is not None and self.step >= 0:
@@ -112,7 +117,7 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
     Args:
         failures: at least one, in the order they arrived.
         positions: state after the failure of the ranks that answered.
-        next_thing: a sentence on what the user can do now; not used if a rank died.
+        next_thing: a sentence on what the user can do now; empty: to correct the code; not used if a rank died.
     """
     cause = first_cause(failures)
     dead = tuple(sorted(f.rank for f in failures if f.died))
@@ -125,7 +130,8 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
     if also:
         lines.append(f"same error on {label(also)}")
     lines += [f"{label([f.rank])}: {f}" for f in failures if f not in alike and not f.died and not f.is_consequence]
-    lines += [death_sentence(dead, sorted(positions))] if dead else [*left_behind(positions), next_thing]
+    again = f"{IDLE}: correct {f'{cause.script} and run it' if cause.script else 'the code and run its cell'} again"
+    lines += [death_sentence(dead, sorted(positions))] if dead else [*left_behind(positions), next_thing or again]
     return RankError(
         "\n".join(lines),
         rank=cause.rank,

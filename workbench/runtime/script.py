@@ -82,7 +82,7 @@ class ScriptRunner:
         folder = os.getcwd() if command.module else str(Path(command.script).parent)
         namespace = user_namespace()
         before, groups_before = dict(namespace), self._user_groups().keys()
-        first_step, begin_ns = self._recorder.next_step, time.monotonic_ns() - self._recorder.held_ns
+        begin_ns = time.monotonic_ns() - self._recorder.held_ns
         pid, threads = os.getpid(), set(threading.enumerate())
         try:
             with as_under_torchrun((command.script, *command.args), folder, self._groups):
@@ -91,19 +91,19 @@ class ScriptRunner:
                 if command.module:
                     sys.argv[0] = program.code.co_filename
                 namespace.update(program.names)
-                with self._trainer.explained():
+                with self._trainer.whole_program(), self._trainer.explained():
                     _execute(program.code, namespace)
                     _join({*threading.enumerate()} - threads)
                     self._trainer.wait_for_device()
+                    steps_done = self._trainer.num_of_program
         finally:
             if os.getpid() != pid:  # a process that the script has forked, and that ends as the script does
                 os._exit(0)
-            self._recorder.give_up_step()
             self._names = {name for name, value in namespace.items() if before.get(name, before) is not value}
             self._hidden = {name: before[name] for name in self._names & {*OFFERED, *_ABOUT_ITSELF} & before.keys()}
             self._group_names = {*(self._user_groups().keys() - groups_before)}
         return RunReply(
-            steps_done=self._recorder.next_step - first_step,
+            steps_done=steps_done,
             seconds=(time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9,
             models=tuple(sorted(name for name in self._names if isinstance(namespace.get(name), nn.Module))),
         )

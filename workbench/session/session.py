@@ -90,8 +90,6 @@ CLOSE_S = 1.0
 """Time in seconds for ranks to end their current work before they are stopped."""
 
 
-NEXT_THING = "the ranks are idle again and keep their variables: correct the code and run its cell again"
-
 IDLE_AGAIN = "The ranks are idle again; their variables are kept."
 
 STOP_SOMEWHERE = "stop one with %fsdp step --until all_gather, or %fsdp break add EVENT and %fsdp step"
@@ -884,6 +882,8 @@ class Session:
     def _settle(self, outcome: Outcome, request: Request) -> WorkbenchError:
         """Recover the ranks, if possible, and return the exception to raise."""
         found = self._aftermath(request.mark, timeout_s=ASK_S if outcome.abandoned else PATIENT_S)
+        if isinstance(request.work, CommandTask) and isinstance(request.work.command, Run):  # the next run starts clean
+            found = {rank: left.without_training_state() for rank, left in found.items()}
         return _error_of(outcome, found, self._get_ready(outcome, request, found), request.worked)
 
     def _get_ready(self, outcome: Outcome, request: Request, found: Mapping[int, Aftermath]) -> str:
@@ -990,4 +990,4 @@ def _error_of(outcome: Outcome, found: dict[int, Aftermath], obstacle: str, noti
         everywhere = alike == len(outcome.failures) + len(outcome.results)
         refused = cause.evalue if everywhere else f"rank {cause.rank}: {cause.evalue}"
         return UsageError("\n".join(filter(None, [refused, obstacle])))
-    return to_error(outcome.failures, found, next_thing=obstacle or NEXT_THING)
+    return to_error(outcome.failures, found, next_thing=obstacle)

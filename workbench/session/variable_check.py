@@ -156,7 +156,7 @@ def with_script(command: C) -> C:
         return command
     path = Path(command.script).expanduser().absolute()
     if not path.is_file():
-        near = did_you_mean(path.name, [each.name for each in path.parent.glob("*.py")])
+        near = did_you_mean(path.name, [each.name for each in path.parent.glob("*.py")], cutoff=0.6)
         raise UsageError(f"there is no script {command.script} in {Path.cwd()}{near}")
     return cast(C, dataclasses.replace(command, script=str(path)))
 
