@@ -29,7 +29,7 @@ from workbench.errors import Interrupted, UsageError
 from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
-from workbench.protocol.breakpoints import Condition, parse_event
+from workbench.protocol.breakpoints import Condition, parse_event, read_event
 from workbench.protocol.commands import (
     ON_RANKS,
     Command,
@@ -830,16 +830,19 @@ class Workbench:
             when: condition over num_bytes, unit, kind, edge, phase, step, ordinal and rank; None: always.
 
         Raises:
-            UsageError: there is no such event, unit or rank, or the condition is invalid.
+            UsageError: there is no such event or rank, the condition is invalid, or models are sharded and none has
+                such a unit.
         """
         session = self._started()
-        kind, unit = parse_event(event, session.units())
+        units = session.units()
+        kind, unit = parse_event(event, units) if units else read_event(event)  # a script shards its model itself
         if rank is not None:
             select([rank], self.num_ranks)
         if when is not None:
             Condition.parse(when, rank)
         added = session.breakpoints.add(kind, unit, rank=rank, when=when)
-        return self._changed_breakpoints(f"breakpoint {added.id}: {added}")
+        note = "; nothing is sharded yet" if unit is not None and not units else ""
+        return self._changed_breakpoints(f"breakpoint {added.id}: {added}{note}")
 
     def break_list(self) -> BreakReport:
         """Return the breakpoints."""

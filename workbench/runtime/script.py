@@ -14,10 +14,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -97,8 +98,8 @@ class ScriptRunner:
                     self._trainer.wait_for_device()
                     steps_done = self._trainer.num_of_program
         finally:
-            if os.getpid() != pid:  # a process that the script has forked, and that ends as the script does
-                os._exit(0)
+            if os.getpid() != pid:
+                _end_of_fork(sys.exception())
             self._names = {name for name, value in namespace.items() if before.get(name, before) is not value}
             self._hidden = {name: before[name] for name in self._names & {*OFFERED, *_ABOUT_ITSELF} & before.keys()}
             self._group_names = {*(self._user_groups().keys() - groups_before)}
@@ -195,6 +196,14 @@ def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
         raise ScriptExit(f"the script called sys.exit({status})").with_traceback(error.__traceback__) from None
 
 
+def _end_of_fork(error: BaseException | None) -> NoReturn:
+    """End a process that the script has forked and that has come to the end of the script: it is no rank."""
+    if error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    os._exit(int(error is not None))
+
+
 def _join(threads: set[threading.Thread]) -> None:
     """Wait for threads that a process would wait for at its end.
 
@@ -213,5 +222,6 @@ def _top_level_modules() -> set[str]:
 
 def _is_in(module: object, folder: str) -> bool:
     """Return whether a module's file, or a package's folder, lies in ``folder`` itself."""
-    places = [*getattr(module, "__path__", ())] or [getattr(module, "__file__", None)]
+    names = getattr(module, "__dict__", {})
+    places = [*(names.get("__path__") or ())] or [names.get("__file__")]
     return any(os.path.dirname(os.path.abspath(place)) == os.path.abspath(folder) for place in places if place)

@@ -2,7 +2,8 @@
 
 The rank is in a default process group already, which its engine, its meshes and its models need. So in the script
 ``init_process_group`` joins that group, and ``destroy_process_group`` leaves it: neither makes nor ends a group. Before
-the first and after the second, c10d behaves as without a default group. Groups that the script makes itself are real.
+the first, ``is_initialized`` is False, but collectives work: libraries such as Accelerate remember from an earlier
+script that they have joined. After the second, c10d is without a default group. Other groups of the script are real.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from workbench.runtime.distributed import NEVER, ProcessGroups
 
@@ -42,10 +46,12 @@ def as_under_torchrun(argv: Sequence[str], folder: str, groups: ProcessGroups) -
         os.environ.update(_variables(groups))
         sys.argv, sys.path = list(argv), [folder, *sys.path]
         joining = _Joining(groups)
-        for name in ("init_process_group", "destroy_process_group", "is_initialized"):
-            _wrap_everywhere(name, getattr(joining, name), undo)
+        undo.callback(joining.show)
+        joining.hide(is_gone=False)
+        for name in ("init_process_group", "destroy_process_group"):
+            undo.callback(_wrap(name, getattr(joining, name)))
         for name in ("new_group", "split_group"):
-            _wrap_everywhere(name, joining.make_group, undo)
+            undo.callback(_wrap(name, joining.make_group))
         yield
 
 
@@ -104,7 +110,26 @@ class _Joining:
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-        self._has_joined = False
+        self._show: Callable[[], None] | None = None
+
+    def hide(self, *, is_gone: bool) -> None:
+        """Let c10d say in this thread, the script's, that there is no default group.
+
+        Args:
+            is_gone: whether collectives raise as well.
+        """
+        here = threading.get_ident()
+        self._show = _wrap(
+            "is_initialized",
+            lambda original: threading.get_ident() != here and original(),
+            but=() if is_gone else (distributed_c10d,),  # where collectives ask
+        )
+
+    def show(self) -> None:
+        """Undo :meth:`hide`; no-op without it. While the script trains, torch.compile meets the original function."""
+        if self._show is not None:
+            self._show()
+        self._show = None
 
     def init_process_group(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Join the default group.
@@ -113,10 +138,10 @@ class _Joining:
             ValueError: it does not fit what the script asks for, or the script has joined it already.
         """
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        if self._has_joined:
+        if self._show is None:
             raise ValueError("trying to initialize the default process group twice!")
         self._check_fits(given.get("backend"), given.get("world_size", -1), given.get("rank", -1))
-        self._has_joined = True
+        self.show()
 
     def _check_fits(self, backend: object, world_size: int, rank: int) -> None:
         groups, device = self._groups, self._groups.device_type
@@ -140,13 +165,9 @@ class _Joining:
         if group is not None and group is not dist.group.WORLD:
             original(group)
             return
-        if not self._has_joined:
+        if self._show is not None:
             raise ValueError("Default process group has not been initialized, so it cannot be destroyed.")
-        self._has_joined = False
-
-    def is_initialized(self, original: Callable[[], bool]) -> bool:
-        """Return whether the script has joined; threads of the workbench always have the group."""
-        return original() and (self._has_joined or threading.current_thread() is not threading.main_thread())
+        self.hide(is_gone=True)
 
     def make_group(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
         """Make a group without a timeout: a rank may be held for long. An abort frees the ranks that wait in it."""
@@ -156,22 +177,28 @@ class _Joining:
             return original(*given.args, **given.kwargs)
 
 
-def _wrap_everywhere(name: str, wrapper: Callable[..., Any], undo: ExitStack) -> None:
-    """Replace a function of ``torch.distributed`` in every module that has it, since some import it by name."""
+def _wrap(name: str, wrapper: Callable[..., Any], but: Sequence[ModuleType] = ()) -> Callable[[], None]:
+    """Replace a function of ``torch.distributed`` in every module that has it, since some import it by name.
+
+    Args:
+        name: of the function.
+        wrapper: called with the original and the arguments.
+        but: modules that keep the original.
+
+    Returns:
+        undoes it, also in modules that were loaded meanwhile.
+    """
     original = getattr(dist, name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
         return wrapper(original, *args, **kwargs)
 
     replacement.__name__, replacement.__doc__ = name, original.__doc__
-    having = [m for m in tuple(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is original]
-    for module in having:
-        setattr(module, name, replacement)
-    undo.callback(_put_back, name, replacement, original)
+    _exchange(name, original, replacement, but)
+    return partial(_exchange, name, replacement, original)
 
 
-def _put_back(name: str, replacement: object, original: object) -> None:
-    """Undo a replacement, also in modules that the script has loaded since, and in its own names."""
+def _exchange(name: str, old: object, new: object, but: Sequence[ModuleType] = ()) -> None:
     for module in tuple(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is replacement:
-            setattr(module, name, original)
+        if getattr(module, "__dict__", {}).get(name) is old and module not in but:
+            setattr(module, name, new)
