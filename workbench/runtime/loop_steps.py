@@ -86,14 +86,17 @@ class LoopSteps:
         self._recorder.optimizer_edge(Edge.END)
         if self._recorder.is_recording:
             self.account(optimizer)
-        if not self._running and not self._recorder.is_aside:
+        if not self._running:
             self._end_step()
-            if self._first_of_program is not None and not self._has_forwards:
-                self._recorder.next_step = max(self._recorder.next_step, self._first_of_program + 1)
-                self._begin_step()
 
     def _end_step(self) -> None:
+        """End the step, and begin the next if no forward will announce it."""
+        if self._recorder.is_aside:
+            return
         self._recorder.end_step()
+        if self._first_of_program is not None and not self._has_forwards:
+            self._recorder.next_step = max(self._recorder.next_step, self._first_of_program + 1)
+            self._begin_step()
 
     def account(self, optimizer: Optimizer, *, changed: bool = False) -> None:
         """Record the current bytes of an optimizer's state on this rank.
@@ -129,8 +132,8 @@ class SampledSteps(LoopSteps):
             super()._begin_step()
 
     def _end_step(self) -> None:
-        super()._end_step()
         self.close()
+        super()._end_step()
 
     def close(self) -> None:
         """End a step that runs off the record; no-op in another one."""
