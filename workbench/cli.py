@@ -159,10 +159,10 @@ def _view(args: argparse.Namespace) -> int:
     from workbench.export import export  # noqa: PLC0415 - loaded when used
     from workbench.session.trace_selectors import opened_with_notes  # noqa: PLC0415
 
-    trace, notes = opened_with_notes(args.trace)
-    for note in notes:
+    opened = opened_with_notes(args.trace)
+    for note in opened.notes:
         sys.stderr.write(f"note: {_printable(note)}\n")
-    sys.stdout.write(f"{export(trace, args.out or Path(args.trace).resolve().name + '.html', args.steps)}\n")
+    sys.stdout.write(f"{export(opened.trace, args.out or Path(args.trace).resolve().name + '.html', args.steps)}\n")
     return 0
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast
@@ -25,7 +25,7 @@ from workbench.cluster.pending_replies import select
 from workbench.cluster.processes import usable_cores
 from workbench.cluster.zygote_cache import KEEPER
 from workbench.devices import AUTO
-from workbench.errors import Interrupted, UsageError
+from workbench.errors import Interrupted, TraceError, UsageError
 from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
@@ -47,6 +47,7 @@ from workbench.protocol.commands import (
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.units import unmanaged_notes
 from workbench.reports import cursor as cursors
+from workbench.reports import run_where
 from workbench.reports.failures import losses_in_words
 from workbench.reports.pause_results import (
     BackgroundReport,
@@ -77,6 +78,7 @@ from workbench.reports.results import (
     VerifyReport,
     sharded_models,
 )
+from workbench.reports.run_where import RunWhereReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
@@ -86,12 +88,16 @@ from workbench.session.stall_notice import OnStanding, no_standing
 from workbench.session.trace_selectors import opened_with_notes, side
 from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
+from workbench.trace.read_recording import RecordingReader
 from workbench.views import draw
 from workbench.views.compare import draw as draw_compared
 from workbench.views.theme import plural
 
 MAX_PAST = 1000
 """Commands that the history keeps."""
+
+FOLLOW_S = 0.2
+"""Minimum time in seconds between two readings of a recording that its run still writes, five times a second."""
 
 CROWDED = 4
 """Number of ranks per core above which a start warns."""
@@ -206,6 +212,8 @@ class Workbench:
         self._last = ClusterSnapshot(trace=Trace.empty())
         self._past: deque[PastCommand] = deque(maxlen=MAX_PAST)
         self.record = ""
+        self._recording: RecordingReader | None = None  # of the opened folder
+        self._read_at_s = 0.0
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -329,6 +337,7 @@ class Workbench:
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
         self._last, self.record, self._is_new = ClusterSnapshot(trace=Trace.empty()), "", False
+        self._recording = None
         self._show_newest()
         devices = tuple(info.device for info in cluster.rank_info)
         notice = cluster.rank_info[0].notice
@@ -457,16 +466,22 @@ class Workbench:
 
         Ranks that are all lost are stopped.
 
-        Views, the dashboard, ``compare``, ``export`` and ``back`` work on it as on the trace of live ranks.
+        Views, the dashboard, ``compare``, ``export`` and ``back`` work on it as on the trace of live ranks. While the
+        run of a recording still writes, they show what it has written until a moment ago, and ``where`` says where
+        its ranks are.
 
         Raises:
             UsageError: ranks run, there is no such file, or it is not a trace; nothing has changed then.
         """
         with self._exchanging("open"):
             self._check_replaceable("%fsdp open", " To view the file without stopping them: Workbench.open(path).")
-            trace, notes = opened_with_notes(path)
+            opened = opened_with_notes(path)
+            trace, recording = opened.trace, opened.recording
             self.stop()
-            self._last, self.record, self._is_new = ClusterSnapshot(trace=trace), Path(path).name, False
+            is_live = recording is not None and recording.read().is_alive(time.time_ns())
+            self._last = ClusterSnapshot(trace=trace, is_live=is_live)
+            self.record, self._is_new = Path(path).name, False
+            self._recording, self._read_at_s = recording, time.monotonic()
             self._show_newest()
         return OpenReport(
             name=self.record,
@@ -474,7 +489,8 @@ class Workbench:
             steps=tuple(steps(trace)),
             models=sharded_models(trace.header),
             num_rows=trace.num_rows,
-            notes=notes,
+            notes=opened.notes,
+            is_live=is_live,
         )
 
     def _show_newest(self) -> None:
@@ -498,7 +514,7 @@ class Workbench:
         """Return the state of the ranks, the sharded models and the size of the trace."""
         session = self._session
         ranks = () if session is None else tuple(self._rank_status(session))
-        trace = self._last.trace if session is None else session.trace
+        trace = self._shown_without_ranks().trace if session is None else session.trace
         request = None if session is None else session.request
         return StatusReport(
             running=self.running,
@@ -778,8 +794,19 @@ class Workbench:
 
     # ---- inspect
 
-    def where(self, *, stacks: bool = False) -> WhereReport:
-        """Return where every rank is, and with ``stacks`` its Python threads; busy ranks answer as well."""
+    def where(self, *, stacks: bool = False) -> WhereReport | RunWhereReport:
+        """Return where every rank is, and with ``stacks`` its Python threads; busy ranks answer as well.
+
+        Without ranks, of an opened recording: where the ranks of its run are, with the stacks that they have written.
+
+        Raises:
+            UsageError: no ranks run and no recording is open, or its folder can no longer be read.
+        """
+        if self._session is None and self._recording is not None:
+            try:
+                return run_where.where(self._recording.read(), time.time_ns())
+            except (OSError, TraceError) as error:
+                raise UsageError(f"{self.record} is no longer there as it was opened: {error}") from error
         return self._started().where(stacks=stacks)
 
     def inspect(self, fqn: str) -> InspectReport:
@@ -911,17 +938,28 @@ class Workbench:
         """The trace so far, updated from the ranks if they run."""
         session = self._session
         if session is None:
-            return self._last.trace
+            return self._shown_without_ranks().trace
         session.drain()
         return session.trace
 
     def pulse(self) -> ClusterSnapshot:
         """Return a snapshot of the trace and of each rank; live views poll it several times a second."""
         session = self._session
-        found = self._last if session is None else session.pulse()
+        found = self._shown_without_ranks() if session is None else session.pulse()
         return dataclasses.replace(
             found, cursor=self.cursor, record=self.record, exchange=self.exchange, waits_for=self._waits_for
         )
+
+    def _shown_without_ranks(self) -> ClusterSnapshot:
+        """Return what is shown; of a recording, up to what its run wrote a moment ago."""
+        now_s = time.monotonic()
+        if self._recording is not None and now_s - self._read_at_s > FOLLOW_S:
+            self._read_at_s = now_s
+            with suppress(OSError, TraceError):  # the folder is gone: what was read of it stays
+                found = self._recording.read()
+                is_live = found.is_alive(time.time_ns())
+                self._last = dataclasses.replace(self._last, trace=found.trace, is_live=is_live)
+        return self._last
 
     def activity(self) -> tuple[object, ...]:
         """Return a value that changes when ranks start, get a request, stop, continue or end; contacts no rank."""

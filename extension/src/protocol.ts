@@ -314,7 +314,7 @@ export interface RankHealth {
 }
 
 export interface RunStatus {
-  readonly word: "training" | "stuck" | "stopped" | "idle" | "over" | "dead" | "empty";
+  readonly word: "training" | "stuck" | "stopped" | "idle" | "recorded" | "over" | "dead" | "empty";
   readonly why: string;
   readonly can_go_on: boolean;
 }

@@ -67,6 +67,7 @@ def test_a_dead_rank_is_reported_first():
 
 def test_without_ranks_it_is_over_or_was_never():
     assert status(ClusterSnapshot(trace=TRACE), 0.0).word == "over"
+    assert status(ClusterSnapshot(trace=TRACE, record="out", is_live=True), 0.0).word == "recorded"
     assert status(ClusterSnapshot(trace=Trace.empty()), 0.0).word == "empty"
     nothing = pulse(Trace.empty(), [True], {0: Position()})
     assert (status(nothing, 0.0).word, status(nothing, 0.0).why) == ("empty", "")

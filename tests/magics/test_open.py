@@ -1,11 +1,17 @@
 """``%fsdp open`` shows a trace again, without ranks."""
 
+import shutil
+import time
+
 import pytest
 
 from tests.helpers.trace_strategies import example_trace
+from workbench import workbench as workbench_module
 from workbench.errors import UsageError
+from workbench.live.long_poll import mark
 from workbench.magics.display_output import WIDGET_MIME
 from workbench.trace import load, save
+from workbench.trace.recording import FrameKind, RecordingWriter, RunEnd, RunStart
 from workbench.views import VIEWS
 from workbench.views.theme import PLOTLY_MIME
 from workbench.workbench import Workbench
@@ -84,3 +90,54 @@ def test_in_python_a_record_is_a_workbench(tmp_path):
     assert not workbench.running
     assert workbench.pulse().record == "run.trace"
     assert workbench.memory().data
+
+
+def record(folder, trace, rank, rows):
+    """Write the first ``rows`` of a rank, as a run that is alive does; return the open writer."""
+    start = RunStart(rank=rank, world_size=len(trace.ranks), clock="one", t_ns=0, wall_ns=time.time_ns())
+    writer = RecordingWriter(folder, start, trace.header, 1 << 30)
+    write(writer, trace.rank(rank), 0, rows)
+    return writer
+
+
+def write(writer, part, begin, end):
+    writer.append(part.rows[begin:end].tobytes(), part.state_before(end))
+
+
+def test_a_recording_is_followed_while_its_run_writes(bare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workbench_module, "FOLLOW_S", 0.0)
+    trace = example_trace(num_ranks=2, steps=2)
+    writers = [record(tmp_path / "out", trace, part.rank, 50) for part in trace.ranks]
+    opened = bare.ok("%fsdp open out").shown[0]["text/plain"]
+    assert "run" in opened
+    assert "continues; views and the dashboard follow it" in opened
+    bench = bare.shell.magics_manager.registry["FsdpMagics"].workbench
+    before = bench.pulse()
+    assert before.trace.num_rows == 100
+    assert before.is_live
+    assert bare.ok("%fsdp where").shown[0]["text/plain"].startswith("the run continues")
+    for writer, part in zip(writers, trace.ranks, strict=True):
+        write(writer, part, 50, len(part.rows))
+        writer.write(FrameKind.END, RunEnd(t_ns=int(part.rows["t_ns"][-1])))
+        writer.close()
+    after = bench.pulse()
+    assert after.trace.ranks == trace.ranks
+    assert not after.is_live
+    assert mark(after) != mark(before)
+    assert bench.trace.ranks == trace.ranks
+    assert f"{trace.num_rows:,}" in bare.ok("%fsdp status").shown[0]["text/plain"]
+    assert bare.ok("%fsdp where").shown[0]["text/plain"].startswith("the run has ended")
+    assert "continues" not in bare.ok("%fsdp open out").shown[0]["text/plain"]
+
+
+def test_a_recording_whose_folder_is_gone_stays_open(bare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workbench_module, "FOLLOW_S", 0.0)
+    trace = example_trace(num_ranks=1, steps=1)
+    record(tmp_path / "out", trace, 0, 50).close()
+    bare.ok("%fsdp open out")
+    shutil.rmtree(tmp_path / "out")
+    assert bare.shell.magics_manager.registry["FsdpMagics"].workbench.trace.num_rows == 50
+    assert "out is no longer" in bare.run("%fsdp where").out
+    bare.ok("%fsdp memory")

@@ -181,6 +181,8 @@ def test_in_a_notebook_the_text_is_escaped():
     found = report(alive(0, FORWARD, **quiet(evil)), notes=(evil,))
     bundle = found._repr_mimebundle_(include=None, exclude=None)
     assert bundle["text/plain"] == str(found)
+    assert "<td" in bundle["text/html"]  # the table of ranks
+    assert "rank 0 is in" in bundle["text/html"]
     assert evil in str(found)
     assert "<img" not in bundle["text/html"]
     assert "&lt;img" in bundle["text/html"]

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.export import export
-from workbench.session.trace_selectors import opened, opened_with_notes, side, some_steps
+from workbench.session.trace_selectors import Opened, opened, opened_with_notes, side, some_steps
 from workbench.trace import save, steps
 from workbench.trace.columns import Trace
 from workbench.trace.perfetto import to_perfetto
@@ -141,14 +141,16 @@ def test_a_similar_file_name_is_suggested_first(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [".", "rank*.json.gz"])
 def test_files_of_a_profiler_are_opened_by_folder_or_pattern(name):
-    trace, notes = opened_with_notes(PROFILES / name)
+    found = opened_with_notes(PROFILES / name)
+    trace, notes = found.trace, found.notes
     assert [rank.rank for rank in trace.ranks] == [0, 1]
     assert len(trace.header.units) == 5
     assert notes
 
 
 def test_one_file_of_a_profiler_is_opened_with_a_note_on_the_other_ranks():
-    trace, notes = opened_with_notes(PROFILES / "rank1.json.gz")
+    found = opened_with_notes(PROFILES / "rank1.json.gz")
+    trace, notes = found.trace, found.notes
     assert [rank.rank for rank in trace.ranks] == [1]
     assert "no readable profile of rank 0, of 2 ranks" in notes
 
@@ -157,10 +159,11 @@ def test_profiles_are_read_from_a_folder_that_also_has_dumps(tmp_path):
     for folder in (PROFILES, PROFILES.parent / "flight_recorder"):
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text("{}")
-    trace, notes = opened_with_notes(tmp_path)
+    found = opened_with_notes(tmp_path)
+    trace, notes = found.trace, found.notes
     assert trace.header.producer == "torch.profiler"
     assert any(note.startswith("2 dumps of the Flight Recorder are beside the profiles") for note in notes)
-    assert opened_with_notes(tmp_path / "nccl_trace_rank_*")[0].header.producer == "Flight Recorder"
+    assert opened_with_notes(tmp_path / "nccl_trace_rank_*").trace.header.producer == "Flight Recorder"
 
 
 @pytest.mark.parametrize(
@@ -199,10 +202,12 @@ def test_the_folder_of_a_recording_is_a_side_as_a_file_is(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     trace = example_trace(num_ranks=2, steps=6)
     record(Path("out"), trace, 0)
-    found, notes = opened_with_notes("out")
-    assert (found.ranks, notes) == ((trace.rank(0),), ("no readable recording of rank 1, of 2 ranks",))
+    found = opened_with_notes("out")
+    assert (found.trace.ranks, found.notes) == ((trace.rank(0),), ("no readable recording of rank 1, of 2 ranks",))
     record(Path("out"), trace, 1)
-    assert opened_with_notes(Path("out")) == (opened("out"), ())
+    whole = opened_with_notes(Path("out"))
+    assert (whole.trace, whole.notes) == (opened("out"), ())
+    assert whole.recording.read().trace == whole.trace
     assert opened("out").ranks == trace.ranks
     name, part = side("out:3..5", Trace.empty)
     assert (name, steps(part)) == ("out, steps 3-5", [3, 4, 5])
@@ -217,4 +222,4 @@ def test_a_folder_without_a_recording_is_refused_in_a_sentence(tmp_path):
 
 
 def test_a_file_has_no_notes(file):
-    assert opened_with_notes(file) == (opened(file), ())
+    assert opened_with_notes(file) == Opened(trace=opened(file))

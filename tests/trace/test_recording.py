@@ -23,7 +23,7 @@ from workbench.trace import read_recording, recording
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.header import header_to_dict, key_frame_to_dict
 from workbench.trace.keyframe import advance
-from workbench.trace.read_recording import read
+from workbench.trace.read_recording import RecordingReader, read
 from workbench.trace.recording import HEAD, MAGIC, FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.row_compression import MAX_PACKED_BYTES, to_wire
 from workbench.trace.schema import ROW_DTYPE, ClockReading, GroupInfo, HostClock, KeyFrame
@@ -782,3 +782,146 @@ def test_ranks_of_one_clock_have_no_offset(tmp_path):
     trace = without_clocks(example_trace(num_ranks=2, num_units=2, steps=1))
     write_all(tmp_path, trace)
     assert read(tmp_path).trace.header.clocks == ()
+
+
+# ---- a run that still writes
+
+
+@given(st.data())
+def test_a_recording_read_while_it_is_written_is_the_one_read_at_its_end(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("recording")
+    trace = without_clocks(data.draw(traces(whole=True)))
+    max_bytes = data.draw(st.sampled_from([PLENTY, 4096]))  # with and without a next file
+    reader, written = RecordingReader(folder), {part.rank: part.start.seq for part in trace.ranks}
+    pieces = {part.rank: data.draw(cuttings(len(part.rows))) for part in trace.ranks}
+    writers = {rank: write(folder, trace, rank, slices=[slice(0, 0)], max_bytes=max_bytes) for rank in pieces}
+    order = data.draw(st.permutations([rank for rank, slices in pieces.items() for _ in slices]))
+    for rank in order:
+        part, rows = trace.rank(rank), pieces[rank].pop(0)
+        writers[rank].append(part.rows[rows].tobytes(), part.state_before(rows.stop))
+        written[rank] += rows.stop - rows.start
+        if data.draw(st.booleans()):
+            so_far = tuple(part.cut(part.start.seq, written[part.rank]) for part in trace.ranks)
+            assert reader.read().trace == Trace(trace.header, so_far)
+    assert reader.read().trace == trace
+    for writer in writers.values():
+        writer.write(FrameKind.END, RunEnd(t_ns=9))
+        writer.close()
+    assert reader.read().has_ended
+    assert reader.read().trace == trace
+
+
+def test_of_files_that_are_deleted_while_they_are_followed_nothing_is_read_twice_or_lost(tmp_path):
+    trace = long_trace()
+    part, reader = trace.rank(0), RecordingReader(tmp_path)
+    writer = write(tmp_path, trace, 0, slices=[slice(0, 0)], max_bytes=1 << 16, keep=2)
+    for at in range(0, len(part.rows), 10):
+        rows = part.rows[at : at + 10]
+        writer.append(rows.tobytes(), part.state_before(at + len(rows)))
+        assert reader.read().trace == Trace(trace.header, (part.cut(0, at + len(rows)),))
+    writer.close()
+    assert not (tmp_path / FIRST).exists()
+
+
+def test_half_a_frame_is_read_once_it_is_whole(tmp_path):
+    trace = one_rank()
+    write(tmp_path, trace, 0, slices=[slice(0, 10), slice(10, 40)]).close()
+    data, (at, _, _) = (tmp_path / FIRST).read_bytes(), frames_of(tmp_path / FIRST)[-1]
+    (tmp_path / FIRST).write_bytes(data[: at + 20])
+    reader = RecordingReader(tmp_path)
+    assert reader.read().trace.num_rows == 10
+    assert "ends within a frame" in reader.read().notes[0]
+    with (tmp_path / FIRST).open("ab") as file:
+        file.write(data[at + 20 :])
+    found = reader.read()
+    assert (found.trace, found.notes, found.ranks[0].is_cut) == (trace, (), False)
+
+
+def test_a_rank_that_appears_later_is_shown_with_the_others_and_its_clock_is_compared(tmp_path):
+    trace = two_clocks(tmp_path, 10**9)
+    (tmp_path / "rank0.0000.rec").rename(tmp_path / "later")
+    reader = RecordingReader(tmp_path)
+    assert [part.rank for part in reader.read().trace.ranks] == [1]
+    (tmp_path / "later").rename(tmp_path / FIRST)
+    found = reader.read()
+    assert found == read(tmp_path)
+    assert [part.rank for part in found.trace.ranks] == [0, 1]
+    assert found.trace.rank(0) == trace.rank(0)
+    assert found.ranks[1].offset_ns
+
+
+def test_later_rows_of_a_host_are_on_the_same_clock_as_its_earlier_ones(tmp_path):
+    offset_ns = 10**9
+    trace = without_clocks(example_trace(num_ranks=2, num_units=3, steps=2))
+    part = trace.rank(1)
+    rows = part.rows.copy()
+    rows["t_ns"] += offset_ns
+    write(tmp_path, trace, 0).close()
+    writer = write(
+        tmp_path,
+        Trace(trace.header, (trace.rank(0), RankTrace(1, rows))),
+        1,
+        slices=[slice(0, 200)],
+        clock="two",
+        t_ns=5 + offset_ns,
+    )
+    reader = RecordingReader(tmp_path)
+    first = reader.read()
+    writer.append(rows[200:].tobytes(), part.state_before(len(rows)))
+    writer.close()
+    found = reader.read()
+    assert found.ranks[1].offset_ns == first.ranks[1].offset_ns != 0
+    np.testing.assert_array_equal(found.trace.rank(1).rows["t_ns"], rows["t_ns"] - first.ranks[1].offset_ns)
+
+
+def test_another_run_in_the_same_folder_replaces_the_one_that_was_followed(tmp_path):
+    trace, other = one_rank(), without_clocks(example_trace(num_ranks=1, num_units=3, steps=1))
+    write(tmp_path, trace, 0).close()
+    reader = RecordingReader(tmp_path)
+    assert reader.read().trace == trace
+    write(tmp_path / "other", other, 0, t_ns=6).close()
+    (tmp_path / "other" / FIRST).replace(tmp_path / FIRST)
+    assert reader.read().trace == other
+
+
+def test_a_rank_that_breaks_a_rule_is_not_followed_any_further(tmp_path):
+    trace = without_clocks(example_trace(num_ranks=2, num_units=2, steps=1))
+    write(tmp_path, trace, 1).close()
+    part = trace.rank(0)
+    writer = write(tmp_path, trace, 0, slices=[slice(0, 40)])
+    reader = RecordingReader(tmp_path)
+    assert reader.read().notes == ()
+    rows = part.rows[40:].copy()
+    rows["kind"][3] = 250
+    writer.append(rows.tobytes(), part.state_before(40))
+    writer.close()
+    found = reader.read()
+    assert found.trace == Trace(trace.header, (part.cut(0, 40), trace.rank(1)))
+    (note,) = found.notes
+    assert note.startswith("rank 0 is not followed any further: row 43: ")
+    assert reader.read() == found
+
+
+def test_a_folder_that_is_gone_is_an_error_and_what_was_read_stays_with_the_caller(tmp_path):
+    trace = one_rank()
+    write(tmp_path / "out", trace, 0).close()
+    reader = RecordingReader(tmp_path / "out")
+    found = reader.read()
+    (tmp_path / "out" / FIRST).unlink()
+    assert reader.read() == found
+    (tmp_path / "out").rmdir()
+    with pytest.raises(FileNotFoundError):
+        reader.read()
+    assert found.trace == trace
+
+
+@pytest.mark.parametrize(
+    ("end", "now_s", "is_alive"), [(None, 9.9, True), (None, 10.1, False), (RunEnd(t_ns=6), 9.9, False)]
+)
+def test_a_run_is_alive_while_a_rank_that_has_not_ended_writes(tmp_path, end, now_s, is_alive):
+    writer = write(tmp_path, one_rank(), 0)
+    writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=6, wall_ns=10**18 + 10**9, event_ns=5))
+    if end is not None:
+        writer.write(FrameKind.END, end)
+    writer.close()
+    assert read(tmp_path).is_alive(10**18 + 10**9 + int(now_s * 1e9)) is is_alive

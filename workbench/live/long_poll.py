@@ -159,4 +159,4 @@ def mark(pulse: ClusterSnapshot) -> tuple[object, ...]:
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
     activity = pulse.under_way, pulse.ended, pulse.breakpoints
     held = pulse.losses, pulse.holder, pulse.is_free
-    return pulse.running, pulse.exchange, pulse.record, ends, health(pulse), held, pulse.cursor, activity
+    return pulse.running, pulse.exchange, pulse.record, pulse.is_live, ends, health(pulse), held, pulse.cursor, activity

@@ -856,7 +856,7 @@ class RunStatus:
         can_go_on: whether ``continue`` works; a notebook learns of a stop a moment after the ranks have stopped.
     """
 
-    word: Literal["training", "stuck", "stopped", "idle", "over", "dead", "empty"]
+    word: Literal["training", "stuck", "stopped", "idle", "recorded", "over", "dead", "empty"]
     why: str
     can_go_on: bool = False
 

@@ -110,7 +110,7 @@ def status(pulse: ClusterSnapshot, quiet_s: float) -> RunStatus:
         how = losses_in_words(pulse.losses) or f"{label(_ranks(pulse, 'gone'))} is gone"
         return RunStatus(word="dead", why=how)
     if not pulse.running:
-        return RunStatus(word="over" if pulse.trace.num_rows else "empty", why="")
+        return RunStatus(word="recorded" if pulse.is_live else "over" if pulse.trace.num_rows else "empty", why="")
     if "held" in states:
         can_go_on = pulse.under_way is not None and pulse.under_way.is_stopped
         return RunStatus(word="stopped", why=_stops(pulse), can_go_on=can_go_on)

@@ -14,11 +14,8 @@ import numpy as np
 
 from workbench.events import BESIDE, COLLECTIVES, Edge, Kind
 from workbench.trace.columns import RankTrace
-from workbench.trace.read_recording import RecordedRank, Recording
+from workbench.trace.read_recording import ALIVE_NS, RecordedRank, Recording
 from workbench.trace.schema import Header, Rows
-
-ALIVE_NS = 10_000_000_000
-"""A process writes every second that it is alive. One that has not for this long is gone, or its host is."""
 
 STALLED_NS = 5_000_000_000
 """A rank without an event for this long is stalled."""

@@ -505,6 +505,7 @@ class OpenReport(Report):
         models: the sharded models.
         num_rows: rows, all ranks together.
         notes: what a recording lacks, as sentences.
+        is_live: whether the run that is recorded still writes.
     """
 
     name: str
@@ -513,6 +514,7 @@ class OpenReport(Report):
     models: tuple[ShardedModel, ...]
     num_rows: int
     notes: tuple[str, ...] = ()
+    is_live: bool = False
 
     @property
     def headline(self) -> str:
@@ -522,7 +524,8 @@ class OpenReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the steps, the sharded models, and the commands that draw the trace."""
-        found = [("steps", ranges(self.steps))] if self.steps else []
+        found = [("run", "continues; views and the dashboard follow it")] if self.is_live else []
+        found += [("steps", ranges(self.steps))] if self.steps else []
         found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
         found += [("note", note) for note in self.notes]
         return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,11 +98,20 @@ class RunWhereReport(Report):
         ]
 
     def __str__(self) -> str:
-        lines = [self.headline, *(f"  {line}" for line in self.table().lines())]
+        return "\n".join([self.headline, *(f"  {line}" for line in [*self.table().lines(), *self._more()])])
+
+    def _repr_html_(self) -> str:
+        more = html.escape("\n".join(self._more()))
+        below = f'<pre style="overflow-x:auto">{more}</pre>' if more else ""
+        return f"<div><strong>{html.escape(self.headline)}</strong>{self.table().html()}{below}</div>"
+
+    def _more(self) -> list[str]:
+        """Return the stacks of stalled ranks, and the notes."""
+        lines = []
         for position in self.positions:
             if position.frames and position.state in _STALLED:
-                lines += [f"  {label([position.rank])} is in", *(f"    {frame}" for frame in position.short_frames)]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+                lines += [f"{label([position.rank])} is in", *(f"  {frame}" for frame in position.short_frames)]
+        return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def table(self) -> Table:
         """Return a row for each rank."""

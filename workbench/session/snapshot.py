@@ -86,6 +86,7 @@ class ClusterSnapshot:
         is_free: whether the holder has released them, so that they can be attached.
         cursor: end of the part of the trace that the views show; None: all of it.
         record: name of the file that the trace was loaded from; empty: recorded by ranks.
+        is_live: whether the run of ``record`` still writes.
         under_way: the request under way; None: none.
         ended: the result of the last request; None: none has ended.
         breakpoints: breakpoints in the order they were added.
@@ -103,6 +104,7 @@ class ClusterSnapshot:
     is_free: bool = False
     cursor: Cursor | None = None
     record: str = ""
+    is_live: bool = False
     under_way: ActiveRequest | None = None
     ended: LastResult | None = None
     breakpoints: tuple[Breakpoint, ...] = ()

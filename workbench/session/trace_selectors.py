@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from workbench.errors import TraceError, UsageError, did_you_mean
@@ -21,7 +22,7 @@ from workbench.importers import file_formats
 from workbench.replay.grouping import ranges
 from workbench.trace import load, steps
 from workbench.trace.columns import Trace
-from workbench.trace.read_recording import read
+from workbench.trace.read_recording import RecordingReader
 from workbench.trace.step_names import step_name
 
 LAST = "last"
@@ -107,11 +108,26 @@ def opened(path: str | os.PathLike[str], if_missing: str = "") -> Trace:
     Raises:
         UsageError: the file does not exist or is no trace; the message says why.
     """
-    return opened_with_notes(path, if_missing)[0]
+    return opened_with_notes(path, if_missing).trace
 
 
-def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> tuple[Trace, tuple[str, ...]]:
-    """Return the trace in a file or folder, and what it lacks, as sentences.
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """What a file or a folder has.
+
+    Attributes:
+        trace: the trace.
+        notes: what it lacks, as sentences.
+        recording: reads what the run writes from now on; None: the file or folder is no recording, which would grow.
+    """
+
+    trace: Trace
+    notes: tuple[str, ...] = ()
+    recording: RecordingReader | None = None
+
+
+def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> Opened:
+    """Return the trace in a file or folder, and what it lacks.
 
     Besides traces and folders of recordings, it opens profiles of ``torch.profiler`` and dumps of the Flight Recorder:
     one file, a folder with one for each rank, or a pattern of their names, ``out/rank*.json.gz``.
@@ -123,7 +139,7 @@ def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> tup
         if file.is_dir():
             return _opened_folder(file)
         others = file_formats.sorted_by_format(_matching(file) or [file] * file_formats.is_foreign(file))
-        return file_formats.read(others) if others else (load(file), ())
+        return _of_tools(others) if others else Opened(trace=load(file))
     except FileNotFoundError:
         there = sorted(other.name for other in file.parent.glob("*.trace"))
         hint = did_you_mean(file.name, there, cutoff=0.6)
@@ -135,13 +151,19 @@ def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> tup
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _opened_folder(folder: Path) -> tuple[Trace, tuple[str, ...]]:
+def _opened_folder(folder: Path) -> Opened:
     """Return the recording in a folder, or what is in the files of other tools there if it has none."""
     others = {} if any(folder.glob("rank*.rec")) else file_formats.in_folder(folder)
     if others:
-        return file_formats.read(others)
-    recording = read(folder)
-    return recording.trace, recording.notes
+        return _of_tools(others)
+    reader = RecordingReader(folder)
+    recording = reader.read()
+    return Opened(trace=recording.trace, notes=recording.notes, recording=reader)
+
+
+def _of_tools(files: dict[file_formats.FileFormat, list[Path]]) -> Opened:
+    trace, notes = file_formats.read(files)
+    return Opened(trace=trace, notes=notes)
 
 
 def _matching(pattern: Path) -> list[Path]:

@@ -80,6 +80,18 @@ class TraceBuilder:
             entry.extend(rows, self._next_move(rank, entry.end_seq + len(rows)))
             self._trim()
 
+    def begin(self, rank: int, start: KeyFrame, *, lost: int) -> None:
+        """Continue a rank at ``start``: if this is not the end of its rows, they are dropped.
+
+        Args:
+            rank: the rank.
+            start: state before its next row.
+            lost: how many of its rows were lost so far.
+        """
+        with self._lock:
+            if rank not in self._ranks or self._ranks[rank].end_seq != start.seq:
+                self._ranks[rank] = _RankRows(start, lost)
+
     def snapshot(self) -> Trace:
         """Return the trace so far; it shares memory with the builder and never changes."""
         with self._lock:

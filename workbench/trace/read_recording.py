@@ -8,8 +8,10 @@ traces is left out. However large the files are, only the newest rows are kept, 
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
+import threading
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ import numpy as np
 from workbench.codec import CodecError, decode
 from workbench.errors import TraceError
 from workbench.events import Edge, Kind
-from workbench.trace.builder import MAX_ROWS
+from workbench.trace.builder import MAX_ROWS, TraceBuilder
 from workbench.trace.columns import RankTrace, Trace, merge
 from workbench.trace.header import header_from_dict, key_frame_from_dict
 from workbench.trace.invariants import MAX_RANKS, check_header, check_rank
@@ -45,6 +47,9 @@ _NAME = re.compile(r"rank(\d{1,6})\.(\d{4,9})\.rec")
 _T = TypeVar("_T")
 _MEETINGS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BARRIER)
 """Collectives that end on no rank before they have begun on all."""
+
+ALIVE_NS = 10_000_000_000
+"""A process writes every second that it is alive. One that has not for this long is gone, or its host is."""
 
 _MAX_T_NS = 2**62
 _MAX_QUIET = 1000
@@ -88,37 +93,136 @@ class Recording:
     ranks: dict[int, RecordedRank] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program of every rank has ended, as it wrote itself."""
+        return len(self.ranks) == self.trace.header.world_size and all(rank.end for rank in self.ranks.values())
+
+    def is_alive(self, now_ns: int) -> bool:
+        """Return whether a rank that has not ended wrote until a moment before ``now_ns``, in time of day."""
+        beats = [rank.last_beat or rank.start for rank in self.ranks.values() if rank.end is None]
+        return any(beat.wall_ns > now_ns - ALIVE_NS for beat in beats)
+
 
 def read(folder: Path) -> Recording:
-    """Return the recording in a folder, also of a run that still writes, or was killed.
+    """Return the recording in a folder; errors as :meth:`RecordingReader.read`."""
+    return RecordingReader(folder).read()
 
-    Raises:
-        TraceError: the folder has no readable recording of any rank.
-        OSError: the folder cannot be read.
+
+class RecordingReader:
+    """Reads the recording in a folder, and later what the run has written since. Thread-safe.
+
+    Offsets of clocks are found when ranks are read first; if a further rank appears, all is read again.
     """
-    files: dict[int, dict[int, Path]] = {}
-    for path in folder.iterdir():
-        named = _NAME.fullmatch(path.name)
-        if named:
-            files.setdefault(int(named[1]), {})[int(named[2])] = path
-    notes: list[str] = []
-    found: dict[int, _RankReader] = {}
-    for rank, parts in sorted(files.items()):
-        reader = _RankReader(rank, MAX_ROWS // len(files))
-        reader.read_files([path for _, path in sorted(parts.items())])
-        notes += reader.notes
-        broken = reader.broken(next(iter(found.values()), reader))
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._builder = TraceBuilder(MAX_ROWS)
+        self._readers: dict[int, _RankReader] = {}
+        self._left_out: dict[int, str] = {}  # by rank, why its rows are not shown, or no longer
+        self._offsets: dict[int, int] = {}  # by shown rank, nanoseconds by which its clock is ahead
+        self._newest: Recording | None = None
+
+    def read(self) -> Recording:
+        """Return the recording so far; only what is new is read. The run may write meanwhile, or have been killed.
+
+        Raises:
+            TraceError: the folder has no readable recording of any rank.
+            OSError: the folder cannot be read.
+        """
+        with self._lock:
+            if self._newest is not None and self._newest.has_ended:
+                return self._newest
+            files: dict[int, dict[int, Path]] = {}
+            for path in self._folder.iterdir():
+                named = _NAME.fullmatch(path.name)
+                if named:
+                    files.setdefault(int(named[1]), {})[int(named[2])] = path
+            if not self._follows(files):
+                self._read_all(files)
+            self._newest = self._recording()
+            return self._newest
+
+    def _follows(self, files: Mapping[int, Mapping[int, Path]]) -> bool:
+        """Add what known ranks have written since; return False if all must be read again."""
+        if not self._offsets or files.keys() - self._readers.keys():
+            return False
+        for rank, parts in files.items():
+            reader = self._readers[rank]
+            if rank in self._left_out and reader.start is not None:
+                continue
+            if not reader.read_files(parts) or (rank not in self._offsets and reader.start is not None):
+                return False
+            if rank in self._offsets:
+                self._add(rank, reader.take_trace())
+        return True
+
+    def _add(self, rank: int, new: Trace) -> None:
+        """Show the new rows of a rank, unless they break a rule."""
+        (rank_trace,) = new.ranks
+        broken = _broken_rules(new)
         if broken:
-            notes.append(f"rank {rank} is left out: {broken}")
-        else:
-            found[rank] = reader
-    if not found:
-        more = f": {'; '.join(notes)}" if notes else f", such as {RANK_FILE.format(rank=0, number=0)}"
-        raise TraceError(f"{folder} is a folder without the recording of a rank{more}")
-    world = next(reader.start.world_size for reader in found.values() if reader.start is not None)
-    notes += missing_ranks(found, world)
-    notes += [f"the run was restarted: its later part is in {each}" for each in sorted(folder.glob("restart*"))]
-    return _joined(found, notes)
+            self._left_out[rank] = f"rank {rank} is not followed any further: {broken}"
+            return
+        self._builder.update_header(new.header, rank=rank)
+        self._append(_moved(rank_trace, self._offsets[rank]))
+
+    def _append(self, new: RankTrace) -> None:
+        self._builder.begin(new.rank, new.start, lost=new.lost)
+        self._builder.append(new.rank, new.rows.tobytes(), key_frame=KeyFrame(seq=new.end_seq))
+
+    def _read_all(self, files: Mapping[int, Mapping[int, Path]]) -> None:
+        """Read all files from their beginning."""
+        self._left_out, self._builder, found = {}, TraceBuilder(MAX_ROWS), dict[int, Trace]()
+        self._readers = {rank: _RankReader(rank, MAX_ROWS // len(files)) for rank in sorted(files)}
+        for rank, reader in self._readers.items():
+            reader.read_files(files[rank])
+            first = next((self._readers[shown] for shown in found), reader)
+            trace = reader.take_trace()
+            broken = reader.broken(first) or _broken_rules(trace)
+            if broken:
+                self._left_out[rank] = f"rank {rank} is left out: {broken}"
+            else:
+                found[rank] = trace
+        self._offsets = dict.fromkeys(found, 0)
+        if not found:
+            notes = "; ".join(self._notes())
+            raise TraceError(
+                f"{self._folder} is a folder without the recording of a rank"
+                + (f": {notes}" if notes else f", such as {RANK_FILE.format(rank=0, number=0)}")
+            )
+        whole = aligned(merge(*found.values()), {rank: self._readers[rank].begun for rank in found})
+        self._offsets |= {rank: clock.readings[0].offset_ns for clock in whole.header.clocks for rank in clock.ranks}
+        self._builder.update_header(whole.header)
+        for rank_trace in whole.ranks:
+            self._append(rank_trace)
+
+    def _notes(self) -> Iterator[str]:
+        """Yield what is missing, as sentences."""
+        for rank, reader in self._readers.items():
+            yield from reader.notes.values()
+            if rank in self._left_out:
+                yield self._left_out[rank]
+
+    def _recording(self) -> Recording:
+        shown = {rank: self._readers[rank] for rank in self._offsets}
+        notes = [*self._notes(), *missing_ranks(shown, next(iter(shown.values())).begun.world_size)]
+        later = sorted(self._folder.glob("restart*"))
+        notes += [f"the run was restarted: its later part is in {each}" for each in later]
+        ranks = {
+            rank: RecordedRank(
+                start=reader.begun,
+                header=reader.header,
+                quiet=tuple(reader.quiet),
+                last_beat=reader.last_beat,
+                end=reader.end,
+                is_cut=reader.is_cut,
+                offset_ns=self._offsets[rank],
+            )
+            for rank, reader in shown.items()
+        }
+        return Recording(trace=self._builder.snapshot(), ranks=ranks, notes=tuple(notes))
 
 
 class _RankReader:
@@ -137,7 +241,8 @@ class _RankReader:
         self.last_beat: Heartbeat | None = None
         self.end: RunEnd | None = None
         self.is_cut = False
-        self.notes: list[str] = []
+        self.notes: dict[str, str] = {}  # by name of a file
+        self._number, self._at, self._id = -1, 0, 0  # of the file that is read: its number, what was read, its inode
         self._max_rows = max_rows
         self._first = KeyFrame()  # the state before the rows
         self._lost = 0
@@ -145,34 +250,58 @@ class _RankReader:
         self._num_rows = 0
         self._next_seq = 0
 
-    def read_files(self, paths: Sequence[Path]) -> None:
-        """Read files in their order, each up to the first frame that cannot be read."""
-        for path in paths:
-            self.is_cut = False
+    @property
+    def begun(self) -> RunStart:
+        """How the recording began, of a rank that has a readable file."""
+        assert self.start is not None
+        return self.start
+
+    def read_files(self, parts: Mapping[int, Path]) -> bool:
+        """Read on in files, by number, each up to the first frame that cannot be read.
+
+        Return False if the file that was read last has been replaced by another one.
+        """
+        for number, path in sorted(parts.items()):
+            if number < self._number:
+                continue
+            if number > self._number:
+                self._number, self._at, self._id, self.is_cut = number, 0, 0, False
             try:
-                self._read_file(path)
+                if not self._read_file(path):
+                    return False
+                self.is_cut = False
+                self.notes.pop(path.name, None)
             except FileNotFoundError:  # the run has just deleted it
                 continue
             except OSError as error:
-                self.notes.append(f"{path.name} cannot be read: {error.strerror}")
+                self.notes[path.name] = f"{path.name} cannot be read: {error.strerror}"
             except TraceError as error:
-                self.notes.append(f"{path.name} is left out: {error}")
+                self.notes[path.name] = f"{path.name} is left out: {error}"
             except _UnreadableFrameError as error:
                 self.is_cut = True
-                self.notes.append(f"{path.name} {error}")
+                self.notes[path.name] = f"{path.name} {error}"
+        return True
 
-    def _read_file(self, path: Path) -> None:
+    def _read_file(self, path: Path) -> bool:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise TraceError("it is not a file")
         with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if self._id not in (0, found.st_ino) or found.st_size < self._at:
+                return False
+            self._id = found.st_ino
             self._read(file)
+        return True
 
     def _read(self, file: IO[bytes]) -> None:
-        magic = file.read(len(MAGIC))
-        if magic != MAGIC:
-            is_begun = MAGIC.startswith(magic)
-            raise TraceError(f"it {'ends before its first frame' if is_begun else 'does not start like a recording'}")
-        for at, kind, content in _frames(file):
+        if not self._at:
+            magic = file.read(len(MAGIC))
+            if magic != MAGIC:
+                is_begun = MAGIC.startswith(magic)
+                raise TraceError(
+                    f"it {'ends before its first frame' if is_begun else 'does not start like a recording'}"
+                )
+        for at, kind, content in _frames(file, self._at or len(MAGIC)):
             if kind == FrameKind.START:
                 self._take_start(_decoded(RunStart, content))
             elif self.start is None:
@@ -182,6 +311,7 @@ class _RankReader:
                     self._take(kind, content)
                 except TraceError as error:
                     raise _UnreadableFrameError(f"is left out from byte {at:,} on: {error}") from error
+            self._at = at + HEAD.size + len(content)
 
     def _take(self, kind: int, content: bytes) -> None:
         """Take a frame; unknown kinds are of a newer version, and not needed to read the rest."""
@@ -231,12 +361,15 @@ class _RankReader:
             self._first = advance(self._first, self._pieces[0])
             self._num_rows -= len(self._pieces.popleft())
 
-    def trace(self) -> Trace:
-        """Return the newest rows, at most as many as are to be kept, with the header."""
+    def take_trace(self) -> Trace:
+        """Return the rows since the last call, at most as many of the newest as are to be kept, with the header."""
         rows = np.concatenate(self._pieces) if self._pieces else np.empty(0, ROW_DTYPE)
         more = max(len(rows) - self._max_rows, 0)
         start = advance(self._first, rows[:more]) if more else self._first
-        return Trace(self.header, (RankTrace(self.rank, rows[more:], start, self._lost),))
+        found = RankTrace(self.rank, rows[more:], start, self._lost)
+        self._pieces.clear()
+        self._num_rows, self._first = 0, advance(start, found.rows)
+        return Trace(self.header, (found,))
 
     def broken(self, other: _RankReader) -> str:
         """Return why this rank cannot be shown, a sentence with a small first letter; empty if it can.
@@ -250,28 +383,32 @@ class _RankReader:
             return f"it is of a run of {self.start.world_size} ranks, rank {other.rank} of {other.start.world_size}"
         if self.header.world_size != self.start.world_size:
             return f"its header is of a run of {self.header.world_size} ranks, its start of {self.start.world_size}"
-        if self.header.clocks:
-            return "its header has clocks of several hosts"
-        trace = self.trace()
-        (rank_trace,) = trace.ranks
-        times = rank_trace.rows["t_ns"]
-        if len(times) and not 0 <= times.min() <= times.max() < _MAX_T_NS:
-            return f"its times are out of range: {times.min()} to {times.max()} ns"
-        sentences = [*check_header(self.header), *check_rank(self.header, rank_trace)]
-        return sentences[0][:300].removeprefix(f"rank {self.rank}: ") if sentences else ""
+        return ""
+
+
+def _broken_rules(trace: Trace) -> str:
+    """Return which rule a trace of one rank breaks, a sentence with a small first letter; empty if none."""
+    (rank_trace,) = trace.ranks
+    if trace.header.clocks:
+        return "its header has clocks of several hosts"
+    times = rank_trace.rows["t_ns"]
+    if len(times) and not 0 <= times.min() <= times.max() < _MAX_T_NS:
+        return f"its times are out of range: {times.min()} to {times.max()} ns"
+    sentences = [*check_header(trace.header), *check_rank(trace.header, rank_trace)]
+    return sentences[0][:300].removeprefix(f"rank {rank_trace.rank}: ") if sentences else ""
 
 
 class _UnreadableFrameError(Exception):
     """A frame cannot be read; the message follows the name of the file."""
 
 
-def _frames(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield position, kind and content of the frames that follow :data:`MAGIC`.
+def _frames(file: IO[bytes], at: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield position, kind and content of the frames from byte ``at`` on.
 
     Raises:
         _UnreadableFrameError: something follows the last whole frame.
     """
-    at = len(MAGIC)
+    file.seek(at)
     while head := file.read(HEAD.size):
         kind, length, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, 0, 0)
         content = file.read(min(length, MAX_FRAME_BYTES))
@@ -308,30 +445,6 @@ def missing_ranks(found: Collection[int], world: int, what: str = "recording") -
         named = ", ".join(map(str, missing[:_SHOWN_RANKS]))
         more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
         yield f"no readable {what} of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
-
-
-def _joined(found: dict[int, _RankReader], notes: list[str]) -> Recording:
-    """Return one recording of all ranks, with times on the clock of the lowest one."""
-    trace = merge(*(reader.trace() for reader in found.values()))
-    starts = {rank: reader.start for rank, reader in found.items() if reader.start is not None}
-    trace = aligned(trace, starts)
-    offset_of = {rank: clock.readings[0].offset_ns for clock in trace.header.clocks for rank in clock.ranks}
-    return Recording(
-        trace=trace,
-        ranks={
-            rank: RecordedRank(
-                start=start,
-                header=found[rank].header,
-                quiet=tuple(found[rank].quiet),
-                last_beat=found[rank].last_beat,
-                end=found[rank].end,
-                is_cut=found[rank].is_cut,
-                offset_ns=offset_of.get(rank, 0),
-            )
-            for rank, start in starts.items()
-        },
-        notes=tuple(notes),
-    )
 
 
 def aligned(trace: Trace, starts: Mapping[int, RunStart]) -> Trace:

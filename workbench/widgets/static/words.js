@@ -11,7 +11,7 @@ export const NONE = "\u2013";
 
 const BADGES = {
   training: ["\u25b6", "training"], stuck: ["\u26a0", "stuck"], stopped: ["\u275a\u275a", "stopped"], idle: ["\u25cf", "idle"],
-  over: ["\u25cb", "end of recording"], dead: ["\u2715", "ranks died"], empty: ["\u25cb", "nothing yet"],
+  recorded: ["\u25b6", "recorded run continues"], over: ["\u25cb", "end of recording"], dead: ["\u2715", "ranks died"], empty: ["\u25cb", "nothing yet"],
 };
 
 /** @typedef {"loss" | "ms" | "exposed"} StepValue a column of steps */
