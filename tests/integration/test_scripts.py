@@ -134,6 +134,12 @@ def test_in_the_background_it_can_be_paused_and_aborted(wb, run):
     ("source", "message"),
     [
         ("if rank == 1:\n    raise ValueError('boom')\ndist.barrier()", "rank 1 raised ValueError: boom (line 7 of"),
+        (
+            "pair = dist.new_group([0, 1])\n"
+            "if rank == 1:\n    raise ValueError('boom')\n"
+            "dist.all_reduce(torch.ones(1), group=pair)",
+            "rank 1 raised ValueError: boom (line 8 of train.py)",
+        ),
         ("if rank == 1:\n    sys.exit(3)\ndist.barrier()", "rank 1 raised ScriptExit: the script called sys.exit(3)"),
         ("sys.exit('no data')", "rank 0 raised ScriptExit: the script called sys.exit('no data') (line 6 of train.py)"),
         (

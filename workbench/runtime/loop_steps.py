@@ -60,7 +60,7 @@ class LoopSteps:
             self._recorder.give_up_step()
 
     @property
-    def num_of_program(self) -> int:
+    def steps_of_program(self) -> int:
         """Number of steps that the program has ended."""
         is_open = self._recorder.step != NO_STEP
         return self._recorder.next_step - (self._first_of_program or 0) - is_open

@@ -96,7 +96,7 @@ class ScriptRunner:
                     _execute(program.code, namespace)
                     _join({*threading.enumerate()} - threads)
                     self._trainer.wait_for_device()
-                    steps_done = self._trainer.num_of_program
+                    steps_done = self._trainer.steps_of_program
         finally:
             if os.getpid() != pid:
                 _end_of_fork(sys.exception())
