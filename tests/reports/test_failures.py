@@ -213,3 +213,8 @@ def test_after_a_script_its_model_is_not_spoken_of():
     left = Aftermath(step=2, phase="forward", optimizer_steps=1, left_gradients=True).without_training_state()
     assert left_behind({0: left, 1: Aftermath(optimizer_steps=0)}) == []
     assert str(left) == "step 2, forward"
+
+
+def test_a_unit_is_named_only_where_it_is_at_work():
+    assert str(Aftermath(step=-1, phase="idle", unit="")) == ""
+    assert str(Aftermath(step=-1, phase="forward", unit="")) == "forward, unit (root)"

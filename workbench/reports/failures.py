@@ -96,7 +96,7 @@ class Aftermath:
             parts.append(step_name(self.step))
         if self.phase and self.phase != "idle":
             parts.append(self.phase)
-        if self.unit is not None:
+        if self.unit is not None and parts:  # else the newest row is of a model that was removed
             parts.append(f"unit {unit_words(self.unit)}")
         return ", ".join(parts)
 
