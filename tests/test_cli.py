@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import json_schema
 from tests.helpers.trace_strategies import example_trace
 from workbench import __version__, cli, demo, doctor
-from workbench.demo import DemoError
+from workbench.demo import Communication, DemoError, DemoReport
+from workbench.doctor import Diagnosis, Finding, Verdict
 from workbench.errors import UsageError
 from workbench.trace import save
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart
@@ -143,10 +145,18 @@ def test_lab_copies_the_tour_of_a_wheel_once_and_reports_it(tmp_path, monkeypatc
     assert capsys.readouterr().err == f"The tour was copied to {here / cli.TOUR}\n"
 
 
+def demo_report(folder, as_expected=True):
+    sent = Communication(
+        num_steps=1, calls=9, num_bytes=100, expected_calls=9 if as_expected else 8, expected_bytes=100
+    )
+    files = {"page": folder / "tour.html", "trace": folder / "tour.trace"}
+    return DemoReport(**files, seconds=1.5, communication=sent, losses=((3.0, 3.3),))
+
+
 @pytest.mark.parametrize(("as_expected", "code"), [(True, 0), (False, 1)])
 def test_demo_fails_if_the_counts_are_wrong(as_expected, code, tmp_path, monkeypatch, capsys):
     given = []
-    monkeypatch.setattr(demo, "run", lambda *args: given.append(args) or as_expected)
+    monkeypatch.setattr(demo, "run", lambda *args: given.append(args[:2]) or demo_report(tmp_path, as_expected))
     assert cli.main(["demo", "--out", str(tmp_path)]) == code
     assert given == [(cli.find_tour(), tmp_path)]
     assert ("differ from the expected ones" in capsys.readouterr().err) is not as_expected
@@ -172,7 +182,8 @@ def test_a_missing_package_is_a_sentence(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("well", "code"), [(True, 0), (False, 1)])
 def test_the_exit_status_of_doctor(well, code, monkeypatch):
-    monkeypatch.setattr(doctor, "run", lambda: well)
+    found = Diagnosis((Finding("python", Verdict.GOOD if well else Verdict.BAD, "3.12"),))
+    monkeypatch.setattr(doctor, "run", lambda: found)
     assert cli.main(["doctor"]) == code
 
 
@@ -279,3 +290,68 @@ def test_view_says_what_is_wrong_and_leaves_with_1(argv, why, tmp_path, monkeypa
     assert said.out == ""
     assert why in said.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+# ---- --json
+
+
+def test_where_as_json_has_the_same_status(tmp_path, capsys):
+    record(tmp_path, ranks=[0], at_ns=time.monotonic_ns() - 3600 * 10**9)
+    assert cli.main(["where", "--json", str(tmp_path)]) == 1
+    found = json_schema.read(capsys.readouterr().out)
+    assert (found["command"], found["type"], found["error"]) == ("where", "RunWhereReport", None)
+    assert found["report"]["is_stalled"]
+    assert found["report"]["ranks"][0]["state"] == "silent"
+    assert found["report"]["ranks"][0]["for_ns"] >= 3600 * 10**9
+    assert found["report"]["notes"] == ["no readable recording of rank 1, of 2 ranks"]
+
+
+def test_where_as_json_that_reads_nothing(tmp_path, capsys):
+    assert cli.main(["where", str(tmp_path / "none"), "--json"]) == 2
+    said = capsys.readouterr()
+    assert json_schema.read(said.out)["error"]["type"] == "TraceError"
+    assert json_schema.read(said.out)["error"]["message"] == said.err.rstrip("\n")
+
+
+def test_view_as_json_names_the_page_and_what_it_lacks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path / "out", ranks=[0])
+    assert cli.main(["view", "out", "--json"]) == 0
+    found = json_schema.read(capsys.readouterr().out)
+    assert found["report"]["path"] == "out.html"
+    assert found["report"]["num_bytes"] == (tmp_path / "out.html").stat().st_size
+    assert found["notices"] == ["no readable recording of rank 1, of 2 ranks"]
+    assert cli.main(["view", "out", "--steps", "9", "--json"]) == 1
+    assert "no step 9" in json_schema.read(capsys.readouterr().out)["error"]["message"]
+
+
+@pytest.mark.parametrize(("verdict", "code"), [(Verdict.NOTE, 0), (Verdict.BAD, 1)])
+def test_doctor_as_json(verdict, code, monkeypatch, capsys):
+    for name in ("python", "packages", "machine", "devices", "collectives", "widgets", "panel", "self_test"):
+        monkeypatch.setattr(doctor, name, lambda: iter([Finding("python", verdict, "3.12", "do")]))
+    assert cli.main(["doctor", "--json"]) == code
+    found = json_schema.read(capsys.readouterr().out)["report"]
+    assert found["is_well"] is (code == 0)
+    assert (
+        found["findings"] == [{"name": "python", "verdict": verdict.name.lower(), "found": "3.12", "advice": "do"}] * 8
+    )
+
+
+def test_demo_as_json_has_its_progress_elsewhere(tmp_path, monkeypatch, capsys):
+    def run(notebook, folder, say):
+        say("[1/2] start")
+        return demo_report(folder, as_expected=False)
+
+    monkeypatch.setattr(demo, "run", run)
+    assert cli.main(["demo", "--json", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    found = json_schema.read(said.out)["report"]
+    assert (found["trace"], found["communication"]["as_expected"]) == (str(tmp_path / "tour.trace"), False)
+    assert said.err.startswith("[1/2] start\nSome collectives differ")
+
+
+def test_a_failed_demo_and_a_missing_package_are_documents(monkeypatch, capsys):
+    for error in (DemoError("in cell 3"), ModuleNotFoundError("No module named 'plotly'")):
+        monkeypatch.setattr(demo, "run", lambda *_args, error=error: (_ for _ in ()).throw(error))
+        assert cli.main(["demo", "--json"]) == 1
+        assert str(error) in json_schema.read(capsys.readouterr().out)["error"]["message"]

@@ -1,6 +1,7 @@
 """The claims of README.md and docs/: commands, code, lines, links, file names."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -9,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import documents
+from tests.helpers import documents, json_schema
 from tests.helpers.package_source import PACKAGE, REPO, sources
-from workbench.cli import main
+from workbench.cli import _COMMANDS, main
 from workbench.magics import command_lines
 from workbench.protocol import commands
+from workbench.reports import schema_path
 
 OF_IPYPARALLEL = {"ipcontroller_config.py", "ipengine_config.py"}
+
+
+def test_the_documents_of_json_are_valid():
+    shown = documents.blocks("json", documents.documents()[REPO / "docs" / "machines.md"])
+    assert [json_schema.check(json.loads(each))["command"] for each in shown] == ["break", "step"]
 
 
 def make_targets():
@@ -76,7 +83,7 @@ def test_the_cells_of_the_notebook_snippets_parse():
     assert cells
     for cell in cells:
         body = cell.partition("\n")[2] if cell.startswith("%%") else cell
-        ast.parse("\n".join(line for line in body.splitlines() if not line.startswith("%")))
+        ast.parse("\n".join(line for line in body.splitlines() if not re.match(r"(\w+ = )?%", line)))
 
 
 def test_the_programs_parse():
@@ -158,3 +165,13 @@ def test_the_hooks_are_valid():
     subprocess.run(
         [sys.executable, "-m", "pre_commit", "validate-config", str(REPO / ".pre-commit-config.yaml")], check=True
     )
+
+
+def test_the_page_on_json_names_each_type_that_its_command_does_not():
+    page = documents.documents()[REPO / "docs" / "machines.md"]
+    schema = json.loads(schema_path().read_text("utf-8"))
+    types = {each["title"] for each in schema["oneOf"]} - {"no report"}
+    named = set(documents.inline_code(page))
+    words = {word.title() for word in (*command_lines.WORDS, *_COMMANDS, "inspect", "eval")}
+    assert {name for name in types - named if name.removesuffix("Report") not in words} == set()
+    assert {name for name in named if re.fullmatch(r"\w+Report|Diagnosis", name)} <= types

@@ -87,9 +87,9 @@ def test_a_missed_event_is_reported_with_those_that_occurred(wb):
     wb.fake.script["step"] = wb.fake.trains(3)
     report = wb.step(3, until=f"offload:{unit(wb, 1)}")
     assert report.headline.endswith(f"; offload:{unit(wb, 1)} did not occur")
-    assert report.came
-    assert all(":" in event for event in report.came)
-    assert f"occurred, nearest first  {report.came[0]}, " in str(report)
+    assert report.occurred
+    assert all(":" in event for event in report.occurred)
+    assert f"occurred, nearest first  {report.occurred[0]}, " in str(report)
     assert tuple(wb.break_list().breakpoints) == ()
     wb.fake.script["step"] = inside
     assert wb.step(1).missed == ""
@@ -259,7 +259,7 @@ def test_a_late_rank_is_named(wb):
     press_ctrl_c_on_drain(wb.fake, 1)
     assert str(wb.step(1)).splitlines()[0].endswith("; rank 3 stops at the next event")
     assert wb.fake.patience[-1] == ("drain", ASK_S)
-    assert [row.state for row in wb.where().rows] == ["held", "held", "held", "running"]
+    assert [row.state for row in wb.where().ranks] == ["held", "held", "held", "running"]
     assert wb.fake.patience[-1] == ("locate", WHERE_S)
     assert wb._session.pulse().under_way.stop.endswith("; rank 3 stops at the next event")
     wb.make_late(3, False)
@@ -302,7 +302,7 @@ def test_a_rank_that_dies_while_stopped(wb):
     wb.step(1, until="forward")
     wb.fake.dead.add(1)
     wb.fake.gates[1].end(RankDied("rank 1 died", ranks=(1,)))
-    assert [row.state for row in wb.where().rows] == ["held", "gone", "held", "held"]
+    assert [row.state for row in wb.where().ranks] == ["held", "gone", "held", "held"]
     assert str(wb.pause()).endswith("was running when rank 1 died: end it with %fsdp abort")
     with pytest.raises(UsageError, match="was running when rank 1 died"):
         wb.step(1)
@@ -523,10 +523,10 @@ def test_buttons_in_other_threads(wb):
 def test_a_rank_that_has_not_begun_its_request_is_starting(wb):
     wb.fake.script["step"] = blocks
     wb.step(1, background=True)
-    assert {row.state for row in wb.where().rows} == {"starting"}
+    assert {row.state for row in wb.where().ranks} == {"starting"}
     assert set(wb.pulse().states.values()) == {"starting"}
     wb.fake.commands[1] += 1  # the rank has begun and ended: its answer is under way
-    assert [row.state for row in wb.where().rows] == ["starting", "idle", "starting", "starting"]
+    assert [row.state for row in wb.where().ranks] == ["starting", "idle", "starting", "starting"]
     wb.abort()
     wb.fake.script["cell"] = blocks
 
@@ -537,26 +537,26 @@ def test_a_rank_that_has_not_begun_its_request_is_starting(wb):
     thread = threading.Thread(target=given_up)
     thread.start()
     wait_until(lambda: wb._session.request is not None)
-    assert {row.state for row in wb.where().rows} == {"running"}
+    assert {row.state for row in wb.where().ranks} == {"running"}
     wb.abort()
     thread.join()
-    assert {row.state for row in wb.where().rows} == {"idle"}
+    assert {row.state for row in wb.where().ranks} == {"idle"}
 
 
 def test_a_synchronised_device_is_reported(wb):
     wb.fake.gates[1].synchronised = True
     report = wb.step(1, until="backward")
     assert "synchronised on rank 1: all enqueued work is done" in str(report)
-    assert [row.event for row in wb.where().rows][:2] == ["before backward", "before backward, device synchronised"]
+    assert [row.event for row in wb.where().ranks][:2] == ["before backward", "before backward, device synchronised"]
     wb.resume()
 
 
 def test_where_is_a_table(wb):
-    assert {row.state for row in wb.where().rows} == {"idle"}
+    assert {row.state for row in wb.where().ranks} == {"idle"}
     wb.step(1, until="backward")
     wb.fake.silent.add(2)
     report = wb.where(stacks=True)
-    assert [row.state for row in report.rows] == ["held", "held", "no answer", "held"]
+    assert [row.state for row in report.ranks] == ["held", "held", "no answer", "held"]
     assert report.headline == "ranks 0-1, 3 held; rank 2 no answer"
     assert "before backward" in str(report)
     assert "\nranks 0-1, 3, MainThread:\n    0  cell:3 in train_step: f()" in str(report)

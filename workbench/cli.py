@@ -11,8 +11,10 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any, TextIO
 
 from workbench import __version__
 from workbench.errors import TraceError, UsageError, WorkbenchError
@@ -37,11 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _lab(rest)
         return _COMMANDS[args.word](args)
     except WorkbenchError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        return _fail(args, error, 1)
     except ImportError as error:
-        sys.stderr.write(f"{error}\nThe installation is not complete: install the workbench again with pip.\n")
-        return 1
+        message = f"{error}\nThe installation is not complete: install the workbench again with pip."
+        return _fail(args, ImportError(message), 1)
+
+
+def _fail(args: argparse.Namespace, error: Exception, status: int) -> int:
+    """Say why a command failed; return its exit status."""
+    _write_document(args, error=error)
+    sys.stderr.write(f"{error}\n")
+    return status
+
+
+def _write_document(args: argparse.Namespace, report: object = None, **more: Any) -> None:  # noqa: ANN401 - of document
+    """Write the document of a command, if ``--json`` asks for it."""
+    if args.json:
+        from workbench.reports.json_document import document, to_line  # noqa: PLC0415 - loaded when used
+
+        sys.stdout.write(f"{to_line(document(args.word, report, **more))}\n")
 
 
 def find_tour() -> Path:
@@ -98,6 +114,7 @@ _DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and s
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser, and the parsers of its subcommands by name."""
     parser = argparse.ArgumentParser(prog="workbench", description="See, debug and teach sharded training.")
+    parser.set_defaults(json=False)
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
     words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor | view | where")
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
@@ -111,16 +128,27 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     view.add_argument("--steps", default="", help="the steps to write, such as 3..5, or -20.. for the newest 20")
     where = words.add_parser("where", description=_WHERE, help="say where the ranks of a recorded run are")
     where.add_argument("folder", help="the folder of the recording, or of dumps")
+    for word, each in words.choices.items():
+        if word != "lab":
+            each.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     return parser, words.choices
 
 
 def _demo(args: argparse.Namespace) -> int:
     from workbench import demo  # noqa: PLC0415 - loaded when used
 
-    if demo.run(find_tour(), Path(args.out)):
+    stream = sys.stderr if args.json else sys.stdout
+    report = demo.run(find_tour(), Path(args.out), partial(_say, stream))
+    _write_document(args, report)
+    if report.communication.as_expected:
         return 0
     sys.stderr.write("Some collectives differ from the expected ones: see `%fsdp comms` in the page.\n")
     return 1
+
+
+def _say(stream: TextIO, line: str) -> None:
+    stream.write(f"{line}\n")
+    stream.flush()
 
 
 def _lab(extra: Sequence[str]) -> int:
@@ -149,10 +177,17 @@ def _copied(tour: Path, folder: Path) -> Path:
     return copy
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from workbench import doctor  # noqa: PLC0415 - loaded when used
 
-    return 0 if doctor.run() else 1
+    if args.json:
+        found = doctor.run(lambda _: None)
+        _write_document(args, found)
+    else:
+        found = doctor.run()
+        verdict = "All checks passed." if found.is_well else "Some checks failed: see the lines marked BAD."
+        sys.stdout.write(f"\n{verdict}\n")
+    return 0 if found.is_well else 1
 
 
 def _view(args: argparse.Namespace) -> int:
@@ -162,7 +197,11 @@ def _view(args: argparse.Namespace) -> int:
     opened = opened_with_notes(args.trace)
     for note in opened.notes:
         sys.stderr.write(f"note: {_printable(note)}\n")
-    sys.stdout.write(f"{export(opened.trace, args.out or Path(args.trace).resolve().name + '.html', args.steps)}\n")
+    report = export(opened.trace, args.out or Path(args.trace).resolve().name + ".html", args.steps)
+    if args.json:
+        _write_document(args, report, notices=opened.notes)
+    else:
+        sys.stdout.write(f"{report}\n")
     return 0
 
 
@@ -178,12 +217,14 @@ def _where(args: argparse.Namespace) -> int:
         recording = read_dumps(dumps) if dumps else read(folder)
     except (OSError, TraceError) as error:
         why = f"cannot read {args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        sys.stderr.write(f"{why}\n")
-        return 2
+        return _fail(args, TraceError(why), 2)
     # ranks are judged by the time at which the last dump was written
     written = [rank.last_beat.wall_ns for rank in recording.ranks.values() if dumps and rank.last_beat is not None]
     report = where(recording, max(written, default=time.time_ns()))
-    sys.stdout.write(f"{_printable(str(report))}\n")
+    if args.json:
+        _write_document(args, report)
+    else:
+        sys.stdout.write(f"{_printable(str(report))}\n")
     return int(report.is_stalled)
 
 

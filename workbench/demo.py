@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +31,15 @@ START_TIMEOUT_S = 300  # of the notebook's kernel
 
 _HELDOUT = re.compile(r"held-out loss (\d+\.\d+), unigram (\d+\.\d+)")  # as the tour prints it
 
+Say = Callable[[str], None]
+"""Receives a line for the user."""
+
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 class DemoError(WorkbenchError):
@@ -50,6 +58,8 @@ class Communication:
         expected_bytes: payload expected likewise.
     """
 
+    computed = ("as_expected",)
+
     num_steps: int
     calls: int
     num_bytes: int
@@ -62,11 +72,32 @@ class Communication:
         return (self.calls, self.num_bytes) == (self.expected_calls, self.expected_bytes)
 
 
-def run(notebook: Path, folder: Path) -> bool:
-    """Run ``notebook``, write the page and the trace into ``folder`` and print a summary.
+@dataclass(frozen=True, kw_only=True)
+class DemoReport:
+    """The tour ran from top to bottom.
 
-    Returns:
-        whether every step communicated as expected.
+    Attributes:
+        page: the page that was written.
+        trace: the trace that was written.
+        seconds: how long it took.
+        communication: of one rank in all steps.
+        losses: every pair of held-out loss and loss of a unigram model that the tour printed, in nats per character.
+    """
+
+    page: Path
+    trace: Path
+    seconds: float
+    communication: Communication
+    losses: tuple[tuple[float, float], ...]
+
+
+def run(notebook: Path, folder: Path, say: Say = _say) -> DemoReport:
+    """Run ``notebook``, and write the page and the trace into ``folder``.
+
+    Args:
+        notebook: the notebook.
+        folder: where it runs.
+        say: called with each line on the progress, and of a summary.
 
     Raises:
         DemoError: a cell failed, or the notebook left no trace.
@@ -74,22 +105,34 @@ def run(notebook: Path, folder: Path) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRACE).unlink(missing_ok=True)
     begin = time.monotonic()
-    executed = execute(nbformat.read(notebook, as_version=4), folder)
+    executed = execute(nbformat.read(notebook, as_version=4), folder, say)
     if not (folder / TRACE).exists():
         raise DemoError(f"the tour finished but did not write {folder / TRACE}")
     (folder / PAGE).write_text(to_page(executed, title="FSDP workbench: the tour"), encoding="utf-8")
     trace = load(folder / TRACE)
-    _say(f"\nThe tour ran from top to bottom in {time.monotonic() - begin:.0f} s.\n")
-    for name, value in summary(trace, heldout_losses(executed)):
-        _say(f"  {name:<14} {value}")
-    _say("")
-    for path in (folder / PAGE, folder / TRACE):
-        _say(f"  {path}  {format_bytes(path.stat().st_size)}")
-    return communication(trace).as_expected
+    report = DemoReport(
+        page=folder / PAGE,
+        trace=folder / TRACE,
+        seconds=time.monotonic() - begin,
+        communication=communication(trace),
+        losses=heldout_losses(executed),
+    )
+    say(f"\nThe tour ran from top to bottom in {report.seconds:.0f} s.\n")
+    for name, value in summary(trace, report.losses):
+        say(f"  {name:<14} {value}")
+    say("")
+    for path in (report.page, report.trace):
+        say(f"  {path}  {format_bytes(path.stat().st_size)}")
+    return report
 
 
-def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
+def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNode:
     """Run every cell of ``notebook`` in a new kernel of this Python, in ``folder``; return it with its outputs.
+
+    Args:
+        notebook: the notebook.
+        folder: where it runs.
+        say: called with a line on each cell.
 
     Raises:
         DemoError: a cell raised, took longer than :data:`CELL_TIMEOUT_S`, or the kernel died.
@@ -100,7 +143,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         nonlocal doing
         if cell.cell_type == "code":
             doing = f"in cell {cell_index + 1} of {len(notebook.cells)}: {_first_line(cell)}"
-            _say(f"  [{cell_index + 1:>2}/{len(notebook.cells)}] {_first_line(cell)}")
+            say(f"  [{cell_index + 1:>2}/{len(notebook.cells)}] {_first_line(cell)}")
 
     client = NotebookClient(
         notebook,
@@ -192,8 +235,3 @@ def _first_line(cell: NotebookNode) -> str:
     """Return the first line of a cell as its title, with the first line of code if it is a ``%%fsdp`` cell."""
     lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines[0].startswith("%%") else 1]) if lines else "(empty)"
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

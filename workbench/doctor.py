@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -77,16 +77,42 @@ class Finding:
         return line + "".join(f"\n{'':25}-> {text}" for text in self.advice.splitlines())
 
 
-def run() -> bool:
-    """Run all checks and print each finding at once; return whether none is bad."""
-    well = True
+@dataclass(frozen=True)
+class Diagnosis:
+    """The results of all checks.
+
+    Attributes:
+        findings: in the order of the checks.
+    """
+
+    computed = ("is_well",)
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_well(self) -> bool:
+        """Whether no finding is bad."""
+        return all(finding.verdict is not Verdict.BAD for finding in self.findings)
+
+
+def show(finding: Finding) -> None:
+    """Print a finding."""
+    sys.stdout.write(f"{finding}\n")
+    sys.stdout.flush()
+
+
+def run(on_finding: Callable[[Finding], None] = show) -> Diagnosis:
+    """Run all checks.
+
+    Args:
+        on_finding: called with each finding at once.
+    """
+    found = []
     for look in (python, packages, machine, devices, collectives, widgets, panel, self_test):
         for finding in look():
-            sys.stdout.write(f"{finding}\n")
-            sys.stdout.flush()
-            well = well and finding.verdict is not Verdict.BAD
-    sys.stdout.write("\nAll checks passed.\n" if well else "\nSome checks failed: see the lines marked BAD.\n")
-    return well
+            on_finding(finding)
+            found.append(finding)
+    return Diagnosis(tuple(found))
 
 
 def python() -> Iterator[Finding]:

@@ -80,6 +80,7 @@ from workbench.reports.results import (
 )
 from workbench.reports.run_where import RunWhereReport
 from workbench.reports.stop_positions import live_units, param_names
+from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
 from workbench.session.session import Session, busy_sentence
@@ -89,7 +90,7 @@ from workbench.session.trace_selectors import opened_with_notes, side
 from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
 from workbench.trace.read_recording import RecordingReader
-from workbench.views import draw
+from workbench.views import VIEWS, draw
 from workbench.views.compare import draw as draw_compared
 from workbench.views.theme import plural
 
@@ -101,6 +102,18 @@ FOLLOW_S = 0.2
 
 CROWDED = 4
 """Number of ranks per core above which a start warns."""
+
+DRAWN = (*VIEWS, "compare")
+"""Commands that draw a figure of numbers."""
+
+_ONLY_DRAWN = {
+    "dashboard": "%fsdp status --json, %fsdp where --json and %fsdp states --json say the same",
+    "canvas": "%fsdp timeline --json has the numbers of a step, %fsdp export FILE.json those of the whole run",
+}
+"""Methods that return a widget; what to type instead for its numbers."""
+
+Side = str | os.PathLike[str] | Trace
+"""One side of a comparison: a trace, its file, or text as :mod:`workbench.session.trace_selectors` reads it."""
 
 OnNotice = Callable[[str], None]
 """Receives a sentence for the user, in addition to a result."""
@@ -545,7 +558,7 @@ class Workbench:
                 pid=info.pid,
                 alive=alive,
                 doing=doing.get(info.rank, ""),
-                loss=losses.get(info.rank, ""),
+                lost=losses.get(info.rank, ""),
             )
 
     def names(self) -> dict[int, Names]:
@@ -636,8 +649,7 @@ class Workbench:
         listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         if command.on_ranks:
             return self._started().run(command, listener)
-        if self._is_new and command.waits_for_start:
-            self._started()  # raises, and says what to do first
+        self._check_started_for(command)
         name, arguments = command.call()
         if isinstance(command, Start) and self._runs_with(arguments):
             on_notice(
@@ -648,6 +660,30 @@ class Workbench:
         callbacks = {**vars(listener), "on_wait": on_wait, "on_notice": on_notice}
         wanted = callbacks.keys() & inspect.signature(method).parameters
         return method(**arguments, **{name: callbacks[name] for name in wanted})
+
+    def report(self, command: Command, **callbacks: Any) -> Any:  # noqa: ANN401 - as :meth:`do`
+        """Run ``command`` as :meth:`do` does, but return a report also if it draws: the numbers behind the figure.
+
+        Args:
+            command: the command.
+            callbacks: as for :meth:`do`.
+
+        Raises:
+            UsageError: it only draws, or as :meth:`do`; other errors also as there.
+        """
+        name, arguments = command.call()
+        if name in _ONLY_DRAWN:
+            raise UsageError(f"%fsdp {to_text(command)} only draws: it has no --json. {_ONLY_DRAWN[name]}")
+        if name not in DRAWN:
+            return self.do(command, **callbacks)
+        self._check_started_for(command)
+        arguments.pop("talk", None)
+        return self.numbers(name, **arguments)
+
+    def _check_started_for(self, command: Command) -> None:
+        """Raise UsageError, which says what to do first, if ``command`` needs ranks and none were ever started."""
+        if self._is_new and command.waits_for_start:
+            self._started()
 
     def _runs_with(self, settings: dict[str, Any]) -> bool:
         """Return whether ranks that were started here with these settings run, none of them lost."""
@@ -819,7 +855,7 @@ class Workbench:
         if inside.error is not None:
             raise inside.error
         by_rank = {rank: done.inspected for rank, done in inside.done.items() if done.inspected is not None}
-        return InspectReport(fqn=fqn, by_rank=by_rank, others=inside.others)
+        return InspectReport(fqn=fqn, by_rank=by_rank, not_queried=inside.others)
 
     def evaluate(self, expr: str, ranks: Sequence[int] | None = None, *, frame: int = 0) -> EvalReport:
         """Return a Python expression's value on stopped ranks (``%fsdp eval``), evaluated in the step's own thread.
@@ -840,7 +876,7 @@ class Workbench:
         if inside.error is not None:
             raise inside.error
         texts = {rank: done.text for rank, done in inside.done.items()}
-        return EvalReport(expr=expr, texts=texts, others=inside.others if ranks is None else ())
+        return EvalReport(expr=expr, texts=texts, not_queried=inside.others if ranks is None else ())
 
     def parameters(self) -> list[str]:
         """Return the names of all sharded parameters."""
@@ -986,6 +1022,24 @@ class Workbench:
         """
         return draw(name, self.shown_trace, talk=bool(options.pop("talk", False)), **options)
 
+    def numbers(self, name: str, **options: Any) -> ViewReport:  # noqa: ANN401 - of the view
+        """Return the numbers behind a figure: ``numbers("comms", step=3)`` has what ``comms(step=3)`` draws.
+
+        Args:
+            name: one of :data:`DRAWN`.
+            options: those of the method with this name, except ``talk``.
+
+        Raises:
+            UsageError: as for the figure.
+        """
+        if name == "compare":
+            return self._compared(**options)
+        return numbers(name, self.shown_trace, **options)
+
+    def _compared(self, a: Side, b: Side, *, rank: int | None = None) -> CompareReport:
+        (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)
+        return compared(first, second, names=(name_a, name_b), rank=rank)
+
     def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
         """Return a widget that shows the ranks live, with buttons to stop inside a step."""
         return importlib.import_module("workbench.widgets.dashboard").DashboardWidget(self)
@@ -1020,8 +1074,8 @@ class Workbench:
 
     def compare(
         self,
-        a: str | os.PathLike[str] | Trace,
-        b: str | os.PathLike[str] | Trace,
+        a: Side,
+        b: Side,
         *,
         rank: int | None = None,
         talk: bool = False,

@@ -140,7 +140,7 @@ def test_ranks_that_have_yet_to_end_what_their_notebook_aborted_are_waited_for(b
     monkeypatch.setattr(session, "PATIENT_S", 0.2)
     bench.run_cell(DEAF)
     bench.step(1, background=True)
-    wait_until(lambda: all("train_step" in str(row.stacks) for row in bench.where(stacks=True).rows))
+    wait_until(lambda: all("train_step" in str(row.stacks) for row in bench.where(stacks=True).ranks))
     bench.close()
     with again() as other:
         assert len(other.step(2).losses) == 2
@@ -149,7 +149,7 @@ def test_ranks_that_have_yet_to_end_what_their_notebook_aborted_are_waited_for(b
 def test_ranks_that_block_when_they_are_stopped_become_ranks_again(bench):
     bench.run_cell(BLOCKED)
     bench.step(2, background=True)
-    wait_until(lambda: any("barrier" in str(thread) for row in bench.where(stacks=True).rows for thread in row.stacks))
+    wait_until(lambda: any("barrier" in str(thread) for row in bench.where(stacks=True).ranks for thread in row.stacks))
     bench.stop()
     with Workbench.attach(2, profile="running", device="cpu") as anew:
         anew.run_cell(CELL)

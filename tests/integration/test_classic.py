@@ -143,7 +143,7 @@ def test_an_aborted_step_can_be_repeated(wb, undisturbed, strategy, event):
     first = wb.step(2)
     assert_all_at_one_event(wb.step(1, until=STRATEGIES[strategy][1] if event == "a collective" else event))
     assert "idle again" in wb.abort().headline
-    wait_until(lambda: {row.state for row in wb.where().rows} == {"idle"})
+    wait_until(lambda: {row.state for row in wb.where().ranks} == {"idle"})
     wb.run_cell("opt.zero_grad()")
     again = wb.step(STEPS - 2)
     assert (first.losses + again.losses, wb.run_cell(WEIGHTS).texts) == undisturbed[strategy]

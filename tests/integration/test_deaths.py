@@ -61,7 +61,7 @@ def test_with_all_ranks_dead_views_work_and_a_start_replaces_them(num_ranks, who
             bench.view(view)
         assert bench.memory().data
         assert bench.export(tmp_path / "run.trace").num_bytes > 0
-        assert {row.state for row in bench.where().rows} == {"gone"}
+        assert {row.state for row in bench.where().ranks} == {"gone"}
         assert set(bench.pulse().losses.values()) == {how}
         assert bench.names() == {}
         for ask in (bench.step, lambda: bench.run_cell("1")):

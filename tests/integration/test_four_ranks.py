@@ -98,7 +98,7 @@ def test_an_aborted_step_can_be_repeated(wb, undisturbed, event):
     if event != "optimizer":  # the next event is its end: all ranks have taken the step
         assert_all_at_one_event(wb.next())
     assert "idle again" in wb.abort().headline
-    wait_until(lambda: {row.state for row in wb.where().rows} == {"idle"})
+    wait_until(lambda: {row.state for row in wb.where().ranks} == {"idle"})
     wb.run_cell("opt.zero_grad()")
     again = wb.step(STEPS - 2)
     assert (first.losses + again.losses, wb.run_cell(WEIGHTS).texts) == undisturbed

@@ -125,7 +125,7 @@ def test_a_killed_rank_is_named_and_the_others_keep_their_variables(bench):
 def test_a_rank_killed_during_a_stop_is_named_by_any_next_command(bench, word):
     bench.step(5, until="backward:blocks.1")
     os.kill(bench.status().ranks[1].pid, signal.SIGKILL)
-    wait_until(lambda: [row.state for row in bench.where().rows] == ["held", "gone"])
+    wait_until(lambda: [row.state for row in bench.where().ranks] == ["held", "gone"])
     wait_until(lambda: bench._session.request.dead == (1,))
     assert bench.evaluate("rank").texts == {0: "0"}
     with pytest.raises(UsageError, match="only rank 0 of 2 can call it here: stop where all ranks stop"):
@@ -136,7 +136,7 @@ def test_a_rank_killed_during_a_stop_is_named_by_any_next_command(bench, word):
     with pytest.raises(RankDied, match="rank 1 died") as caught:
         getattr(bench, word)()
     assert "%fsdp stop, then %fsdp start" in str(caught.value)
-    wait_until(lambda: [row.state for row in bench.where().rows] == ["idle", "gone"])
+    wait_until(lambda: [row.state for row in bench.where().ranks] == ["idle", "gone"])
     with pytest.raises(RankDied, match=r"^rank 1 died: "):
         bench.step(1)
     assert bench.run_cell("print('well')", ranks=[0]).texts == {0: "well\n"}

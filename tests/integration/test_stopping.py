@@ -49,7 +49,7 @@ def places(report):
 
 def states(bench):
     """Return the set of the ranks' states; on a busy machine a rank may briefly not answer."""
-    return {row.state for row in bench.where().rows}
+    return {row.state for row in bench.where().ranks}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_breakpoint_on_one_rank_leaves_the_other_waiting(ready):
     report = ready.step(1)
     assert report.stop.held == (1,)
     assert "rank 0 waits" in str(report)
-    wait_until(lambda: [row.state for row in ready.where().rows] == ["waiting", "held"])
+    wait_until(lambda: [row.state for row in ready.where().ranks] == ["waiting", "held"])
     with pytest.raises(UsageError, match="rank 0 is not held in the gate"):
         ready.evaluate("1", ranks=[0])
     ready.break_clear()
@@ -133,7 +133,9 @@ def test_looking_around_inside_the_step(ready):
         RankError, match=r"ranks 0-1 raised NameError: .* nearest: loss.*; frames: 0 train_step at cell:"
     ):
         ready.evaluate("losss")
-    report = wait_until(lambda: (found := ready.where(stacks=True)) and all(row.stacks for row in found.rows) and found)
+    report = wait_until(
+        lambda: (found := ready.where(stacks=True)) and all(row.stacks for row in found.ranks) and found
+    )
     assert len(str(report)) < 3_000
     assert "\nranks 0-1, MainThread:\n    0  cell:" in str(report)
     assert " in train_step: loss.backward()\n" in str(report)
@@ -185,7 +187,7 @@ def train_step():
     press = CtrlCCallback(anyway=True)
 
     def press_once_rank_0_waits(progress):
-        if ready.where().rows[0].state == "waiting":
+        if ready.where().ranks[0].state == "waiting":
             press(progress)
 
     try:
@@ -284,7 +286,7 @@ def test_where_waits_for_no_rank_that_does_not_answer(ready):
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: {psutil.Process(t.id).status() for t in psutil.Process(pid).threads()} == {"stopped"})
     try:
-        assert ready.where().rows[1].state == "no answer"
+        assert ready.where().ranks[1].state == "no answer"
     finally:
         os.kill(pid, signal.SIGCONT)
     ready.abort()

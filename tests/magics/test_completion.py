@@ -4,7 +4,7 @@ from workbench.magics.command_lines import WORDS
 from workbench.magics.completion import candidates
 
 POLICY_FLAGS = ["--help", "--wrap", "--mesh", "--reshard-after-forward", "--api", "--strategy", "--mp", "--prefetch"]
-SWITCHES = ["--no-offload", "--no-orig-params", "--offload", "--orig-params"]
+SWITCHES = ["--json", "--no-offload", "--no-orig-params", "--offload", "--orig-params"]
 SHARD_FLAGS = [*POLICY_FLAGS, "--ignore", *SWITCHES]
 RESHARD_FLAGS = [*POLICY_FLAGS, *SWITCHES]
 NAMES = {
@@ -28,7 +28,7 @@ def refuse(kind):
     [
         ("%fsdp ", "", list(WORDS)),
         ("%fsdp unshard e", "e", ["encoder"]),
-        ("%fsdp verify ", "", ["model", "encoder", "--help", "--fn"]),
+        ("%fsdp verify ", "", ["model", "encoder", "--help", "--fn", "--json"]),
         ("%fsdp shard --wrap Block ", "", ["model", "encoder", *SHARD_FLAGS]),
         ("%fsdp shard model ", "", SHARD_FLAGS),
         ("%fsdp shard model --o", "--o", ["--offload", "--orig-params"]),

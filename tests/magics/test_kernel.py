@@ -4,6 +4,7 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
+from tests.helpers import json_schema
 from tests.helpers.package_source import REPO
 from workbench.demo import execute
 from workbench.views.theme import PLOTLY_MIME
@@ -28,6 +29,7 @@ CELLS = {
     "differ": "%%fsdp\nprint(...)",
     "failing": "fakes[-1].script['step'] = [blocks, raises('ValueError', 'no', line=3), blocks, blocks]\n%fsdp step 2",
     "usage": "%fsdp shrad",
+    "json": "%fsdp status --json\n%fsdp comms --json",
     "stop": "%fsdp stop",
 }
 
@@ -49,6 +51,12 @@ def test_progress_is_one_output_with_its_end_in_it(cells):
     assert 'aria-valuenow="3"' in bars[0].data["text/html"]
     assert "3 of 3 steps" in bars[0].data["text/plain"]
     assert "3 steps, loss 4.5 -&gt; 4.3" in cells["step"][-1].data["text/html"]
+
+
+def test_documents_are_the_lines_of_a_stream(cells):
+    assert {output.get("name") for output in cells["json"]} == {"stdout"}
+    lines = "".join(output.text for output in cells["json"]).splitlines()
+    assert [json_schema.read(line)["type"] for line in lines] == ["StatusReport", "CommsReport"]
 
 
 def test_a_figure_is_there_for_jupyterlab(cells):

@@ -1,10 +1,12 @@
 """``%fsdp run`` in a real IPython shell, on a fake cluster."""
 
+import json
+
 import pytest
 
 from tests.helpers.fake_cluster import blocks, prints, raises, ran
 from workbench.errors import RankError, UsageError
-from workbench.magics.command_lines import parse_line
+from workbench.magics.command_lines import has_json, parse_line
 from workbench.magics.parser import HelpAsked
 from workbench.protocol.commands import Run, to_text
 
@@ -53,6 +55,22 @@ def test_wrong_lines_explain_the_correction(line, message):
     with pytest.raises(UsageError) as caught:
         parse_line(line)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_ours"), [("run --json train.py", True), ("run train.py --json", False), ("run -m a --json", False)]
+)
+def test_json_behind_the_script_is_the_scripts(line, is_ours):
+    assert has_json(line) is is_ours
+    assert parse_line(line).args == (() if is_ours else ("--json",))
+
+
+def test_the_document_of_a_script(notebook, folder):
+    found = json.loads(notebook.ok("%fsdp run --json train.py").out)
+    assert (found["command"], found["type"], found["report"]["steps_done"]) == ("run", "RunReport", 3)
+    notebook.fake.script["run"] = [blocks, raises("ValueError", "no", line=3, script="train.py"), blocks, blocks]
+    error = json.loads(notebook.run("%fsdp run --json train.py").out.splitlines()[0])["error"]
+    assert (error["line"], error["script"], error["ranks"]) == (3, "train.py", [1])
 
 
 def test_help_is_that_of_run_only_before_the_script():

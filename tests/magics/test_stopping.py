@@ -90,7 +90,7 @@ def names(kind):
 @pytest.mark.parametrize(
     ("before", "symbol", "expected"),
     [
-        ("%fsdp break ", "", ["add", "list", "clear", "on", "off", "--help", "--rank", "--when"]),
+        ("%fsdp break ", "", ["add", "list", "clear", "on", "off", "--help", "--rank", "--when", "--json"]),
         ("%fsdp break add all", "all", ["all_gather", "all_reduce", "all_to_all"]),
         ("%fsdp break add all_gather:bl", "bl", ["blocks.0"]),
         ("%fsdp break add all_gather:bl", "all_gather:bl", ["all_gather:blocks.0"]),

@@ -100,7 +100,9 @@ def test_page_trace_and_summary(as_expected, tmp_path, capsys):
     trace = simulate(Setup())
     save(trace if as_expected else without_one_gather(trace), tmp_path / "made")
     nbformat.write(notebook("import shutil; shutil.copy('made', 'tour.trace')"), tmp_path / "tour.ipynb")
-    assert demo.run(tmp_path / "tour.ipynb", tmp_path) is as_expected
+    report = demo.run(tmp_path / "tour.ipynb", tmp_path)
+    assert report.communication.as_expected is as_expected
+    assert (report.page, report.trace) == (tmp_path / "tour.html", tmp_path / "tour.trace")
     out = capsys.readouterr().out
     assert "The tour ran from top to bottom" in out
     assert "NOT equal" in out or as_expected

@@ -87,7 +87,7 @@ def test_other_states():
     assert flat["this shard", "elements"] == "8-15 of 32"
     assert ("this shard", "rows") not in flat
     assert unit_of(FOUND) == "blocks.1 of model; 32x16 in all"
-    assert unit_of(replace(FOUND, trainable=False, global_shape=(), model="", unit="")) == (
+    assert unit_of(replace(FOUND, trainable=False, global_shape=(), model="", unit="(root)")) == (
         "(root) of a model; a scalar in all, not trained"
     )
 
@@ -101,7 +101,7 @@ def test_a_device_is_shown_if_it_differs_from_the_shards():
 def test_the_report_is_a_table_with_the_reasons_above_it():
     evil = "<img src=x>"
     full = FullFacts(state=UnitState.UNSHARDED, why="its forward runs", values=replace(GATHERED, dtype=evil))
-    report = InspectReport(fqn=evil, by_rank={0: FIRST, 1: replace(FOUND, full=full)}, others=(2, 3))
+    report = InspectReport(fqn=evil, by_rank={0: FIRST, 1: replace(FOUND, full=full)}, not_queried=(2, 3))
     lines = str(report).splitlines()
     assert lines[0] == f"{evil} on ranks 0-1"
     assert lines[1] == "  unit            blocks.1 of model; 32x16 in all"
@@ -117,5 +117,5 @@ def test_the_report_is_a_table_with_the_reasons_above_it():
 
 
 def test_an_evaluation_names_ranks_that_were_not_queried():
-    report = EvalReport(expr="x", texts={1: "3"}, others=(0,))
+    report = EvalReport(expr="x", texts={1: "3"}, not_queried=(0,))
     assert str(report) == "x = 3   (rank 1)\n  not queried  rank 0: not held in the gate, see %fsdp where"

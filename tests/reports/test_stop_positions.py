@@ -6,7 +6,15 @@ from tests.helpers.trace_strategies import example_trace
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.rank_messages import EventInfo, Hold, Position, StepPosition
 from workbench.reports.pause_results import row_of
-from workbench.reports.stop_positions import StopGroup, describe, event_words, live_units, param_names, state_of
+from workbench.reports.stop_positions import (
+    StopGroup,
+    describe,
+    event_words,
+    live_units,
+    param_names,
+    state_of,
+    unit_names,
+)
 
 UNITS = {0: "blocks.0", 1: ""}
 
@@ -77,17 +85,17 @@ def test_the_end_of_a_wait_is_described_as_the_wait():
 
 def test_a_line_of_the_table():
     header = example_trace(num_ranks=1, num_units=2).header
-    name = header.units[0].name
-    stopped = row_of(1, position(held(phase=Phase.POST_BACKWARD), now_ns=3_000_001), header)
+    name, names = header.units[0].name, unit_names(header)
+    stopped = row_of(1, position(held(phase=Phase.POST_BACKWARD), now_ns=3_000_001), names)
     assert stopped.cells() == ("1", "held", "2", "post-backward", name or "(root)", "before all-gather", "3.00 ms")
     for edge, text in ((Edge.BEGIN, "in a wait"), (Edge.END, "at the end of a wait")):
         waits = position(held(kind=Kind.WAIT, edge=edge))
-        assert row_of(1, waits, header).event == text
+        assert row_of(1, waits, names).event == text
     works = position(newest=EventInfo(kind=Kind.FORWARD, edge=Edge.BEGIN, phase=Phase.FORWARD), now_ns=1000)
-    assert row_of(0, works, header).cells() == ("0", "running", "2", "forward", "", "start of forward", "1.00 µs")
-    assert row_of(0, Position(), header).cells() == ("0", "idle", "", "", "", "", "")
+    assert row_of(0, works, names).cells() == ("0", "running", "2", "forward", "", "start of forward", "1.00 µs")
+    assert row_of(0, Position(), names).cells() == ("0", "idle", "", "", "", "", "")
     over = Position(newest=EventInfo(kind=Kind.RESHARD, edge=Edge.INSTANT, phase=Phase.IDLE), now_ns=27_000_000_000)
-    assert row_of(0, over, header).cells() == ("0", "idle", "", "", "", "", "")
+    assert row_of(0, over, names).cells() == ("0", "idle", "", "", "", "", "")
 
 
 def test_a_parameter_of_a_model_that_was_built_again_has_one_name():

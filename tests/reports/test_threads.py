@@ -50,11 +50,11 @@ def test_ranks_in_different_user_code_are_separate():
 
 def test_without_requests_or_replies():
     assert lines_of({}) == lines_of({0: (), 1: ()}) == []
-    assert "Thread" not in str(WhereReport(rows=(WhereRow(rank=0, state="idle"),)))
+    assert "Thread" not in str(WhereReport(ranks=(WhereRow(rank=0, state="idle"),)))
 
 
 def test_names_from_ranks_are_escaped():
     thread = Thread(name="<b>", is_main=True, frames=(Frame(text="a.py:1 in f", number=0), WAIT))
-    report = WhereReport(rows=(WhereRow(rank=0, state="held", stacks=(thread,)),))
+    report = WhereReport(ranks=(WhereRow(rank=0, state="held", stacks=(thread,)),))
     assert "&lt;b&gt;" in report._repr_html_()
     assert "<b>" in str(report)

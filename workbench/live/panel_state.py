@@ -33,7 +33,7 @@ from workbench.replay.grouping import by_value
 from workbench.replay.shards import ParamShards, at_rest, pieces, shards, totals, unit_shards
 from workbench.reports.clock_text import clock_words
 from workbench.reports.pause_results import row_of
-from workbench.reports.stop_positions import live_units
+from workbench.reports.stop_positions import live_units, unit_names
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header, KeyFrame, RankInfo
@@ -125,9 +125,10 @@ def _where(pulse: ClusterSnapshot, rank: int) -> str:
         return pulse.losses.get(rank, "died")
     if health in {"no answer", "idle"} or rank not in pulse.positions:
         return ""
-    row = row_of(rank, pulse.positions[rank], pulse.trace.header, state=health)
+    row = row_of(rank, pulse.positions[rank], unit_names(pulse.trace.header), state=health)
     of = f" of {row.unit}" if row.unit else ""
-    return ", ".join(filter(None, (f"{row.event}{of}" if row.event else "", f"step {row.step}" if row.step else "")))
+    step = "" if row.step is None else f"step {row.step}"
+    return ", ".join(filter(None, (f"{row.event}{of}" if row.event else "", step)))
 
 
 def units_of(header: Header) -> tuple[UnitInfo, ...]:

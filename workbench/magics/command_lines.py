@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args, get_type_hints
 
 from workbench.errors import UsageError, did_you_mean
-from workbench.magics.parser import AskHelp, HelpAsked, Parser, PositionalText, as_written
+from workbench.magics.parser import JSON, AskHelp, HelpAsked, Parser, PositionalText, as_written
 from workbench.protocol.arguments import Argument, Names, Variable, argument, argument_of, truth, with_variables
 from workbench.protocol.commands import COMMANDS, TALK, Cell, Command, Help, is_by_place, summary
 from workbench.views import VIEWS
@@ -157,6 +157,7 @@ def parser_for(name: str) -> Parser:
     hints = get_type_hints(word)
     for declared in dataclasses.fields(word):
         _add(parser, declared, is_bool=bool in {hints[declared.name], *getattr(hints[declared.name], "__args__", ())})
+    parser.json()
     return parser
 
 
@@ -250,8 +251,10 @@ def _command(parser: Parser, word: Callable[..., Command], words: Sequence[str])
         meant = "" if first.startswith("--") else parser.behind_hint(words)
         near = did_you_mean(first.partition("=")[0], [*parser.flags, *parser.switches])
         parser.error(f"unknown flag {first!r}{meant or near}")
+    arguments = vars(found)
+    arguments.pop("json", None)  # about how a result is shown, which no command knows
     try:
-        return word(**vars(found))
+        return word(**arguments)
     except ValueError as error:
         raise UsageError(f"{parser.prog}: {error}\n{parser.usage_line()}") from None
 
@@ -306,19 +309,32 @@ def _parse_raw(name: str, rest: str, variable: Variable) -> Command:
     if rest in {"-h", "--help"}:
         raise HelpAsked(parser.format_help())
     names = "|".join(map(re.escape, sorted(parser.flags.keys() - {"-h", "--help"}, reverse=True)))
-    flag = rf"(?P<flag>{names})[ =]\s*(?P<value>[\d,\-]+|\{{\w+\}})"
+    flag = rf"(?:(?P<flag>{names})[ =]\s*(?P<value>[\d,\-]+|\{{\w+\}})|{JSON})"
     leading, trailing = rf"{flag}(?:\s+(?P<rest>.*))?", rf"(?P<rest>.*\S)\s+{flag}"
     before, after = list[str](), list[str]()
     while found := re.fullmatch(leading, rest, re.DOTALL):
-        before += [found["flag"], with_variables(found["value"], variable)]
+        before += _given(found, variable)
         rest = found["rest"] or ""
     if marked := re.fullmatch(r"--(?:\s+(?P<code>.*))?", rest, re.DOTALL):
         rest = marked["code"] or ""
     else:
         while found := re.fullmatch(trailing, rest, re.DOTALL):
-            after = [found["flag"], with_variables(found["value"], variable), *after]
+            after = [*_given(found, variable), *after]
             rest = found["rest"]
     return _command(parser, WORDS[name], [*before, *after, *([PositionalText(rest)] if rest else [])])
+
+
+def _given(found: re.Match[str], variable: Variable) -> list[str]:
+    """Return the words of a flag with a value, or of ``--json``."""
+    return [found["flag"], with_variables(found["value"], variable)] if found["flag"] else [JSON]
+
+
+def has_json(line: str) -> bool:
+    """Return whether a line, correct or not, has the flag ``--json``; one behind a script is the script's own."""
+    words = line.split()
+    if words and words[0] in WORDS and (parser := parser_for(words[0])).takes_rest:
+        words = words[: 1 + _end_of_flags(parser, words[1:])]
+    return JSON in words[: words.index("--") if "--" in words else len(words)]
 
 
 _BEGINS = {
@@ -344,6 +360,7 @@ def overview() -> str:
     texts = (
         "  {name} is replaced by a variable of this notebook, {{name}} by the text {name}; the code of eval,",
         "  --when and cells is not changed. After --, an argument may begin with -: %fsdp open -- -odd.trace",
+        "  With --json, a line prints its result as one line of JSON",
     )
     return "\n".join(["usage: %fsdp COMMAND ...  (-h after a command explains it)", *lines, "", cell, *texts])
 

@@ -44,6 +44,14 @@ def emit(output: Output) -> None:
         publish(data, output.metadata, update=output.kind == "update", **named)
 
 
+def log(output: Output) -> None:
+    """Write the text of a piece of a rank's output to standard error, where it does not mix with JSON."""
+    text = output.text or str(output.data.get("text/plain", ""))
+    if text and not output.is_draft and output.kind != "update":
+        sys.stderr.write(text if output.text else text + "\n")
+        sys.stderr.flush()
+
+
 def say(text: str) -> None:
     """Write ``text`` where the cell's output goes."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")

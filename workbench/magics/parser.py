@@ -9,6 +9,8 @@ from typing import Any, NoReturn, Self
 
 from workbench.errors import UsageError, did_you_mean
 
+JSON = "--json"
+
 
 class PositionalText(str):
     """A word after ``--`` or ``--flag=``, which is never a flag.
@@ -81,6 +83,11 @@ class Parser(argparse.ArgumentParser):
         """Add ``--name`` and ``--no-name``, or ``-n`` alone, which take no value."""
         self.switches |= {flag, flag.replace("--", "--no-")}
         self.add_argument(flag, action=argparse.BooleanOptionalAction, help=about, dest=dest)
+
+    def json(self) -> None:
+        """Add ``--json``, which every command has."""
+        self.switches.add(JSON)
+        self.add_argument(JSON, action="store_true", help="print the result as one line of JSON")
 
     def positional(self, name: str, *, complete: Sequence[str] = "", **settings: Any) -> None:  # noqa: ANN401
         """Add a positional argument."""

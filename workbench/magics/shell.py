@@ -19,24 +19,26 @@ from workbench.events import unit_words
 from workbench.magics.command_lines import (
     CELL,
     WORDS,
+    has_json,
     help_text,
     parse,
     parse_line,
     split,
 )
 from workbench.magics.completion import matcher_for
-from workbench.magics.display_output import emit, result_is_dropped, say, show
+from workbench.magics.display_output import emit, log, result_is_dropped, say, show
 from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Run, Step
+from workbench.reports.json_document import document, to_line
 from workbench.reports.pause_results import StopReport
 from workbench.reports.results import CellReport, RunReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.trace_selectors import LAST
 from workbench.session.variable_check import everywhere, unit_paths
 from workbench.widgets.progress import ProgressDisplay, StallLine
-from workbench.workbench import Workbench
+from workbench.workbench import OnNotice, Workbench
 
 _KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: EVENTS, "launchers": launchers}
 """Names known without contacting the ranks."""
@@ -81,6 +83,8 @@ class FsdpMagics(Magics):
     @line_cell_magic
     def fsdp(self, line: str, cell: str | None = None) -> Any:  # noqa: ANN401 - a report, a figure, or nothing
         """Shard, train and inspect models on several ranks; ``%fsdp help`` lists the commands."""
+        if has_json(line):
+            return self._as_json(line, cell)
         try:
             value = self._run_line(line) if cell is None else self._run_cell(line, cell)
         except HelpAsked as help_:
@@ -92,6 +96,40 @@ class FsdpMagics(Magics):
             return value
         show(value)
         return None
+
+    def _as_json(self, line: str, cell: str | None) -> dict[str, Any] | None:
+        """Print the document of a line or a cell; return it instead if the caller uses the result."""
+        word = CELL if cell is not None else (line.split() or [Help.word])[0]
+        notices: list[str] = []
+        try:
+            report = self._report_of(line, notices.append) if cell is None else self._cell_report(line, cell, notices)
+        except HelpAsked as help_:
+            report = str(help_)
+        except Exception as error:
+            say(to_line(document(word, error=error, notices=notices)))
+            raise
+        if isinstance(report, str):
+            notices.append(report)
+            report = None
+        found = document(word, report, notices=notices)
+        if not result_is_dropped(sys._getframe()):
+            return found
+        say(to_line(found))
+        return None
+
+    def _report_of(self, line: str, on_notice: OnNotice) -> Any:  # noqa: ANN401 - a report, a sentence, or nothing
+        command = parse_line(line, self._variable)
+        for sentence in self.workbench.news():
+            on_notice(sentence)
+        self.workbench.note(command, "cell")
+        if isinstance(command, Help):
+            return help_text(command)
+        return self.workbench.report(command, on_notice=on_notice, on_output=log)
+
+    def _cell_report(self, line: str, cell: str, notices: list[str]) -> CellReport | StopReport:
+        ranks = self._ranks_of_cell(line)
+        notices += self.workbench.news()
+        return self.workbench.run_cell(cell, ranks=ranks)
 
     def close(self) -> None:
         """Detach from attached ranks or stop those started here, and remove the completion."""
@@ -131,15 +169,19 @@ class FsdpMagics(Magics):
         return isinstance(command, (Step, Run)) and command.background
 
     def _run_cell(self, line: str, cell: str) -> Any:  # noqa: ANN401
-        args = split(line)
-        if args and args[0] in WORDS:
-            raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
-        ranks = cast("Cell", parse(CELL, args, self._variable)).ranks
+        ranks = self._ranks_of_cell(line)
         self._tell_news()
         with closing(StallLine()) as below:
             report = self.workbench.run_cell(cell, ranks=ranks, on_output=below.before(emit), on_standing=below.update)
         if isinstance(report, StopReport):
             show(report)
+
+    def _ranks_of_cell(self, line: str) -> Sequence[int] | None:
+        """Return the ranks that the line above a cell names; None: all."""
+        args = split(line)
+        if args and args[0] in WORDS:
+            raise UsageError(f"{CELL} runs the cell's code on the ranks; on a line of its own write: %fsdp {line}")
+        return cast("Cell", parse(CELL, args, self._variable)).ranks
 
     def _tell_news(self) -> None:
         """Show what ended in the background since the last call."""

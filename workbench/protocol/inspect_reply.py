@@ -88,7 +88,7 @@ class InspectReply:
     Attributes:
         fqn: its name in its model.
         model: variable that holds its model; empty: none.
-        unit: name of its unit; empty: the root.
+        unit: name of its unit, ``(root)`` for the root.
         global_shape: shape of the whole parameter, in elements.
         trainable: whether it takes a gradient.
         shard: this rank's rows.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from workbench.events import unit_words
 from workbench.protocol.inspect_reply import FullFacts, InspectReply, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.replay.grouping import by_value, label
 from workbench.reports.tables import Table
@@ -22,7 +21,7 @@ def unit_of(found: InspectReply) -> str:
     """Return unit, model and full shape of a parameter: ``"blocks.1 of model; 32x16 in all"``."""
     shape = "x".join(map(str, found.global_shape)) or "a scalar"
     trains = "" if found.trainable else ", not trained"
-    return f"{unit_words(found.unit)} of {found.model or 'a model'}; {shape} in all{trains}"
+    return f"{found.unit} of {found.model or 'a model'}; {shape} in all{trains}"
 
 
 def table_of(by_rank: Mapping[int, InspectReply]) -> Table:

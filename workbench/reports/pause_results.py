@@ -6,17 +6,16 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.events import Edge, Kind, unit_words
+from workbench.events import Edge, Kind, Phase, unit_words
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.rank_messages import Hold, Position, Thread
 from workbench.replay.grouping import by_value, label
 from workbench.reports.inspect_table import table_of, unit_of
 from workbench.reports.results import Report
-from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of, unit_names
+from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of
 from workbench.reports.tables import Table
 from workbench.reports.threads import lines_of
-from workbench.trace.schema import Header
 from workbench.views.theme import format_duration, plural
 
 
@@ -26,12 +25,15 @@ class StopReport(Report):
 
     Attributes:
         stop: where they are stopped.
-        words: the request, as text.
+        request: the request, as text.
         reasons: the breakpoints that hold them, as text.
     """
 
+    computed = (*Report.computed, "ranks")
+    internal = ("stop",)
+
     stop: StopGroup
-    words: str
+    request: str
     reasons: tuple[str, ...] = ()
 
     @property
@@ -39,13 +41,18 @@ class StopReport(Report):
         """The result in one sentence."""
         return str(self.stop)
 
+    @property
+    def ranks(self) -> tuple[WhereRow, ...]:
+        """The position of each rank that has not finished the request."""
+        return tuple(row_of(rank, at, self.stop.units) for rank, at in sorted(self.stop.positions.items()))
+
     def facts(self) -> list[tuple[str, str]]:
         """Return the reasons, and what the user can do now."""
         why = [("stopped by", "; ".join(self.reasons))] if self.reasons else []
         waited = self.stop.synchronised
         device = [("device", f"synchronised on {label(waited)}: all enqueued work is done")] if waited else []
         now = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"
-        return [*why, *device, ("under way", self.words), ("now", now)]
+        return [*why, *device, ("under way", self.request), ("now", now)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +60,15 @@ class BackgroundReport(Report):
     """Ranks work in the background.
 
     Attributes:
-        words: the request, as text.
+        request: the request, as text.
     """
 
-    words: str
+    request: str
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        return f"{self.words} runs in the background: %fsdp pause stops inside it, %fsdp abort aborts it"
+        return f"{self.request} runs in the background: %fsdp pause stops inside it, %fsdp abort aborts it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,8 @@ class EndReport(Report):
     Attributes:
         sentence: how it ended.
     """
+
+    internal = ("sentence",)
 
     sentence: str
 
@@ -85,37 +94,43 @@ WHERE_COLUMNS = ("rank", "state", "step", "phase", "unit", "event", "since")
 
 @dataclass(frozen=True, kw_only=True)
 class WhereRow:
-    """The position of one rank; unknown texts are empty.
+    """The position of one rank.
 
     Attributes:
         rank: global rank.
-        state: held, waiting, running, starting, idle, no answer, gone.
-        step: training step.
-        phase: of the step.
-        unit: name.
-        event: the newest event, or the one it is held before.
-        since: how long it has been there.
+        state: what it is doing.
+        step: training step; None: outside.
+        phase: of the step; None: unknown.
+        unit: name of the unit; None: none.
+        kind: kind of the newest event, or of the one it is held before; None: unknown.
+        event: that event as text; empty: unknown.
+        breakpoint: number of the breakpoint that holds it, 0 for ``step --until``; None: no breakpoint does.
+        for_ns: how long it has been there, in nanoseconds; None: unknown.
         stacks: its Python threads, the main one first; empty if not requested.
     """
 
     rank: int
-    state: str
-    step: str = ""
-    phase: str = ""
-    unit: str = ""
+    state: State
+    step: int | None = None
+    phase: Phase | None = None
+    unit: str | None = None
+    kind: Kind | None = None
     event: str = ""
-    since: str = ""
+    breakpoint: int | None = None
+    for_ns: int | None = None
     stacks: tuple[Thread, ...] = ()
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of :data:`WHERE_COLUMNS`."""
-        return (str(self.rank), self.state, self.step, self.phase, self.unit, self.event, self.since)
+        step, since = "" if self.step is None else str(self.step), format_duration(self.for_ns or 0)
+        phase = "" if self.phase is None else self.phase.words
+        return (str(self.rank), self.state, step, phase, self.unit or "", self.event, since if self.event else "")
 
 
 def row_of(
     rank: int,
     position: Position,
-    header: Header,
+    units: Mapping[int, str],
     stacks: tuple[Thread, ...] = (),
     state: State | None = None,
 ) -> WhereRow:
@@ -124,13 +139,13 @@ def row_of(
     Args:
         rank: the rank.
         position: its position.
-        header: of its trace.
+        units: names of units by index.
         stacks: its Python threads.
         state: what it is doing; None: taken from the position.
     """
     state = state or state_of(position)
     held, step = position.held, position.place.step
-    row = WhereRow(rank=rank, state=state, step=str(step) if step >= 0 else "", stacks=stacks)
+    row = WhereRow(rank=rank, state=state, step=step if step >= 0 else None, stacks=stacks)
     event = held or position.newest  # the next event of a held rank, the newest one of others
     if event is None or state == "idle":  # its newest event belongs to a finished step
         return row
@@ -138,13 +153,15 @@ def row_of(
         what = _held_at(held)
     else:
         what = f"{'start of ' if event.edge is Edge.BEGIN else ''}{event_words(event.kind, event.edge, None)}"
-    unit = unit_names(header).get(event.unit)
+    unit = units.get(event.unit)
     return replace(
         row,
-        phase=event.phase.words,
-        unit="" if unit is None else unit_words(unit),
+        phase=event.phase,
+        unit=None if unit is None else unit_words(unit),
+        kind=event.kind,
         event=what,
-        since=format_duration(max(position.now_ns - event.since_ns, 0)),
+        breakpoint=None if held is None else held.breakpoint,
+        for_ns=max(position.now_ns - event.since_ns, 0),
     )
 
 
@@ -161,11 +178,11 @@ class WhereReport(Report):
     """Where every rank is: a table.
 
     Attributes:
-        rows: one per rank.
+        ranks: one row per rank.
         obstacle: why no step is possible any more, and what to do; empty if unknown.
     """
 
-    rows: tuple[WhereRow, ...]
+    ranks: tuple[WhereRow, ...]
     obstacle: str = ""
 
     @property
@@ -174,9 +191,9 @@ class WhereReport(Report):
         return "; ".join(filter(None, [self._states(), self.obstacle]))
 
     def _states(self) -> str:
-        states = by_value((row.rank, row.state) for row in self.rows)
+        states = by_value((row.rank, row.state) for row in self.ranks)
         if len(states) == 1:
-            return f"{plural(len(self.rows), 'rank')} {next(iter(states))}"
+            return f"{plural(len(self.ranks), 'rank')} {next(iter(states))}"
         return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
 
     def __str__(self) -> str:
@@ -184,10 +201,10 @@ class WhereReport(Report):
         return "\n".join([self.headline, *table, *self._stack_lines()])
 
     def _table(self) -> Table:
-        return Table(head=WHERE_COLUMNS, rows=[row.cells() for row in self.rows])
+        return Table(head=WHERE_COLUMNS, rows=[row.cells() for row in self.ranks])
 
     def _stack_lines(self) -> list[str]:
-        return lines_of({row.rank: row.stacks for row in self.rows})
+        return lines_of({row.rank: row.stacks for row in self.ranks})
 
     def _repr_html_(self) -> str:
         lines = self._stack_lines()
@@ -228,12 +245,12 @@ class EvalReport(Report):
     Attributes:
         expr: the expression.
         texts: its value as text, by rank.
-        others: ranks that are not held in the gate and were not queried.
+        not_queried: ranks that are not held in the gate and were not queried.
     """
 
     expr: str
     texts: Mapping[int, str]
-    others: Sequence[int] = ()
+    not_queried: Sequence[int] = ()
 
     @property
     def headline(self) -> str:
@@ -248,7 +265,7 @@ class EvalReport(Report):
         """Return the value of each rank, equal values once; none if all agree."""
         groups = by_value(sorted(self.texts.items()))
         values = [(label(ranks), text.rstrip()) for text, ranks in groups.items()] if len(groups) > 1 else []
-        return [*values, *_left_out(self.others)]
+        return [*values, *_left_out(self.not_queried)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,12 +275,12 @@ class InspectReport(Report):
     Attributes:
         fqn: its name.
         by_rank: the reply of each rank.
-        others: ranks that are not held in the gate and were not queried.
+        not_queried: ranks that are not held in the gate and were not queried.
     """
 
     fqn: str
     by_rank: Mapping[int, InspectReply]
-    others: Sequence[int] = ()
+    not_queried: Sequence[int] = ()
 
     @property
     def headline(self) -> str:
@@ -274,7 +291,7 @@ class InspectReport(Report):
         """Return its unit, and why its full parameter is in memory or not, equal texts once."""
         units = by_value((rank, unit_of(found)) for rank, found in sorted(self.by_rank.items()))
         whys = by_value((rank, found.full.why) for rank, found in sorted(self.by_rank.items()))
-        values = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.others)]
+        values = [("unit", _with_ranks(units)), ("full parameter", _with_ranks(whys)), *_left_out(self.not_queried)]
         return [(name, text) for name, text in values if text]
 
     def __str__(self) -> str:
@@ -291,6 +308,8 @@ class BackReport(Report):
     Attributes:
         sentence: its new position.
     """
+
+    internal = ("sentence",)
 
     sentence: str
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from workbench.events import Unit
+from workbench.events import Unit, unit_words
 from workbench.protocol.commands import (
     Command,
     ModelSharding,
@@ -50,7 +50,15 @@ _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
 
 class Report(ABC):
-    """Base of all reports: a headline, and facts as (name, value) pairs. All plain text."""
+    """Base of all reports: a headline, and facts as (name, value) pairs. All plain text.
+
+    Attributes:
+        computed: properties that its JSON object has in addition to its fields.
+        internal: fields that its JSON object does not have.
+    """
+
+    computed: ClassVar[tuple[str, ...]] = ("headline", "problem")
+    internal: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -102,7 +110,7 @@ class RankStatus:
         device: e.g. ``cpu`` or ``cuda:0``.
         pid: of its process.
         doing: what it is doing, as text; ``busy`` if it runs a request and did not answer, ``""`` if it runs none.
-        loss: how it was lost, as text; ``""`` if it was not, or the cause is unknown.
+        lost: how it was lost, as text; ``""`` if it was not, or the cause is unknown.
     """
 
     rank: int
@@ -111,7 +119,7 @@ class RankStatus:
     device: str
     pid: int
     doing: str = ""
-    loss: str = ""
+    lost: str = ""
 
     def __str__(self) -> str:
         return self.words(with_host=True)
@@ -119,7 +127,7 @@ class RankStatus:
     def words(self, *, with_host: bool) -> str:
         """Return its device, process and activity as text, with the host's name if ``with_host``."""
         place = f"{self.device}{f' on {self.host}' if with_host else ''}, pid {self.pid}"
-        return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.loss or 'gone'}"
+        return f"{place}; {self.doing or 'no answer'}" if self.alive else f"{place}; {self.lost or 'gone'}"
 
 
 def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
@@ -135,7 +143,7 @@ class ShardedModel:
 
     Attributes:
         name: its variable on the ranks; empty if unknown.
-        units: names of its units, root ``""`` included, from the top of the model.
+        units: names of its units, ``(root)`` included, from the top of the model.
         policy: how they are stored and computed, a phrase each; empty for the default.
     """
 
@@ -165,7 +173,7 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Sh
     return tuple(
         ShardedModel(
             name=name,
-            units=tuple(sorted((unit.name for unit in units), key=by_number)),
+            units=tuple(map(unit_words, sorted((unit.name for unit in units), key=by_number))),
             policy=tuple(policy_words(units)),
         )
         for (name, _), units in parts.items()
@@ -334,16 +342,16 @@ class UnshardReport(UnshardReply, Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingReport(Report):
+class UntilReport(Report):
     """Base of the reports of commands that take ``--until``.
 
     Attributes:
         missed: the event to stop before, if it did not occur; else empty.
-        came: events that did occur, those most similar to ``missed`` first.
+        occurred: events that did occur, those most similar to ``missed`` first.
     """
 
     missed: str = ""
-    came: tuple[str, ...] = ()
+    occurred: tuple[str, ...] = ()
 
     def _with_missed(self, *parts: str) -> str:
         """Return the parts of a headline, and that the event did not occur."""
@@ -351,11 +359,11 @@ class TrainingReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the events that occurred instead of the missed one; none if nothing was missed."""
-        return [("occurred, nearest first", ", ".join(self.came) or "nothing")] if self.missed else []
+        return [("occurred, nearest first", ", ".join(self.occurred) or "nothing")] if self.missed else []
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunReport(TrainingReport):
+class RunReport(UntilReport):
     """A script has ended.
 
     Attributes:
@@ -380,7 +388,7 @@ class RunReport(TrainingReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport(TrainingReport):
+class StepReport(UntilReport):
     """Training steps were run.
 
     Attributes:
@@ -391,6 +399,8 @@ class StepReport(TrainingReport):
         not_finite: from which step on, and on which rank first, the loss is not finite; empty if it is.
         unreduced: which units hold unreduced gradients, on which ranks, and what to do; empty if none.
     """
+
+    computed = (*Report.computed, "median_seconds")
 
     steps_done: int
     losses: tuple[float | None, ...] | None

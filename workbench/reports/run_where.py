@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from workbench.events import unit_words
+from workbench.events import Kind, unit_words
 from workbench.replay.grouping import label
 from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
 from workbench.reports.results import Report
@@ -21,6 +21,58 @@ _OVER = (RunState.ENDED, RunState.FAILED, RunState.LOST)
 
 
 @dataclass(frozen=True, kw_only=True)
+class AwaitedCollective:
+    """A collective that a rank of a recorded run has begun and not ended.
+
+    Attributes:
+        kind: its kind.
+        unit: name of its unit; None: none.
+        group: name of its communication group.
+        number: how many collectives the group issued before it.
+        absent: ranks of the group that have not started it.
+        others: what other ranks of the group issued in its place, by rank.
+        unknown: ranks of the group of which nothing about it is recorded.
+    """
+
+    kind: Kind
+    unit: str | None
+    group: str
+    number: int
+    absent: tuple[int, ...]
+    others: Mapping[int, Kind]
+    unknown: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedPosition:
+    """Where a rank of a recorded run is.
+
+    Attributes:
+        rank: global rank.
+        state: what it does, or how it ended.
+        step: training step; None: outside.
+        unit: name of the unit of its last event; None: none.
+        kind: kind of its last event; None: it has announced none.
+        event: its last event as text; empty if it has announced none.
+        for_ns: time since its last event, or since it began, until it was last known to be alive, in nanoseconds.
+        pending: the collective that it waits for; None: it waits for none.
+        reason: why its program ended; empty for success, or while it has not.
+        stack: its calls, the innermost last; empty if it wrote none since its last event.
+    """
+
+    rank: int
+    state: RunState
+    step: int | None
+    unit: str | None
+    kind: Kind | None
+    event: str
+    for_ns: int
+    pending: AwaitedCollective | None
+    reason: str
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunWhereReport(Report):
     """Where every rank of a recorded run is.
 
@@ -29,6 +81,9 @@ class RunWhereReport(Report):
         units: unit names by index.
         notes: what the recording lacks.
     """
+
+    computed = (*Report.computed, "is_stalled", "ranks")
+    internal = ("positions", "units")
 
     positions: tuple[RunPosition, ...]
     units: Mapping[int, str]
@@ -40,6 +95,44 @@ class RunWhereReport(Report):
         states = {position.state for position in self.positions}
         left = states - {RunState.ENDED}
         return bool(left) and (RunState.LOST in left or RunState.FAILED in left or left <= set(_STALLED))
+
+    @property
+    def ranks(self) -> tuple[RecordedPosition, ...]:
+        """The position of each recorded rank, with names."""
+        return tuple(map(self._named, self.positions))
+
+    def _named(self, position: RunPosition) -> RecordedPosition:
+        pending = position.pending
+        return RecordedPosition(
+            rank=position.rank,
+            state=position.state,
+            step=position.step if position.step >= 0 else None,
+            unit=self._unit(position.unit),
+            kind=position.kind,
+            event=self._event(position),
+            for_ns=position.for_ns,
+            pending=None
+            if pending is None
+            else AwaitedCollective(
+                kind=pending.kind,
+                unit=self._unit(pending.unit),
+                group=pending.group,
+                number=pending.number,
+                absent=pending.absent,
+                others=dict(pending.others),
+                unknown=pending.unknown,
+            ),
+            reason=position.reason,
+            stack=position.frames,
+        )
+
+    def _unit(self, index: int) -> str | None:
+        return unit_words(self.units[index]) if index in self.units else None
+
+    def _event(self, position: RunPosition) -> str:
+        if position.kind is None:
+            return ""
+        return event_words(position.kind, position.edge, self.units.get(position.unit))
 
     @property
     def headline(self) -> str:
@@ -119,14 +212,11 @@ class RunWhereReport(Report):
         return Table(head=head, rows=[self._row(position) for position in self.positions])
 
     def _row(self, position: RunPosition) -> tuple[str, ...]:
-        event = (
-            "" if position.kind is None else event_words(position.kind, position.edge, self.units.get(position.unit))
-        )
         return (
             str(position.rank),
             position.state.value,
             "" if position.step < 0 else str(position.step),
-            event,
+            self._event(position),
             "" if position.kind is None or position.state in _OVER else format_long(position.for_ns),
         )
 

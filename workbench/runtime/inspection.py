@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import local_of
 from workbench.engine.root_checks import clean
 from workbench.errors import UsageError
-from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState
+from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState, unit_words
 from workbench.protocol.inspect_reply import FullFacts, InspectReply, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
@@ -77,7 +77,7 @@ def inspect(fqn: str, recorder: Recorder) -> InspectReply:
     return InspectReply(
         fqn=found.fqn,
         model=found.model,
-        unit=found.unit.name,
+        unit=unit_words(found.unit.name),
         global_shape=found.global_shape,
         trainable=found.param.trainable,
         shard=_shard(found),

@@ -49,7 +49,7 @@ from workbench.reports.failures import (
     what_is_left,
 )
 from workbench.reports.pause_results import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
-from workbench.reports.results import Report, TrainingReport
+from workbench.reports.results import Report, UntilReport
 from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
@@ -315,16 +315,16 @@ class Session:
         positions = self.positions(timeout_s=timeout_s)
         self._renew_stop(positions)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
-        header = self.trace.header
+        units = unit_names(self.trace.header)
         rows = []
         for rank, alive in enumerate(self.cluster.alive()):
             found = threads.get(rank, ())
             if rank in positions:
                 state = self.state(rank, positions[rank])
-                rows.append(row_of(rank, positions[rank], header, found, state))
+                rows.append(row_of(rank, positions[rank], units, found, state))
             else:
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
-        return WhereReport(rows=tuple(rows), obstacle=self.obstacle)
+        return WhereReport(ranks=tuple(rows), obstacle=self.obstacle)
 
     def units(self) -> list[str]:
         """Return the names of all units, root ``""`` included."""
@@ -528,7 +528,7 @@ class Session:
         name = f"workbench: {request.work.words}"
         request.thread = threading.Thread(target=self._attend_behind, args=(request,), name=name, daemon=True)
         request.thread.start()
-        return BackgroundReport(words=request.work.words)
+        return BackgroundReport(request=request.work.words)
 
     def _attend_behind(self, request: Request) -> None:
         try:
@@ -762,7 +762,7 @@ class Session:
         reasons = tuple(self._reason(number, request.work.until) for number in stop.breakpoints)
         if UNTIL in stop.breakpoints:
             request.work.until = None
-        request.report = StopReport(stop=request.stop, words=request.work.words, reasons=reasons)
+        request.report = StopReport(stop=request.stop, request=request.work.words, reasons=reasons)
         return request.report
 
     def _result(self, request: Request, outcome: Outcome) -> Report:
@@ -784,10 +784,10 @@ class Session:
     def _with_missed(self, request: Request, report: Report) -> Report:
         """Add to the report of an ``--until`` that the event did not occur, and the events that did."""
         until = request.work.until
-        if until is None or not isinstance(report, TrainingReport):
+        if until is None or not isinstance(report, UntilReport):
             return report
         events = came(self.trace, request.mark.num_rows, str(until))
-        return dataclasses.replace(report, missed=str(until), came=tuple(events))
+        return dataclasses.replace(report, missed=str(until), occurred=tuple(events))
 
     def _note(self, request: Request, *, is_over: bool) -> None:
         """Mark ``request`` stopped or done and wake all waiters."""

@@ -85,10 +85,9 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
         UsageError: the trace has nothing of this step, or no such unit.
     """
     wanted = {each.index for each in meant(trace.header.units, unit)}
-    chosen = window(trace, step, 2 if step is None else 1)
-    if chosen.last < 0:
+    if window(trace, step, 1).last < 0:
         return theme.empty(theme.NO_STEP)
-    shown, rows, clock = _rows(trace, chosen)
+    shown, rows, clock = comparisons(trace, step)
     rows = tuple(row for row in rows if unit is None or row.unit in wanted)
     if not rows:
         why = "with one rank per shard there is nothing to send"
@@ -119,18 +118,25 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
     return on_pages(fig, lambda width: _on_page(fig, trace.header, drawn, columns, width))
 
 
-def _rows(trace: Trace, chosen: Window) -> tuple[int, tuple[Comparison, ...], ClockSource]:
+def comparisons(trace: Trace, step: int | None) -> tuple[int, tuple[Comparison, ...], ClockSource]:
     """Return the step to show, its rows, and the clock of its times.
 
-    The step is the last one with expected numbers (a running step has none), or else the last one. Its times are the
-    device's once the device has finished the step.
+    The times are the device's once the device has finished the step.
+
+    Args:
+        trace: what happened; some step has begun.
+        step: which step; None: the last one with expected numbers (a running step has none), or else the last one.
+
+    Raises:
+        UsageError: the trace has nothing of ``step``.
     """
+    chosen = window(trace, step, 2 if step is None else 1)
     part, _ = chosen.shown(trace)
     shown, rows = chosen.last, compare(part, chosen.last)
-    for step in range(chosen.last - 1, chosen.first - 1, -1):
-        before = () if any(row.expected for row in rows) else compare(part, step)
+    for earlier in range(chosen.last - 1, chosen.first - 1, -1):
+        before = () if any(row.expected for row in rows) else compare(part, earlier)
         if any(row.expected for row in before):
-            shown, rows = step, before
+            shown, rows = earlier, before
     drawn = Window(first=chosen.first, last=shown).drawn(trace)
     if drawn.clock is ClockSource.DEVICE and drawn.is_whole:
         return shown, compare(drawn.trace, shown), ClockSource.DEVICE
@@ -234,7 +240,7 @@ def _totals(rows: Sequence[Comparison]) -> str:
 def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clock: ClockSource) -> str:
     rank = min(row.ranks[0] for row in rows)
     own = [row for row in rows if rank in row.ranks]
-    payload, sent = sum(row.num_bytes for row in own), sum(_sent_bytes(row) for row in own)
+    payload, sent = sum(row.num_bytes for row in own), sum(sent_bytes(row) for row in own)
     time_ns, exposed_ns = sum(row.time_ns for row in own), sum(row.exposed_ns for row in own)
     crosses = _crossing(rows) if _are_on_several_hosts(rows) else ""
     sentences = [
@@ -262,7 +268,7 @@ def _carriers(header: Header, rows: Sequence[Comparison]) -> str:
     return f"; transport: {' and '.join(names)}" if names else ""
 
 
-def _sent_bytes(row: Comparison) -> float:
+def sent_bytes(row: Comparison) -> float:
     """Return the bytes that a rank sends on a ring for a row's collectives."""
     return ring_bytes(row.kind, row.num_bytes, max(row.num_ranks, 1))
 
@@ -304,7 +310,7 @@ _COLUMNS = (
     Column(
         heading="payload<br>sent",
         width=68,
-        text=lambda row: f"{theme.format_bytes(row.num_bytes)}<br>{theme.format_bytes(_sent_bytes(row))}",
+        text=lambda row: f"{theme.format_bytes(row.num_bytes)}<br>{theme.format_bytes(sent_bytes(row))}",
         is_of_hosts=False,
     ),
     Column(

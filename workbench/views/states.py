@@ -59,8 +59,8 @@ def states(
     alike = groups(seen.trace, lambda part: did(trace.header, rows_of(part, CHANGING_KINDS)))
     if rank is None and not alike:
         return theme.empty(_NOTHING)
-    drawn, clock = _drawn(trace, shown, seen, one_rank(trace, alike[0][0] if rank is None else rank))
-    units = [each for each in _units(trace.header, drawn) if unit is None or each in chosen]
+    drawn, clock = rows_of_rank(trace, shown, seen, one_rank(trace, alike[0][0] if rank is None else rank))
+    units = [each for each in units_of_rank(trace.header, drawn) if unit is None or each in chosen]
     if not units or not len(drawn.rows):
         return theme.empty(_NOTHING)
     found = spans(drawn, units)
@@ -78,7 +78,7 @@ def states(
     return on_pages(fig, lambda width: _on_page(fig, trace.header, units[:MAX_UNITS], width))
 
 
-def _drawn(trace: Trace, shown: Window, seen: DrawnSteps, whole: RankTrace) -> tuple[RankTrace, ClockSource]:
+def rows_of_rank(trace: Trace, shown: Window, seen: DrawnSteps, whole: RankTrace) -> tuple[RankTrace, ClockSource]:
     """Return one rank's rows, with the exact state before them and times on the drawn axis, and their clock."""
     part = shown.cut(whole)
     converted = on_device(whole, part, trace.header)
@@ -87,7 +87,7 @@ def _drawn(trace: Trace, shown: Window, seen: DrawnSteps, whole: RankTrace) -> t
     return replace(part, rows=seen.cuts.rows(part.rows)), clock
 
 
-def _units(header: Header, drawn: RankTrace) -> list[int]:
+def units_of_rank(header: Header, drawn: RankTrace) -> list[int]:
     """Return the units to draw from the top of the model; retired ones only if they did anything."""
     did = drawn.rows["unit"][of_kind(drawn.rows, (*CHANGING_KINDS, Kind.FORWARD)) & (drawn.rows["unit"] >= 0)]
     wanted = {*did.tolist(), *(unit.index for unit in header.units if unit.in_use)}
