@@ -1,15 +1,19 @@
-"""Export of a trace to a file; the file's suffix selects the format."""
+"""Export of a trace, or of the program that the ranks ran, to a file; the file's suffix selects the format."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from workbench.errors import TraceError, UsageError
+from workbench.protocol.policy import ENGINES
 from workbench.reports.clock_text import exactness
 from workbench.reports.results import ExportReport
+from workbench.script.script_writer import MARK, write_script
+from workbench.session.program import Program
 from workbench.session.trace_selectors import file_at, some_steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import save, whole
@@ -20,30 +24,69 @@ MAX_PAGE_ROWS = 2_000_000
 """Most events that a page may hold; a browser needs 100 MB for that many."""
 
 
-def export(trace: Trace, path: str | os.PathLike[str], steps: str = "") -> ExportReport:
+SCRIPT = ".py"
+
+
+def export(
+    trace: Trace,
+    path: str | os.PathLike[str],
+    steps: str = "",
+    *,
+    program: Program | None = None,
+    engine: str = ENGINES[0],
+) -> ExportReport:
     """Write ``trace`` to ``path``: ``.trace`` to open again, ``.json`` for Perfetto, ``.html`` as a page.
 
-    The write is atomic.
+    With ``.py``, write ``program`` as a script for torchrun. The write is atomic.
 
     Args:
         trace: the trace.
-        path: output file; its suffix selects the format.
+        path: output file; its suffix selects the format. A script replaces only a script of an earlier export.
         steps: steps to write, such as ``3..5`` or ``-3..`` (:mod:`workbench.session.trace_selectors`); empty: all.
+        program: what the ranks of the trace have done; None: it is not known.
+        engine: whose FSDP a script uses, one of :data:`~workbench.protocol.policy.ENGINES`.
 
     Raises:
-        UsageError: the suffix is unknown, there are no such steps, or the file cannot be written.
+        UsageError: the suffix is unknown, there are no such steps, the file cannot be written, or there is no script of
+            the program with this engine.
     """
     path = file_at(path)
+    if engine not in ENGINES:
+        raise UsageError(f"engine is {' or '.join(ENGINES)}, not {engine!r}")
+    if path.suffix == SCRIPT and program is not None:
+        if steps:
+            raise UsageError("a script has everything that the ranks have done: leave out --steps")
+        return _export_script(program, path, engine)
+    if engine != ENGINES[0]:
+        raise UsageError(f"--engine is for a script, such as train{SCRIPT}; {path.name} is about the engine that ran")
     if path.suffix not in _WRITERS:
-        known = ", ".join(f"{suffix} ({what})" for suffix, (_, what) in _WRITERS.items())
+        formats = {suffix: what for suffix, (_, what) in _WRITERS.items()}
+        formats |= {} if program is None else {SCRIPT: "a script for torchrun"}
+        known = ", ".join(f"{suffix} ({what})" for suffix, what in formats.items())
         raise UsageError(f"{path.name!r} has no known format; the name must end in one of: {known}")
     write, what = _WRITERS[path.suffix]
     spoken, part = some_steps(trace, steps) if steps else ("", trace)
     if spoken:
         what += f", {spoken}"
-    try:
+    with _errors_of(path):
         write(part, path)
         return ExportReport(path=path, what=what, num_bytes=path.stat().st_size)
+
+
+def _export_script(program: Program, path: Path, engine: str) -> ExportReport:
+    script = write_script(program, engine, path.name)
+    with _errors_of(path):
+        if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]:
+            raise UsageError(f"{path} was not written by %fsdp export and is not replaced: give another name")
+        _write_text(path, script.text)
+        return ExportReport(path=path, what=script.start, num_bytes=path.stat().st_size, notes=script.notes)
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turn errors of the body, which writes ``path``, into a :class:`UsageError`."""
+    try:
+        yield
     except OSError as error:
         why = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
         raise UsageError(f"cannot write {path}: {why}") from error

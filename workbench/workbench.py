@@ -44,6 +44,7 @@ from workbench.protocol.commands import (
     Verify,
     to_text,
 )
+from workbench.protocol.policy import ENGINES
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.units import unmanaged_notes
 from workbench.reports import cursor as cursors
@@ -82,6 +83,7 @@ from workbench.reports.run_where import RunWhereReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
 from workbench.session.outputs import OnOutput, written_at_once
+from workbench.session.program import Program
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
 from workbench.session.session import Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
@@ -223,6 +225,7 @@ class Workbench:
         self._waits_for = ""
         self._target = AttachTarget()  # of the last attach
         self._last = ClusterSnapshot(trace=Trace.empty())
+        self._program = Program()
         self._past: deque[PastCommand] = deque(maxlen=MAX_PAST)
         self.record = ""
         self._recording: RecordingReader | None = None  # of the opened folder
@@ -511,6 +514,7 @@ class Workbench:
 
     def _keep_record(self, session: Session) -> None:
         self._last = ClusterSnapshot(trace=session.trace, policies=session.policies)
+        self._program = session.program
 
     def _check_replaceable(self, word: str, more: str = "") -> None:
         """Raise UsageError if any rank is alive; the message says to stop the ranks before ``word``."""
@@ -1095,17 +1099,26 @@ class Workbench:
         (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)
         return draw_compared(first, second, names=(name_a, name_b), rank=rank, talk=talk)
 
-    def export(self, path: str | os.PathLike[str], *, steps: str = "") -> ExportReport:
+    @property
+    def program(self) -> Program:
+        """The cells and commands that all ranks have completed since their start, also after they were stopped."""
+        return self._program if self._session is None else self._session.program
+
+    def export(self, path: str | os.PathLike[str], *, steps: str = "", engine: str = ENGINES[0]) -> ExportReport:
         """Write the trace so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page that replays it).
+
+        With ``.py``, write what the ranks have done since their start, cells and commands, as a script for torchrun.
 
         Args:
             path: output file; its suffix selects the format.
-            steps: steps to write, as in :meth:`compare`: ``"3..5"``, ``"7"``, ``"-3.."``; empty: all.
+            steps: steps to write, as in :meth:`compare`: ``"3..5"``, ``"7"``, ``"-3.."``; empty: all. Not for scripts.
+            engine: whose FSDP a script uses: ``"workbench"`` or ``"torch"``.
 
         Raises:
-            UsageError: the suffix is unknown, there are no such steps, or the file cannot be written.
+            UsageError: the suffix is unknown, there are no such steps, the file cannot be written, or what the ranks
+                have done has no script.
         """
-        return export(self.trace, path, steps)
+        return export(self.trace, path, steps, program=self.program, engine=engine)
 
     def note(self, command: Command, source: Source) -> None:
         """Add ``command``, given by ``source`` now, to the history."""

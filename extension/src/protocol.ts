@@ -569,7 +569,12 @@ export interface Compare {
   readonly talk?: boolean;
 }
 
-export interface Export { readonly word: "export"; readonly path: string; readonly steps?: string; }
+export interface Export {
+  readonly word: "export";
+  readonly path: string;
+  readonly steps?: string;
+  readonly engine?: "workbench" | "torch";
+}
 
 export interface Open { readonly word: "open"; readonly path: string; }
 

@@ -125,6 +125,7 @@ def test_code_makes_it_again(code, ranks):
         (Start(num_ranks=2), "start -n 2"),
         (Compare("before.trace", "last:3..5", talk=True), "compare before.trace last:3..5 --talk"),
         (Export("my run.json", steps="-3.."), "export 'my run.json' --steps=-3.."),
+        (Export("train.py", engine="torch"), "export train.py --engine torch"),
         (Where(stacks=True), "where --stacks"),
         (Inspect("-a"), "inspect -- -a"),
         (Break("add", "-a", rank=1), "break --rank 1 -- add -a"),
@@ -339,7 +340,7 @@ def test_a_strategy_is_checked_once_the_hosts_are_known():
     ("command", "method", "arguments"),
     [
         (Pause(), "pause", {}),
-        (Export("a.trace", steps="3"), "export", {"path": "a.trace", "steps": "3"}),
+        (Export("a.trace", steps="3"), "export", {"path": "a.trace", "steps": "3", "engine": "workbench"}),
         (Open("a.trace"), "load", {"path": "a.trace"}),
         (Continue(), "resume", {"background": None}),
         (Continue(foreground=True), "resume", {"background": False}),

@@ -30,7 +30,7 @@ from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Of
 from workbench.engine.process_groups import rebuild_all as rebuild_groups
 from workbench.engine.reshard import reshard_module, reshard_unit
 from workbench.engine.shard_placement import ShardPlacementResult
-from workbench.engine.unsharding import unshard_module
+from workbench.engine.unsharding import remap_optimizer, unshard_module
 
 __all__ = [
     "AllGather",
@@ -53,6 +53,7 @@ __all__ = [
     "fully_shard",
     "rebuild_groups",
     "register_fsdp_forward_method",
+    "remap_optimizer",
     "reshard_module",
     "reshard_unit",
     "share_comm_ctx",

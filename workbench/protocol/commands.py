@@ -39,6 +39,7 @@ from workbench.protocol.policy import (
     APIS,
     CLASSIC,
     DTYPES,
+    ENGINES,
     HOSTS,
     OFF,
     RESHARD_AFTER_FORWARD,
@@ -865,14 +866,23 @@ class Compare(Command):
     talk: bool = argument(TALK, default=False)
 
 
-@command("export run.trace", more="`--steps 3..5`: only these steps")
+@command(
+    "export run.trace",
+    more="`--steps 3..5`: only these steps; `export train.py`: a script for `torchrun`, with `--engine torch` "
+    "for torch's FSDP",
+)
 class Export(Command):
-    """Write the trace to a file: .trace to open again, .json for Perfetto, .html for a page that replays it."""
+    """Write the trace (.trace, .json for Perfetto, .html to replay), or what the ranks have done as a script (.py).
+
+    ``torchrun`` starts the script, which has the cells and commands that all ranks have completed since their start,
+    and gives the same losses. Cells that raised, aborted steps, cells with ``-t`` and views are left out.
+    """
 
     path: str = argument("output file; its suffix selects the format", kw_only=False, metavar="FILE", completes="files")
     steps: str = argument(
         "only these steps, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)", default="", metavar="STEPS"
     )
+    engine: str = argument("a script's FSDP engine (default workbench)", default="workbench", choices=ENGINES)
 
 
 @command("open run.trace", more="replaces the current trace; stop the ranks first", method="load", needs_ranks=False)

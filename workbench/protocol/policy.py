@@ -30,6 +30,9 @@ CLASSIC: Api = "classic"
 
 APIS: tuple[Api, ...] = get_args(Api)
 
+ENGINES = ("workbench", "torch")
+"""Whose FSDP a script uses: the workbench's own, or torch's."""
+
 Strategy = Literal["full", "grad", "none", "hybrid", "hybrid2"]
 """User notation of the classic wrapper's sharding strategies."""
 

@@ -492,16 +492,22 @@ class ExportReport(Report):
         path: its path.
         what: its content, as text.
         num_bytes: its size.
+        notes: how a script differs from what the ranks did, as sentences.
     """
 
     path: Path
     what: str
     num_bytes: int
+    notes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
         """The result in one sentence."""
         return f"wrote {self.path} ({format_bytes(self.num_bytes)}): {self.what}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return how a script differs from what the ranks did."""
+        return [("note", note) for note in self.notes]
 
 
 @dataclass(frozen=True, kw_only=True)

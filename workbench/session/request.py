@@ -18,6 +18,7 @@ from workbench.reports.results import SAYS, CellReport, Report
 from workbench.reports.step_progress import Follower, Progress
 from workbench.reports.stop_positions import StopGroup
 from workbench.session.outputs import OnOutput, Stream, text_of
+from workbench.session.program import CompletedCommand, Entry, cell_on
 from workbench.session.stall_notice import OnStanding, StallNotice, no_standing
 from workbench.session.waiter import RequestWaiter
 from workbench.trace.columns import Trace
@@ -70,13 +71,19 @@ class RankTask(Protocol):
 
     Attributes:
         words: name for people.
-        is_command: whether it is a command; else a cell.
         until: where it is still to stop once; None: nowhere.
     """
 
     words: str
-    is_command: bool
     until: Breakpoint | None
+
+    @property
+    def command(self) -> Command | None:
+        """The command; None: a cell."""
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is a command; else a cell."""
 
     def progress(self, trace: Trace) -> Progress | None:
         """Return the progress according to ``trace``; None without steps. Thread-safe."""
@@ -96,6 +103,9 @@ class RankTask(Protocol):
     def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
         """Return the report of the results of all ranks."""
 
+    def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
+        """Return the entry of the program for the results of all of its ranks; there are ``num_ranks`` in all."""
+
     def fail(self, listener: RequestListener) -> None:
         """Report to ``listener`` when the request has failed."""
 
@@ -107,10 +117,16 @@ class _OutputTask:
         pending: the request.
     """
 
+    command: Command | None = None
     until: Breakpoint | None = None
 
     def __init__(self, pending: PendingReplies) -> None:
         self._stream = Stream(pending, pending.ranks[0])
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is a command; else a cell."""
+        return self.command is not None
 
     def on_slice(self, listener: RequestListener) -> None:
         """Forward new output."""
@@ -138,11 +154,9 @@ class CommandTask(_OutputTask):
         before: the trace before it; its steps are followed from there on.
     """
 
-    is_command = True
-
     def __init__(self, command: Command, pending: PendingReplies, before: Trace) -> None:
         super().__init__(pending)
-        self.command = command
+        self.command: Command = command
         self._follower: Follower | None = None
         if isinstance(command, Step):
             self._follower = Follower(before, num_ranks=len(pending.ranks), total=command.count)
@@ -163,22 +177,33 @@ class CommandTask(_OutputTask):
     def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
         """Forward the rest of the output and return the report."""
         self._stream.finish(listener.on_output, also_agreement=True)
-        answers = [decode(self.command.reply, results[rank], f"answer of rank {rank}") for rank in sorted(results)]
-        return SAYS[type(self.command)](answers)
+        return SAYS[type(self.command)]([self._answer(rank, results) for rank in sorted(results)])
+
+    def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
+        """Return the command with the first rank's reply."""
+        return CompletedCommand(command=self.command, reply=self._answer(min(results), results))
+
+    def _answer(self, rank: int, results: dict[int, Any]) -> Any:  # noqa: ANN401 - of the command's type
+        return decode(self.command.reply, results[rank], f"answer of rank {rank}")
 
 
 class CellTask(_OutputTask):
     """A cell.
 
     Args:
+        code: its code.
         pending: the request; the output of its first rank is forwarded as it arrives.
     """
 
-    words, is_command = "a cell", False
+    words = "a cell"
 
-    def __init__(self, pending: PendingReplies) -> None:
+    def __init__(self, code: str, pending: PendingReplies) -> None:
         super().__init__(pending)
-        self._pending = pending
+        self._code, self._pending = code, pending
+
+    def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
+        """Return the cell, if all ranks ran it."""
+        return cell_on(self._code, self._pending.ranks, num_ranks)
 
     def progress(self, trace: Trace) -> Progress | None:
         """Return None: a cell has no progress."""

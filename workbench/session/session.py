@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import TypeVar
@@ -33,6 +33,7 @@ from workbench.protocol.rank_messages import (
     Names,
     Plan,
     Position,
+    RunCell,
     SetBreakpoints,
     Stacks,
 )
@@ -55,6 +56,7 @@ from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
 from workbench.session.clock_sync import ClockSync
 from workbench.session.pause_protocol import WHERE_S
+from workbench.session.program import CompletedCommand, Entry, Omission, Program, failed
 from workbench.session.remote_eval import Inner, JobRanks, RemoteEval, check_held
 from workbench.session.remote_eval import to_error as to_error_of_jobs
 from workbench.session.request import CellTask, CommandTask, RankTask, Request, RequestListener, TraceMark, no_output
@@ -164,8 +166,21 @@ class Session:
         self._catch_up: Callable[[], object] = self.drain  # completes the trace before the next request
         self._needs_recovery: bool | None = None if cluster.outlives else False  # None: not known yet
         self._obstacle: Obstacle | None = None
+        self._entries: list[Entry] = []
 
     # ---- queries
+
+    @property
+    def program(self) -> Program:
+        """What the ranks have done since their start, and what they do now."""
+        request, ranks = self.request, self.cluster.rank_info
+        return Program(
+            device=ranks[0].device.partition(":")[0],
+            ranks_per_host=tuple(Counter(rank.host for rank in ranks).values()),
+            is_attached=self.cluster.outlives,
+            entries=tuple(self._entries),
+            under_way="" if request is None else request.work.words,
+        )
 
     @property
     def trace(self) -> Trace:
@@ -381,7 +396,7 @@ class Session:
                 mark = self._ready(ranks)
                 sending.enter_context(interrupts)
                 pending = self.cluster.run_cell(code, ranks=ranks)
-                request = self._open(CellTask(pending), pending, mark, interrupts)
+                request = self._open(CellTask(code, pending), pending, mark, interrupts)
             return self._follow(request, listener, background=False)
 
     def pause(self, on_standing: OnStanding = no_standing) -> Report:
@@ -493,6 +508,8 @@ class Session:
         num_ranks = self.cluster.num_ranks
         chosen = held if ranks is None else select(ranks, num_ranks)
         check_held(chosen, held)
+        if isinstance(work, RunCell):
+            self._entries.append(Omission(what="a cell that ran inside a stopped step"))
         done = RemoteEval(self.cluster, JobRanks(ranks=chosen, held=held, num_ranks=num_ranks)).run(work)
         others = tuple(rank for rank in range(num_ranks) if rank not in held)
         return StepInspection(done=done, others=others, error=to_error_of_jobs(done, str(request.stop)))
@@ -744,6 +761,8 @@ class Session:
             request.ending, request.failed = report.headline, bool(report.problem)
         except BaseException as error:
             request.ending, request.failed = str(error), True
+            done = request.work.progress(self.trace)
+            self._entries += failed(request.work.words, request.work.command, error, 0 if done is None else done.done)
             raise
         finally:
             self._note(request, is_over=not isinstance(report, StopReport))
@@ -770,10 +789,19 @@ class Session:
             raise ClusterError("the ranks were stopped")
         request.watch.stopper.disarm(set(self.living()))
         if not outcome.failures and not outcome.given_up:
+            self._entries.append(self._completed(request, outcome.results))
             return self._with_missed(request, request.work.finish(outcome.results, request.listener))
         error = self._settle(outcome, request)
         request.work.fail(request.listener)
         raise error
+
+    def _completed(self, request: Request, results: Mapping[int, object]) -> Entry:
+        """Return the entry of a request that all of its ranks completed."""
+        entry = request.work.completed(dict(results), self.cluster.num_ranks)
+        if not isinstance(entry, CompletedCommand) or not isinstance(entry.command, Reshard):
+            return entry
+        found = [model for own in self.models().values() for model in own if model.name == entry.command.model]
+        return dataclasses.replace(entry, policy=found[0].policy if found else None)
 
     def _reason(self, number: int, until: Breakpoint | None) -> str:
         """Return in words what stopped a rank: a breakpoint, or the ``--until`` of its steps."""

@@ -1,0 +1,1 @@
+"""The program of a notebook as a script that torchrun starts."""
