@@ -63,10 +63,11 @@ class RankError(WorkbenchError):
         evalue: its exception's message.
         traceback: its traceback, ready to print.
         also: other ranks that raised the same exception.
-        line: line number of the innermost call in the cell that raised; None if no cell was involved.
+        line: line number of the innermost call in the cell or script that raised; None if none was involved.
+        script: name of the script's file; empty: the line is that of a cell.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords: one for each attribute
         self,
         message: str,
         *,
@@ -76,6 +77,7 @@ class RankError(WorkbenchError):
         traceback: str = "",
         also: tuple[int, ...] = (),
         line: int | None = None,
+        script: str = "",
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -84,6 +86,7 @@ class RankError(WorkbenchError):
         self.traceback = traceback
         self.also = also
         self.line = line
+        self.script = script
 
     def _render_traceback_(self) -> list[str]:
         """Return the text that IPython shows: the rank's own traceback, then the message."""

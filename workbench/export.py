@@ -33,7 +33,7 @@ def export(
     steps: str = "",
     *,
     program: Program | None = None,
-    engine: str = ENGINES[0],
+    engine: str = "",
 ) -> ExportReport:
     """Write ``trace`` to ``path``: ``.trace`` to open again, ``.json`` for Perfetto, ``.html`` as a page.
 
@@ -44,20 +44,20 @@ def export(
         path: output file; its suffix selects the format. A script replaces only a script of an earlier export.
         steps: steps to write, such as ``3..5`` or ``-3..`` (:mod:`workbench.session.trace_selectors`); empty: all.
         program: what the ranks of the trace have done; None: it is not known.
-        engine: whose FSDP a script uses, one of :data:`~workbench.protocol.policy.ENGINES`.
+        engine: whose FSDP a script uses, one of :data:`~workbench.protocol.policy.ENGINES`; empty: the one that ran.
 
     Raises:
         UsageError: the suffix is unknown, there are no such steps, the file cannot be written, or there is no script of
             the program with this engine.
     """
     path = file_at(path)
-    if engine not in ENGINES:
+    if engine not in ("", *ENGINES):
         raise UsageError(f"engine is {' or '.join(ENGINES)}, not {engine!r}")
     if path.suffix == SCRIPT and program is not None:
         if steps:
             raise UsageError("a script has everything that the ranks have done: leave out --steps")
         return _export_script(program, path, engine)
-    if engine != ENGINES[0]:
+    if engine:
         raise UsageError(f"--engine is for a script, such as train{SCRIPT}; {path.name} is about the engine that ran")
     if path.suffix not in _WRITERS:
         formats = {suffix: what for suffix, (_, what) in _WRITERS.items()}

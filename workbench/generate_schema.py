@@ -24,7 +24,7 @@ from workbench.codec import NotFinite, hints_of
 from workbench.demo import DemoReport
 from workbench.doctor import Diagnosis
 from workbench.reports.json_document import VERSION, ErrorFacts, members, schema_path
-from workbench.reports.results import Report
+from workbench.reports.results import Report, UntilReport
 from workbench.reports.view_numbers import ViewReport
 
 Schema = dict[str, Any]
@@ -45,7 +45,10 @@ def report_types() -> list[type]:
     """Return the types of all reports, by name."""
     for module in pkgutil.iter_modules(reports.__path__, f"{reports.__name__}."):
         importlib.import_module(module.name)
-    found = {kind for kind in _subclasses(Report) if kind.__module__.startswith("workbench.")} - {ViewReport}
+    found = {kind for kind in _subclasses(Report) if kind.__module__.startswith("workbench.")} - {
+        ViewReport,
+        UntilReport,
+    }
     return sorted({*found, Diagnosis, DemoReport}, key=lambda kind: kind.__name__)
 
 

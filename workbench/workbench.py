@@ -29,13 +29,14 @@ from workbench.errors import Interrupted, TraceError, UsageError, did_you_mean
 from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
-from workbench.protocol.breakpoints import Condition, parse_event
+from workbench.protocol.breakpoints import Condition, parse_event, read_event
 from workbench.protocol.commands import (
     ON_RANKS,
     Command,
     Evaluate,
     Inspect,
     Reshard,
+    Run,
     Shard,
     Start,
     Step,
@@ -43,7 +44,6 @@ from workbench.protocol.commands import (
     Verify,
     to_text,
 )
-from workbench.protocol.policy import ENGINES
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.units import unmanaged_notes
 from workbench.reports import cursor as cursors
@@ -68,6 +68,7 @@ from workbench.reports.results import (
     RankStatus,
     Report,
     ReshardReport,
+    RunReport,
     ShardReport,
     Source,
     StartReport,
@@ -176,7 +177,7 @@ def on_ranks(command: Callable[P, Command], report: type[R]) -> Callable[Concate
     method.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[itself, *signature.parameters.values()], return_annotation=report
     )
-    method.__name__ = method.__qualname__ = declared.word
+    method.__name__ = method.__qualname__ = declared.method or declared.word
     arguments = [f"    {f.name}: {argument_of(f).about}." for f in dataclasses.fields(declared)]
     errors = "Raises:\n    UsageError, RankError, RankDied, Interrupted: as :meth:`do`."
     method.__doc__ = "\n".join(
@@ -738,6 +739,40 @@ class Workbench:
 
     # ---- pause and continue
 
+    def run_script(
+        self,
+        script: str | os.PathLike[str],
+        args: Sequence[str] = (),
+        *,
+        module: bool = False,
+        until: str = "",
+        background: bool = False,
+        on_output: OnOutput = no_output,
+        on_standing: OnStanding = no_standing,
+    ) -> RunReport | StopReport | BackgroundReport:
+        """Run a training script on every rank, unchanged, as torchrun would (``%fsdp run``); its variables stay.
+
+        The variables of an earlier script are removed first, and modules that lie beside the script are imported anew.
+
+        Args:
+            script: the file, which all hosts must have; or the name of a module.
+            args: its arguments.
+            module: whether ``script`` is the name of a module.
+            until: as for :meth:`step`.
+            background: as for :meth:`step`.
+            on_output: as for :meth:`run_cell`.
+            on_standing: as for :meth:`run_cell`.
+
+        Raises:
+            UsageError: there is no such script, or it is no Python.
+            RankError: it raised, or ended with a status other than 0.
+            RankDied, Interrupted: as :meth:`do`.
+        """
+        command = made(Run, os.fspath(script), args, module=module, until=until, background=background)
+        return cast(
+            RunReport | StopReport | BackgroundReport, self.do(command, on_output=on_output, on_standing=on_standing)
+        )
+
     def pause(self, *, on_standing: OnStanding = no_standing) -> Report:
         """Stop all ranks at the same event of the running request, and return where they are.
 
@@ -876,16 +911,19 @@ class Workbench:
             when: condition over num_bytes, unit, kind, edge, phase, step, ordinal and rank; None: always.
 
         Raises:
-            UsageError: there is no such event, unit or rank, or the condition is invalid.
+            UsageError: there is no such event or rank, the condition is invalid, or models are sharded and none has
+                such a unit.
         """
         session = self._started()
-        kind, unit = parse_event(event, session.units())
+        units = session.units()
+        kind, unit = parse_event(event, units) if units else read_event(event)  # a script shards its model itself
         if rank is not None:
             select([rank], self.num_ranks)
         if when is not None:
             Condition.parse(when, rank)
         added = session.breakpoints.add(kind, unit, rank=rank, when=when)
-        return self._changed_breakpoints(f"breakpoint {added.id}: {added}")
+        note = "; nothing is sharded yet" if unit is not None and not units else ""
+        return self._changed_breakpoints(f"breakpoint {added.id}: {added}{note}")
 
     def break_list(self) -> BreakReport:
         """Return the breakpoints."""
@@ -1080,7 +1118,7 @@ class Workbench:
         """The cells and commands that all ranks have completed since their start, also after they were stopped."""
         return self._program if self._session is None else self._session.program
 
-    def export(self, path: str | os.PathLike[str], *, steps: str = "", engine: str = ENGINES[0]) -> ExportReport:
+    def export(self, path: str | os.PathLike[str], *, steps: str = "", engine: str = "") -> ExportReport:
         """Write the trace so far: ``.trace``, ``.json`` (Perfetto) or ``.html`` (a page that replays it).
 
         With ``.py``, write what the ranks have done since their start, cells and commands, as a script for torchrun.
@@ -1088,7 +1126,7 @@ class Workbench:
         Args:
             path: output file; its suffix selects the format.
             steps: steps to write, as in :meth:`compare`: ``"3..5"``, ``"7"``, ``"-3.."``; empty: all. Not for scripts.
-            engine: whose FSDP a script uses: ``"workbench"`` or ``"torch"``.
+            engine: whose FSDP a script uses: ``"workbench"`` or ``"torch"``; empty: the one that ran the models.
 
         Raises:
             UsageError: the suffix is unknown, there are no such steps, the file cannot be written, or what the ranks
@@ -1118,7 +1156,7 @@ class Workbench:
 
 
 for _declared in ON_RANKS.values():  # commands without a typed method above get an untyped one
-    if not hasattr(Workbench, _declared.word):
+    if not hasattr(Workbench, _declared.method or _declared.word):
         setattr(Workbench, _declared.word, on_ranks(_declared, Report))
 
 

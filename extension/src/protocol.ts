@@ -472,6 +472,15 @@ export interface Step {
   readonly background?: boolean;
 }
 
+export interface Run {
+  readonly word: "run";
+  readonly script: string;
+  readonly args?: readonly string[];
+  readonly module?: boolean;
+  readonly until?: string;
+  readonly background?: boolean;
+}
+
 export interface Pause { readonly word: "pause"; }
 
 export interface Next {
@@ -589,10 +598,10 @@ export type ViewAnswer =
   | FeedUpdate | MomentReply | WindowDetail | ButtonResult | Refused;
 
 export type Command =
-  | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Unshard | Step | Pause
-  | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back | Verify | DrawLayout
-  | DrawMemory | DrawTimeline | DrawStates | DrawComms | DrawTraining | Compare | Export | Open
-  | History | Help;
+  | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Unshard | Step | Run
+  | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back | Verify
+  | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms | DrawTraining | Compare
+  | Export | Open | History | Help;
 
 export interface SpansTable {
   readonly start: Float64Array;

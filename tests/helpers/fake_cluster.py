@@ -13,7 +13,17 @@ from workbench.codec import encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import STOPS, Edge, Kind, Phase
 from workbench.protocol.breakpoints import Breakpoint, Condition, split_event
-from workbench.protocol.commands import Continue, Next, Pause, RankRequest, Step, UnmanagedState, from_dict
+from workbench.protocol.commands import (
+    Continue,
+    Next,
+    Pause,
+    RankRequest,
+    Run,
+    RunReply,
+    Step,
+    UnmanagedState,
+    from_dict,
+)
 from workbench.protocol.rank_messages import (
     CellLine,
     Drain,
@@ -59,14 +69,13 @@ def gives(value: Any) -> Act:
     return lambda cluster, rank, answer: settle(answer.future, value)
 
 
-def raises(ename: str, evalue: str = "", *, line: int | None = None, traceback: str = "") -> Act:
-    return lambda cluster, rank, answer: settle(answer.future, rank_error(rank, ename, evalue, line, traceback))
+def raises(ename: str, evalue: str = "", **more: Any) -> Act:
+    return lambda cluster, rank, answer: settle(answer.future, rank_error(rank, ename, evalue, **more))
 
 
-def rank_error(rank: int, ename: str, evalue: str, line: int | None = None, traceback: str = "") -> RankError:
-    return RankError(
-        f"rank {rank}: {ename}", rank=rank, ename=ename, evalue=evalue, line=line, traceback=traceback or f"{ename}!\n"
-    )
+def rank_error(rank: int, ename: str, evalue: str, *, traceback: str = "", **more: Any) -> RankError:
+    text = traceback or f"{ename}!\n"
+    return RankError(f"rank {rank}: {ename}", rank=rank, ename=ename, evalue=evalue, traceback=text, **more)
 
 
 KILLED = "died: the process was killed by SIGKILL"
@@ -362,7 +371,7 @@ class FakeCluster:
         function = name.partition(":")[2]
         if function == "execute":
             args = (from_dict(*args),)
-            if isinstance(args[0], Step) and args[0].stop is not None:
+            if isinstance(args[0], (Step, Run)) and args[0].stop is not None:
                 for gate in self.gates:
                     gate.breakpoints = (args[0].stop, *gate.breakpoints)
         self.log.append((function, *args))
@@ -507,6 +516,11 @@ def example_model(name: str) -> ModelInfo:
         classes=(WrapClass(name="Block", count=2, num_elements=900),),
         suggested=("Block",),
     )
+
+
+def ran(steps_done: int = 3, seconds: float = 2.0, models: tuple[str, ...] = ("model",)) -> Act:
+    """Run a script to its end."""
+    return gives(encode(RunReply(steps_done=steps_done, seconds=seconds, models=models)))
 
 
 def step_result(steps: int) -> dict[str, Any]:

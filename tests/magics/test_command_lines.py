@@ -19,7 +19,19 @@ from workbench.magics.parser import HelpAsked
 from workbench.protocol import commands
 from workbench.protocol.arguments import argument
 from workbench.protocol.arguments import ranks as parse_ranks
-from workbench.protocol.commands import COMMANDS, Break, Cell, Command, Reshard, Shard, Step, Verify, command, summary
+from workbench.protocol.commands import (
+    COMMANDS,
+    Break,
+    Cell,
+    Command,
+    Reshard,
+    Run,
+    Shard,
+    Step,
+    Verify,
+    command,
+    summary,
+)
 from workbench.reports.pause_results import EndReport
 from workbench.reports.results import SAYS
 from workbench.views import VIEWS
@@ -40,11 +52,12 @@ def test_every_view_is_a_command_and_every_command_a_method():
 
 @pytest.mark.parametrize("word", [word for word in COMMANDS.values() if word.on_ranks], ids=lambda word: word.word)
 def test_the_method_of_a_rank_command_takes_its_declared_arguments(word):
-    taken = list(inspect.signature(getattr(Workbench, word.word)).parameters.values())[1:]
+    method = getattr(Workbench, word.method or word.word)
+    taken = list(inspect.signature(method).parameters.values())[1:]
     declared = list(inspect.signature(word).parameters.values())
     own = [parameter for parameter in taken if not parameter.name.startswith("on_")]
     assert [(p.name, p.default) for p in own] == [(p.name, p.default) for p in declared]
-    assert summary(word)[1:] in " ".join((getattr(Workbench, word.word).__doc__ or "").split()) or word is Step
+    assert summary(word)[1:] in " ".join((method.__doc__ or "").split()) or word in {Step, Run}
 
 
 @pytest.mark.parametrize("name", WORDS)
@@ -166,6 +179,7 @@ EXPANDED = {
     "reshard": ("reshard {m}", "model", "net"),
     "unshard": ("unshard {m}", "model", "net"),
     "step": ("step {n} --fn {m}", "count", 3),
+    "run": ("run {m}.py --lr {n}", "args", ("--lr", "3")),
     "next": ("next {w}", "what", "unit"),
     "where": ("where {flag}", "stacks", True),
     "break": ("break add forward:blocks.{n} --rank {n}", "event", "forward:blocks.3"),

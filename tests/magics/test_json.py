@@ -94,7 +94,7 @@ STOPPED = {
     "continue": "StepReport",
     "abort": "EndReport",
 }
-ELSEWHERE = {"attach", "detach", "dashboard", "pause", "open"}
+ELSEWHERE = {"attach", "detach", "dashboard", "pause", "open", "run"}
 """Commands with tests of their own below."""
 
 

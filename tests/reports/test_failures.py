@@ -132,6 +132,7 @@ def test_a_death_takes_precedence_over_its_consequences():
         (Failure(rank=0, traceback=APPLY_TRACEBACK.replace("train_step", "<module>")), "line 6 of the cell"),
         (Failure(rank=0, line=4), "line 4 of the cell"),
         (Failure(rank=0, traceback=CELL_TRACEBACK, line=7), "line 7, in f"),
+        (Failure(rank=0, traceback=CELL_TRACEBACK, line=7, script="train.py"), "line 7 of train.py"),
         (Failure(rank=0), ""),
     ],
 )
@@ -195,3 +196,25 @@ def test_position_in_words():
     assert str(Aftermath()) == ""
     assert str(Aftermath(step=-1, phase="idle")) == ""
     assert str(Aftermath(step=3, phase="forward", unit="")) == "step 3, forward, unit (root)"
+
+
+def test_without_an_obstacle_the_advice_is_to_correct_what_failed():
+    cell, script = (Failure(rank=1, ename="ValueError", line=3, script=script) for script in ("", "train.py"))
+    assert str(to_error([cell], {}, next_thing="")).endswith("correct the code and run its cell again")
+    error = to_error([script], {}, next_thing="")
+    assert str(error).splitlines() == [
+        "rank 1 raised ValueError (line 3 of train.py)",
+        "the ranks are idle again and keep their variables: correct train.py and run it again",
+    ]
+    assert (error.line, error.script) == (3, "train.py")
+
+
+def test_after_a_script_its_model_is_not_spoken_of():
+    left = Aftermath(step=2, phase="forward", optimizer_steps=1, left_gradients=True).without_training_state()
+    assert left_behind({0: left, 1: Aftermath(optimizer_steps=0)}) == []
+    assert str(left) == "step 2, forward"
+
+
+def test_a_unit_is_named_only_where_it_is_at_work():
+    assert str(Aftermath(step=-1, phase="idle", unit="")) == ""
+    assert str(Aftermath(step=-1, phase="forward", unit="")) == "forward, unit (root)"

@@ -105,5 +105,9 @@ def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(mon
     assert cell["here"] == CellLine(line=3, function="<module>", text="here, there = ask(), f()")
     assert cell["there"] == CellLine(line=2, function="f", text="return ask()")
     assert ask() is None
+    cell["__file__"] = script = "/home/me/train.py"
+    monkeypatch.setitem(linecache.cache, script, (len(CELL), None, CELL.splitlines(keepends=True), script))
+    exec(compile(CELL, script, "exec"), cell)
+    assert cell["there"] == CellLine(line=2, function="f", text="return ask()", script="train.py")
     exec("command = ask()", cell)  # as ipyparallel runs a command: in the namespace of cells, but in no cell
     assert cell["command"] is None

@@ -52,6 +52,7 @@ def test_long_stalls_are_reported_less_often():
 
 
 BARRIER = CellLine(line=2, function="<module>", text="dist.barrier()")
+SCRIPT = CellLine(line=9, function="<module>", text="train(args)", script="train.py")
 STEP = CellLine(line=5, function="train_step", text="loss.backward()")
 
 
@@ -73,6 +74,13 @@ STEP = CellLine(line=5, function="train_step", text="loss.backward()")
             "answer; rank 2 has run for 3 s; rank 4 has ended",
         ),
         ([0], {0: replace(BARRIER, text="")}, (), "rank 0 has run for 3 s, at line 2 of the cell"),
+        ([0], {0: SCRIPT}, (), "rank 0 has run for 3 s, in train(args) at line 9 of train.py"),
+        (
+            [0],
+            {0: replace(SCRIPT, function="train", text="")},
+            (),
+            "rank 0 has run for 3 s, at line 9 of train in train.py",
+        ),
     ],
 )
 def test_working_ranks_in_words(working, lines, ended, expected):

@@ -5,7 +5,7 @@ import pytest
 
 from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit
-from workbench.protocol.commands import Pause, Reshard, Shard, Step, Unshard, Verify
+from workbench.protocol.commands import Pause, Reshard, Run, Shard, Step, Unshard, Verify
 from workbench.protocol.rank_messages import Names
 from workbench.protocol.starting import ConnectReply
 from workbench.session.variable_check import (
@@ -18,6 +18,7 @@ from workbench.session.variable_check import (
     shard_first,
     unit_paths,
     with_path,
+    with_script,
 )
 from workbench.trace.schema import Header
 
@@ -201,3 +202,25 @@ def test_what_not_all_ranks_could_do_is_refused_before_any_begins(command, heade
     with pytest.raises(UsageError) if message else nullcontext() as caught:
         check(command, {0: FULL, 1: FULL}, header, 2, never)
     assert not message or str(caught.value).startswith(message)
+
+
+def test_a_script_gets_its_full_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for script in ("train.py", "./train.py", "~/train.py"):
+        path = with_script(Run(script, ("--lr", "1"))).script
+        assert path.startswith(str(tmp_path))
+        assert path.endswith("train.py")
+    assert with_script(Run("package.train", module=True)).script == "package.train"
+    assert with_script(Pause()) == Pause()
+
+
+def test_a_script_that_is_not_found_is_refused_with_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(UsageError, match=r"there is no script trian\.py in .*, did you mean 'train\.py'\?$"):
+        with_script(Run("trian.py"))
+    with pytest.raises(UsageError, match=r"there is no script folder\.py"):
+        with_script(Run("folder.py"))

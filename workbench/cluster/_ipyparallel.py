@@ -33,7 +33,7 @@ from workbench.cluster.child_output import ChildOutput
 from workbench.cluster.controller_heartbeat import GRACE_S, HeartbeatMonitor, end_when_alone, end_with_main_thread
 from workbench.cluster.host_liveness import HostMonitor
 from workbench.cluster.pending_replies import Answer, Output, OutputKind, settle
-from workbench.cluster.remote_errors import cell_line, let_go, render, report, undisturbed
+from workbench.cluster.remote_errors import let_go, render, report, undisturbed, user_line
 from workbench.codec import decode
 from workbench.errors import ClusterError, RankError
 from workbench.protocol.starting import Address
@@ -274,7 +274,7 @@ def _publish_error(result: Any) -> None:  # noqa: ANN401 - IPython's ExecutionRe
     error = None if result is None else result.error_before_exec or result.error_in_exec
     if error is not None:
         shell = _kernel().shell
-        shell.display_pub.publish({ERROR_MIME: {"line": cell_line(error, shell)}})  # the reply has the rest
+        shell.display_pub.publish({ERROR_MIME: user_line(error, shell)})  # the reply has the rest
         let_go(error)  # IPython has rendered it
 
 
@@ -502,7 +502,7 @@ def _front_outcome(rank: int, reply: Any, cell_report: dict[str, Any]) -> Any:  
     """Return the value of a rank's reply, or the exception."""
     if isinstance(reply, RemoteError):
         text = {"ename": reply.ename, "evalue": reply.evalue, "traceback": reply.traceback}
-        return as_error(rank, {"line": cell_report.get("line"), **text})
+        return as_error(rank, {"line": None, **cell_report, **text})
     if isinstance(reply, Exception):
         return ClusterError(f"rank {rank} did not run the request: {reply}")
     if isinstance(reply, dict) and "error" in reply:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -20,7 +22,7 @@ class Shell(Protocol):
 
 
 def report(error: BaseException, shell: Shell, rendered: str | None = None) -> dict[str, Any]:
-    """Return an exception as plain data: ``ename``, ``evalue``, ``traceback`` (text), ``line`` (int or None).
+    """Return an exception as plain data: ``ename``, ``evalue``, ``traceback`` (text), and its :func:`user_line`.
 
     Args:
         error: the exception.
@@ -31,19 +33,26 @@ def report(error: BaseException, shell: Shell, rendered: str | None = None) -> d
         "ename": type(error).__name__,
         "evalue": str(error),
         "traceback": "".join(traceback.format_exception(error)) if rendered is None else rendered,
-        "line": cell_line(error, shell),
+        **user_line(error, shell),
     }
 
 
-def cell_line(error: BaseException, shell: Shell) -> int | None:
-    """Return the line of the innermost frame in a cell, else the line of a cell's syntax error, else None."""
-    line, cell_of = None, shell.compile.format_code_name
+def user_line(error: BaseException, shell: Shell) -> dict[str, Any]:
+    """Return the innermost line in a cell or in the script of ``%fsdp run``, else that of a cell's syntax error.
+
+    As plain data: ``line`` (None: in neither) and ``script``, the name of the script's file, empty for a cell.
+    """
+    line, script, cell_of = None, "", shell.compile.format_code_name
+    file = getattr(sys.modules["__main__"], "__file__", None)
     for frame, number in traceback.walk_tb(error.__traceback__):
-        if cell_of(frame.f_code.co_filename) is not None:
-            line = number
+        path = frame.f_code.co_filename
+        if cell_of(path) is not None:
+            line, script = number, ""
+        elif path == file:
+            line, script = number, os.path.basename(path)
     if line is None and isinstance(error, SyntaxError) and cell_of(error.filename) is not None:
         line = error.lineno
-    return line
+    return {"line": line, "script": script}
 
 
 @contextlib.contextmanager

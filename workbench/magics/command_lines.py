@@ -166,8 +166,8 @@ def _add(parser: Parser, declared: dataclasses.Field[Any], *, is_bool: bool) -> 
     known = argument_of(declared)
     flag = "--" + declared.name.replace("_", "-")
     about = known.about.replace("%", "%%")
-    if is_bool and not known.flags:
-        parser.switch(flag, about=about)
+    if is_bool and known.is_switch:
+        parser.switch([*known.flags, flag][0], about=about, dest=declared.name)
         return
     complete: Sequence[str] = list(WORDS) if known.completes == "words" else known.choices or known.completes
     settings: dict[str, Any] = {"type": _reading(known.read), "metavar": known.metavar, "help": about}
@@ -178,7 +178,10 @@ def _add(parser: Parser, declared: dataclasses.Field[Any], *, is_bool: bool) -> 
     if known.is_code:
         parser.rest = complete
     is_optional = declared.default is not dataclasses.MISSING
-    if is_optional:
+    if known.takes_rest:
+        parser.takes_rest = True
+        settings |= {"nargs": "*", "default": ()}
+    elif is_optional:
         settings |= {"nargs": "?", "default": declared.default}  # argparse takes no SUPPRESS here
     parser.positional(declared.name, complete=complete, **settings)
 
@@ -214,6 +217,7 @@ def parse(name: str, args: Sequence[str], variable: Variable = _as_it_is) -> Com
     parser = parser_for(name)
     word = Cell if name == CELL else WORDS[name]
     code = [f"--{f.name}" for f in dataclasses.fields(word) if argument_of(f).is_code and not is_by_place(f)]
+    args, rest = (args[: (cut := _end_of_flags(parser, args))], args[cut:]) if parser.takes_rest else (args, ())
     end = args.index("--") if "--" in args else len(args)
     words: list[str] = []
     for before, arg in zip(["", *args], args[:end], strict=False):
@@ -222,8 +226,19 @@ def parse(name: str, args: Sequence[str], variable: Variable = _as_it_is) -> Com
             words += [flag, PositionalText(text if flag in code else with_variables(text, variable))]
         else:
             words.append(arg if before in code else with_variables(arg, variable))
-    behind = [PositionalText(with_variables(arg, variable)) for arg in args[end + 1 :]]
+    behind = [PositionalText(with_variables(arg, variable)) for arg in (*args[end + 1 :], *rest)]
     return _command(parser, word, [*words, *behind])
+
+
+def _end_of_flags(parser: Parser, args: Sequence[str]) -> int:
+    """Return the index behind the first positional word: ``["--until", "step", "a.py", "-x"]`` -> 3."""
+    place = 0
+    while place < len(args) and args[place].startswith("-"):
+        if args[place] == "--":
+            place += 1
+            break
+        place += 2 if args[place] in parser.flags else 1
+    return place + 1
 
 
 def _command(parser: Parser, word: Callable[..., Command], words: Sequence[str]) -> Command:
@@ -315,8 +330,10 @@ def _given(found: re.Match[str], variable: Variable) -> list[str]:
 
 
 def has_json(line: str) -> bool:
-    """Return whether a line, correct or not, has the flag ``--json``."""
+    """Return whether a line, correct or not, has the flag ``--json``; one behind a script is the script's own."""
     words = line.split()
+    if words and words[0] in WORDS and (parser := parser_for(words[0])).takes_rest:
+        words = words[: 1 + _end_of_flags(parser, words[1:])]
     return JSON in words[: words.index("--") if "--" in words else len(words)]
 
 

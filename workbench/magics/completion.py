@@ -68,15 +68,17 @@ def _arguments(name: str, args: Sequence[str], symbol: str, lookup: Lookup) -> l
     last = args[-1].rstrip("=").partition("=")[0] if args else ""
     if last in parser.flags and last not in {"-h", "--help"}:
         return _known(parser.flags[last], lookup)
+    given = sum(
+        not arg.startswith("-") and previous not in parser.flags
+        for previous, arg in zip(["", *args], args, strict=False)
+    )
+    if given and parser.takes_rest:
+        return []
     flags = [flag for flag in (*parser.flags, *sorted(parser.switches)) if flag.startswith("--")]
     if symbol.startswith("-"):
         return flags
     if parser.rest:  # it may hold any number of words
         return [*_known(parser.rest, lookup), *flags]
-    given = sum(
-        not arg.startswith("-") and previous not in parser.flags
-        for previous, arg in zip(["", *args], args, strict=False)
-    )
     places = parser.positionals[given:]
     return (_known(places[0], lookup) if places else []) + flags
 

@@ -62,6 +62,7 @@ class Parser(argparse.ArgumentParser):
         switches: flags without a value.
         positionals: completions of each positional argument.
         rest: completions of the raw rest of the line; empty: there is none.
+        takes_rest: whether all words behind the first positional one belong to its last argument.
     """
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - passed on
@@ -70,6 +71,7 @@ class Parser(argparse.ArgumentParser):
         self.switches: set[str] = set()
         self.positionals: list[Sequence[str]] = []
         self.rest: Sequence[str] = ""
+        self.takes_rest = False
         self._hint = ""
 
     def flag(self, *names: str, complete: Sequence[str] = "", **settings: Any) -> None:  # noqa: ANN401
@@ -77,10 +79,10 @@ class Parser(argparse.ArgumentParser):
         self.flags |= dict.fromkeys(names, complete)
         self.add_argument(*names, **settings)
 
-    def switch(self, flag: str, *, about: str) -> None:
-        """Add ``--name`` and ``--no-name``, which take no value."""
+    def switch(self, flag: str, *, about: str, dest: str) -> None:
+        """Add ``--name`` and ``--no-name``, or ``-n`` alone, which take no value."""
         self.switches |= {flag, flag.replace("--", "--no-")}
-        self.add_argument(flag, action=argparse.BooleanOptionalAction, help=about)
+        self.add_argument(flag, action=argparse.BooleanOptionalAction, help=about, dest=dest)
 
     def json(self) -> None:
         """Add ``--json``, which every command has."""

@@ -30,10 +30,10 @@ from workbench.magics.display_output import emit, log, result_is_dropped, say, s
 from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
-from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Step
+from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Run, Step
 from workbench.reports.json_document import document, to_line
 from workbench.reports.pause_results import StopReport
-from workbench.reports.results import CellReport
+from workbench.reports.results import CellReport, RunReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.trace_selectors import LAST
 from workbench.session.variable_check import everywhere, unit_paths
@@ -42,6 +42,14 @@ from workbench.workbench import OnNotice, Workbench
 
 _KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: EVENTS, "launchers": launchers}
 """Names known without contacting the ranks."""
+
+_SUFFIXES: dict[Names, frozenset[str]] = {
+    "traces": frozenset({".trace"}),
+    "records": frozenset({".trace"}),
+    "files": frozenset({".trace", ".json", ".html"}),
+    "scripts": frozenset({".py"}),
+}
+"""Suffixes of the files that complete an argument."""
 
 
 @magics_class
@@ -150,7 +158,7 @@ class FsdpMagics(Magics):
             raise
         if isinstance(report, StopReport):
             bar.pause(report.headline)
-        elif not isinstance(report, CellReport):
+        elif not isinstance(report, (CellReport, RunReport)):
             bar.close()
         return report
 
@@ -158,7 +166,7 @@ class FsdpMagics(Magics):
         """Return whether ``command`` returns at once and runs in the background."""
         if isinstance(command, Continue):
             return command.background or (self.workbench.is_background and not command.foreground)
-        return isinstance(command, Step) and command.background
+        return isinstance(command, (Step, Run)) and command.background
 
     def _run_cell(self, line: str, cell: str) -> Any:  # noqa: ANN401
         ranks = self._ranks_of_cell(line)
@@ -196,9 +204,8 @@ class FsdpMagics(Magics):
         """Return the names of a kind: on the ranks, files, or fixed ones."""
         if kind in _KNOWN_HERE:
             return _KNOWN_HERE[kind]()
-        if kind in {"traces", "records", "files"}:
-            suffixes = {".trace", ".json", ".html"} if kind == "files" else {".trace"}
-            files = sorted(path.name for path in Path.cwd().iterdir() if path.suffix in suffixes)
+        if kind in _SUFFIXES:
+            files = sorted(path.name for path in Path.cwd().iterdir() if path.suffix in _SUFFIXES[kind])
             return [LAST, *files] if kind == "traces" else files
         return _names_of(self.workbench, kind)
 

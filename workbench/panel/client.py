@@ -44,7 +44,7 @@ from workbench.live.panel_state import models_of, panel_state, params_of, previe
 from workbench.live.server import Views
 from workbench.magics.command_lines import WORDS, help_text, parse_line
 from workbench.magics.display_output import emit
-from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Shard, Step, to_text
+from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Run, Shard, Step, to_text
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
 
@@ -196,7 +196,7 @@ class Client:
         command = read_command(question.command)
         if isinstance(command, Dashboard) or getattr(command, "canvas", False):
             raise UsageError("the panel opens its own dashboard; for one in the notebook, run this line in a cell")
-        if isinstance(command, Step):
+        if isinstance(command, (Step, Run)):
             command = replace(command, background=True)
         name, args = f"panel: {command.word}", (question.number, command)
         threading.Thread(target=self._do, args=args, name=name, daemon=True).start()

@@ -19,12 +19,13 @@ Names = Literal[
     "traces",
     "records",
     "files",
+    "scripts",
     "words",
     "launchers",
 ]
 """Names that complete an argument: names in the ranks' namespaces, models with the paths of their units, stop events,
 units, parameters, traces for ``compare``, trace files, all files that ``export`` writes, the words of ``%fsdp``,
-launchers of ipyparallel."""
+launchers of ipyparallel, Python scripts."""
 
 
 Variable = Callable[[str], str]
@@ -55,7 +56,8 @@ class Argument:
     """One argument of a command on a ``%fsdp`` line; its name, type and default are those of the declaring field.
 
     A field that is positional in Python is positional on the line. A bool without ``flags`` is written ``--name`` or
-    ``--no-name``; all others ``--name TEXT``. After ``--`` everything is positional.
+    ``--no-name``, one with ``flags`` but no ``metavar`` only as its flag; all others ``--name TEXT``. After ``--``
+    everything is positional.
 
     Attributes:
         about: its meaning, for help.
@@ -68,6 +70,7 @@ class Argument:
         is_code: whether its text is code, in which ``{name}`` stays unchanged; if positional, it is the raw rest of the
             line.
         needs_no_ranks: whether its command, which needs ranks, does not need them with this argument.
+        takes_rest: whether it takes all words behind the positional argument before it, flags included.
     """
 
     about: str
@@ -79,6 +82,12 @@ class Argument:
     joint: str = ","
     is_code: bool = False
     needs_no_ranks: bool = False
+    takes_rest: bool = False
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether a bool's flag takes no value: it has no flags of its own, or no placeholder for a value."""
+        return not self.flags or self.metavar is None
 
 
 def argument(about: str | Argument, *, default: Any = MISSING, kw_only: bool = True, **more: Any) -> Any:  # noqa: ANN401

@@ -536,6 +536,8 @@ class Unshard(Command):
 # ---- training, and stopping inside of it
 
 _FN = Argument(about="step function (default train_step)", metavar="NAME", completes="variables", flags=("--fn",))
+_UNTIL = Argument(about="stop once, before this event: EVENT[:UNIT]", metavar="EVENT", completes="events")
+_BACKGROUND = Argument(about="run in the background: the notebook stays free (default: no)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -569,25 +571,71 @@ class Step(Command):
 
     count: int = argument("number of training steps (default 1)", default=1, kw_only=False, metavar="N", read=number)
     fn: str = argument(_FN, default="train_step", kw_only=False)
-    until: str = argument("stop once, before this event: EVENT[:UNIT]", default="", metavar="EVENT", completes="events")
-    background: bool = argument("run in the background: the notebook stays free (default: no)", default=False)
+    until: str = argument(_UNTIL, default="")
+    background: bool = argument(_BACKGROUND, default=False)
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 1:
             raise ValueError(f"the number of steps is a whole number of at least 1, not {self.count!r}")
         _check_function(self.fn)
-        try:
-            _ = self.stop
-        except UsageError as error:
-            raise ValueError(str(error)) from error
+        _check_until(self.until)
 
     @property
     def stop(self) -> Breakpoint | None:
         """The one-time breakpoint of ``until``; None if it is not given."""
-        if not self.until:
-            return None
-        event, unit = read_event(self.until)
-        return Breakpoint(id=UNTIL, event=event, unit=unit, once=True)
+        return _stop_at(self.until)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReply:
+    """A script that one rank has run.
+
+    Attributes:
+        steps_done: number of steps that its training loop did.
+        seconds: duration in seconds, without the time it was held.
+        models: variables of it that hold a model.
+    """
+
+    steps_done: int
+    seconds: float
+    models: tuple[str, ...] = ()
+
+
+@command(
+    "run train.py --lr 1e-3",
+    more="`-m my_package.train`: a module; `--background` and `--until EVENT` precede the file",
+    method="run_script",
+    reply=RunReply,
+)
+class Run(Command):
+    """Run a training script on the ranks, unchanged, as torchrun would; its variables stay.
+
+    Raises:
+        ValueError: ``script`` is empty, or ``until`` not an event.
+    """
+
+    script: str = argument("the script", kw_only=False, metavar="FILE", completes="scripts")
+    args: Sequence[str] = argument(
+        "arguments of the script: the rest of the line",
+        default=(),
+        kw_only=False,
+        metavar="ARGS",
+        takes_rest=True,
+    )
+    module: bool = argument("FILE is a module, as for python -m", default=False, flags=("-m",))
+    until: str = argument(_UNTIL, default="")
+    background: bool = argument(_BACKGROUND, default=False)
+
+    def __post_init__(self) -> None:
+        _set(self, args=tuple(map(str, _tuple(self.args))))
+        if not self.script:
+            raise ValueError("run needs a script, such as train.py")
+        _check_until(self.until)
+
+    @property
+    def stop(self) -> Breakpoint | None:
+        """The one-time breakpoint of ``until``; None if it is not given."""
+        return _stop_at(self.until)
 
 
 @command("pause", more="Ctrl-C during a step does the same, a second one aborts")
@@ -842,7 +890,7 @@ class Export(Command):
     steps: str = argument(
         "only these steps, such as 7, 3..5, 400.. or --steps=-3.. (the newest three)", default="", metavar="STEPS"
     )
-    engine: str = argument("a script's FSDP engine (default workbench)", default="workbench", choices=ENGINES)
+    engine: str = argument("a script's FSDP engine (default: the one that ran)", default="", choices=ENGINES)
 
 
 @command("open run.trace", more="replaces the current trace; stop the ranks first", method="load", needs_ranks=False)
@@ -921,14 +969,19 @@ _LIKE_A_FLAG = re.compile(r"(?<!\S)(--|-[^\W\d])")
 def to_text(command: Command) -> str:
     """Return the line for ``command``, without fields at their default.
 
-    Positional arguments that could be read as flags are placed after ``--``, behind all flags.
+    Positional arguments that could be read as flags are placed after ``--``, behind all flags. Flags precede an
+    argument that takes the rest of the line.
 
     Example: ``Shard(model="m", wrap=("Block",))`` -> ``shard m --wrap Block``; ``Open("-x")`` -> ``open -- -x``.
     """
-    places, flags, is_unclear = [], [], False
+    places, flags, is_unclear, ends_flags = [], [], False, False
     for f in dataclasses.fields(command):
         value, known = getattr(command, f.name), argument_of(f)
+        ends_flags |= known.takes_rest
         if value == f.default and type(value) is type(f.default):  # False and 0 are equal
+            continue
+        if known.takes_rest:
+            places += [shlex.quote(without_variables(text)) for text in value]
             continue
         if not is_by_place(f):
             flags += _flag(f"--{f.name.replace('_', '-')}", value, known)
@@ -936,13 +989,15 @@ def to_text(command: Command) -> str:
         text = str(value)
         places.append(text if known.is_code else shlex.quote(without_variables(text)))
         is_unclear |= bool(_LIKE_A_FLAG.search(text)) if known.is_code else text.startswith("-")
-    return " ".join([command.word, *flags, "--", *places] if is_unclear else [command.word, *places, *flags])
+    if is_unclear:
+        return " ".join([command.word, *flags, "--", *places])
+    return " ".join([command.word, *flags, *places] if ends_flags else [command.word, *places, *flags])
 
 
 def _flag(name: str, value: object, known: Argument) -> list[str]:
     """Return the arguments for one field: ``--mesh, (2, 4)`` -> ``--mesh 2x4``; ``--a, False`` -> ``--no-a``."""
-    if isinstance(value, bool) and not known.flags:
-        return [name if value else name.replace("--", "--no-", 1)]
+    if isinstance(value, bool) and known.is_switch:
+        return list(known.flags) or [name if value else name.replace("--", "--no-", 1)]
     flag = known.flags[0] if known.flags else name
     text = known.joint.join(map(str, value)) if isinstance(value, tuple) else str(value)
     text = text.lower() if isinstance(value, bool) else text
@@ -975,6 +1030,21 @@ def _check_model(model: object) -> None:
 def _check_function(fn: object) -> None:
     if not _is_name(fn):
         raise ValueError(f"fn is the name of a function on the ranks, such as train_step, not {fn!r}")
+
+
+def _check_until(until: str) -> None:
+    try:
+        _stop_at(until)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+def _stop_at(until: str) -> Breakpoint | None:
+    """Return the one-time breakpoint of an ``--until``; None if it is empty."""
+    if not until:
+        return None
+    event, unit = read_event(until)
+    return Breakpoint(id=UNTIL, event=event, unit=unit, once=True)
 
 
 def _is_name(text: object) -> bool:

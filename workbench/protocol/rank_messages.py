@@ -177,22 +177,24 @@ class Stacks(RankRequest[tuple[Thread, ...]]):
 
 @dataclass(frozen=True, kw_only=True)
 class CellLine:
-    """The current line of a running cell.
+    """The current line of a running cell or script.
 
     Attributes:
-        line: line number in its cell.
-        function: name of the function; ``<module>``: the cell itself.
+        line: line number in it.
+        function: name of the function; ``<module>``: the cell or the script itself.
         text: text of the line.
+        script: name of the script's file; empty: a cell.
     """
 
     line: int
     function: str
     text: str
+    script: str = ""
 
 
 @request("line", looks=True)
 class LocateLine(RankRequest[CellLine | None]):
-    """Asks for the line of a cell that the main thread runs; None: no cell runs."""
+    """Asks for the line of a cell or script that the main thread runs; None: neither runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

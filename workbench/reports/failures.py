@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.errors import RankDied, RankError, WorkbenchError
 from workbench.events import unit_words
@@ -15,6 +15,7 @@ from workbench.replay import grouping
 from workbench.replay.grouping import by_value, label
 from workbench.trace.step_names import step_name
 
+IDLE = "the ranks are idle again and keep their variables"
 RESTART = "%fsdp stop, then %fsdp start"
 
 _CONSEQUENCES = {"StepAborted", "CollectiveFailed"}
@@ -39,7 +40,8 @@ class Failure:
         ename: class name of its exception; ``""`` if its process is gone.
         evalue: its message; for a process that is gone, how it ended.
         traceback: as rendered on the rank, in Python's or IPython's format, maybe in colour.
-        line: line in the user's cell; None if unknown.
+        line: line in the user's cell or script; None if unknown.
+        script: name of the script's file; empty: the line is that of a cell.
         died: whether its process is gone.
     """
 
@@ -48,6 +50,7 @@ class Failure:
     evalue: str = ""
     traceback: str = ""
     line: int | None = None
+    script: str = ""
     died: bool = False
 
     @property
@@ -83,13 +86,17 @@ class Aftermath:
     unfinished: int | None = None
     left_gradients: bool = False
 
+    def without_training_state(self) -> Aftermath:
+        """Return the same without what it says of the state of a model, where no later step builds on that."""
+        return replace(self, optimizer_steps=None, left_gradients=False)
+
     def __str__(self) -> str:
         parts = []
         if self.step is not None and self.step >= 0:
             parts.append(step_name(self.step))
         if self.phase and self.phase != "idle":
             parts.append(self.phase)
-        if self.unit is not None:
+        if self.unit is not None and parts:  # else the newest row is of a model that was removed
             parts.append(f"unit {unit_words(self.unit)}")
         return ", ".join(parts)
 
@@ -110,7 +117,7 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
     Args:
         failures: at least one, in the order they arrived.
         positions: state after the failure of the ranks that answered.
-        next_thing: a sentence on what the user can do now; not used if a rank died.
+        next_thing: a sentence on what the user can do now; empty: to correct the code; not used if a rank died.
     """
     cause = first_cause(failures)
     dead = tuple(sorted(f.rank for f in failures if f.died))
@@ -123,7 +130,8 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
     if also:
         lines.append(f"same error on {label(also)}")
     lines += [f"{label([f.rank])}: {f}" for f in failures if f not in alike and not f.died and not f.is_consequence]
-    lines += [death_sentence(dead, sorted(positions))] if dead else [*left_behind(positions), next_thing]
+    again = f"{IDLE}: correct {f'{cause.script} and run it' if cause.script else 'the code and run its cell'} again"
+    lines += [death_sentence(dead, sorted(positions))] if dead else [*left_behind(positions), next_thing or again]
     return RankError(
         "\n".join(lines),
         rank=cause.rank,
@@ -132,6 +140,7 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
         traceback=shorten_traceback(cause.traceback),
         also=also,
         line=cause.line,
+        script=cause.script,
     )
 
 
@@ -195,6 +204,8 @@ def _is_machinery(block: str) -> bool:
 
 def place_of(failure: Failure) -> str:
     """Return where in the user's code it happened, ``"line 3, in train_step"``; ``""`` if unknown."""
+    if failure.script:
+        return f"line {failure.line} of {failure.script}"
     text = _ANSI.sub("", failure.traceback)
     frames = [*_CELL_FRAME.finditer(text), *(f for f in _FRAME.finditer(text) if _CELL_PATH.search(f["path"]))]
     function = frames[-1]["function"] if frames else None

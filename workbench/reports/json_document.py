@@ -81,7 +81,8 @@ class ErrorFacts:
         ename: class name of the exception that code on a rank raised; empty if none did.
         evalue: message of that exception.
         traceback: its traceback, without colours.
-        line: its line in the cell; null if unknown.
+        line: its line in the cell or script; null if unknown.
+        script: name of the script's file; empty: the line is that of a cell.
     """
 
     type: str
@@ -91,6 +92,7 @@ class ErrorFacts:
     evalue: str = ""
     traceback: str = ""
     line: int | None = None
+    script: str = ""
 
 
 def error_facts(error: BaseException) -> ErrorFacts:
@@ -107,6 +109,7 @@ def error_facts(error: BaseException) -> ErrorFacts:
             evalue=error.evalue,
             traceback=_COLOUR.sub("", error.traceback),
             line=error.line,
+            script=error.script,
         )
     return ErrorFacts(type=name, message=message)
 

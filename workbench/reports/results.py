@@ -22,6 +22,8 @@ from workbench.protocol.commands import (
     Command,
     ModelSharding,
     Reshard,
+    Run,
+    RunReply,
     Shard,
     ShardReply,
     Step,
@@ -359,7 +361,53 @@ class UnshardReport(UnshardReply, Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport(Report):
+class UntilReport(Report):
+    """Base of the reports of commands that take ``--until``.
+
+    Attributes:
+        missed: the event to stop before, if it did not occur; else empty.
+        occurred: events that did occur, those most similar to ``missed`` first.
+    """
+
+    missed: str = ""
+    occurred: tuple[str, ...] = ()
+
+    def _with_missed(self, *parts: str) -> str:
+        """Return the parts of a headline, and that the event did not occur."""
+        return "; ".join(filter(None, [*parts, f"{self.missed} did not occur" if self.missed else ""]))
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the events that occurred instead of the missed one; none if nothing was missed."""
+        return [("occurred, nearest first", ", ".join(self.occurred) or "nothing")] if self.missed else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport(UntilReport):
+    """A script has ended.
+
+    Attributes:
+        steps_done: steps that every rank did.
+        seconds: duration on the slowest rank.
+        models: variables of the script that hold a model and stay on the ranks.
+    """
+
+    steps_done: int
+    seconds: float
+    models: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        steps = f"{plural(self.steps_done, 'step')} in " if self.steps_done else ""
+        return self._with_missed(f"the script has ended: {steps}{format_duration(self.seconds * 1e9)}")
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the models that stay, and the events that occurred instead of a missed one."""
+        return [*([("stays", ", ".join(self.models))] if self.models else []), *super().facts()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(UntilReport):
     """Training steps were run.
 
     Attributes:
@@ -367,8 +415,6 @@ class StepReport(Report):
         losses: per step, the mean over the ranks whose step function returned a number; None if none did.
         seconds: time of each step on its slowest rank.
         optimizer_steps: optimizer steps since the ranks started.
-        missed: the event to stop before, if it did not occur; else empty.
-        occurred: events that did occur, those most similar to ``missed`` first.
         not_finite: from which step on, and on which rank first, the loss is not finite; empty if it is.
         unreduced: which units hold unreduced gradients, on which ranks, and what to do; empty if none.
     """
@@ -379,8 +425,6 @@ class StepReport(Report):
     losses: tuple[float | None, ...] | None
     seconds: tuple[float, ...]
     optimizer_steps: int
-    missed: str = ""
-    occurred: tuple[str, ...] = ()
     not_finite: str = ""
     unreduced: str = ""
 
@@ -399,17 +443,12 @@ class StepReport(Report):
             parts.append(f"loss {' -> '.join(map(format_loss, ends))}")
         if self.seconds:
             parts.append(f"{format_duration(self.median_seconds * 1e9)} a step (median)")
-        missed = f"{self.missed} did not occur" if self.missed else ""
-        return "; ".join(filter(None, [", ".join(parts), self.problem, missed]))
+        return self._with_missed(", ".join(parts), self.problem)
 
     @property
     def problem(self) -> str:
         """Where the loss is not finite, and which gradients were not reduced; empty if there is no problem."""
         return "; ".join(filter(None, [self.not_finite, self.unreduced]))
-
-    def facts(self) -> list[tuple[str, str]]:
-        """Return the events that occurred instead of the missed one; none if nothing was missed."""
-        return [("occurred, nearest first", ", ".join(self.occurred) or "nothing")] if self.missed else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -691,6 +730,15 @@ def _step(by_rank: Sequence[StepReply]) -> StepReport:
         optimizer_steps=min(stepped.optimizer_steps for stepped in by_rank),
         not_finite=_not_finite(by_rank),
         unreduced=_unreduced([stepped.unreduced for stepped in by_rank]),
+    )
+
+
+@says(Run)
+def _run(by_rank: Sequence[RunReply]) -> RunReport:
+    return RunReport(
+        steps_done=min(ran.steps_done for ran in by_rank),
+        seconds=max(ran.seconds for ran in by_rank),
+        models=by_rank[0].models,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,8 +25,8 @@ from workbench.ports import LOOPBACK
 from workbench.protocol.starting import Address, HostInfo
 from workbench.runtime.sockets import PeerSockets
 
-# the workbench detects stalls, and knows when a rank is merely held; c10d must not end a group on its own
-_NEVER = timedelta(days=7)
+NEVER = timedelta(days=7)
+"""Timeout of groups: the workbench detects stalls, and knows when a rank is held; c10d must not end a group."""
 
 AXES = ("replicate", "shard")
 """Axes of a mesh of copies x shards."""
@@ -87,6 +88,20 @@ class ProcessGroups:
                 self._meshes[copies, size] = init_device_mesh(self._backend.kind, shape, mesh_dim_names=AXES)
         return self._meshes[copies, size]
 
+    @property
+    def backend(self) -> str:
+        """Name of c10d's backend, such as ``gloo``."""
+        return self._backend.c10d
+
+    @property
+    def device_type(self) -> str:
+        """Kind of the device, such as ``cpu``, as meshes and c10d name it."""
+        return self._backend.kind
+
+    def tracked(self) -> AbstractContextManager[None]:
+        """Return a context manager for the creation of a group, which an abort then frees as it frees the others."""
+        return self._sockets.tracked()
+
     def listen(self) -> Address:
         """Open the store at which all ranks meet, on a free port of this host (rank 0 only); return its address."""
         host = self.host.address
@@ -147,7 +162,7 @@ class ProcessGroups:
                 store=PrefixStore(f"generation-{generation}", self._store),
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=_NEVER,
+                timeout=NEVER,
             )
         process_groups.rebuild_all()
 

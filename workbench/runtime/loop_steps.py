@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.engine._torch import local_of
 from workbench.events import Category, Edge
-from workbench.runtime.recorder import Recorder
+from workbench.runtime.recorder import NO_STEP, Recorder
 
 
 class LoopSteps:
     """Reports to the recorder what no source announces: steps of a loop, optimizer steps, optimizer state.
 
     A step of a loop begins with the first training forward after the last one, and ends with a step of an optimizer.
+
+    In a whole program without a sharded model no source announces forwards. There a step begins as soon as an optimizer
+    has ended the last one; the begin of the first is unknown, so it is outside of any step.
 
     Attributes:
         optimizer_steps: number of optimizer steps on this rank.
@@ -32,6 +36,8 @@ class LoopSteps:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._running = False  # a step function, which begins and ends its steps itself
+        self._first_of_program: int | None = None
+        self._has_forwards = False
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
         self.optimizer_steps = 0
 
@@ -43,8 +49,25 @@ class LoopSteps:
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
 
+    @contextmanager
+    def whole_program(self) -> Iterator[None]:
+        """Take the body for a whole program, not for a cell; drop a step that is open at its end."""
+        self._first_of_program, self._has_forwards = self._recorder.next_step, False
+        try:
+            yield
+        finally:
+            self._first_of_program = None
+            self._recorder.give_up_step()
+
+    @property
+    def steps_of_program(self) -> int:
+        """Number of steps that the program has ended."""
+        is_open = self._recorder.step != NO_STEP
+        return self._recorder.next_step - (self._first_of_program or 0) - is_open
+
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of one; evaluation is not a step."""
+        self._has_forwards = True
         if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
             self.before_step()
             self._begin_step()
@@ -63,8 +86,17 @@ class LoopSteps:
         self._recorder.optimizer_edge(Edge.END)
         if self._recorder.is_recording:
             self.account(optimizer)
-        if not self._running and not self._recorder.is_aside:
-            self._recorder.end_step()
+        if not self._running:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """End the step, and begin the next if no forward will announce it."""
+        if self._recorder.is_aside:
+            return
+        self._recorder.end_step()
+        if self._first_of_program is not None and not self._has_forwards:
+            self._recorder.next_step = max(self._recorder.next_step, self._first_of_program + 1)
+            self._begin_step()
 
     def account(self, optimizer: Optimizer, *, changed: bool = False) -> None:
         """Record the current bytes of an optimizer's state on this rank.
@@ -83,19 +115,14 @@ class LoopSteps:
 class SampledSteps(LoopSteps):
     """Steps of a program outside the notebook; records only each step whose number is a multiple of ``every``.
 
-    The others run off the record. In a program without a sharded model no source announces forwards. There a step
-    begins as soon as an optimizer has ended the last one; the begin of step 0 is unknown, so it is outside of any step.
+    The others run off the record.
     """
 
     def __init__(self, recorder: Recorder, every: int) -> None:
         super().__init__(recorder)
         self._every = every
-        self._has_forwards = False
+        self._first_of_program = recorder.next_step
         self._left_out = ExitStack()  # the step that runs off the record
-
-    def _before_forward(self) -> None:
-        self._has_forwards = True
-        super()._before_forward()
 
     def _begin_step(self) -> None:
         if self._recorder.next_step % self._every:
@@ -104,12 +131,9 @@ class SampledSteps(LoopSteps):
         else:
             super()._begin_step()
 
-    def _after_optimizer(self, optimizer: Optimizer, *args: Any) -> None:  # noqa: ANN401 - hook signature
-        super()._after_optimizer(optimizer, *args)
+    def _end_step(self) -> None:
         self.close()
-        if not self._has_forwards:
-            self._recorder.next_step = max(self._recorder.next_step, 1)
-            self._begin_step()
+        super()._end_step()
 
     def close(self) -> None:
         """End a step that runs off the record; no-op in another one."""

@@ -11,6 +11,9 @@ from torch import nn
 
 from workbench.errors import UsageError
 
+OFFERED = ("rank", "world_size", "device", "mesh", "log_metric")
+"""Variables that the workbench defines for cells."""
+
 
 def user_namespace() -> dict[str, Any]:
     """Return the namespace that cells run in, which in an IPython kernel is the module ``__main__``."""

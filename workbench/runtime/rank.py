@@ -28,7 +28,7 @@ from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.fsdp_state import raised_in
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase, Unit
-from workbench.protocol.commands import Command, RankRequest, Reshard, Shard, Step, Verify, VerifyReply, from_dict
+from workbench.protocol.commands import Command, RankRequest, Reshard, Run, Shard, Step, Verify, VerifyReply, from_dict
 from workbench.protocol.rank_messages import (
     Drain,
     DrainReply,
@@ -54,9 +54,10 @@ from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.flush_before_hold import FlushBeforeHold
 from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.model_summary import outermost
-from workbench.runtime.namespace import exchange, find_module, module_names, user_namespace, variables
+from workbench.runtime.namespace import OFFERED, exchange, find_module, module_names, user_namespace, variables
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
+from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.stacks import stacks, user_line
 from workbench.runtime.trainer import Trainer
 from workbench.runtime.verify import verify
@@ -75,6 +76,7 @@ class RankRuntime:
         recorder: its recorder.
         gate: its gate, which may hold it.
         trainer: runs its steps.
+        scripts: runs its scripts.
         watch: watches models that torch shards, and every collective of c10d.
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
@@ -85,6 +87,7 @@ class RankRuntime:
     recorder: Recorder
     gate: Gate
     trainer: Trainer
+    scripts: ScriptRunner
     watch: Watch
     hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
@@ -98,6 +101,11 @@ class RankRuntime:
             if isinstance(command, Step):
                 with self.gate.stepping(command.stop):
                     return self.trainer.run(command)
+            if isinstance(command, Run):
+                with self.gate.stepping(command.stop):
+                    ran = self.scripts.run(command)
+                self.note_models()
+                return ran
             with self.gate.passing(), self.gate.interrupts.guarded(), self.watch.paused():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
@@ -257,7 +265,8 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     tracebacks.install()
     text_bars.install()
     _look_after_cells()
-    _runtime = RankRuntime(process_groups, recorder, gate, trainer, Watch().begin(), hooks)
+    scripts = ScriptRunner(process_groups, recorder, trainer)
+    _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, Watch().begin(), hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
 
@@ -296,13 +305,9 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         device_error_ns=0 if clock is None else clock.error_ns,
     )
     runtime.recorder.set_run(mine, mesh_shape=(runtime.groups.world_size,), mesh_axes=("shard",))
-    user_namespace().update(
-        rank=runtime.groups.rank,
-        world_size=runtime.groups.world_size,
-        device=runtime.groups.device,
-        mesh=runtime.groups.mesh,
-        log_metric=log_metric,
-    )
+    groups = runtime.groups
+    values = (groups.rank, groups.world_size, groups.device, groups.mesh, log_metric)
+    user_namespace().update(zip(OFFERED, values, strict=True))
     return encode(
         ConnectReply(
             rank=mine.rank,

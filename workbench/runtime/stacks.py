@@ -110,6 +110,11 @@ def is_of_a_cell(frame: FrameType) -> bool:
     return _CELL.search(frame.f_code.co_filename) is not None
 
 
+def _is_of_the_script(frame: FrameType) -> bool:
+    """Whether a frame's code is that of the script of ``%fsdp run``."""
+    return frame.f_code.co_filename == user_namespace().get("__file__")
+
+
 def _path_of(frame: FrameType) -> str:
     """Return the file of a frame, from its package on; ``cell`` for the code of a cell."""
     if is_of_a_cell(frame):
@@ -130,15 +135,17 @@ def _line(frame: FrameType) -> str:
 
 
 def user_line() -> CellLine | None:
-    """Return the current line of the innermost function from a cell, or of the cell itself, in the main thread.
+    """Return the current line of the innermost function from a cell or script, or of that itself, in the main thread.
 
-    None: no code of a cell runs. Called from another thread.
+    None: no code of either runs. Called from another thread.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     cells = user_namespace()
-    while frame is not None and not (frame.f_globals is cells and is_of_a_cell(frame)):
+    while frame is not None and not (frame.f_globals is cells and (is_of_a_cell(frame) or _is_of_the_script(frame))):
         frame = frame.f_back
     if frame is None:
         return None
     code, line = frame.f_code, frame.f_lineno
-    return CellLine(line=line, function=code.co_name, text=linecache.getline(code.co_filename, line).strip())
+    text = linecache.getline(code.co_filename, line).strip()
+    script = Path(code.co_filename).name if _is_of_the_script(frame) else ""
+    return CellLine(line=line, function=code.co_name, text=text, script=script)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,18 +81,13 @@ class Trainer(LoopSteps):
         self.note_models()
         self._running = True
         try:
-            for _ in range(command.count):
-                begin_ns = time.monotonic_ns() - self._recorder.held_ns
-                losses.append(self._one_step(function))
-                seconds.append((time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9)
-                unreduced |= dict.fromkeys(missed_grads())
-            self._recorder.wait_for_device(lambda: cancellation.sleep(_LOOK_S))
-        except RuntimeError as error:
-            explain(error)
-            reason = self._translated(error)
-            if reason is error:
-                raise
-            raise reason from error
+            with self.explained():
+                for _ in range(command.count):
+                    begin_ns = time.monotonic_ns() - self._recorder.held_ns
+                    losses.append(self._one_step(function))
+                    seconds.append((time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9)
+                    unreduced |= dict.fromkeys(missed_grads())
+                self.wait_for_device()
         finally:
             self._running = False
             self._recorder.give_up_step()
@@ -116,6 +112,26 @@ class Trainer(LoopSteps):
                 self.not_finite_since = self._recorder.step
         self._recorder.end_step()
         return loss
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Explain torch's errors of the body; raise the reason of an abort instead of its consequence."""
+        try:
+            yield
+        except RuntimeError as error:
+            explain(error)
+            reason = self._translated(error)
+            if reason is error:
+                raise
+            raise reason from error
+
+    def wait_for_device(self) -> None:
+        """Wait until the device has done what was recorded.
+
+        Raises:
+            StepAborted: this rank was aborted meanwhile.
+        """
+        self._recorder.wait_for_device(lambda: cancellation.sleep(_LOOK_S))
 
     @staticmethod
     def _translated(error: RuntimeError) -> RuntimeError:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from workbench.devices import HOST
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Step, StepReply, Unshard, Verify, to_text
-from workbench.protocol.policy import CLASSIC
+from workbench.protocol.policy import CLASSIC, ENGINES, TORCH
 from workbench.script.cell_code import CellCode, cell_code
 from workbench.script.script_names import ScriptNames
-from workbench.script.sharding_code import TORCH_ENGINE, WIDTH, ShardingCode
+from workbench.script.sharding_code import WIDTH, ShardingCode
 from workbench.session.program import CompletedCell, CompletedCommand, Entry, Omission, Program
 
 MARK = "by %fsdp export"
@@ -61,14 +61,15 @@ def write_script(program: Program, engine: str, name: str) -> Script:
 
     Args:
         program: the program.
-        engine: whose FSDP it uses: ``workbench`` or ``torch``.
+        engine: whose FSDP it uses: ``workbench`` or ``torch``; empty: the one that ran the models.
         name: file name of the script.
 
     Raises:
-        UsageError: the program has no cell, or the engine has nothing for one of its commands.
+        UsageError: the program has no cell, the engine has nothing for one of its commands, or both engines ran.
     """
+    engine = engine or _engine_of(program)
     entries = _without_detours(program.entries)
-    if engine == TORCH_ENGINE:
+    if engine == TORCH:
         entries = _with_setters(entries)
     if not any(isinstance(entry, CompletedCell) for entry in entries):
         raise UsageError(
@@ -83,6 +84,14 @@ def write_script(program: Program, engine: str, name: str) -> Script:
     head = _head(program, names, body, cells, [start, name], notes)
     end = f"{names.imported('dist')}.destroy_process_group()"
     return Script(text="\n\n\n".join([head, *blocks, end]) + "\n", start=f"{start} {name}", notes=notes)
+
+
+def _engine_of(program: Program) -> str:
+    commands = (entry.command for entry in program.entries if isinstance(entry, CompletedCommand))
+    engines = {command.engine for command in commands if isinstance(command, Shard)}
+    if len(engines) > 1:
+        raise UsageError("both engines have run models here, and a script has one: add --engine workbench or torch")
+    return engines.pop() if engines else ENGINES[0]
 
 
 class _Body:

@@ -11,19 +11,19 @@ from dataclasses import replace
 
 from workbench.devices import HOST
 from workbench.errors import UsageError
+from workbench.events import ROOT
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply, to_text
 from workbench.protocol.policy import (
     CLASSIC,
     DTYPES,
     STRATEGIES,
+    TORCH,
     PrecisionNames,
     as_mesh,
     mesh_words,
 )
 from workbench.script.script_names import ScriptNames
 from workbench.session.program import CompletedCommand
-
-TORCH_ENGINE = "torch"
 
 WIDTH = 88
 """Longest line that the writer produces itself, the default of formatters."""
@@ -135,7 +135,7 @@ class ShardingCode:
 
     @property
     def _is_torch(self) -> bool:
-        return self._engine == TORCH_ENGINE
+        return self._engine == TORCH
 
     def lines(self, entry: CompletedCommand) -> list[str]:
         """Return the lines for a ``shard``, ``reshard`` or ``unshard``.
@@ -237,7 +237,7 @@ class ShardingCode:
         reply: ShardReply = entry.reply
         if not reply.is_changed:
             return []
-        whole = command.model in self._known or "(root)" in reply.units
+        whole = command.model in self._known or ROOT in reply.units
         if self._is_torch:
             return self._torch_reshard(command, is_whole=whole)
         if not whole:

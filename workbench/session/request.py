@@ -12,13 +12,13 @@ from workbench.cluster.pending_replies import Output, PendingReplies
 from workbench.codec import decode
 from workbench.errors import RankDied
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Command, Step, to_text
+from workbench.protocol.commands import Command, Run, Step, to_text
 from workbench.reports.pause_results import StopReport
 from workbench.reports.results import SAYS, CellReport, Report
 from workbench.reports.step_progress import Follower, Progress
 from workbench.reports.stop_positions import StopGroup
 from workbench.session.outputs import OnOutput, Stream, text_of
-from workbench.session.program import CompletedCommand, Entry, cell_on
+from workbench.session.program import CompletedCommand, Entry, Omission, cell_on
 from workbench.session.stall_notice import OnStanding, StallNotice, no_standing
 from workbench.session.waiter import RequestWaiter
 from workbench.trace.columns import Trace
@@ -160,6 +160,7 @@ class CommandTask(_OutputTask):
         self._follower: Follower | None = None
         if isinstance(command, Step):
             self._follower = Follower(before, num_ranks=len(pending.ranks), total=command.count)
+        if isinstance(command, (Step, Run)):
             self.until = command.stop
         self.words = f"%fsdp {to_text(command)}"
 
@@ -179,7 +180,9 @@ class CommandTask(_OutputTask):
         return SAYS[type(self.command)]([self._answer(rank, results) for rank in sorted(results)])
 
     def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
-        """Return the command with the first rank's reply."""
+        """Return the command with the first rank's reply; of a script only its name, as it is a script already."""
+        if isinstance(self.command, Run):
+            return Omission(what=f"{self.words}, a script of its own")
         return CompletedCommand(command=self.command, reply=self._answer(min(results), results))
 
     def _answer(self, rank: int, results: dict[int, Any]) -> Any:  # noqa: ANN401 - of the command's type

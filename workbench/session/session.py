@@ -21,7 +21,7 @@ from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.events import Phase, Unit
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
-from workbench.protocol.commands import Command, Inspect, Reshard, Shard, Step, to_dict
+from workbench.protocol.commands import Command, Inspect, Reshard, Run, Shard, Step, to_dict
 from workbench.protocol.commands import RankRequest as SideRequest
 from workbench.protocol.rank_messages import (
     JobReply,
@@ -50,7 +50,7 @@ from workbench.reports.failures import (
     what_is_left,
 )
 from workbench.reports.pause_results import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
-from workbench.reports.results import Report, StepReport
+from workbench.reports.results import Report, UntilReport
 from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
@@ -63,7 +63,7 @@ from workbench.session.request import CellTask, CommandTask, RankTask, Request, 
 from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnapshot, LastResult, pulse
 from workbench.session.stall_notice import OnStanding, StallNotice, no_standing, who_works
 from workbench.session.trace_collector import TraceCollector
-from workbench.session.variable_check import check, check_parameter, on_hosts, with_path
+from workbench.session.variable_check import check, check_parameter, on_hosts, with_path, with_script
 from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Outcome, RequestWaiter, Tick, failure_of
 from workbench.trace.columns import Trace
 
@@ -91,8 +91,6 @@ STOP_S = 10.0
 CLOSE_S = 1.0
 """Time in seconds for ranks to end their current work before they are stopped."""
 
-
-NEXT_THING = "the ranks are idle again and keep their variables: correct the code and run its cell again"
 
 IDLE_AGAIN = "The ranks are idle again; their variables are kept."
 
@@ -301,12 +299,13 @@ class Session:
         raise UsageError("no rank has answered: see %fsdp where")
 
     def _checked(self, command: C) -> C:
-        """Return ``command`` as ranks take it: with hosts in numbers, and a unit by its full path.
+        """Return ``command`` as ranks take it: with hosts in numbers, a unit or a script by its full path.
 
         Raises:
             UsageError: it cannot run; the message says what to run first or write instead.
         """
         command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
+        command = with_script(command)
         check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
         return command
 
@@ -381,12 +380,12 @@ class Session:
         with ExitStack() as sending:
             with self._changed:
                 mark = self._ready(range(self.cluster.num_ranks))
-                command = self._checked(command)
+                checked = self._checked(command)
                 before = self.trace
                 sending.enter_context(interrupts)  # else some ranks might wait for others without the request
-                pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(command))
+                pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(checked))
                 request = self._open(CommandTask(command, pending, before), pending, mark, interrupts)
-            request.is_background = isinstance(command, Step) and command.background
+            request.is_background = isinstance(command, (Step, Run)) and command.background
             return self._follow(request, listener, background=request.is_background)
 
     def run_cell(self, code: str, ranks: Sequence[int], listener: RequestListener) -> Report:
@@ -811,9 +810,9 @@ class Session:
         return self.breakpoints.named(number)
 
     def _with_missed(self, request: Request, report: Report) -> Report:
-        """Add to the report of ``step --until`` that the event did not occur, and the events that did."""
+        """Add to the report of an ``--until`` that the event did not occur, and the events that did."""
         until = request.work.until
-        if until is None or not isinstance(report, StepReport):
+        if until is None or not isinstance(report, UntilReport):
             return report
         events = came(self.trace, request.mark.num_rows, str(until))
         return dataclasses.replace(report, missed=str(until), occurred=tuple(events))
@@ -911,6 +910,8 @@ class Session:
     def _settle(self, outcome: Outcome, request: Request) -> WorkbenchError:
         """Recover the ranks, if possible, and return the exception to raise."""
         found = self._aftermath(request.mark, timeout_s=ASK_S if outcome.abandoned else PATIENT_S)
+        if isinstance(request.work, CommandTask) and isinstance(request.work.command, Run):  # the next run starts clean
+            found = {rank: left.without_training_state() for rank, left in found.items()}
         return _error_of(outcome, found, self._get_ready(outcome, request, found), request.worked)
 
     def _get_ready(self, outcome: Outcome, request: Request, found: Mapping[int, Aftermath]) -> str:
@@ -1017,4 +1018,4 @@ def _error_of(outcome: Outcome, found: dict[int, Aftermath], obstacle: str, noti
         everywhere = alike == len(outcome.failures) + len(outcome.results)
         refused = cause.evalue if everywhere else f"rank {cause.rank}: {cause.evalue}"
         return UsageError("\n".join(filter(None, [refused, obstacle])))
-    return to_error(outcome.failures, found, next_thing=obstacle or NEXT_THING)
+    return to_error(outcome.failures, found, next_thing=obstacle)

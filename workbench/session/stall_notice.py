@@ -82,7 +82,7 @@ def who_works(
     Args:
         seconds: time since the start, in seconds.
         working: ranks that still run.
-        lines: line of a cell of each rank that answered; None: in no cell.
+        lines: line of a cell or script of each rank that answered; None: in neither.
         ended: the other ranks of the request.
         deaths: how the dead ones among ``ended`` died, such as ``"died (SIGKILL)"``.
     """
@@ -98,7 +98,10 @@ def _place(line: CellLine | None) -> str:
     if line is None:
         return ""
     text = line.text if len(line.text) <= MAX_TEXT else f"{line.text[: MAX_TEXT - 1]}…"
-    where = "of the cell" if line.function == "<module>" else f"of {line.function}"
+    whole = line.script or "the cell"
+    where = f"of {whole}" if line.function == "<module>" else f"of {line.function}"
+    if line.script and line.function != "<module>":
+        where = f"{where} in {line.script}"
     return f", in {text} at line {line.line} {where}" if text else f", at line {line.line} {where}"
 
 

@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar, cast
 
-from workbench.errors import UsageError
+from workbench.errors import UsageError, did_you_mean
 from workbench.events import Unit
 from workbench.protocol.breakpoints import chosen_units, nearest
-from workbench.protocol.commands import Command, Reshard, Shard, Step, Verify
+from workbench.protocol.commands import Command, Reshard, Run, Shard, Step, Verify
 from workbench.protocol.rank_messages import ModelInfo, Names
 from workbench.protocol.starting import ConnectReply
 from workbench.replay.grouping import label
@@ -141,6 +142,23 @@ def with_path(command: C, models: Callable[[], Mapping[int, Iterable[ModelInfo]]
     if len(found) > 1:
         raise UsageError(f"{command.model!r} is a unit of several models; write one of {', '.join(found)}")
     return cast(C, dataclasses.replace(command, model=found[0]))
+
+
+def with_script(command: C) -> C:
+    """Return a ``run`` of a file with its absolute path, as ranks may have another working directory.
+
+    Other commands, also a ``run`` of a module, are returned as they are.
+
+    Raises:
+        UsageError: there is no such file here.
+    """
+    if not isinstance(command, Run) or command.module:
+        return command
+    path = Path(command.script).expanduser().absolute()
+    if not path.is_file():
+        near = did_you_mean(path.name, [each.name for each in path.parent.glob("*.py")], cutoff=0.6)
+        raise UsageError(f"there is no script {command.script} in {Path.cwd()}{near}")
+    return cast(C, dataclasses.replace(command, script=str(path)))
 
 
 def check(

@@ -313,5 +313,12 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     if isinstance(error, RankDied):
         return Failure(rank=rank, evalue=str(error), died=True)
     if isinstance(error, RankError):
-        return Failure(rank=rank, ename=error.ename, evalue=error.evalue, traceback=error.traceback, line=error.line)
+        return Failure(
+            rank=rank,
+            ename=error.ename,
+            evalue=error.evalue,
+            traceback=error.traceback,
+            line=error.line,
+            script=error.script,
+        )
     return Failure(rank=rank, ename=type(error).__name__, evalue=str(error))

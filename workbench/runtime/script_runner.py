@@ -1,0 +1,227 @@
+"""Scripts of ``%fsdp run`` on a rank: each runs as ``__main__`` in the cells' namespace, where its names stay.
+
+The next script starts clean: the names of the last one are gone, its process groups are destroyed, and modules that lie
+beside a script are imported again.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import nn
+
+from workbench.engine._torch import named_groups
+from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.process_groups import OWN
+from workbench.errors import UsageError
+from workbench.protocol.commands import Run, RunReply
+from workbench.runtime.distributed import ProcessGroups
+from workbench.runtime.namespace import OFFERED, user_namespace
+from workbench.runtime.recorder import Recorder
+from workbench.runtime.script_environment import as_under_torchrun
+from workbench.runtime.trainer import Trainer
+
+_JOIN_S = 0.05
+_ABOUT_ITSELF = ("__file__", "__spec__", "__package__", "__loader__", "__doc__", "__cached__")
+
+
+class ScriptExit(Exception):
+    """The script ended with a status other than 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Program:
+    """A script, ready to run.
+
+    Attributes:
+        code: its code.
+        names: what Python defines in its namespace: ``__file__``, ``__spec__`` and the like.
+    """
+
+    code: CodeType
+    names: dict[str, Any]
+
+
+class ScriptRunner:
+    """Runs scripts on this rank, one after another.
+
+    Args:
+        groups: the rank's process groups.
+        recorder: the rank's recorder.
+        trainer: sees the steps of the script's loop.
+    """
+
+    def __init__(self, groups: ProcessGroups, recorder: Recorder, trainer: Trainer) -> None:
+        self._groups, self._recorder, self._trainer = groups, recorder, trainer
+        self._preloaded = _top_level_modules()  # torch, the workbench, ...: never imported again
+        self._names: set[str] = set()
+        self._hidden: dict[str, Any] = {}
+        self._group_names: set[str] = set()
+
+    def run(self, command: Run) -> RunReply:
+        """Run a script.
+
+        Raises:
+            UsageError: this host has no such script, or it is no Python.
+            ScriptExit: it ended with a status other than 0.
+            BaseException: what it raises.
+        """
+        self._clean_up()
+        folder = os.getcwd() if command.module else str(Path(command.script).parent)
+        namespace = user_namespace()
+        before, groups_before = dict(namespace), self._user_groups().keys()
+        begin_ns = time.monotonic_ns() - self._recorder.held_ns
+        pid, threads = os.getpid(), set(threading.enumerate())
+        try:
+            with as_under_torchrun((command.script, *command.args), folder, self._groups):
+                self._forget_modules(folder)
+                program = _load_module(command.script) if command.module else self._load(command.script)
+                if command.module:
+                    sys.argv[0] = program.code.co_filename
+                namespace.update(program.names)
+                with self._trainer.whole_program(), self._trainer.explained():
+                    _execute(program.code, namespace)
+                    _join({*threading.enumerate()} - threads)
+                    self._trainer.wait_for_device()
+                    steps_done = self._trainer.steps_of_program
+        finally:
+            if os.getpid() != pid:
+                _end_of_fork(sys.exception())
+            self._names = {name for name, value in namespace.items() if before.get(name, before) is not value}
+            self._hidden = {name: before[name] for name in self._names & {*OFFERED, *_ABOUT_ITSELF} & before.keys()}
+            self._group_names = {*(self._user_groups().keys() - groups_before)}
+        return RunReply(
+            steps_done=steps_done,
+            seconds=(time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9,
+            models=tuple(sorted(name for name in self._names if isinstance(namespace.get(name), nn.Module))),
+        )
+
+    def _clean_up(self) -> None:
+        """Remove what the last script left."""
+        namespace = user_namespace()
+        for name in self._names:
+            namespace.pop(name, None)
+        namespace.update(self._hidden)
+        gc.collect()  # models and optimizers refer to themselves
+        for name, group in self._user_groups().items():
+            if name in self._group_names:
+                dist.destroy_process_group(group)
+        self._names, self._hidden, self._group_names = set(), {}, set()
+
+    @staticmethod
+    def _user_groups() -> dict[str, dist.ProcessGroup]:
+        """Return all groups by name but those of the engine."""
+        return {name: group for name, group in named_groups().items() if not name.startswith(OWN)}
+
+    def _forget_modules(self, folder: str) -> None:
+        """Have modules that lie in ``folder``, and packages with all their parts, be imported again."""
+        beside = {name for name in _top_level_modules() - self._preloaded if _is_in(sys.modules[name], folder)}
+        for name in tuple(sys.modules):
+            if name.partition(".")[0] in beside:
+                del sys.modules[name]
+        importlib.invalidate_caches()
+        linecache.checkcache()
+
+    def _load(self, path: str) -> _Program:
+        """Return the program in a file.
+
+        Raises:
+            UsageError: this host has no such file, or it is no Python.
+        """
+        try:
+            source = Path(path).read_bytes()
+        except OSError as error:
+            here = f"rank {self._groups.rank} on {self._groups.host.name}"
+            raise UsageError(f"{here} cannot read {path}: {error.strerror}; all hosts need the script") from None
+        try:
+            code = compile(source, path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise UsageError(_syntax_error(path, error)) from None
+        except ValueError as error:
+            raise UsageError(f"{path} is no Python: {error}") from None
+        return _Program(code=code, names={"__file__": path, "__spec__": None, "__package__": None, "__doc__": None})
+
+
+def _load_module(name: str) -> _Program:
+    """Return the program in a module, or that of ``__main__`` in a package.
+
+    Raises:
+        UsageError: there is no such module, or it is no Python.
+    """
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+    except SyntaxError as error:
+        raise UsageError(_syntax_error(error.filename or name, error)) from None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the module's package imports
+        spec = code = None
+    if spec is None or code is None:
+        raise UsageError(
+            f"there is no module {name} to run: it is looked for in {os.getcwd()}, then in the environment"
+        )
+    names = {"__file__": spec.origin, "__spec__": spec, "__package__": spec.parent, "__doc__": None}
+    return _Program(code=code, names={**names, "__loader__": spec.loader})
+
+
+def _syntax_error(path: str, error: SyntaxError) -> str:
+    text = f": {error.text.strip()}" if error.text else ""
+    return f"{Path(path).name}, line {error.lineno}: {error.msg}{text}"
+
+
+def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
+    """Run a program; ``sys.exit()`` ends it."""
+    try:
+        exec(code, namespace)
+    except SystemExit as error:
+        if error.code is None or error.code == 0:
+            return
+        status = repr(error.code) if isinstance(error.code, str) else error.code
+        raise ScriptExit(f"the script called sys.exit({status})").with_traceback(error.__traceback__) from None
+
+
+def _end_of_fork(error: BaseException | None) -> NoReturn:
+    """End a process that the script has forked and that has come to the end of the script: it is no rank."""
+    if error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    os._exit(int(error is not None))
+
+
+def _join(threads: set[threading.Thread]) -> None:
+    """Wait for threads that a process would wait for at its end.
+
+    Raises:
+        StepAborted: the user gave up.
+    """
+    for thread in threads:
+        while thread.is_alive() and not thread.daemon:
+            cancellation.check()
+            thread.join(_JOIN_S)
+
+
+def _top_level_modules() -> set[str]:
+    return {name for name in tuple(sys.modules) if "." not in name}
+
+
+def _is_in(module: object, folder: str) -> bool:
+    """Return whether a module's file, or a package's folder, lies in ``folder`` itself."""
+    names = getattr(module, "__dict__", {})
+    places = [*(names.get("__path__") or ())] or [names.get("__file__")]
+    return any(os.path.dirname(os.path.abspath(place)) == os.path.abspath(folder) for place in places if place)
