@@ -5,7 +5,7 @@ from workbench.magics.completion import candidates
 
 POLICY_FLAGS = ["--help", "--wrap", "--mesh", "--reshard-after-forward", "--api", "--strategy", "--mp", "--prefetch"]
 SWITCHES = ["--json", "--no-offload", "--no-orig-params", "--offload", "--orig-params"]
-SHARD_FLAGS = [*POLICY_FLAGS, "--ignore", *SWITCHES]
+SHARD_FLAGS = [*POLICY_FLAGS[:6], "--engine", *POLICY_FLAGS[6:], "--ignore", *SWITCHES]
 RESHARD_FLAGS = [*POLICY_FLAGS, *SWITCHES]
 NAMES = {
     "modules": ["model", "encoder"],

@@ -340,7 +340,7 @@ def test_a_strategy_is_checked_once_the_hosts_are_known():
     ("command", "method", "arguments"),
     [
         (Pause(), "pause", {}),
-        (Export("a.trace", steps="3"), "export", {"path": "a.trace", "steps": "3", "engine": "workbench"}),
+        (Export("a.trace", steps="3"), "export", {"path": "a.trace", "steps": "3", "engine": ""}),
         (Open("a.trace"), "load", {"path": "a.trace"}),
         (Continue(), "resume", {"background": None}),
         (Continue(foreground=True), "resume", {"background": False}),

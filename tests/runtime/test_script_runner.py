@@ -229,11 +229,28 @@ def steps_of(path, *args):
     return reply["steps_done"], list(steps(trace)), check(trace)
 
 
-def test_a_script_without_a_sharded_model_has_steps_between_those_of_the_optimizer(tmp_path):
-    for done, recorded, broken in run(2, steps_of, written(tmp_path), "--ddp", "--steps", "4"):
+PLAIN = """
+import torch
+from torch import nn
+
+net = nn.Linear(16, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(4):
+    net(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_without_a_model_that_ranks_share_has_steps_between_those_of_the_optimizer(tmp_path):
+    for done, recorded, broken in run(2, steps_of, written(tmp_path, PLAIN)):
         assert done == 4
         assert recorded[:3] == [1, 2, 3]  # the begin of step 0 is unknown
         assert broken == []
+
+
+def test_steps_of_replicas_begin_with_their_forward(tmp_path):
+    for done, recorded, broken in run(2, steps_of, written(tmp_path), "--ddp", "--steps", "4"):
+        assert (done, recorded, broken) == (4, [0, 1, 2, 3], [])
 
 
 def stopped(path, meeting):

@@ -11,6 +11,7 @@ from workbench.errors import UsageError
 from workbench.protocol.commands import (
     ON_RANKS,
     Reshard,
+    Run,
     Shard,
     ShardReply,
     Step,
@@ -98,6 +99,15 @@ def test_torchs_engine_has_the_same_lines_and_no_import_of_the_workbench():
     own, torchs = text(*entries), text(*entries, engine="torch")
     assert own.replace("workbench.engine", "torch.distributed.fsdp") == torchs
     assert "workbench" not in torchs
+
+
+def test_the_engine_that_ran_the_models_is_the_default():
+    torchs = text(MODEL, shards(engine="torch"), steps(), engine="")
+    assert "\nfrom torch.distributed.fsdp import fully_shard\n" in torchs
+    assert "\nfrom workbench.engine import fully_shard\n" in text(MODEL, shards(), steps(), engine="")
+    with pytest.raises(UsageError, match="both engines have run models here.*add --engine workbench or torch"):
+        script(MODEL, shards(), unshards(), steps(), shards(engine="torch"), engine="")
+    assert "torch.distributed.fsdp" not in text(MODEL, shards(), shards(engine="torch"), engine="workbench")
 
 
 def test_the_classes_that_shard_chose_are_named():
@@ -312,7 +322,7 @@ def test_nothing_done_has_no_script():
 
 
 def test_every_command_of_ranks_has_code_or_leaves_no_trace():
-    assert set(ON_RANKS.values()) == {Shard, Reshard, Unshard, Step, Verify}
+    assert set(ON_RANKS.values()) == {Shard, Reshard, Unshard, Step, Verify, Run}  # a script is an omission
 
 
 @pytest.mark.parametrize("engine", ["workbench", "torch"])
