@@ -105,7 +105,7 @@ def test_the_engine_that_ran_the_models_is_the_default():
     torchs = text(MODEL, shards(engine="torch"), steps(), engine="")
     assert "\nfrom torch.distributed.fsdp import fully_shard\n" in torchs
     assert "\nfrom workbench.engine import fully_shard\n" in text(MODEL, shards(), steps(), engine="")
-    with pytest.raises(UsageError, match="both engines have run models here.*add --engine workbench or torch"):
+    with pytest.raises(UsageError, match=r"both engines have run models here.*add --engine workbench or torch"):
         script(MODEL, shards(), unshards(), steps(), shards(engine="torch"), engine="")
     assert "torch.distributed.fsdp" not in text(MODEL, shards(), shards(engine="torch"), engine="workbench")
 
