@@ -98,7 +98,7 @@ def test_a_model_continues_training_after_a_detach(profile):
         assert first.trace.num_rows >= num_rows
     with Workbench.attach(profile="running", device="cpu") as again:
         (model,) = again.status().models
-        assert set(model.units) == {"", "blocks.0", "blocks.1", "blocks.2"}
+        assert set(model.units) == {"(root)", "blocks.0", "blocks.1", "blocks.2"}
         assert again.trace.num_rows >= num_rows
         losses += again.step(2).losses
         recorded = optimizer_rows(again)
