@@ -192,7 +192,7 @@ def _subtitle(
         _who(header, panels[0], panels) if len(panels) == 1 else "",
         f"the peak: {describe_peak(header, top.peak)}",
         _kept(header, top.shown),
-        "exact bytes owned by the engine, in program order",
+        "exact bytes owned by FSDP, in program order",
         engine_words(header),
         "" if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),

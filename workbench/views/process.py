@@ -42,7 +42,7 @@ def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
     whole, owned = int(highest.resident[place]), int(highest.owned[place])
     before = int(highest.baseline[place])
     rest = int(highest.not_owned[place]) - before
-    parts = [f"{theme.format_bytes(owned)} owned by the engine", f"{theme.format_bytes(rest)} not owned"]
+    parts = [f"{theme.format_bytes(owned)} owned by FSDP", f"{theme.format_bytes(rest)} not owned"]
     parts += [f"{theme.format_bytes(before)} from before sharding"] if before else []
     return f"the whole process uses up to {theme.format_bytes(whole)}: {', '.join(parts)}"
 
