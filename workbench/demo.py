@@ -181,15 +181,15 @@ def heldout_losses(executed: NotebookNode) -> tuple[tuple[float, float], ...]:
 
 
 def communication(trace: Trace) -> Communication:
-    """Return the measured and the expected communication of one rank in all steps of ``trace``.
+    """Return the measured and the expected communication of one rank's units in all steps of ``trace``.
 
     The rank is the first that differs from the expectation, or rank 0. A unit that was undone later counts in the steps
-    in which it was in use.
+    in which it was in use. Collectives of no unit, such as that of a gradient's norm, have no expectation.
     """
     in_use = replace(trace.header, units=tuple(replace(unit, retired=False, gone=False) for unit in trace.header.units))
     found = [c for step in steps(trace) for c in collectives.compare(Trace(in_use, trace.ranks), step)]
     rank = next((c.ranks[0] for c in found if c.differs), 0)
-    own = [c for c in found if rank in c.ranks]
+    own = [c for c in found if rank in c.ranks and c.unit >= 0]
     expected = [c.expected for c in own if c.expected is not None]
     return Communication(
         num_steps=len(steps(trace)),

@@ -36,7 +36,7 @@ def raised(*files):
     ],
 )
 def test_the_innermost_line_of_a_cell_or_the_script_counts(monkeypatch, files, found):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", SCRIPT)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", SCRIPT, raising=False)  # xdist's workers have none
     error = raised(*files)
     assert len(traceback.extract_tb(error.__traceback__)) == len(files) + 1
     assert user_line(error, SHELL) == found
