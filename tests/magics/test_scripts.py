@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.helpers.fake_cluster import blocks, prints, raises, ran
+from tests.helpers.waiting import wait_until
 from workbench.errors import RankError, UsageError
 from workbench.magics.command_lines import has_json, parse_line
 from workbench.magics.parser import HelpAsked
@@ -104,9 +105,8 @@ def test_a_script_that_fails_is_named_with_its_line(notebook, folder):
 
 def test_in_the_background_the_next_line_tells_how_it_ended(notebook, folder):
     assert "runs in the background" in notebook.ok("%fsdp run --background train.py").shown[-1]["text/plain"]
-    workbench = notebook.shell.magics_manager.registry["FsdpMagics"].workbench
-    workbench._session.request.thread.join()
-    assert "in the background, %fsdp run --background train.py: the script has ended" in notebook.ok("%fsdp status").out
+    told = "in the background, %fsdp run --background train.py: the script has ended"
+    wait_until(lambda: told in notebook.ok("%fsdp status").out)
 
 
 def test_tab_completes_scripts_and_leaves_their_arguments_alone(notebook, folder):

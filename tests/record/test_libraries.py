@@ -175,7 +175,7 @@ def collectives_of(trace, step):
 def is_as_expected(trace, units):
     assert [unit.name for unit in trace.header.units] == units
     assert steps(trace) == [0, 1, 2]
-    found = compare(trace, 2)
+    found = [row for row in compare(trace, 2) if row.unit >= 0]  # a library may clip the norm of gradients
     assert {row.unit for row in found} == set(range(len(units)))
     assert all((row.calls, row.num_bytes) == (row.expected.calls, row.expected.num_bytes) for row in found)
 

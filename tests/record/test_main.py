@@ -238,7 +238,7 @@ def test_distributed_data_parallel_has_its_all_reduces(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     found = read(tmp_path / "out")
     assert (found.notes, check(found.trace)) == ((), [])
-    assert steps(found.trace) == [1, 2, 3]  # step 0 has no known begin; step 3 has begun
+    assert steps(found.trace) == [0, 1, 2]
     reducers = [17 * 4] * HAS_HOOKS
     for part in found.trace.ranks:
         calls = part.rows[(part.rows["kind"] == Kind.ALL_REDUCE) & (part.rows["edge"] == Edge.BEGIN)]

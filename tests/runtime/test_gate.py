@@ -247,7 +247,7 @@ def clipped_after_a_sum(params, max_norm):
 @pytest.mark.parametrize(
     ("comm", "clip", "place"),
     [
-        ("", clip_grad_norm_, ("optimizer", "begin", "optimizer", -1)),
+        ("", clip_grad_norm_, ("all_reduce", "begin", "idle", -1)),
         ("gloo", clipped_after_a_sum, ("wait", "begin", "idle", -1)),
     ],
 )
