@@ -26,7 +26,8 @@ CELLS = [
     "%fsdp back 0",
     "import threading\nfor widget in (early, dash, canvas): widget.close()\n"
     "for t in threading.enumerate(): t.name == 'dashboard: abort' and t.join()\n"  # it has reported and will end soon
-    "print([t.name for t in threading.enumerate() if 'dash' in t.name])",
+    # a JupyterLab with the panel asks for it too
+    "print([t.name for t in threading.enumerate() if 'dash' in t.name and t.name != 'dashboard: panel waits'])",
     "%fsdp stop",
 ]
 EARLY, SHARD, SHOW, CANVAS, STEP, BACK, NEWEST, CLOSE, STOP = 1, 4, 5, 6, 7, 8, 9, 10, 11

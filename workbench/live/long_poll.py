@@ -105,7 +105,7 @@ class LongPoll:
                 return
             pace = self._paces.setdefault(name, RateLimit())
             thread = threading.Thread(
-                target=self._wait, args=(name, pace, answer), name="dashboard: waits", daemon=True
+                target=self._wait, args=(name, pace, answer), name=f"dashboard: {name} waits", daemon=True
             )
             self._waits[name] = thread
             thread.start()
