@@ -25,7 +25,7 @@ from workbench.demo import DemoReport
 from workbench.doctor import Diagnosis
 from workbench.reports.json_document import VERSION, ErrorFacts, members, schema_path
 from workbench.reports.results import Report, UntilReport
-from workbench.reports.view_numbers import ViewReport
+from workbench.reports.view_numbers import ViewReport, WindowReport
 
 Schema = dict[str, Any]
 
@@ -47,6 +47,7 @@ def report_types() -> list[type]:
         importlib.import_module(module.name)
     found = {kind for kind in _subclasses(Report) if kind.__module__.startswith("workbench.")} - {
         ViewReport,
+        WindowReport,
         UntilReport,
     }
     return sorted({*found, Diagnosis, DemoReport}, key=lambda kind: kind.__name__)

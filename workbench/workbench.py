@@ -506,12 +506,11 @@ class Workbench:
         with self._exchanging("open"):
             self._check_replaceable("%fsdp open", " To view the file without stopping them: Workbench.open(path).")
             opened = opened_with_notes(path)
-            trace, recording = opened.trace, opened.recording
+            trace = opened.trace
             self.stop()
-            is_live = recording is not None and recording.read().is_alive(time.time_ns())
-            self._last = ClusterSnapshot(trace=trace, is_live=is_live)
+            self._last = ClusterSnapshot(trace=trace, is_live=opened.is_live)
             self.record, self._is_new = Path(path).name, False
-            self._recording, self._read_at_s = recording, time.monotonic()
+            self._recording, self._read_at_s = opened.recording, time.monotonic()
             self._show_newest()
         return OpenReport(
             name=self.record,
@@ -520,7 +519,7 @@ class Workbench:
             models=sharded_models(trace.header),
             num_rows=trace.num_rows,
             notes=opened.notes,
-            is_live=is_live,
+            is_live=opened.is_live,
         )
 
     def _show_newest(self) -> None:

@@ -26,7 +26,7 @@ CELLS = [
     "%fsdp back 0",
     "import threading\nfor widget in (early, dash, canvas): widget.close()\n"
     "for t in threading.enumerate(): t.name == 'dashboard: abort' and t.join()\n"  # it has reported and will end soon
-    # a JupyterLab with the panel asks for it too
+    # where the panel is installed, a thread waits for it too
     "print([t.name for t in threading.enumerate() if 'dash' in t.name and t.name != 'dashboard: panel waits'])",
     "%fsdp stop",
 ]

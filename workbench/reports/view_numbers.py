@@ -53,6 +53,19 @@ class ViewReport(Report):
         return self.title
 
 
+@dataclass(frozen=True, kw_only=True)
+class WindowReport(ViewReport):
+    """Base of the numbers behind a figure of some steps.
+
+    Attributes:
+        first_step: first step; -1: no step has begun.
+        last_step: last step, included.
+    """
+
+    first_step: int
+    last_step: int
+
+
 def numbers(name: str, trace: Trace, **options: Any) -> ViewReport:  # noqa: ANN401 - of the view
     """Return the numbers behind the figure that :func:`workbench.views.draw` draws; it takes the same arguments.
 
@@ -138,17 +151,13 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryReport(ViewReport):
+class MemoryReport(WindowReport):
     """Bytes by class on each rank.
 
     Attributes:
-        first_step: first step; -1: no step has begun.
-        last_step: last step, included.
         ranks: all ranks, or the chosen one.
     """
 
-    first_step: int
-    last_step: int
     ranks: tuple[RankMemory, ...]
 
 
@@ -241,19 +250,15 @@ class RankTimeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelineReport(ViewReport):
+class TimelineReport(WindowReport):
     """What each rank did over time. Time at a breakpoint, and long idle time, is cut out as in the figure.
 
     Attributes:
-        first_step: first step; -1: no step has begun.
-        last_step: last step, included.
         clock: the clock of the times: of the host, of the host when it enqueued the work, or of the device.
         clock_error_ns: maximum error between times of different hosts; 0 for one host.
         ranks: all ranks, or the chosen one.
     """
 
-    first_step: int
-    last_step: int
     clock: ClockSource
     clock_error_ns: int
     ranks: tuple[RankTimeline, ...]
@@ -339,17 +344,13 @@ class RankStates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatesReport(ViewReport):
+class StatesReport(WindowReport):
     """Which unit is sharded, gathering, unsharded or reducing, over time.
 
     Attributes:
-        first_step: first step; -1: no step has begun.
-        last_step: last step, included.
         ranks: all ranks, or the chosen one.
     """
 
-    first_step: int
-    last_step: int
     ranks: tuple[RankStates, ...]
 
 

@@ -646,10 +646,13 @@ class Session:
         """
         self.drain()
         aborted = any(position.given_up for position in self._collector.positions.values())
-        left, idle = self._left(), self._is_idle()
-        if (left and not aborted) or not idle.wait(PATIENT_S):
+        left = self._left()
+        if left and not aborted:
+            raise UsageError(_left_sentence(left))
+        idle = self._is_idle()
+        if not idle.wait(PATIENT_S):
             if not aborted:
-                raise UsageError(_left_sentence(left or "a request of the previous notebook"))
+                raise UsageError(_left_sentence("a request of the previous notebook"))
             self._free_left(idle)
         return aborted
 

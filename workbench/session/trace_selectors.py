@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,11 +120,13 @@ class Opened:
         trace: the trace.
         notes: what it lacks, as sentences.
         recording: reads what the run writes from now on; None: the file or folder is no recording, which would grow.
+        is_live: whether the run of the recording still writes.
     """
 
     trace: Trace
     notes: tuple[str, ...] = ()
     recording: RecordingReader | None = None
+    is_live: bool = False
 
 
 def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> Opened:
@@ -158,7 +161,8 @@ def _opened_folder(folder: Path) -> Opened:
         return _of_tools(others)
     reader = RecordingReader(folder)
     recording = reader.read()
-    return Opened(trace=recording.trace, notes=recording.notes, recording=reader)
+    is_live = recording.is_alive(time.time_ns())
+    return Opened(trace=recording.trace, notes=recording.notes, recording=reader, is_live=is_live)
 
 
 def _of_tools(files: dict[file_formats.FileFormat, list[Path]]) -> Opened:
