@@ -203,7 +203,7 @@ def _check_size(number: int, where: str) -> None:
 
 
 def _expect(data: Any, kinds: tuple[Any, ...], where: str, texts: Sequence[str] = ()) -> None:  # noqa: ANN401
-    """Raise unless ``data`` is of exactly one of ``kinds`` (a bool is no int); ``texts`` would have done as well."""
+    """Raise unless ``data`` is of exactly one of ``kinds`` (a bool is no int); the error also lists ``texts``."""
     if not any(type(data) is kind for kind in kinds):
         named = [f"one of {', '.join(map(repr, texts))}"] * bool(texts)
         named += ["nothing" if kind is NoneType else kind.__name__ for kind in kinds]

@@ -146,7 +146,7 @@ def data_parallel():
     torch.manual_seed(0)
     model = DistributedDataParallel(make_blocks(2), bucket_cap_mb=0.001)
     losses = train(model, 2)
-    if c10d_calls.active is not None:  # the transport may tell after C++ has waited
+    if c10d_calls.active is not None:  # the transport may report an end after the wait in C++ has returned
         wait_until(c10d_calls.active.has_settled)
     return losses
 
@@ -200,7 +200,7 @@ def test_functional_collectives_are_seen_as_often_as_torch_counts_them():
         kinds[Kind.ALL_GATHER] += 1  # of the gradient, after the count
         begun = Counter(map(Kind, begins["kind"].tolist()))
         assert {kind: begun[kind] for kind in kinds} == kinds
-        if not HAS_HOOKS:  # with hooks, the transport may tell of an end after the watch
+        if not HAS_HOOKS:  # with hooks, the transport may report an end after the watch
             assert sorted(ends["comm_seq"].tolist()) == begins["comm_seq"].tolist()
         whole = 8 * 8 * 4
         assert whole in begins[begins["kind"] == Kind.ALL_GATHER]["num_bytes"].tolist()
