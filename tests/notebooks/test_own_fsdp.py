@@ -1,5 +1,7 @@
 """The notebook with an FSDP written by hand: as stored, and run on two ranks."""
 
+import re
+
 import pytest
 
 from tests.helpers.own_fsdp import FSDP, NOTEBOOK, source_of
@@ -36,7 +38,8 @@ def test_views_draw_it(ran):
     (comms,) = outputs_of(ran, "%fsdp comms")
     assert "all-gathers 9 of 9, reduce-scatters 5 of 5: as expected" in comms
     (memory,) = outputs_of(ran, "%fsdp memory")
-    assert "memory peaks at 1.20 MiB (backward of blocks.0)" in memory
+    # a transport may let go of a gradient later on one rank than on the other: then the title names a rank
+    assert re.search(r"memory( of rank \d)? peaks at 1.20 MiB \(backward of blocks.0\)", memory)
     (states,) = outputs_of(ran, "%fsdp states")
     assert "at most 2 of 5 units unsharded at once" in states
     (layout,) = outputs_of(ran, "%fsdp layout")
