@@ -1,0 +1,22 @@
+"""A fault of a model or a run: the verdict, what shows it, and what to type against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault. All texts are plain, without a full stop at the end.
+
+    Attributes:
+        rule: name of the check that found it, such as ``optimizer-before-shard``; scripts rely on it.
+        verdict: what is wrong, in one sentence.
+        evidence: what shows it, a phrase each: rank, unit, parameter, bytes, milliseconds.
+        fix: what to type: a line of code or an ``%fsdp`` line; empty if nothing that is typed helps.
+    """
+
+    rule: str
+    verdict: str
+    evidence: tuple[str, ...] = ()
+    fix: str = ""

@@ -1,0 +1,52 @@
+"""Reports that say what is wrong, the most important fault first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workbench.fault import Fault
+from workbench.reports.results import Report
+from workbench.views.theme import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultReport(Report):
+    """The faults that some checks found.
+
+    Attributes:
+        faults: the faults, the most important first.
+        num_checks: checks that could decide.
+        abstained: why other checks could not decide, naming the missing signal, a sentence each.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    num_checks: int
+    abstained: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The most important verdict, or that there is none."""
+        if not self.faults:
+            return f"no faults found by {plural(self.num_checks, 'check')}"
+        first, *others = self.faults
+        return f"{first.verdict} (and {plural(len(others), 'further fault')})" if others else first.verdict
+
+    @property
+    def problem(self) -> str:
+        """The headline, if there is a fault."""
+        return self.headline if self.faults else ""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return evidence and fix of each fault, and which checks could not decide."""
+        first, *others = self.faults or (None,)
+        found = [] if first is None else list(_proof(first))
+        for other in others:
+            found += [("also", other.verdict), *_proof(other)]
+        return [*found, *(("not checked", reason) for reason in self.abstained)]
+
+
+def _proof(fault: Fault) -> Iterator[tuple[str, str]]:
+    yield from (("evidence", text) for text in fault.evidence)
+    if fault.fix:
+        yield "fix", fault.fix
