@@ -10,6 +10,7 @@ from workbench.events import Kind, unit_words
 from workbench.fault import Fault
 from workbench.replay.grouping import label
 from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
+from workbench.reports.fault_report import cause_html, cause_lines
 from workbench.reports.results import Report
 from workbench.reports.stall_cause import stall_cause
 from workbench.reports.stop_positions import event_words, unit_names
@@ -195,16 +196,13 @@ class RunWhereReport(Report):
         ]
 
     def __str__(self) -> str:
-        found = [*self._cause_lines(), *self.table().lines(), *self._more()]
+        found = [*cause_lines(self.cause), *self.table().lines(), *self._more()]
         return "\n".join([self.headline, *(f"  {line}" for line in found)])
-
-    def _cause_lines(self) -> list[str]:
-        return [] if self.cause is None else [f"cause: {self.cause.verdict}", *map(": ".join, self.cause.facts())]
 
     def _repr_html_(self) -> str:
         more = html.escape("\n".join(self._more()))
         below = f'<pre style="overflow-x:auto">{more}</pre>' if more else ""
-        cause = "".join(f"<br>{html.escape(line)}" for line in self._cause_lines())
+        cause = cause_html(self.cause)
         return f"<div><strong>{html.escape(self.headline)}</strong>{cause}{self.table().html()}{below}</div>"
 
     def _more(self) -> list[str]:
