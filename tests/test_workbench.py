@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.fake_cluster import (
+    LINT_RESULT,
     SHARD_RESULT,
     FakeCluster,
     blocks,
@@ -962,3 +963,21 @@ def test_a_mesh_of_hosts_reaches_the_ranks_as_numbers(wb):
         with pytest.raises(UsageError, match="not today"):
             bench.shard("model", mesh="hosts")
         assert [entry[1].mesh for entry in fake.log if entry[0] == "execute"] == [(2, 2)]
+
+
+def test_lint_reports_what_the_ranks_find(trained):
+    fault = {"rule": "unsplit-unit", "verdict": "one unit", "evidence": ["9 B"], "fix": "%fsdp reshard"}
+    trained.fake.script["lint"] = gives({**LINT_RESULT, "faults": [fault]})
+    report = trained.lint("model")
+    assert (report.models, report.problem) == (("model",), "one unit")
+    assert report.facts() == [("evidence", "9 B"), ("fix", "%fsdp reshard")]
+
+
+def test_lint_needs_a_sharded_model_that_is_there_and_idle_ranks(trained):
+    with pytest.raises(UsageError, match="no rank has a model named 'modle'"):
+        trained.lint("modle")
+    trained.fake.script["step"] = computes
+    trained.step(background=True)
+    with pytest.raises(UsageError, match="runs in the background: %fsdp pause stops inside it, %fsdp abort aborts it"):
+        trained.lint()
+    trained.abort()

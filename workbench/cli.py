@@ -1,4 +1,4 @@
-"""The command ``workbench`` with its subcommands ``demo``, ``lab``, ``doctor``, ``view`` and ``where``.
+"""The command ``workbench`` with its subcommands ``demo``, ``lab``, ``doctor``, ``lint``, ``view`` and ``where``.
 
 Each subcommand imports its modules only when it runs.
 """
@@ -31,12 +31,17 @@ _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of ju
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a stalled run, 2: wrong usage."""
     parser, parser_of = _parsers()
-    args, rest = parser.parse_known_args(argv)
-    if rest and args.word != "lab":
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if given[:1] == ["lint"] and "--" in given else len(given)
+    args, rest = parser.parse_known_args(given[:end])
+    rest += given[end + 1 :]
+    if rest and args.word not in {"lab", "lint"}:
         parser_of[args.word].error(f"unknown argument {rest[0]!r}")
     try:
         if args.word == "lab":
             return _lab(rest)
+        if args.word == "lint":
+            return _lint(args, rest)
         return _COMMANDS[args.word](args)
     except WorkbenchError as error:
         return _fail(args, error, 1)
@@ -99,6 +104,11 @@ _LAB = f"""\
 Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Without a clone of the repository, the tour is
 first copied into the current directory, unless it is there already. Further arguments go to JupyterLab, such as
 --port 9000 or --no-browser; with --ServerApp.root_dir FOLDER the tour is copied into FOLDER."""
+_LINT = """\
+Run a training script on CPU ranks of this machine, unchanged, as torchrun would; then check each sharded model that a
+variable of the script holds, as %fsdp lint does. Arguments that are not listed here go to the script, and so does
+everything after --. The exit status is 0 if nothing was found, 1 if there are faults, and 2 if nothing could be
+checked: the script failed, or holds no sharded model."""
 _VIEW = """\
 Write a trace file, or the recording in a folder, as a page that replays it in any browser. Profiles of torch.profiler
 and dumps of the Flight Recorder are read too: a file, a folder with one for each rank, or a pattern in quotes, such as
@@ -116,12 +126,17 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser = argparse.ArgumentParser(prog="workbench", description="See, debug and teach sharded training.")
     parser.set_defaults(json=False)
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
-    words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor | view | where")
+    words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor | lint | view | where")
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
     words.add_parser("lab", description=_LAB, help="open the tour in JupyterLab; further arguments go to JupyterLab")
     about = "check the installation, train on two ranks, and say how to repair it"
     words.add_parser("doctor", description=_DOCTOR, help=about)
+    about = "run a script on CPU ranks, and check how its models are sharded"
+    lint = words.add_parser("lint", description=_LINT, help=about, allow_abbrev=False)
+    lint.add_argument("script", help="the training script; further arguments are the script's")
+    lint.add_argument("-n", "--num-ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    lint.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     view = words.add_parser("view", description=_VIEW, help="write a trace or a recording as a page")
     view.add_argument("trace", help="a trace file, the folder of a recording, or files of a profiler")
     view.add_argument("--out", metavar="FILE", help="the page to write (default: the trace's name, with .html)")
@@ -188,6 +203,24 @@ def _doctor(args: argparse.Namespace) -> int:
         verdict = "All checks passed." if found.is_well else "Some checks failed: see the lines marked BAD."
         sys.stdout.write(f"\n{verdict}\n")
     return 0 if found.is_well else 1
+
+
+def _lint(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    from workbench import lint_script  # noqa: PLC0415 - loaded when used
+    from workbench.session.outputs import text_of  # noqa: PLC0415
+
+    def show(output: Any) -> None:  # noqa: ANN401 - an Output, whose module is loaded when used
+        sys.stderr.write(text_of([output]))
+
+    try:
+        report = lint_script.run(args.script, rest, module=args.module, num_ranks=args.num_ranks, on_output=show)
+    except WorkbenchError as error:
+        return _fail(args, error, 2)
+    if args.json:
+        _write_document(args, report)
+    else:
+        sys.stdout.write(f"{report}\n")
+    return int(bool(report.faults))
 
 
 def _view(args: argparse.Namespace) -> int:

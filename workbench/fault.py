@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from workbench.events import unit_words
+
+_MAX_LISTED = 12  # names in a sentence
+_MAX_LETTERS = 80  # characters of one name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,3 +30,58 @@ class Fault:
     def facts(self) -> list[tuple[str, str]]:
         """Return the evidence and the fix as (name, text), in display order."""
         return [*(("evidence", text) for text in self.evidence), *([("fix", self.fix)] if self.fix else [])]
+
+    @property
+    def sentence(self) -> str:
+        """Verdict and fix, for a note in another report."""
+        return ". ".join(filter(None, (self.verdict, self.fix)))
+
+    def about(self, names: Sequence[str]) -> Fault:
+        """Return the fault with ``{names}`` in its texts replaced by a list of these, and ``{first}`` by the first."""
+
+        def filled(text: str) -> str:
+            return text.replace("{names}", listed(names)).replace("{first}", names[0])
+
+        return replace(self, verdict=filled(self.verdict), fix=filled(self.fix))
+
+
+def listed(paths: Sequence[str]) -> str:
+    """Return the names of units or parameters as a list in text; shortens long lists and long names in the middle."""
+    names = [unit_words(path) for path in paths]
+    if len(names) > _MAX_LISTED:
+        names = [*names[: _MAX_LISTED - 2], f"... {len(names) - _MAX_LISTED + 1} more ...", names[-1]]
+    half = _MAX_LETTERS // 2
+    return ", ".join(n if len(n) <= _MAX_LETTERS else f"{n[:half]}...{n[3 - half :]}" for n in names)
+
+
+# ---- state of a sharded model that no engine manages
+
+
+def in_no_unit(model: str, params: Sequence[str]) -> Fault:
+    """Return the fault that trained ``params`` of ``model`` (its variable; empty: unknown) are in no unit."""
+    return Fault(
+        rule="in-no-unit",
+        verdict="in no unit, so their gradients are not averaged: {names}",
+        fix=f"After backward, for each: p = {model or 'model'}.get_parameter('{{first}}'); "
+        "torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, or unshard and shard again "
+        "without --ignore",
+    ).about(params)
+
+
+def hook_never_called(params: Sequence[str]) -> Fault:
+    """Return the fault that sharded ``params`` have a ``register_hook``, which is never called."""
+    return Fault(
+        rule="hook-never-called",
+        verdict="register_hook is never called on a sharded parameter: {names}",
+        fix="Use register_post_accumulate_grad_hook",
+    ).about(params)
+
+
+def buffers_differ(model: str) -> Fault:
+    """Return the fault that buffers of ``model`` differ between ranks; :meth:`Fault.about` names them."""
+    return Fault(
+        rule="buffers-differ",
+        verdict="buffers differ between ranks: {names}",
+        fix=f"If they should not, for each: torch.distributed.broadcast({model or 'model'}.get_buffer('{{first}}'), "
+        "0); after to_empty they are uninitialised until set",
+    )

@@ -23,6 +23,7 @@ from workbench import reports
 from workbench.codec import NotFinite, hints_of
 from workbench.demo import DemoReport
 from workbench.doctor import Diagnosis
+from workbench.reports.fault_report import FaultReport
 from workbench.reports.json_document import VERSION, ErrorFacts, members, schema_path
 from workbench.reports.results import Report, UntilReport
 from workbench.reports.view_numbers import ViewReport, WindowReport
@@ -46,6 +47,7 @@ def report_types() -> list[type]:
     for module in pkgutil.iter_modules(reports.__path__, f"{reports.__name__}."):
         importlib.import_module(module.name)
     found = {kind for kind in _subclasses(Report) if kind.__module__.startswith("workbench.")} - {
+        FaultReport,
         ViewReport,
         WindowReport,
         UntilReport,

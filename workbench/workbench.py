@@ -35,6 +35,7 @@ from workbench.protocol.commands import (
     Command,
     Evaluate,
     Inspect,
+    Lint,
     Reshard,
     Run,
     Shard,
@@ -49,6 +50,7 @@ from workbench.replay.units import collectives_words, unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
 from workbench.reports.failures import losses_in_words
+from workbench.reports.lint_report import LintReport
 from workbench.reports.pause_results import (
     BackgroundReport,
     BackReport,
@@ -711,6 +713,7 @@ class Workbench:
     reshard = on_ranks(Reshard, ReshardReport)
     unshard = on_ranks(Unshard, UnshardReport)
     verify = on_ranks(Verify, VerifyReport)
+    lint = on_ranks(Lint, LintReport)
 
     def step(
         self,

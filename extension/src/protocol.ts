@@ -464,6 +464,8 @@ export interface Reshard extends Sharding {
 
 export interface Unshard { readonly word: "unshard"; readonly model: string; }
 
+export interface Lint { readonly word: "lint"; readonly model?: string; }
+
 export interface Step {
   readonly word: "step";
   readonly count?: number;
@@ -598,8 +600,8 @@ export type ViewAnswer =
   | FeedUpdate | MomentReply | WindowDetail | ButtonResult | Refused;
 
 export type Command =
-  | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Unshard | Step | Run
-  | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back | Verify
+  | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Unshard | Lint | Step
+  | Run | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back | Verify
   | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms | DrawTraining | Compare
   | Export | Open | History | Help;
 

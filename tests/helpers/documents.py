@@ -1,6 +1,7 @@
 """The documents as data: tables, code blocks and links of README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.
 
-``python -m tests.helpers.documents`` writes the tables of commands that :data:`COMMAND_TABLES` lists.
+``python -m tests.helpers.documents`` writes the tables of commands that :data:`COMMAND_TABLES` lists, and that of the
+rules of ``lint``.
 """
 
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 from tests.helpers.package_source import REPO
 from workbench.magics import command_lines
 from workbench.protocol.commands import Command, summary
+from workbench.runtime.lint_rules import rules
+from workbench.runtime.lint_target import Damage
 
 README = REPO / "README.md"
 
@@ -98,9 +101,27 @@ def command_rows(first_column: str) -> list[list[str]]:
     return [[f"`%fsdp {word.example}`", description(word)] for word in command_lines.WORDS.values()]
 
 
+RULE_TABLE = "rule", REPO / "docs" / "commands.md"
+"""First column and document of the table of the rules of ``lint``."""
+
+
+def rule_rows() -> list[list[str]]:
+    """Return the rows of that table: each rule, what its faults cost, and what it finds."""
+    return [[f"`{rule.name}`", _COSTS[rule.damage], rule.about] for rule in rules()]
+
+
+_COSTS = {
+    Damage.NUMBERS: "wrong results",
+    Damage.STOPS: "an error or a hang",
+    Damage.MEMORY: "memory",
+    Damage.SPEED: "time",
+}
+
+
 def _write_tables() -> None:
-    for first_column, (path, _) in COMMAND_TABLES.items():
-        rows = "".join(f"| {' | '.join(row)} |\n" for row in command_rows(first_column))
+    tables = [(first, path, command_rows(first)) for first, (path, _) in COMMAND_TABLES.items()]
+    for first_column, path, found in (*tables, (*RULE_TABLE, rule_rows())):
+        rows = "".join(f"| {' | '.join(row)} |\n" for row in found)
         before, title, rest = re.split(rf"(^\| {first_column} \|.*\n\|---.*\n)", path.read_text("utf-8"), flags=re.M)
         after = re.sub(r"\A(\|.*\n)*", "", rest)
         path.write_text(before + title + rows + after, encoding="utf-8")

@@ -21,9 +21,9 @@ from workbench.protocol.commands import (
     Run,
     RunReply,
     Step,
-    UnmanagedState,
     from_dict,
 )
+from workbench.protocol.lint_reply import LintReply
 from workbench.protocol.rank_messages import (
     CellLine,
     Drain,
@@ -534,9 +534,10 @@ def step_result(steps: int) -> dict[str, Any]:
     }
 
 
+LINT_RESULT = encode(LintReply(models=("model",), rules=("unsplit-unit",)))
 SHARD_RESULT = {
     "model": "model",
-    "unmanaged": encode(UnmanagedState()),
+    "lint": encode(LintReply()),
     "units": ["blocks.0", "blocks.1", "(root)"],
     "num_params": 10,
     "num_elements": 1000,

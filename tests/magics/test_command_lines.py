@@ -178,6 +178,7 @@ EXPANDED = {
     "shard": ("shard {m} --prefetch {n}", "prefetch", 3),
     "reshard": ("reshard {m}", "model", "net"),
     "unshard": ("unshard {m}", "model", "net"),
+    "lint": ("lint {m}", "model", "net"),
     "step": ("step {n} --fn {m}", "count", 3),
     "run": ("run {m}.py --lr {n}", "args", ("--lr", "3")),
     "next": ("next {w}", "what", "unit"),

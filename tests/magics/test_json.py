@@ -5,7 +5,17 @@ import json
 import pytest
 
 from tests.helpers import json_schema
-from tests.helpers.fake_cluster import SHARD_RESULT, blocks, gives, inside, prints, raises, step_result, writes
+from tests.helpers.fake_cluster import (
+    LINT_RESULT,
+    SHARD_RESULT,
+    blocks,
+    gives,
+    inside,
+    prints,
+    raises,
+    step_result,
+    writes,
+)
 from tests.reports.test_inspect_table import FOUND
 from tests.test_cli import record
 from workbench.cluster.pending_replies import Output
@@ -41,6 +51,7 @@ def trained(notebook):
     notebook.fake.script |= {
         "shard": gives(SHARD_RESULT),
         "reshard": gives(SHARD_RESULT),
+        "lint": gives(LINT_RESULT),
         "unshard": gives(encode(UnshardReply(model="model", num_params=2, optimizers=1))),
         "verify": gives(encode(VERIFIED)),
         "step": notebook.fake.trains(3),
@@ -68,6 +79,7 @@ IDLE = {
     "shard model --wrap Block": "ShardReport",
     "reshard model --mp bf16": "ReshardReport",
     "unshard model": "UnshardReport",
+    "lint": "LintReport",
     "step 3": "StepReport",
     "step 3 --background": "BackgroundReport",
     "break add forward:blocks.0 --rank 2 --when 'num_bytes > 1'": "BreakReport",

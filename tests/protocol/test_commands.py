@@ -154,7 +154,7 @@ MP = (
     "bf16, fp16, fp32, fp64; got "
 )
 NEAR_MONTH = ", ".join(nearest("month", EVENTS))
-KNOWN = "; known: shard, reshard, unshard, step, run, verify"
+KNOWN = "; known: shard, reshard, unshard, lint, step, run, verify"
 FREES = (
     "reshard_after_forward is for --api fully_shard; with classic give --strategy full, which frees full "
     "parameters after forward, or grad, which keeps them"
@@ -390,7 +390,7 @@ def test_of_a_command_it_is_declared_who_runs_it_and_what_is_answered():
     assert (Step.word, Step.example, Step.method, Step.on_ranks, Step.reply) == ("step", "step 40", "", True, StepReply)
     assert (Pause.on_ranks, Pause.reply, Pause.looks) == (False, NoneType, False)
     assert (Cell.word, Cell.on_ranks) == ("%%fsdp", False)
-    assert list(ON_RANKS) == ["shard", "reshard", "unshard", "step", "run", "verify"]
+    assert list(ON_RANKS) == ["shard", "reshard", "unshard", "lint", "step", "run", "verify"]
     assert summary(Pause) == "stop all ranks at the same event of the running step"
 
 

@@ -6,13 +6,11 @@ from workbench.replay.units import (
     by_number,
     collectives_words,
     differing,
-    listed,
     model_order,
     seen_words,
     unit_name,
     unmanaged_notes,
     unmanaged_sentences,
-    unmanaged_words,
 )
 from workbench.trace.schema import BufferSum, Header, RankInfo
 
@@ -44,15 +42,6 @@ def test_units_are_ordered_by_name_below_their_root():
     names = ["blocks.10", "blocks.2", "an.encoder"]
     rootless = tuple(replace(unit, name=name, root=-1) for unit, name in zip(header.units, names, strict=True))
     assert model_order(replace(header, units=rootless)) == [2, 1, 0]
-
-
-def test_a_long_list_and_a_long_name_are_cut_in_the_middle():
-    assert listed(["a", ""]) == "a, (root)"
-    assert listed([f"p{i}" for i in range(12)]).count(", ") == 11
-    assert listed([f"p{i}" for i in range(20)]).endswith("p9, ... 9 more ..., p19")
-    assert [len(listed(["x" * number])) for number in (80, 81, 500)] == [80, 80, 80]
-    assert listed(["a" * 60 + "b" * 60]) == "a" * 40 + "..." + "b" * 37
-    assert "p9, ... 9 more ..., p19. After backward" in unmanaged_words("model", [f"p{i}" for i in range(20)])
 
 
 def test_buffers_differ_where_ranks_that_have_them_hold_other_bytes():

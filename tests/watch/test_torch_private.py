@@ -4,10 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.watched import make_blocks, shard_by_torch
 from tests.watch.test_flat_params import wrapped
 from workbench.watch import _torch_private as _torch
@@ -102,6 +105,7 @@ def test_handles_of_wrappers():
 
 def handles():
     model = wrapped("FULL_SHARD")
+    assert {_torch.flat_full_of(handle) for _, handle in _torch.handles_below(model)} == {None}  # before a forward
     model(torch.randn(1, 16)).sum().backward()
     found = dict(_torch.handles_below(model))
     assert list(found) == ["", "0", "1", "2", "3"]
@@ -116,6 +120,8 @@ def handles():
     assert {facts.dtype, facts.compute_dtype, facts.reduce_dtype} == {torch.float32}
     assert _torch.will_gather(handle)
     assert _torch.flat_full_of(handle) is None
+    assert _torch.ranks_of_handle(handle) == ((0, 1), (dist.get_rank(),))
+    assert _torch.module_of_handle(handle) is model.module[0].module
     assert _torch.flat_grad_of(handle) is None
     assert _torch.flat_sharded_grad_of(handle).shape == _torch.flat_shard_of(handle).shape == (numel // 2,)
     assert _torch.shard_rank_of(handle) == dist.get_rank()
@@ -127,6 +133,27 @@ def handles():
     wrapper = next(each for each in model.modules() if getattr(each, "_handle", None) is handle)
     assert wrapper.process_group is new
     assert _torch.clean("_fsdp_wrapped_module.0._fsdp_wrapped_module._checkpoint_wrapped_module.2") == "0.2"
+
+
+def test_ranks_and_checkpoints_of_groups():
+    run_ranks(4, ranks_of_groups)
+
+
+@ignoring_warnings(*NO_SHARD)
+def ranks_of_groups():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, rank = make_blocks(2), dist.get_rank()
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[1])
+    found = [_torch.ranks_of_group(group) for _, group in _torch.groups_below(model)]
+    assert found == [(((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]), ((0, 1, 2, 3), (rank,))]
+    block, model[1] = model[1], checkpoint_wrapper(model[1])
+    assert list(_torch.checkpoint_wrappers_below(model)) == [("1", block)]
+    hybrid = wrapped("HYBRID_SHARD", shape=(2, 2))
+    ((_, handle), *_) = _torch.handles_below(hybrid)
+    assert _torch.ranks_of_handle(handle) == found[0]
+    ((_, handle), *_) = _torch.handles_below(wrapped("NO_SHARD"))
+    assert _torch.ranks_of_handle(handle) == ((rank,), (0, 1, 2, 3))
 
 
 def replicas():

@@ -35,6 +35,7 @@ from workbench.protocol.arguments import (
     without_variables,
 )
 from workbench.protocol.breakpoints import UNTIL, Breakpoint, read_event
+from workbench.protocol.lint_reply import LintReply
 from workbench.protocol.policy import (
     APIS,
     CLASSIC,
@@ -421,13 +422,13 @@ class ShardReply(ModelSharding):
     Attributes:
         bytes_at_rest: bytes of parameters that the rank keeps between steps, padding included.
         optimizers: number of optimizers that use its parameters.
-        unmanaged: state that the engine does not manage.
+        lint: what the rules of ``lint`` find.
         is_changed: whether the command changed anything.
     """
 
     bytes_at_rest: int
     optimizers: int
-    unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
+    lint: LintReply = field(default_factory=LintReply)
     is_changed: bool = True
 
 
@@ -531,6 +532,27 @@ class Unshard(Command):
 
     def __post_init__(self) -> None:
         _check_model(self.model)
+
+
+@command(
+    "lint",
+    more="`lint model`: only this model; `workbench lint train.py -n 2`: a script, with an exit status",
+    reply=LintReply,
+)
+class Lint(Command):
+    """Check sharded models without running them: optimizers, dtypes, units, meshes, buffers, data; name each fix.
+
+    Raises:
+        ValueError: ``model`` is not the name of one.
+    """
+
+    model: str = argument(
+        "sharded model (default: all)", default="", kw_only=False, metavar="MODEL", completes="modules"
+    )
+
+    def __post_init__(self) -> None:
+        if self.model:
+            _check_model(self.model)
 
 
 # ---- training, and stopping inside of it

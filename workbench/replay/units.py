@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from workbench.events import OWN_ENGINE, TORCH_DDP, Unit, unit_words
+from workbench.fault import buffers_differ, hook_never_called, in_no_unit
 from workbench.trace.schema import Header
-
-_MAX_LISTED = 12  # names in a sentence
-_MAX_LETTERS = 80  # characters of one name
 
 
 def unit_name(header: Header, unit: int) -> str:
@@ -19,15 +17,6 @@ def unit_name(header: Header, unit: int) -> str:
     if 0 <= unit < len(header.units):
         return unit_words(header.units[unit].name)
     return f"unit {unit}"
-
-
-def listed(paths: Sequence[str]) -> str:
-    """Return the names of units or parameters as a list in text; shortens long lists and long names in the middle."""
-    names = [unit_words(path) for path in paths]
-    if len(names) > _MAX_LISTED:
-        names = [*names[: _MAX_LISTED - 2], f"... {len(names) - _MAX_LISTED + 1} more ...", names[-1]]
-    half = _MAX_LETTERS // 2
-    return ", ".join(n if len(n) <= _MAX_LETTERS else f"{n[:half]}...{n[3 - half :]}" for n in names)
 
 
 def engine_words(header: Header) -> str:
@@ -58,33 +47,6 @@ def unseen_words(header: Header) -> str:
     )
 
 
-def unmanaged_words(model: str, params: Sequence[str]) -> str:
-    """Return the note that ``params`` of ``model`` (its variable; empty: unknown) are in no unit, and what to do."""
-    first = f"{model or 'model'}.get_parameter({params[0]!r})"
-    return (
-        f"in no unit, so their gradients are not averaged: {listed(params)}. After "
-        f"backward, for each: p = {first}; torch.distributed.all_reduce(p.grad); p.grad /= world_size. Or freeze them, "
-        "or unshard and shard again without --ignore"
-    )
-
-
-def hooks_words(params: Sequence[str]) -> str:
-    """Return the note that a ``register_hook`` on sharded ``params`` is never called, and what to use instead."""
-    return (
-        f"register_hook is never called on a sharded parameter: {listed(params)}. Use "
-        "register_post_accumulate_grad_hook"
-    )
-
-
-def buffers_words(model: str, buffers: Sequence[str]) -> str:
-    """Return the note that ``buffers`` of ``model`` (see :func:`unmanaged_words`) differ between ranks, and a fix."""
-    first = f"{model or 'model'}.get_buffer({buffers[0]!r})"
-    return (
-        f"buffers differ between ranks: {listed(buffers)}. If they should not, for each: "
-        f"torch.distributed.broadcast({first}, 0); after to_empty they are uninitialised until set"
-    )
-
-
 def differing(by_rank: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
     """Return the buffers that differ between the ranks that have them, given their checksums on each rank."""
     sums: dict[str, set[int]] = {}
@@ -107,14 +69,14 @@ def unmanaged_sentences(
     """Return a sentence for the parameters of each model, one for all hooks, and one for the buffers of each model.
 
     Args:
-        params: parameters in no unit, by model (see :func:`unmanaged_words`); a model's list may be empty.
+        params: parameters in no unit, by the model's variable (empty: unknown); a model's list may be empty.
         hooks: sharded parameters with a hook that is never called.
         buffers: buffers that differ between ranks, by model likewise.
     """
     return (
-        *(unmanaged_words(model, names) for model, names in params.items() if names),
-        *([hooks_words(hooks)] if hooks else []),
-        *(buffers_words(model, names) for model, names in buffers.items() if names),
+        *(in_no_unit(model, names).sentence for model, names in params.items() if names),
+        *([hook_never_called(hooks).sentence] if hooks else []),
+        *(buffers_differ(model).about(names).sentence for model, names in buffers.items() if names),
     )
 
 

@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 from workbench.events import TORCH_DDP, Unit, unit_words
+from workbench.fault import listed
 from workbench.protocol.commands import (
     Command,
     ModelSharding,
@@ -36,12 +37,14 @@ from workbench.protocol.commands import (
     VerifyReply,
     registered,
 )
+from workbench.protocol.lint_reply import LintReply
 from workbench.protocol.policy import policy_words
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.grouping import by_value, label, ranges
 from workbench.replay.shards import totals, unit_shards
-from workbench.replay.units import by_number, differing, listed, unmanaged_sentences, unseen_words
+from workbench.replay.units import by_number, differing, unmanaged_sentences, unseen_words
 from workbench.reports.clock_text import clock_words
+from workbench.reports.lint_faults import lint_faults
 from workbench.reports.stop_positions import live_units
 from workbench.trace.schema import Header, HostClock
 from workbench.views import VIEWS
@@ -709,8 +712,17 @@ def _sharded(by_rank: Sequence[ShardReply]) -> dict[str, Any]:
     first = by_rank[0]
     same = {name: getattr(first, name) for name in ("model", "num_params", "num_elements", "bytes_unsharded")}
     at_rest = tuple(sharded.bytes_at_rest for sharded in by_rank)
-    notes = _notes(first.model, [sharded.unmanaged for sharded in by_rank])
+    notes = _lint_notes(first.model, [sharded.lint for sharded in by_rank])
     return same | {"units": first.units, "policy": first.policy, "bytes_at_rest": at_rest, "notes": notes}
+
+
+def _lint_notes(model: str, by_rank: Sequence[LintReply]) -> tuple[str, ...]:
+    """Return the note that a sharded model has faults: the most important one with its fix, and how many more."""
+    first, *others = lint_faults(by_rank) or (None,)
+    if first is None:
+        return ()
+    more = f". {plural(len(others), 'further fault')}: %fsdp lint {model}" if others else ""
+    return (f"{first.sentence}{more}",)
 
 
 def _notes(model: str, by_rank: Sequence[UnmanagedState]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from workbench.events import Unit
 from workbench.protocol.commands import Command, Shard, registered
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.recorder import Recorder
+from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.trainer import Trainer
 from workbench.watch import Watch
 
@@ -19,6 +20,7 @@ class RankContext(Protocol):
     groups: ProcessGroups
     recorder: Recorder
     trainer: Trainer
+    scripts: ScriptRunner
     watch: Watch
 
     def account_optimizers(self) -> None:

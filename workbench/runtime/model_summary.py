@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torchs
 from torch.distributed.tensor import DTensor
 
+from workbench.engine import FSDPModule
 from workbench.engine._torch import has_grad_hooks
+from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.fsdp_state import roots_below, state_of, states_below, units_of
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.root_checks import clean, full_name, names_below
@@ -41,7 +44,6 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
         + sum(size.num_bytes for size in sizes if not size.is_managed),
         policy=tuple(policy_words(infos, prefetch)),
         optimizers=optimizers,
-        unmanaged=unmanaged_in(model),
     )
 
 
@@ -241,3 +243,11 @@ def bytes_at_rest(param: Param) -> int:
     """Return the bytes of one shard, including padding."""
     others = (size for dim, size in enumerate(param.shape) if dim != param.shard_dim)
     return param.padded_rows * math.prod(others) * param.itemsize
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's own class, even if ``fully_shard`` replaced its class or a wrapper holds it."""
+    if isinstance(module, (FullyShardedDataParallel, torchs.FullyShardedDataParallel)):
+        return class_name(module.module)
+    made = (FSDPModule, torchs.FSDPModule)
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, made))

@@ -51,6 +51,7 @@ from workbench.protocol.starting import Boot, Connect, ConnectReply
 from workbench.runtime import shard_planning, sharding, text_bars, tracebacks
 from workbench.runtime.command_handlers import DOES, does
 from workbench.runtime.distributed import ProcessGroups
+from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.flush_before_hold import FlushBeforeHold
 from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.model_summary import outermost
@@ -78,6 +79,7 @@ class RankRuntime:
         trainer: runs its steps.
         scripts: runs its scripts.
         watch: watches models that torch shards, and every collective of c10d.
+        emptied: marks the tensors that ``to_empty`` makes.
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
         commands: number of commands it has begun.
@@ -89,6 +91,7 @@ class RankRuntime:
     trainer: Trainer
     scripts: ScriptRunner
     watch: Watch
+    emptied: EmptiedTensors
     hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
     commands: int = 0
@@ -266,7 +269,8 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     text_bars.install()
     _look_after_cells()
     scripts = ScriptRunner(process_groups, recorder, trainer)
-    _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, Watch().begin(), hooks)
+    emptied = EmptiedTensors().install()
+    _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, Watch().begin(), emptied, hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
 
@@ -365,6 +369,7 @@ def shutdown() -> None:
     if _runtime is not None:
         _runtime.gate.uninstall()
         _runtime.watch.end()
+        _runtime.emptied.remove()
         for hook in _runtime.hooks:  # the process may become another rank
             hook.remove()
         _runtime.groups.leave()

@@ -62,6 +62,9 @@ class ScriptRunner:
         groups: the rank's process groups.
         recorder: the rank's recorder.
         trainer: sees the steps of the script's loop.
+
+    Attributes:
+        programs: code of the script that ran last; empty without one.
     """
 
     def __init__(self, groups: ProcessGroups, recorder: Recorder, trainer: Trainer) -> None:
@@ -70,6 +73,7 @@ class ScriptRunner:
         self._names: set[str] = set()
         self._hidden: dict[str, Any] = {}
         self._group_names: set[str] = set()
+        self.programs: tuple[CodeType, ...] = ()
 
     def run(self, command: Run) -> RunReply:
         """Run a script.
@@ -89,6 +93,7 @@ class ScriptRunner:
             with as_under_torchrun((command.script, *command.args), folder, self._groups):
                 self._forget_modules(folder)
                 program = _load_module(command.script) if command.module else self._load(command.script)
+                self.programs = (program.code,)
                 if command.module:
                     sys.argv[0] = program.code.co_filename
                 namespace.update(program.names)

@@ -33,7 +33,7 @@ from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.policy import CLASSIC, STRATEGIES
 from workbench.protocol.rank_messages import ModelInfo, WrapClass
 from workbench.runtime import sharding, torch_sharding
-from workbench.runtime.model_summary import sizes_of
+from workbench.runtime.model_summary import class_name, sizes_of
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
 
 Watched = Callable[[nn.Module], Sequence[Unit]]
@@ -55,7 +55,7 @@ def _model(name: str, model: nn.Module, watched: Watched) -> ModelInfo:
     ordered = sorted(counts, key=lambda own: (-elements[own], own))
     return ModelInfo(
         name=name,
-        class_name=sharding.class_name(model),
+        class_name=class_name(model),
         is_sharded=bool(states_below(model)),
         num_params=len(sizes),
         num_elements=sum(size.numel for size in sizes),

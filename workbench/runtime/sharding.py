@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp as torchs
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine import (
@@ -54,15 +53,15 @@ from workbench.protocol.policy import (
     policy_words,
 )
 from workbench.protocol.rank_messages import ModelPolicy
-from workbench.runtime import classic_wrapping, torch_sharding
+from workbench.runtime import classic_wrapping, lint, torch_sharding
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.model_summary import (
     bytes_at_rest,
+    class_name,
     describe,
     describe_units,
     sizes_of,
     unit_infos,
-    unmanaged_in,
 )
 from workbench.runtime.namespace import exchange, find_module, lookup, module_names, optimizers_of, rebind
 from workbench.watch import is_sharded_by_torch
@@ -95,7 +94,13 @@ def shard(command: Shard, rank: RankContext) -> ShardReply:
         sharded = _described(command, _shard(command, mesh, model, inner, ignored))
     gc.collect()  # a model that this one replaces is a reference cycle
     rank.recorder.note_gone()
+    sharded = _linted(sharded, rank)
     return sharded if command.wrap else replace(sharded, chosen=tuple(sorted({class_name(each) for each in inner})))
+
+
+def _linted(reply: ShardReply, rank: RankContext) -> ShardReply:
+    """Return the reply with what the rules of ``lint`` find in its model."""
+    return replace(reply, lint=lint.checked({reply.model: find_module(reply.model)}, rank, after_shard=True))
 
 
 def _shard(
@@ -122,7 +127,7 @@ def _shard(
 def _shard_by_torch(command: Shard, rank: RankContext, chosen: torch_sharding.Chosen) -> ShardReply:
     """Shard a plain model with torch's own FSDP; if it is refused, the model is unchanged."""
     plan = rank.plan(command)  # refuses what torch may take, such as a parameter tied to one of another unit
-    sizes, unmanaged = sizes_of(chosen.model), unmanaged_in(chosen.model)
+    sizes = sizes_of(chosen.model)
     ignored = chosen.ignored_names
     left_out = [size for size in sizes if set(size.names) & ignored]
     optimizers = optimizers_of(chosen.model)
@@ -140,7 +145,6 @@ def _shard_by_torch(command: Shard, rank: RankContext, chosen: torch_sharding.Ch
         + sum(size.num_bytes for size in left_out),
         policy=tuple(policy_words(units, command.prefetch)),
         optimizers=len(optimizers),
-        unmanaged=replace(unmanaged, params=tuple(name for name in unmanaged.params if name in ignored), hooks=()),
     )
 
 
@@ -192,6 +196,12 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
 
 @does(Reshard)
 def reshard(command: Reshard, rank: RankContext) -> ShardReply:
+    """Do as :func:`_reshard`, and check a model that it has changed; collective."""
+    done = _reshard(command, rank)
+    return _linted(done, rank) if done.is_changed and "." not in command.model else done
+
+
+def _reshard(command: Reshard, rank: RankContext) -> ShardReply:
     """Give a sharded model another policy or API, or one of its units another policy; collective.
 
     Optimizers and their state are carried over.
@@ -752,14 +762,6 @@ def possible_units(model: nn.Module) -> list[tuple[str, int]]:
         below.update(dict.fromkeys(size.above, size.numel))
     inner = [(path, m) for path, m in plain_modules(model) if path and type(m).forward is not nn.Module.forward]
     return [(class_name(m), below[path]) for path, m in inner if below[path]]
-
-
-def class_name(module: nn.Module) -> str:
-    """Return the name of a module's own class, even if ``fully_shard`` replaced its class or a wrapper holds it."""
-    if isinstance(module, (FullyShardedDataParallel, torchs.FullyShardedDataParallel)):
-        return class_name(module.module)
-    made = (FSDPModule, torchs.FSDPModule)
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, made))
 
 
 def repeated_class(model: nn.Module) -> set[str]:

@@ -38,6 +38,7 @@ from workbench.watch.data_parallel import DataParallelUnits
 from workbench.watch.flat_params import FlatParamUnits
 from workbench.watch.fully_shard import FullyShardUnits
 from workbench.watch.own_units import OwnParam, OwnUnit, OwnUnits, reset_all
+from workbench.watch.torch_units import UnitLayout
 
 __all__ = [
     "OwnParam",
@@ -106,6 +107,10 @@ class Watch:
     def units_of(self, model: nn.Module) -> tuple[Unit, ...]:
         """Return the announced units of a model that torch shards; empty if torch does not."""
         return tuple(unit for units in self._units for unit in units.units_of(model))
+
+    def layout_of(self, unit: Unit) -> UnitLayout | None:
+        """Return where an announced unit is; None: it belongs to another source."""
+        return next(filter(None, (units.layout_of(unit.index) for units in self._units)), None)
 
     def settle(self) -> None:
         """Announce what has ended meanwhile; callable from any thread."""

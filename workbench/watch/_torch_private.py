@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -365,6 +366,24 @@ def _groups_of(state: Any) -> Sequence[ParamGroup]:  # noqa: ANN401 - differs by
     return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
 
 
+def ranks_of_group(group: ParamGroup) -> tuple[Ranks, Ranks]:
+    """Return the ranks that share a copy of a group's parameters with this one, and those with the same shard."""
+    shard, replicate = (
+        getattr(group.mesh_info, f"{axis}_process_group", None)
+        if getattr(group.mesh_info, f"{axis}_mesh_dim", None) is not None
+        else None
+        for axis in ("shard", "replicate")
+    )
+    return _ranks(shard), _ranks(replicate)
+
+
+Ranks: TypeAlias = tuple[int, ...]
+
+
+def _ranks(group: dist.ProcessGroup | None) -> Ranks:
+    return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
+
+
 def renew(group: ParamGroup) -> None:
     """Give a group the process groups that its mesh has now, and forget the iteration that was under way."""
     for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
@@ -451,6 +470,27 @@ def handles_below(model: nn.Module) -> Iterator[tuple[str, Handle]]:
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             _wrappers[module._handle] = weakref.ref(module)
             yield clean(path), module._handle
+
+
+def ranks_of_handle(handle: Handle) -> tuple[Ranks, Ranks | None]:
+    """Return what :func:`ranks_of_group` does, for a flat parameter; None: unknown."""
+    if not handle.uses_sharded_strategy:
+        return (dist.get_rank(),), _ranks(handle.process_group)
+    wrapper = _wrapper_of(handle)
+    replicas = None if wrapper is None else _ranks(getattr(wrapper, "_inter_node_pg", None))
+    return _ranks(handle.process_group), replicas
+
+
+def module_of_handle(handle: Handle) -> nn.Module:
+    """Return the module whose parameters are in a flat parameter."""
+    return handle._fully_sharded_module
+
+
+def checkpoint_wrappers_below(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model that torch's wrapper of activation checkpointing holds, with their paths."""
+    for path, module in model.named_modules():
+        if isinstance(module, CheckpointWrapper):
+            yield clean(path), module._checkpoint_wrapped_module
 
 
 def clean(path: str) -> str:
@@ -551,10 +591,10 @@ def flat_shard_of(handle: Handle) -> torch.Tensor:
 
 
 def flat_full_of(handle: Handle) -> torch.Tensor | None:
-    """Return the whole flat parameter; None while it is sharded."""
-    if handle.uses_sharded_strategy and handle.needs_unshard():
-        return None
+    """Return the whole flat parameter; None while it is sharded, as it is until its first forward."""
     flat = handle.flat_param
+    if handle.uses_sharded_strategy and (not hasattr(flat, "_full_param_padded") or handle.needs_unshard()):
+        return None
     full: torch.Tensor = flat._full_param_padded if handle.uses_sharded_strategy else flat.data
     return full[: flat._unpadded_unsharded_size.numel()]
 

@@ -19,7 +19,7 @@ from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind, Param, Param
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import Replacements
 from workbench.watch.c10d_calls import count, holds
-from workbench.watch.torch_units import Original, TorchUnits, UnitPlace, WatchedUnit, drop
+from workbench.watch.torch_units import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, drop
 
 
 class DataParallelUnits(TorchUnits[DistributedDataParallel]):
@@ -80,6 +80,10 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
 
     def _renew(self, group: DistributedDataParallel, new_of: Mapping[int, dist.ProcessGroup]) -> None:
         _torch.renew_replicas(group, new_of)
+
+    def _layout_of(self, group: DistributedDataParallel) -> UnitLayout:
+        replicas = tuple(dist.get_process_group_ranks(group.process_group))
+        return UnitLayout(modules=(group.module,), shard_ranks=(dist.get_rank(),), replicas=replicas)
 
     def _tensors_of(self, group: DistributedDataParallel, unit: Unit) -> Mapping[str, ParamTensors]:
         rows = zip(unit.params, group.module.named_parameters(), strict=True)

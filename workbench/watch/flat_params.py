@@ -18,7 +18,7 @@ from workbench.events import C10D, TORCH_CLASSIC, Category, Edge, FlatPart, Kind
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import Handle, Replacements, Tensors
 from workbench.watch.c10d_calls import count, holds
-from workbench.watch.torch_units import Original, TorchUnits, UnitPlace, WatchedUnit, join
+from workbench.watch.torch_units import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, join
 
 FLAT = "_flat_param"
 """Last part of the name of a flat parameter."""
@@ -88,6 +88,10 @@ class FlatParamUnits(TorchUnits[Handle]):
     def _nbytes(self, group: Handle, unit: Unit) -> tuple[int, int]:
         (flat,) = unit.params
         return flat.padded_rows * flat.itemsize, flat.padded_rows * unit.shard_size * unit.compute_itemsize
+
+    def _layout_of(self, group: Handle) -> UnitLayout:
+        shard_ranks, replicas = _torch.ranks_of_handle(group)
+        return UnitLayout(modules=(_torch.module_of_handle(group),), shard_ranks=shard_ranks, replicas=replicas)
 
     def _tensors_of(self, group: Handle, unit: Unit) -> Mapping[str, ParamTensors]:
         (flat,) = unit.params

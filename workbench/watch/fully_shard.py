@@ -19,7 +19,7 @@ from workbench.events import C10D, TORCH_FULLY_SHARD, Category, Edge, Kind, Para
 from workbench.watch import _torch_private as _torch
 from workbench.watch._torch_private import ParamGroup, Replacements, State, Tensors
 from workbench.watch.c10d_calls import count, holds
-from workbench.watch.torch_units import Original, TorchUnits, UnitPlace, WatchedUnit, join
+from workbench.watch.torch_units import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, join
 
 
 class FullyShardUnits(TorchUnits[ParamGroup]):
@@ -42,6 +42,10 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         changes.wrap(State, "_root_post_backward_final_callback", self._if_probed(self._end_of_backward))
 
     # ---- descriptions
+
+    def _layout_of(self, group: ParamGroup) -> UnitLayout:
+        shard_ranks, replicas = _torch.ranks_of_group(group)
+        return UnitLayout(modules=tuple(group.modules), shard_ranks=shard_ranks, replicas=replicas)
 
     def _tensors_of(self, group: ParamGroup, unit: Unit) -> Mapping[str, ParamTensors]:
         rank = getattr(group.mesh_info, "shard_mesh_rank", 0)

@@ -37,6 +37,21 @@ class UnitPlace:
     root: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnitLayout:
+    """Where a unit is: its modules and ranks.
+
+    Attributes:
+        modules: its modules.
+        shard_ranks: ranks that share one copy with this one.
+        replicas: ranks that hold the same shard as this one; None: unknown.
+    """
+
+    modules: tuple[nn.Module, ...]
+    shard_ranks: tuple[int, ...]
+    replicas: tuple[int, ...] | None
+
+
 @dataclass(eq=False)
 class WatchedUnit:
     """What is known of a unit.
@@ -107,6 +122,14 @@ class TorchUnits(ABC, Generic[Group]):
         """Return this rank's tensors of a unit's parameters, by name."""
         group = self._groups.get(unit)
         return {} if group is None else self._tensors_of(group, self._known[group].unit)
+
+    def layout_of(self, unit: int) -> UnitLayout | None:
+        """Return where a unit is; None: it belongs to another source."""
+        group = self._groups.get(unit)
+        return None if group is None else self._layout_of(group)
+
+    @abstractmethod
+    def _layout_of(self, group: Group) -> UnitLayout: ...
 
     @abstractmethod
     def _tensors_of(self, group: Group, unit: Unit) -> Mapping[str, ParamTensors]: ...

@@ -1,0 +1,714 @@
+"""Models for ``lint``: clean ones, each with one fault, and its clean twin. A case leaves them in the cells' variables.
+
+Each case takes the cells' namespace. All run one after another on the same ranks, see :func:`all_cases`.
+"""
+
+import functools
+import gc
+import io
+import warnings
+from contextlib import contextmanager, redirect_stderr
+from unittest import mock
+
+import torch
+import torch.distributed.fsdp as torchs
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+
+from tests.helpers import huggingface_models as hf
+from tests.helpers.booted_ranks import execute, namespace, run
+from tests.helpers.small_models import Block, Net, batch, loss_of, make_net
+from workbench import engine as ours
+from workbench import zoo
+from workbench.codec import decode
+from workbench.engine import classic
+from workbench.errors import UsageError
+from workbench.protocol.commands import Lint
+from workbench.protocol.lint_reply import LintReply
+from workbench.reports.lint_faults import lint_faults
+from workbench.runtime import rank as rank_module
+
+WIDE = 160
+"""Width of a net that is no toy: its three blocks have 1.8 MiB."""
+
+ENGINES = {"": ours, "torch": torchs}
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def with_each_engine(function):
+    for name, engine in ENGINES.items():
+        CASES[f"{function.__name__}{f'[{name}]' if name else ''}"] = functools.partial(function, engine=engine)
+    return function
+
+
+def mesh_of(*shape, names=("replicate", "shard")):
+    return init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
+
+
+def blockwise(model, fully_shard, blocks=None, **options):
+    for block in model.blocks if blocks is None else blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def adamw(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
+
+
+def prepared(ns, model):
+    ns["model"] = model
+    ns["opt"] = adamw(model)
+
+
+# ---- clean models
+
+
+@with_each_engine
+def clean_zoo(ns, engine):
+    torch.manual_seed(0)
+    config = zoo.GPTConfig(vocab_size=64, width=128, num_heads=4, num_blocks=4)
+    prepared(ns, blockwise(zoo.GPT(config), engine.fully_shard))
+
+
+@with_each_engine
+def clean_wide(ns, engine):
+    prepared(ns, blockwise(make_net(dim=WIDE, num_blocks=4), engine.fully_shard))
+
+
+def clean_huggingface(ns, engine, name):
+    model = hf.make(name)
+    for block in hf.blocks(model):
+        engine.fully_shard(block)
+    engine.fully_shard(model)
+    prepared(ns, model)
+
+
+for _name in ("Llama", "Llama, checkpointed", "GPT-2", "Mixtral", "T5"):
+    for _suffix, _engine in ENGINES.items():
+        CASES[f"clean_{_name}{f'[{_suffix}]' if _suffix else ''}"] = functools.partial(
+            clean_huggingface, engine=_engine, name=_name
+        )
+
+
+@with_each_engine
+def clean_lora(ns, engine):
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model = peft.get_peft_model(hf.make("Llama"), config)
+    blocks = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    prepared(ns, blockwise(model, engine.fully_shard, blocks))
+
+
+@with_each_engine
+def clean_hsdp(ns, engine):
+    prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard, mesh=mesh_of(2, 2)))
+
+
+@with_each_engine
+def clean_replicate_axis_of_one(ns, engine):
+    prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard, mesh=mesh_of(1, 4)))
+
+
+@with_each_engine
+def clean_tp(ns, engine):
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    model = make_net(dim=16, num_blocks=3)
+    for block in model.blocks:
+        block.mlp[0] = nn.Linear(16, 64)
+        block.mlp[2] = nn.Linear(64, 16)
+        torch.manual_seed(1)
+        parallelize_module(block, mesh["tp"], {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()})
+    prepared(ns, blockwise(model, engine.fully_shard, mesh=mesh["dp"]))
+
+
+@with_each_engine
+def clean_bf16(ns, engine):
+    policy = engine.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard, mp_policy=policy))
+
+
+@with_each_engine
+def clean_offload(ns, engine):
+    policy = engine.CPUOffloadPolicy(pin_memory=False)
+    prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard, offload_policy=policy))
+
+
+@with_each_engine
+def clean_accumulation(ns, engine):
+    prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard))
+    model, opt = ns["model"], ns["opt"]
+    for step in range(2):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            loss_of(model, batch(ns["rank"], 2 * step + micro)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@with_each_engine
+def clean_checkpointing_inside_units(ns, engine):
+    model = make_net(dim=WIDE)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    prepared(ns, blockwise(model, engine.fully_shard))
+
+
+@with_each_engine
+def clean_checkpointing_around_units(ns, engine):
+    model = make_net(dim=WIDE)
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = checkpoint_wrapper(engine.fully_shard(block))
+    engine.fully_shard(model)
+    prepared(ns, model)
+
+
+@case
+def clean_classic(ns):
+    model = make_net(dim=WIDE)
+    prepared(ns, classic.FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy([Block])))
+
+
+def torchs_wrapper(model, **options):
+    cpu = torch.device("cpu")
+    return torchs.FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy([Block]), device_id=cpu, **{"use_orig_params": True, **options}
+    )
+
+
+@case
+def clean_torchs_classic(ns):
+    prepared(ns, torchs_wrapper(make_net(dim=WIDE)))
+
+
+@case
+def clean_torchs_flat(ns):
+    prepared(ns, torchs_wrapper(make_net(dim=WIDE), use_orig_params=False))
+
+
+@case
+def clean_ddp(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=WIDE)))
+
+
+@with_each_engine
+def clean_after_steps(ns, engine):
+    """The root stays unsharded after an evaluation."""
+    prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard))
+    for step in range(2):
+        loss_of(ns["model"], batch(ns["rank"], step)).backward()
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+    with torch.no_grad():
+        loss_of(ns["model"], batch(ns["rank"], 9))
+
+
+# ---- faults
+
+
+@with_each_engine
+def optimizer_before_shard(ns, engine):
+    model = make_net(dim=16)
+    prepared(ns, model)
+    blockwise(model, engine.fully_shard)
+
+
+@case
+def optimizer_before_torchs_flat(ns):
+    model = make_net(dim=16)
+    ns["opt"] = torch.optim.SGD(model.parameters(), lr=0.5)
+    ns["model"] = torchs_wrapper(model, use_orig_params=False)
+
+
+@case
+def optimizer_before_classic(ns):
+    model = make_net(dim=16)
+    ns["opt"] = adamw(model)
+    ns["model"] = classic.FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy([Block]))
+
+
+@with_each_engine
+def clean_optimizer_of_another_model(ns, engine):
+    """It belongs to a model that no variable holds, of other shapes."""
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard))
+    ns["other"] = adamw(make_net(dim=7))
+
+
+class Rotary(Net):
+    """A net with a buffer that is in no state dict."""
+
+    def __init__(self, dim=16):
+        super().__init__(dim=dim)
+        self.register_buffer("angles", torch.arange(1.0, dim + 1), persistent=False)
+
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+
+@contextmanager
+def memory_of(value):
+    """Let ``to_empty`` find memory that holds a value everywhere, as new pages hold zeros."""
+    allocate = torch.empty_like
+    with mock.patch.object(torch, "empty_like", lambda *args, **options: allocate(*args, **options).fill_(value)):
+        yield
+
+
+def from_meta(ns, engine, *, angles, params=True):
+    with torch.device("meta"):
+        model = Rotary()
+    blockwise(model, engine.fully_shard)
+    with memory_of(0.0):
+        model.to_empty(device="cpu")
+    for param in model.parameters() if params else ():
+        nn.init.ones_(param)
+    if angles:
+        model.angles.copy_(torch.arange(1.0, 17))
+    prepared(ns, model)
+
+
+@with_each_engine
+def never_written(ns, engine):
+    from_meta(ns, engine, angles=False)
+
+
+@with_each_engine
+def never_written_parameters(ns, engine):
+    from_meta(ns, engine, angles=True, params=False)
+
+
+@with_each_engine
+def clean_from_meta(ns, engine):
+    from_meta(ns, engine, angles=True)
+
+
+@with_each_engine
+def clean_loaded(ns, engine):
+    """A checkpoint restores the parameters, in place, and the code computes the buffer again."""
+    from_meta(ns, engine, angles=False, params=False)
+    for param in ns["model"].parameters():
+        param.detach().to_local().fill_(1.0)
+    ns["model"].angles = torch.arange(1.0, 17)
+
+
+@with_each_engine
+def still_on_meta(ns, engine):
+    with torch.device("meta"):
+        model = Rotary()
+    blockwise(model, engine.fully_shard)
+    prepared(ns, model)
+
+
+@with_each_engine
+def in_no_unit(ns, engine):
+    model = make_net(dim=16)
+    prepared(ns, blockwise(model, engine.fully_shard, ignored_params={model.scale}))
+
+
+@with_each_engine
+def clean_ignored_frozen(ns, engine):
+    model = make_net(dim=16)
+    model.scale.requires_grad_(False)
+    prepared(ns, blockwise(model, engine.fully_shard, ignored_params={model.scale}))
+
+
+@with_each_engine
+def replicas_differ(ns, engine):
+    model = make_net(dim=16, seed=ns["rank"] // 2)
+    prepared(ns, blockwise(model, engine.fully_shard, mesh=mesh_of(2, 2)))
+
+
+@with_each_engine
+def ignored_parameters_differ(ns, engine):
+    model = make_net(dim=16)
+    model.scale.requires_grad_(False).fill_(float(ns["rank"] == 3))
+    prepared(ns, blockwise(model, engine.fully_shard, ignored_params={model.scale}))
+
+
+@case
+def ddp_differs(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    with torch.no_grad():
+        ns["model"].module.scale.add_(float(ns["rank"] == 1))
+
+
+@with_each_engine
+def buffers_differ(ns, engine):
+    model = Rotary()
+    model.angles += ns["rank"]
+    prepared(ns, blockwise(model, engine.fully_shard))
+
+
+@with_each_engine
+def tied_in_two_units(ns, engine):
+    """What ``fully_shard`` of torch before 2.13 makes of tied weights."""
+    model = make_net(dim=16)
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    engine.fully_shard(model.embed)
+    prepared(ns, blockwise(model, engine.fully_shard))
+
+
+@with_each_engine
+def clean_tied(ns, engine):
+    prepared(ns, blockwise(make_net(dim=16, tied=True), engine.fully_shard))
+
+
+@with_each_engine
+def clean_copied_layers(ns, engine):
+    model = make_net(dim=16)
+    for block in model.blocks:
+        block.load_state_dict(model.blocks[0].state_dict())
+    prepared(ns, blockwise(model, engine.fully_shard))
+
+
+def rows():
+    return TensorDataset(torch.arange(64.0).reshape(16, 4), torch.arange(16))
+
+
+@case
+def same_data(ns):
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    torch.manual_seed(0)
+    ns["loader"] = DataLoader(Subset(rows(), range(12)), batch_size=2, shuffle=True)
+
+
+@case
+def clean_data_by_sampler(ns):
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    torch.manual_seed(0)
+    ns["loader"] = DataLoader(rows(), batch_size=2, sampler=DistributedSampler(rows()))
+    ns["test_loader"] = DataLoader(rows(), batch_size=2)
+
+
+@case
+def clean_data_by_seed(ns):
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    ns["loader"] = DataLoader(rows(), shuffle=True, generator=torch.Generator().manual_seed(ns["rank"]))
+
+
+@case
+def clean_data_by_rank(ns):
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    torch.manual_seed(0)
+    ns["loader"] = DataLoader(TensorDataset(torch.arange(16) + 16 * ns["rank"]), shuffle=True)
+
+
+class Files(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        raise AssertionError("lint reads no data")
+
+
+@case
+def clean_unknown_data(ns):
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    ns["loader"] = DataLoader(Files(), shuffle=True)
+
+
+@with_each_engine
+def left_out_of_optimizer(ns, engine):
+    model = blockwise(make_net(dim=16), engine.fully_shard)
+    ns["model"] = model
+    ns["opts"] = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.blocks, model.embed)]
+
+
+@case
+def left_out_of_torchs_flat(ns):
+    ns["model"] = torchs_wrapper(make_net(dim=16), use_orig_params=False)
+    ns["opt"] = torch.optim.SGD(ns["model"].module.blocks[0].parameters(), lr=0.1)
+
+
+@with_each_engine
+def clean_two_optimizers(ns, engine):
+    model = ns["model"] = blockwise(make_net(dim=16), engine.fully_shard)
+    params = list(model.parameters())
+    ns["opts"] = {"a": torch.optim.SGD(params[:3], lr=0.1), "b": torch.optim.SGD(params[3:], lr=0.1)}
+
+
+@case
+def hook_never_called(ns):
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    ns["model"].head.weight.register_hook(lambda grad: grad)
+
+
+@with_each_engine
+def low_precision_master(ns, engine):
+    prepared(ns, blockwise(make_net(dim=16).bfloat16(), engine.fully_shard))
+
+
+@case
+def low_precision_in_torchs_classic(ns):
+    prepared(ns, torchs_wrapper(make_net(dim=16).half()))
+
+
+@case
+def low_precision_in_ddp(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=16).bfloat16()))
+
+
+@case
+def clean_frozen_in_bf16(ns):
+    model = make_net(dim=16).bfloat16().requires_grad_(False)
+    model.head.float().requires_grad_(True)
+    prepared(ns, blockwise(model, ours.fully_shard))
+
+
+@case
+def clean_before_the_optimizer(ns):
+    ns["model"] = blockwise(make_net(dim=16).bfloat16(), ours.fully_shard)
+
+
+class KeepsMaster(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        """Do nothing."""
+
+
+@case
+def clean_with_an_optimizer_of_its_own(ns):
+    ns["model"] = blockwise(make_net(dim=16).bfloat16(), ours.fully_shard)
+    ns["opt"] = KeepsMaster(ns["model"].parameters())
+
+
+class Encoder(Net):
+    def encode(self, tokens):
+        return self._hidden(tokens) * 2
+
+    def _hidden(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def scaled(self, x):
+        return x * self.scale
+
+    def generate(self, tokens, count=2):
+        for _ in range(count):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], 1)
+        return tokens
+
+    def num_params(self):
+        return sum(p.numel() for p in self.parameters()) - self.embed.weight.numel()
+
+    def describe(self):
+        return f"{len(self.blocks)} blocks"
+
+
+CALLS = """
+def train_step(tokens):
+    return model.{}({})
+"""
+
+
+def defined(ns, text):
+    """Define functions as a cell does."""
+    exec(compile(text, "cell", "exec"), ns)
+
+
+@with_each_engine
+def method_without_hooks(ns, engine):
+    torch.manual_seed(0)
+    prepared(ns, blockwise(Encoder(dim=16), engine.fully_shard))
+    defined(ns, CALLS.format("encode", "tokens"))
+
+
+@case
+def method_with_a_parameter(ns):
+    torch.manual_seed(0)
+    prepared(ns, blockwise(Encoder(dim=16), ours.fully_shard))
+    defined(ns, CALLS.format("scaled", "tokens"))
+
+
+@with_each_engine
+def clean_registered(ns, engine):
+    method_without_hooks(ns, engine)
+    engine.register_fsdp_forward_method(ns["model"], "encode")
+
+
+@case
+def clean_methods(ns):
+    torch.manual_seed(0)
+    prepared(ns, blockwise(Encoder(dim=16), ours.fully_shard))
+    for method in ("generate", "num_params", "describe", "train", "named_parameters", "set_requires_gradient_sync"):
+        defined(ns, CALLS.format(method, "tokens").replace("train_step", f"call_{method}"))
+    defined(ns, CALLS.replace("model.{}({})", "tokenizer.encode(tokens)"))
+
+
+@with_each_engine
+def unsplit_unit(ns, engine):
+    prepared(ns, engine.fully_shard(make_net(dim=WIDE)))
+
+
+@case
+def unsplit_by_class(ns):
+    model = nn.Sequential(nn.Embedding(1 << 17, 128), nn.Linear(128, 8), nn.Linear(8, 1 << 20))
+    prepared(ns, ours.fully_shard(model))
+
+
+@case
+def clean_toy_in_one_unit(ns):
+    prepared(ns, ours.fully_shard(make_net(dim=16)))
+
+
+@with_each_engine
+def nothing_sharded(ns, engine):
+    prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard, mesh=mesh_of(4, 1)))
+
+
+class Experts(nn.Module):
+    def __init__(self, rows, columns):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns))
+        self.rest = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.rest(x)
+
+
+@with_each_engine
+def rows_lost_to_padding(ns, engine):
+    prepared(ns, engine.fully_shard(Experts(2, 1 << 18)))
+
+
+@case
+def much_padding(ns):
+    prepared(ns, ours.fully_shard(Experts(7, 1 << 19)))
+
+
+@with_each_engine
+def clean_split_by_columns(ns, engine):
+    prepared(ns, engine.fully_shard(Experts(2, 1 << 18), shard_placement_fn=lambda p: Shard(p.ndim - 1)))
+
+
+def frozen_but_the_first(model):
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.norm.requires_grad_(True)
+    return model
+
+
+@case
+def frozen_in_flat_parameter(ns):
+    prepared(ns, torchs_wrapper(frozen_but_the_first(make_net(dim=3 * WIDE))))
+
+
+@case
+def frozen_in_our_flat_parameter(ns):
+    with redirect_stderr(io.StringIO()):
+        wrapper = classic.FullyShardedDataParallel(
+            frozen_but_the_first(make_net(dim=3 * WIDE)),
+            auto_wrap_policy=ModuleWrapPolicy([Block]),
+            use_orig_params=True,
+        )
+    prepared(ns, wrapper)
+
+
+@with_each_engine
+def clean_frozen_in_units(ns, engine):
+    prepared(ns, blockwise(frozen_but_the_first(make_net(dim=3 * WIDE)), engine.fully_shard))
+
+
+@with_each_engine
+def checkpoint_around_units(ns, engine):
+    model = make_net(dim=16)
+    model.blocks = nn.Sequential(*model.blocks)
+    for block in model.blocks:
+        engine.fully_shard(block)
+    model.blocks = nn.ModuleList([checkpoint_wrapper(model.blocks)])
+    engine.fully_shard(model)
+    prepared(ns, model)
+
+
+@with_each_engine
+def tiny_units(ns, engine):
+    model = make_net(dim=WIDE, num_blocks=9)
+    for block in model.blocks:
+        engine.fully_shard(block.norm)
+    engine.fully_shard(model.embed)
+    prepared(ns, blockwise(model, engine.fully_shard))
+
+
+@with_each_engine
+def mesh_turned_round(ns, engine):
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard, mesh=mesh))
+    return {"local_world_size": 2}
+
+
+@with_each_engine
+def clean_mesh_of_hosts(ns, engine):
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard, mesh=mesh_of(2, 2)))
+    return {"local_world_size": 2}
+
+
+@case
+def clean_mesh_on_one_host(ns):
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard, mesh=mesh))
+
+
+@case
+def clean_hosts_of_unknown_size(ns):
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard, mesh=mesh))
+    return {"local_world_size": 3}
+
+
+# ---- running them
+
+
+def _on_this_rank():
+    """Run every case, and return its reply or the error of ``lint``, by name."""
+    ns = namespace()
+    begin = dict(ns)
+    replies = {}
+    runtime = rank_module._this_rank()
+    for name, prepare in CASES.items():
+        try:
+            with warnings.catch_warnings():  # of libraries, and of wrappers on what lint names too
+                warnings.simplefilter("ignore")
+                groups = prepare(ns) or {}
+            rank_module._after_cell(None)
+            rank_module._runtime.groups.local_world_size = groups.get("local_world_size", 4)
+            replies[name] = execute(Lint())
+        except UsageError as error:
+            replies[name] = str(error)
+        except Exception as error:
+            error.add_note(f"case: {name}")
+            raise
+        finally:
+            runtime.groups.local_world_size = 4
+            for variable in [each for each in ns if each not in begin]:
+                del ns[variable]
+            gc.collect()
+    return replies
+
+
+@functools.cache
+def all_cases():
+    """Return the replies of the four ranks to each case, by name."""
+    by_rank = run(4, _on_this_rank, timeout_s=400)
+    return {name: [decode(LintReply, replies[name], "reply") for replies in by_rank] for name in CASES}
+
+
+def faults_of(name):
+    """Return the faults of a case, those of a comparison of ranks included."""
+    return lint_faults(all_cases()[name])

@@ -1,0 +1,162 @@
+"""Each rule of ``lint`` finds its fault and names it, and is silent on every clean model, on four real ranks."""
+
+import pytest
+
+from tests.helpers.linted_models import CASES, all_cases, faults_of
+from workbench.protocol.lint_reply import LintReply
+from workbench.runtime.lint_rules import rules
+from workbench.runtime.lint_target import Damage
+
+EXPECTED = {
+    "optimizer_before_shard": (
+        "optimizer-before-shard",
+        "opt was made before model was sharded, so its steps do not train the model",
+        "opt (AdamW) holds 21 parameters that model no longer has, 20,880 B",
+        "blocks.0.norm.weight",
+        "opt = torch.optim.AdamW(model.parameters(), lr=0.001)",
+    ),
+    "optimizer_before_torchs_flat": ("optimizer-before-shard", "torch.optim.SGD(model.parameters(), lr=0.5)"),
+    "optimizer_before_classic": ("optimizer-before-shard", "opt (AdamW) holds 21 parameters"),
+    "never_written": ("never-written", "angles: 64 B", "model.get_buffer('angles').copy_(...)"),
+    "never_written_parameters": ("never-written", "embed.weight, blocks.0.mlp.0.weight", "reset_parameters()"),
+    "still_on_meta": ("still-on-meta", "blocks.0.norm.weight", "22 tensors", "model.to_empty(device=device)"),
+    "in_no_unit": ("in-no-unit", "are not averaged: scale", "torch.distributed.all_reduce(p.grad)"),
+    "replicas_differ": (
+        "replicas-differ",
+        "embed.weight on ranks 0, 2: rank 0 alone; rank 2 alone",
+        "torch.manual_seed(0)",
+    ),
+    "ignored_parameters_differ": ("replicas-differ", "scale: ranks 0-2 alike; rank 3 alone"),
+    "ddp_differs": ("replicas-differ", "scale on ranks 0, 1, 2, 3: ranks 0, 2-3 alike; rank 1 alone"),
+    "buffers_differ": ("buffers-differ", "angles: rank 0 alone", "broadcast(model.get_buffer('angles'), 0)"),
+    "tied_in_two_units": (
+        "tied-in-two-units",
+        "embed.weight in unit embed",
+        "head.weight in unit (root)",
+        "fully_shard([model.head, model.embed])",
+    ),
+    "same_data": ("same-data", "loader draws the same rows", "loader: ranks 0-3 alike", "DistributedSampler(loader"),
+    "left_out_of_optimizer": (
+        "left-out-of-optimizer",
+        "head.weight",
+        "2 parameters, 528 B, take gradients",
+        "opts[0].add_param_group({'params': [model.get_parameter(name) for name in [",
+    ),
+    "left_out_of_torchs_flat": ("left-out-of-optimizer", "blocks.1._flat_param", "blocks.2._flat_param"),
+    "hook_never_called": ("hook-never-called", "head.weight", "register_post_accumulate_grad_hook"),
+    "low_precision_master": (
+        "low-precision-master",
+        "opt updates bfloat16 parameters",
+        "21 parameters",
+        "%fsdp shard model --mp bf16",
+    ),
+    "low_precision_in_torchs_classic": ("low-precision-master", "opt updates float16 parameters", "_flat_param"),
+    "low_precision_in_ddp": ("low-precision-master", "opt updates bfloat16 parameters", "blocks.0.norm.weight"),
+    "method_without_hooks": (
+        "method-without-hooks",
+        "model.encode() computes with sharded parameters",
+        "Encoder.encode uses self.embed of unit (root)",
+        "register_fsdp_forward_method(model, 'encode')",
+    ),
+    "method_with_a_parameter": ("method-without-hooks", "Encoder.scaled uses self.scale of unit (root)"),
+    "unsplit_unit": (
+        "unsplit-unit",
+        "unit (root) holds 100% of model",
+        "unit (root): 1,874,624 B of 1,874,624 B",
+        "3 x Block in it: blocks.0, blocks.1, blocks.2",
+        "--wrap Block",
+    ),
+    "unsplit_by_class": (
+        "unsplit-unit",
+        "its largest modules: 0, 2",
+        "before fully_shard(model): fully_shard(model.0)",
+    ),
+    "nothing_sharded": ("nothing-sharded", "4 copies", "each rank holds 1,867,536 B of (root)", "(1, 4)"),
+    "rows_lost_to_padding": (
+        "rows-lost-to-padding",
+        "weight: 2 rows of dim 0 for 4 ranks; place 2, 3 of the shard axis holds none of 4,194,304 B",
+        "Shard(1)",
+    ),
+    "much_padding": ("rows-lost-to-padding", "12% of the bytes of model are padding", "2,097,152 B in weight"),
+    "frozen_in_flat_parameter": ("frozen-in-flat-parameter", "unit blocks.0: 5,544,964 B reduced for 3,840 B trained"),
+    "frozen_in_our_flat_parameter": ("frozen-in-flat-parameter", "unit blocks.2: 5,544,964 B reduced for 3,840 B"),
+    "checkpoint_around_units": (
+        "checkpoint-around-units",
+        "units in it: blocks.0.0, blocks.0.1, blocks.0.2",
+        "isinstance(module, Block)",
+    ),
+    "tiny_units": (
+        "tiny-units",
+        "10 of 20 units of model",
+        "embed, blocks.0.norm",
+        "leave Embedding, LayerNorm to the enclosing units",
+    ),
+    "mesh_turned_round": (
+        "mesh-turned-round",
+        "units (root), blocks.0, blocks.1, blocks.2: one copy is split over 2 hosts, and one host has 2 copies",
+        "(2, 2)",
+    ),
+}
+"""By case: the rule, and texts in the verdict, the evidence or the fix."""
+
+ABSTAINS = {
+    "clean_unknown_data": "same-data: whether loader has the same rows on every rank is unknown",
+    "clean_before_the_optimizer": "low-precision-master: model has 16-bit parameters, and no optimizer",
+    "clean_with_an_optimizer_of_its_own": "low-precision-master: whether opt (KeepsMaster) keeps float32 copies",
+    "clean_hosts_of_unknown_size": "mesh-turned-round: hosts have different numbers of ranks",
+}
+"""By case: why the rule cannot decide."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cases():
+    """Run all cases once, also if they fail."""
+    return all_cases()
+
+
+def base(name):
+    return name.partition("[")[0]
+
+
+CLEAN = [name for name in CASES if name.startswith("clean_")]
+FAULTY = [name for name in CASES if name not in CLEAN]
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_model_has_no_fault(name):
+    assert faults_of(name) == ()
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_rule_abstains_only_where_a_signal_is_missing_and_names_it(name):
+    (reasons,) = {reply.abstained for reply in all_cases()[name]}
+    expected = ABSTAINS.get(base(name), "")
+    assert [reason[: len(expected)] for reason in reasons] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_rule_names_its_fault_alone(name):
+    rule, *texts = EXPECTED[base(name)]
+    (fault,) = faults_of(name)
+    assert fault.rule == rule
+    assert fault.verdict
+    assert fault.fix
+    told = " | ".join((fault.verdict, *fault.evidence, fault.fix))
+    assert [text for text in texts if text not in told] == [], told
+
+
+def test_every_rule_has_a_case_and_a_description():
+    assert {rule for rule, *_ in EXPECTED.values()} == {rule.name for rule in rules()}
+    assert all(rule.about and rule.check.__name__ for rule in rules())
+
+
+def test_the_worst_damage_comes_first():
+    assert [rule.damage for rule in rules()] == sorted(rule.damage for rule in rules())
+    assert rules()[0].damage is Damage.NUMBERS
+
+
+def test_all_rules_run_on_every_model():
+    assert all(
+        reply.rules == tuple(rule.name for rule in rules()) for replies in all_cases().values() for reply in replies
+    )
+    assert LintReply().rules == ()

@@ -1,0 +1,73 @@
+"""The faults that ``lint`` finds: what each rank sees, and what only a comparison of ranks shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from workbench.fault import Fault
+from workbench.protocol.lint_reply import LintReply, RankComparison
+from workbench.replay.grouping import label
+
+_SHOWN = 3  # names in the evidence of a comparison
+
+
+def lint_faults(by_rank: Sequence[LintReply]) -> tuple[Fault, ...]:
+    """Return the faults of all ranks, in rank order, each once, those that do most damage first."""
+    alone = [(rank, fault) for rank, reply in enumerate(by_rank) for fault in reply.faults]
+    found = [*_joined(alone, len(by_rank)), *_compared(by_rank)]
+    order = {name: place for reply in by_rank for place, name in enumerate(reply.rules)}
+    return tuple(sorted(found, key=lambda fault: order[fault.rule]))
+
+
+def abstained(by_rank: Sequence[LintReply]) -> tuple[str, ...]:
+    """Return why rules could not decide on some rank, each reason once."""
+    return tuple(dict.fromkeys(reason for reply in by_rank for reason in reply.abstained))
+
+
+def num_decided(by_rank: Sequence[LintReply]) -> int:
+    """Return the number of rules that could decide on every rank."""
+    undecided = {reason.partition(":")[0] for reason in abstained(by_rank)}
+    return len({name for reply in by_rank for name in reply.rules} - undecided)
+
+
+def _joined(found: Iterable[tuple[int, Fault]], num_ranks: int) -> Iterator[Fault]:
+    """Yield each fault once; evidence, and a fault itself, that only some ranks have names them."""
+    ranks: dict[tuple[str, str], dict[int, Fault]] = {}
+    for rank, fault in found:
+        ranks.setdefault((fault.rule, fault.verdict), {})[rank] = fault
+    for having in ranks.values():
+        first = next(iter(having.values()))
+        by_text: dict[str, list[int]] = {}
+        for rank, fault in having.items():
+            for text in fault.evidence:
+                by_text.setdefault(text, []).append(rank)
+        evidence = (text if len(own) == num_ranks else f"{label(own)}: {text}" for text, own in by_text.items())
+        yield replace(first, evidence=tuple(evidence))
+
+
+def _compared(by_rank: Sequence[LintReply]) -> Iterator[Fault]:
+    """Yield a fault for each comparison that fails, with the names and ranks for which it does."""
+    digests: dict[tuple[str, str], dict[str, dict[int, list[int]]]] = {}
+    first: dict[tuple[str, str], RankComparison] = {}
+    for rank, reply in enumerate(by_rank):
+        for each in reply.comparisons:
+            key = each.fault.rule, each.fault.verdict
+            first.setdefault(key, each)
+            for name, digest in each.digests.items():
+                digests.setdefault(key, {}).setdefault(name, {}).setdefault(digest, []).append(rank)
+    for key, names in digests.items():
+        failed = {name: ranks for name, ranks in names.items() if _fails(ranks, wants_equal=first[key].wants_equal)}
+        if failed:
+            evidence = [f"{name}: {_alike(ranks)}" for name, ranks in failed.items()]
+            more = [f"and {len(evidence) - _SHOWN} more"] if len(evidence) > _SHOWN else []
+            yield replace(first[key].fault.about(list(failed)), evidence=(*evidence[:_SHOWN], *more))
+
+
+def _fails(ranks: Mapping[int, Sequence[int]], *, wants_equal: bool) -> bool:
+    return len(ranks) > 1 if wants_equal else any(len(own) > 1 for own in ranks.values())
+
+
+def _alike(ranks: Mapping[int, Sequence[int]]) -> str:
+    """Return which ranks have equal values: ``"rank 0; ranks 1, 2 alike"``."""
+    return "; ".join(f"{label(own)}{' alike' if len(own) > 1 else ' alone'}" for own in ranks.values())

@@ -1,0 +1,85 @@
+"""Which parameters and buffers still have the memory that ``to_empty`` gave them, never written since."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.engine.full_param import local_tensor
+
+_MADE = "_workbench_made_by_to_empty"
+"""Attribute of a tensor: its version and digest then. A weak reference would keep torch from swapping the tensor."""
+
+_ABSURD = 1e30
+"""A value beyond this, or below its inverse and not 0, is no parameter: a pointer read as a number, for example."""
+
+
+class EmptiedTensors:
+    """Marks each tensor that ``nn.Module.to_empty`` makes with its version and bytes, while it is installed."""
+
+    def __init__(self) -> None:
+        self._original = nn.Module.to_empty
+
+    def install(self) -> EmptiedTensors:
+        """Mark tensors from now on."""
+        original = self._original = nn.Module.to_empty
+
+        def to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - as the original
+            result = original(module, *args, **kwargs)
+            for tensor in (*module.parameters(), *module.buffers()):
+                setattr(tensor, _MADE, (tensor._version, digest(tensor)))
+            return result
+
+        nn.Module.to_empty = to_empty  # type: ignore[method-assign,assignment]
+        return self
+
+    def remove(self) -> None:
+        """Mark no more."""
+        nn.Module.to_empty = self._original  # type: ignore[method-assign]
+
+    @staticmethod
+    def is_unwritten(tensor: torch.Tensor) -> bool:
+        """Return whether a tensor certainly is as ``to_empty`` made it.
+
+        Its version and its bytes are the same, and these bytes are no values that code would write. Equal bytes alone
+        prove nothing: a write through ``.data`` leaves the version, and memory of an earlier model may have held the
+        same values.
+        """
+        made = getattr(tensor, _MADE, None)
+        is_same = made is not None and made == (tensor._version, digest(tensor))
+        return is_same and _is_raw(local_tensor(tensor).detach(), is_vector=tensor.ndim < 2, of_param=_is_param(tensor))
+
+
+def _is_param(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _is_raw(local: torch.Tensor, *, is_vector: bool, of_param: bool) -> bool:
+    """Return whether values are those of memory as it was allocated: all 0, not finite, or absurd.
+
+    Vectors of zeros, such as biases, are usual parameters.
+    """
+    if local.is_meta or not local.numel():
+        return False
+    if not local.count_nonzero():
+        return not (is_vector and of_param)
+    if not local.is_floating_point():
+        return False
+    size = local.double().abs()
+    return bool(((~size.isfinite()) | (size > _ABSURD) | ((size > 0) & (size < 1 / _ABSURD))).any())
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return a checksum of this rank's bytes of a tensor: their sum, as words of 4 bytes where they divide it.
+
+    0 for a tensor without bytes, such as one on the meta device. The sum is taken on the tensor's device, and does not
+    see an exchange of words; it sees that a tensor was drawn, trained or loaded differently.
+    """
+    local = local_tensor(tensor).detach()
+    if local.is_meta or not local.numel() or local.layout is not torch.strided:
+        return 0
+    flat = local.contiguous().reshape(-1)
+    words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
+    return int(words.sum(dtype=torch.int64))

@@ -1,0 +1,130 @@
+"""The command ``lint`` on a rank: run the rules of ``lint_rules.py`` on sharded models, here and after ``shard``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from workbench.engine.event_source import SOURCE
+from workbench.engine.fsdp_state import states_below, units_of
+from workbench.errors import UsageError
+from workbench.fault import Fault
+from workbench.protocol.commands import Lint
+from workbench.protocol.lint_reply import LintReply, RankComparison
+from workbench.runtime.command_handlers import RankContext, does
+from workbench.runtime.lint_rules import rules
+from workbench.runtime.lint_target import Abstains, Finding, LintTarget, LintUnit
+from workbench.runtime.model_summary import outermost
+from workbench.runtime.namespace import find_module, module_names, variables
+from workbench.watch import is_sharded_by_torch
+
+
+@does(Lint)
+def lint(command: Lint, rank: RankContext) -> LintReply:
+    """Check a sharded model, or all of them, without running it.
+
+    Raises:
+        UsageError: there is no such model, or it is not sharded.
+    """
+    found = {name: find_module(name) for name in ([command.model] if command.model else module_names())}
+    sharded = {name: model for name, model in outermost(found).items() if _is_sharded(model)}
+    if not sharded:
+        raise UsageError(
+            f"{command.model!r} is not sharded; shard it first: %fsdp shard {command.model}"
+            if command.model
+            else "no model is sharded, so there is nothing to lint; shard one first: %fsdp shard MODEL"
+        )
+    return checked(sharded, rank)
+
+
+def checked(models: Mapping[str, nn.Module], rank: RankContext, *, after_shard: bool = False) -> LintReply:
+    """Return what the rules find in sharded models, by variable; ``after_shard``: only those for ``shard``."""
+    ran = [each for each in rules() if each.after_shard or not after_shard]
+    targets = [_target(name, model, rank) for name, model in models.items()]
+    findings: list[Finding] = []
+    abstained: list[str] = []
+    for each in ran:
+        for target in targets:
+            try:
+                findings += each.check(target)
+            except Abstains as reason:
+                abstained.append(f"{each.name}: {reason}")
+    return LintReply(
+        models=tuple(models),
+        rules=tuple(each.name for each in ran),
+        faults=tuple(finding for finding in findings if isinstance(finding, Fault)),
+        comparisons=tuple(finding for finding in findings if isinstance(finding, RankComparison) and finding.digests),
+        abstained=tuple(abstained),
+    )
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    is_replicated = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    return bool(states_below(model)) or is_replicated or is_sharded_by_torch(model)
+
+
+def _target(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
+    found = variables()
+    return LintTarget(
+        name=name,
+        model=model,
+        units=(*_own_units(model), *_torchs_units(model, rank)),
+        optimizers=dict(_optimizers(found)),
+        variables=found,
+        programs=(*rank.scripts.programs, *_functions(found)),
+        rank=rank.groups.rank,
+        world_size=rank.groups.world_size,
+        local_world_size=rank.groups.local_world_size,
+    )
+
+
+def _own_units(model: nn.Module) -> Iterator[LintUnit]:
+    for state in states_below(model):
+        for unit in units_of([state]):
+            mesh = unit.mesh_info
+            shard, replicas = mesh.shard_group, mesh.replicate_group
+            alone = (dist.get_rank(),)
+            yield LintUnit(
+                info=unit.describe(),
+                tensors=SOURCE.tensors(unit.index),
+                modules=state.modules,
+                shard_ranks=alone if shard is None else shard.ranks,
+                replicas=alone if replicas is None else replicas.ranks,
+            )
+
+
+def _torchs_units(model: nn.Module, rank: RankContext) -> Iterator[LintUnit]:
+    for unit in rank.watch.units_of(model):
+        layout = rank.watch.layout_of(unit)
+        if layout is not None:
+            yield LintUnit(info=unit, tensors=rank.recorder.tensors(unit.index), **vars(layout))
+
+
+def _optimizers(found: Mapping[str, object]) -> Iterator[tuple[str, Optimizer]]:
+    """Yield the optimizers among variables, and in their lists, tuples and dicts, each with its expression, once."""
+    seen: set[int] = set()
+    for name, value in found.items():
+        if name.startswith("_"):
+            continue
+        items: list[tuple[str, object]] = [(name, value)]
+        if isinstance(value, (list, tuple)):
+            items = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, dict) and type(value) is dict:
+            items = [(f"{name}[{key!r}]", item) for key, item in value.items()]
+        for expression, item in items:
+            if isinstance(item, Optimizer) and id(item) not in seen:
+                seen.add(id(item))
+                yield expression, item
+
+
+def _functions(found: Mapping[str, object]) -> Iterator[CodeType]:
+    """Yield the code of the functions that cells have defined."""
+    for value in found.values():
+        if inspect.isfunction(value) and value.__module__ == "__main__":
+            yield value.__code__

@@ -1,0 +1,802 @@
+"""The rules of ``lint``; adding one is adding a function here (see ``lint_target.py``).
+
+Rules about sizes are silent on toys: on models below :data:`TOY_NBYTES` every layout is as good as another. Above it
+they compare a unit with its model, not with a number of bytes, so that a small copy of a large model is judged alike.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import inspect
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, product
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
+
+from workbench.engine import FSDPModule
+from workbench.engine.full_param import local_tensor
+from workbench.events import Param, ParamTensors, unit_words
+from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
+from workbench.protocol.lint_reply import RankComparison
+from workbench.runtime.emptied_tensors import EmptiedTensors, digest
+from workbench.runtime.lint_target import (
+    RULES,
+    Abstains,
+    Damage,
+    Finding,
+    LintTarget,
+    LintUnit,
+    Rule,
+    full_nbytes,
+    rule,
+)
+from workbench.runtime.model_summary import class_name
+from workbench.watch._torch_private import checkpoint_wrappers_below
+from workbench.watch._torch_private import clean as without_wrappers
+
+TOY_NBYTES = 1 << 20
+"""Bytes of a model, all its units unsharded, below which no rule about sizes speaks."""
+
+SMALL_NBYTES = 128 << 10
+"""Bytes of a unit whose all-gather takes less time than its launch: 13 us at 10 GB/s, against 20 us and more."""
+
+LARGE_NBYTES = 64 << 20
+"""Bytes from which half a model in one unit is worth splitting even where no class repeats."""
+
+_16_BIT = ("bfloat16", "float16")
+
+
+def rules() -> list[Rule]:
+    """Return all rules, those that find the worst damage first."""
+    return sorted(RULES, key=lambda each: each.damage)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes:,} B"
+
+
+# ---- wrong numbers
+
+
+@rule(Damage.NUMBERS)
+def optimizer_before_shard(target: LintTarget) -> Iterator[Finding]:
+    """An optimizer that was made before sharding: it updates parameters that the model no longer has.
+
+    It holds parameters of no module among the variables, all with the shapes of trained parameters of the model that
+    no optimizer holds.
+    """
+    everywhere = {id(p) for v in target.variables.values() if isinstance(v, nn.Module) for p in v.parameters()}
+    free = {
+        name: shape
+        for unit in target.units
+        for _, param, tensors in unit.named()
+        if id(tensors.shard) not in target.held
+        for name, shape, trained in _parts(param)
+        if trained and id(target.params.get(name)) not in target.held
+    }
+    for name, optimizer in target.optimizers.items():
+        stale = [
+            param
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) not in everywhere and id(param) not in target.owned
+        ]
+        is_emptied = all(not param.numel() for param in stale) and len(stale) <= len(free)  # as a wrapper leaves them
+        if stale and (is_emptied or Counter(_shape(param) for param in stale) <= Counter(free.values())):
+            yield Fault(
+                rule="optimizer-before-shard",
+                verdict=f"{name} was made before {target.name} was sharded, so its steps do not train the model",
+                evidence=(
+                    f"{name} ({type(optimizer).__name__}) holds {len(stale)} parameters that {target.name} no longer "
+                    f"has, {_size(sum(param.nbytes for param in stale))}",
+                    f"in no optimizer: {listed(list(free))}",
+                ),
+                fix=f"after sharding: {name} = {_made(optimizer)}({target.name}.parameters(){_rate(optimizer)})",
+            )
+
+
+def _parts(param: Param) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Yield name, whole shape and trainability of a parameter, or of each in a flat one."""
+    if not param.parts:
+        yield param.fqn, tuple(param.global_shape), param.trainable
+    yield from ((part.fqn, tuple(part.global_shape), param.trainable and part.trainable) for part in param.parts)
+
+
+def _shape(param: torch.Tensor) -> tuple[int, ...]:
+    return tuple(param.shape) or (1,)
+
+
+def _made(optimizer: Optimizer) -> str:
+    kind = type(optimizer)
+    return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__name__
+
+
+def _rate(optimizer: Optimizer) -> str:
+    rate = optimizer.defaults.get("lr")
+    return f", lr={rate:g}" if isinstance(rate, float) else ""
+
+
+@rule(Damage.NUMBERS)
+def never_written(target: LintTarget) -> Iterator[Finding]:
+    """Parameters or buffers that to_empty allocated and nothing has written since.
+
+    Told where their version and bytes are unchanged, and the bytes are zeros, not finite or absurd. Buffers outside
+    state dicts, such as rotary frequencies, are the usual case: a checkpoint does not restore them.
+    """
+    tensors = {**target.params, **_buffers(target)}
+    names = [name for name, tensor in tensors.items() if EmptiedTensors.is_unwritten(tensor)]
+    if names:
+        yield Fault(
+            rule="never-written",
+            verdict=f"{target.name} computes with memory that nothing has written since to_empty",
+            evidence=(f"{listed(names)}: {_size(sum(local_tensor(tensors[n]).nbytes for n in names))}",),
+            fix="call reset_parameters() of the modules that have it; set the others, and buffers outside the state "
+            f"dict, by hand: {target.name}.get_{'buffer' if names[-1] in _buffers(target) else 'parameter'}"
+            f"({names[-1]!r}).copy_(...)",
+        )
+
+
+def _buffers(target: LintTarget) -> dict[str, torch.Tensor]:
+    return {without_wrappers(name): buffer for name, buffer in target.model.named_buffers()}
+
+
+@rule(Damage.NUMBERS, named="in-no-unit")
+def trained_in_no_unit(target: LintTarget) -> Iterator[Finding]:
+    """Trained parameters in no unit: nothing averages their gradients."""
+    if any(not unit.info.engine for unit in target.units):  # the workbench's
+        names: Sequence[str] = target.unmanaged.params
+    else:
+        managed = {without_wrappers(name) for unit in target.units for name in unit.tensors}
+        names = [
+            name
+            for name, param in target.params.items()
+            if param.requires_grad
+            and name not in managed
+            and id(param) not in target.owned_by_units
+            and not isinstance(param, DTensor)
+        ]
+    if names:
+        yield in_no_unit(target.name, names)
+
+
+@rule(Damage.NUMBERS)
+def replicas_differ(target: LintTarget) -> Iterator[Finding]:
+    """Replicated parameters whose values differ between ranks: copies of HSDP, DDP models, ignored parameters."""
+    digests: dict[str, int] = {}
+    unknown = []
+    for unit in target.units:
+        if unit.info.replicate_size == 1:
+            continue
+        if unit.replicas is None:
+            unknown.append(unit_words(unit.info.name))
+            continue
+        ranks = ", ".join(map(str, unit.replicas))
+        for name, param, tensors in unit.named():
+            if param.shape == param.global_shape:  # else tensor parallelism has split it, in another way on each rank
+                digests[f"{name} on ranks {ranks}"] = digest(_tensor(tensors))
+    if not _has_tensor_parallelism(target):
+        managed = {without_wrappers(name) for unit in target.units for name in unit.tensors}
+        digests |= {
+            name: digest(param)
+            for name, param in target.params.items()
+            if name not in managed and id(param) not in target.owned_by_units and not isinstance(param, DTensor)
+        }
+    yield RankComparison(
+        fault=Fault(
+            rule="replicas-differ",
+            verdict=f"ranks hold different values of replicated parameters of {target.name}",
+            fix=f"give all ranks the same: torch.manual_seed(0) before {target.name} is built, or load one checkpoint "
+            "on every rank",
+        ),
+        digests=digests,
+    )
+    if unknown:
+        raise Abstains(f"the ranks that replicate {listed(unknown)} are unknown")
+
+
+def _has_tensor_parallelism(target: LintTarget) -> bool:
+    return any(unit.info.shard_size * unit.info.replicate_size != target.world_size for unit in target.units)
+
+
+def _tensor(tensors: ParamTensors) -> torch.Tensor:
+    shard = tensors.shard
+    assert isinstance(shard, torch.Tensor)
+    return shard
+
+
+@rule(Damage.NUMBERS, named="buffers-differ")
+def unequal_buffers(target: LintTarget) -> Iterator[Finding]:
+    """Buffers that differ between ranks."""
+    yield RankComparison(fault=buffers_differ(target.name), digests=target.unmanaged.buffers)
+
+
+@rule(Damage.NUMBERS)
+def tied_in_two_units(target: LintTarget) -> Iterator[Finding]:
+    """Tied parameters in two units, where each unit has a copy of its own: they are trained apart.
+
+    Told by one parameter at places of two units, or by equal matrices of modules of different classes, such as an
+    embedding and the head, in two units. Layers that were copied are of one class.
+    """
+    for (a, name_a), (b, name_b) in (*_held_twice(target), *_copied(target)):
+        yield Fault(
+            rule="tied-in-two-units",
+            verdict=f"{name_a} and {name_b} are tied but in two units, which train them apart",
+            evidence=(f"{name_a} in unit {unit_words(a.info.name)}", f"{name_b} in unit {unit_words(b.info.name)}"),
+            fix=f"make one unit of both: fully_shard([{_holder(target, name_a)}, {_holder(target, name_b)}]) on the "
+            "plain model, or leave both to the unit of the model",
+        )
+
+
+_Named = tuple[LintUnit, str]
+
+
+def _held_twice(target: LintTarget) -> Iterator[tuple[_Named, _Named]]:
+    """Yield pairs of names, in two units, of one registered parameter."""
+    registered: dict[int, _Named] = {}
+    for unit, name, _, module, attribute in _placed(target):
+        held = getattr(module, attribute, None)
+        other, first = registered.setdefault(id(held), (unit, name))
+        if held is not None and other is not unit:
+            yield (other, first), (unit, name)
+
+
+def _copied(target: LintTarget) -> Iterator[tuple[_Named, _Named]]:
+    """Yield pairs of names, in two units, of equal matrices of modules of different classes."""
+    by_shape: dict[Any, dict[type, list[tuple[LintUnit, str, torch.Tensor]]]] = {}
+    for unit, name, tensors, module, _ in _placed(target):
+        shard = _tensor(tensors)
+        if shard.ndim > 1 and local_tensor(shard).numel() and not shard.is_meta:
+            classes = by_shape.setdefault((tuple(shard.shape), shard.dtype), {})
+            classes.setdefault(type(module), []).append((unit, name, shard))
+    for classes in by_shape.values():
+        for some, others in combinations(classes.values(), 2):
+            for (a, name_a, one), (b, name_b, two) in product(some, others):
+                if a is not b and _are_copies(one, two):
+                    yield (a, name_a), (b, name_b)
+
+
+def _placed(target: LintTarget) -> Iterator[tuple[LintUnit, str, ParamTensors, nn.Module, str]]:
+    """Yield each place of each parameter: unit, name, tensors, module and attribute."""
+    for unit in target.units:
+        for name, _, tensors in unit.named():
+            for module, attribute in tensors.places:
+                if isinstance(module, nn.Module):
+                    yield unit, name, tensors, module, attribute
+
+
+def _are_copies(one: torch.Tensor, other: torch.Tensor) -> bool:
+    a, b = local_tensor(one).detach(), local_tensor(other).detach()
+    return a.shape == b.shape and torch.equal(a, b) and bool((a != a.reshape(-1)[0]).any())
+
+
+def _holder(target: LintTarget, name: str) -> str:
+    return ".".join((target.name, *name.split(".")[:-1]))
+
+
+@rule(Damage.NUMBERS)
+def same_data(target: LintTarget) -> Iterator[Finding]:
+    """A DataLoader that draws the same rows in the same order on every rank.
+
+    It shuffles without a DistributedSampler, over the same TensorDataset, with the same state of its generator. Equal
+    seeds alone are no fault: samplers for several ranks need them. Without ``shuffle`` a loader is not judged:
+    evaluation on every rank reads the same rows on purpose.
+    """
+    loaders = {
+        name: value
+        for name, value in target.variables.items()
+        if isinstance(value, DataLoader) and type(value.sampler) is RandomSampler
+    }
+    if not loaders:
+        return
+    if _has_tensor_parallelism(target):
+        raise Abstains("which ranks of the mesh should see different data is unknown with tensor parallelism")
+    known = {name: _data_digest(loader.dataset) for name, loader in loaders.items()}
+    generators = {name: getattr(loader.sampler, "generator", None) for name, loader in loaders.items()}
+    yield RankComparison(
+        fault=Fault(
+            rule="same-data",
+            verdict="{names} draws the same rows in the same order on several ranks",
+            fix="sampler = torch.utils.data.DistributedSampler({first}.dataset); pass sampler=sampler to the "
+            "DataLoader instead of shuffle=True, and call sampler.set_epoch(epoch) in each epoch",
+        ),
+        digests={
+            name: hash((rows, digest((generators[name] or torch.default_generator).get_state())))
+            for name, rows in known.items()
+            if rows is not None
+        },
+        wants_equal=False,
+    )
+    unread = [name for name, rows in known.items() if rows is None]
+    if unread:
+        kinds = ", ".join(sorted({type(loaders[name].dataset).__name__ for name in unread}))
+        raise Abstains(f"whether {listed(unread)} has the same rows on every rank is unknown without reading a {kinds}")
+
+
+def _data_digest(dataset: object) -> int | None:
+    """Return a checksum of the rows of a data set that is known without reading it; None: it is not."""
+    if isinstance(dataset, TensorDataset):
+        return hash(tuple((tuple(each.shape), digest(each)) for each in dataset.tensors))
+    if isinstance(dataset, Subset):
+        whole = _data_digest(dataset.dataset)
+        return None if whole is None else hash((whole, tuple(map(int, dataset.indices))))
+    return None
+
+
+@rule(Damage.NUMBERS)
+def left_out_of_optimizer(target: LintTarget) -> Iterator[Finding]:
+    """Trained parameters that no optimizer holds, while one holds others of the model."""
+    of_model = {id(each.shard) for unit in target.units for each in unit.tensors.values()} | target.owned.keys()
+    holding = sorted({name for param, name in target.held.items() if param in of_model})
+    if not holding:
+        return
+    names, nbytes = [], 0
+    for unit in target.units:
+        for name, param, tensors in unit.named():
+            parts = [part for part, _, trained in _parts(param) if trained]
+            held = id(tensors.shard) in target.held or any(id(target.params.get(n)) in target.held for n in parts)
+            if parts and not held and id(target.params.get(name)) not in target.held:
+                names.append(name)
+                nbytes += full_nbytes(param)
+    if names:
+        optimizer = target.optimizers[holding[0]]
+        again = f"{holding[0]} = {_made(optimizer)}({target.name}.parameters(){_rate(optimizer)})"
+        params = f"[{target.name}.get_parameter(name) for name in {names!r}]"
+        is_short = len(names) < 4 and all(name in target.params for name in names)
+        yield Fault(
+            rule="left-out-of-optimizer",
+            verdict=f"no optimizer among the variables trains {listed(names)}",
+            evidence=(f"{len(names)} parameters, {_size(nbytes)}, take gradients", f"optimizers: {listed(holding)}"),
+            fix=f"{holding[0]}.add_param_group({{'params': {params}}})" if is_short else again,
+        )
+
+
+@rule(Damage.NUMBERS, named="hook-never-called")
+def uncalled_hook(target: LintTarget) -> Iterator[Finding]:
+    """A register_hook on a sharded parameter, which autograd never calls."""
+    hooked = target.unmanaged.hooks
+    if hooked:
+        yield hook_never_called(hooked)
+
+
+@rule(Damage.NUMBERS)
+def low_precision_master(target: LintTarget) -> Iterator[Finding]:
+    """Trained parameters in bfloat16 or float16 under an optimizer of torch, which keeps no float32 copy.
+
+    An update below half a unit in the last place, 0.2 % of a weight in bfloat16, is lost.
+    """
+    trained = {
+        name: (param, tensors)
+        for unit in target.units
+        for name, param, tensors in unit.named()
+        if param.dtype in _16_BIT and any(is_trained for _, _, is_trained in _parts(param))
+    }
+    by_optimizer: dict[str, list[str]] = {}
+    for name, (param, tensors) in trained.items():
+        parts = (id(target.params.get(part)) for part, _, _ in _parts(param))
+        held = next((target.held[each] for each in (id(tensors.shard), *parts) if each in target.held), None)
+        if held is not None:
+            by_optimizer.setdefault(held, []).append(name)
+    if trained and not by_optimizer:
+        raise Abstains(f"{target.name} has 16-bit parameters, and no optimizer among the variables holds them yet")
+    for name, names in by_optimizer.items():
+        if not type(target.optimizers[name]).__module__.startswith("torch.optim"):
+            raise Abstains(f"whether {name} ({type(target.optimizers[name]).__name__}) keeps float32 copies is unknown")
+        dtypes = ", ".join(sorted({trained[each][0].dtype for each in names}))
+        nbytes = sum(full_nbytes(trained[each][0]) for each in names)
+        yield Fault(
+            rule="low-precision-master",
+            verdict=f"{name} updates {dtypes} parameters of {target.name}, which round small updates away",
+            evidence=(f"{len(names)} parameters, {_size(nbytes)}: {listed(names)}",),
+            fix=f"{target.name}.float() before sharding, then %fsdp shard {target.name} --mp bf16 (in code: "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+        )
+
+
+# ---- errors and hangs
+
+
+@rule(Damage.STOPS, after_shard=False)
+def still_on_meta(target: LintTarget) -> Iterator[Finding]:
+    """Parameters or buffers that are still on the meta device."""
+    tensors = {**target.params, **_buffers(target)}
+    names = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if names:
+        yield Fault(
+            rule="still-on-meta",
+            verdict=f"{target.name} is still on the meta device: {listed(names)}",
+            evidence=(f"{len(names)} tensors without values",),
+            fix=f"{target.name}.to_empty(device=device), then initialise them or load a state dict",
+        )
+
+
+@rule(Damage.STOPS)
+def method_without_hooks(target: LintTarget) -> Iterator[Finding]:
+    """A method other than forward that computes with parameters of its unit, which nothing gathers then.
+
+    Told where a function of the cells, or the script that ran, calls it on the model's variable, and its source calls
+    a module or uses a parameter of the unit itself. Methods that reach the parameters through ``self(...)`` are fine.
+    """
+    for module, name in _sharded_modules(target):
+        expressions = target.variables_of.get(id(module))
+        if not expressions:
+            continue
+        own = _own_tensors(target, module)
+        for method in sorted({attr for code in target.programs for attr in _attributes(code, expressions)}):
+            if not _is_own_method(module, method) or method == "forward" or method in vars(module):
+                continue
+            used = _uses(module, method, own, set())
+            if used:
+                engine = "torch.distributed.fsdp" if isinstance(module, TorchFSDPModule) else "workbench.engine"
+                yield Fault(
+                    rule="method-without-hooks",
+                    verdict=f"{expressions[0]}.{method}() computes with sharded parameters: only forward gathers them",
+                    evidence=(f"{class_name(module)}.{method} uses {used} of unit {unit_words(name)}",),
+                    fix=f"from {engine} import register_fsdp_forward_method; "
+                    f"register_fsdp_forward_method({expressions[0]}, {method!r})",
+                )
+
+
+def _sharded_modules(target: LintTarget) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules on which ``fully_shard`` was called, with their names."""
+    for module, name in target.modules.items():
+        if isinstance(module, (FSDPModule, TorchFSDPModule)):
+            yield module, name
+
+
+def _own_tensors(target: LintTarget, module: nn.Module) -> set[int]:
+    """Return the ids of the parameters that the units of a module itself hold, full or sharded."""
+    units = [unit for unit in target.units if any(each is module for each in unit.modules)]
+    return {
+        id(getattr(owner, attribute, None))
+        for unit in units
+        for tensors in unit.tensors.values()
+        for owner, attribute in tensors.places
+    }
+
+
+def _attributes(code: CodeType, names: Sequence[str]) -> Iterator[str]:
+    """Yield the attributes that code, and the functions in it, load from variables of these names."""
+    before: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in {"LOAD_ATTR", "LOAD_METHOD"} and before in names:
+            yield instruction.argval
+        loaded = instruction.argval if instruction.opname.startswith("LOAD_") else None
+        before = loaded[-1] if isinstance(loaded, tuple) and loaded else loaded
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _attributes(constant, names)
+
+
+def _uses(module: nn.Module, method: str, own: set[int], seen: set[str]) -> str:
+    """Return what of the parameters ``own`` a method uses, as source, also through other methods; empty: nothing."""
+    seen.add(method)
+    function = inspect.unwrap(getattr(type(module), method))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    for expression in (each for node in ast.walk(tree) for each in _computed_with(node)):
+        found = _resolved(module, expression)
+        if isinstance(found, nn.Parameter) and id(found) in own:
+            return ast.unparse(expression)
+        if isinstance(found, nn.Module) and found is not module and _holds(found, own):
+            return ast.unparse(expression)
+        other = found.__name__ if inspect.ismethod(found) and found.__self__ is module else ""
+        if _is_own_method(module, other) and other not in seen and (used := _uses(module, other, own, seen)):
+            return used
+    return ""
+
+
+def _computed_with(node: ast.AST) -> Iterable[ast.expr]:
+    """Return the expressions that a node calls, passes on, computes with, iterates over or returns."""
+    match node:
+        case ast.Call(func=func, args=args):
+            return (func, *args)
+        case ast.BinOp(left=left, right=right):
+            return (left, right)
+        case ast.For(iter=iterated) | ast.comprehension(iter=iterated):
+            return (iterated,)
+        case ast.Return(value=ast.expr() as value):
+            return (value,)
+    return ()
+
+
+def _is_own_method(module: nn.Module, name: str) -> bool:
+    """Return whether the class of a module defines a method that :class:`torch.nn.Module` does not have."""
+    return isinstance(getattr(type(module), name, None), FunctionType) and not hasattr(nn.Module, name)
+
+
+def _resolved(module: nn.Module, expression: ast.expr) -> object:
+    """Return what ``self.a.b`` refers to; None for anything else."""
+    if isinstance(expression, ast.Name):
+        return module if expression.id == "self" else None
+    if isinstance(expression, ast.Attribute):
+        above = _resolved(module, expression.value)
+        return getattr(above, expression.attr, None) if isinstance(above, nn.Module) else None
+    return None
+
+
+def _holds(module: nn.Module, own: set[int]) -> bool:
+    return any(id(param) in own for param in module.parameters())
+
+
+# ---- memory
+
+
+@rule(Damage.MEMORY)
+def unsplit_unit(target: LintTarget) -> Iterator[Finding]:
+    """One unit that is the whole model, or more than half its bytes, and could be split.
+
+    It can where a class repeats in it that makes half its bytes. Where none does, as with a large embedding, only a
+    unit of :data:`LARGE_NBYTES` with several children of a tenth of its bytes each is named.
+    """
+    if target.nbytes < TOY_NBYTES:
+        return
+    for unit in target.sharded:
+        if 2 * unit.full_nbytes <= target.nbytes:
+            continue
+        kind, members, nbytes = _repeated(target, unit)
+        share = f"{unit.full_nbytes / target.nbytes:.0%}"
+        evidence = (
+            f"unit {unit_words(unit.info.name)}: {_size(unit.full_nbytes)} of {_size(target.nbytes)}",
+            "each rank holds all of it while any part computes",
+        )
+        verdict = f"unit {unit_words(unit.info.name)} holds {share} of {target.name}, so sharding saves little memory"
+        if 2 * nbytes >= unit.full_nbytes:
+            yield Fault(
+                rule="unsplit-unit",
+                verdict=verdict,
+                evidence=(*evidence, f"{len(members)} x {kind} in it: {listed(members)}"),
+                fix=_wrap_fix(target, unit, kind),
+            )
+        elif unit.full_nbytes >= LARGE_NBYTES and (children := _large_children(target, unit)):
+            calls = "; ".join(f"fully_shard({target.name}.{child})" for child in children[:-1])
+            yield Fault(
+                rule="unsplit-unit",
+                verdict=verdict,
+                evidence=(*evidence, f"its largest modules: {listed(children)}"),
+                fix=f"before fully_shard({target.name}): {calls}",
+            )
+
+
+def _wrap_fix(target: LintTarget, unit: LintUnit, kind: str) -> str:
+    if not unit.info.engine:
+        return f"%fsdp reshard {target.name} --wrap {kind}"
+    return f"build the model again, then: %fsdp shard {target.name} --wrap {kind}"
+
+
+def _in_unit(target: LintTarget, unit: LintUnit, prefix: str) -> int:
+    """Return the elements of a unit's parameters below a module's name."""
+    return sum(
+        math.prod(shape)
+        for param in unit.info.params
+        for name, shape, _ in _parts(param)
+        if without_wrappers(name).startswith(f"{prefix}.")
+    )
+
+
+def _repeated(target: LintTarget, unit: LintUnit) -> tuple[str, list[str], int]:
+    """Return the class that repeats with most of a unit's bytes, the names of its modules, and these bytes."""
+    found: dict[str, dict[str, int]] = {}
+    for module in target.modules:
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            for child in module:
+                own = target.modules[child]
+                if own and (size := _in_unit(target, unit, own)):
+                    found.setdefault(class_name(child), {})[own] = size
+    several = {kind: sizes for kind, sizes in found.items() if len(sizes) > 1}
+    kind = max(several, key=lambda kind: sum(several[kind].values()), default="")
+    sizes = several.get(kind, {})
+    return kind, list(sizes), sum(sizes.values()) * unit.info.compute_itemsize
+
+
+def _large_children(target: LintTarget, unit: LintUnit) -> list[str]:
+    """Return the leaf modules with a tenth of a unit's bytes or more each, the smallest last; empty: fewer than two."""
+    leaves = [name for module, name in target.modules.items() if name and not any(True for _ in module.children())]
+    sizes = {name: _in_unit(target, unit, name) * unit.info.compute_itemsize for name in leaves}
+    large = sorted((name for name in sizes if 10 * sizes[name] >= unit.full_nbytes), key=lambda name: -sizes[name])
+    return large if len(large) > 1 else []
+
+
+@rule(Damage.MEMORY)
+def nothing_sharded(target: LintTarget) -> Iterator[Finding]:
+    """An HSDP mesh whose shard axis has one rank: fully_shard replicates, and every rank holds all.
+
+    A replicate axis of one rank costs nothing and is not named: on one host, a mesh of hosts x ranks has it.
+    """
+    units = [
+        unit
+        for unit in target.sharded
+        if unit.info.shard_size == 1 < unit.info.replicate_size and not any(p.parts for p in unit.info.params)
+    ]
+    if units and target.nbytes >= TOY_NBYTES:
+        copies = units[0].info.replicate_size
+        kind = next((str(p.device_mesh.device_type) for p in target.params.values() if isinstance(p, DTensor)), "cuda")
+        mesh = f'init_device_mesh("{kind}", (1, {copies}), mesh_dim_names=("replicate", "shard"))'
+        yield Fault(
+            rule="nothing-sharded",
+            verdict=f"the mesh of {target.name} has {copies} copies of one shard each, so nothing is sharded",
+            evidence=(f"each rank holds {_size(sum(unit.full_nbytes for unit in units))} of {_names(units)}",),
+            fix=f"mesh = {mesh}, or %fsdp reshard {target.name} --mesh {copies}"
+            if not units[0].info.engine
+            else f"mesh = {mesh}",
+        )
+
+
+def _names(units: Sequence[LintUnit]) -> str:
+    return listed([unit.info.name for unit in units])
+
+
+@rule(Damage.MEMORY)
+def rows_lost_to_padding(target: LintTarget) -> Iterator[Finding]:
+    """Parameters with fewer rows than ranks, or padding of more than a tenth of the model.
+
+    Small parameters, such as biases, may leave ranks without rows: only one of :data:`TOY_NBYTES` or more counts.
+    """
+    few, lost, padded = {}, 0, {}
+    for unit in target.sharded:
+        for name, param, _ in unit.named():
+            whole = full_nbytes(param)
+            waste = whole - math.prod(param.shape) * param.itemsize
+            lost += waste
+            if waste:
+                padded[name] = waste
+            if whole >= TOY_NBYTES and 0 in param.rows_per_rank:
+                few[name] = param
+    if few:
+        name, param = next(iter(few.items()))
+        rows, size = param.shape[param.shard_dim], len(param.rows_per_rank)
+        empty = [place for place, own in enumerate(param.rows_per_rank) if not own]
+        dim = max(range(len(param.shape)), key=lambda dim: param.shape[dim])
+        yield Fault(
+            rule="rows-lost-to-padding",
+            verdict=f"{listed(list(few))} has fewer rows than ranks, so some ranks hold nothing of it",
+            evidence=(
+                f"{name}: {rows} rows of dim {param.shard_dim} for {size} ranks; place "
+                f"{', '.join(map(str, empty))} of the shard axis holds none of {_size(full_nbytes(param))}",
+            ),
+            fix=f"split dim {dim}: from torch.distributed.tensor import Shard; fully_shard(module, "
+            f"shard_placement_fn=lambda p: Shard({dim}) if p.shape[0] < {size} and p.ndim > {dim} else None)",
+        )
+    elif lost >= TOY_NBYTES and 10 * lost > target.nbytes:
+        worst = sorted(padded, key=lambda name: -padded[name])
+        yield Fault(
+            rule="rows-lost-to-padding",
+            verdict=f"{lost / target.nbytes:.0%} of the bytes of {target.name} are padding",
+            evidence=(f"{_size(lost)} in {listed(worst)}",),
+            fix="split a dim that the ranks divide: fully_shard(module, shard_placement_fn=lambda p: Shard(1))",
+        )
+
+
+@rule(Damage.MEMORY)
+def frozen_in_flat_parameter(target: LintTarget) -> Iterator[Finding]:
+    """Frozen and trained parameters in one flat parameter: gradients of all of it are allocated and reduced.
+
+    Units of ``fully_shard`` reduce only what is trained, so that adapters in each block cost nothing there.
+    """
+    found = {}
+    for unit in target.sharded:
+        trained = frozen = 0
+        for param in unit.info.params:
+            for name, shape, is_trained in _parts(param) if param.parts else ():
+                held = target.params.get(name)
+                takes = is_trained and (held is None or held.requires_grad)
+                nbytes = math.prod(shape) * unit.info.reduce_itemsize
+                trained, frozen = (trained + nbytes, frozen) if takes else (trained, frozen + nbytes)
+        if trained and frozen >= max(TOY_NBYTES, trained):
+            found[unit_words(unit.info.name)] = f"{_size(trained + frozen)} reduced for {_size(trained)} trained"
+    if found:
+        yield Fault(
+            rule="frozen-in-flat-parameter",
+            verdict=f"flat parameters of {target.name} reduce gradients of frozen parameters: {listed(list(found))}",
+            evidence=tuple(f"unit {name}: {text}" for name, text in found.items())[:3],
+            fix=f"%fsdp shard {target.name} --api fully_shard, or wrap the frozen modules separately",
+        )
+
+
+@rule(Damage.MEMORY)
+def checkpoint_around_units(target: LintTarget) -> Iterator[Finding]:
+    """Activation checkpointing around several units: backward recomputes, and gathers, all of them at once.
+
+    One checkpoint for each unit, inside or around it, is right.
+    """
+    for path, inner in _checkpointed(target.model):
+        names = {name: module for module, name in _sharded_below(target, inner)}
+        outermost = [n for n in names if not any(n.startswith(f"{other}.") for other in names if other != n)]
+        if len(outermost) > 1:
+            kind = class_name(names[outermost[0]])
+            yield Fault(
+                rule="checkpoint-around-units",
+                verdict=f"activation checkpointing of {path or target.name} spans {len(outermost)} units",
+                evidence=(f"units in it: {listed(outermost)}",),
+                fix=f"checkpoint each unit instead: apply_activation_checkpointing({target.name}, "
+                f"check_fn=lambda module: isinstance(module, {kind})) before sharding",
+            )
+
+
+def _checkpointed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that torch's wrapper checkpoints, or Hugging Face's layer, with their names."""
+    yield from checkpoint_wrappers_below(model)
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if "GradientCheckpointingLayer" in kinds and getattr(module, "gradient_checkpointing", False):
+            yield without_wrappers(path), module
+
+
+def _sharded_below(target: LintTarget, inner: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    below = set(inner.modules())
+    for unit in target.sharded:
+        for module in unit.modules:
+            if module in below and module is not inner:
+                yield module, target.modules.get(module, unit.info.name)
+
+
+# ---- speed
+
+
+@rule(Damage.SPEED)
+def tiny_units(target: LintTarget) -> Iterator[Finding]:
+    """Units so small that the launch of their collectives takes longer than the transfer.
+
+    More of the units than not are below :data:`SMALL_NBYTES`, at least 8, and hold together at most 5 % of the model:
+    the enclosing units could hold them at no cost.
+    """
+    inner = [unit for unit in target.sharded if unit.info.name]  # the model itself is a unit in any case
+    small = [unit for unit in inner if unit.full_nbytes < SMALL_NBYTES]
+    together = sum(unit.full_nbytes for unit in small)
+    many = len(small) >= 8 and 2 * len(small) > len(inner)
+    if many and target.nbytes >= TOY_NBYTES and 20 * together <= target.nbytes:
+        kinds = sorted({class_name(unit.modules[0]) for unit in small if unit.modules})
+        yield Fault(
+            rule="tiny-units",
+            verdict=f"{len(small)} of {len(target.sharded)} units of {target.name} are too small to be worth "
+            "collectives of their own",
+            evidence=(
+                f"{_names(small)}: {_size(together)} together, of {_size(target.nbytes)}",
+                f"{len(small)} all-gathers more in each forward and backward, and reduce-scatters",
+            ),
+            fix=f"leave {', '.join(kinds) or 'them'} to the enclosing units: no fully_shard on them, and not in --wrap",
+        )
+
+
+@rule(Damage.SPEED)
+def mesh_turned_round(target: LintTarget) -> Iterator[Finding]:
+    """An HSDP mesh that replicates within hosts and shards across them: all-gathers cross the network.
+
+    Ranks of a host are neighbours, and each host has as many.
+    """
+    on_host = target.local_world_size
+    hybrid = [unit for unit in target.sharded if unit.info.shard_size > 1 and unit.info.replicate_size > 1]
+    if not hybrid or on_host >= target.world_size:
+        return
+    if target.world_size % on_host:
+        raise Abstains("hosts have different numbers of ranks, so which ranks share a host is unknown")
+    for unit in hybrid:
+        if unit.shard_ranks is None or unit.replicas is None:
+            raise Abstains(f"the ranks of unit {unit_words(unit.info.name)} are unknown")
+        crosses, stays = (len({rank // on_host for rank in of}) for of in (unit.shard_ranks, unit.replicas))
+        if crosses > 1 and stays == 1:
+            size, copies = unit.info.shard_size, unit.info.replicate_size
+            hosts = target.world_size // on_host
+            yield Fault(
+                rule="mesh-turned-round",
+                verdict=f"{target.name} is sharded across hosts and replicated within them",
+                evidence=(
+                    f"units {_names(hybrid)}: one copy is split over {crosses} hosts, and one host has {copies} copies",
+                    f"{copies} copies x {size} shards on {hosts} hosts of {on_host} ranks",
+                ),
+                fix=f'mesh = init_device_mesh(device, ({hosts}, {on_host}), mesh_dim_names=("replicate", "shard")), or '
+                "%fsdp shard MODEL --mesh hosts",
+            )
+            return

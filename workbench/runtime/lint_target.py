@@ -1,0 +1,208 @@
+"""What rules see of a model, and the table of rules.
+
+A rule is a generator function under :func:`rule`. Its name, with dashes, is the name of the rule; the first line of its
+docstring is the description in the documents. It yields a :class:`~workbench.fault.Fault` for what this rank sees, or a
+:class:`~workbench.protocol.lint_reply.RankComparison` for what only several ranks can show, and raises
+:class:`Abstains` where it lacks a signal. No rule runs the model, communicates or changes anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import CodeType
+
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.events import TORCH_DDP, Param, ParamTensors, Unit
+from workbench.fault import Fault
+from workbench.protocol.commands import UnmanagedState
+from workbench.protocol.lint_reply import RankComparison
+from workbench.runtime.model_summary import unmanaged_in
+from workbench.watch._torch_private import clean as without_wrappers
+
+Finding = Fault | RankComparison
+
+
+class Damage(IntEnum):
+    """What a fault costs; the worst comes first."""
+
+    NUMBERS = 0  # wrong results, without an error
+    STOPS = 1  # an error or a hang
+    MEMORY = 2
+    SPEED = 3
+
+
+class Abstains(Exception):
+    """A rule cannot decide; the message names the missing signal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintUnit:
+    """A unit, whichever engine runs it.
+
+    Attributes:
+        info: its description.
+        tensors: its parameters' tensors on this rank, by name.
+        modules: its modules; empty if the engine does not tell.
+        shard_ranks: ranks that share one copy with this one; None: unknown.
+        replicas: ranks that hold the same shard as this one; None: unknown.
+    """
+
+    info: Unit
+    tensors: Mapping[str, ParamTensors]
+    modules: tuple[nn.Module, ...] = ()
+    shard_ranks: tuple[int, ...] | None = None
+    replicas: tuple[int, ...] | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP runs it: a DistributedDataParallel model is a unit that is whole on every rank."""
+        return self.info.engine != TORCH_DDP
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes that a rank holds of it while it is unsharded, padding included."""
+        return sum(full_nbytes(param) // param.itemsize for param in self.info.params) * self.info.compute_itemsize
+
+    def named(self) -> Iterator[tuple[str, Param, ParamTensors]]:
+        """Yield each parameter that the unit shards with its name, description and tensors."""
+        for param in self.info.params:
+            if param.fqn in self.tensors:
+                yield param.fqn, param, self.tensors[param.fqn]
+
+
+def full_nbytes(param: Param) -> int:
+    """Return the bytes of a parameter as the unit stores it on all ranks together, padding included."""
+    others = (n for dim, n in enumerate(param.shape) if dim != param.shard_dim)
+    return math.prod(others) * param.padded_rows * len(param.rows_per_rank) * param.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintTarget:
+    """A sharded model and its surroundings on this rank, as rules see them.
+
+    Attributes:
+        name: its variable.
+        model: the model.
+        units: its units.
+        optimizers: the optimizers among the variables, by variable; ``opts[0]`` for one in a list.
+        variables: all variables of the cells.
+        programs: code of the cells' functions and of the script that ran last.
+        rank, world_size, local_world_size: of this rank.
+    """
+
+    name: str
+    model: nn.Module
+    units: tuple[LintUnit, ...]
+    optimizers: Mapping[str, Optimizer]
+    variables: Mapping[str, object]
+    programs: tuple[CodeType, ...]
+    rank: int
+    world_size: int
+    local_world_size: int
+
+    @functools.cached_property
+    def params(self) -> dict[str, nn.Parameter]:
+        """The parameters that the modules hold now, by name without wrappers."""
+        return {without_wrappers(name): param for name, param in self.model.named_parameters()}
+
+    @functools.cached_property
+    def modules(self) -> dict[nn.Module, str]:
+        """The name of each module, without wrappers."""
+        return {module: without_wrappers(name) for name, module in self.model.named_modules()}
+
+    @functools.cached_property
+    def variables_of(self) -> dict[int, list[str]]:
+        """The variables that hold a module, by its id."""
+        found: dict[int, list[str]] = {}
+        for name, value in self.variables.items():
+            if isinstance(value, nn.Module):
+                found.setdefault(id(value), []).append(name)
+        return found
+
+    @functools.cached_property
+    def unmanaged(self) -> UnmanagedState:
+        """What the workbench's engine does not manage, if it runs the model; buffers in any case."""
+        return unmanaged_in(self.model)
+
+    @functools.cached_property
+    def sharded(self) -> tuple[LintUnit, ...]:
+        """The units that FSDP runs."""
+        return tuple(unit for unit in self.units if unit.is_sharded)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole model while all its units are unsharded."""
+        return sum(unit.full_nbytes for unit in self.sharded)
+
+    @functools.cached_property
+    def owned(self) -> dict[int, str]:
+        """The name of each parameter that an optimizer may hold, by its id."""
+        flat = {
+            id(tensors.shard): name
+            for unit in self.units
+            for name, tensors in unit.tensors.items()
+            if isinstance(tensors.shard, nn.Parameter)
+        }
+        return {**{id(param): name for name, param in self.params.items()}, **flat}
+
+    @functools.cached_property
+    def owned_by_units(self) -> frozenset[int]:
+        """The ids of the tensors of all units."""
+        return frozenset(id(tensors.shard) for unit in self.units for tensors in unit.tensors.values())
+
+    @functools.cached_property
+    def held(self) -> dict[int, str]:
+        """The variable of the optimizer that holds it, by the id of each parameter of any model."""
+        return {
+            id(param): name
+            for name, optimizer in self.optimizers.items()
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+
+
+RuleFunction = Callable[[LintTarget], Iterator[Finding]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A rule.
+
+    Attributes:
+        name: its name, such as ``optimizer-before-shard``.
+        damage: what its faults cost.
+        check: yields what it finds in a model.
+        after_shard: whether ``shard`` runs it too: what it finds is not a usual state of a model just sharded.
+    """
+
+    name: str
+    damage: Damage
+    check: RuleFunction
+    after_shard: bool
+
+    @property
+    def about(self) -> str:
+        """What it finds: the first line of its docstring."""
+        return (inspect.getdoc(self.check) or "").partition("\n")[0].rstrip(".")
+
+
+RULES: list[Rule] = []
+"""All rules, in the order of their definition."""
+
+
+def rule(damage: Damage, *, named: str = "", after_shard: bool = True) -> Callable[[RuleFunction], RuleFunction]:
+    """Enter the decorated function into :data:`RULES`; ``named``: under another name than its own."""
+
+    def enter(check: RuleFunction) -> RuleFunction:
+        name = named or check.__name__.replace("_", "-")
+        RULES.append(Rule(name=name, damage=damage, check=check, after_shard=after_shard))
+        return check
+
+    return enter
