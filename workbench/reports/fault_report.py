@@ -47,8 +47,8 @@ class FaultReport(Report):
 
 
 def cause_lines(cause: Fault | None) -> list[str]:
-    """Return lines about the fault that causes what a report says; none without one."""
-    return [] if cause is None else [f"cause: {cause.verdict}", *map(": ".join, cause.facts())]
+    """Return lines about the fault that explains what a report says; none without one."""
+    return [] if cause is None else [f"fault: {cause.verdict}", *map(": ".join, cause.facts())]
 
 
 def cause_html(cause: Fault | None) -> str:
