@@ -40,13 +40,14 @@ class FaultReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return evidence and fix of each fault, and which checks could not decide."""
         first, *others = self.faults or (None,)
-        found = [] if first is None else list(_proof(first))
+        found = [] if first is None else list(proof(first))
         for other in others:
-            found += [("also", other.verdict), *_proof(other)]
+            found += [("also", other.verdict), *proof(other)]
         return [*found, *(("not checked", reason) for reason in self.abstained)]
 
 
-def _proof(fault: Fault) -> Iterator[tuple[str, str]]:
+def proof(fault: Fault) -> Iterator[tuple[str, str]]:
+    """Yield the evidence of a fault and its fix as (name, value)."""
     yield from (("evidence", text) for text in fault.evidence)
     if fault.fix:
         yield "fix", fault.fix
