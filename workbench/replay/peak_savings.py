@@ -1,7 +1,7 @@
 """What would lower a rank's peak: the peak of a step under another policy, by formula, and its price.
 
-A formula changes the recorded bytes where the policy would, and takes the highest moment of the result. So a saving that
-only moves the peak elsewhere counts as what it is.
+A formula changes the recorded bytes where the policy would, and takes the highest moment of the result. So a saving
+that only moves the peak elsewhere counts as what it is.
 
 - *reshard after forward*: a unit that stays unsharded after its forward, and is not freed before its backward, would be
   freed at the end of its forward, gathered again during the backward of the unit before it, and copied out at the begin
@@ -122,7 +122,7 @@ def peak_with(part: RankTrace, edits: _Edits) -> int:
 
 
 def _reshard(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving | None:
-    """Return what freeing the units after forward saves that a step keeps until backward; roots only if that helps."""
+    """Return what freeing units after forward saves that a step keeps until backward; roots only if that helps."""
     kept = {unit: _kept(part.rows, unit) for unit in units if units[unit].shard_size > 1}
     kept = {unit: spans for unit, spans in kept.items() if spans}
     chosen = tuple(unit for unit in kept if units[unit].root != unit)
@@ -147,7 +147,7 @@ def _reshard(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving | N
 
 
 def _kept(rows: Rows, unit: int) -> list[tuple[int, int, int]]:
-    """Return where a unit stays unsharded: the row after its forward, where it would be gathered again, its backward."""
+    """Return where a unit stays unsharded: the row after its forward, where it would be gathered, its backward."""
     mine = np.flatnonzero(rows["unit"] == unit)
     kind, edge = rows["kind"][mine], rows["edge"][mine]
     tells = (

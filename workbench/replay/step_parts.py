@@ -266,7 +266,7 @@ def _in_order(steps: Spans) -> tuple[Ints, Ints]:
 def _of_step(
     pieces: Pieces, roots: NDArray[np.bool_], begin_ns: int, end_ns: int, num_ranks: int
 ) -> tuple[Ints, Ints, Ints, int]:
-    """Return the parts ``[P]``, the time waited for each rank ``[R]``, the units' work ``[2, U + 1]``, and held time."""
+    """Return the parts ``[P]``, the wait for each rank ``[R]``, the units' work ``[2, U + 1]``, and the held time."""
     first = int(np.searchsorted(pieces.end_ns, begin_ns, side="right"))
     last = max(int(np.searchsorted(pieces.begin_ns, end_ns, side="left")), first)
     here = slice(first, last)

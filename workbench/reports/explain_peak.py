@@ -13,7 +13,9 @@ from workbench.replay.memory import Peak
 from workbench.replay.peak_savings import Knob, Saving, parts_of, savings
 from workbench.replay.unit_history import Cause, UnitEvent, UnitHistory, histories
 from workbench.replay.units import listed, unit_name
-from workbench.trace.columns import RankTrace, Trace
+from workbench.reports.explain_report import ExplainReport, PeakSaving, Picture
+from workbench.reports.step_study import StepStudy
+from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_bytes, format_duration, format_share, plural
@@ -22,32 +24,8 @@ from workbench.views.window import Window
 WORTH = 0.01
 """A knob is mentioned if it saves at least this fraction of the peak."""
 
+_ENDED = "its backward has just ended"
 _MAX_UNITS = 6  # named one by one
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakSaving:
-    """What would lower a peak, by formula.
-
-    Attributes:
-        knob: the setting.
-        line: what to type: an ``%fsdp`` line or a line of code.
-        saved_bytes: how much lower the peak is.
-        peak_bytes: the peak with it.
-        is_bound: whether this is the most that it saves.
-        more_calls: collectives that a step has in addition.
-        more_bytes: their payload.
-        more_ns: what they take if nothing overlaps with them; 0: unknown.
-    """
-
-    knob: Knob
-    line: str
-    saved_bytes: int
-    peak_bytes: int
-    is_bound: bool
-    more_calls: int
-    more_bytes: int
-    more_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +45,31 @@ class PeakExplanation:
     savings: tuple[PeakSaving, ...]
 
 
-def explain_peak(trace: Trace, shown: Window, models: Sequence[ModelInfo]) -> PeakExplanation | None:
+def peak_report(study: StepStudy, subject: str) -> ExplainReport:
+    """Return the report on the peak of a step."""
+    step, found = study.window.last, explain_peak(study)
+    missing = (study.missing,) if study.missing and not subject else ()
+    if found is None:
+        reason = "no memory is recorded in this trace"
+        answer = Fault(rule="unknown", verdict=f"the peak of {step_name(step)} is unknown: {reason}")
+        return ExplainReport(
+            subject=subject, step=step, answer=answer, num_checks=0, abstained=(*missing, f"the peak: {reason}")
+        )
+    return ExplainReport(
+        subject=subject,
+        step=step,
+        answer=found.answer,
+        num_checks=0,
+        abstained=missing,
+        picture=Picture(view="memory", options={"step": step, "rank": found.rank}),
+        savings=found.savings,
+    )
+
+
+def explain_peak(study: StepStudy) -> PeakExplanation | None:
     """Return what set the highest peak of a step; None if no memory is recorded in it."""
+    trace, models = study.trace, study.models
+    shown = Window(first=study.window.last, last=study.window.last)
     parts = [shown.cut(each) for each in trace.ranks]
     peaks = [(part, memory.peak(part)) for part in parts if len(part.rows)]
     if not peaks or not any(found.num_bytes for _, found in peaks):
@@ -82,7 +83,7 @@ def explain_peak(trace: Trace, shown: Window, models: Sequence[ModelInfo]) -> Pe
     worth = [_in_words(header, each, models) for each in known if each.saved_bytes >= WORTH * found.num_bytes]
     worth = [each for each in worth if each.line]
     verdict = (
-        f"the peak of {step_name(shown.last)} is {format_bytes(found.num_bytes)} on rank {part.rank}, in "
+        f"the peak of {step_name(shown.last)} is {format_bytes(found.num_bytes)} on rank {part.rank}, during "
         f"{memory.moment(header, found)}"
     )
     evidence = [_classes(found), *_units(header, at_peak), *_others(peaks, part), *map(price_words, worth)]
@@ -123,6 +124,11 @@ def module_words(unit: Unit, models: Sequence[ModelInfo]) -> str:
     """Return a unit's module as code: ``model.blocks[2]`` -> ``model.get_submodule("blocks.2")``."""
     name = model_of(unit, models)
     return f'{name}.get_submodule("{unit.name}")' if unit.name else name
+
+
+def unit_path(unit: Unit, models: Sequence[ModelInfo]) -> str:
+    """Return a unit as ``%fsdp reshard`` names it: ``model.blocks.2``."""
+    return ".".join(filter(None, (model_of(unit, models), unit.name)))
 
 
 def is_flat(unit: Unit) -> bool:
@@ -195,7 +201,10 @@ def _units(header: Header, at_peak: Mapping[int, UnitHistory]) -> list[str]:
     alike: dict[str, list[int]] = {}
     is_short = len(at_peak) > _MAX_UNITS
     for unit, known in at_peak.items():
-        words = (event_words(header, event, unit, is_short=is_short) for event in known.events)
+        words = (
+            _ENDED if event.cause is Cause.KEPT_AFTER_BACKWARD else event_words(header, event, unit, is_short=is_short)
+            for event in known.events
+        )
         alike.setdefault(", ".join(words), []).append(unit)
     lines = []
     for why, units in alike.items():
