@@ -48,8 +48,8 @@ from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.units import unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
-from workbench.reports.explain import explain
 from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explanations import explain
 from workbench.reports.failures import losses_in_words
 from workbench.reports.pause_results import (
     BackgroundReport,

@@ -31,8 +31,8 @@ from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Run, Step
-from workbench.reports.explain import ANSWERS
 from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explanations import ANSWERS
 from workbench.reports.json_document import document, to_line
 from workbench.reports.pause_results import StopReport
 from workbench.reports.results import CellReport, RunReport

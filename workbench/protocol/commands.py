@@ -869,10 +869,13 @@ TALK = Argument(about="use sizes and colours for a projector")
     more="`explain`: what matters most; `explain peak`, `wait`, `blocks.2`, `rank 1`; `--step 3`",
 )
 class Explain(Command):
-    """Say what set the peak, where a step's time went, why compute waits, or why a unit is unsharded, and what to type.
+    """Say what set the peak, where a step's time went, why compute waits or a unit is unsharded, and what to type.
 
     Every number is read off the trace; what a setting would save is by formula, and marked so. A rank is called slow
     only if the others wait for it in step after step.
+
+    Raises:
+        ValueError: ``which`` follows something else than ``rank`` or ``unit``.
     """
 
     subject: str = argument(
@@ -888,6 +891,10 @@ class Explain(Command):
     step: int | None = argument(
         "which step (default: the newest)", default=None, metavar="STEP", read=count("0 for the first step")
     )
+
+    def __post_init__(self) -> None:
+        if self.which and self.subject not in {"rank", "unit"}:
+            raise ValueError(f"explain takes one unit or rank, not {self.subject!r} and {self.which!r}")
 
 
 @command("compare before.trace last", more="steps: `last:3..5`, `last:-3..`", needs_ranks=False)

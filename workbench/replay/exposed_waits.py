@@ -36,7 +36,7 @@ _Wait = tuple[int, int, int]
 """Time waited, time of the transfer, and payload."""
 
 
-class Cause(Enum):
+class WaitReason(Enum):
     """Why compute waited; the value is its name."""
 
     LATE_RANK = "late rank"
@@ -46,7 +46,7 @@ class Cause(Enum):
     BANDWIDTH = "bandwidth"
 
 
-CAUSES = tuple(Cause)
+REASONS = tuple(WaitReason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class ExposedWait:
     unit: int
     kind: Kind
     in_backward: bool
-    cause: Cause
+    cause: WaitReason
     late_rank: int
     ranks: tuple[int, ...]
     calls: int
@@ -98,7 +98,7 @@ def _together(key: _Key, by_rank: Mapping[int, list[_Wait]], num_ranks: int) -> 
         unit=unit,
         kind=Kind(kind),
         in_backward=in_backward,
-        cause=CAUSES[cause],
+        cause=REASONS[cause],
         late_rank=late_rank,
         ranks=tuple(sorted(by_rank)),
         calls=max(map(len, by_rank.values())),
@@ -117,7 +117,7 @@ def _of_rank(times: RankTimes, step: int) -> list[tuple[_Key, _Wait]]:
         return []
     begin_ns, issue_ns = issued.wait_begin_ns[here], issued.issue_ns[here]
     wait_ns = issued.wait_ns[here]
-    late_ns = np.clip(last.issue_ns[here] - begin_ns, 0, wait_ns, where=last.rank[here] >= 0, out=np.zeros_like(here))
+    late_ns = np.clip(last.issue_ns[here], begin_ns, begin_ns + wait_ns) - begin_ns
     end_ns = np.where(issued.end_ns[here] >= 0, issued.end_ns[here], begin_ns + wait_ns)
     joined_ns = np.where(last.rank[here] >= 0, last.issue_ns[here], issue_ns)
     time_ns = np.maximum(end_ns - np.maximum(joined_ns, issue_ns), 0)
@@ -136,14 +136,14 @@ def _of_rank(times: RankTimes, step: int) -> list[tuple[_Key, _Wait]]:
     rows = zip(*(column.tolist() for column in (*columns, issued.num_bytes[here])), strict=True)
     for unit, kind, back, why, rank, waited, late, took, num_bytes in rows:
         if late > 0:
-            found.append(((unit, kind, back, CAUSES.index(Cause.LATE_RANK), rank), (late, took, num_bytes)))
+            found.append(((unit, kind, back, REASONS.index(WaitReason.LATE_RANK), rank), (late, took, num_bytes)))
         if waited > late:
             found.append(((unit, kind, back, why, -1), (waited - late, took, num_bytes)))
     return found
 
 
 def _causes(pieces: Pieces, kind: Ints, issue_ns: Ints, begin_ns: Ints, time_ns: Ints) -> Ints:
-    """Return the place in :data:`CAUSES` of the communication part of each wait, ``[N]``."""
+    """Return the place in :data:`REASONS` of the communication part of each wait, ``[N]``."""
     is_work = _IS_WORK[pieces.kind]
     work = pieces.begin_ns[is_work], pieces.end_ns[is_work]
     is_training = is_work & (pieces.kind != Kind.OPTIMIZER)
@@ -159,6 +159,6 @@ def _causes(pieces: Pieces, kind: Ints, issue_ns: Ints, begin_ns: Ints, time_ns:
     is_gather = kind == Kind.ALL_GATHER
     could_ns = np.where(is_gather, earlier_ns, later_ns)
     enough = AHEAD * time_ns
-    late = np.where(is_gather, CAUSES.index(Cause.ISSUED_LATE), CAUSES.index(Cause.AT_ONCE))
-    alone = np.where(could_ns > enough, late, CAUSES.index(Cause.NOTHING))
-    return np.where(overlap_ns >= np.maximum(enough, 1), CAUSES.index(Cause.BANDWIDTH), alone)
+    late = np.where(is_gather, REASONS.index(WaitReason.ISSUED_LATE), REASONS.index(WaitReason.AT_ONCE))
+    alone = np.where(could_ns > enough, late, REASONS.index(WaitReason.NOTHING))
+    return np.where(overlap_ns >= np.maximum(enough, 1), REASONS.index(WaitReason.BANDWIDTH), alone)

@@ -8,7 +8,8 @@ that only moves the peak elsewhere counts as what it is.
   of its own. Price: one all-gather per such unit and pass, of the same bytes as in forward.
 - *mixed precision*: bytes of unsharded parameters, their gathers and their gradients times the new item size over the
   old one; and those of reductions likewise. Activations may shrink as well, which is not counted.
-- *fewer units ahead*: of the units that were gathered ahead at the peak, all but one. At most: the peak may move.
+- *fewer units ahead*: of the units that were gathered ahead at the peak, all but the one that runs next and the one
+  after it. At most: the peak may move.
 - *offload*: shards, their gradients and the optimizer's state leave the device. At most.
 - *smaller units*: the largest unit at the peak, in parts; its largest part stays. At most.
 
@@ -29,7 +30,7 @@ from workbench.events import MOVES, TORCH_DDP, Category, Edge, Kind, Unit
 from workbench.replay.collectives import table
 from workbench.replay.memory import Peak, in_use
 from workbench.replay.spans import Ints, of_kind
-from workbench.replay.unit_history import GATHERED, Cause, UnitHistory
+from workbench.replay.unit_history import UnitCause, UnitHistory
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, Rows
 
@@ -95,6 +96,8 @@ def savings(
         on_device: whether the rank computes on a device with memory of its own.
     """
     units = {unit.index: unit for unit in header.units if unit.in_use and unit.engine != TORCH_DDP}
+    if not units:
+        return ()
     known = [
         _reshard(part, found, units),
         _fewer_ahead(header, part, found, at_peak),
@@ -105,7 +108,7 @@ def savings(
     return tuple(saving for saving in known if saving is not None and saving.saved_bytes > 0)
 
 
-def _in_use(rows: Rows, scale: Ints | None = None) -> tuple[Ints, Ints]:
+def _in_use(rows: Rows) -> tuple[Ints, Ints]:
     """Return the places of the rows that move bytes in use, and by how many, ``[M]``."""
     places = np.flatnonzero(
         of_kind(rows, MOVES) & (rows["category"] < len(Category)) & (rows["category"] != Category.RESERVED)
@@ -197,11 +200,11 @@ def _fewer_ahead(header: Header, part: RankTrace, found: Peak, at_peak: dict[int
     ahead = [
         unit
         for unit, known in at_peak.items()
-        if known.last in {Cause.AWAITED, Cause.IN_FLIGHT}
-        and known.events[0].cause in {Cause.AHEAD_IN_FORWARD, Cause.AHEAD_IN_BACKWARD}
+        if known.last in {UnitCause.AWAITED, UnitCause.IN_FLIGHT}
+        and known.events[0].cause in {UnitCause.AHEAD_IN_FORWARD, UnitCause.AHEAD_IN_BACKWARD}
     ]
     ahead.sort(key=lambda unit: at_peak[unit].events[0].seq)
-    more = ahead[1:]
+    more = ahead[2:]
     saved = sum(_bytes_at(header, part, found, unit) for unit in more)
     if not saved:
         return None
@@ -226,7 +229,7 @@ def _bytes_at(header: Header, part: RankTrace, found: Peak, unit: int) -> int:
 
 
 def _offload(found: Peak, units: dict[int, Unit]) -> Saving | None:
-    if not units or any(unit.offload for unit in units.values()):
+    if any(unit.offload for unit in units.values()):
         return None
     saved = sum(found.bytes_by_category[category] for category in _OFFLOADED)
     return Saving(knob=Knob.OFFLOAD, peak_bytes=found.num_bytes - saved, saved_bytes=saved, is_bound=True)
@@ -283,8 +286,3 @@ def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving |
     total = np.cumsum((deltas * factor).astype(np.int64))
     peak = in_use(part.start.bytes_by_category) + int(total.max(initial=0))
     return Saving(knob=Knob.PRECISION, peak_bytes=peak, saved_bytes=found.num_bytes - peak, is_bound=True, units=wide)
-
-
-def is_kept(known: UnitHistory) -> bool:
-    """Return whether a unit is unsharded only because it was not freed after its forward."""
-    return known.last is Cause.KEPT_AFTER_FORWARD and known.events[0].cause in GATHERED | {Cause.BEFORE}

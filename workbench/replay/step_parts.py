@@ -20,27 +20,27 @@ Arrays: ``S`` steps, ``P`` parts, ``R`` ranks, ``U`` units. Times are nanosecond
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COPIES, WORK, Kind, Phase
+from workbench.events import COPIES, MOVES, WORK, Kind, Phase
 from workbench.replay.arrivals import LATE, LastArrivals, last_to_come
 from workbench.replay.collectives import Collectives, matches, table
-from workbench.replay.spans import Ints, Spans, closed, end_aborted, exclusive, spans
+from workbench.replay.spans import Ints, Spans, chosen, closed, end_aborted, exclusive, spans
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 
-MIN_STEPS = 4
+MIN_STEPS = 5
 """Steps that a verdict on a slow rank needs: fewer are too few to tell it from noise."""
 
-MAX_STEPS = 10
+MAX_STEPS = 8
 """Steps that a verdict looks at: the newest."""
 
-STEADY = 0.9
-"""Fraction of these steps in which a slow rank must be late, by at least half the threshold."""
+STEADY = 7 / 8
+"""Fraction of these steps in which a slow rank must be late: all, or all but one of eight."""
 
 LEAST_NS = 1_000_000
 """A rank that is less late than this is not slow, however short the step."""
@@ -48,6 +48,7 @@ LEAST_NS = 1_000_000
 _NEVER = np.iinfo(np.int64).min
 _KINDS = (Kind.GATE, Kind.WAIT, *COPIES, *WORK)
 _IS_WORK = np.isin(np.arange(256), WORK)
+_IS_BYTES = np.isin(np.arange(256), (*MOVES, Kind.RESIDENT, Kind.METRIC, Kind.LOG, Kind.DEVICE))
 _IN_BACKWARD = np.isin(np.arange(256), [phase for phase in Phase if phase.info.part is Kind.BACKWARD])
 
 
@@ -183,7 +184,7 @@ def times_of(trace: Trace, error_ns: int) -> dict[int, RankTimes]:
         trace: some steps, on the axis that is to be explained.
         error_ns: maximum error between times on different clocks.
     """
-    parts = [part for part in trace.ranks if len(part.rows)]
+    parts = [_without_bytes(part) for part in trace.ranks if len(part.rows)]
     tables = {part.rank: table(part) for part in parts}
     last = last_to_come(trace.header, tables, error_ns) if parts else {}
     places = {part.rank: place for place, part in enumerate(trace.ranks)}
@@ -196,6 +197,13 @@ def times_of(trace: Trace, error_ns: int) -> dict[int, RankTimes]:
         )
         for part in parts
     }
+
+
+def _without_bytes(part: RankTrace) -> RankTrace:
+    """Return a rank without the rows that only say where bytes are: half of them."""
+    wanted = ~_IS_BYTES[part.kinds]
+    wanted[-1] = True  # running spans end there
+    return replace(part, rows=chosen(part.rows, wanted))
 
 
 def _phases(part: RankTrace, issued: Collectives) -> Ints:
@@ -273,7 +281,7 @@ def _of_step(
     kind, unit = pieces.kind[here], pieces.unit[here]
     begin, end = np.clip(pieces.begin_ns[here], begin_ns, end_ns), np.clip(pieces.end_ns[here], begin_ns, end_ns)
     length = end - begin
-    late = np.clip(np.minimum(end, pieces.late_until_ns[here]) - begin, 0, length)
+    late = np.clip(pieces.late_until_ns[here], begin, end) - begin
     late[kind != Kind.WAIT] = 0
     is_wait, is_held = kind == Kind.WAIT, kind == Kind.GATE
     parts = np.zeros(len(PARTS), np.int64)
@@ -371,8 +379,8 @@ def slow_rank(parts: Mapping[int, StepParts], steps: tuple[int, ...], error_ns: 
     A rank's *lateness* in a step is the longest time that another rank waits for it, less the time that it waits for
     others itself: a rank that is late only because it waited for another one has none. A rank is slow if the median of
     its lateness is more than :data:`~workbench.replay.arrivals.LATE` of the median step, more than the clock error and
-    :data:`LEAST_NS`, and more than twice the median deviation from it; and if it is late in nearly all of the steps
-    (:data:`STEADY`), each time by at least half of that. Noise hits ranks in turns, and so fails the last two.
+    :data:`LEAST_NS`, and more than twice the median deviation from it; and if it is so late in nearly all of the steps
+    (:data:`STEADY`). Noise hits ranks in turns, and so fails the last two.
 
     Args:
         parts: of each rank.
@@ -389,7 +397,7 @@ def slow_rank(parts: Mapping[int, StepParts], steps: tuple[int, ...], error_ns: 
     worst = int(np.argmax(median))
     least = max(LATE * step_ns, error_ns, LEAST_NS)
     spread = float(np.median(np.abs(late[worst] - median[worst])))
-    is_steady = (late[worst] > least / 2).mean() >= STEADY
+    is_steady = (late[worst] > least).mean() >= STEADY
     if median[worst] <= max(least, 2 * spread) or not is_steady:
         return None
     rank = list(parts)[worst]

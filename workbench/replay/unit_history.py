@@ -13,7 +13,7 @@ from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Rows
 
 
-class Cause(Enum):
+class UnitCause(Enum):
     """An event in the history of a unit's parameters."""
 
     BEFORE = "was so when the record begins"
@@ -35,11 +35,6 @@ class Cause(Enum):
     ABORTED = "freed when its step was aborted"
 
 
-GATHERED = frozenset({
-    Cause.FOR_FORWARD, Cause.FOR_BACKWARD, Cause.AHEAD_IN_FORWARD, Cause.AHEAD_IN_BACKWARD, Cause.BY_HAND
-})  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class UnitEvent:
     """One event of a unit's history.
@@ -52,7 +47,7 @@ class UnitEvent:
         by_unit: the unit that gathered it ahead; -1: none.
     """
 
-    cause: Cause
+    cause: UnitCause
     step: int = -1
     seq: int = -1
     t_ns: int = -1
@@ -72,12 +67,12 @@ class UnitHistory:
     events: tuple[UnitEvent, ...]
 
     @property
-    def last(self) -> Cause:
+    def last(self) -> UnitCause:
         """The newest event."""
         return self.events[-1].cause
 
 
-_TELLS = (Kind.UNSHARD, Kind.RESHARD, Kind.RESET, Kind.FORWARD, Kind.BACKWARD)
+_TELLS = (Kind.UNSHARD, Kind.ALL_GATHER, Kind.RESHARD, Kind.RESET, Kind.FORWARD, Kind.BACKWARD)
 _FREES = (Kind.RESHARD, Kind.RESET)
 
 
@@ -88,68 +83,95 @@ def history(rank_trace: RankTrace, unit: int, seq: int | None = None) -> UnitHis
 
 def histories(rank_trace: RankTrace, units: tuple[int, ...], seq: int | None = None) -> dict[int, UnitHistory]:
     """Return the history of each of some units, as :func:`history`."""
-    count = len(rank_trace.rows) if seq is None else max(seq + 1 - rank_trace.start.seq, 0)
-    kinds = rank_trace.kinds[:count]
     tells = np.zeros(256, np.bool_)
     tells[list(_TELLS)] = True
-    rows = rank_trace.rows[:count].take(np.flatnonzero(tells[kinds]))
+    rows = rank_trace.rows.take(np.flatnonzero(tells[rank_trace.kinds]))  # later ones say what was gathered for what
+    count = len(rows) if seq is None else int(np.searchsorted(rows["seq"], seq, side="right"))
     before = rank_trace.start.unit_states
-    works = np.flatnonzero(of_kind(rows, (Kind.FORWARD, Kind.BACKWARD)) & (rows["edge"] == Edge.BEGIN))
-    return {unit: _of_unit(rows, works, unit, before.get(unit, UnitState.SHARDED)) for unit in units}
+    return {unit: _of_unit(rows, count, unit, before.get(unit, UnitState.SHARDED)) for unit in units}
 
 
-def _of_unit(rows: Rows, works: Ints, unit: int, before: UnitState) -> UnitHistory:
-    mine = np.flatnonzero(rows["unit"] == unit)
+def _of_unit(rows: Rows, count: int, unit: int, before: UnitState) -> UnitHistory:
+    """Return the history of a unit in the first ``count`` of a rank's rows."""
+    mine = np.flatnonzero(rows["unit"][:count] == unit)
     kind, edge = rows["kind"][mine], rows["edge"][mine]
     gathers = np.flatnonzero((kind == Kind.UNSHARD) & (edge == Edge.BEGIN))
     frees = np.flatnonzero(of_kind(rows[mine], _FREES))
     gathered, freed = (int(found[-1]) if len(found) else -1 for found in (gathers, frees))
     events = []
     if gathered >= 0:
-        events.append(_gather(rows, works, int(mine[gathered])))
+        events.append(_gather(rows, int(mine[gathered])))
     if freed > gathered:
         events.append(_freed(rows, mine, freed))
         return UnitHistory(state=UnitState.SHARDED, events=tuple(events))
     if gathered < 0:
         is_sharded = before == UnitState.SHARDED
-        events.append(UnitEvent(cause=Cause.NEVER if is_sharded else Cause.BEFORE))
+        events.append(UnitEvent(cause=UnitCause.NEVER if is_sharded else UnitCause.BEFORE))
+        if ((kind == Kind.UNSHARD) & (edge == Edge.END)).any():
+            before = UnitState.UNSHARDED
+        elif (kind == Kind.ALL_GATHER).any():
+            before = UnitState.ALL_GATHER_IN_FLIGHT
         return UnitHistory(state=before, events=(*events, *(() if is_sharded else _since(rows, mine, 0))))
     if not ((kind[gathered:] == Kind.UNSHARD) & (edge[gathered:] == Edge.END)).any():
-        events.append(_event(rows, int(mine[gathered]), Cause.IN_FLIGHT))
+        events.append(_event(rows, int(mine[gathered]), UnitCause.IN_FLIGHT))
         return UnitHistory(state=UnitState.ALL_GATHER_IN_FLIGHT, events=tuple(events))
     return UnitHistory(state=UnitState.UNSHARDED, events=(*events, *_since(rows, mine, gathered)))
 
 
-def _event(rows: Rows, place: int, cause: Cause, by_unit: int = -1) -> UnitEvent:
+def _event(rows: Rows, place: int, cause: UnitCause, by_unit: int = -1) -> UnitEvent:
     row = rows[place]
     return UnitEvent(cause=cause, step=int(row["step"]), seq=int(row["seq"]), t_ns=int(row["t_ns"]), by_unit=by_unit)
 
 
-def _gather(rows: Rows, works: Ints, place: int) -> UnitEvent:
-    """Return why a unit was gathered: for itself if its own forward or backward is the next to begin, else ahead."""
+def _gather(rows: Rows, place: int) -> UnitEvent:
+    """Return why a unit was gathered: for itself if its own forward or backward is the next to begin, else ahead.
+
+    If none has begun since, the next is the unit that was requested first of those that have not run since.
+    """
     row = rows[place]
     if row["phase"] in {Phase.IDLE, Phase.OPTIMIZER}:
-        return _event(rows, place, Cause.BY_HAND)
-    is_forward = row["phase"] == Phase.FORWARD
+        return _event(rows, place, UnitCause.BY_HAND)
+    begins = rows["edge"] == Edge.BEGIN
+    works = np.flatnonzero(of_kind(rows, (Kind.FORWARD, Kind.BACKWARD)) & begins)
     following = int(np.searchsorted(works, place))
-    by_unit = int(rows["unit"][works[following]]) if following < len(works) else int(row["unit"])
+    if following < len(works) and rows["step"][works[following]] == row["step"]:
+        by_unit = int(rows["unit"][works[following]])
+    else:
+        by_unit = _first_pending(rows, place)
+    is_forward = row["phase"] == Phase.FORWARD
     if by_unit == row["unit"]:
-        return _event(rows, place, Cause.FOR_FORWARD if is_forward else Cause.FOR_BACKWARD)
-    return _event(rows, place, Cause.AHEAD_IN_FORWARD if is_forward else Cause.AHEAD_IN_BACKWARD, by_unit)
+        return _event(rows, place, UnitCause.FOR_FORWARD if is_forward else UnitCause.FOR_BACKWARD)
+    return _event(rows, place, UnitCause.AHEAD_IN_FORWARD if is_forward else UnitCause.AHEAD_IN_BACKWARD, by_unit)
+
+
+def _first_pending(rows: Rows, place: int) -> int:
+    """Return the unit that was requested first of those that have not run since, in the step and phase of a request."""
+    here = rows[: place + 1]
+    here = here[
+        (here["step"] == here["step"][-1]) & (here["edge"] == Edge.BEGIN) & (here["phase"] == here["phase"][-1])
+    ]
+    pending: dict[int, None] = {}
+    for kind, unit in zip(here["kind"].tolist(), here["unit"].tolist(), strict=True):
+        if kind == Kind.UNSHARD:
+            pending.setdefault(unit)
+        elif kind != Kind.ALL_GATHER:
+            pending.pop(unit, None)
+    return next(iter(pending))
 
 
 def _freed(rows: Rows, mine: Ints, freed: int) -> UnitEvent:
     """Return why a unit was freed: after its forward or backward if that is what it did last."""
     place = int(mine[freed])
     if rows["kind"][place] == Kind.RESET:
-        return _event(rows, place, Cause.ABORTED)
+        return _event(rows, place, UnitCause.ABORTED)
     before = mine[:freed]
     worked = before[of_kind(rows[before], (Kind.FORWARD, Kind.BACKWARD, Kind.UNSHARD))]
     last = rows["kind"][worked[-1]] if len(worked) else -1
     in_step = len(worked) > 0 and rows["step"][worked[-1]] == rows["step"][place]
     if last == Kind.UNSHARD or not in_step:
-        return _event(rows, place, Cause.FREED_BY_HAND)
-    return _event(rows, place, Cause.FREED_AFTER_FORWARD if last == Kind.FORWARD else Cause.FREED_AFTER_BACKWARD)
+        return _event(rows, place, UnitCause.FREED_BY_HAND)
+    after_forward = last == Kind.FORWARD
+    return _event(rows, place, UnitCause.FREED_AFTER_FORWARD if after_forward else UnitCause.FREED_AFTER_BACKWARD)
 
 
 def _since(rows: Rows, mine: Ints, first: int) -> tuple[UnitEvent, ...]:
@@ -157,19 +179,19 @@ def _since(rows: Rows, mine: Ints, first: int) -> tuple[UnitEvent, ...]:
     later = mine[first:]
     worked = later[of_kind(rows[later], (Kind.FORWARD, Kind.BACKWARD))]
     if not len(worked):
-        return (UnitEvent(cause=Cause.AWAITED),)
+        return (UnitEvent(cause=UnitCause.AWAITED),)
     place = int(worked[-1])
     found = [_event(rows, place, _WORKED[Kind(rows["kind"][place]), Edge(rows["edge"][place])])]
     forwards = worked[(rows["kind"][worked] == Kind.FORWARD) & (rows["edge"][worked] == Edge.END)]
     if rows["kind"][place] == Kind.BACKWARD and len(forwards):
-        found.insert(0, _event(rows, int(forwards[-1]), Cause.KEPT_AFTER_FORWARD))
+        found.insert(0, _event(rows, int(forwards[-1]), UnitCause.KEPT_AFTER_FORWARD))
     return tuple(found)
 
 
 _WORKED = {
-    (Kind.FORWARD, Edge.BEGIN): Cause.IN_FORWARD,
-    (Kind.FORWARD, Edge.END): Cause.KEPT_AFTER_FORWARD,
-    (Kind.BACKWARD, Edge.BEGIN): Cause.IN_BACKWARD,
-    (Kind.BACKWARD, Edge.END): Cause.KEPT_AFTER_BACKWARD,
+    (Kind.FORWARD, Edge.BEGIN): UnitCause.IN_FORWARD,
+    (Kind.FORWARD, Edge.END): UnitCause.KEPT_AFTER_FORWARD,
+    (Kind.BACKWARD, Edge.BEGIN): UnitCause.IN_BACKWARD,
+    (Kind.BACKWARD, Edge.END): UnitCause.KEPT_AFTER_BACKWARD,
 }
 """The newest event of an unsharded unit, by the row of its work that came last."""

@@ -11,7 +11,7 @@ from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay import memory
 from workbench.replay.memory import Peak
 from workbench.replay.peak_savings import Knob, Saving, parts_of, savings
-from workbench.replay.unit_history import Cause, UnitEvent, UnitHistory, histories
+from workbench.replay.unit_history import UnitCause, UnitEvent, UnitHistory, histories
 from workbench.replay.units import listed, unit_name
 from workbench.reports.explain_report import ExplainReport, PeakSaving, Picture
 from workbench.reports.step_study import StepStudy
@@ -25,6 +25,9 @@ WORTH = 0.01
 """A knob is mentioned if it saves at least this fraction of the peak."""
 
 _ENDED = "its backward has just ended"
+_SETTINGS = (Knob.RESHARD, Knob.FEWER_AHEAD, Knob.OFFLOAD)
+"""Knobs that change neither numbers nor the program."""
+
 _MAX_UNITS = 6  # named one by one
 
 
@@ -48,7 +51,7 @@ class PeakExplanation:
 def peak_report(study: StepStudy, subject: str) -> ExplainReport:
     """Return the report on the peak of a step."""
     step, found = study.window.last, explain_peak(study)
-    missing = (study.missing,) if study.missing and not subject else ()
+    missing = () if subject else (study.missing,) if study.missing else study.abstained
     if found is None:
         reason = "no memory is recorded in this trace"
         answer = Fault(rule="unknown", verdict=f"the peak of {step_name(step)} is unknown: {reason}")
@@ -83,11 +86,11 @@ def explain_peak(study: StepStudy) -> PeakExplanation | None:
     worth = [_in_words(header, each, models) for each in known if each.saved_bytes >= WORTH * found.num_bytes]
     worth = [each for each in worth if each.line]
     verdict = (
-        f"the peak of {step_name(shown.last)} is {format_bytes(found.num_bytes)} on rank {part.rank}, during "
+        f"the peak of {step_name(shown.last)} is {format_bytes(found.num_bytes)} on rank {part.rank}: "
         f"{memory.moment(header, found)}"
     )
     evidence = [_classes(found), *_units(header, at_peak), *_others(peaks, part), *map(price_words, worth)]
-    fix = next((each.line for each in worth if each.knob is not Knob.PRECISION), "")  # which changes numbers
+    fix = next((each.line for each in worth if each.knob in _SETTINGS), "")
     answer = Fault(rule="peak", verdict=verdict, evidence=tuple(evidence), fix=fix)
     return PeakExplanation(answer=answer, rank=part.rank, peak_bytes=found.num_bytes, savings=tuple(worth))
 
@@ -201,10 +204,9 @@ def _units(header: Header, at_peak: Mapping[int, UnitHistory]) -> list[str]:
     alike: dict[str, list[int]] = {}
     is_short = len(at_peak) > _MAX_UNITS
     for unit, known in at_peak.items():
-        words = (
-            _ENDED if event.cause is Cause.KEPT_AFTER_BACKWARD else event_words(header, event, unit, is_short=is_short)
-            for event in known.events
-        )
+        words = [event_words(header, event, unit, is_short=is_short) for event in known.events]
+        if known.last is UnitCause.KEPT_AFTER_BACKWARD:
+            words[-1] = _ENDED
         alike.setdefault(", ".join(words), []).append(unit)
     lines = []
     for why, units in alike.items():
@@ -223,7 +225,7 @@ def event_words(header: Header, event: UnitEvent, unit: int, *, is_short: bool =
         is_short: leave out which unit gathered it ahead.
     """
     policy = header.units[unit].reshard_after_forward if unit < len(header.units) else True
-    if event.cause is Cause.KEPT_AFTER_FORWARD and policy is False:
+    if event.cause is UnitCause.KEPT_AFTER_FORWARD and policy is False:
         return f"{event.cause.value} (reshard_after_forward is False)"
     ahead = "" if event.by_unit < 0 or is_short else f" by {unit_name(header, event.by_unit)}"
     return f"{event.cause.value}{ahead}"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from workbench.events import Kind, UnitState
 from workbench.fault import Fault
-from workbench.replay.exposed_waits import Cause
+from workbench.replay.exposed_waits import WaitReason
 from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group, Part
-from workbench.replay.unit_history import Cause as UnitCause
+from workbench.replay.unit_history import UnitCause
 from workbench.reports.fault_report import FaultReport, proof
 
 
@@ -74,7 +74,7 @@ class WaitCause:
     unit: str | None
     kind: Kind
     in_backward: bool
-    cause: Cause
+    cause: WaitReason
     late_rank: int | None
     ranks: tuple[int, ...]
     calls: int

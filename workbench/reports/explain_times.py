@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.events import Kind
 from workbench.fault import Fault
-from workbench.replay.exposed_waits import Cause, ExposedWait
+from workbench.replay.exposed_waits import ExposedWait, WaitReason
 from workbench.replay.step_parts import MIN_STEPS, OWN, Group, Part
 from workbench.reports.explain_peak import is_flat, is_ours, model_of, module_words, unit_path
 from workbench.reports.explain_report import ExplainReport, Picture, RankParts
@@ -90,7 +89,7 @@ def explain_wait(study: StepStudy, subject: str = "wait") -> ExplainReport:
     if not study.waits:
         verdict = f"compute waited for no collective in {step_name(study.timed)}"
         return study.report(subject, Fault(rule="wait", verdict=verdict), picture)
-    by_cause = {cause: sum(w.wait_ns for w in study.waits if w.cause is cause) for cause in Cause}
+    by_cause = {cause: sum(w.wait_ns for w in study.waits if w.cause is cause) for cause in WaitReason}
     most, total_ns = max(by_cause, key=lambda cause: by_cause[cause]), sum(by_cause.values())
     verdict = (
         f"compute waited {time_words(total_ns)} of {step_name(study.timed)} for collectives, "
@@ -107,46 +106,51 @@ def explain_wait(study: StepStudy, subject: str = "wait") -> ExplainReport:
 
 
 _CAUSES = {
-    Cause.LATE_RANK: "a rank was late",
-    Cause.ISSUED_LATE: "all-gathers were issued only when they were needed",
-    Cause.AT_ONCE: "reductions were waited for as soon as they were issued",
-    Cause.NOTHING: "nothing was left to run meanwhile",
-    Cause.BANDWIDTH: "transfers take longer than the compute beside them",
+    WaitReason.LATE_RANK: "a rank was late",
+    WaitReason.ISSUED_LATE: "all-gathers were issued only when they were needed",
+    WaitReason.AT_ONCE: "reductions were waited for as soon as they were issued",
+    WaitReason.NOTHING: "nothing was left to run meanwhile",
+    WaitReason.BANDWIDTH: "transfers take longer than the compute beside them",
 }
 
 
 def avoidable_ns(study: StepStudy) -> float:
     """Return the time waited in a step that a setting may avoid, mean of the ranks."""
-    return sum(wait.wait_ns for wait in study.waits if _fix(study, wait))
+    return sum(wait.wait_ns for waits in _by_fix(study).values() for wait in waits)
 
 
 def _best_fix(study: StepStudy) -> tuple[str, list[str]]:
     """Return the line that helps against most of the waits, and its price as text; empty if no setting helps."""
-    by_line: dict[str, list[ExposedWait]] = {}
-    for wait in study.waits:
-        if line := _fix(study, wait):
-            by_line.setdefault(line, []).append(wait)
+    by_line = _by_fix(study)
     if not by_line:
         return "", []
     line = max(by_line, key=lambda each: sum(wait.wait_ns for wait in by_line[each]))
     waits = by_line[line]
     price = {
-        Cause.BANDWIDTH: "for less precise compute and reductions",
-        Cause.ISSUED_LATE: f"for up to {format_bytes(max(wait.num_bytes for wait in waits))} more in memory",
+        WaitReason.BANDWIDTH: "for less precise compute and reductions",
+        WaitReason.ISSUED_LATE: f"for up to {format_bytes(max(wait.num_bytes for wait in waits))} more in memory",
     }[waits[0].cause]
     saved = time_words(sum(wait.wait_ns for wait in waits))
     return line, [f"by formula, {line} saves at most {saved} of a step, {price}"]
 
 
+def _by_fix(study: StepStudy) -> dict[str, list[ExposedWait]]:
+    """Return the waits against which a line helps, by the line; those that take a worthwhile part of the step."""
+    found: dict[str, list[ExposedWait]] = {}
+    for wait in study.waits:
+        if line := _fix(study, wait):
+            found.setdefault(line, []).append(wait)
+    least_ns = WORTH * study.mean_ns
+    return {line: waits for line, waits in found.items() if sum(wait.wait_ns for wait in waits) >= least_ns}
+
+
 def _fix(study: StepStudy, wait: ExposedWait) -> str:
-    """Return what to type against a wait; empty if no setting helps, or not much."""
-    units = study.header.units
-    is_worth = 0 <= wait.unit < len(units) and wait.wait_ns >= WORTH * study.mean_ns
-    if is_worth and wait.cause is Cause.BANDWIDTH:
+    """Return what to type against a wait; empty if no setting helps."""
+    if not 0 <= wait.unit < len(study.header.units):
+        return ""
+    if wait.cause is WaitReason.BANDWIDTH:
         return _precision(study, wait)
-    if is_worth and wait.cause is Cause.ISSUED_LATE and wait.kind is Kind.ALL_GATHER:
-        return _earlier(study, wait)
-    return ""
+    return _earlier(study, wait) if wait.cause is WaitReason.ISSUED_LATE else ""
 
 
 def _precision(study: StepStudy, wait: ExposedWait) -> str:
@@ -161,9 +165,10 @@ def _precision(study: StepStudy, wait: ExposedWait) -> str:
 
 
 def _earlier(study: StepStudy, wait: ExposedWait) -> str:
-    """Return the line that keeps a unit that backward gathers, or gathers units of forward ahead."""
+    """Return the line that keeps the one unit that backward gathers late, or gathers several units ahead."""
     unit, name = study.header.units[wait.unit], model_of(study.header.units[wait.unit], study.models)
-    if wait.in_backward and not is_flat(unit):
+    late = {each.unit for each in study.waits if each.cause is WaitReason.ISSUED_LATE and each.in_backward}
+    if wait.in_backward and len(late) == 1 and not is_flat(unit):
         if is_ours(unit):
             return f"%fsdp reshard {unit_path(unit, study.models)} --reshard-after-forward false"
         return f"{module_words(unit, study.models)}.set_reshard_after_forward(False, recurse=False)"
@@ -171,7 +176,12 @@ def _earlier(study: StepStudy, wait: ExposedWait) -> str:
         return f"%fsdp reshard {name} --prefetch 1"
     if not study.header.is_enqueued:  # on the CPU, torch's engines wait for each collective as they issue it
         return ""
-    return "forward_prefetch=True" if is_flat(unit) else f"{name}.set_modules_to_forward_prefetch([NEXT]) for each unit"
+    direction = "backward" if wait.in_backward else "forward"
+    return f"set_modules_to_{direction}_prefetch([NEXT]) of each unit" if not is_flat(unit) else _AHEAD[direction]
+
+
+_AHEAD = {"forward": "forward_prefetch=True", "backward": "backward_prefetch=BackwardPrefetch.BACKWARD_PRE"}
+"""What to type for torch's classic API."""
 
 
 # ---- a rank

@@ -7,7 +7,7 @@ from math import prod
 from workbench.events import Unit, UnitState, unit_words
 from workbench.fault import Fault
 from workbench.replay.grouping import label
-from workbench.replay.unit_history import Cause, UnitHistory, histories
+from workbench.replay.unit_history import UnitCause, UnitHistory, histories
 from workbench.reports.explain_peak import event_words, is_flat, is_ours, module_words, unit_path
 from workbench.reports.explain_report import ExplainReport, Picture, UnitExplanation
 from workbench.reports.explain_times import MAX_LINES
@@ -33,7 +33,7 @@ def explain_unit(study: StepStudy, unit: Unit) -> ExplainReport:
         for each in study.trace.ranks
         if len(each.rows)
     }
-    groups: dict[tuple[UnitState, tuple[Cause, ...]], list[int]] = {}
+    groups: dict[tuple[UnitState, tuple[UnitCause, ...]], list[int]] = {}
     for rank, found in known.items():
         groups.setdefault((found.state, tuple(event.cause for event in found.events)), []).append(rank)
     alike = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
@@ -50,7 +50,7 @@ def explain_unit(study: StepStudy, unit: Unit) -> ExplainReport:
         rule="unit",
         verdict=f"{whose}{is_now} {_now(study.header, first, unit)}",
         evidence=tuple(evidence),
-        fix=_free(unit, study) if first.last is Cause.KEPT_AFTER_FORWARD else "",
+        fix=_free(unit, study) if first.last is UnitCause.KEPT_AFTER_FORWARD else "",
     )
     last = study.window.last if study.has_steps else None
     return ExplainReport(

@@ -199,7 +199,7 @@ class StepStudy:
         if len(self.parts) < 2 or num >= MIN_STEPS:
             return []
         held = f", without {plural(self.comparable.num_held, 'step')} with a hold" if self.comparable.num_held else ""
-        more = ": %fsdp step 5" if self.is_live else ""
+        more = ": %fsdp step 10" if self.is_live else ""
         return [
             f"which rank is slow: that takes {MIN_STEPS} ended steps after the first, and there are {num}{held}{more}"
         ]

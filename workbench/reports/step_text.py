@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from workbench.events import Kind
 from workbench.fault import Fault
-from workbench.replay.exposed_waits import Cause, ExposedWait
+from workbench.replay.exposed_waits import ExposedWait, WaitReason
 from workbench.replay.grouping import label, ranges
 from workbench.replay.step_parts import Part, SlowRank
 from workbench.replay.units import unit_name
@@ -25,9 +25,9 @@ _PARTS = {
 }
 
 _CAUSES = {
-    Cause.ISSUED_LATE: "issued only when it was needed",
-    Cause.AT_ONCE: "waited for as soon as it was issued",
-    Cause.NOTHING: "nothing was left to run meanwhile",
+    WaitReason.ISSUED_LATE: "issued only when it was needed",
+    WaitReason.AT_ONCE: "waited for as soon as it was issued",
+    WaitReason.NOTHING: "nothing was left to run meanwhile",
 }
 
 
@@ -55,7 +55,7 @@ def slow_rank_fault(header: Header, slow: SlowRank, waits: Sequence[ExposedWait]
         own, others = map(time_words, slow.unit_ns)
         unit = unit_name(header, slow.unit)
         evidence.append(f"most of it in {unit}: rank {slow.rank} takes {own}, the others {others}")
-    longest = next((w for w in waits if w.cause is Cause.LATE_RANK and w.late_rank == slow.rank), None)
+    longest = next((w for w in waits if w.cause is WaitReason.LATE_RANK and w.late_rank == slow.rank), None)
     if longest is not None:
         waited = f"{label(longest.ranks)} up to {time_words(longest.most_ns)}"
         evidence.append(f"longest wait in {step_name(step)}: {waited} for the {collective_words(header, longest)}")
@@ -81,8 +81,8 @@ def wait_words(header: Header, wait: ExposedWait) -> str:
 
 
 def _cause_words(wait: ExposedWait) -> str:
-    if wait.cause is Cause.LATE_RANK:
+    if wait.cause is WaitReason.LATE_RANK:
         return f"rank {wait.late_rank} issued it last"
-    if wait.cause is Cause.BANDWIDTH:
+    if wait.cause is WaitReason.BANDWIDTH:
         return f"issued ahead, but {format_bytes(wait.num_bytes)} take {time_words(wait.time_ns)}"
     return _CAUSES[wait.cause]
