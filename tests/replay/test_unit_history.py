@@ -63,6 +63,9 @@ def test_a_gathered_unit_that_has_not_run(freed):
     cut = freed.cut(0, issued + 1)  # as while ranks are stopped there: what comes next is unknown
     assert causes(cut, 1) == [UnitCause.AHEAD_IN_FORWARD, UnitCause.IN_FLIGHT]
     assert history(cut, 1).events[0].by_unit == 0
+    cut = freed.cut(0, at(freed, Kind.ALL_GATHER, Edge.BEGIN, 0, which=1) + 1)  # in backward
+    assert history(cut, 0).events[0].cause is UnitCause.AHEAD_IN_BACKWARD
+    assert history(cut, 0).events[0].by_unit == 1
     usable = at(freed, Kind.UNSHARD, Edge.END, 1)
     assert causes(freed, 1, usable) == [UnitCause.AHEAD_IN_FORWARD, UnitCause.AWAITED]
 

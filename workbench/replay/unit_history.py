@@ -73,6 +73,7 @@ class UnitHistory:
 
 
 _TELLS = (Kind.UNSHARD, Kind.ALL_GATHER, Kind.RESHARD, Kind.RESET, Kind.FORWARD, Kind.BACKWARD)
+_IS_FORWARD = np.arange(256) == Phase.FORWARD
 _FREES = (Kind.RESHARD, Kind.RESET)
 
 
@@ -145,11 +146,10 @@ def _gather(rows: Rows, place: int) -> UnitEvent:
 
 
 def _first_pending(rows: Rows, place: int) -> int:
-    """Return the unit that was requested first of those that have not run since, in the step and phase of a request."""
+    """Return the unit that was requested first of those that have not run since, in forward or backward of a step."""
     here = rows[: place + 1]
-    here = here[
-        (here["step"] == here["step"][-1]) & (here["edge"] == Edge.BEGIN) & (here["phase"] == here["phase"][-1])
-    ]
+    is_one = _IS_FORWARD[here["phase"]] == _IS_FORWARD[here["phase"][-1]]
+    here = here[(here["step"] == here["step"][-1]) & (here["edge"] == Edge.BEGIN) & is_one]
     pending: dict[int, None] = {}
     for kind, unit in zip(here["kind"].tolist(), here["unit"].tolist(), strict=True):
         if kind == Kind.UNSHARD:

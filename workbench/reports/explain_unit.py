@@ -10,13 +10,14 @@ from workbench.replay.grouping import label
 from workbench.replay.unit_history import UnitCause, UnitHistory, histories
 from workbench.reports.explain_peak import event_words, is_flat, is_ours, module_words, unit_path
 from workbench.reports.explain_report import ExplainReport, Picture, UnitExplanation
-from workbench.reports.explain_times import MAX_LINES
 from workbench.reports.step_study import StepStudy
 from workbench.reports.step_text import time_words, wait_words
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_bytes
 from workbench.views.window import window
+
+_MAX_WAITS = 3  # that a text lists
 
 _STATES = {
     UnitState.SHARDED: "sharded",
@@ -113,7 +114,7 @@ def _exposed(study: StepStudy, unit: Unit) -> list[str]:
     waits = [wait for wait in study.waits if wait.unit == unit.index]
     total = time_words(sum(wait.wait_ns for wait in waits))
     found = f"compute waited {total} for its collectives in {step_name(study.timed)}, mean of the ranks"
-    return [found, *(wait_words(study.header, wait) for wait in waits[:MAX_LINES])]
+    return [found, *(wait_words(study.header, wait) for wait in waits[:_MAX_WAITS])]
 
 
 def _free(unit: Unit, study: StepStudy) -> str:

@@ -112,7 +112,8 @@ def _primary(study: StepStudy) -> ExplainReport:
     if avoidable_ns(study) > PROMINENT * study.mean_ns:
         return explain_wait(study, "")
     found = explain_peak(study)
-    if found is not None and found.answer.fix and found.savings[0].saved_bytes > PROMINENT * found.peak_bytes:
+    saved = [] if found is None else [each.saved_bytes for each in found.savings if each.line == found.answer.fix]
+    if found is not None and saved and saved[0] > PROMINENT * found.peak_bytes:
         return peak_report(study, "")
     peak = "" if found is None else f"; the peak is {format_bytes(found.peak_bytes)} on rank {found.rank}"
     answer = Fault(
