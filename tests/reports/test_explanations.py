@@ -277,6 +277,15 @@ def test_a_rank_is_compared_with_the_others():
     assert found.picture.line == "%fsdp timeline --step 3 --rank 0"
 
 
+def test_a_number_is_a_rank_if_there_is_one_else_a_unit():
+    trace = simulate(CLEAN)
+    units = tuple(replace(unit, name=f"{unit.index + 1}") for unit in trace.header.units)
+    numbered = Trace(replace(trace.header, units=units), trace.ranks)
+    assert explain(numbered, "1").subject == "rank 1"
+    assert explain(numbered, "unit", "1").subject == "1"
+    assert explain(numbered, "2").subject == "2"
+
+
 # ---- what is missing
 
 
@@ -287,8 +296,16 @@ def test_missing_signals_are_named():
     assert any("no forward or backward is recorded" in reason for reason in unworked.abstained)
     alone = explain(Trace(trace.header, trace.ranks[:1]), "step")
     assert any("it is not recorded when all ranks issued them" in reason for reason in alone.abstained)
-    replicated = explain(with_units(trace, engine=TORCH_DDP, replicate_size=2, comm="c10d"), "step")
-    assert any("are not measured; they count as compute" in reason for reason in replicated.abstained)
+    replicated = with_units(trace, engine=TORCH_DDP, shard_size=1, replicate_size=2, comm="c10d")
+    found = explain(replicated, "step")
+    assert any("are not measured; they count as compute" in reason for reason in found.abstained)
+    assert "no rank is slow" not in found.headline
+    unseen = without(replicated, Kind.WAIT, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    assert "why compute waited is unknown: waits of DistributedDataParallel" in explain(unseen, "wait").headline
+    assert explain(unseen, "blocks.0").headline.startswith("blocks.0 is on each of its ranks in full")
+    bare = with_units(trace, params=(), compute_dtype="", compute_itemsize=0)
+    assert "its parameters are not recorded; 1 shard of 2 is on each rank" in explain(bare, "blocks.0").answer.evidence
+    assert "%fsdp reshard" not in str(explain(bare, "wait"))
 
 
 def test_without_times_of_the_gpu_only_memory_is_explained():
@@ -324,7 +341,9 @@ def test_nothing_to_explain_says_what_to_type():
         explain(Trace.empty())
     unstepped = simulate(replace(CLEAN, steps=0))
     with pytest.raises(UsageError, match=r"no training step is recorded yet, .*: %fsdp step 5"):
-        explain(unstepped, "peak")
+        explain(unstepped, "peak", is_live=True)
+    with pytest.raises(UsageError, match="the trace has no training step; only units can be explained"):
+        explain(unstepped, "1")
     assert explain(unstepped, "blocks.1").headline == "blocks.1 is sharded: was never gathered in this record"
     unsharded = Trace(replace(unstepped.header, units=()), unstepped.ranks)
     with pytest.raises(UsageError, match=r"nothing is sharded yet, .*first %fsdp shard MODEL"):

@@ -141,7 +141,7 @@ def is_flat(unit: Unit) -> bool:
 
 def is_ours(unit: Unit) -> bool:
     """Return whether the workbench's engine runs a unit, so that ``%fsdp reshard`` changes it."""
-    return unit.engine in {"", OWN_ENGINE}
+    return unit.engine in {"", OWN_ENGINE} and len(unit.params) > 0  # files of other tools have no parameters
 
 
 def _in_words(header: Header, saving: Saving, models: Sequence[ModelInfo]) -> PeakSaving:

@@ -43,7 +43,7 @@ def explain_step(study: StepStudy, subject: str = "step") -> ExplainReport:
     lines, picture = rank_lines(study), timeline_of(study.timed)
     if study.fault is not None:
         return study.report(subject, with_more(study.fault, lines), picture)
-    is_decided = len(study.comparable.steps) >= MIN_STEPS and len(study.parts) > 1
+    is_decided = len(study.comparable.steps) >= MIN_STEPS and len(study.parts) > 1 and not study.abstained
     verdict = f"{shares_words(study)}{'; no rank is slow' if is_decided else ''}"
     return study.report(subject, Fault(rule="step", verdict=verdict, evidence=tuple(lines)), picture)
 
@@ -86,6 +86,8 @@ def explain_wait(study: StepStudy, subject: str = "wait") -> ExplainReport:
     if study.missing:
         return study.unknown(subject, study.missing)
     picture = timeline_of(study.timed)
+    if not study.waits and study.unseen:
+        return study.unknown(subject, f"why compute waited is unknown: {study.unseen}")
     if not study.waits:
         verdict = f"compute waited for no collective in {step_name(study.timed)}"
         return study.report(subject, Fault(rule="wait", verdict=verdict), picture)

@@ -85,6 +85,8 @@ def _until(study: StepStudy, rank: int) -> int | None:
 
 def _now(header: Header, known: UnitHistory, unit: Unit) -> str:
     event = known.events[-1]
+    if unit.shard_size == 1:
+        return "on each of its ranks in full: nothing is gathered for it"
     return f"{_STATES[known.state]}: {event_words(header, event, unit.index)}{_in_step(event.step)}"
 
 
@@ -94,6 +96,8 @@ def _in_step(step: int) -> str:
 
 def _sizes(unit: Unit) -> str:
     """Return the bytes of the full parameters and of a shard as text."""
+    if not unit.params:
+        return f"its parameters are not recorded; 1 shard of {unit.shard_size} is on each rank"
     full = sum(prod(param.shape) for param in unit.params) * unit.compute_itemsize
     shard = sum(
         param.padded_rows

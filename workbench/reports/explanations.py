@@ -48,7 +48,7 @@ def explain(
     Args:
         trace: what happened.
         subject: ``peak``, ``step``, ``wait``, a unit, a rank such as ``1``, or ``rank`` or ``unit`` with ``which``;
-            empty: what matters most.
+            empty: what matters most. A number is a rank if there is such a rank.
         which: the rank or the unit, after ``rank`` or ``unit``.
         step: which step; None: the newest.
         models: the variables that hold models.
@@ -68,7 +68,7 @@ def explain(
     if subject in {"rank", "unit"} and not which:
         example = "rank 1" if subject == "rank" else "unit blocks.0"
         raise UsageError(f"explain {subject} needs to know which one: %fsdp explain {example}")
-    if subject == "rank" or (subject.isdecimal() and not which):
+    if subject == "rank" or (subject.isdecimal() and not which and not _is_only_a_unit(trace, subject)):
         rank = _rank(trace, which or subject)
         _check_steps(study)
         return explain_rank(study, rank)
@@ -84,8 +84,16 @@ ANSWERS: dict[str, Callable[[StepStudy], ExplainReport]] = {
 
 
 def _check_steps(study: StepStudy) -> None:
-    if not study.has_steps:
+    if study.has_steps:
+        return
+    if study.is_live:
         raise UsageError("no training step is recorded yet, so nothing can be explained: %fsdp step 5")
+    raise UsageError("the trace has no training step; only units can be explained: %fsdp explain UNIT")
+
+
+def _is_only_a_unit(trace: Trace, text: str) -> bool:
+    """Return whether a number is the name of a unit and no rank."""
+    return any(unit.name == text for unit in trace.header.units) and int(text) not in {r.rank for r in trace.ranks}
 
 
 def _rank(trace: Trace, text: str) -> int:

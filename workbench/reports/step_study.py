@@ -166,12 +166,14 @@ class StepStudy:
     @cached_property
     def abstained(self) -> tuple[str, ...]:
         """What could not be decided, naming the missing signal."""
-        return (*self._unseen(), *self._no_work(), *self._not_last(), *self._too_few())
+        unseen = [f"{self.unseen}; they count as compute"] if self.unseen else []
+        return (*unseen, *self._no_work(), *self._not_last(), *self._too_few())
 
-    def _unseen(self) -> list[str]:
-        words = unseen_words(self.header)
+    @cached_property
+    def unseen(self) -> str:
+        """What the trace lacks of DistributedDataParallel; empty if it has no such model."""
         is_replicated = any(unit.engine == TORCH_DDP and unit.in_use for unit in self.header.units)
-        return [f"{words}; they count as compute" if is_replicated else words] if words else []
+        return unseen_words(self.header) if is_replicated else ""
 
     def _no_work(self) -> list[str]:
         if any(len(rows_of(part, WORK)) for part in self.drawn.trace.ranks):
@@ -200,9 +202,8 @@ class StepStudy:
             return []
         held = f", without {plural(self.comparable.num_held, 'step')} with a hold" if self.comparable.num_held else ""
         more = ": %fsdp step 10" if self.is_live else ""
-        return [
-            f"which rank is slow: that takes {MIN_STEPS} ended steps after the first, and there are {num}{held}{more}"
-        ]
+        there = f"there {'is' if num == 1 else 'are'} {num}{held}"
+        return [f"which rank is slow: that takes {MIN_STEPS} ended steps after the first, and {there}{more}"]
 
     def report(self, subject: str, answer: Fault, picture: Picture | None, **more: Any) -> ExplainReport:  # noqa: ANN401 - fields
         """Return the report of an answer about times; the slow rank is its fault."""

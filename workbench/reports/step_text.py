@@ -84,5 +84,6 @@ def _cause_words(wait: ExposedWait) -> str:
     if wait.cause is WaitReason.LATE_RANK:
         return f"rank {wait.late_rank} issued it last"
     if wait.cause is WaitReason.BANDWIDTH:
-        return f"issued ahead, but {format_bytes(wait.num_bytes)} take {time_words(wait.time_ns)}"
+        payload = format_bytes(wait.num_bytes) if wait.num_bytes else "transfers"
+        return f"issued ahead, but {payload} take {time_words(wait.time_ns)}"
     return _CAUSES[wait.cause]
