@@ -72,7 +72,8 @@ class UnitHistory:
         return self.events[-1].cause
 
 
-_TELLS = (Kind.UNSHARD, Kind.ALL_GATHER, Kind.RESHARD, Kind.RESET, Kind.FORWARD, Kind.BACKWARD)
+_TELLS = np.isin(np.arange(256), (Kind.UNSHARD, Kind.ALL_GATHER, Kind.RESHARD, Kind.RESET, Kind.FORWARD, Kind.BACKWARD))
+_IS_PASS = np.isin(np.arange(256), (Kind.FORWARD, Kind.BACKWARD))
 _IS_FORWARD = np.arange(256) == Phase.FORWARD
 _FREES = (Kind.RESHARD, Kind.RESET)
 
@@ -84,24 +85,24 @@ def history(rank_trace: RankTrace, unit: int, seq: int | None = None) -> UnitHis
 
 def histories(rank_trace: RankTrace, units: tuple[int, ...], seq: int | None = None) -> dict[int, UnitHistory]:
     """Return the history of each of some units, as :func:`history`."""
-    tells = np.zeros(256, np.bool_)
-    tells[list(_TELLS)] = True
-    rows = rank_trace.rows.take(np.flatnonzero(tells[rank_trace.kinds]))  # later ones say what was gathered for what
-    count = len(rows) if seq is None else int(np.searchsorted(rows["seq"], seq, side="right"))
+    rows, tells = rank_trace.rows, _TELLS[rank_trace.kinds]
+    count = len(rows) if seq is None else max(seq + 1 - rank_trace.start.seq, 0)
+    places = np.flatnonzero(tells[:count])
+    of_unit = rows["unit"][places]
     before = rank_trace.start.unit_states
-    return {unit: _of_unit(rows, count, unit, before.get(unit, UnitState.SHARDED)) for unit in units}
+    return {unit: _of_unit(rank_trace, places[of_unit == unit], before.get(unit, UnitState.SHARDED)) for unit in units}
 
 
-def _of_unit(rows: Rows, count: int, unit: int, before: UnitState) -> UnitHistory:
-    """Return the history of a unit in the first ``count`` of a rank's rows."""
-    mine = np.flatnonzero(rows["unit"][:count] == unit)
+def _of_unit(rank_trace: RankTrace, mine: Ints, before: UnitState) -> UnitHistory:
+    """Return the history of a unit in those of its rows that tell, at the places ``mine``."""
+    rows = rank_trace.rows
     kind, edge = rows["kind"][mine], rows["edge"][mine]
     gathers = np.flatnonzero((kind == Kind.UNSHARD) & (edge == Edge.BEGIN))
     frees = np.flatnonzero(of_kind(rows[mine], _FREES))
     gathered, freed = (int(found[-1]) if len(found) else -1 for found in (gathers, frees))
     events = []
     if gathered >= 0:
-        events.append(_gather(rows, int(mine[gathered])))
+        events.append(_gather(rank_trace, int(mine[gathered])))
     if freed > gathered:
         events.append(_freed(rows, mine, freed))
         return UnitHistory(state=UnitState.SHARDED, events=tuple(events))
@@ -124,37 +125,36 @@ def _event(rows: Rows, place: int, cause: UnitCause, by_unit: int = -1) -> UnitE
     return UnitEvent(cause=cause, step=int(row["step"]), seq=int(row["seq"]), t_ns=int(row["t_ns"]), by_unit=by_unit)
 
 
-def _gather(rows: Rows, place: int) -> UnitEvent:
+def _gather(rank_trace: RankTrace, place: int) -> UnitEvent:
     """Return why a unit was gathered: for itself if its own forward or backward is the next to begin, else ahead.
 
     If none has begun since, the next is the unit that was requested first of those that have not run since.
     """
-    row = rows[place]
+    rows, row = rank_trace.rows, rank_trace.rows[place]
     if row["phase"] in {Phase.IDLE, Phase.OPTIMIZER}:
         return _event(rows, place, UnitCause.BY_HAND)
-    begins = rows["edge"] == Edge.BEGIN
-    works = np.flatnonzero(of_kind(rows, (Kind.FORWARD, Kind.BACKWARD)) & begins)
-    following = int(np.searchsorted(works, place))
-    if following < len(works) and rows["step"][works[following]] == row["step"]:
-        by_unit = int(rows["unit"][works[following]])
-    else:
-        by_unit = _first_pending(rows, place)
+    _, end = rank_trace.places_of(int(row["step"]), int(row["step"]))
+    works = place + np.flatnonzero(_IS_PASS[rank_trace.kinds[place:end]])
+    following = works[rows["edge"][works] == Edge.BEGIN]
+    by_unit = int(rows["unit"][following[0]]) if len(following) else _first_pending(rank_trace, place)
     is_forward = row["phase"] == Phase.FORWARD
     if by_unit == row["unit"]:
         return _event(rows, place, UnitCause.FOR_FORWARD if is_forward else UnitCause.FOR_BACKWARD)
     return _event(rows, place, UnitCause.AHEAD_IN_FORWARD if is_forward else UnitCause.AHEAD_IN_BACKWARD, by_unit)
 
 
-def _first_pending(rows: Rows, place: int) -> int:
+def _first_pending(rank_trace: RankTrace, place: int) -> int:
     """Return the unit that was requested first of those that have not run since, in forward or backward of a step."""
-    here = rows[: place + 1]
-    is_one = _IS_FORWARD[here["phase"]] == _IS_FORWARD[here["phase"][-1]]
-    here = here[(here["step"] == here["step"][-1]) & (here["edge"] == Edge.BEGIN) & is_one]
+    step = int(rank_trace.rows["step"][place])
+    begin, _ = rank_trace.places_of(step, step)
+    here = rank_trace.rows[begin : place + 1]
+    is_one = (_IS_FORWARD[here["phase"]] == _IS_FORWARD[here["phase"][-1]]) & (here["edge"] == Edge.BEGIN)
+    here = here[is_one & (_IS_PASS[here["kind"]] | (here["kind"] == Kind.UNSHARD))]
     pending: dict[int, None] = {}
     for kind, unit in zip(here["kind"].tolist(), here["unit"].tolist(), strict=True):
         if kind == Kind.UNSHARD:
             pending.setdefault(unit)
-        elif kind != Kind.ALL_GATHER:
+        else:
             pending.pop(unit, None)
     return next(iter(pending))
 

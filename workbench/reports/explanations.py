@@ -7,6 +7,7 @@ there. ``docs/explain.md`` describes how each number is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from workbench.errors import UsageError
 from workbench.events import Unit, unit_words
@@ -72,7 +73,7 @@ def explain(
         rank = _rank(trace, which or subject)
         _check_steps(study)
         return explain_rank(study, rank)
-    return explain_unit(study, _unit(trace, which or subject))
+    return explain_unit(replace(study, num_steps=2), _unit(trace, which or subject))  # one may not have ended
 
 
 ANSWERS: dict[str, Callable[[StepStudy], ExplainReport]] = {

@@ -53,12 +53,14 @@ class StepStudy:
         step: the chosen step; None: the newest.
         models: the variables that hold models.
         is_live: whether ranks run, so that a fix may be a line for them.
+        num_steps: the step and how many before it.
     """
 
     trace: Trace
     step: int | None
     models: tuple[ModelInfo, ...] = ()
     is_live: bool = False
+    num_steps: int = MAX_STEPS + 1
 
     @property
     def header(self) -> Header:
@@ -73,7 +75,7 @@ class StepStudy:
     @cached_property
     def window(self) -> Window:
         """The chosen step, whether it has ended or not, and enough steps before it to compare ranks."""
-        return window(self.trace, self.step, MAX_STEPS + 1)
+        return window(self.trace, self.step, self.num_steps)
 
     @cached_property
     def drawn(self) -> DrawnSteps:
