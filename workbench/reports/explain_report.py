@@ -11,7 +11,7 @@ from workbench.replay.exposed_waits import WaitReason
 from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group, Part
 from workbench.replay.unit_history import UnitCause
-from workbench.reports.fault_report import FaultReport, proof
+from workbench.reports.fault_report import FaultReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +164,9 @@ class ExplainReport(FaultReport):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return evidence and fix of the answer, further faults, the line of the picture, and what is missing."""
-        found = list(proof(self.answer))
+        found = self.answer.facts()
         for fault in self.faults:
             if fault != self.answer:
-                found += [("also", fault.verdict), *proof(fault)]
+                found += [("also", fault.verdict), *fault.facts()]
         found += [("picture", self.picture.line)] if self.picture is not None else []
         return [*found, *(("not decided", reason) for reason in self.abstained)]

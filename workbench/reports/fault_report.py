@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import html
 from dataclasses import dataclass
 
 from workbench.fault import Fault
@@ -40,14 +40,17 @@ class FaultReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return evidence and fix of each fault, and which checks could not decide."""
         first, *others = self.faults or (None,)
-        found = [] if first is None else list(proof(first))
+        found = [] if first is None else first.facts()
         for other in others:
-            found += [("also", other.verdict), *proof(other)]
+            found += [("also", other.verdict), *other.facts()]
         return [*found, *(("not checked", reason) for reason in self.abstained)]
 
 
-def proof(fault: Fault) -> Iterator[tuple[str, str]]:
-    """Yield the evidence of a fault and its fix as (name, value)."""
-    yield from (("evidence", text) for text in fault.evidence)
-    if fault.fix:
-        yield "fix", fault.fix
+def cause_lines(cause: Fault | None) -> list[str]:
+    """Return lines about the fault that causes what a report says; none without one."""
+    return [] if cause is None else [f"cause: {cause.verdict}", *map(": ".join, cause.facts())]
+
+
+def cause_html(cause: Fault | None) -> str:
+    """Return :func:`cause_lines` as HTML, each after a line break."""
+    return "".join(f"<br>{html.escape(line)}" for line in cause_lines(cause))
