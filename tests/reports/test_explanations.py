@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.device_trace import on_devices
 from tests.helpers.long_trace import long_trace
 from tests.helpers.trace_strategies import Setup, example_trace, simulate, traces
 from tests.replay.test_step_parts import with_hold
@@ -275,6 +276,16 @@ def test_a_rank_is_compared_with_the_others():
     assert re.search(r"it waited (19|20)\d ms for slower ranks, and the others at most \S+.* for it", found.headline)
     assert any(re.match(r"waiting for a slower rank: \S+ ms, the others", line) for line in found.answer.evidence)
     assert found.picture.line == "%fsdp timeline --step 3 --rank 0"
+
+
+def test_times_of_a_device_are_explained():
+    slow = on_devices(simulate(Setup(num_ranks=2, steps=8, slow=1, slow_in="forward")))
+    found = explain(slow)
+    assert found.headline.startswith("rank 1 is slow in forward")
+    assert any(line.startswith("most of it in blocks.0: rank 1 takes 20") for line in found.answer.evidence)
+    clean = on_devices(simulate(CLEAN))
+    assert explain(clean).answer.rule == "nothing"
+    assert explain(clean, "peak").answer.fix == "%fsdp reshard model --offload"
 
 
 def test_a_number_is_a_rank_if_there_is_one_else_a_unit():

@@ -121,8 +121,8 @@ def _primary(study: StepStudy) -> ExplainReport:
     if avoidable_ns(study) > PROMINENT * study.mean_ns:
         return explain_wait(study, "")
     found = explain_peak(study)
-    saved = [] if found is None else [each.saved_bytes for each in found.savings if each.line == found.answer.fix]
-    if found is not None and saved and saved[0] > PROMINENT * found.peak_bytes:
+    fix = None if found is None else next((each for each in found.savings if each.line == found.answer.fix), None)
+    if found is not None and fix is not None and not fix.is_bound and fix.saved_bytes > PROMINENT * found.peak_bytes:
         return peak_report(study, "")
     peak = "" if found is None else f"; the peak is {format_bytes(found.peak_bytes)} on rank {found.rank}"
     answer = Fault(
