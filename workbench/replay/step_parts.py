@@ -42,6 +42,9 @@ MAX_STEPS = 8
 STEADY = 7 / 8
 """Fraction of these steps in which a slow rank must be late: all, or all but one of eight."""
 
+CLEAR = 3
+"""The median lateness of a slow rank is more than this many times the median deviation from it."""
+
 LEAST_NS = 1_000_000
 """A rank that is less late than this is not slow, however short the step."""
 
@@ -368,7 +371,7 @@ def comparable(parts: Mapping[int, StepParts], first_step: int) -> Comparable:
     """
     ended = [set(each.step[each.has_ended].tolist()) for each in parts.values()]
     held = set[int]().union(*(each.step[each.is_held].tolist() for each in parts.values()))
-    common = set[int]().intersection() if not ended else ended[0].intersection(*ended[1:])
+    common = set[int]() if not ended else ended[0].intersection(*ended[1:])
     found = sorted(common - held - {first_step})
     return Comparable(steps=tuple(found[-MAX_STEPS:]), num_held=len(common & held))
 
@@ -379,8 +382,8 @@ def slow_rank(parts: Mapping[int, StepParts], steps: tuple[int, ...], error_ns: 
     A rank's *lateness* in a step is the longest time that another rank waits for it, less the time that it waits for
     others itself: a rank that is late only because it waited for another one has none. A rank is slow if the median of
     its lateness is more than :data:`~workbench.replay.arrivals.LATE` of the median step, more than the clock error and
-    :data:`LEAST_NS`, and more than twice the median deviation from it; and if it is so late in nearly all of the steps
-    (:data:`STEADY`). Noise hits ranks in turns, and so fails the last two.
+    :data:`LEAST_NS`, and more than :data:`CLEAR` times the median deviation from it; and if it is so late in nearly all
+    of the steps (:data:`STEADY`). Noise hits ranks in turns, and so fails the last two.
 
     Args:
         parts: of each rank.
@@ -398,7 +401,7 @@ def slow_rank(parts: Mapping[int, StepParts], steps: tuple[int, ...], error_ns: 
     least = max(LATE * step_ns, error_ns, LEAST_NS)
     spread = float(np.median(np.abs(late[worst] - median[worst])))
     is_steady = (late[worst] > least).mean() >= STEADY
-    if median[worst] <= max(least, 2 * spread) or not is_steady:
+    if median[worst] <= max(least, CLEAR * spread) or not is_steady:
         return None
     rank = list(parts)[worst]
     part, own, others = _slower_in(parts, rows, rank)
