@@ -23,6 +23,7 @@ from workbench import reports
 from workbench.codec import NotFinite, hints_of
 from workbench.demo import DemoReport
 from workbench.doctor import Diagnosis
+from workbench.reports.fault_report import FaultReport
 from workbench.reports.json_document import VERSION, ErrorFacts, members, schema_path
 from workbench.reports.results import Report, UntilReport
 from workbench.reports.view_numbers import ViewReport, WindowReport
@@ -49,6 +50,7 @@ def report_types() -> list[type]:
         ViewReport,
         WindowReport,
         UntilReport,
+        FaultReport,
     }
     return sorted({*found, Diagnosis, DemoReport}, key=lambda kind: kind.__name__)
 

@@ -864,6 +864,39 @@ _SIDE = (
 TALK = Argument(about="use sizes and colours for a projector")
 
 
+@command(
+    "explain step",
+    more="`explain`: what matters most; `explain peak`, `wait`, `blocks.2`, `rank 1`; `--step 3`",
+)
+class Explain(Command):
+    """Say what set the peak, where a step's time went, why compute waits or a unit is unsharded, and what to type.
+
+    Every number is read off the trace; what a setting would save is by formula, and marked so. A rank is called slow
+    only if the others wait for it in step after step.
+
+    Raises:
+        ValueError: ``which`` follows something else than ``rank`` or ``unit``.
+    """
+
+    subject: str = argument(
+        "peak, step, wait, a unit, or a rank (default: what matters most)",
+        default="",
+        kw_only=False,
+        metavar="peak|step|wait|UNIT|RANK",
+        completes="explained",
+    )
+    which: str = argument(
+        "after rank or unit: which one (default: none)", default="", kw_only=False, metavar="RANK|UNIT"
+    )
+    step: int | None = argument(
+        "which step (default: the newest)", default=None, metavar="STEP", read=count("0 for the first step")
+    )
+
+    def __post_init__(self) -> None:
+        if self.which and self.subject not in {"rank", "unit"}:
+            raise ValueError(f"explain takes one unit or rank, not {self.subject!r} and {self.which!r}")
+
+
 @command("compare before.trace last", more="steps: `last:3..5`, `last:-3..`", needs_ranks=False)
 class Compare(Command):
     """Show what changed from one trace, or some of its steps, to another."""
