@@ -20,3 +20,7 @@ class Fault:
     verdict: str
     evidence: tuple[str, ...] = ()
     fix: str = ""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the evidence and the fix as (name, text), in display order."""
+        return [*(("evidence", text) for text in self.evidence), *([("fix", self.fix)] if self.fix else [])]

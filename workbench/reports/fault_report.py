@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from workbench.fault import Fault
@@ -40,13 +39,7 @@ class FaultReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return evidence and fix of each fault, and which checks could not decide."""
         first, *others = self.faults or (None,)
-        found = [] if first is None else list(_proof(first))
+        found = [] if first is None else first.facts()
         for other in others:
-            found += [("also", other.verdict), *_proof(other)]
+            found += [("also", other.verdict), *other.facts()]
         return [*found, *(("not checked", reason) for reason in self.abstained)]
-
-
-def _proof(fault: Fault) -> Iterator[tuple[str, str]]:
-    yield from (("evidence", text) for text in fault.evidence)
-    if fault.fix:
-        yield "fix", fault.fix
