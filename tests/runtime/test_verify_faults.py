@@ -131,9 +131,9 @@ def test_a_norm_of_parts(kind):
     assert [fault.rule for fault in report.faults] == ["partial-norm"]
     assert report.headline.startswith("sharded training is NOT the same as unsharded: ")
     assert report.headline.endswith("clipped by the norm of each rank's own rows instead of the norm of all rows")
-    assert any("about sqrt(ranks)" in text for text in facts(report))
-    assert report.first_differences[0][0] == "first gradient"  # outputs are the same
-    assert report.first_differences[0][1].startswith("2.bias, parameter 1 of 10 in the order of backward: ")
+    assert any("it is sqrt(2) = 1.414" in text for text in facts(report))
+    assert report.first_differences[0].what == "gradient"  # outputs are the same
+    assert report.first_differences[0].words.startswith("2.bias, parameter 1 of 10 in the order of backward: ")
     assert report_of(2, clips, kind, True).faults == ()
 
 
@@ -174,7 +174,7 @@ def test_a_sum_in_one_unit_names_its_parameters():
     ) or report.headline.endswith(
         "gradients of 4 parameters (1.down.bias, ...) are summed over the 2 ranks instead of averaged"
     )
-    assert report.first_differences[0][1].startswith("1.down.")
+    assert report.first_differences[0].name.startswith("1.down.")
 
 
 def test_a_loss_divided_by_the_ranks_again():
@@ -383,9 +383,9 @@ def test_without_a_cause_only_the_first_differences_are_said():
     assert not report.ok
     assert report.faults == ()
     assert report.headline == "sharded training is NOT the same as unsharded: 10 parameters compared after one step"
-    output, grad, param = (text for _, text in report.first_differences)
-    assert output.startswith("1, module 7 of 9 in the order of execution: ")
+    output, grad, param = (each.words for each in report.first_differences)
+    assert output.startswith("1, module 6 of 8 in the order of execution: ")
     assert output.endswith(" relative, on ranks 0-1")
     assert grad.startswith("2.bias, parameter 1 of 10 in the order of backward: ")
     assert grad.endswith(" relative, on rank 0 (rows 0-1); rank 1 (row 2)")
-    assert param.startswith("0.up.weight, parameter 1 of 10 after the step: ")
+    assert param.startswith("0.up.weight, parameter 1 of 10 of the model: ")

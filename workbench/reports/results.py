@@ -44,7 +44,7 @@ from workbench.replay.shards import totals, unit_shards
 from workbench.replay.units import by_number, differing, listed, unmanaged_sentences, unseen_words
 from workbench.reports.clock_text import clock_words
 from workbench.reports.stop_positions import live_units
-from workbench.reports.verify_faults import DRIFT, faults_of, first_differences
+from workbench.reports.verify_faults import DRIFT, FirstDifference, faults_of, first_differences
 from workbench.trace.schema import Header, HostClock
 from workbench.views import VIEWS
 from workbench.views.theme import ERROR_TEXT, format_bytes, format_duration, format_loss, format_share, plural
@@ -462,14 +462,14 @@ class VerifyReport(StepComparison, Report):
         since: since which step the loss is not finite, and on which ranks first, as text; empty if it is finite.
         notes: what is probably unintended, and what to do, a sentence each.
         faults: why the steps differ, as far as the evidence decides it, the most important first.
-        first_differences: the first output, gradient and parameter that differ, each with where, as text.
+        first_differences: the first output, gradient and parameter that differ.
     """
 
     buffers: str = ""
     since: str = ""
     notes: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
-    first_differences: tuple[tuple[str, str], ...] = ()
+    first_differences: tuple[FirstDifference, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -501,7 +501,8 @@ class VerifyReport(StepComparison, Report):
         causes = [] if first is None else first.facts()
         for other in others:
             causes += [("also", other.verdict), *other.facts()]
-        return [*causes, *self.first_differences, *self._numbers()]
+        places = [(f"first {each.what}", each.words) for each in self.first_differences]
+        return [*causes, *places, *self._numbers()]
 
     def _numbers(self) -> list[tuple[str, str]]:
         worst = f", in {self.worst_param}" if self.max_abs_diff else ""
@@ -824,7 +825,7 @@ def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         since=_since([verified.since for verified in by_rank]),
         notes=_notes("", [verified.unmanaged for verified in by_rank]),
         faults=faults,
-        first_differences=tuple(first_differences(differences)),
+        first_differences=first_differences(differences),
     )
 
 

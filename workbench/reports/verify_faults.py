@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from workbench.fault import Fault
 from workbench.protocol.commands import Difference, StepDifferences, VerifyReply
@@ -39,29 +40,69 @@ def faults_of(by_rank: Sequence[VerifyReply]) -> tuple[Fault, ...]:
 # ---- where the steps differ first
 
 
-def first_differences(differences: Differences) -> list[tuple[str, str]]:
-    """Return the first output, gradient and parameter that differ, as (name, text), in the order of a step."""
-    if not differences:
-        return []
-    found = [
-        ("first output", _first([each.output for each in differences], "module", "in the order of execution")),
-        ("first gradient", _first([each.grad for each in differences], "parameter", "in the order of backward")),
-        ("first parameter", _first([each.param for each in differences], "parameter", "after the step")),
-    ]
-    return [(name, text) for name, text in found if text]
+@dataclass(frozen=True, kw_only=True)
+class FirstDifference:
+    """The first value of its kind that differs between the two steps, over all ranks.
+
+    Attributes:
+        what: ``output``, ``gradient`` or ``parameter``.
+        name: module or parameter; empty: the root module.
+        position: its index in the order of execution, of backward, or of the model's parameters.
+        total: number of values in that order.
+        relative: norm of the difference relative to that of the unsharded value; the largest of all ranks.
+        ranks: ranks on which it differs.
+        where: these ranks, with their rows, as text.
+    """
+
+    what: str
+    name: str
+    position: int
+    total: int
+    relative: float
+    ranks: tuple[int, ...]
+    where: str
+
+    @property
+    def words(self) -> str:
+        """The difference as text."""
+        size = "not finite" if math.isinf(self.relative) else f"{self.relative:.2g} relative"
+        noun, order = _ORDERS[self.what]
+        return f"{self.name or '(root)'}, {noun} {self.position + 1} of {self.total} {order}: {size}, on {self.where}"
 
 
-def _first(by_rank: Sequence[Difference | None], noun: str, order: str) -> str:
+_ORDERS = {
+    "output": ("module", "in the order of execution"),
+    "gradient": ("parameter", "in the order of backward"),
+    "parameter": ("parameter", "of the model"),
+}
+
+
+def first_differences(differences: Differences) -> tuple[FirstDifference, ...]:
+    """Return the first output, gradient and parameter that differ, in the order of a step."""
+    found = (
+        _first("output", [each.output for each in differences]),
+        _first("gradient", [each.grad for each in differences]),
+        _first("parameter", [each.param for each in differences]),
+    )
+    return tuple(each for each in found if each is not None)
+
+
+def _first(what: str, by_rank: Sequence[Difference | None]) -> FirstDifference | None:
     places = [each.position for each in by_rank if each is not None]
-    if not places:
-        return ""
     at = {rank: each for rank, each in enumerate(by_rank) if each is not None and each.position == min(places)}
+    if not at:
+        return None
     one = next(iter(at.values()))
     rows = by_value((rank, each.rows) for rank, each in at.items())
-    where = "; ".join(f"{label(ranks)}{f' ({text})' if text else ''}" for text, ranks in rows.items())
-    worst = max(each.relative for each in at.values())
-    size = "not finite" if math.isinf(worst) else f"{worst:.2g} relative"
-    return f"{one.name or '(root)'}, {noun} {one.position + 1} of {one.total} {order}: {size}, on {where}"
+    return FirstDifference(
+        what=what,
+        name=one.name,
+        position=one.position,
+        total=one.total,
+        relative=max(each.relative for each in at.values()),
+        ranks=tuple(at),
+        where="; ".join(f"{label(ranks)}{f' ({text})' if text else ''}" for text, ranks in rows.items()),
+    )
 
 
 # ---- causes
@@ -148,7 +189,8 @@ def _partial_norm(differences: Differences) -> Fault | None:
         rule="partial-norm",
         verdict="gradients were clipped by the norm of each rank's own rows instead of the norm of all rows",
         evidence=(
-            f"gradients of ranks 0, 1, ... are {_numbers(ratios)} times those of the unsharded copy: about sqrt(ranks)",
+            f"gradients of ranks 0, 1, ... are {_numbers(ratios)} times those of the unsharded copy; "
+            f"with rows of equal norms it is sqrt({len(ratios)}) = {math.sqrt(len(ratios)):.4g}",
             f"the clipped rows of one rank have the norm {differences[clipped.index(True)].norm:.4g}, which all rows "
             "together should have",
         ),

@@ -31,7 +31,7 @@ _TINY = 1e-3  # elements below this part of the largest one are left out of a ra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ParamPiece:
     """This rank's rows of a parameter of a unit.
 
     Attributes:
@@ -49,7 +49,7 @@ class Piece:
     of_whole: Callable[[torch.Tensor], torch.Tensor]
 
 
-def pieces_of(model: nn.Module, names: Mapping[str, object]) -> list[Piece]:
+def pieces_of(model: nn.Module, names: Mapping[str, object]) -> list[ParamPiece]:
     """Return the pieces of a model's trainable parameters in units, in the order of ``names``.
 
     Args:
@@ -57,7 +57,7 @@ def pieces_of(model: nn.Module, names: Mapping[str, object]) -> list[Piece]:
         names: names of its parameters without wrappers, each parameter once.
     """
     paths = {module: clean(path) for path, module in model.named_modules()}
-    found: dict[str, Piece] = {}
+    found: dict[str, ParamPiece] = {}
     for unit in units_of(states_below(model)):
         tensors = SOURCE.tensors(unit.index)
         for param in unit.describe_in_model().params:
@@ -65,7 +65,7 @@ def pieces_of(model: nn.Module, names: Mapping[str, object]) -> list[Piece]:
                 for module, own in tensors[key].places:
                     name = ".".join(filter(None, (paths.get(module), own)))
                     if name in names:
-                        found[name] = Piece(name=name, unit=unit, key=key, rows=rows, of_whole=select)
+                        found[name] = ParamPiece(name=name, unit=unit, key=key, rows=rows, of_whole=select)
     return [found[name] for name in names if name in found]
 
 
@@ -96,14 +96,14 @@ def _span(noun: str, begin: int, end: int) -> str:
     return f"{noun} {begin}" if end == begin + 1 else f"{noun}s {begin}-{end - 1}"
 
 
-def tensors_of(pieces: Sequence[Piece]) -> dict[str, ParamTensors]:
+def tensors_of(pieces: Sequence[ParamPiece]) -> dict[str, ParamTensors]:
     """Return the current tensors of pieces, by the names of their parameters."""
     by_unit = {piece.unit.index: SOURCE.tensors(piece.unit.index) for piece in pieces}
     return {piece.name: by_unit[piece.unit.index][piece.key] for piece in pieces}
 
 
-def local_values(value: object, piece: Piece, shape: torch.Size) -> torch.Tensor:
-    """Return the values of a shard, or of its gradient, in the shape that :attr:`Piece.of_whole` gives."""
+def local_values(value: object, piece: ParamPiece, shape: torch.Size) -> torch.Tensor:
+    """Return the values of a shard, or of its gradient, in the shape that :attr:`ParamPiece.of_whole` gives."""
     assert isinstance(value, torch.Tensor)
     local = local_of(value) if isinstance(value, DTensor) else value
     return local.detach().reshape(shape)
@@ -126,7 +126,9 @@ class GradObserver:
         optimizer_steps: number of steps of optimizers.
     """
 
-    def __init__(self, pieces: Sequence[Piece], read: Callable[[], Mapping[str, torch.Tensor]], *, keeps: bool) -> None:
+    def __init__(
+        self, pieces: Sequence[ParamPiece], read: Callable[[], Mapping[str, torch.Tensor]], *, keeps: bool
+    ) -> None:
         self._pieces, self._read, self._keeps = pieces, read, keeps
         self.norms: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
@@ -154,13 +156,13 @@ class GradObserver:
                     self.values[name] = grad.double().cpu()
 
 
-def of_reference(pieces: Sequence[Piece], params: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
+def of_reference(pieces: Sequence[ParamPiece], params: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
     """Return the pieces of the unsharded copy's gradients."""
     grads = ((piece, params[piece.name].grad) for piece in pieces)
     return {piece.name: piece.of_whole(local_tensor(grad).detach()) for piece, grad in grads if grad is not None}
 
 
-def of_sharded(pieces: Sequence[Piece], params: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
+def of_sharded(pieces: Sequence[ParamPiece], params: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
     """Return the pieces of the sharded model's gradients, in the shapes of those of the copy."""
     found, tensors = {}, tensors_of(pieces)
     for piece in pieces:

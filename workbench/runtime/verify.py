@@ -41,7 +41,7 @@ from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dty
 from workbench.runtime.step_observation import (
     GradObserver,
     OutputObserver,
-    Piece,
+    ParamPiece,
     grouped,
     local_values,
     modules_of,
@@ -183,7 +183,7 @@ class _Pair:
             candidates[piece.unit.title] = candidates.get(piece.unit.title, True) and is_out
         return () if all(candidates.values()) else tuple(title for title, is_out in candidates.items() if is_out)
 
-    def _values(self, piece: Piece, shard: object) -> torch.Tensor:
+    def _values(self, piece: ParamPiece, shard: object) -> torch.Tensor:
         return local_values(shard, piece, piece.of_whole(local_tensor(self.after[piece.name])).shape)
 
     # ---- where the steps differ
