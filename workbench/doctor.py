@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 from workbench.devices import DEVICES, HOST
 from workbench.jupyter_extensions import PANEL, REMEDY, has_extension
+from workbench.replay.units import seen_words
 
 PACKAGE = "fsdp-workbench"
 SELF_TEST_RANKS = 2
@@ -193,11 +194,7 @@ def collectives() -> Iterator[Finding]:
         from workbench.watch import sees_all_collectives  # noqa: PLC0415 - needs torch
     except (ImportError, OSError):  # a finding of devices
         return
-    if sees_all_collectives():
-        yield Finding("collectives", Verdict.GOOD, "of any program are seen, also those that C++ issues")
-    else:
-        seen = "of any program are seen if Python issues them; torch 2.14 also announces those that C++ issues"
-        yield Finding("collectives", Verdict.GOOD, seen)
+    yield Finding("collectives", Verdict.GOOD, seen_words(sees_cpp=sees_all_collectives()))
 
 
 def widgets() -> Iterator[Finding]:

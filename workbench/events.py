@@ -141,6 +141,8 @@ class KindInfo(ColouredInfo):
         track: entry of :data:`RANK_TRACKS` that shows its spans; None if none does.
         is_work: it is forward, backward or an optimizer step.
         is_collective: its rows have ``comm_group`` and ``comm_seq``; its END may be earlier than the row before it.
+        is_point_to_point: it is to or from one other rank. If that is known, its rows have ``comm_group``, whose ranks
+            are the sender and the receiver, and ``comm_seq``.
         is_reduction: if the row has a unit, it is a gradient reduction of that unit.
         is_copy: it moves bytes within a rank; on a device, mostly in parallel to compute.
         memory_sign: its ``num_bytes`` of ``category`` are allocated (1) or freed (-1).
@@ -155,6 +157,7 @@ class KindInfo(ColouredInfo):
     track: Track | None
     is_work: bool = False
     is_collective: bool = False
+    is_point_to_point: bool = False
     is_reduction: bool = False
     is_copy: bool = False
     memory_sign: int = 0
@@ -256,9 +259,8 @@ class Kind(Word):
     GATHER = 24, _span("gather", Colour.ALL_GATHER, Track.OTHER, is_collective=True)
     SCATTER = 25, _span("scatter", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True)
     BARRIER = 26, _span("barrier", Colour.PLAIN, Track.OTHER, is_collective=True)
-    # to or from one rank: other ranks of the group issue nothing, so it has no number among the group's collectives
-    SEND = 27, _span("send", Colour.SHARDED_GRADS, Track.OTHER)
-    RECV = 28, _span("recv", Colour.SHARDED_GRADS, Track.OTHER)
+    SEND = 27, _span("send", Colour.SHARDED_GRADS, Track.OTHER, is_point_to_point=True)
+    RECV = 28, _span("recv", Colour.SHARDED_GRADS, Track.OTHER, is_point_to_point=True)
 
 
 def _kinds(**known: bool) -> Iterator[Kind]:
@@ -267,6 +269,9 @@ def _kinds(**known: bool) -> Iterator[Kind]:
 
 
 COLLECTIVES = tuple(_kinds(is_collective=True))
+NUMBERED = (*COLLECTIVES, *_kinds(is_point_to_point=True))
+"""Kinds whose rows are numbered within a group of ranks, so that those of different ranks belong together."""
+
 REDUCTIONS = tuple(_kinds(is_reduction=True))
 WORK = tuple(_kinds(is_work=True))
 BESIDE = tuple(_kinds(is_event=False))

@@ -45,7 +45,7 @@ from workbench.protocol.commands import (
     to_text,
 )
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
-from workbench.replay.units import unmanaged_notes
+from workbench.replay.units import collectives_words, unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
 from workbench.reports.failures import losses_in_words
@@ -563,6 +563,7 @@ class Workbench:
             under_way=_words_of(self.pulse().under_way),
             cluster=self._target.words if self.outlives else "",
             notes=unmanaged_notes(trace.header),
+            collectives=collectives_words(trace.header),
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:

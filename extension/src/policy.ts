@@ -3,6 +3,7 @@ import { HYBRID, type Model, type ModelPolicy, type Reshard, type Shard } from "
 
 /** The fields of the form as typed; empty ones stay unchanged. Those of the other API are kept while hidden. */
 export interface Policy {
+  readonly engine: NonNullable<Shard["engine"]>;
   readonly api: ModelPolicy["api"];
   readonly strategy: ModelPolicy["strategy"];
   readonly origParams: boolean;
@@ -18,6 +19,7 @@ export interface Policy {
 
 /** The defaults of `shard`. */
 const PLAIN: Policy = {
+  engine: "workbench",
   api: "fully_shard",
   strategy: "full",
   origParams: false,
@@ -35,7 +37,7 @@ export function standard({ suggested, policy }: Model): Policy {
   if (policy === null) return { ...PLAIN, wrap: suggested };
   const { api, strategy, orig_params: origParams, wrap, mesh, mp, offload } = policy;
   const reshard = String(policy.reshard_after_forward), prefetch = String(policy.prefetch);
-  return { api, strategy, origParams, wrap, mesh, reshard, mp, offload, prefetch, ignore: "" };
+  return { engine: PLAIN.engine, api, strategy, origParams, wrap, mesh, reshard, mp, offload, prefetch, ignore: "" };
 }
 
 /** Whether a mesh applies: without copies the classic API shards over all ranks. */
@@ -53,6 +55,7 @@ export function commandOf(model: Model, policy: Policy): Shard | Reshard {
   return {
     word: isSharded ? "reshard" : "shard",
     model: model.name,
+    ...(isSharded || policy.engine === before.engine ? {} : { engine: policy.engine }),
     ...(policy.api === before.api ? {} : { api: policy.api }),
     ...(policy.api === "classic" ? ofClassic(policy, before) : ofFullyShard(policy, before)),
     ...(policy.wrap.length === 0 || sameNames(policy.wrap, before.wrap) ? {} : { wrap: policy.wrap }),

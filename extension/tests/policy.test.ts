@@ -16,6 +16,12 @@ it("an untouched form is the command with the suggested classes alone", () => {
   expect(commandOf(MODEL, standard(MODEL))).toEqual({ word: "shard", model: "model", wrap: ["Block"] });
 });
 
+it("another engine is named for a model that is not sharded yet", () => {
+  const policy = { ...standard(MODEL), engine: "torch" } as const;
+  expect(commandOf(MODEL, policy)).toEqual({ word: "shard", model: "model", engine: "torch", wrap: ["Block"] });
+  expect(commandOf(SHARDED, { ...standard(SHARDED), engine: "torch" })).toEqual({ word: "reshard", model: "model" });
+});
+
 it("every field that was touched is in the command", () => {
   const policy = {
     ...standard(MODEL),
@@ -41,6 +47,7 @@ it("every field that was touched is in the command", () => {
 
 it("of a sharded model the form shows how it is, and untouched asks for nothing", () => {
   expect(standard(SHARDED)).toEqual({
+    engine: "workbench",
     api: "fully_shard",
     strategy: "hybrid",
     origParams: false,

@@ -56,6 +56,14 @@ def train(lab, steps, last):
     expect(headline(lab)).to_have_text("2 ranks, idle")
 
 
+def test_the_form_offers_torchs_engine_with_the_same_units(form):
+    engine = form.get_by_label("Engine")
+    expect(engine.locator("option")).to_have_text(["the workbench's", "torch's own"])
+    engine.select_option("torch")
+    expect(form.get_by_role("row").first).to_have_text("units4")
+    engine.select_option("workbench")
+
+
 def test_the_form_has_the_options_of_the_api(form):
     expect(form.get_by_label("After forward")).to_be_visible()
     expect(form.get_by_label("Strategy")).to_have_count(0)

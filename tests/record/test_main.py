@@ -158,6 +158,7 @@ def test_the_recording_is_a_valid_trace_that_names_its_program(recorded):
         assert known.start.program == (str(folder.parent / "train.py"), "--lr", "-m", "--out")
         assert (known.start.rank, known.end.reason, known.is_cut) == (rank, "", False)
     assert found.trace.header.clocks == ()
+    assert {info.sees_cpp for info in found.trace.header.ranks} == {HAS_HOOKS}
 
 
 def test_a_run_that_has_ended_is_not_stalled(recorded, capsys):

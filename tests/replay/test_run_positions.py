@@ -214,6 +214,17 @@ def test_only_ranks_of_the_group_count():
     assert (found.group, found.absent) == ("group 1", (2,))
 
 
+def test_a_rank_that_receives_waits_for_the_sender_alone():
+    groups = ((0, 1, 2), (1, 0))
+    receives = gather(5, number=1, group=1, kind=Kind.RECV)
+    sent = gather(1, number=0, group=1, kind=Kind.SEND)
+    ranks = [rank(0, receives), rank(1, sent, gather(2, END, number=0, group=1, kind=Kind.SEND)), rank(2)]
+    found = pending_of(*ranks, groups=groups)
+    assert found == PendingCollective(kind=Kind.RECV, unit=3, group="group 1", number=1, absent=(1,))
+    ranks[1] = rank(1, sent, gather(3, number=1, group=1, kind=Kind.SEND))
+    assert pending_of(*ranks, groups=groups) == PendingCollective(kind=Kind.RECV, unit=3, group="group 1", number=1)
+
+
 def test_a_wait_is_for_the_collective_that_it_names_and_not_for_the_newest():
     waits = row(Kind.WAIT, BEGIN, 3, number=4, unit=-1)
     reduces = gather(2, number=5, kind=Kind.REDUCE_SCATTER, unit=1)

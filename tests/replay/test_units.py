@@ -1,11 +1,14 @@
 from dataclasses import replace
 
 from tests.helpers.trace_strategies import example_trace
+from workbench.events import TORCH_FULLY_SHARD
 from workbench.replay.units import (
     by_number,
+    collectives_words,
     differing,
     listed,
     model_order,
+    seen_words,
     unit_name,
     unmanaged_notes,
     unmanaged_sentences,
@@ -22,6 +25,17 @@ def test_a_unit_is_called_by_its_path_and_the_root_is_called_root():
 def test_a_unit_the_header_does_not_know_is_called_by_its_number():
     header = example_trace(num_units=3).header
     assert [unit_name(header, unit) for unit in (3, -1)] == ["unit 3", "unit -1"]
+
+
+def test_which_collectives_are_seen_is_said_where_another_engine_runs_units():
+    header = example_trace(num_ranks=2, num_units=2).header
+    assert collectives_words(header) == ""
+    header = replace(header, units=tuple(replace(unit, engine=TORCH_FULLY_SHARD) for unit in header.units))
+    assert collectives_words(header) == seen_words(sees_cpp=True)
+    python = replace(header.ranks[1], sees_cpp=False)
+    found = collectives_words(replace(header, ranks=(header.ranks[0], python)))
+    assert found == seen_words(sees_cpp=False)
+    assert "torch 2.14" in found
 
 
 def test_units_are_ordered_by_name_below_their_root():

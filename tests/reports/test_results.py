@@ -145,6 +145,11 @@ def test_status_reports_what_is_missing():
     assert "1 event, 5 lost" in str(lost)
 
 
+def test_status_says_which_collectives_are_seen():
+    assert "collectives" not in str(StatusReport(running=True))
+    assert "  collectives  all of them\n" in str(StatusReport(running=True, collectives="all of them"))
+
+
 def test_ranks_without_a_loss_do_not_count():
     quiet = StepReply(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1, first_step=0)
     assert SAYS[Step]([quiet, quiet]).losses is None

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import traces
-from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.events import NUMBERED, Edge, Kind
 from workbench.trace import partners
 from workbench.trace.schema import ROW_DTYPE, Rows
 
@@ -13,7 +13,7 @@ def slow_partners(rows: Rows) -> list[int]:
     partner, stacks = [-1] * len(rows), {}
     for place, row in enumerate(rows):
         key = (row["kind"], row["unit"])
-        if row["kind"] in COLLECTIVES:
+        if row["kind"] in NUMBERED:
             key += (row["comm_group"], row["comm_seq"])
         stack = stacks.setdefault(key, [])
         if row["edge"] == Edge.BEGIN:
@@ -30,7 +30,11 @@ def test_partners_of_a_job_are_those_of_a_stack_per_key(trace):
         assert partners(rank.rows).tolist() == slow_partners(rank.rows)
 
 
-@given(st.lists(st.tuples(st.sampled_from([Kind.FORWARD, Kind.ALL_GATHER]), st.sampled_from(Edge), st.integers(0, 1))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([Kind.FORWARD, Kind.ALL_GATHER, Kind.SEND]), st.sampled_from(Edge), st.integers(0, 1))
+    )
+)
 def test_partners_of_any_sequence_are_those_of_a_stack_per_key(ends):
     rows = np.zeros(len(ends), ROW_DTYPE)
     for row, (kind, edge, number) in zip(rows, ends, strict=True):

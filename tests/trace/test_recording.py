@@ -453,6 +453,19 @@ def test_missing_ranks_are_counted(tmp_path):
     assert read(tmp_path).trace == trace
 
 
+def test_ranks_whose_units_are_others_are_named(tmp_path):
+    trace = without_clocks(example_trace(num_ranks=3, num_units=2, steps=1))
+    first, root = trace.header.units
+    renamed = replace(first, params=tuple(replace(param, fqn=f"later.{param.fqn}") for param in first.params))
+    other = Trace(replace(trace.header, units=(renamed, root)), trace.ranks)
+    for rank, shown in ((0, trace), (1, other), (2, trace)):
+        write(tmp_path, shown, rank).close()
+    assert read(tmp_path).notes == (
+        "rank 1 has units of other parameters than the rest, as stages of a pipeline do: events of rank 1 are shown"
+        " under the names of the units that other ranks have in their place",
+    )
+
+
 def test_a_file_of_another_run_or_rank_is_left_out(tmp_path):
     trace = one_rank()
     trace = Trace(replace(trace.header, world_size=2), trace.ranks)
@@ -800,7 +813,7 @@ def test_a_recording_read_while_it_is_written_is_the_one_read_at_its_end(tmp_pat
         part, rows = trace.rank(rank), pieces[rank].pop(0)
         writers[rank].append(part.rows[rows].tobytes(), part.state_before(rows.stop))
         written[rank] += rows.stop - rows.start
-        if data.draw(st.booleans()):
+        if max_bytes < PLENTY or data.draw(st.booleans()):  # with small files, the next append may delete unread ones
             so_far = tuple(part.cut(part.start.seq, written[part.rank]) for part in trace.ranks)
             assert reader.read().trace == Trace(trace.header, so_far)
     assert reader.read().trace == trace

@@ -21,6 +21,7 @@ from workbench.engine import fully_shard, probe
 from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
 from workbench.runtime.recorder import Recorder
+from workbench.trace.begin_end import partners
 from workbench.trace.schema import ROW_DTYPE, Header
 from workbench.watch import Watch, c10d_calls, sees_all_collectives
 from workbench.watch._torch_private import HAS_HOOKS
@@ -62,8 +63,9 @@ CALLS = [
 
 def test_every_call_has_a_kind_its_payload_a_number_and_an_end():
     trace = watch(2, every_call).trace
-    (group,) = trace.header.comm_groups
+    group, pair = trace.header.comm_groups
     assert (group.name, group.ranks) == ("c10d group 0", (0, 1))
+    assert (pair.name, pair.ranks) == ("c10d group 0 from rank 0 to rank 1", (0, 1))
     for rank in trace.ranks:
         collectives = rank.rows[np.isin(rank.rows["kind"], COLLECTIVES)]
         begins, ends = (collectives[collectives["edge"] == edge] for edge in (Edge.BEGIN, Edge.END))
@@ -77,7 +79,46 @@ def test_every_call_has_a_kind_its_payload_a_number_and_an_end():
         peer = rank.rows[rank.rows["kind"] == own]
         assert peer["edge"].tolist() == [Edge.BEGIN, Edge.END]
         assert set(peer["num_bytes"].tolist()) == {16}
-        assert set(peer["comm_seq"].tolist()) == {-1}
+        assert set(peer[["comm_group", "comm_seq"]].tolist()) == {(1, 0)}
+        begin, end = np.flatnonzero(rank.rows["kind"] == own)
+        assert partners(rank.rows)[begin] == end
+
+
+def between_pairs():
+    rank = dist.get_rank()
+    of_three = dist.new_group([1, 2, 3])
+    if rank == 1:
+        for _ in range(2):
+            dist.send(ONE, 3, group=of_three)
+        dist.send(ONE, 2)
+        dist.recv(ONE.clone(), 3)
+    elif rank == 3:
+        for _ in range(2):
+            dist.irecv(ONE.clone(), 1, group=of_three).wait()
+        dist.send(ONE, 1)
+    elif rank == 2:
+        dist.recv(ONE.clone())  # from any rank: from which is unknown until it is over
+
+
+def test_calls_between_two_ranks_are_numbered_in_each_direction_of_each_group():
+    trace = watch(4, between_pairs).trace
+    names = [group.name for group in trace.header.comm_groups]
+
+    def calls_of(number):
+        rows = trace.rank(number).rows
+        rows = rows[np.isin(rows["kind"], (Kind.SEND, Kind.RECV)) & (rows["edge"] == Edge.BEGIN)]
+        of = [names[index].partition(" from ")[2] if index >= 0 else "" for index in rows["comm_group"]]
+        return list(zip(map(Kind, rows["kind"]), of, rows["comm_seq"].tolist(), strict=True))
+
+    there = "rank 1 to rank 3"
+    assert calls_of(1) == [
+        (Kind.SEND, there, 0),
+        (Kind.SEND, there, 1),
+        (Kind.SEND, "rank 1 to rank 2", 0),
+        (Kind.RECV, "rank 3 to rank 1", 0),
+    ]
+    assert calls_of(3) == [(Kind.RECV, there, 0), (Kind.RECV, there, 1), (Kind.SEND, "rank 3 to rank 1", 0)]
+    assert calls_of(2) == [(Kind.RECV, "", -1)]
 
 
 def asynchronous():

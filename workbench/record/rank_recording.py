@@ -27,7 +27,7 @@ from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import Header, RankInfo
-from workbench.watch import Watch
+from workbench.watch import Watch, sees_all_collectives
 
 PERIOD_S = 0.2
 """Time between two writes: what a killed process has not written yet."""
@@ -82,6 +82,7 @@ class RankRecording:
             device=device,
             pid=os.getpid(),
             baseline_bytes=rss.num_bytes() if device == "cpu" else 0,
+            sees_cpp=sees_all_collectives(),
         )
         self._recorder.set_run(info, mesh_shape=(here.world_size,), mesh_axes=("rank",))
         self._steps = SampledSteps(self._recorder, every)

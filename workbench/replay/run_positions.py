@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from workbench.events import BESIDE, COLLECTIVES, Edge, Kind
+from workbench.events import BESIDE, NUMBERED, Edge, Kind
 from workbench.trace.columns import RankTrace
 from workbench.trace.read_recording import ALIVE_NS, RecordedRank, Recording
 from workbench.trace.schema import Header, Rows
@@ -178,7 +178,7 @@ _Issued = Mapping[int, Mapping[int, Kind]]
 
 def _begun(header: Header, rank_trace: RankTrace) -> _Issued:
     """Return the collectives that a rank has begun; without a group if older rows than the rank's may be about it."""
-    own = rank_trace.rows[np.isin(rank_trace.rows["kind"], COLLECTIVES) & (rank_trace.rows["edge"] == Edge.BEGIN)]
+    own = rank_trace.rows[np.isin(rank_trace.rows["kind"], NUMBERED) & (rank_trace.rows["edge"] == Edge.BEGIN)]
     groups = () if rank_trace.start.seq else range(len(header.comm_groups))
     found: dict[int, dict[int, Kind]] = {group: {} for group in groups}
     for group, number, kind in zip(*(own[name].tolist() for name in ("comm_group", "comm_seq", "kind")), strict=True):
@@ -191,12 +191,12 @@ def _open_call(events: Rows) -> np.void | None:
 
     Ends of other collectives may be noticed and recorded while a rank waits.
     """
-    is_end = np.isin(events["kind"], COLLECTIVES) & (events["edge"] == Edge.END)
+    is_end = np.isin(events["kind"], NUMBERED) & (events["edge"] == Edge.END)
     ends, others = events[is_end], events[~is_end]
     if not len(others):
         return None
     row: np.void = others[-1]
-    if row["kind"] not in (*COLLECTIVES, Kind.WAIT) or row["edge"] != Edge.BEGIN or row["comm_group"] < 0:
+    if row["kind"] not in (*NUMBERED, Kind.WAIT) or row["edge"] != Edge.BEGIN or row["comm_group"] < 0:
         return None
     has_ended = (ends["comm_group"] == row["comm_group"]) & (ends["comm_seq"] == row["comm_seq"])
     return None if has_ended.any() else row
@@ -208,7 +208,7 @@ def _pending(
     """Return the collective that ``call`` begins or waits for; None if its begin is not among the rank's rows."""
     rows = rank_trace.rows
     group, number = int(call["comm_group"]), int(call["comm_seq"])
-    mine = rows[np.isin(rows["kind"], COLLECTIVES) & (rows["comm_group"] == group) & (rows["comm_seq"] == number)]
+    mine = rows[np.isin(rows["kind"], NUMBERED) & (rows["comm_group"] == group) & (rows["comm_seq"] == number)]
     if not len(mine):
         return None
     kind, info = Kind(mine["kind"][0]), header.comm_groups[group]
@@ -220,6 +220,10 @@ def _pending(
         group=info.name,
         number=number,
         absent=tuple(rank for rank, issued in others.items() if max(issued, default=-1) < number),
-        others=tuple((rank, issued[number]) for rank, issued in others.items() if issued.get(number, kind) != kind),
+        others=tuple(
+            (rank, issued[number])
+            for rank, issued in others.items()
+            if issued.get(number, kind) != kind and not kind.info.is_point_to_point  # one sends, the other receives
+        ),
         unknown=tuple(rank for rank in info.ranks if rank not in known),
     )

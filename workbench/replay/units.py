@@ -36,6 +36,18 @@ def engine_words(header: Header) -> str:
     return "" if engines == [""] else f"run by {' and '.join(engine or OWN_ENGINE for engine in engines)}"
 
 
+def seen_words(*, sees_cpp: bool) -> str:
+    """Return which collectives of programs that do not use the workbench's engine are seen, and what adds others."""
+    if sees_cpp:
+        return "of any program are seen, also those that C++ issues"
+    return "of any program are seen if Python issues them; torch 2.14 also announces those that C++ issues"
+
+
+def collectives_words(header: Header) -> str:
+    """Return :func:`seen_words` of a trace; empty unless another engine than the workbench's runs a unit."""
+    return seen_words(sees_cpp=all(info.sees_cpp for info in header.ranks)) if engine_words(header) else ""
+
+
 def unseen_words(header: Header) -> str:
     """Return what this trace lacks of DistributedDataParallel, as text; empty if it has no such model."""
     replicas = [unit for unit in header.units if unit.in_use and unit.engine == TORCH_DDP and unit.replicate_size > 1]

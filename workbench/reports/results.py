@@ -222,6 +222,7 @@ class StatusReport(Report):
         under_way: the running request, as text; empty if none.
         cluster: the cluster that the ranks were attached from, as text; empty if they were started here.
         notes: what is probably unintended, and what to do, a sentence each.
+        collectives: which collectives are recorded, as text; empty if the workbench's engine issues all.
     """
 
     running: bool
@@ -240,6 +241,7 @@ class StatusReport(Report):
     under_way: str = ""
     cluster: str = ""
     notes: tuple[str, ...] = ()
+    collectives: str = ""
 
     @property
     def headline(self) -> str:
@@ -267,6 +269,8 @@ class StatusReport(Report):
         found += [("replicated" if model.is_replicated else "sharded", str(model)) for model in self.models]
         if not self.models and (self.running or self.record):
             found.append(("sharded", "nothing yet: %fsdp shard MODEL"))
+        if self.collectives:
+            found.append(("collectives", self.collectives))
         found += [("note", note) for note in self.notes]
         lost = f", {self.num_lost:,} lost: overwritten before they were read" if self.num_lost else ""
         dropped = f", {self.num_dropped:,} older ones dropped: the limit is reached" if self.num_dropped else ""

@@ -64,7 +64,7 @@ from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import Header, RankInfo
-from workbench.watch import Watch, log_metric
+from workbench.watch import Watch, log_metric, sees_all_collectives
 
 
 @dataclass
@@ -304,6 +304,7 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         pid=os.getpid(),
         baseline_bytes=_sample_memory(runtime),
         device_error_ns=0 if clock is None else clock.error_ns,
+        sees_cpp=sees_all_collectives(),
     )
     runtime.recorder.set_run(mine, mesh_shape=(runtime.groups.world_size,), mesh_axes=("shard",))
     groups = runtime.groups

@@ -27,7 +27,7 @@ import numpy as np
 from workbench.engine.backends.device_clock import NOBODYS, DeviceClock, StreamMark
 from workbench.events import (
     BESIDE,
-    COLLECTIVES,
+    NUMBERED,
     STATE_AFTER,
     Category,
     Comm,
@@ -91,9 +91,9 @@ class _Unrecorded:
         state = STATE_AFTER.get((Kind(kind), Edge(edge)))
         if state is not None and unit >= 0:
             self.states[unit] = state
-        if kind in COLLECTIVES and edge == Edge.END and comm not in self._begun:
+        if kind in NUMBERED and edge == Edge.END and comm not in self._begun:
             return False
-        if kind in COLLECTIVES:
+        if kind in NUMBERED:
             (self._begun.add if edge == Edge.BEGIN else self._begun.discard)(comm)
         return True
 
@@ -412,7 +412,7 @@ class Recorder:
         if clock is None or not self.is_recording:
             self._append(kind, edge, unit, num_bytes, comm=comm)
             return
-        ends = kind in COLLECTIVES and edge == Edge.END
+        ends = kind in NUMBERED and edge == Edge.END
         mark = (self._ends.pop(comm, None) if ends else None) or clock.mark()
         mark.row = self._append(kind, edge, unit, num_bytes, comm=comm, t_ns=clock.now_ns() if ends else mark.made_ns)
 

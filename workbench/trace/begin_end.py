@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, Edge
+from workbench.events import NUMBERED, Edge
 from workbench.trace.schema import Rows
 
 
 def partners(rows: Rows) -> NDArray[np.int64]:
     """Return, per row, the position of the other end of its span; -1 where there is none.
 
-    The two ends of a collective share kind, unit, ``comm_group`` and ``comm_seq``. The ends of other spans share kind
-    and unit; the innermost span closes first. An INSTANT has no partner, nor has a span that is not ended or began
-    before ``rows``.
+    The two ends of what is numbered in a group share kind, unit, ``comm_group`` and ``comm_seq``. The ends of other
+    spans share kind and unit; the innermost span closes first. An INSTANT has no partner, nor has a span that is not
+    ended or began before ``rows``.
 
     Example: ``FORWARD BEGIN 0, FORWARD BEGIN 1, FORWARD END 1, FREE, FORWARD END 0`` -> ``[4, 2, 1, -1, 0]``.
 
@@ -44,9 +44,9 @@ def _keys(rows: Rows, at: NDArray[np.int64]) -> NDArray[np.int64]:
     kind, unit, group, comm_seq = (
         rows[name][at].astype(np.int64) for name in ("kind", "unit", "comm_group", "comm_seq")
     )
-    is_collective = np.isin(kind, COLLECTIVES)
-    whose = (kind << 32) + (unit + 2**15 << 16) + np.where(is_collective, group + 2**15, 0)
-    return np.array([np.where(is_collective, comm_seq, -1), whose])
+    is_numbered = np.isin(kind, NUMBERED)
+    whose = (kind << 32) + (unit + 2**15 << 16) + np.where(is_numbered, group + 2**15, 0)
+    return np.array([np.where(is_numbered, comm_seq, -1), whose])
 
 
 def _runs(sorted_keys: NDArray[np.int64]) -> NDArray[np.int64]:

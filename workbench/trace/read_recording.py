@@ -23,7 +23,7 @@ import numpy as np
 
 from workbench.codec import CodecError, decode
 from workbench.errors import TraceError
-from workbench.events import Edge, Kind
+from workbench.events import Edge, Kind, Unit
 from workbench.trace.builder import MAX_ROWS, TraceBuilder
 from workbench.trace.columns import RankTrace, Trace, merge
 from workbench.trace.header import header_from_dict, key_frame_from_dict
@@ -210,6 +210,7 @@ class RecordingReader:
         notes = [*self._notes(), *missing_ranks(shown, next(iter(shown.values())).begun.world_size)]
         later = sorted(self._folder.glob("restart*"))
         notes += [f"the run was restarted: its later part is in {each}" for each in later]
+        notes += other_units({rank: reader.header for rank, reader in shown.items()}, self._builder.snapshot().header)
         ranks = {
             rank: RecordedRank(
                 start=reader.begun,
@@ -223,6 +224,33 @@ class RecordingReader:
             for rank, reader in shown.items()
         }
         return Recording(trace=self._builder.snapshot(), ranks=ranks, notes=tuple(notes))
+
+
+def other_units(headers: Mapping[int, Header], joined: Header) -> Iterator[str]:
+    """Yield a sentence if ranks number different units alike, as the stages of a pipeline do.
+
+    Args:
+        headers: of each rank.
+        joined: their join, which has one description for each number.
+    """
+    known = {unit.index: unit for unit in joined.units}
+    found = [
+        rank
+        for rank, header in headers.items()
+        for unit in header.units
+        if unit.in_use and _fqns(unit) != _fqns(known[unit.index])
+    ]
+    if found:
+        have, ranks = ("has", "rank") if len(set(found)) == 1 else ("have", "ranks")
+        listed = ", ".join(map(str, sorted(set(found))))
+        yield (
+            f"{ranks} {listed} {have} units of other parameters than the rest, as stages of a pipeline do: events of"
+            f" {ranks} {listed} are shown under the names of the units that other ranks have in their place"
+        )
+
+
+def _fqns(unit: Unit) -> tuple[str, ...]:
+    return tuple(param.fqn for param in unit.params)
 
 
 class _RankReader:

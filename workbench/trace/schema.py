@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from workbench.events import Category, Unit, UnitState
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 ROW = struct.Struct("<qqqdiiihhBBBB")
 """One packed row: the fields of :data:`ROW_DTYPE` in their order, little-endian, no gaps."""
@@ -87,6 +87,7 @@ class RankInfo:
         baseline_bytes: memory of its process when it joined: the interpreter and libraries; 0 if unknown.
         device_error_ns: maximum error of the times of DEVICE rows on the rank's clock; 0 where the host computes.
         buffers: buffers of its sharded models, after its last cell or command.
+        sees_cpp: whether collectives that C++ issues, outside of the workbench's engine, are among its events.
     """
 
     rank: int
@@ -96,6 +97,7 @@ class RankInfo:
     baseline_bytes: int = 0
     device_error_ns: int = 0
     buffers: tuple[BufferSum, ...] = ()
+    sees_cpp: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

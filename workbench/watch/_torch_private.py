@@ -101,8 +101,18 @@ class Tensors(NamedTuple):
 class CallObserver(Protocol):
     """Observer of c10d's calls on this process."""
 
-    def begin(self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool) -> object:
-        """Receive a call before it is made; return what identifies it. May block or raise: then it is not made."""
+    def begin(
+        self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, peer: int = -1
+    ) -> object:
+        """Receive a call before it is made; return what identifies it. May block or raise: then it is not made.
+
+        Args:
+            group: its group.
+            kind: its kind.
+            tensors: its tensors.
+            is_async: whether it is made to return at once.
+            peer: rank, within the group, to which this rank sends or from which it receives; -1: unknown or none.
+        """
 
     def issued(self, call: Any, work: AnyWork | None) -> None:  # noqa: ANN401 - what begin returned
         """Receive the work of a call that was made; None if c10d returned none."""
@@ -172,7 +182,8 @@ def observe_calls(observer: CallObserver, changes: Replacements) -> None:
         return
     for method, row in _BY_METHOD.items():
         if hasattr(dist.ProcessGroup, method):
-            changes.wrap(dist.ProcessGroup, method, _reporting(observer, *row))
+            names_peer = method != "recv_anysource"
+            changes.wrap(dist.ProcessGroup, method, _reporting(observer, *row, names_peer=names_peer))
     for namespace in (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd):
         for name, kind in _BY_OPERATOR.items():
             if hasattr(namespace, name):
@@ -219,7 +230,8 @@ def _hook(group: dist.ProcessGroup, observer: CallObserver) -> None:
         kind = _BY_HOOK.get(call.name.name)
         if kind is not None:
             tensors = Tensors(call.input_tensors, call.output_tensors)
-            calls[call.op_id] = observer.begin(group, kind, tensors, is_async=call.async_op)
+            peer = call.root if kind.info.is_point_to_point else -1
+            calls[call.op_id] = observer.begin(group, kind, tensors, is_async=call.async_op, peer=peer)
 
     def post(call: Any) -> None:  # noqa: ANN401 - PostHookArgs
         if call.op_id in calls:
@@ -229,13 +241,16 @@ def _hook(group: dist.ProcessGroup, observer: CallObserver) -> None:
     group.register_post_hook(_HOOK_ID, post)  # type: ignore[attr-defined]
 
 
-def _reporting(observer: CallObserver, kind: Kind, outputs: int, inputs: int) -> Callable[..., Any]:
+def _reporting(
+    observer: CallObserver, kind: Kind, outputs: int, inputs: int, *, names_peer: bool = True
+) -> Callable[..., Any]:
     def call(original: Callable[..., Any], group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         given = args[: outputs + inputs]
         tensors = Tensors(inputs=tuple(_flat(given[outputs:])), outputs=tuple(_flat(given[:outputs])))
         options = (*args[outputs + inputs :], *kwargs.values())
         is_async = next((bool(each.asyncOp) for each in options if hasattr(each, "asyncOp")), True)
-        one = observer.begin(group, kind, tensors, is_async=is_async)
+        peer = options[0] if kind.info.is_point_to_point and names_peer else -1
+        one = observer.begin(group, kind, tensors, is_async=is_async, peer=peer)
         work = original(group, *args, **kwargs)
         observer.issued(one, work)
         return work

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from workbench.engine import probe
 from workbench.engine.process_groups import OWN
-from workbench.events import COLLECTIVES, GROUP_INDICES, Comm, Edge, Kind
+from workbench.events import GROUP_INDICES, Comm, Edge, Kind
 from workbench.watch._torch_private import AnyWork, Tensors, Work, ranks_of
 
 T = TypeVar("T")
@@ -67,6 +67,9 @@ class CollectiveWatch:
         self.after_wait: Callable[[], None] | None = None
         self.is_paused = False
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
+        self._pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], _Group]] = (
+            weakref.WeakKeyDictionary()
+        )
         # not weakly: a hook's object is another one than c10d's caller gets, unless it is kept
         self._in_flight: dict[AnyWork, Call] = {}
         # asynchronous, ended, and perhaps still to be waited for
@@ -82,7 +85,9 @@ class CollectiveWatch:
         finally:
             self.unit, self.before_issue, self.after_wait = before
 
-    def begin(self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool) -> Call | None:
+    def begin(
+        self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, peer: int = -1
+    ) -> Call | None:
         """Announce that a call begins; if it raises then, it has no end."""
         if probe.active is None or self.is_paused:
             return None
@@ -96,9 +101,10 @@ class CollectiveWatch:
         self._end_synchronous()
         self.settle()
         comm = None
-        if kind in COLLECTIVES:
-            comm = Comm(group=known.index, seq=known.issued)
-            known.issued += 1
+        numbered = self._between(group, kind, peer) if kind.info.is_point_to_point else known
+        if numbered is not None and numbered.index is not None:
+            comm = Comm(group=numbered.index, seq=numbered.issued)
+            numbered.issued += 1
         paid = tensors.outputs if kind in _OF_OUTPUTS else tensors.inputs
         on_device = any(not tensor.is_cpu for tensor in paid)
         call = Call(kind, self.unit, sum(tensor.nbytes for tensor in paid), comm, is_async, on_device)
@@ -113,6 +119,24 @@ class CollectiveWatch:
         if probe.active is not None and known.index is not None:
             name = f"c10d group {group.group_name}"
             probe.active.comm_group(known.index, ranks_of(group) or tuple(range(group.size())), name)
+        return known
+
+    def _between(self, group: dist.ProcessGroup, kind: Kind, peer: int) -> _Group | None:
+        """Return the group of a sender and a receiver, of which this rank is one; None if the other is unknown.
+
+        What is sent on one is numbered in the order of the calls. Tags are not told by hooks, and not looked at.
+        """
+        if peer < 0:
+            return None
+        pair = (group.rank(), peer) if kind is Kind.SEND else (peer, group.rank())
+        known = self._pairs.setdefault(group, {}).get(pair)
+        if known is None:
+            known = self._pairs[group][pair] = _Group(next(GROUP_INDICES))
+            ranks = ranks_of(group) or tuple(range(group.size()))
+            sender, receiver = ranks[pair[0]], ranks[pair[1]]
+            if probe.active is not None and known.index is not None:
+                name = f"c10d group {group.group_name} from rank {sender} to rank {receiver}"
+                probe.active.comm_group(known.index, (sender, receiver), name)
         return known
 
     def issued(self, call: Call | None, work: AnyWork | None) -> None:

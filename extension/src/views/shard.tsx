@@ -27,6 +27,8 @@ const UNIT_PRECISIONS = [
 
 const AFTER_FORWARD = [["auto", "auto"], ["true", "reshard"], ["false", "keep"]] as const;
 
+const ENGINES = [["workbench", "the workbench's"], ["torch", "torch's own"]] as const;
+
 const APIS = ["fully_shard", "classic"] as const satisfies readonly Policy["api"][];
 
 type Choices = readonly (readonly [string, string])[];
@@ -84,6 +86,11 @@ function PolicyForm({ model, found }: { readonly model: PanelModel; readonly fou
   const unset = isClassic || before.api === "classic" ? "choose one" : "keep (differs by unit)";
   return (
     <CommandForm model={model} command={command}>
+      {found.is_sharded ? null : (
+        <Field label="Engine" hint="what runs the model; with torch's own FSDP there is no reshard, unshard and verify">
+          <Choice value={policy.engine} among={ENGINES} choose={(engine) => { set({ engine }); }} />
+        </Field>
+      )}
       <Field label="API" hint="fully_shard: shards each parameter by rows; classic: FullyShardedDataParallel, one flat parameter per unit">
         <Choice value={policy.api} among={APIS} choose={(api) => { set({ api }); }} />
       </Field>
