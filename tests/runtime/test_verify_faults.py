@@ -102,6 +102,9 @@ def test_a_right_step_has_no_fault(api):
 
 def clip(max_norm, *, whole):
     """Clip gradients; without ``whole``, by the norm of this rank's rows."""
+    if whole and hasattr(namespace()["model"], "clip_grad_norm_"):
+        namespace()["model"].clip_grad_norm_(max_norm)
+        return
     params = list(namespace()["model"].parameters())
     if whole:
         torch.nn.utils.clip_grad_norm_(params, max_norm)
@@ -112,8 +115,8 @@ def clip(max_norm, *, whole):
         grad.mul_(torch.clamp(max_norm / norm, max=1.0))
 
 
-def clips(kind, whole):
-    prepare(kind)
+def clips(whole, kind="sgd", **options):
+    prepare(kind, **options)
 
     def step():
         loss = backward()
@@ -126,7 +129,7 @@ def clips(kind, whole):
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_norm_of_parts(kind):
-    report = report_of(2, clips, kind, False)
+    report = report_of(2, clips, False, kind)
     assert not report.ok
     assert [fault.rule for fault in report.faults] == ["partial-norm"]
     assert report.headline.startswith("sharded training is NOT the same as unsharded: ")
@@ -134,7 +137,29 @@ def test_a_norm_of_parts(kind):
     assert any("it is sqrt(2) = 1.414" in text for text in facts(report))
     assert report.first_differences[0].what == "gradient"  # outputs are the same
     assert report.first_differences[0].words.startswith("2.bias, parameter 1 of 10 in the order of backward: ")
-    assert report_of(2, clips, kind, True).faults == ()
+    assert report_of(2, clips, True, kind).faults == ()
+
+
+def clips_with_the_wrapper(whole):
+    return clips(whole, api="classic")
+
+
+def test_a_norm_of_parts_with_the_wrapper():
+    report = report_of(2, clips_with_the_wrapper, False)
+    assert [fault.rule for fault in report.faults] == ["partial-norm"]
+    assert report.first_differences[0].where == "rank 1 (elements 0-2)"
+    assert report_of(2, clips_with_the_wrapper, True).faults == ()
+
+
+def clips_with_replicas(whole):
+    return clips(whole, mesh=(2, 2))
+
+
+@pytest.mark.thorough
+def test_a_norm_of_parts_with_replicas():
+    report = report_of(4, clips_with_replicas, False)
+    assert [fault.rule for fault in report.faults] == ["partial-norm"]
+    assert report_of(4, clips_with_replicas, True).faults == ()
 
 
 # ---- mean against sum
@@ -226,6 +251,18 @@ def test_a_unit_that_is_never_reduced():
     assert any(text.startswith("4 parameters without a gradient at the optimizer's step: 0.") for text in facts(report))
     assert all(after["ok"] for _, after in replies), "no gradient of the step that was verified is left"
     assert all(reply["ok"] for reply, _ in run(2, never_reduces, True))
+
+
+def keeps_sums_of_replicas(is_on):
+    prepare(mesh=(2, 1))["model"].set_requires_all_reduce(is_on)
+    return verified(steps=0)
+
+
+def test_an_all_reduce_of_replicas_that_is_left_off():
+    report = report_of(2, keeps_sums_of_replicas, False)
+    assert [fault.rule for fault in report.faults] == ["no-sync-left-on"]
+    assert report.headline.endswith("gradients of units (root), 0, 1 were never reduced")
+    assert report_of(2, keeps_sums_of_replicas, True).faults == ()
 
 
 # ---- ranks that do not step, and other data

@@ -884,7 +884,7 @@ class StepDifferences:
         norm: 2-norm of the gradients of this rank's rows.
         norm_reference: 2-norm of the unsharded gradients, all rows.
         missing: parameters with a gradient only in the unsharded copy.
-        unreduced: units that hold full gradients that were not reduced.
+        unreduced: units that hold gradients that were not reduced, or not over all replicas.
         optimizer_steps: steps of optimizers in the sharded step.
         counters: numbers of steps in the optimizers' state before the step.
         rounded_to: dtype to which the sharded gradients are rounded, and the unsharded are not; empty if to none.

@@ -164,12 +164,15 @@ def _unreduced(differences: Differences) -> Fault | None:
         rule="no-sync-left-on",
         verdict=f"gradients of {'unit' if len(names) == 1 else 'units'} {listed(names)} were never reduced",
         evidence=(
-            *(f"{label(ranks)}: full gradients of {listed(own)} still wait" for own, ranks in units.items()),
+            *(
+                f"{label(ranks)}: gradients of {listed(own)} still wait for their reduction"
+                for own, ranks in units.items()
+            ),
             f"{plural(len(missing), 'parameter')} without a gradient at the optimizer's step: {listed(missing)}",
-            "reduce-scatters of these units in this optimizer step: 0",
+            f"finished reductions of {'this unit' if len(names) == 1 else 'these units'} in this optimizer step: 0",
         ),
-        fix="run the last backward before optimizer.step() with model.set_requires_gradient_sync(True), or outside "
-        "no_sync()",
+        fix="run the last backward before optimizer.step() with model.set_requires_gradient_sync(True), with replicas "
+        "also model.set_requires_all_reduce(True), or outside no_sync()",
     )
 
 

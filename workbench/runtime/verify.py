@@ -202,7 +202,7 @@ class _Pair:
             self.loss_reference = _run_on(self._replaced, self._reference, self._step, self._largest)
         with _restored_random_numbers(), self._actual.watching(), actual.watching():
             self.loss_sharded = loss_of(self._step())
-        unreduced = (unit for unit in units_of(states_below(self._model)) if _has_full_grads(unit))
+        unreduced = (unit for unit in units_of(states_below(self._model)) if _has_unreduced_grads(unit))
         return StepDifferences(
             output=actual.first_difference(self._tolerance),
             grad=self._first_grad(),
@@ -300,8 +300,8 @@ def _norm(norms: Mapping[str, torch.Tensor]) -> float:
     return math.hypot(*torch.stack(list(norms.values())).tolist()) if norms else 0.0
 
 
-def _has_full_grads(unit: FSDPParamGroup) -> bool:
-    return any(full.has_grad for param in unit.fsdp_params for full in param.fulls)
+def _has_unreduced_grads(unit: FSDPParamGroup) -> bool:
+    return unit.has_partial_sum or any(full.has_grad for param in unit.fsdp_params for full in param.fulls)
 
 
 def _replica_sums(model: nn.Module) -> tuple[ReplicaSum, ...]:
@@ -523,7 +523,7 @@ def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iter
     grads = [p.grad for p in model.parameters()]
     kept = [(g, g.detach().clone()) for g in grads if g is not None]
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-    units = [unit for unit in units_of(states_below(model)) if not _has_full_grads(unit)]
+    units = [unit for unit in units_of(states_below(model)) if not _has_unreduced_grads(unit)]
     try:
         yield
     finally:
