@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 from workbench.events import TORCH_DDP, Unit, unit_words
-from workbench.fault import Fault
+from workbench.fault import Fault, facts_of
 from workbench.protocol.commands import (
     Command,
     ModelSharding,
@@ -501,12 +501,8 @@ class VerifyReport(StepComparison, Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the faults, and the differences, term by term."""
-        first, *others = self.faults or (None,)
-        causes = [] if first is None else first.facts()
-        for other in others:
-            causes += [("also", other.verdict), *other.facts()]
         places = [(f"first {each.what}", each.words) for each in self.first_differences]
-        return [*causes, *places, *self._numbers()]
+        return [*facts_of(self.faults), *places, *self._numbers()]
 
     def _numbers(self) -> list[tuple[str, str]]:
         worst = f", in {self.worst_param}" if self.max_abs_diff else ""

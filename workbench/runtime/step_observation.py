@@ -153,7 +153,7 @@ class GradObserver:
             if name not in self.norms:
                 self.norms[name] = torch.linalg.vector_norm(grad.float()) if grad.numel() else torch.zeros(())
                 if self._keeps:
-                    self.values[name] = grad.double().cpu()
+                    self.values[name] = grad.cpu().double()
 
 
 def of_reference(pieces: Sequence[ParamPiece], params: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
@@ -288,7 +288,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference relative to that of ``expected``; infinite where only one of them is finite."""
-    a, b = actual.double(), expected.double()
+    a, b = actual.cpu().double(), expected.cpu().double()
     if not a.numel() or torch.equal(a.nan_to_num(), b.nan_to_num()):
         return 0.0
     error, scale = float((a - b).norm()), float(b.norm())

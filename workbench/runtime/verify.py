@@ -174,14 +174,17 @@ class _Pair:
         tensors = tensors_of(self._pieces)
         candidates: dict[str, bool] = {}
         for piece in self._pieces:
-            name, flat = piece.name, piece.unit.fsdp_params
-            owned = {id(own) for param in flat for own in param.owned}
-            has_grad = name in self._actual.norms and bool(self._actual.norms[name])
-            values = self._values(piece, tensors[name].shard)
-            still = torch.equal(values, piece.of_whole(local_tensor(self.before[name])).to(values))
-            is_out = not owned & held and has_grad and still
+            owned = {id(own) for param in piece.unit.fsdp_params for own in param.owned}
+            is_out = not owned & held and self._is_still(piece, tensors[piece.name].shard)
             candidates[piece.unit.title] = candidates.get(piece.unit.title, True) and is_out
         return () if all(candidates.values()) else tuple(title for title, is_out in candidates.items() if is_out)
+
+    def _is_still(self, piece: ParamPiece, shard: object) -> bool:
+        """Return whether a piece has a gradient and did not move."""
+        norm = self._actual.norms.get(piece.name)
+        values = self._values(piece, shard)
+        before = piece.of_whole(local_tensor(self.before[piece.name])).to(values)
+        return norm is not None and bool(norm) and torch.equal(values, before)
 
     def _values(self, piece: ParamPiece, shard: object) -> torch.Tensor:
         return local_values(shard, piece, piece.of_whole(local_tensor(self.after[piece.name])).shape)
