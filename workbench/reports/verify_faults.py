@@ -128,7 +128,7 @@ def _not_stepped(differences: Differences) -> Fault | None:
     counts = by_value(enumerate(steps))
     return Fault(
         rule="rank-not-stepped",
-        verdict=f"the rows of {label(behind)} do not move with the others: its optimizer takes fewer steps",
+        verdict=f"{label(behind)}: fewer optimizer steps than on other ranks, so rows stay behind",
         evidence=tuple(f"{label(ranks)}: {plural(count, 'optimizer step')}" for count, ranks in counts.items()),
         fix="call optimizer.step() on every rank: each rank updates only its own rows",
     )

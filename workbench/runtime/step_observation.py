@@ -102,7 +102,7 @@ def tensors_of(pieces: Sequence[ParamPiece]) -> dict[str, ParamTensors]:
     return {piece.name: by_unit[piece.unit.index][piece.key] for piece in pieces}
 
 
-def local_values(value: object, piece: ParamPiece, shape: torch.Size) -> torch.Tensor:
+def local_values(value: object, shape: torch.Size) -> torch.Tensor:
     """Return the values of a shard, or of its gradient, in the shape that :attr:`ParamPiece.of_whole` gives."""
     assert isinstance(value, torch.Tensor)
     local = local_of(value) if isinstance(value, DTensor) else value
@@ -168,7 +168,7 @@ def of_sharded(pieces: Sequence[ParamPiece], params: Mapping[str, nn.Parameter])
     for piece in pieces:
         grad = tensors[piece.name].sharded_grad
         if grad is not None:
-            found[piece.name] = local_values(grad, piece, piece.of_whole(local_tensor(params[piece.name])).shape)
+            found[piece.name] = local_values(grad, piece.of_whole(local_tensor(params[piece.name])).shape)
     return found
 
 
@@ -263,8 +263,7 @@ class OutputObserver:
         """Whether the root got other tensors than in the expected step."""
         expected = self.expected.inputs if self.expected is not None else []
         return len(expected) == len(self.inputs) and any(
-            a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num())
-            for a, b in zip(expected, self.inputs, strict=True)
+            not _is_same(a, b) for a, b in zip(expected, self.inputs, strict=True)
         )
 
     def first_difference(self, tolerance: float) -> Difference | None:
@@ -286,10 +285,15 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach().to("cpu", copy=True)
 
 
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are equal; NaN equals NaN."""
+    return a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference relative to that of ``expected``; infinite where only one of them is finite."""
     a, b = actual.cpu().double(), expected.cpu().double()
-    if not a.numel() or torch.equal(a.nan_to_num(), b.nan_to_num()):
+    if not a.numel() or _is_same(a, b):
         return 0.0
     error, scale = float((a - b).norm()), float(b.norm())
     if not math.isfinite(error):

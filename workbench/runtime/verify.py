@@ -187,7 +187,7 @@ class _Pair:
         return norm is not None and bool(norm) and torch.equal(values, before)
 
     def _values(self, piece: ParamPiece, shard: object) -> torch.Tensor:
-        return local_values(shard, piece, piece.of_whole(local_tensor(self.after[piece.name])).shape)
+        return local_values(shard, piece.of_whole(local_tensor(self.after[piece.name])).shape)
 
     # ---- where the steps differ
 
