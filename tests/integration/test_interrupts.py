@@ -107,6 +107,26 @@ def test_a_hanging_cell_shows_which_rank_waits_where(living, monkeypatch):
     assert living.step(1).steps_done == 1
 
 
+def test_ranks_that_issue_different_collectives_are_told_which(living, monkeypatch):
+    monkeypatch.setattr(stall_notice, "QUIET_S", 0.1)
+    monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
+    verdict = "rank 1 issued barrier where rank 0 issued all-reduce"
+    causes = []
+
+    def give_up_once_it_is_said(sentence):
+        if sentence.endswith(verdict) and not causes:
+            causes.append(living.where().cause)
+            living.abort()
+
+    code = "import torch.distributed as dist\nif rank:\n    dist.barrier()\nelse:\n    dist.all_reduce(torch.ones(1))"
+    with pytest.raises(Interrupted, match="idle again"):
+        living.run_cell(code, on_standing=give_up_once_it_is_said)
+    (cause,) = causes
+    assert (cause.rule, cause.verdict) == ("other-collective", verdict)
+    living.run_cell("dist.barrier()")
+    assert living.where().cause is None
+
+
 def test_a_killed_rank_is_named_and_the_others_keep_their_variables(bench):
     victims = [bench.status().ranks[1].pid]
 

@@ -1,12 +1,18 @@
 """Steps of a loop that announces none, and those of them that are recorded."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.helpers.forked_ranks import run_ranks
 from workbench.events import Category, Comm, Edge, Kind, Phase, UnitState
-from workbench.runtime.loop_steps import LoopSteps, SampledSteps
-from workbench.runtime.recorder import Recorder
+from workbench.runtime import loop_steps
+from workbench.runtime.loop_steps import LoopSteps, SampledSteps, state_bytes
+from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import check
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
@@ -144,3 +150,44 @@ def test_two_optimizers_of_a_model_with_forwards_end_one_step(loop):
         optimizer.step()
     assert trace_of(recorder).rank(0).steps.tolist() == [0, 1]
     assert recorder.next_step == 2
+
+
+def moves_of(recorder):
+    rows = trace_of(recorder).rank(0).rows
+    return rows["num_bytes"][rows["category"] == Category.OPTIMIZER_STATE].tolist()
+
+
+def test_the_state_of_an_optimizer_counts_once_while_it_exists(loop, monkeypatch):
+    recorder, steps, optimizer = loop()
+    reads = []
+    monkeypatch.setattr(loop_steps, "state_bytes", lambda each: reads.append(each) or state_bytes(each))
+    for _ in range(3):
+        work(recorder, optimizer)
+    assert (moves_of(recorder), len(reads)) == ([16], 1)  # of 4 momenta; read once, not after each step
+    optimizer.state.clear()
+    steps.account(optimizer, changed=True)
+    assert moves_of(recorder) == [16, -16]
+    work(recorder, optimizer)
+    reads.clear()
+    del optimizer
+    gc.collect()
+    assert moves_of(recorder) == [16, -16, 16, -16]
+
+
+def bytes_of_a_split_state():
+    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+    optimizer.step()
+    assert isinstance(optimizer.state[weight]["momentum_buffer"], DTensor)
+    return state_bytes(optimizer)
+
+
+def test_of_a_state_that_is_split_this_rank_s_part_counts():
+    assert run_ranks(2, bytes_of_a_split_state) == [12, 12]
+
+
+def test_a_loop_in_the_notebook_has_no_step_without_a_forward(loop):
+    recorder, steps, optimizer = loop()
+    optimizer.step()
+    assert (recorder.step, steps.steps_of_program) == (NO_STEP, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
 
 from workbench.fault import Fault, facts_of
@@ -39,3 +40,13 @@ class FaultReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return evidence and fix of each fault, and which checks could not decide."""
         return [*facts_of(self.faults), *(("not checked", reason) for reason in self.abstained)]
+
+
+def cause_lines(cause: Fault | None) -> list[str]:
+    """Return lines about the fault that causes what a report says; none without one."""
+    return [] if cause is None else [f"cause: {cause.verdict}", *map(": ".join, cause.facts())]
+
+
+def cause_html(cause: Fault | None) -> str:
+    """Return :func:`cause_lines` as HTML, each after a line break."""
+    return "".join(f"<br>{html.escape(line)}" for line in cause_lines(cause))

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.events import Edge, Kind, Phase, unit_words
+from workbench.fault import Fault
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.rank_messages import Hold, Position, Thread
 from workbench.replay.grouping import by_value, label
+from workbench.reports.fault_report import cause_html, cause_lines
 from workbench.reports.inspect_table import table_of, unit_of
 from workbench.reports.results import Report
 from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of
@@ -180,10 +182,12 @@ class WhereReport(Report):
     Attributes:
         ranks: one row per rank.
         obstacle: why no step is possible any more, and what to do; empty if unknown.
+        cause: how ranks that run issued different collectives; None: they did not.
     """
 
     ranks: tuple[WhereRow, ...]
     obstacle: str = ""
+    cause: Fault | None = None
 
     @property
     def headline(self) -> str:
@@ -197,8 +201,8 @@ class WhereReport(Report):
         return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
 
     def __str__(self) -> str:
-        table = (f"  {line}" for line in self._table().lines())
-        return "\n".join([self.headline, *table, *self._stack_lines()])
+        lines = (f"  {line}" for line in [*cause_lines(self.cause), *self._table().lines()])
+        return "\n".join([self.headline, *lines, *self._stack_lines()])
 
     def _table(self) -> Table:
         return Table(head=WHERE_COLUMNS, rows=[row.cells() for row in self.ranks])
@@ -209,7 +213,8 @@ class WhereReport(Report):
     def _repr_html_(self) -> str:
         lines = self._stack_lines()
         stacks = f'<pre style="overflow-x:auto">{html.escape(chr(10).join(lines))}</pre>' if lines else ""
-        return f"<div><strong>{html.escape(self.headline)}</strong>{self._table().html()}{stacks}</div>"
+        cause = cause_html(self.cause)
+        return f"<div><strong>{html.escape(self.headline)}</strong>{cause}{self._table().html()}{stacks}</div>"
 
 
 @dataclass(frozen=True, kw_only=True)

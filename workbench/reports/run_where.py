@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.events import Kind, unit_words
+from workbench.fault import Fault
 from workbench.replay.grouping import label
 from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
+from workbench.reports.fault_report import cause_html, cause_lines
 from workbench.reports.results import Report
+from workbench.reports.stall_cause import stall_cause
 from workbench.reports.stop_positions import event_words, unit_names
 from workbench.reports.tables import Table
 from workbench.trace.read_recording import Recording
@@ -80,6 +83,7 @@ class RunWhereReport(Report):
         positions: of every recorded rank.
         units: unit names by index.
         notes: what the recording lacks.
+        cause: why it does not continue; None: it does, or what is recorded does not tell.
     """
 
     computed = (*Report.computed, "is_stalled", "ranks")
@@ -88,6 +92,7 @@ class RunWhereReport(Report):
     positions: tuple[RunPosition, ...]
     units: Mapping[int, str]
     notes: tuple[str, ...] = ()
+    cause: Fault | None = None
 
     @property
     def is_stalled(self) -> bool:
@@ -191,12 +196,14 @@ class RunWhereReport(Report):
         ]
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *(f"  {line}" for line in [*self.table().lines(), *self._more()])])
+        found = [*cause_lines(self.cause), *self.table().lines(), *self._more()]
+        return "\n".join([self.headline, *(f"  {line}" for line in found)])
 
     def _repr_html_(self) -> str:
         more = html.escape("\n".join(self._more()))
         below = f'<pre style="overflow-x:auto">{more}</pre>' if more else ""
-        return f"<div><strong>{html.escape(self.headline)}</strong>{self.table().html()}{below}</div>"
+        cause = cause_html(self.cause)
+        return f"<div><strong>{html.escape(self.headline)}</strong>{cause}{self.table().html()}{below}</div>"
 
     def _more(self) -> list[str]:
         """Return the stacks of stalled ranks, and the notes."""
@@ -238,8 +245,9 @@ def _plural(words: str, ranks: Sequence[int]) -> str:
 
 def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
     """Return where the ranks of a recording are at a time of day, in nanoseconds since 1970."""
-    return RunWhereReport(
+    found = RunWhereReport(
         positions=positions(recording, now_wall_ns),
         units=unit_names(recording.trace.header),
         notes=recording.notes,
     )
+    return replace(found, cause=stall_cause(recording.trace, found.positions)) if found.is_stalled else found

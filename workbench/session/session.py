@@ -20,6 +20,7 @@ from workbench.cluster.pending_replies import PendingReplies, select
 from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.events import Phase, Unit
+from workbench.fault import Fault
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.commands import Command, Inspect, Reshard, Run, Shard, Step, to_dict
 from workbench.protocol.commands import RankRequest as SideRequest
@@ -37,6 +38,7 @@ from workbench.protocol.rank_messages import (
     SetBreakpoints,
     Stacks,
 )
+from workbench.replay.divergence import first_divergence
 from workbench.replay.grouping import label
 from workbench.reports.failures import (
     RESTART,
@@ -51,6 +53,7 @@ from workbench.reports.failures import (
 )
 from workbench.reports.pause_results import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
 from workbench.reports.results import Report, UntilReport
+from workbench.reports.stall_cause import of_divergence
 from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
@@ -339,7 +342,9 @@ class Session:
                 rows.append(row_of(rank, positions[rank], units, found, state))
             else:
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
-        return WhereReport(ranks=tuple(rows), obstacle=self.obstacle)
+        request = self.request
+        cause = None if request is None else self._parted(request)
+        return WhereReport(ranks=tuple(rows), obstacle=self.obstacle, cause=cause)
 
     def units(self) -> list[str]:
         """Return the names of all units, root ``""`` included."""
@@ -707,7 +712,8 @@ class Session:
             awaited = self._awaited(request)
             if not awaited:
                 request.worked = self._who_works(request, seconds)
-            notice = awaited or request.worked
+            parted = None if awaited else self._parted(request)
+            notice = "; ".join(filter(None, [awaited or request.worked, "" if parted is None else parted.verdict]))
             has_means = request.thread is None and (requested or request.watch.is_exhausted)
             return f"{notice}; {request.watch.next_means}" if has_means else notice
 
@@ -722,6 +728,13 @@ class Session:
         losses = self.cluster.losses()
         deaths = {rank: death_in_short(losses.get(rank, "died")) for rank in request.dead}
         return who_works(seconds, running, self.ask(LocateLine()), ended, deaths)
+
+    def _parted(self, request: Request) -> Fault | None:
+        """Return where ranks issued different collectives in a request, if they did."""
+        trace, before = self.trace, request.mark.num_rows
+        parts = (part.cut(max(part.start.seq, before.get(part.rank, 0)), part.end_seq) for part in trace.ranks)
+        found = first_divergence(Trace(trace.header, tuple(parts)))
+        return None if found is None else of_divergence(found, trace.header)
 
     def _awaited(self, request: Request) -> str:
         """Return what a pause or an abort still waits for, in words; empty: neither is under way."""
