@@ -120,6 +120,9 @@ class CallObserver(Protocol):
     def wait(self, original: Callable[..., T], work: AnyWork, *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
         """Call ``original(work, ...)``, which waits for a work."""
 
+    def wait_for_tensor(self, original: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
+        """Call ``original(tensor)``, which waits for the functional collective that fills it."""
+
 
 HAS_HOOKS = hasattr(dist.ProcessGroup, "register_pre_hook")
 """Whether process groups announce their calls, also those that C++ makes: torch 2.14 and newer."""
@@ -179,6 +182,7 @@ def observe_calls(observer: CallObserver, changes: Replacements) -> None:
             if not group.group_name.startswith(OWN):
                 _hook(group, observer)
         changes.wrap(dist.ProcessGroup, "_set_group_name", _hook_new(observer))
+        _observe_tensor_waits(observer.wait_for_tensor, changes)
         return
     for method, row in _BY_METHOD.items():
         if hasattr(dist.ProcessGroup, method):
@@ -189,8 +193,14 @@ def observe_calls(observer: CallObserver, changes: Replacements) -> None:
             if hasattr(namespace, name):
                 original = getattr(namespace, name)
                 changes.replace(namespace, name, _Operator(original, _calling(observer, original, kind)))
-    waiting = torch.ops._c10d_functional.wait_tensor
-    changes.replace(torch.ops._c10d_functional, "wait_tensor", _Operator(waiting, _waiting(observer, waiting)))
+    _observe_tensor_waits(_waiting(observer), changes)
+
+
+def _observe_tensor_waits(wait: Callable[..., Any], changes: Replacements) -> None:
+    """Let ``wait(original, tensor)`` wait for what functional collectives return; no work is told for it."""
+    original = torch.ops._c10d_functional.wait_tensor
+    call = functools.partial(wait, original)
+    changes.replace(torch.ops._c10d_functional, "wait_tensor", _Operator(original, call))
 
 
 def stop_observing_groups() -> None:
@@ -305,8 +315,8 @@ def _calling(observer: CallObserver, original: Any, kind: Kind) -> Callable[...,
     return call
 
 
-def _waiting(observer: CallObserver, original: Any) -> Callable[..., Any]:  # noqa: ANN401
-    def wait(tensor: torch.Tensor) -> Any:  # noqa: ANN401
+def _waiting(observer: CallObserver) -> Callable[..., Any]:
+    def wait(original: Any, tensor: torch.Tensor) -> Any:  # noqa: ANN401
         work = getattr(tensor, "_workbench_work", None)
         return original(tensor) if work is None else observer.wait(lambda _: original(tensor), work)
 

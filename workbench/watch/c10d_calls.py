@@ -22,6 +22,9 @@ T = TypeVar("T")
 active: CollectiveWatch | None = None
 """The watch in force, from :meth:`workbench.watch.Watch.begin` to its end."""
 
+_MAX_FILLING = 1024
+"""Calls that are remembered by the memory that they fill; of more, the oldest are forgotten."""
+
 _OF_OUTPUTS = (Kind.ALL_GATHER, Kind.SCATTER, Kind.RECV)
 """Kinds whose payload is their outputs; that of the others is their inputs."""
 
@@ -32,6 +35,7 @@ class Call:
 
     Attributes:
         ended_ns: time at which the transport finished it; None while it is unknown.
+        address: of the memory that it fills; 0: unknown.
     """
 
     kind: Kind
@@ -41,6 +45,7 @@ class Call:
     is_async: bool
     on_device: bool
     ended_ns: int | None = None
+    address: int = 0
 
 
 @dataclass(slots=True)
@@ -72,6 +77,8 @@ class CollectiveWatch:
         )
         # not weakly: a hook's object is another one than c10d's caller gets, unless it is kept
         self._in_flight: dict[AnyWork, Call] = {}
+        # by address; functional collectives are waited for by their tensor, also after their end
+        self._filling: dict[int, Call] = {}
         # asynchronous, ended, and perhaps still to be waited for
         self._ended: weakref.WeakKeyDictionary[AnyWork, Call] = weakref.WeakKeyDictionary()
 
@@ -108,6 +115,12 @@ class CollectiveWatch:
         paid = tensors.outputs if kind in _OF_OUTPUTS else tensors.inputs
         on_device = any(not tensor.is_cpu for tensor in paid)
         call = Call(kind, self.unit, sum(tensor.nbytes for tensor in paid), comm, is_async, on_device)
+        if is_async and tensors.outputs:
+            call.address = tensors.outputs[0].data_ptr()
+            self._filling.pop(call.address, None)
+            self._filling[call.address] = call
+            if len(self._filling) > _MAX_FILLING:
+                del self._filling[next(iter(self._filling))]
         probe.event(kind, Edge.BEGIN, call.unit, call.num_bytes, comm)
         return call
 
@@ -159,10 +172,22 @@ class CollectiveWatch:
         call = self._in_flight.get(work) or self._ended.pop(work, None)
         if call is None:
             return original(work, *args, **kwargs)
+        self._filling.pop(call.address, None)
+        return self._wait(lambda: original(work, *args, **kwargs), call, work)
+
+    def wait_for_tensor(self, original: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
+        """Wait for the functional collective that fills a tensor; announce the wait, and the end of the call."""
+        call = self._filling.pop(tensor.data_ptr(), None)
+        if call is None:
+            return original(tensor)
+        work = next((work for work, own in self._in_flight.items() if own is call), None)
+        return self._wait(lambda: original(tensor), call, work)
+
+    def _wait(self, original: Callable[[], T], call: Call, work: AnyWork | None) -> T:
         probe.event(Kind.WAIT, Edge.BEGIN, call.unit, 0, call.comm)
-        done = original(work, *args, **kwargs)
+        done = original()
         probe.event(Kind.WAIT, Edge.END, call.unit, 0, call.comm)
-        if self._in_flight.pop(work, None) is not None:
+        if work is not None and self._in_flight.pop(work, None) is not None:
             (self._announce_late_end if call.is_async else self._announce_end)(call)
         then, self.after_wait = self.after_wait, None
         if then is not None:
