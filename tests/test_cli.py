@@ -1,5 +1,6 @@
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pytest
 from tests.helpers import json_schema
 from tests.helpers.trace_strategies import example_trace
 from workbench import __version__, cli, demo, doctor
+from workbench import workbench as workbench_module
 from workbench.demo import Communication, DemoError, DemoReport
 from workbench.doctor import Diagnosis, Finding, Verdict
-from workbench.errors import UsageError
+from workbench.errors import RankError, UsageError
+from workbench.fault import Fault
+from workbench.reports.results import VerifyReport
 from workbench.trace import save
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart
 
@@ -31,6 +35,8 @@ def test_the_command_is_installed():
         ["view", "run.trace", "more"],
         ["where"],
         ["where", "out", "--fast"],
+        ["verify"],
+        ["verify", "train.py", "-n", "two"],
     ],
 )
 def test_wrong_usage_shows_the_usage(argv, capsys):
@@ -49,6 +55,10 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
         ("lab", "--port 9000"),
         ("doctor", "two ranks"),
         ("view", "a page that replays it in any browser"),
+        (
+            "verify",
+            "The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared",
+        ),
         ("where", "The exit status is 1 if the run is stalled, or a rank failed or was killed, and 2 if the folder"),
     ],
 )
@@ -355,3 +365,120 @@ def test_a_failed_demo_and_a_missing_package_are_documents(monkeypatch, capsys):
         monkeypatch.setattr(demo, "run", lambda *_args, error=error: (_ for _ in ()).throw(error))
         assert cli.main(["demo", "--json"]) == 1
         assert str(error) in json_schema.read(capsys.readouterr().out)["error"]["message"]
+
+
+# ---- workbench verify
+
+
+VERIFIED = VerifyReport(
+    num_params=4,
+    max_abs_diff=0.0,
+    max_rel_diff=0.0,
+    worst_param="weight",
+    equal_bits=4,
+    ok=True,
+    tolerance="rtol 0.001",
+    loss_sharded=1.0,
+    loss_reference=1.0,
+)
+
+
+class FakeRanks:
+    """Stands for a workbench whose script gives ``report`` or raises it."""
+
+    report = VERIFIED
+    calls: tuple = ()
+
+    def __init__(self, num_ranks, device):
+        FakeRanks.calls = ((num_ranks, device),)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def run_cell(self, code):
+        compile(code, "cell", "exec")
+
+    def run_script(self, script, args, on_output):
+        FakeRanks.calls += ((script, tuple(args)),)
+
+    def verify(self, model, fn):
+        FakeRanks.calls += ((model, fn),)
+        if isinstance(self.report, Exception):
+            raise self.report
+        return self.report
+
+
+@pytest.mark.parametrize(
+    ("report", "status"),
+    [
+        (VERIFIED, 0),
+        (replace(VERIFIED, ok=False), 1),
+        (replace(VERIFIED, faults=(Fault(rule="stale-optimizer", verdict="unit 0 did not move"),)), 1),
+        (replace(VERIFIED, not_finite=("weight",)), 2),
+        (UsageError("no model is sharded"), 2),
+        (RankError("rank 0 raised", rank=0, ename="E", evalue="e", traceback=""), 2),
+    ],
+)
+def test_verify_ends_with_what_it_found(report, status, monkeypatch, capsys):
+    monkeypatch.setattr(workbench_module, "Workbench", FakeRanks)
+    monkeypatch.setattr(FakeRanks, "report", report)
+    assert cli.main(["verify", "train.py", "-n", "3", "--lr", "1e-3", "--fn", "fit", "--json", "more"]) == status
+    assert FakeRanks.calls == ((3, "cpu"), ("train.py", ("--lr", "1e-3", "more")), ("", "fit"))
+    said = capsys.readouterr()
+    document = json_schema.read(said.out)
+    assert document["command"] == "verify"
+    if isinstance(report, UsageError):
+        assert said.err.startswith("train.py cannot be verified: no model is sharded\nThe script must shard a model")
+
+
+def test_verify_passes_what_follows_two_hyphens_to_the_script(monkeypatch, capsys):
+    monkeypatch.setattr(workbench_module, "Workbench", FakeRanks)
+    assert cli.main(["verify", "train.py", "--", "-n", "3"]) == 0
+    assert FakeRanks.calls[:2] == ((2, "cpu"), ("train.py", ("-n", "3")))
+    assert capsys.readouterr().out.startswith("sharded training is the same as unsharded: 4 parameters")
+
+
+RECIPE = """
+import argparse
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--scale", type=float, default=1.0)
+args = parser.parse_args()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+for module in (model[0], model):
+    fully_shard(module)
+    module.set_gradient_divide_factor(2.0 / args.scale)
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
+data = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def train_step():
+    loss = model(data).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+train_step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_for_torchrun_is_verified(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(RECIPE)
+    assert cli.main(["verify", str(script)]) == 0
+    assert cli.main(["verify", str(script), "--scale", "2"]) == 1
+    same, other = capsys.readouterr().out.split("sharded training is ")[1:]
+    assert same.startswith("the same as unsharded: 4 parameters")
+    assert "gradients are summed over the 2 ranks instead of averaged" in other

@@ -283,6 +283,9 @@ def test_unshard_and_verify_report(trained):
         "buffers_not_finite": [],
         "since": None,
         "unmanaged": encode(UnmanagedState()),
+        "differences": None,
+        "replicas": [],
+        "left_out": [],
     }
     worse = {**result, "max_abs_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
     trained.fake.script["verify"] = [gives(result)] * 3 + [gives(worse)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -24,3 +25,11 @@ class Fault:
     def facts(self) -> list[tuple[str, str]]:
         """Return the evidence and the fix as (name, text), in display order."""
         return [*(("evidence", text) for text in self.evidence), *([("fix", self.fix)] if self.fix else [])]
+
+
+def facts_of(faults: Sequence[Fault]) -> list[tuple[str, str]]:
+    """Return evidence and fix of each fault as (name, text), in display order; the first verdict is the headline's."""
+    found: list[tuple[str, str]] = []
+    for place, fault in enumerate(faults):
+        found += [*([("also", fault.verdict)] if place else []), *fault.facts()]
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 
-from workbench.fault import Fault
+from workbench.fault import Fault, facts_of
 from workbench.reports.results import Report
 from workbench.views.theme import plural
 
@@ -39,11 +39,7 @@ class FaultReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return evidence and fix of each fault, and which checks could not decide."""
-        first, *others = self.faults or (None,)
-        found = [] if first is None else first.facts()
-        for other in others:
-            found += [("also", other.verdict), *other.facts()]
-        return [*found, *(("not checked", reason) for reason in self.abstained)]
+        return [*facts_of(self.faults), *(("not checked", reason) for reason in self.abstained)]
 
 
 def cause_lines(cause: Fault | None) -> list[str]:
