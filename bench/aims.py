@@ -174,6 +174,7 @@ LIVE = (
     _live("trace of 1 M events: load", ("trace",), "load_ms", 2000, "ms"),
     _live("trace of 1 M events: state at any event", ("trace",), "state_ms", 50, "ms"),
     _live("trace of 1 M events: slowest figure", ("trace",), "figure_ms", 100, "ms"),
+    _live("100 units x 100 steps: slowest explanation", ("trace",), "explain_ms", 300, "ms"),
     _frames("pan"),
     _frames("zoom"),
     _live("timeline: first paint, 1 M rectangles", ("browser", "timeline"), "first_paint_ms", 1000, "ms"),

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from tests.helpers.long_trace import long_trace
 from tests.helpers.many_ranks import LONG, WIDE, Scale, trace_of
 from tests.helpers.simulated_job import example_trace
 from workbench.live.live_trace import LiveTrace
@@ -26,13 +27,16 @@ from workbench.live.messages import AskAt, AskFeed
 from workbench.live.state_at import StateAt
 from workbench.live.view_server import Looking, ViewServer
 from workbench.replay import collectives, memory, states
+from workbench.reports.explanations import ANSWERS, explain
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace import TraceBuilder, advance, check, load, partners, save, steps, to_perfetto
-from workbench.trace.columns import Trace
+from workbench.trace.columns import RankTrace, Trace
 from workbench.views import VIEWS, draw
 
 Tree = dict[str, Any]
 NUM_STEPS = 160
+ROWS_OF_100_UNITS = 4_800
+"""Rows that a rank writes in a step of 100 units."""
 
 
 def measure_trace(repeats: int, num_states: int, num_steps: int = NUM_STEPS) -> Tree:
@@ -40,7 +44,8 @@ def measure_trace(repeats: int, num_states: int, num_steps: int = NUM_STEPS) -> 
 
     ``load_ms``, ``first_state_ms`` (the last event, with nothing of the trace cached) and ``figure_ms`` (of the slowest
     view) are medians of ``repeats``; ``state_ms`` is the worse of ``first_state_ms`` and the median of ``num_states``
-    random events, found one after the other as for a cursor.
+    random events, found one after the other as for a cursor; ``explain_ms`` is that of the slowest explanation of a
+    newly read trace of 4 ranks, 100 units and 100 steps.
 
     Args:
         repeats: repetitions of each.
@@ -51,7 +56,22 @@ def measure_trace(repeats: int, num_states: int, num_steps: int = NUM_STEPS) -> 
     found: Tree = {"num_rows": trace.num_rows, **_files(trace, repeats), **_states(trace, repeats, num_states)}
     figures = {name: median_ms(partial(draw, name, trace), repeats) for name in VIEWS}
     found |= {"figures_ms": figures, "figure_ms": max(figures.values())}
+    found |= {"explain_ms": _explained(repeats, min(num_steps, 100))}
     return found | {"others_ms": {name: median_ms(work, min(repeats, 3)) for name, work in _others(trace).items()}}
+
+
+def _explained(repeats: int, num_steps: int) -> float:
+    """Return the time of the slowest explanation of 100 units, each of a newly read trace; 4 ranks."""
+    trace = long_trace(num_ranks=4, rows_per_rank=ROWS_OF_100_UNITS * num_steps, num_units=100)
+    return max(
+        statistics.median(median_ms(partial(explain, _unread(trace), subject), 1) for _ in range(repeats))
+        for subject in ("", *ANSWERS, "blocks.50", "1")
+    )
+
+
+def _unread(trace: Trace) -> Trace:
+    """Return the trace with nothing of it cached."""
+    return Trace(trace.header, tuple(RankTrace(rank.rank, rank.rows, rank.start) for rank in trace.ranks))
 
 
 SCALES = {"wide": WIDE, "long": LONG}

@@ -1,22 +1,20 @@
-import os
-import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.helpers import json_schema
 from tests.helpers.trace_strategies import example_trace
-from workbench import __version__, cli, demo, doctor, lint_script
-from workbench.cluster import Output
+from workbench import __version__, cli, demo, doctor
+from workbench import workbench as workbench_module
 from workbench.demo import Communication, DemoError, DemoReport
 from workbench.doctor import Diagnosis, Finding, Verdict
-from workbench.errors import UsageError
+from workbench.errors import RankError, UsageError
 from workbench.fault import Fault
-from workbench.reports.lint_report import LintReport
+from workbench.reports.results import VerifyReport
 from workbench.trace import save
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart
 
@@ -39,6 +37,8 @@ def test_the_command_is_installed():
         ["where", "out", "--fast"],
         ["lint"],
         ["lint", "train.py", "-n", "two"],
+        ["verify"],
+        ["verify", "train.py", "-n", "two"],
     ],
 )
 def test_wrong_usage_shows_the_usage(argv, capsys):
@@ -56,8 +56,11 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
         ("lab", "copied into the current directory"),
         ("lab", "--port 9000"),
         ("doctor", "two ranks"),
-        ("lint", "The exit status is 0 if nothing was found, 1 if there are faults, and 2 if nothing could be checked"),
         ("view", "a page that replays it in any browser"),
+        (
+            "verify",
+            "The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared",
+        ),
         ("where", "The exit status is 1 if the run is stalled, or a rank failed or was killed, and 2 if the folder"),
     ],
 )
@@ -366,122 +369,118 @@ def test_a_failed_demo_and_a_missing_package_are_documents(monkeypatch, capsys):
         assert str(error) in json_schema.read(capsys.readouterr().out)["error"]["message"]
 
 
-def lint_as(monkeypatch, outcome):
-    """Let ``workbench lint`` end in a report or an error; return the arguments that it gets."""
-    given = []
-
-    def run(*args, on_output, **how):
-        given.append((*args, how))
-        on_output(Output("stdout", text="loss 1.5\n"))
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(lint_script, "run", run)
-    return given
+# ---- workbench verify
 
 
-STALE = Fault(rule="optimizer-before-shard", verdict="opt is stale", evidence=("6 parameters",), fix="make it again")
+VERIFIED = VerifyReport(
+    num_params=4,
+    max_abs_diff=0.0,
+    max_rel_diff=0.0,
+    worst_param="weight",
+    equal_bits=4,
+    ok=True,
+    tolerance="rtol 0.001",
+    loss_sharded=1.0,
+    loss_reference=1.0,
+)
 
 
-def found(*faults):
-    return LintReport(models=("model",), faults=faults, num_checks=19)
+class FakeRanks:
+    """Stands for a workbench whose script gives ``report`` or raises it."""
+
+    report = VERIFIED
+    calls: tuple = ()
+
+    def __init__(self, num_ranks, device):
+        FakeRanks.calls = ((num_ranks, device),)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def run_cell(self, code):
+        compile(code, "cell", "exec")
+
+    def run_script(self, script, args, on_output):
+        FakeRanks.calls += ((script, tuple(args)),)
+
+    def verify(self, model, fn):
+        FakeRanks.calls += ((model, fn),)
+        if isinstance(self.report, Exception):
+            raise self.report
+        return self.report
 
 
 @pytest.mark.parametrize(
-    ("argv", "script", "args", "how"),
+    ("report", "status"),
     [
-        (["train.py"], "train.py", [], {"module": False, "num_ranks": 2}),
-        (["train.py", "-n", "4", "--lr", "1e-3", "data"], "train.py", ["--lr", "1e-3", "data"], {"num_ranks": 4}),
-        (["-m", "package.train", "--n", "3"], "package.train", ["--n", "3"], {"module": True, "num_ranks": 2}),
-        (["train.py", "--", "-n", "8", "--json", "--"], "train.py", ["-n", "8", "--json", "--"], {"num_ranks": 2}),
+        (VERIFIED, 0),
+        (replace(VERIFIED, ok=False), 1),
+        (replace(VERIFIED, faults=(Fault(rule="stale-optimizer", verdict="unit 0 did not move"),)), 1),
+        (replace(VERIFIED, not_finite=("weight",)), 2),
+        (UsageError("no model is sharded"), 2),
+        (RankError("rank 0 raised", rank=0, ename="E", evalue="e", traceback=""), 2),
     ],
 )
-def test_lint_passes_other_arguments_to_the_script(argv, script, args, how, monkeypatch, capsys):
-    given = lint_as(monkeypatch, found())
-    assert cli.main(["lint", *argv]) == 0
-    ((to_script, to_args, to_how),) = given
-    assert (to_script, to_args) == (script, args)
-    assert to_how == {"module": False, "num_ranks": 2, **how}
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("model: no faults found by 19 checks\n", "loss 1.5\n")
+def test_verify_ends_with_what_it_found(report, status, monkeypatch, capsys):
+    monkeypatch.setattr(workbench_module, "Workbench", FakeRanks)
+    monkeypatch.setattr(FakeRanks, "report", report)
+    assert cli.main(["verify", "train.py", "-n", "3", "--lr", "1e-3", "--fn", "fit", "--json", "more"]) == status
+    assert FakeRanks.calls == ((3, "cpu"), ("train.py", ("--lr", "1e-3", "more")), ("", "fit"))
+    said = capsys.readouterr()
+    document = json_schema.read(said.out)
+    assert document["command"] == "verify"
+    if isinstance(report, UsageError):
+        assert said.err.startswith("train.py cannot be verified: no model is sharded\nThe script must shard a model")
 
 
-@pytest.mark.parametrize(
-    ("outcome", "status"), [(found(), 0), (found(STALE), 1), (UsageError("nothing was checked"), 2)]
-)
-def test_the_status_of_lint_says_whether_there_are_faults_also_as_json(outcome, status, monkeypatch, capsys):
-    lint_as(monkeypatch, outcome)
-    assert cli.main(["lint", "train.py"]) == status
-    printed = capsys.readouterr()
-    assert ("opt is stale" in printed.out) == (status == 1)
-    assert ("nothing was checked" in printed.err) == (status == 2)
-    assert cli.main(["lint", "train.py", "--json"]) == status
-    document = json_schema.read(capsys.readouterr().out)
-    assert (document["type"] == "LintReport") == (status < 2)
-    assert (document["error"] is None) == (status < 2)
+def test_verify_passes_what_follows_two_hyphens_to_the_script(monkeypatch, capsys):
+    monkeypatch.setattr(workbench_module, "Workbench", FakeRanks)
+    assert cli.main(["verify", "train.py", "--", "-n", "3"]) == 0
+    assert FakeRanks.calls[:2] == ((2, "cpu"), ("train.py", ("-n", "3")))
+    assert capsys.readouterr().out.startswith("sharded training is the same as unsharded: 4 parameters")
 
 
-SCRIPT = """
-import sys
+RECIPE = """
+import argparse
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--scale", type=float, default=1.0)
+args = parser.parse_args()
 dist.init_process_group("gloo")
 torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+for module in (model[0], model):
+    fully_shard(module)
+    module.set_gradient_divide_factor(2.0 / args.scale)
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
+data = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def main(before):
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    if not before:
-        opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(4, 16)).sum().backward()
-    opt.step()
-    return model, opt
+def train_step():
+    loss = model(data).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
-if "raise" in sys.argv:
-    raise OSError("no data")
-if "keep" in sys.argv:
-    model, opt = main("before" in sys.argv)
-else:
-    main(False)
+train_step()
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("args", "status", "text"),
-    [
-        (("keep",), 0, "model: no faults found by 19 checks"),
-        (("keep", "before"), 1, "opt was made before model was sharded, so its steps do not train the model"),
-        (("raise",), 2, "OSError: no data"),
-        ((), 2, "no variable of the script holds a sharded model"),
-    ],
-)
-def test_lint_runs_a_script_and_leaves_no_process(args, status, text, tmp_path, monkeypatch):
+def test_a_script_for_torchrun_is_verified(tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "workbench.cli", "lint", str(script), "-n", "2", *args]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        said, _ = process.communicate(timeout=120)
-    assert process.returncode == status, said
-    assert text in said
-    left = [each for each in psutil.process_iter(["cmdline"]) if str(script) in (each.info["cmdline"] or [])]
-    ours = [each for each in psutil.process_iter() if _session_of(each.pid) == process.pid]
-    assert (left, ours) == ([], [])
-
-
-def _session_of(pid):
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+    script.write_text(RECIPE)
+    assert cli.main(["verify", str(script)]) == 0
+    assert cli.main(["verify", str(script), "--scale", "2"]) == 1
+    same, other = capsys.readouterr().out.split("sharded training is ")[1:]
+    assert same.startswith("the same as unsharded: 4 parameters")
+    assert "gradients are summed over the 2 ranks instead of averaged" in other

@@ -284,6 +284,9 @@ def test_unshard_and_verify_report(trained):
         "buffers_not_finite": [],
         "since": None,
         "unmanaged": encode(UnmanagedState()),
+        "differences": None,
+        "replicas": [],
+        "left_out": [],
     }
     worse = {**result, "max_abs_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
     trained.fake.script["verify"] = [gives(result)] * 3 + [gives(worse)]
@@ -882,6 +885,20 @@ def test_it_works_in_another_thread(trained):
 def test_every_view_has_its_method(trained, view):
     trained.step(3)
     assert getattr(trained, view)().to_json() == trained.view(view).to_json()
+
+
+def test_explanations_are_reports_with_a_picture(trained):
+    with pytest.raises(UsageError, match="nothing is recorded yet"):
+        Bench().explain()
+    trained.step(3)
+    found = trained.explain("wait", step=1)
+    assert "of step 1 for collectives" in found.headline
+    assert trained.picture(found).to_json() == trained.timeline(step=1).to_json()
+    assert trained.explain("rank", "1").subject == trained.explain("1").subject == "rank 1"
+    trained.back(1)
+    assert trained.explain("blocks.0").headline == "blocks.0 is sharded: freed after backward in step 2"
+    empty = replace(found, picture=None)
+    assert trained.picture(empty) is None
 
 
 def test_views_of_an_empty_trace_are_figures():

@@ -1,4 +1,4 @@
-"""The command ``workbench`` with its subcommands ``demo``, ``lab``, ``doctor``, ``lint``, ``view`` and ``where``.
+"""The command ``workbench`` and its subcommands, from ``demo`` to ``verify``.
 
 Each subcommand imports its modules only when it runs.
 """
@@ -34,14 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if given[:1] == ["lint"] and "--" in given else len(given)
     args, rest = parser.parse_known_args(given[:end])
-    rest += given[end + 1 :]
-    if rest and args.word not in {"lab", "lint"}:
+    args.rest = [*rest, *given[end + 1 :]]
+    if rest and args.word not in {"lab", "lint", "verify"}:
         parser_of[args.word].error(f"unknown argument {rest[0]!r}")
     try:
         if args.word == "lab":
             return _lab(rest)
-        if args.word == "lint":
-            return _lint(args, rest)
         return _COMMANDS[args.word](args)
     except WorkbenchError as error:
         return _fail(args, error, 1)
@@ -118,6 +116,25 @@ Say where the ranks of a recorded run are, which collective they wait for, and w
 is that of python -m workbench.record --out FOLDER; the run may continue meanwhile, on other hosts. It may also have
 dumps of the Flight Recorder, one for each rank. The exit status is 1 if the run is stalled, or a rank failed or was
 killed, and 2 if the folder cannot be read."""
+_VERIFY = """\
+Check a training recipe: run a script on CPU ranks, as %fsdp run does, then compare one step of its sharded model with
+the same step of an unsharded copy. The workbench's engine takes the place of torch's fully_shard and
+FullyShardedDataParallel in the script. The script must define a function of one training step (train_step, or --fn)
+that uses the model and the optimizer by their global names. Further arguments go to the
+script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
+_VERIFY_NEEDS = (
+    "The script must shard a model with fully_shard or FullyShardedDataParallel, keep it in a global variable, and "
+    "define a function without arguments that trains it for one step, by its global names: train_step, or --fn NAME."
+)
+_TAKE_OUR_ENGINE = """\
+import torch.distributed.fsdp as theirs
+from workbench import engine
+from workbench.engine import classic
+vars(theirs).update({
+    name: getattr(ours, name) for ours in (engine, classic) for name in ours.__all__ if hasattr(theirs, name)
+})
+del theirs, engine, classic
+"""
 _DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
 
 
@@ -126,7 +143,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser = argparse.ArgumentParser(prog="workbench", description="See, debug and teach sharded training.")
     parser.set_defaults(json=False)
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
-    words = parser.add_subparsers(dest="word", required=True, metavar="demo | lab | doctor | lint | view | where")
+    words = parser.add_subparsers(
+        dest="word", required=True, metavar="demo | lab | doctor | lint | view | where | verify"
+    )
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
     words.add_parser("lab", description=_LAB, help="open the tour in JupyterLab; further arguments go to JupyterLab")
@@ -143,6 +162,17 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     view.add_argument("--steps", default="", help="the steps to write, such as 3..5, or -20.. for the newest 20")
     where = words.add_parser("where", description=_WHERE, help="say where the ranks of a recorded run are")
     where.add_argument("folder", help="the folder of the recording, or of dumps")
+    verify = words.add_parser(
+        "verify", description=_VERIFY, help="compare a script's step with that of an unsharded copy", allow_abbrev=False
+    )
+    verify.add_argument(
+        "-n", dest="num_ranks", type=int, default=2, metavar="RANKS", help="number of ranks (default 2)"
+    )
+    verify.add_argument("--fn", default="train_step", help="the script's function of one step (default train_step)")
+    verify.add_argument("--model", default="", help="the script's sharded model (default: the only one)")
+    verify.add_argument(
+        "script", help="the training script; all other arguments are its own, and so are those after --"
+    )
     for word, each in words.choices.items():
         if word != "lab":
             each.add_argument("--json", action="store_true", help="print the result as one line of JSON")
@@ -205,7 +235,7 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if found.is_well else 1
 
 
-def _lint(args: argparse.Namespace, rest: Sequence[str]) -> int:
+def _lint(args: argparse.Namespace) -> int:
     from workbench import lint_script  # noqa: PLC0415 - loaded when used
     from workbench.session.outputs import text_of  # noqa: PLC0415
 
@@ -213,7 +243,7 @@ def _lint(args: argparse.Namespace, rest: Sequence[str]) -> int:
         sys.stderr.write(text_of([output]))
 
     try:
-        report = lint_script.run(args.script, rest, module=args.module, num_ranks=args.num_ranks, on_output=show)
+        report = lint_script.run(args.script, args.rest, module=args.module, num_ranks=args.num_ranks, on_output=show)
     except WorkbenchError as error:
         return _fail(args, error, 2)
     if args.json:
@@ -261,12 +291,39 @@ def _where(args: argparse.Namespace) -> int:
     return int(report.is_stalled)
 
 
+def _verify(args: argparse.Namespace) -> int:
+    from workbench.session.outputs import text_of  # noqa: PLC0415 - loaded when used
+    from workbench.workbench import Workbench  # noqa: PLC0415
+
+    script_args = args.rest[args.rest[:1] == ["--"] :]
+
+    def write(output: Any) -> None:  # noqa: ANN401 - an Output
+        sys.stderr.write(text_of([output]))
+
+    try:
+        with Workbench(args.num_ranks, device="cpu") as ranks:
+            ranks.run_cell(_TAKE_OUR_ENGINE)
+            ranks.run_script(args.script, script_args, on_output=write)
+            try:
+                report = ranks.verify(args.model, args.fn)
+            except UsageError as error:
+                raise UsageError(f"{args.script} cannot be verified: {error}\n{_VERIFY_NEEDS}") from None
+    except WorkbenchError as error:
+        return _fail(args, error, 2)
+    if args.json:
+        _write_document(args, report)
+    else:
+        sys.stdout.write(f"{report}\n")
+    could_compare = not report.ok or not report.not_finite
+    return int(bool(report.problem)) if could_compare else 2
+
+
 def _printable(text: str) -> str:
     """Return text of a file without control characters, through which it could command a terminal."""
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-_COMMANDS = {"demo": _demo, "doctor": _doctor, "view": _view, "where": _where}
+_COMMANDS = {"demo": _demo, "doctor": _doctor, "lint": _lint, "view": _view, "where": _where, "verify": _verify}
 
 
 if __name__ == "__main__":

@@ -515,6 +515,8 @@ class ParamTensors:
         shard: this rank's rows, the same object that an optimizer holds.
         shard_rank: index of these rows in :attr:`Param.rows_per_rank`.
         full: the whole parameter; None if it is not in memory.
+        freed: the whole parameter that code may still hold from before it was freed, without values now; None if it is
+            in memory, or never was.
         full_grads: gradients of the whole parameter: the newest, then what was accumulated before it.
         sharded_grad: gradient of this rank's rows; None if there is none.
         places: modules that have it, with its name there; empty if only its ``fqn`` is known.
@@ -523,6 +525,7 @@ class ParamTensors:
     shard: object
     shard_rank: int
     full: object | None = None
+    freed: object | None = None
     full_grads: tuple[object, ...] = ()
     sharded_grad: object | None = None
     places: tuple[tuple[object, str], ...] = ()

@@ -85,3 +85,11 @@ def buffers_differ(model: str) -> Fault:
         fix=f"If they should not, for each: torch.distributed.broadcast({model or 'model'}.get_buffer('{{first}}'), "
         "0); after to_empty they are uninitialised until set",
     )
+
+
+def facts_of(faults: Sequence[Fault]) -> list[tuple[str, str]]:
+    """Return evidence and fix of each fault as (name, text), in display order; the first verdict is the headline's."""
+    found: list[tuple[str, str]] = []
+    for place, fault in enumerate(faults):
+        found += [*([("also", fault.verdict)] if place else []), *fault.facts()]
+    return found

@@ -47,10 +47,10 @@ def report_types() -> list[type]:
     for module in pkgutil.iter_modules(reports.__path__, f"{reports.__name__}."):
         importlib.import_module(module.name)
     found = {kind for kind in _subclasses(Report) if kind.__module__.startswith("workbench.")} - {
-        FaultReport,
         ViewReport,
         WindowReport,
         UntilReport,
+        FaultReport,
     }
     return sorted({*found, Diagnosis, DemoReport}, key=lambda kind: kind.__name__)
 

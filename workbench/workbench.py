@@ -49,6 +49,8 @@ from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.units import collectives_words, unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
+from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explanations import explain
 from workbench.reports.failures import losses_in_words
 from workbench.reports.lint_report import LintReport
 from workbench.reports.pause_results import (
@@ -1056,6 +1058,25 @@ class Workbench:
         if name == "compare":
             return self._compared(**options)
         return numbers(name, self.shown_trace, **options)
+
+    def explain(self, subject: str = "", which: str = "", *, step: int | None = None) -> ExplainReport:
+        """Return why something is as it is (``%fsdp explain``): a verdict, the evidence, and what to type.
+
+        Args:
+            subject: ``"peak"``, ``"step"``, ``"wait"``, a unit, a rank such as ``"1"``, or ``"rank"`` or ``"unit"``
+                followed by ``which``; empty: what matters most.
+            which: the rank or unit.
+            step: which step; None: the newest.
+
+        Raises:
+            UsageError: nothing is recorded, or there is no such step, unit or rank.
+        """
+        models = next(iter(self.models().values()), ())
+        return explain(self.shown_trace, subject, which, step=step, models=models, is_live=self.running)
+
+    def picture(self, report: ExplainReport) -> go.Figure | None:
+        """Return the figure that shows what an explanation says; None if there is none."""
+        return None if report.picture is None else self.view(report.picture.view, **report.picture.options)
 
     def _compared(self, a: Side, b: Side, *, rank: int | None = None) -> CompareReport:
         (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)

@@ -564,6 +564,13 @@ export interface DrawComms {
 
 export interface DrawTraining { readonly word: "training"; readonly talk?: boolean | null; }
 
+export interface Explain {
+  readonly word: "explain";
+  readonly subject?: string;
+  readonly which?: string;
+  readonly step?: number | null;
+}
+
 export interface Compare {
   readonly word: "compare";
   readonly a: string;
@@ -602,8 +609,8 @@ export type ViewAnswer =
 export type Command =
   | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Unshard | Lint | Step
   | Run | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back | Verify
-  | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms | DrawTraining | Compare
-  | Export | Open | History | Help;
+  | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms | DrawTraining | Explain
+  | Compare | Export | Open | History | Help;
 
 export interface SpansTable {
   readonly start: Float64Array;

@@ -10,6 +10,7 @@ def test_everything_is_measured():
     assert set(found["figures_ms"]) == set(VIEWS)
     assert found["figure_ms"] == max(found["figures_ms"].values())
     assert found["state_ms"] >= found["first_state_ms"] > 0
+    assert found["explain_ms"] > 0
     assert 0 < found["file_mb"] < 1
     assert all(ms > 0 for ms in found["others_ms"].values())
 

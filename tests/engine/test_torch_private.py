@@ -449,6 +449,13 @@ def test_a_parameter_can_be_emptied_and_filled_again_under_autograds_saved_tenso
 
 
 @on_one_rank
+def test_the_memory_of_a_tensor_is_the_same_after_it_was_freed():
+    full = torch.ones(4)
+    other, before = torch.ones(4), _torch.storage_of(full[1:])
+    full.untyped_storage().resize_(0)
+    assert _torch.storage_of(full.view(2, 2)) == before != _torch.storage_of(other)
+
+
 def test_autograd_notices_a_changed_version_but_not_a_restored_one():
     """This is why refilled memory passes as the saved tensor, and why a backward without an unshard fails."""
     param = nn.Parameter(torch.ones(2))

@@ -101,7 +101,7 @@ def command_rows(first_column: str) -> list[list[str]]:
     return [[f"`%fsdp {word.example}`", description(word)] for word in command_lines.WORDS.values()]
 
 
-RULE_TABLE = "rule", REPO / "docs" / "commands.md"
+RULE_TABLE = "`lint` rule", REPO / "docs" / "commands.md"
 """First column and document of the table of the rules of ``lint``."""
 
 

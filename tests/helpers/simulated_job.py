@@ -33,12 +33,16 @@ class Setup:
     """The job and its policy. ``num_units`` counts the root, which is the last unit; ``copies`` divides ``num_ranks``.
 
     ``played`` is the number of ranks, the first ones, that write rows (0: all); ``late`` is a rank whose compute takes
-    longer.
+    longer. ``slow`` is a rank that loses ``slow_ns`` in every step in ``slow_in``: ``before`` forward, in ``forward``
+    or ``backward`` of unit 0, in the ``loss``, in the ``optimizer``, ``after`` it, or ``between`` the steps.
     """
 
     num_ranks: int = 4
     played: int = 0
     late: int = -1
+    slow: int = -1
+    slow_in: str = "before"
+    slow_ns: int = 200_000_000
     copies: int = 1
     num_units: int = 4
     steps: int = 3
@@ -262,13 +266,21 @@ class Job:
         ]
         return Trace(self.header, tuple(ranks))
 
+    def lose_time(self, where: str) -> None:
+        """Let the slow rank lose its time, if it does so here."""
+        if self.setup.slow >= 0 and where == self.setup.slow_in:
+            self.out.clock[self.setup.slow] += self.setup.slow_ns
+
     def run_step(self, step: int) -> None:
+        self.lose_time("between")
         self.out.step = step
         self.out.all(Kind.STEP, Edge.BEGIN)
         self.zero_grad()
+        self.lose_time("before")
         for number in range(self.setup.passes):
             self.reduces = self.setup.reduces or number == self.setup.passes - 1
             self.forward(self.root)
+            self.lose_time("loss")
             self.backward()
         self.optimize(first=step == 0)
         for rank in range(self.setup.num_played):
@@ -286,6 +298,8 @@ class Job:
         self.wait_for_unshard(unit)
         self.out.all(Kind.FORWARD, Edge.BEGIN, unit=unit)
         self.compute(unit, 1.0)
+        if unit == 0:
+            self.lose_time("forward")
         if unit == self.root:
             for child in range(self.root):
                 self.forward(child)
@@ -319,6 +333,8 @@ class Job:
         self.out.phase = Phase.BACKWARD
         self.out.all(Kind.BACKWARD, Edge.BEGIN, unit=unit)
         self.compute(unit, 2.0)
+        if unit == 0:
+            self.lose_time("backward")
 
     def end_backward(self, unit: int) -> None:
         if self.setup.activations:
@@ -347,7 +363,9 @@ class Job:
                 columns = {"category": Category.OPTIMIZER_STATE, "unit": unit.index, "num_bytes": num_bytes}
                 self.out.put(Kind.ALLOC, Edge.INSTANT, rank=rank, **columns)
         self.out.pass_time(sum(padded_bytes(u) for u in self.units) / self.setup.num_ranks)
+        self.lose_time("optimizer")
         self.out.all(Kind.OPTIMIZER, Edge.END)
+        self.lose_time("after")
         self.out.phase = Phase.IDLE
 
     def zero_grad(self) -> None:

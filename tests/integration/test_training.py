@@ -14,6 +14,7 @@ from workbench import Workbench
 from workbench.errors import RankError, UsageError
 from workbench.events import Category, Edge, Kind
 from workbench.replay import collectives
+from workbench.reports.json_document import error_facts
 from workbench.trace import check, load, steps
 from workbench.views import VIEWS
 
@@ -193,6 +194,17 @@ def train_step():
     trained.run_cell("train_step = old_step")
     assert trained.step(2).steps_done == 2
     assert check(trained.trace) == []
+
+
+def test_a_note_on_a_sharded_parameter_reaches_the_notebook_and_the_document(trained):
+    with pytest.raises(RankError, match=r"mixed torch\.Tensor and DTensor|is sharded") as caught:
+        trained.run_cell("weight = next(model.parameters())\nweight @ torch.ones(2, 2)")
+    for traceback in (caught.value.traceback, error_facts(caught.value).traceback):
+        before, note = traceback.split("\n[workbench] parameter ")
+        assert "torch.Tensor and DTensor" in before
+        assert "is sharded; unit " in note
+        assert "\nfix: call model" in note
+    assert trained.step(1).steps_done == 1
 
 
 def test_a_barrier_that_one_rank_skips_is_left_by_the_others(trained):

@@ -12,6 +12,7 @@ NAMES = {
     "parts": ["model", "encoder", "model.blocks.0"],
     "variables": ["train_step", "model"],
     "units": ["blocks.0", "(root)"],
+    "explained": ["peak", "step", "blocks.0"],
 }
 
 
@@ -39,6 +40,7 @@ def refuse(kind):
         ("%fsdp reshard model --mp=f", "f", ["fp16", "fp32", "fp64"]),
         ("%fsdp step --fn=t", "t", ["train_step"]),
         ("%fsdp layout --unit b", "b", ["blocks.0"]),
+        ("%fsdp explain b", "b", ["blocks.0"]),
     ],
 )
 def test_candidates(before, symbol, expected):

@@ -112,6 +112,19 @@ def test_a_dashboard_opened_before_the_start_shows_the_new_ranks(bare):
     early.close()
 
 
+def test_an_explanation_is_shown_with_the_picture_below_it(notebook):
+    notebook.fake.sharded()
+    notebook.fake.script["step"] = notebook.fake.trains(3)
+    notebook.ok("%fsdp step 3")
+    text, figure = notebook.ok("%fsdp explain step").shown
+    assert text["text/plain"].startswith("step 2 took ")
+    assert figure["text/plain"].startswith("Step 2: ")
+    cell = notebook.ok("found = %fsdp explain blocks.0")
+    assert cell.shown == []
+    assert notebook.shell.user_ns["found"].headline == "blocks.0 is sharded: freed after backward in step 2"
+    assert {"peak", "wait", "blocks.1", "rank"} <= set(notebook.complete("%fsdp explain "))
+
+
 def test_names_in_braces_are_variables_of_the_notebook(bare):
     bare.ok("n = 3\nwho = [0, 2]\n%fsdp start -n {n}")
     assert bare.fake.num_ranks == 3

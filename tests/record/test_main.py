@@ -127,6 +127,14 @@ def test_losses_are_bit_equal_with_and_without(recorded):
     assert sorted(with_it.stdout.splitlines()) == sorted(without.stdout.splitlines())
 
 
+def test_an_error_about_a_sharded_parameter_gets_a_note(tmp_path):
+    fails = TRAIN.replace("    dist.destroy", "    model[1].linear(torch.ones(2, 16))\n    dist.destroy")
+    ended = torchrun("-m", "workbench.record", "--out", tmp_path / "out", script_in(tmp_path, fails))
+    assert ended.returncode != 0
+    assert "[workbench] parameter '1.linear.weight' is sharded; unit '1' is sharded: freed after its b" in ended.stderr
+    assert "fix: call model[1](...), or compute between model[1].unshard() and model[1].reshard()" in ended.stderr
+
+
 def test_four_blocks_and_a_root_give_nine_all_gathers_and_five_reduce_scatters_a_step(recorded):
     folder, *_ = recorded
     trace = Workbench.open(folder).trace

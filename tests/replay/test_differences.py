@@ -10,6 +10,7 @@ from tests.helpers.trace_strategies import Setup, example_trace, simulate, trace
 from workbench.events import Category, Edge, Kind, Phase
 from workbench.replay.differences import differences
 from workbench.trace.columns import RankTrace, Trace
+from workbench.views.compare import sentence
 
 
 def holding_on(trace: Trace, unit: int, ranks: tuple[int, ...]) -> Trace:
@@ -147,3 +148,47 @@ def with_more_bytes(rank):
     rows = rank.rows.copy()
     rows["num_bytes"] *= 2
     return RankTrace(rank.rank, rows, rank.start)
+
+
+def with_metric(trace: Trace, step: int, factor: float) -> Trace:
+    """Multiply every number that is logged in ``step``."""
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["value"][(rows["kind"] == Kind.METRIC) & (rows["step"] == step)] *= factor
+        ranks.append(RankTrace(rank.rank, rows))
+    return Trace(trace.header, tuple(ranks))
+
+
+def test_the_first_value_that_differs_is_found():
+    trace = example_trace()
+    assert differences(trace, trace).first_value is None
+    found = differences(trace, with_metric(trace, 1, 2.0))
+    assert found.first_event is None
+    assert found.first_value.name == "loss"
+    assert found.first_value.steps == (1, 1)
+    assert found.first_value.values[1] == 2 * found.first_value.values[0]
+    assert sentence(found).endswith(
+        f"loss differs from step 1 on ({found.first_value.values[0]:.4g} -> {found.first_value.values[1]:.4g})"
+    )
+    assert "loss" not in sentence(differences(trace, with_metric(trace, 1, 1 + 1e-5)))
+
+
+def test_the_first_event_that_differs_is_found_with_both_sides():
+    trace = example_trace()
+    found = differences(trace, holding_on(trace, 1, (0,)), rank=0).first_event
+    assert found.step == 1
+    assert (found.a.kind, found.a.unit) == (found.b.kind, found.b.unit)
+    assert found.a.bytes_in_use < found.b.bytes_in_use
+
+
+def test_an_event_that_one_side_lacks_is_none_there():
+    trace = example_trace()
+    rank = trace.rank(0)
+    at = int(np.flatnonzero((rank.rows["kind"] == Kind.RESHARD) & (rank.rows["step"] == 1))[0])
+    rows = np.delete(rank.rows, at)
+    rows["seq"] = np.arange(len(rows))
+    found = differences(trace, Trace(trace.header, (RankTrace(0, rows),)), rank=0).first_event
+    assert found.step == 1
+    assert found.a.kind is Kind.RESHARD
+    assert found.b is None

@@ -154,7 +154,7 @@ def test_the_whole_text():
     assert str(found).splitlines() == [
         "rank 2 was killed, or its host or disk failed; rank 0 has waited 29.0 s for all-gather of blocks.2: "
         f"ranks 1-3 have not started it; rank 1 has recorded no event for 21.0 s, in {OWN[-1]}",
-        "  cause: rank 2 is gone, and no collective ends without all ranks",
+        "  fault: rank 2 is gone, and no collective ends without all ranks",
         "  evidence: rank 2: was killed, or its host or disk failed",
         "  fix: end the other ranks, and start the run again",
         f"  rank  {'state':38}  step  last event              ago",

@@ -31,6 +31,13 @@ def test_a_rank_that_is_gone(end, why):
     assert found.verdict == "rank 1 is gone, and no collective ends without all ranks"
 
 
+def test_ranks_that_part_and_go_on_are_told_too():
+    runs = row(Kind.FORWARD, Edge.BEGIN, 29, unit=3)
+    found = report(alive(0, gather(1, unit=1), runs), alive(1, gather(1, unit=2), runs))
+    assert not found.is_stalled
+    assert found.cause.verdict == "rank 1 issued all-gather of blocks.1 where rank 0 issued all-gather of blocks.0"
+
+
 def test_a_rank_that_issued_something_else():
     other = gather(2, kind=Kind.ALL_REDUCE, unit=-1)
     found = cause_of(
@@ -75,11 +82,21 @@ def test_a_rank_whose_batches_were_fewer():
     done = row(Kind.OPTIMIZER, Edge.BEGIN, 3)
     found = cause_of(alive(0, *forwards, done, gather(4)), alive(1, *forwards[:1], done, end=RunEnd(t_ns=9 * S)))
     assert found.rule == "uneven-batches"
-    assert found.verdict == "the program of rank 1 has ended, while rank 0 still trained"
+    assert found.verdict == "the program of rank 1 has ended, while rank 0 still issued collectives"
     assert found.evidence == (
         "rank 1: 1 forward, 1 step of the optimizer",
         "rank 0: 2 forwards, 1 step of the optimizer",
     )
+
+
+def test_a_rank_that_failed_because_another_had_ended_early():
+    """The sockets of the one that has ended are closed, and so the other one raises."""
+    ended = alive(1, FORWARD, gather(2), gather(3, Edge.END), end=RunEnd(t_ns=9 * S))
+    calls = [gather(1), gather(2, Edge.END), gather(3, number=5)]
+    found = cause_of(alive(0, *calls, end=RunEnd(t_ns=9 * S, reason="RuntimeError: closed by peer")), ended)
+    assert found.rule == "uneven-batches"
+    found = cause_of(alive(0, *calls[:2], end=RunEnd(t_ns=9 * S, reason="ValueError: x")), ended)
+    assert found.rule == "dead-rank"
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups():
@@ -108,7 +125,7 @@ def test_where_all_have_started_the_cause_is_not_recorded():
 def test_the_cause_stands_below_the_headline_and_is_escaped():
     found = report(alive(0, gather(1)), alive(1, FORWARD, **quiet("<b>")))
     _, cause, evidence, fix, *_ = str(found).splitlines()
-    assert cause == "  cause: rank 1 does not come: the others wait for what it does outside of collectives"
+    assert cause == "  fault: rank 1 does not come: the others wait for what it does outside of collectives"
     assert evidence == "  evidence: rank 1 has recorded no event for 21.0 s, in <b>"
     assert fix.startswith("  fix: look at that line")
     assert "<b>" not in found._repr_html_()

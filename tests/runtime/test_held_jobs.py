@@ -316,6 +316,25 @@ def test_a_cell_prints_defines_and_shows_its_last_value():
         assert (shadowed, tokens, y) == ("'mine'\n", "mine", 5)
 
 
+def with_a_sharded_parameter():
+    def script(channel, ns):
+        ns["weight"] = ns["model"].blocks[2].mlp[0].weight
+        in_a_cell = channel.cell("weight @ torch.ones(2, 2)").error
+        return in_a_cell.traceback, channel.expression("weight @ torch.ones(2, 2)").error.traceback
+
+    return stopped_at("optimizer", None, script)
+
+
+def test_an_error_about_a_sharded_parameter_has_a_note():
+    for in_a_cell, in_an_expression in run(2, with_a_sharded_parameter):
+        for text in (in_a_cell, in_an_expression):
+            assert (
+                "\n[workbench] parameter 'blocks.2.mlp.0.weight' is sharded; unit 'blocks.2' is sharded: freed a"
+                in text
+            )
+            assert "\nfix: call model.blocks[2](...), or compute between model.blocks[2].unshard() and " in text
+
+
 def interrupted_job():
     def script(channel, ns):
         channel.send("loop", RunCell(code="began = True\nwhile True:\n    pass"))

@@ -57,11 +57,13 @@ def groups():
     assert _torch.shape_of(param) == (32, 16)
     assert _torch.module_of(param) == (model[0][0], "weight")
     assert _torch.full_of(param) is None
+    assert _torch.freed_of(param).untyped_storage().size() == 0
     assert _torch.full_grads_of(param) == ()
     assert _torch.local_of(param.sharded_param) is _torch.local_of(param.sharded_param)
     assert _torch.local_of(param.sharded_param).shape == (16, 16)
     model[0].unshard()
     assert _torch.full_of(param).shape == (32, 16)
+    assert _torch.freed_of(param) is None
     model[0].reshard()
     assert not _torch.is_in_forward(block)
     assert not _torch.is_in_backward(block)
@@ -122,6 +124,8 @@ def handles():
     assert _torch.flat_full_of(handle) is None
     assert _torch.ranks_of_handle(handle) == ((0, 1), (dist.get_rank(),))
     assert _torch.module_of_handle(handle) is model.module[0].module
+    assert _torch.flat_freed_of(handle).untyped_storage().size() == 0
+    assert _torch.flat_places_of(handle)[2] == (model.module[0].module[2], "weight")
     assert _torch.flat_grad_of(handle) is None
     assert _torch.flat_sharded_grad_of(handle).shape == _torch.flat_shard_of(handle).shape == (numel // 2,)
     assert _torch.shard_rank_of(handle) == dist.get_rank()

@@ -138,6 +138,13 @@ def set_local(dtensor: DTensor, local: torch.Tensor) -> None:
     dtensor._spec = with_dtype(dtensor._spec, local.dtype)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what identifies the memory that a tensor is a view of, also after it was freed."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    number: int = local.untyped_storage()._cdata
+    return number
+
+
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor, after waiting if a pending DTensor collective produces it."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -246,6 +246,7 @@ class DTensorParam(FSDPParam):
             shard=self.sharded_param,
             shard_rank=self.mesh_info.shard_mesh_rank,
             full=local_tensor(self.full.param) if self.full.is_open else None,
+            freed=self.full.freed,
             full_grads=self.full.grads,
             sharded_grad=self.sharded_param.grad,
             places=self.info.places,

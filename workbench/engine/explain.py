@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,6 +23,9 @@ _OF_A_VIEW = re.compile(r"Function \w+ returned an invalid gradient at index \d+
 
 _OF_NOTHING = re.compile(r"both arguments to \w+ need to be at least 1D|\w+ must be a (matrix|vector)")
 
+annotate: Callable[[BaseException], None] = lambda error: None  # noqa: E731 - a variable: what records a rank sets it
+"""Called with each error first, while the units are in the state in which it was raised. May add a note to it."""
+
 
 def explain(error: BaseException) -> None:
     """Put an explanation before torch's message; no-op for other errors and for one already explained.
@@ -30,6 +33,7 @@ def explain(error: BaseException) -> None:
     It explains an operation on a sharded parameter and an ordinary tensor, a backward that needs a resharded full
     parameter, a backward through a view made before a reshard, and an operation on a full parameter kept past one.
     """
+    annotate(error)
     text = str(error)
     if not isinstance(error, RuntimeError):
         return

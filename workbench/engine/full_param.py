@@ -136,6 +136,11 @@ class FullParam:
         """Let autograd accumulate a gradient although the parameter holds no values."""
         self._inner.data = self._view.data
 
+    @property
+    def freed(self) -> nn.Parameter | None:
+        """The parameter while it is closed; None while it is open, or if it never was."""
+        return None if self.is_open else getattr(self, "param", None)
+
     # ---- gradients
 
     def watch_grads(self, before_grad: Callable[[torch.Tensor], None]) -> None:

@@ -625,6 +625,13 @@ class FSDPParamGroup:
         self.pending_backwards = 0
         self.training_state = TrainingState.IDLE
 
+    def drop_full_grads(self) -> None:
+        """Drop the full gradients that were not reduced."""
+        self._reducer.take_kept()
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.drop_grad()
+        self._account_grads()
+
     def reset_iter_state(self) -> None:
         """Drop the remains of an iteration that raised, without waiting for anything."""
         probe.event(Kind.RESET, Edge.INSTANT, self.index)
@@ -633,10 +640,7 @@ class FSDPParamGroup:
                 self._all_gather.abandon()
             self._all_gather = None
         self._recomputed_in = None
-        self._reducer.take_kept()
-        for fsdp_param in self.fsdp_params:
-            fsdp_param.drop_grad()
-        self._account_grads()
+        self.drop_full_grads()
         if not self.is_sharded or self._is_unsharding:
             self._to_sharded()
         self.buffers.give_back(self.comm_ctx.pages)

@@ -31,6 +31,8 @@ from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Run, Step
+from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explanations import ANSWERS
 from workbench.reports.json_document import document, to_line
 from workbench.reports.pause_results import StopReport
 from workbench.reports.results import CellReport, RunReport
@@ -95,6 +97,8 @@ class FsdpMagics(Magics):
         if value is None or not result_is_dropped(sys._getframe()):
             return value
         show(value)
+        if isinstance(value, ExplainReport) and (figure := self.workbench.picture(value)) is not None:
+            show(figure)
         return None
 
     def _as_json(self, line: str, cell: str | None) -> dict[str, Any] | None:
@@ -216,6 +220,8 @@ def _names_of(workbench: Workbench, kind: Names) -> Sequence[str]:
     units = live_units(header)
     if kind == "units":
         return [unit_words(unit.name) for unit in units]
+    if kind == "explained":
+        return [*ANSWERS, *(unit_words(unit.name) for unit in units), "rank", "unit"]
     if kind == "fqns":
         return param_names(header)
     if kind == "parts":

@@ -22,10 +22,11 @@ Names = Literal[
     "scripts",
     "words",
     "launchers",
+    "explained",
 ]
 """Names that complete an argument: names in the ranks' namespaces, models with the paths of their units, stop events,
 units, parameters, traces for ``compare``, trace files, all files that ``export`` writes, the words of ``%fsdp``,
-launchers of ipyparallel, Python scripts."""
+launchers of ipyparallel, Python scripts, what ``explain`` takes."""
 
 
 Variable = Callable[[str], str]

@@ -844,6 +844,105 @@ class StepComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first value of its kind that differs between the two steps, on one rank.
+
+    Attributes:
+        name: module or parameter; empty: the root module.
+        position: index in its order: of execution, of backward, or of the parameters.
+        total: number of values in that order.
+        relative: norm of the difference relative to that of the unsharded value.
+        rows: this rank's rows of the parameter, as text; empty for a module.
+    """
+
+    name: str
+    position: int
+    total: int
+    relative: float
+    rows: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradRatio:
+    """Parameters whose gradients have the same ratio to those of the unsharded copy, on this rank's rows.
+
+    Attributes:
+        ratio: the ratio, 1.0 where they are equal; None: it differs between elements.
+        num_params: number of parameters.
+        first: the first of them.
+    """
+
+    ratio: float | None
+    num_params: int
+    first: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCounter:
+    """Parameters whose optimizer state has the same number of steps.
+
+    Attributes:
+        steps: the number.
+        num_params: number of parameters.
+        first: the first of them.
+    """
+
+    steps: int
+    num_params: int
+    first: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDifferences:
+    """Where a sharded step first differs from that of the unsharded copy, on one rank, and what tells the cause.
+
+    Attributes:
+        output: first module whose output differs, in the order of execution.
+        grad: first parameter whose gradient differs when an optimizer gets it, in the order of backward.
+        param: first parameter that differs after the step.
+        differs_in_input: whether the root module got other inputs in the two steps.
+        num_inputs: elements of the first input of the root module on this rank.
+        ratios: ratios of gradients, by parameters.
+        norm: 2-norm of the gradients of this rank's rows.
+        norm_reference: 2-norm of the unsharded gradients, all rows.
+        missing: parameters with a gradient only in the unsharded copy.
+        unreduced: units that hold gradients that were not reduced, or not over all replicas.
+        optimizer_steps: steps of optimizers in the sharded step.
+        counters: numbers of steps in the optimizers' state before the step.
+        rounded_to: dtype to which the sharded gradients are rounded, and the unsharded are not; empty if to none.
+    """
+
+    output: Difference | None
+    grad: Difference | None
+    param: Difference | None
+    differs_in_input: bool
+    num_inputs: int
+    ratios: tuple[GradRatio, ...]
+    norm: float
+    norm_reference: float
+    missing: tuple[str, ...] = ()
+    unreduced: tuple[str, ...] = ()
+    optimizer_steps: int
+    counters: tuple[StepCounter, ...] = ()
+    rounded_to: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSum:
+    """Checksum of this rank's shards of a unit that several groups of ranks have a copy of, before the step.
+
+    Attributes:
+        unit: the unit.
+        shard_rank: index of these shards: ranks with the same index should have equal shards.
+        crc32: CRC-32 of their bytes.
+    """
+
+    unit: str
+    shard_rank: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyReply(StepComparison):
     """The comparison on one rank.
 
@@ -851,11 +950,17 @@ class VerifyReply(StepComparison):
         buffers_not_finite: buffers of this rank with NaN or infinity before the step.
         since: first step of the current run of steps whose loss was not finite on this rank; None: the last was finite.
         unmanaged: state that the engine does not manage, before the step.
+        differences: where the steps differ; None: they do not.
+        replicas: checksums of units with several copies.
+        left_out: units with gradients whose parameters are in no optimizer and did not move, though others did.
     """
 
     buffers_not_finite: tuple[str, ...] = ()
     since: int | None = None
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
+    differences: StepDifferences | None = None
+    replicas: tuple[ReplicaSum, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @command("verify", reply=VerifyReply)
@@ -884,6 +989,39 @@ _SIDE = (
     "last:3..5"
 )
 TALK = Argument(about="use sizes and colours for a projector")
+
+
+@command(
+    "explain step",
+    more="`explain`: what matters most; `explain peak`, `wait`, `blocks.2`, `rank 1`; `--step 3`",
+)
+class Explain(Command):
+    """Say what set the peak, where a step's time went, why compute waits or a unit is unsharded, and what to type.
+
+    Every number is read off the trace; what a setting would save is by formula, and marked so. A rank is called slow
+    only if the others wait for it in step after step.
+
+    Raises:
+        ValueError: ``which`` follows something else than ``rank`` or ``unit``.
+    """
+
+    subject: str = argument(
+        "peak, step, wait, a unit, or a rank (default: what matters most)",
+        default="",
+        kw_only=False,
+        metavar="peak|step|wait|UNIT|RANK",
+        completes="explained",
+    )
+    which: str = argument(
+        "after rank or unit: which one (default: none)", default="", kw_only=False, metavar="RANK|UNIT"
+    )
+    step: int | None = argument(
+        "which step (default: the newest)", default=None, metavar="STEP", read=count("0 for the first step")
+    )
+
+    def __post_init__(self) -> None:
+        if self.which and self.subject not in {"rank", "unit"}:
+            raise ValueError(f"explain takes one unit or rank, not {self.subject!r} and {self.which!r}")
 
 
 @command("compare before.trace last", more="steps: `last:3..5`, `last:-3..`", needs_ranks=False)

@@ -64,7 +64,8 @@ def _whole(text: str) -> int:
 
 
 def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
-    from workbench.record.rank_recording import RankRecording  # noqa: PLC0415 - torch, after the arguments are checked
+    from workbench.engine.explain import explain  # noqa: PLC0415 - torch, after the arguments are checked
+    from workbench.record.rank_recording import RankRecording  # noqa: PLC0415 - likewise
 
     program = (args.script, *args.args)
     try:
@@ -105,6 +106,7 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
         reason = "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
         raise
     except BaseException as error:
+        explain(error)
         text = " ".join(str(error).split())[:_MAX_REASON]
         reason = f"{type(error).__name__}: {text}".removesuffix(": ") + _line_of(error)
         raise

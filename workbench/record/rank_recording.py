@@ -21,6 +21,7 @@ from workbench.clock import clock_here
 from workbench.engine import probe
 from workbench.engine.event_source import SOURCE
 from workbench.record.launch import Place
+from workbench.runtime import error_notes
 from workbench.runtime.loop_steps import SampledSteps
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
@@ -121,7 +122,8 @@ class RankRecording:
             probe.active = None
             self._writer.close()
             raise
-        self._undo = [self._watch.end, *(hook.remove for hook in self._steps.install())]
+        error_notes.install(self._recorder)
+        self._undo = [self._watch.end, error_notes.uninstall, *(hook.remove for hook in self._steps.install())]
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
         self._thread.start()

@@ -31,10 +31,12 @@ class LastArrivals:
     Attributes:
         rank: the rank; UNTOLD if not all participants are known, TOO_CLOSE if it is within the clock error.
         after_ns: how long after the previous rank; 0 where ``rank`` is UNTOLD or TOO_CLOSE.
+        issue_ns: when it issued the collective; the smallest int64 where ``rank`` is UNTOLD or TOO_CLOSE.
     """
 
     rank: Ints
     after_ns: Ints
+    issue_ns: Ints
 
 
 def last_to_come(header: Header, found: Mapping[int, Collectives], error_ns: int) -> dict[int, LastArrivals]:
@@ -59,7 +61,11 @@ def last_to_come(header: Header, found: Mapping[int, Collectives], error_ns: int
     named = np.where(last_ns - rival_ns > error_ns, np.array([*found, UNTOLD, UNTOLD])[last], TOO_CLOSE)
     told = np.where(is_told, named, UNTOLD)
     after_ns = np.where(told >= 0, last_ns - before_ns, 0)
-    return {rank: LastArrivals(rank=told[mine], after_ns=after_ns[mine]) for rank, mine in place.items()}
+    issue_ns = np.where(told >= 0, last_ns, np.iinfo(np.int64).min)
+    return {
+        rank: LastArrivals(rank=told[mine], after_ns=after_ns[mine], issue_ns=issue_ns[mine])
+        for rank, mine in place.items()
+    }
 
 
 def _keys(table: Collectives) -> Ints:

@@ -18,7 +18,7 @@ import numpy as np
 
 from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, TORCH_FULLY_SHARD, Edge, Kind, Param, Unit
 from workbench.replay.grouping import did
-from workbench.replay.spans import Ints, Spans, Work, closed, durations_ns, rows_of, spans
+from workbench.replay.spans import Ints, Work, closed, durations_ns, rows_of, spans
 from workbench.trace.begin_end import partners
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
@@ -93,7 +93,7 @@ def _times(alike: Sequence[RankTrace]) -> tuple[Collectives, Ints, Ints]:
     return table(alike[0]), t_ns[:, end[issued]] - t_ns[:, issued], exposed.T
 
 
-def matches(issued: Spans, waits: Spans) -> Ints:
+def matches(issued: Work, waits: Work) -> Ints:
     """Return for each wait the position of its collective, -1 if that was issued before the trace."""
     if not len(issued):
         return np.full(len(waits), -1)
@@ -103,7 +103,7 @@ def matches(issued: Spans, waits: Spans) -> Ints:
     return np.where((_identity(issued)[found] == wanted) & (waits.comm_seq >= 0), found, -1)
 
 
-def _identity(found: Spans) -> Ints:
+def _identity(found: Work) -> Ints:
     """One number per collective, shared by the collective and its waits."""
     return (found.comm_group << 32) + found.comm_seq
 

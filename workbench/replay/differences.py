@@ -7,13 +7,14 @@ Steps count from the first one of each side, and only steps that both have count
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import BESIDE, MOVES, OWN_ENGINE, WORK, Category, Kind, Phase
+from workbench.events import BESIDE, MOVES, OWN_ENGINE, WORK, Category, Edge, Kind, Phase
 from workbench.replay import collectives, training
 from workbench.replay.alignment import Alignment, Side, align, highest
 from workbench.replay.grouping import did
@@ -92,6 +93,55 @@ class TimeChange:
     delta_ns: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparedEvent:
+    """One side's event at a place where two traces differ.
+
+    Attributes:
+        kind: of the event.
+        edge: of the event.
+        unit: name, ``""`` for none.
+        num_bytes: its payload.
+        bytes_in_use: most bytes in use from it until the next event.
+    """
+
+    kind: Kind
+    edge: Edge
+    unit: str
+    num_bytes: int
+    bytes_in_use: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstEventChange:
+    """The first place where an event, its payload or the bytes in use after it differ.
+
+    Attributes:
+        step: of the event, counted from the first step of each side.
+        a: the event of ``a``; None: only ``b`` has it there.
+        b: the event of ``b``; None: only ``a`` has it there.
+    """
+
+    step: int
+    a: ComparedEvent | None
+    b: ComparedEvent | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstValueChange:
+    """The first logged number that differs.
+
+    Attributes:
+        name: such as ``loss``.
+        steps: numbers of the step in ``a`` and in ``b``, equally far from the first of each.
+        values: of ``a`` and ``b``.
+    """
+
+    name: str
+    steps: tuple[int, int]
+    values: tuple[float, float]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Differences:
     """All differences, for one rank.
@@ -108,6 +158,8 @@ class Differences:
             overlap. False if a side has a single step.
         slower: what took longer (or shorter, if the step became shorter), largest change first.
         engines: what ran the units of each side, ``(a, b)``, as names of sources; two engines announce other events.
+        first_event: the first event that differs; None: none does.
+        first_value: the first logged number that differs on the compared rank; None: none does.
     """
 
     rank: int
@@ -120,6 +172,8 @@ class Differences:
     is_chance: bool
     slower: tuple[TimeChange, ...]
     engines: tuple[str, str] = (OWN_ENGINE, OWN_ENGINE)
+    first_event: FirstEventChange | None = None
+    first_value: FirstValueChange | None = None
 
     @property
     def is_same_engine(self) -> bool:
@@ -159,7 +213,52 @@ def differences(a: Trace, b: Trace, rank: int | None = None) -> Differences | No
         is_chance=_overlap(*(found.step_times.high for found in summaries)),
         slower=_slower(costs, longer=step_ns[1] >= step_ns[0]),
         engines=(_engines(parts[0].header, rows[0]), _engines(parts[1].header, rows[1])),
+        first_event=_first_event(aligned),
+        first_value=_first_value(parts, rows),
     )
+
+
+def _first_event(aligned: Alignment) -> FirstEventChange | None:
+    place = aligned.first_difference
+    if place < 0:
+        return None
+    found: list[ComparedEvent | None] = []
+    step = 0
+    for side, number in ((aligned.a, int(aligned.in_a[place])), (aligned.b, int(aligned.in_b[place]))):
+        if number < 0:
+            found.append(None)
+            continue
+        row, unit, step = side.rows[side.place[number]], int(side.unit[number]), int(side.step[number])
+        found.append(
+            ComparedEvent(
+                kind=Kind(row["kind"]),
+                edge=Edge(row["edge"]),
+                unit=aligned.names[unit] if unit >= 0 else "",
+                num_bytes=int(row["num_bytes"]),
+                bytes_in_use=int(side.most[number]),
+            )
+        )
+    return FirstEventChange(step=step, a=found[0], b=found[1])
+
+
+def _first_value(parts: list[Trace], rows: list[RankTrace]) -> FirstValueChange | None:
+    firsts = [next(iter(steps(part)), 0) for part in parts]
+    values = [_values(part, entry, first) for part, entry, first in zip(parts, rows, firsts, strict=True)]
+    for (step, name), before in values[0].items():
+        after = values[1].get((step, name))
+        if after is not None and before != after and not (math.isnan(before) and math.isnan(after)):
+            return FirstValueChange(name=name, steps=(firsts[0] + step, firsts[1] + step), values=(before, after))
+    return None
+
+
+def _values(part: Trace, rank: RankTrace, first: int) -> dict[tuple[int, str], float]:
+    """Return the last value of each logged number in each step, by step, counted from ``first``, and name."""
+    found = rank.rows[(rank.rows["kind"] == Kind.METRIC) & (rank.rows["step"] >= 0)]
+    return {
+        (int(row["step"]) - first, part.header.strings[row["module"]]): float(row["value"])
+        for row in found
+        if 0 <= row["module"] < len(part.header.strings)
+    }
 
 
 def _engines(header: Header, rank: RankTrace) -> str:

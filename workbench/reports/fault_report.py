@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 
-from workbench.fault import Fault
+from workbench.fault import Fault, facts_of
 from workbench.reports.results import Report
 from workbench.views.theme import plural
 
@@ -39,16 +39,12 @@ class FaultReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return evidence and fix of each fault, and which checks could not decide."""
-        first, *others = self.faults or (None,)
-        found = [] if first is None else first.facts()
-        for other in others:
-            found += [("also", other.verdict), *other.facts()]
-        return [*found, *(("not checked", reason) for reason in self.abstained)]
+        return [*facts_of(self.faults), *(("not checked", reason) for reason in self.abstained)]
 
 
 def cause_lines(cause: Fault | None) -> list[str]:
-    """Return lines about the fault that causes what a report says; none without one."""
-    return [] if cause is None else [f"cause: {cause.verdict}", *map(": ".join, cause.facts())]
+    """Return lines about the fault that explains what a report says; none without one."""
+    return [] if cause is None else [f"fault: {cause.verdict}", *map(": ".join, cause.facts())]
 
 
 def cause_html(cause: Fault | None) -> str:

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 from workbench.events import TORCH_DDP, Unit, unit_words
-from workbench.fault import listed
+from workbench.fault import Fault, facts_of, listed
 from workbench.protocol.commands import (
     Command,
     ModelSharding,
@@ -46,6 +46,7 @@ from workbench.replay.units import by_number, differing, unmanaged_sentences, un
 from workbench.reports.clock_text import clock_words
 from workbench.reports.lint_faults import lint_faults
 from workbench.reports.stop_positions import live_units
+from workbench.reports.verify_faults import DRIFT, FirstDifference, faults_of, first_differences
 from workbench.trace.schema import Header, HostClock
 from workbench.views import VIEWS
 from workbench.views.theme import ERROR_TEXT, format_bytes, format_duration, format_loss, format_share, plural
@@ -466,15 +467,25 @@ class VerifyReport(StepComparison, Report):
         buffers: buffers that hold NaN or infinity, and on which ranks, as text; empty if none.
         since: since which step the loss is not finite, and on which ranks first, as text; empty if it is finite.
         notes: what is probably unintended, and what to do, a sentence each.
+        faults: why the steps differ, as far as the evidence decides it, the most important first.
+        first_differences: the first output, gradient and parameter that differ.
     """
 
     buffers: str = ""
     since: str = ""
     notes: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    first_differences: tuple[FirstDifference, ...] = ()
 
     @property
     def headline(self) -> str:
-        """The result in one sentence."""
+        """The result in one sentence, with the most important fault."""
+        if not self.faults:
+            return self._comparison
+        return f"{self._comparison}{', but ' if self.ok else ': '}{self.faults[0].verdict}"
+
+    @property
+    def _comparison(self) -> str:
         if self.ok and self.not_finite:
             bad, compared = len(self.not_finite), plural(self.num_params, "parameter")
             those = f"all {compared}" if bad == self.num_params else f"{bad} of {compared}"
@@ -487,11 +498,15 @@ class VerifyReport(StepComparison, Report):
 
     @property
     def problem(self) -> str:
-        """The headline, unless all values are equal and finite."""
-        return "" if self.ok and not self.not_finite else self.headline
+        """The headline, unless all values are equal and finite, and no fault was found."""
+        return "" if self.ok and not self.not_finite and not self.faults else self.headline
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the differences, term by term."""
+        """Return the faults, and the differences, term by term."""
+        places = [(f"first {each.what}", each.words) for each in self.first_differences]
+        return [*facts_of(self.faults), *places, *self._numbers()]
+
+    def _numbers(self) -> list[tuple[str, str]]:
         worst = f", in {self.worst_param}" if self.max_abs_diff else ""
         found = [
             ("largest difference", f"{self.max_abs_diff:.3g} absolute, {self.max_rel_diff:.3g} relative{worst}"),
@@ -804,6 +819,8 @@ def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ..
 @says(Verify)
 def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
     worst = max(by_rank, key=lambda verified: verified.max_abs_diff)
+    faults = faults_of(by_rank)
+    differences = [verified.differences for verified in by_rank if verified.differences is not None]
     return VerifyReport(
         num_params=worst.num_params,
         max_abs_diff=worst.max_abs_diff,
@@ -812,12 +829,14 @@ def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         loss_sharded=_mean([verified.loss_sharded for verified in by_rank]),
         loss_reference=_mean([verified.loss_reference for verified in by_rank]),
         equal_bits=min(verified.equal_bits for verified in by_rank),
-        ok=all(verified.ok for verified in by_rank),
+        ok=all(verified.ok for verified in by_rank) and not any(fault.rule == DRIFT for fault in faults),
         tolerance=worst.tolerance,
         not_finite=worst.not_finite,
         buffers=_by_rank([", ".join(verified.buffers_not_finite) for verified in by_rank]),
         since=_since([verified.since for verified in by_rank]),
         notes=_notes("", [verified.unmanaged for verified in by_rank]),
+        faults=faults,
+        first_differences=first_differences(differences),
     )
 
 

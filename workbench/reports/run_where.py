@@ -12,7 +12,7 @@ from workbench.replay.grouping import label
 from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
 from workbench.reports.fault_report import cause_html, cause_lines
 from workbench.reports.results import Report
-from workbench.reports.stall_cause import stall_cause
+from workbench.reports.stall_cause import parted, stall_cause
 from workbench.reports.stop_positions import event_words, unit_names
 from workbench.reports.tables import Table
 from workbench.trace.read_recording import Recording
@@ -83,7 +83,8 @@ class RunWhereReport(Report):
         positions: of every recorded rank.
         units: unit names by index.
         notes: what the recording lacks.
-        cause: why it does not continue; None: it does, or what is recorded does not tell.
+        cause: why it does not continue, or how ranks of a run that does issued different collectives; None: what is
+            recorded does not tell, or they did not.
     """
 
     computed = (*Report.computed, "is_stalled", "ranks")
@@ -250,4 +251,5 @@ def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
         units=unit_names(recording.trace.header),
         notes=recording.notes,
     )
-    return replace(found, cause=stall_cause(recording.trace, found.positions)) if found.is_stalled else found
+    decide = stall_cause if found.is_stalled else parted
+    return replace(found, cause=decide(recording.trace, found.positions))

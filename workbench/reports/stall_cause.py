@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from workbench.events import Edge, Kind, unit_words
+from workbench.events import COLLECTIVES, Edge, Kind, unit_words
 from workbench.fault import Fault
 from workbench.replay.divergence import Divergence, IssuedCall, Parting, first_divergence
 from workbench.replay.grouping import label
@@ -36,11 +37,14 @@ def stall_cause(trace: Trace, positions: Sequence[RunPosition]) -> Fault | None:
         positions: of its recorded ranks.
     """
     gone = [position for position in positions if position.state in (RunState.LOST, RunState.FAILED)]
+    early = [position for position in positions if position.state is RunState.ENDED]
+    if gone and early and _issued_less(trace, early[0].rank, gone[0].rank):
+        return _of_ended(trace, early, gone)
     if gone:
         return _of_lost(gone)
-    found = first_divergence(trace)
+    found = parted(trace, positions)
     if found is not None:
-        return of_divergence(found, trace.header, positions)
+        return found
     waiting = [position for position in positions if position.state is RunState.WAITS and position.pending is not None]
     by_rank = {position.rank: position for position in positions}
     absent = sorted({rank for each in waiting if each.pending is not None for rank in each.pending.absent})
@@ -54,14 +58,18 @@ def stall_cause(trace: Trace, positions: Sequence[RunPosition]) -> Fault | None:
     return _of_silent(silent) if silent else None
 
 
-def of_divergence(found: Divergence, header: Header, positions: Sequence[RunPosition] = ()) -> Fault:
-    """Return a divergence as a fault.
+def parted(trace: Trace, positions: Sequence[RunPosition] = ()) -> Fault | None:
+    """Return where ranks issued different collectives; None if they did not.
 
     Args:
-        found: the divergence.
-        header: of the trace.
+        trace: of the run.
         positions: of ranks, whose own lines are evidence.
     """
+    found = first_divergence(trace)
+    return None if found is None else _of_divergence(found, trace.header, positions)
+
+
+def _of_divergence(found: Divergence, header: Header, positions: Sequence[RunPosition] = ()) -> Fault:
     units = unit_names(header)
     most, other = _call_words(found.most, units), _call_words(found.other, units)
     mine, theirs = label(found.other_ranks), label(found.most_ranks)
@@ -108,10 +116,20 @@ def _of_ended(trace: Trace, ended: Sequence[RunPosition], waiting: Sequence[RunP
     ranks = label([each.rank for each in ended])
     return Fault(
         rule="uneven-batches",
-        verdict=f"the program of {ranks} has ended, while {label([each.rank for each in waiting])} still trained",
+        verdict=f"the program of {ranks} has ended, while {label([each.rank for each in waiting])} still issued "
+        "collectives",
         evidence=tuple(counts),
         fix="give all ranks the same number of batches, such as by DistributedSampler(dataset, drop_last=True)",
     )
+
+
+def _issued_less(trace: Trace, rank: int, other: int) -> bool:
+    """Return whether ``rank`` issued fewer collectives of a group than ``other``, whose last one had no partner."""
+    counts = [
+        Counter(rows["comm_group"][np.isin(rows["kind"], COLLECTIVES) & (rows["edge"] == Edge.BEGIN)].tolist())
+        for rows in (trace.rank(rank).rows, trace.rank(other).rows)
+    ]
+    return any(counts[0][group] < count for group, count in counts[1].items() if group in counts[0])
 
 
 def _progress(trace: Trace, rank: int) -> str:

@@ -14,7 +14,7 @@ from workbench.replay import memory, process, states, training
 from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import Comparison
 from workbench.replay.device import ClockSource
-from workbench.replay.differences import CollectiveChange, TimeChange, differences
+from workbench.replay.differences import CollectiveChange, FirstEventChange, FirstValueChange, TimeChange, differences
 from workbench.replay.paused_time import without_holds
 from workbench.replay.shards import Totals, shards, totals
 from workbench.replay.spans import end_aborted, spans, total_ns
@@ -553,6 +553,8 @@ class TraceChange:
         is_chance: whether the difference in step time may be chance.
         collectives: those that differ, numbers per step.
         slower: what took longer, or shorter if the step became shorter, the most first.
+        first_event: the first event that differs; null: none does.
+        first_value: the first logged number that differs; null: none does.
     """
 
     rank: int
@@ -568,6 +570,8 @@ class TraceChange:
     is_chance: bool
     collectives: tuple[CollectiveChange, ...]
     slower: tuple[TimeChange, ...]
+    first_event: FirstEventChange | None = None
+    first_value: FirstValueChange | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,5 +611,7 @@ def compared(a: Trace, b: Trace, *, names: tuple[str, str], rank: int | None = N
         is_chance=found.is_chance,
         collectives=found.collectives,
         slower=found.slower,
+        first_event=found.first_event,
+        first_value=found.first_value,
     )
     return CompareReport(**words, names=names, change=change)

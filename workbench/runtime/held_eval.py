@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.engine._torch import local_of
+from workbench.engine.explain import explain
 from workbench.errors import UsageError
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.rank_messages import Job, JobError, JobReply, RunCell
@@ -273,11 +274,13 @@ def _run_cell(text: str, scope: _Scope) -> str:
 
 
 def _error(error: BaseException, work: Inspect | Evaluate | RunCell) -> JobError:
+    explain(error)
     ename, evalue = type(error).__name__, str(error)
     if isinstance(work, RunCell):
         return JobError(ename=ename, evalue=evalue, traceback=_cut("".join(_traceback_of(error))))
     place = _place(error) if isinstance(work, Evaluate) else ""
-    text = _cut(f"{place}{ename}: {evalue.partition(chr(10))[0]}")
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    text = _cut(f"{place}{ename}: {evalue.partition(chr(10))[0]}{notes}")
     return JobError(ename=ename, evalue=evalue, traceback=text)
 
 

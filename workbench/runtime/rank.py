@@ -48,7 +48,7 @@ from workbench.protocol.rank_messages import (
     read_request,
 )
 from workbench.protocol.starting import Boot, Connect, ConnectReply
-from workbench.runtime import shard_planning, sharding, text_bars, tracebacks
+from workbench.runtime import error_notes, shard_planning, sharding, text_bars, tracebacks
 from workbench.runtime.command_handlers import DOES, does
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.emptied_tensors import EmptiedTensors
@@ -224,7 +224,7 @@ def _verify(command: Verify, rank: RankRuntime) -> VerifyReply:
     steps_before = rank.trainer.optimizer_steps
     try:
         with rank.recorder.unrecorded():
-            return replace(verify(command), since=rank.trainer.not_finite_since)
+            return replace(verify(command, rank.groups.largest), since=rank.trainer.not_finite_since)
     finally:
         rank.trainer.optimizer_steps = steps_before
         rank.account_optimizers()
@@ -266,6 +266,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     gate = Gate(recorder, request.rank, FlushBeforeHold(backend))
     gate.install()
     tracebacks.install()
+    error_notes.install(recorder)
     text_bars.install()
     _look_after_cells()
     scripts = ScriptRunner(process_groups, recorder, trainer)
@@ -367,6 +368,7 @@ def shutdown() -> None:
     """Leave the process groups; safe to call more than once."""
     global _runtime  # noqa: PLW0603 - see boot
     if _runtime is not None:
+        error_notes.uninstall()
         _runtime.gate.uninstall()
         _runtime.watch.end()
         _runtime.emptied.remove()

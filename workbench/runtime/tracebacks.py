@@ -1,6 +1,7 @@
 """Tracebacks of a rank's IPython: the user's frames, with the frames of libraries folded into one line.
 
-torch's errors about sharded parameters are explained first, see :mod:`workbench.engine.explain`.
+torch's errors about sharded parameters are explained first, see :mod:`workbench.engine.explain`, and get a note, see
+:mod:`workbench.runtime.error_notes`.
 
 A model runs through dozens of frames of torch, which would fill a screen of the notebook and, rendered with their
 source, take seconds of the rank's time.
@@ -41,9 +42,11 @@ def fold(render: Render) -> Render:
         if not kept:
             return render(etype, evalue, etb, tb_offset, **more)
         with _cut(_before(evalue)):
-            *lines, last = render(etype, evalue, _joined(kept), 0, **more)
+            lines = render(etype, evalue, _joined(kept), 0, **more)
         left_out = _left_out(frames, kept)
-        return [*lines, *([left_out] if left_out else []), last]
+        notes = getattr(evalue, "__notes__", ())
+        end = next(at for at in reversed(range(len(lines))) if at == 0 or lines[at] not in notes)  # its own line
+        return [*lines[:end], *([left_out] if left_out else []), *lines[end:]]
 
     return folded
 

@@ -118,9 +118,9 @@ class Trainer(LoopSteps):
         """Explain torch's errors of the body; raise the reason of an abort instead of its consequence."""
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
             explain(error)
-            reason = self._translated(error)
+            reason = self._translated(error) if isinstance(error, RuntimeError) else error
             if reason is error:
                 raise
             raise reason from error

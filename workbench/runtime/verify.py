@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.engine import FSDPModule, UnshardHandle
 from workbench.engine._torch import local_of
@@ -25,15 +28,30 @@ from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic import unwrapping as classic_undo
 from workbench.engine.fsdp_state import roots_below, states_below, units_of
 from workbench.engine.full_param import local_tensor
+from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.root_checks import clean
 from workbench.engine.unsharding import full_tensor, plain_copy
 from workbench.errors import UsageError
-from workbench.protocol.commands import Verify, VerifyReply
+from workbench.protocol.commands import Difference, ReplicaSum, StepCounter, StepDifferences, Verify, VerifyReply
 from workbench.protocol.policy import CLASSIC
 from workbench.runtime import sharding
 from workbench.runtime.model_summary import sharded_variables, sizes_of, unit_infos, unmanaged_in
 from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
+from workbench.runtime.step_observation import (
+    GradObserver,
+    OutputObserver,
+    ParamPiece,
+    grouped,
+    local_values,
+    modules_of,
+    of_reference,
+    of_sharded,
+    pieces_of,
+    ratio,
+    relative,
+    tensors_of,
+)
 from workbench.runtime.trainer import find_step_function, loss_of
 
 # for full precision, per element: AdamW divides by the root of a tiny second moment, and relative differences of
@@ -41,8 +59,12 @@ from workbench.runtime.trainer import find_step_function, loss_of
 RTOL, ATOL = 1e-3, 1e-5
 
 
-def verify(command: Verify) -> VerifyReply:
-    """Run both steps and compare every parameter; collective.
+def verify(command: Verify, largest: Callable[[int], int]) -> VerifyReply:
+    """Run both steps and compare every parameter; where they differ, run both again and find out where; collective.
+
+    Args:
+        command: the command.
+        largest: returns the largest of a number that each rank passes.
 
     Raises:
         UsageError: there is no sharded model, several without a name, no step function, or the step function does not
@@ -55,23 +77,258 @@ def verify(command: Verify) -> VerifyReply:
         unit.reshard()  # else the model would hold full parameters here, and those would be restored
     buffers = tuple(clean(name) for name, buffer in model.named_buffers() if not _is_finite(buffer))
     unmanaged = unmanaged_in(model)
+    replicas, counters = _replica_sums(model), _step_counters(model, optimizers)
     with _restored(model, optimizers):
-        reference, replaced = _unsharded_copies(model, optimizers)
-        after = dict(reference.named_parameters())
-        before = {name: full_tensor(param) for name, param in after.items()}
-        compute_alike(model, reference)
-        with _restored_random_numbers():
-            loss_reference = _run_on(replaced, reference, step)
-        with _restored_random_numbers():
-            loss_sharded = loss_of(step())
-        found = _compare(model, before, after)
+        pair = _Pair(model, optimizers, step, largest)
+        pair.run()
+        found = _compare(model, pair.before, pair.after)
+        found["ok"] = found["ok"] and pair.has_equal_norms()
+        left_out, losses = pair.left_out(), (pair.loss_sharded, pair.loss_reference)
+        del pair  # the second one needs as much memory
+    differences = None
+    if largest(int(not found["ok"])):
+        with _restored(model, optimizers):
+            differences = _Pair(model, optimizers, step, largest, keeps=True).run_and_locate(counters)
     return VerifyReply(
         **found,
         buffers_not_finite=buffers,
-        loss_sharded=loss_sharded,
-        loss_reference=loss_reference,
+        loss_sharded=losses[0],
+        loss_reference=losses[1],
         unmanaged=unmanaged,
+        differences=differences,
+        replicas=replicas,
+        left_out=left_out,
     )
+
+
+class _Pair:
+    """A step of an unsharded copy, and the same step of the sharded model; both start from the same state.
+
+    Args:
+        model: the sharded model.
+        optimizers: its optimizers.
+        step: the step function.
+        largest: see :func:`verify`.
+        keeps: whether to keep gradients and the outputs of modules, else only the norms of gradients.
+
+    Attributes:
+        before: whole values of parameters before the step.
+        after: parameters of the copy.
+        loss_reference, loss_sharded: the losses; None: the step function returns none.
+    """
+
+    loss_reference: float | None = None
+    loss_sharded: float | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        step: Callable[[], Any],
+        largest: Callable[[int], int],
+        *,
+        keeps: bool = False,
+    ) -> None:
+        self._model, self._optimizers, self._step, self._largest = model, optimizers, step, largest
+        self._reference, self._replaced = _unsharded_copies(model, optimizers)
+        self.after = dict(self._reference.named_parameters())
+        self.before = {name: full_tensor(param) for name, param in self.after.items()}
+        self._order: dict[str, None] = {}  # of the gradients in backward
+        if keeps:
+            for name, param in self.after.items():
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(functools.partial(self._came, name))
+        compute_alike(model, self._reference)
+        self._pieces = pieces = pieces_of(model, self.after)
+        self._dtype = coarsest_dtype(unit_infos(model))
+        self._expected = GradObserver(pieces, lambda: of_reference(pieces, self.after), keeps=keeps)
+        self._actual = GradObserver(pieces, lambda: of_sharded(pieces, self.after), keeps=keeps)
+        self._whole_norms: dict[str, torch.Tensor] = {}
+
+    def _came(self, name: str, _: torch.Tensor) -> None:
+        self._order.setdefault(name)
+
+    def run(self) -> None:
+        """Run both steps.
+
+        Raises:
+            UsageError: the step does not train the copy on any rank.
+        """
+        with _restored_random_numbers(), self._expected.watching():
+            self.loss_reference = _run_on(self._replaced, self._reference, self._step, self._largest)
+        with _restored_random_numbers(), self._actual.watching():
+            self.loss_sharded = loss_of(self._step())
+
+    def has_equal_norms(self) -> bool:
+        """Return whether this rank's rows have gradients of the same norm in both steps, when an optimizer gets them.
+
+        Adam's step hardly depends on the scale of gradients, so the parameters do not tell.
+        """
+        tolerance = UPDATE_TOLERANCE.get(self._dtype, RTOL)
+        actual, expected = (_norm(each.norms) for each in (self._actual, self._expected))
+        return not math.isfinite(expected) or abs(actual - expected) <= tolerance * expected + ATOL
+
+    def left_out(self) -> tuple[str, ...]:
+        """Return the units with gradients that no optimizer among the variables has, and that did not move."""
+        held = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        tensors = tensors_of(self._pieces)
+        candidates: dict[str, bool] = {}
+        for piece in self._pieces:
+            owned = {id(own) for param in piece.unit.fsdp_params for own in param.owned}
+            is_out = not owned & held and self._is_still(piece, tensors[piece.name].shard)
+            candidates[piece.unit.title] = candidates.get(piece.unit.title, True) and is_out
+        return () if all(candidates.values()) else tuple(title for title, is_out in candidates.items() if is_out)
+
+    def _is_still(self, piece: ParamPiece, shard: object) -> bool:
+        """Return whether a piece has a gradient and did not move."""
+        norm = self._actual.norms.get(piece.name)
+        values = self._values(piece, shard)
+        before = piece.of_whole(local_tensor(self.before[piece.name])).to(values)
+        return norm is not None and bool(norm) and torch.equal(values, before)
+
+    def _values(self, piece: ParamPiece, shard: object) -> torch.Tensor:
+        return local_values(shard, piece.of_whole(local_tensor(self.after[piece.name])).shape)
+
+    # ---- where the steps differ
+
+    def run_and_locate(self, counters: tuple[StepCounter, ...]) -> StepDifferences:
+        """Run both steps, and return where they differ first.
+
+        Args:
+            counters: numbers of steps in the optimizers' state before.
+        """
+        copies, originals = modules_of(self._reference), modules_of(self._model)
+        both = {path: module for path, module in copies.items() if path in originals}
+        expected = OutputObserver(both)
+        actual = OutputObserver({path: originals[path] for path in both}, expected)
+        with _restored_random_numbers(), self._expected.watching(), expected.watching(), self._whole_grads():
+            self.loss_reference = _run_on(self._replaced, self._reference, self._step, self._largest)
+        with _restored_random_numbers(), self._actual.watching(), actual.watching():
+            self.loss_sharded = loss_of(self._step())
+        unreduced = (unit for unit in units_of(states_below(self._model)) if _has_unreduced_grads(unit))
+        return StepDifferences(
+            output=actual.first_difference(self._tolerance),
+            grad=self._first_grad(),
+            param=self._first_param(),
+            differs_in_input=actual.differs_in_input,
+            num_inputs=actual.num_inputs,
+            ratios=grouped(self._ratios(), self._tolerance),
+            norm=_norm(self._actual.norms),
+            norm_reference=_norm(self._whole_norms),
+            missing=tuple(name for name in self._order if self._is_missing(name)),
+            unreduced=tuple(unit.title for unit in unreduced),
+            optimizer_steps=self._actual.optimizer_steps,
+            counters=counters,
+            rounded_to=self._rounded_to(),
+        )
+
+    @property
+    def _tolerance(self) -> float:
+        return UPDATE_TOLERANCE.get(self._dtype, RTOL)
+
+    @contextmanager
+    def _whole_grads(self) -> Iterator[None]:
+        """Take the norms of the copy's gradients when an optimizer gets them, or at the end of the body."""
+
+        def take(*_: object) -> None:
+            for piece in self._pieces:
+                grad = self.after[piece.name].grad
+                if grad is not None and piece.name not in self._whole_norms:
+                    self._whole_norms[piece.name] = torch.linalg.vector_norm(local_tensor(grad).float())
+
+        hook = register_optimizer_step_pre_hook(take)
+        try:
+            yield
+            take()
+        finally:
+            hook.remove()
+
+    def _is_missing(self, name: str) -> bool:
+        expected = self._expected.values.get(name)
+        return expected is not None and bool(expected.any()) and name not in self._actual.values
+
+    def _both(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the gradients of this rank's rows, sharded and unsharded; None without them in the copy."""
+        expected = self._expected.values.get(name)
+        if expected is None:
+            return None
+        return self._actual.values.get(name, torch.zeros_like(expected)), expected
+
+    def _ratios(self) -> dict[str, float | None]:
+        found = {name: self._both(name) for name in self._order if name in self._actual.values}
+        return {name: ratio(*both, self._tolerance) for name, both in found.items() if both is not None}
+
+    def _first_grad(self) -> Difference | None:
+        rows = {piece.name: piece.rows for piece in self._pieces}
+        for position, name in enumerate(self._order):
+            both = self._both(name)
+            difference = 0.0 if both is None else relative(*both)
+            if difference > self._tolerance:
+                return Difference(
+                    name=name, position=position, total=len(self._order), relative=difference, rows=rows[name]
+                )
+        return None
+
+    def _first_param(self) -> Difference | None:
+        tensors = tensors_of(self._pieces)
+        for position, piece in enumerate(self._pieces):
+            actual = self._values(piece, tensors[piece.name].shard)
+            expected, before = (
+                piece.of_whole(local_tensor(values).detach()).to(actual)
+                for values in (self.after[piece.name], self.before[piece.name])
+            )
+            if not _is_close(actual, expected, before, self._dtype):
+                return Difference(
+                    name=piece.name,
+                    position=position,
+                    total=len(self._pieces),
+                    relative=relative(actual - before, expected - before),
+                    rows=piece.rows,
+                )
+        return None
+
+    def _rounded_to(self) -> str:
+        """Return the dtype in which all sharded gradients are exact and not all unsharded; full precision only."""
+        if self._dtype in UPDATE_TOLERANCE:
+            return ""
+        pairs = [both for name in self._order if name in self._actual.values and (both := self._both(name)) is not None]
+        for dtype in (torch.bfloat16, torch.float16):
+            exact = [[torch.equal(each.to(dtype).double(), each) for each in both] for both in pairs]
+            if pairs and all(actual for actual, _ in exact) and not any(expected for _, expected in exact):
+                return str(dtype).removeprefix("torch.")
+        return ""
+
+
+def _norm(norms: Mapping[str, torch.Tensor]) -> float:
+    return math.hypot(*torch.stack(list(norms.values())).tolist()) if norms else 0.0
+
+
+def _has_unreduced_grads(unit: FSDPParamGroup) -> bool:
+    return unit.has_partial_sum or any(full.has_grad for param in unit.fsdp_params for full in param.fulls)
+
+
+def _replica_sums(model: nn.Module) -> tuple[ReplicaSum, ...]:
+    """Return the checksums of the shards of units that several groups of ranks have a copy of."""
+    found = []
+    for unit in units_of(states_below(model)):
+        if unit.describe().replicate_size > 1:
+            own = {id(each): each for param in unit.fsdp_params for each in param.owned}.values()
+            crc = 0
+            for each in own:
+                local = local_tensor(each).detach().cpu().contiguous().reshape(-1)
+                crc = zlib.crc32(local.view(torch.uint8).numpy().tobytes(), crc) if local.numel() else crc
+            found.append(ReplicaSum(unit=unit.title, shard_rank=unit.mesh_info.shard_mesh_rank, crc32=crc))
+    return tuple(found)
+
+
+def _step_counters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[StepCounter, ...]:
+    """Return how many parameters have each number of steps in the optimizers' state."""
+    names = {id(param): clean(name) for name, param in model.named_parameters()}
+    found: dict[int, list[str]] = {}
+    for param, state in (item for optimizer in optimizers for item in optimizer.state.items()):
+        if id(param) in names and "step" in state:
+            found.setdefault(int(state["step"]), []).append(names[id(param)])
+    return tuple(StepCounter(steps=n, num_params=len(own), first=own[0]) for n, own in sorted(found.items()))
 
 
 def _find_sharded(name: str) -> nn.Module:
@@ -183,11 +440,13 @@ def _average(mesh: DeviceMesh, param: torch.Tensor) -> None:
         grad.div_(mesh.size())
 
 
-def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], Any]) -> float | None:
+def _run_on(
+    replaced: dict[int, Any], reference: nn.Module, step: Callable[[], Any], largest: Callable[[int], int]
+) -> float | None:
     """Call ``step`` while the user's variables refer to the copies; return its loss.
 
     Raises:
-        UsageError: the step left the copy unchanged.
+        UsageError: the step left the copy unchanged on every rank.
     """
     namespace = user_namespace()
     names = {name: replaced[id(value)] for name, value in namespace.items() if id(value) in replaced}
@@ -198,7 +457,8 @@ def _run_on(replaced: dict[int, Any], reference: nn.Module, step: Callable[[], A
         loss = loss_of(step())
     finally:
         namespace.update(originals)
-    if all(torch.equal(a, local_tensor(b)) for a, b in zip(before, reference.parameters(), strict=True)):
+    moved = any(not torch.equal(a, local_tensor(b)) for a, b in zip(before, reference.parameters(), strict=True))
+    if not largest(int(moved)):
         raise UsageError(
             f"the step did not train {', '.join(names)}. Either it takes no optimizer step, or it does not use these "
             "variables by name: verify replaces them with copies, which closures, default arguments and other "
@@ -266,6 +526,7 @@ def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iter
     grads = [p.grad for p in model.parameters()]
     kept = [(g, g.detach().clone()) for g in grads if g is not None]
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    units = [unit for unit in units_of(states_below(model)) if not _has_unreduced_grads(unit)]
     try:
         yield
     finally:
@@ -276,6 +537,8 @@ def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iter
                 param.grad = grad
             for grad, value in kept:
                 grad.copy_(value)
+        for unit in units:
+            unit.drop_full_grads()
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 

@@ -38,7 +38,6 @@ from workbench.protocol.rank_messages import (
     SetBreakpoints,
     Stacks,
 )
-from workbench.replay.divergence import first_divergence
 from workbench.replay.grouping import label
 from workbench.reports.failures import (
     RESTART,
@@ -53,7 +52,7 @@ from workbench.reports.failures import (
 )
 from workbench.reports.pause_results import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
 from workbench.reports.results import Report, UntilReport
-from workbench.reports.stall_cause import of_divergence
+from workbench.reports.stall_cause import parted
 from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
@@ -733,8 +732,7 @@ class Session:
         """Return where ranks issued different collectives in a request, if they did."""
         trace, before = self.trace, request.mark.num_rows
         parts = (part.cut(max(part.start.seq, before.get(part.rank, 0)), part.end_seq) for part in trace.ranks)
-        found = first_divergence(Trace(trace.header, tuple(parts)))
-        return None if found is None else of_divergence(found, trace.header)
+        return parted(Trace(trace.header, tuple(parts)))
 
     def _awaited(self, request: Request) -> str:
         """Return what a pause or an abort still waits for, in words; empty: neither is under way."""

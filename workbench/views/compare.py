@@ -36,6 +36,9 @@ MAX_ROWS = 9
 NOTICED = 0.05
 """Smaller relative differences of the step time are not reported: steps of one run differ as much."""
 
+_NOTICED_VALUE = 1e-3
+"""Smaller relative differences of a logged number are not reported: another order of summation causes them."""
+
 _COLOURS = (theme.CATEGORY_COLOURS[Category.SHARDED_PARAMS], theme.CATEGORY_COLOURS[Category.UNSHARDED_GRADS])
 _PLOT_HEIGHT, _ROW_HEIGHT, _GAP, _LINE = 300, 46, 76, 22  # pixels; a row of the table has two lines
 _BELOW_TABLE, _BELOW_PLOT = 24, 72  # pixels below table or plot; a plot has its axis there
@@ -101,7 +104,7 @@ def sentence(found: Differences) -> str:
     Example: ``"peak +3.10 MiB: blocks.2 unsharded through backward; step time +12%: exposed all-gather of blocks.1
     +3.40 ms"``; ``"the same, event for event"``.
     """
-    parts = [_peak_words(found.peak), _collective_words(found.collectives), _time_words(found)]
+    parts = [_peak_words(found.peak), _collective_words(found.collectives), _time_words(found), _value_words(found)]
     if found.aligned.first_difference < 0:
         fewer, more = sorted(found.num_steps)
         within = f" in the {theme.plural(fewer, 'step')} that both have (of {more})" if fewer < more else ""
@@ -157,6 +160,15 @@ def _time_words(found: Differences) -> str:
         return ""
     words = f"step time {_signed(theme.format_share(abs(after / before - 1)), after - before)}"
     return f"{words}: {_cost_words(found.slower[0])}" if found.slower else words
+
+
+def _value_words(found: Differences) -> str:
+    """Return from which step on a logged number differs; empty if only its rounding does, or the steps are others."""
+    value = found.first_value
+    if value is None or value.steps[0] != value.steps[1] or math.isclose(*value.values, rel_tol=_NOTICED_VALUE):
+        return ""
+    before, after = (theme.format_loss(each) for each in value.values)
+    return f"{theme.shorten(value.name)} differs from {step_name(value.steps[0])} on ({before} -> {after})"
 
 
 def _cost_words(change: TimeChange) -> str:

@@ -437,6 +437,12 @@ def full_of(param: Any) -> torch.Tensor | None:  # noqa: ANN401 - an FSDPParam
     return param._unsharded_param if param.sharded_state.name == "UNSHARDED" else None
 
 
+def freed_of(param: Any) -> torch.Tensor | None:  # noqa: ANN401 - an FSDPParam
+    """Return the unsharded parameter of an FSDPParam whose memory was freed, else None."""
+    full: torch.Tensor | None = getattr(param, "_unsharded_param", None)
+    return None if param.sharded_state.name == "UNSHARDED" else full
+
+
 def full_grads_of(param: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - an FSDPParam
     """Return the gradients of the unsharded parameter: the newest, then what was accumulated before it."""
     full = getattr(param, "_unsharded_param", None)
@@ -597,6 +603,17 @@ def flat_full_of(handle: Handle) -> torch.Tensor | None:
         return None
     full: torch.Tensor = flat._full_param_padded if handle.uses_sharded_strategy else flat.data
     return full[: flat._unpadded_unsharded_size.numel()]
+
+
+def flat_freed_of(handle: Handle) -> torch.Tensor | None:
+    """Return the memory of the whole flat parameter after it was freed; None while it has values, or without any."""
+    freed: torch.Tensor | None = getattr(handle.flat_param, "_full_param_padded", None)
+    return freed if handle.uses_sharded_strategy and handle.needs_unshard() else None
+
+
+def flat_places_of(handle: Handle) -> tuple[tuple[nn.Module, str], ...]:
+    """Return the module that has each parameter inside a flat parameter, and its name there."""
+    return tuple((info.module, info.param_name) for info in handle.flat_param._param_infos)
 
 
 def flat_grad_of(handle: Handle) -> torch.Tensor | None:

@@ -97,25 +97,29 @@ class FlatParamUnits(TorchUnits[Handle]):
         (flat,) = unit.params
         rank, shard = _torch.shard_rank_of(group), _torch.flat_shard_of(group)
         full, grad, sharded_grad = (of(group) for of in _WHOLES)
+        freed = _torch.flat_freed_of(group)
         begin = rank * flat.padded_rows
         found = {
             flat.fqn: ParamTensors(
                 shard=shard[: flat.rows_per_rank[rank]],
                 shard_rank=rank,
                 full=full,
+                freed=freed,
                 full_grads=() if grad is None else (grad,),
                 sharded_grad=sharded_grad,
             )
         }
-        for part in flat.parts:
+        for part, place in zip(flat.parts, _torch.flat_places_of(group), strict=True):
             first, last = part.within(begin, begin + flat.rows_per_rank[rank])
             whole = slice(part.first, part.first + part.numel)
             found[part.fqn] = ParamTensors(
                 shard=shard[first - begin : last - begin],
                 shard_rank=rank,
                 full=None if full is None else full[whole].view(part.shape),
+                freed=freed,
                 full_grads=() if grad is None else (grad[whole].view(part.shape),),
                 sharded_grad=None if sharded_grad is None else sharded_grad[first - begin : last - begin],
+                places=(place,),
             )
         return found
 

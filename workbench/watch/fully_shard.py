@@ -54,6 +54,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
                 shard=param.sharded_param,
                 shard_rank=rank,
                 full=_torch.full_of(param),
+                freed=_torch.freed_of(param),
                 full_grads=_torch.full_grads_of(param),
                 sharded_grad=param.sharded_param.grad,
                 places=(_torch.module_of(param),),

@@ -612,6 +612,7 @@ class FlatParam(FSDPParam):
                 shard=part.held if self.use_orig_params else piece,
                 shard_rank=rank,
                 full=local_tensor(full.param) if full.is_open else None,
+                freed=full.freed,
                 full_grads=full.grads,
                 sharded_grad=reduced_grad(part.held) if self.use_orig_params else grad,
                 places=part.info.places,

@@ -1,0 +1,378 @@
+"""Explanations: the verdict of each kind, what they name, and what they abstain from."""
+
+import re
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.device_trace import on_devices
+from tests.helpers.long_trace import long_trace
+from tests.helpers.trace_strategies import Setup, example_trace, simulate, traces
+from tests.replay.test_step_parts import with_hold
+from workbench.errors import UsageError
+from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, Kind, UnitState, unit_words
+from workbench.protocol.rank_messages import ModelInfo
+from workbench.replay.exposed_waits import WaitReason
+from workbench.replay.peak_savings import Knob
+from workbench.replay.step_parts import Group
+from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explanations import ANSWERS, explain
+from workbench.trace.columns import RankTrace, Trace, steps
+from workbench.trace.schema import ClockReading, HostClock
+from workbench.views import draw
+
+MS = 1_000_000
+KEPT = Setup(num_ranks=2, num_units=8, steps=7, reshard_after_forward=False)
+CLEAN = Setup(num_ranks=2, steps=7)
+NET = ModelInfo(
+    name="net",
+    class_name="Net",
+    is_sharded=True,
+    num_params=1,
+    num_elements=1,
+    num_bytes=4,
+    classes=(),
+    suggested=(),
+    units=tuple(range(8)),
+)
+
+
+def with_units(trace, **changes):
+    units = tuple(replace(unit, **changes) for unit in trace.header.units)
+    return Trace(replace(trace.header, units=units), trace.ranks)
+
+
+def without(trace, *kinds):
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows[~np.isin(rank.rows["kind"], kinds)].copy()
+        rows["seq"] = np.arange(len(rows))
+        ranks.append(RankTrace(rank.rank, rows))
+    return Trace(trace.header, tuple(ranks))
+
+
+# ---- a slow rank
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("before", "slow before forward (input or host)"),
+        ("forward", "slow in forward (compute, or host code inside it)"),
+        ("loss", "slow between forward and backward (loss)"),
+        ("backward", "slow in backward (compute, or host code inside it)"),
+        ("optimizer", "slow in the optimizer (compute)"),
+        ("after", "slow after backward or between passes (host)"),
+        ("between", "slow between the steps (input or host)"),
+    ],
+)
+def test_a_straggler_is_the_first_answer(where, words):
+    trace = simulate(Setup(num_ranks=2, steps=8, slow=1, slow_in=where))
+    found = explain(trace, is_live=True)
+    assert found.answer.rule == "slow-rank"
+    assert re.match(rf"rank 1 is {re.escape(words)}: others wait (19|20)\d ms of each step of", found.headline)
+    assert found.problem == found.headline
+    assert found.faults == (found.answer,)
+    assert found.answer.fix == "%fsdp step 5 --background, then %fsdp where --stacks"
+    assert explain(trace).answer.fix == ""  # of a recording
+    for subject in ("step", "1"):
+        assert explain(trace, subject).headline == found.headline
+    other = explain(trace, "0")
+    assert other.answer.rule == "rank"
+    assert other.faults[0].verdict == found.headline
+    assert "also" in str(other)
+
+
+def test_the_evidence_of_a_straggler_names_part_unit_and_wait():
+    found = explain(simulate(Setup(num_ranks=2, steps=8, slow=1, slow_in="forward")))
+    first, second, third, fourth, *parts = found.answer.evidence
+    assert re.match(r"median of steps 1-7: others wait \S+ ms for rank 1 in a step of \S+ ms", first)
+    assert re.match(r"in forward .*: rank 1 takes 20\d ms, the others \S+ (µs|ms)", second)
+    assert re.match(r"most of it in blocks.0: rank 1 takes 20\d ms, the others \S+ (µs|ms)", third)
+    assert re.match(r"longest wait in step 7: rank 0 up to (19|20)\d ms for the (all-gather|reduce-scatter) of", fourth)
+    assert [line[:7] for line in parts] == ["rank 0:", "rank 1:"]
+
+
+@pytest.mark.parametrize("setup", [CLEAN, KEPT, Setup(num_ranks=4, copies=2, steps=7), Setup(num_ranks=1, steps=7)])
+def test_nothing_is_wrong_with_a_clean_run(setup):
+    trace = simulate(setup)
+    for subject in ("", *ANSWERS, "0", "blocks.1"):
+        found = explain(trace, subject)
+        assert (found.faults, found.problem) == ((), "")
+    assert "is slow" not in explain(trace).headline
+
+
+def test_with_few_steps_no_rank_is_called_slow():
+    found = explain(simulate(Setup(num_ranks=2, steps=3, slow=1)), is_live=True)
+    assert found.faults == ()
+    (reason,) = found.abstained
+    assert reason == "which rank is slow: that takes 5 ended steps after the first, and there are 2: %fsdp step 10"
+
+
+def test_steps_with_a_hold_are_left_out():
+    trace = simulate(Setup(num_ranks=2, steps=7))
+    held = trace.ranks[0]
+    for step in (3, 4):
+        held = with_hold(held, int(np.flatnonzero(held.rows["step"] == step)[9]), 500 * MS)
+    found = explain(Trace(trace.header, (held, trace.ranks[1])), "step", step=4)
+    assert found.faults == ()
+    assert "there are 2, without 2 steps with a hold" in found.abstained[0]
+    assert max(each.step_ns for each in found.ranks) < 100 * MS  # holds are not time of the step
+
+
+def test_within_the_clock_error_no_rank_is_called_slow():
+    trace = simulate(Setup(num_ranks=2, steps=8, slow=1))
+    reading = ClockReading(t_ns=int(trace.ranks[0].rows["t_ns"][0]), offset_ns=0, error_ns=10_000 * MS)
+    far = Trace(replace(trace.header, clocks=(HostClock(ranks=(1,), readings=(reading,)),)), trace.ranks)
+    found = explain(far, "step")
+    assert found.faults == ()
+    assert any("the clock error" in reason for reason in found.abstained)
+
+
+# ---- the step, and the waits
+
+
+@settings(deadline=None, max_examples=40)
+@given(trace=traces(whole=True), data=st.data())
+def test_any_subject_of_any_trace_is_explained_and_drawn(trace, data):
+    if not steps(trace):
+        return
+    names = [unit_words(unit.name) for unit in trace.header.units]
+    subject = data.draw(st.sampled_from(["", *ANSWERS, "0", *names]))
+    step = data.draw(st.none() | st.sampled_from(steps(trace)))
+    found = explain(trace, subject, step=step)
+    assert found.headline
+    assert str(found).startswith(found.headline)
+    for each in found.ranks:
+        assert sum(each.groups_ns.values()) == sum(each.parts_ns.values()) == each.step_ns
+        assert sum(each.waited_for_ns.values()) == each.groups_ns[Group.LATE]
+    assert step is None or found.step == step
+    if found.picture is not None:
+        draw(found.picture.view, trace, **found.picture.options)
+
+
+def test_the_parts_of_a_step_are_a_line_for_each_rank():
+    found = explain(simulate(CLEAN), "step")
+    assert re.match(
+        r"step 6 took \S+ ms: compute \d+%, exposed communication \d+%, waiting for a slower rank \d+%, host \d+% "
+        r"\(mean of 2 ranks\); no rank is slow$",
+        found.headline,
+    )
+    assert re.match(
+        r"rank 0: \S+ ms = compute \S+ ms \+ exposed communication \S+ [µm]s \+ waiting for a slower rank \S+.* \+ ",
+        found.answer.evidence[0],
+    )
+    assert found.picture.line == "%fsdp timeline --step 6"
+
+
+def test_of_many_ranks_those_that_waited_least_and_most_are_listed():
+    found = explain(example_trace(num_ranks=10), "step")
+    assert len(found.answer.evidence) == 7
+    assert found.answer.evidence[-1] == "4 other ranks waited for slower ranks in between"
+    assert len(found.ranks) == 10
+
+
+def test_waits_that_prefetching_avoids_have_a_fix():
+    trace = simulate(Setup(num_ranks=2, steps=7, prefetch=False, width=16, num_units=8))
+    found = explain(trace, "wait", models=(NET,))
+    assert {wait.cause for wait in found.waits} >= {WaitReason.ISSUED_LATE, WaitReason.NOTHING}
+    assert found.answer.fix == "%fsdp reshard net --prefetch 1"
+    assert any(f"by formula, {found.answer.fix} saves at most" in line for line in found.answer.evidence)
+    assert explain(trace).answer.rule == "wait"
+    torch = with_units(trace, engine=TORCH_FULLY_SHARD)
+    assert explain(torch, "wait").answer.fix == ""  # on the CPU, its collectives do not run beside compute
+
+
+def test_large_transfers_get_shorter_with_fewer_bytes():
+    trace = simulate(Setup(num_ranks=2, steps=7, width=160, num_units=3))
+    found = explain(trace, "wait", models=(NET,))
+    assert any(wait.cause is WaitReason.BANDWIDTH for wait in found.waits)
+    precise = with_units(trace, compute_itemsize=2)
+    assert "--mp" not in explain(precise, "wait").answer.fix
+
+
+def test_a_wait_of_one_rank_alone_is_none():
+    found = explain(example_trace(num_ranks=1), "wait")
+    assert found.headline == "compute waited for no collective in step 2"
+
+
+# ---- the peak
+
+
+def test_the_peak_names_rank_moment_units_and_knob():
+    trace = simulate(KEPT)
+    found = explain(trace, "peak", models=(NET,))
+    assert re.match(
+        r"the peak of step 6 is \S+ [KM]iB on rank [01]: (forward|backward|end of backward) of", found.headline
+    )
+    text = "\n".join(found.answer.evidence)
+    assert "kept after forward (reshard_after_forward is False)" in text
+    assert found.answer.fix == "%fsdp reshard net --reshard-after-forward auto"
+    first = found.savings[0]
+    assert (first.knob, first.more_calls) == (Knob.RESHARD, 7)
+    assert f"by formula, {first.line} saves" in text
+    freed = explain(simulate(replace(KEPT, reshard_after_forward=True)), "peak")
+    peak = max(each.peak_bytes for each in explain(simulate(KEPT), "step").ranks)
+    assert first.peak_bytes + first.saved_bytes == peak
+    there = explain(simulate(replace(KEPT, reshard_after_forward=True)), "step")
+    measured = max(each.peak_bytes for each in there.ranks)
+    assert first.peak_bytes == pytest.approx(measured, rel=0.01)
+    assert freed.answer.fix == ""
+    assert explain(simulate(replace(KEPT, num_units=24))).answer.rule == "peak"  # what stands out of this run
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        (OWN_ENGINE, "%fsdp reshard model --reshard-after-forward auto"),
+        (TORCH_FULLY_SHARD, "model.set_reshard_after_forward(True)"),
+        (TORCH_CLASSIC, "sharding_strategy=ShardingStrategy.FULL_SHARD"),
+    ],
+)
+def test_the_knob_is_the_line_of_the_engine(engine, line):
+    assert explain(with_units(simulate(KEPT), engine=engine), "peak").answer.fix == line
+
+
+def test_many_kept_units_share_a_line():
+    found = explain(simulate(replace(KEPT, num_units=20)), "peak")
+    assert len(found.answer.evidence) < 10
+    assert any(line.startswith("17 units, ") or line.startswith("18 units, ") for line in found.answer.evidence)
+
+
+# ---- a unit, a rank
+
+
+def test_why_a_unit_is_unsharded_while_a_step_is_stopped():
+    trace = simulate(KEPT)
+    rank = trace.ranks[0]
+    loss = np.flatnonzero((rank.rows["kind"] == Kind.FORWARD) & (rank.rows["unit"] == 7) & (rank.rows["step"] == 6))[-1]
+    stopped = Trace(trace.header, tuple(each.cut(0, int(loss) + 1) for each in trace.ranks))
+    found = explain(stopped, "blocks.1", models=(NET,))
+    assert found.headline == ("blocks.1 is unsharded: kept after forward (reshard_after_forward is False) in step 6")
+    assert found.answer.evidence[0] == "gathered ahead, in forward by blocks.0 in step 6"
+    assert found.answer.evidence[1].startswith("full parameters: ")
+    assert found.answer.fix == "%fsdp reshard net.blocks.1 --reshard-after-forward true"
+    assert found.picture.line == "%fsdp states --unit blocks.1 --step 6"
+    assert [(each.ranks, each.state) for each in found.units] == [((0, 1), UnitState.UNSHARDED)]
+    earlier = explain(stopped, "blocks.1", step=4)
+    assert earlier.headline == "blocks.1 was, at the end of step 4, sharded: freed after backward in step 4"
+
+
+def test_ranks_that_differ_in_a_unit_are_named():
+    trace = simulate(CLEAN)
+    rank = trace.ranks[1]
+    begin = np.flatnonzero((rank.rows["kind"] == Kind.FORWARD) & (rank.rows["unit"] == 1) & (rank.rows["step"] == 6))[0]
+    found = explain(Trace(trace.header, (trace.ranks[0], rank.cut(0, int(begin) + 1))), "unit", "blocks.1")
+    assert found.headline == "rank 0: blocks.1 is sharded: freed after backward in step 6"
+    assert "rank 1: unsharded: its forward runs in step 6" in found.answer.evidence
+
+
+def test_a_rank_is_compared_with_the_others():
+    found = explain(simulate(Setup(num_ranks=2, steps=4, slow=1)), "rank", "0")
+    assert re.search(r"it waited (19|20)\d ms for slower ranks, and the others at most \S+.* for it", found.headline)
+    assert any(re.match(r"waiting for a slower rank: \S+ ms, the others", line) for line in found.answer.evidence)
+    assert found.picture.line == "%fsdp timeline --step 3 --rank 0"
+
+
+def test_times_of_a_device_are_explained():
+    slow = on_devices(simulate(Setup(num_ranks=2, steps=8, slow=1, slow_in="forward")))
+    found = explain(slow)
+    assert found.headline.startswith("rank 1 is slow in forward")
+    assert any(line.startswith("most of it in blocks.0: rank 1 takes 20") for line in found.answer.evidence)
+    clean = on_devices(simulate(CLEAN))
+    assert explain(clean).answer.rule == "nothing"
+    assert explain(clean, "peak").answer.fix == "%fsdp reshard model --offload"
+
+
+def test_a_number_is_a_rank_if_there_is_one_else_a_unit():
+    trace = simulate(CLEAN)
+    units = tuple(replace(unit, name=f"{unit.index + 1}") for unit in trace.header.units)
+    numbered = Trace(replace(trace.header, units=units), trace.ranks)
+    assert explain(numbered, "1").subject == "rank 1"
+    assert explain(numbered, "unit", "1").subject == "1"
+    assert explain(numbered, "2").subject == "2"
+
+
+# ---- what is missing
+
+
+def test_missing_signals_are_named():
+    trace = simulate(CLEAN)
+    assert "no memory is recorded" in explain(without(trace, Kind.ALLOC, Kind.FREE), "peak").headline
+    unworked = explain(without(trace, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER), "step")
+    assert any("no forward or backward is recorded" in reason for reason in unworked.abstained)
+    alone = explain(Trace(trace.header, trace.ranks[:1]), "step")
+    assert any("it is not recorded when all ranks issued them" in reason for reason in alone.abstained)
+    replicated = with_units(trace, engine=TORCH_DDP, shard_size=1, replicate_size=2, comm="c10d")
+    found = explain(replicated, "step")
+    assert any("are not measured; they count as compute" in reason for reason in found.abstained)
+    assert "no rank is slow" not in found.headline
+    unseen = without(replicated, Kind.WAIT, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    assert "why compute waited is unknown: waits of DistributedDataParallel" in explain(unseen, "wait").headline
+    assert explain(unseen, "blocks.0").headline.startswith("blocks.0 is on each of its ranks in full")
+    bare = with_units(trace, params=(), compute_dtype="", compute_itemsize=0)
+    assert "its parameters are not recorded; 1 shard of 2 is on each rank" in explain(bare, "blocks.0").answer.evidence
+    assert "%fsdp reshard" not in str(explain(bare, "wait"))
+
+
+def test_without_times_of_the_gpu_only_memory_is_explained():
+    trace = simulate(KEPT)
+    ranks = tuple(replace(info, device="cuda:0") for info in trace.header.ranks)
+    enqueued = Trace(replace(trace.header, ranks=ranks), trace.ranks)
+    for subject in ("step", "wait", "0"):
+        assert "times of the GPU are not recorded" in explain(enqueued, subject).headline
+    found = explain(enqueued)
+    assert found.answer.rule == "peak"
+    assert "times of the GPU are not recorded" in found.abstained[0]
+    assert {saving.knob for saving in explain(enqueued, "peak").savings} >= {Knob.OFFLOAD}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("9",), "the trace has no rank 9; its ranks are 0-1: %fsdp explain 0"),
+        (("rank", "x"), "the trace has no rank x; its ranks are 0-1"),
+        (("rank",), "explain rank needs to know which one: %fsdp explain rank 1"),
+        (("blocks.7",), "there is no unit 'blocks.7'; the units, nearest first: blocks."),
+        (("blocks.*",), "explain takes one unit, and 3 are called 'blocks.*': %fsdp explain blocks.0"),
+        (("peak", "1"), "explain takes one unit or rank, not 'peak' and '1'"),
+    ],
+)
+def test_wrong_subjects_say_what_to_type(args, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        explain(simulate(CLEAN), *args)
+
+
+def test_nothing_to_explain_says_what_to_type():
+    with pytest.raises(UsageError, match=r"nothing is recorded yet, .*%fsdp shard MODEL, then %fsdp step 5"):
+        explain(Trace.empty())
+    unstepped = simulate(replace(CLEAN, steps=0))
+    with pytest.raises(UsageError, match=r"no training step is recorded yet, .*: %fsdp step 5"):
+        explain(unstepped, "peak", is_live=True)
+    with pytest.raises(UsageError, match="the trace has no training step; only units can be explained"):
+        explain(unstepped, "1")
+    assert explain(unstepped, "blocks.1").headline == "blocks.1 is sharded: was never gathered in this record"
+    unsharded = Trace(replace(unstepped.header, units=()), unstepped.ranks)
+    with pytest.raises(UsageError, match=r"nothing is sharded yet, .*first %fsdp shard MODEL"):
+        explain(unsharded, "blocks.1")
+    with pytest.raises(UsageError, match="the trace has no step 99; its steps are: 0-6"):
+        explain(simulate(CLEAN), "step", step=99)
+
+
+def test_texts_are_escaped():
+    trace = simulate(CLEAN)
+    named = with_units(trace, name="<b>")
+    assert "<b>" not in explain(named, "wait")._repr_html_()
+
+
+def test_a_long_run_of_many_units_takes_little_time():
+    trace = long_trace(num_ranks=2, rows_per_rank=500_000, num_units=100)
+    assert len(steps(trace)) > 100
+    begin = time.process_time()
+    found = explain(trace)
+    assert isinstance(found, ExplainReport)
+    assert time.process_time() - begin < 3  # about 0.3 s where nothing else runs

@@ -1,0 +1,130 @@
+"""Causes of a difference are decided by what the ranks measured, and left open where it does not decide."""
+
+from dataclasses import replace
+
+import pytest
+
+from workbench.protocol.commands import (
+    Difference,
+    GradRatio,
+    ReplicaSum,
+    StepCounter,
+    StepDifferences,
+    VerifyReply,
+)
+from workbench.reports.verify_faults import DRIFT, faults_of, first_differences
+
+SAME = StepDifferences(
+    output=None,
+    grad=None,
+    param=None,
+    differs_in_input=False,
+    num_inputs=8,
+    ratios=(GradRatio(ratio=1.0, num_params=4, first="a"),),
+    norm=3.0,
+    norm_reference=5.0,
+    optimizer_steps=1,
+)
+REPLY = VerifyReply(
+    num_params=4,
+    max_abs_diff=1.0,
+    max_rel_diff=1.0,
+    worst_param="a",
+    equal_bits=0,
+    ok=False,
+    tolerance="rtol",
+    loss_sharded=None,
+    loss_reference=None,
+)
+
+
+def ratio(value, num_params=4, first="a"):
+    return GradRatio(ratio=value, num_params=num_params, first=first)
+
+
+def with_ratio(*ratios, **fields):
+    return replace(
+        SAME, ratios=tuple(ratio(value) if not isinstance(value, GradRatio) else value for value in ratios), **fields
+    )
+
+
+def rules(*differences):
+    return [fault.rule for fault in faults_of([replace(REPLY, differences=each) for each in differences])]
+
+
+def test_equal_steps_have_no_fault():
+    assert rules(SAME, SAME) == []
+    assert faults_of([replace(REPLY, ok=True)] * 2) == ()
+    assert first_differences([SAME, SAME]) == ()
+
+
+@pytest.mark.parametrize(
+    ("differences", "rule"),
+    [
+        # the same ratio on all ranks
+        ([with_ratio(2.0)] * 2, "wrong-scale"),
+        ([with_ratio(0.25)] * 4, "wrong-scale"),
+        ([with_ratio(1.7)] * 2, "wrong-scale"),
+        ([with_ratio(ratio(2.0, 1, "b"), 1.0)] * 2, "wrong-scale"),
+        # one ratio per rank: all are clipped, or one is not
+        ([with_ratio(1.25, norm=5.0), with_ratio(5 / 3, norm=5.0)], "partial-norm"),
+        ([with_ratio(1.5, norm=5.0), with_ratio(2.0, norm=4.0)], "partial-norm"),
+        # factors after the average
+        ([replace(SAME, num_inputs=24, norm_reference=7.5), replace(SAME, norm_reference=2.5)], "uneven-batches"),
+        ([replace(SAME, norm_reference=7.5), replace(SAME, norm_reference=2.5)], "scaled-per-rank"),
+        # what comes first is the cause of the rest
+        ([replace(with_ratio(2.0), optimizer_steps=2), with_ratio(2.0)], "rank-not-stepped"),
+        ([replace(with_ratio(2.0), differs_in_input=True)] * 2, "different-data"),
+        ([replace(SAME, counters=(StepCounter(steps=3, num_params=4, first="a"),)), SAME], "optimizer-counters"),
+        ([replace(SAME, missing=("a",), unreduced=("0",))] * 2, "no-sync-left-on"),
+        ([replace(SAME, rounded_to="bfloat16")] * 2, "precision"),
+    ],
+)
+def test_a_cause_is_decided(differences, rule):
+    assert rules(*differences) == [rule]
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [
+        [with_ratio(None)] * 2,  # elements differ
+        [with_ratio(2.0, None)] * 2,
+        [with_ratio(ratio(2.0, 1), ratio(3.0, 1))] * 2,
+        [with_ratio(2.0), with_ratio(3.0)],
+        [with_ratio(2.0)],  # one rank
+        [with_ratio(1.25, norm=5.0), with_ratio(0.5, norm=2.0)],  # a smaller gradient than of the copy
+        [with_ratio(1.25, norm=5.0), with_ratio(1.1, norm=4.0)],  # not clipped, and not the largest ratio
+        [replace(SAME, missing=("a",))] * 2,  # no gradient, and none that waits
+        [with_ratio(2.0, missing=("a",))] * 2,
+        [replace(SAME, rounded_to="bfloat16"), SAME],
+        [replace(SAME, rounded_to="bfloat16", output=Difference(name="0", position=0, total=1, relative=1.0))] * 2,
+        [replace(SAME, norm_reference=0.0), SAME],
+    ],
+)
+def test_a_cause_that_is_not_decided_is_not_named(differences):
+    assert rules(*differences) == []
+
+
+def test_replicas_are_compared_by_shard():
+    def reply(shard_rank, crc32):
+        return replace(REPLY, ok=True, replicas=(ReplicaSum(unit="0", shard_rank=shard_rank, crc32=crc32),))
+
+    assert faults_of([reply(0, 1), reply(1, 2), reply(0, 1), reply(1, 2)]) == ()
+    (fault,) = faults_of([reply(0, 1), reply(1, 2), reply(0, 1), reply(1, 3)])
+    assert fault.rule == DRIFT
+    assert fault.evidence == ("0: the shards of rank 1 differ from those of rank 3",)
+
+
+def test_a_unit_left_out_is_said_after_the_cause():
+    replies = [replace(REPLY, differences=with_ratio(2.0), left_out=("1",))] * 2
+    assert [fault.rule for fault in faults_of(replies)] == ["wrong-scale", "stale-optimizer"]
+
+
+def test_the_first_difference_is_that_of_the_earliest_rank():
+    grad = Difference(name="b", position=3, total=9, relative=0.5, rows="rows 0-3")
+    early = replace(grad, name="c", position=2, relative=float("inf"), rows="row 4")
+    (found,) = first_differences([replace(SAME, grad=grad), replace(SAME, grad=early), SAME])
+    assert (found.what, found.name, found.position, found.ranks) == ("gradient", "c", 2, (1,))
+    assert found.words == "c, parameter 3 of 9 in the order of backward: not finite, on rank 1 (row 4)"
+    (root,) = first_differences([replace(SAME, output=replace(grad, name="", rows=""))] * 2)
+    assert root.words == "(root), module 4 of 9 in the order of execution: 0.5 relative, on ranks 0-1"

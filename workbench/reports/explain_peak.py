@@ -1,0 +1,240 @@
+"""The peak of a step in words: what set it, and what would lower it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_FULLY_SHARD, Category, Unit
+from workbench.fault import Fault, listed
+from workbench.protocol.rank_messages import ModelInfo
+from workbench.replay import memory
+from workbench.replay.memory import Peak
+from workbench.replay.peak_savings import Knob, Saving, parts_of, savings
+from workbench.replay.unit_history import UnitCause, UnitEvent, UnitHistory, histories
+from workbench.replay.units import unit_name
+from workbench.reports.explain_report import ExplainReport, PeakSaving, Picture
+from workbench.reports.step_study import StepStudy
+from workbench.trace.columns import RankTrace
+from workbench.trace.schema import Header
+from workbench.trace.step_names import step_name
+from workbench.views.theme import format_bytes, format_duration, format_share, plural
+from workbench.views.window import Window
+
+WORTH = 0.01
+"""A knob is mentioned if it saves at least this fraction of the peak."""
+
+_ENDED = "its backward has just ended"
+_SETTINGS = (Knob.RESHARD, Knob.FEWER_AHEAD, Knob.OFFLOAD)
+"""Knobs that change neither numbers nor the program."""
+
+_MAX_UNITS = 6  # named one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakExplanation:
+    """The highest peak of a step.
+
+    Attributes:
+        answer: what set it, and the knob that lowers it most without a change of numbers.
+        rank: its rank.
+        peak_bytes: bytes in use.
+        savings: what would lower it; those that change no numbers first.
+    """
+
+    answer: Fault
+    rank: int
+    peak_bytes: int
+    savings: tuple[PeakSaving, ...]
+
+
+def peak_report(study: StepStudy, subject: str) -> ExplainReport:
+    """Return the report on the peak of a step."""
+    step, found = study.window.last, explain_peak(study)
+    missing = () if subject else (study.missing,) if study.missing else study.abstained
+    if found is None:
+        reason = "no memory is recorded in this trace"
+        answer = Fault(rule="unknown", verdict=f"the peak of {step_name(step)} is unknown: {reason}")
+        return ExplainReport(
+            subject=subject, step=step, answer=answer, num_checks=0, abstained=(*missing, f"the peak: {reason}")
+        )
+    return ExplainReport(
+        subject=subject,
+        step=step,
+        answer=found.answer,
+        num_checks=0,
+        abstained=missing,
+        picture=Picture(view="memory", options={"step": step, "rank": found.rank}),
+        savings=found.savings,
+    )
+
+
+def explain_peak(study: StepStudy) -> PeakExplanation | None:
+    """Return what set the highest peak of a step; None if no memory is recorded in it."""
+    trace, models = study.trace, study.models
+    shown = Window(first=study.window.last, last=study.window.last)
+    parts = [shown.cut(each) for each in trace.ranks]
+    peaks = [(part, memory.peak(part)) for part in parts if len(part.rows)]
+    if not peaks or not any(found.num_bytes for _, found in peaks):
+        return None
+    part, found = max(peaks, key=lambda each: each[1].num_bytes)
+    header = trace.header
+    held = tuple(dict.fromkeys((*found.unsharded_units, *found.in_flight)))
+    at_peak = histories(trace.rank(part.rank), held, found.seq)
+    device = header.info_of[part.rank].device if part.rank in header.info_of else "cpu"
+    known = savings(header, part, found, at_peak, on_device=not device.startswith("cpu"))
+    worth = [_in_words(header, each, models) for each in known if each.saved_bytes >= WORTH * found.num_bytes]
+    worth = [each for each in worth if each.line]
+    verdict = (
+        f"the peak of {step_name(shown.last)} is {format_bytes(found.num_bytes)} on rank {part.rank}: "
+        f"{memory.moment(header, found)}"
+    )
+    evidence = [_classes(found), *_units(header, at_peak), *_others(peaks, part), *map(price_words, worth)]
+    fix = next((each.line for each in worth if each.knob in _SETTINGS), "")
+    answer = Fault(rule="peak", verdict=verdict, evidence=tuple(evidence), fix=fix)
+    return PeakExplanation(answer=answer, rank=part.rank, peak_bytes=found.num_bytes, savings=tuple(worth))
+
+
+def price_words(saving: PeakSaving) -> str:
+    """Return what a knob saves and costs, as text."""
+    most = "at most " if saving.is_bound else ""
+    saved = f"by formula, {saving.line} saves {most}{format_bytes(saving.saved_bytes)}: "
+    peak = f"a peak of {'at least ' if saving.is_bound else ''}{format_bytes(saving.peak_bytes)}"
+    if not saving.more_calls:
+        return f"{saved}{peak}, {_PRICES[saving.knob]}"
+    calls = f"{plural(saving.more_calls, 'more all-gather')} in each step"
+    payload = f" of {format_bytes(saving.more_bytes)} together" if saving.more_bytes else ""
+    time = f", {format_duration(saving.more_ns)} if nothing overlaps with them" if saving.more_ns else ""
+    return f"{saved}{peak}, for {calls}{payload}{time}"
+
+
+_PRICES = {
+    Knob.RESHARD: "for no further collective",
+    Knob.PRECISION: "for less precise compute and reductions",
+    Knob.FEWER_AHEAD: "for all-gathers that are issued later",
+    Knob.OFFLOAD: "for copies between host and device in each step",
+    Knob.SMALLER_UNITS: "for more and smaller collectives",
+}
+
+
+def model_of(unit: Unit, models: Sequence[ModelInfo]) -> str:
+    """Return the variable that holds a unit's model; ``model`` if it is unknown."""
+    holders = sorted(models, key=lambda model: -len(model.units))
+    return next((model.name for model in holders if unit.index in model.units), "model")
+
+
+def module_words(unit: Unit, models: Sequence[ModelInfo]) -> str:
+    """Return a unit's module as code: ``model.blocks[2]`` -> ``model.get_submodule("blocks.2")``."""
+    name = model_of(unit, models)
+    return f'{name}.get_submodule("{unit.name}")' if unit.name else name
+
+
+def unit_path(unit: Unit, models: Sequence[ModelInfo]) -> str:
+    """Return a unit as ``%fsdp reshard`` names it: ``model.blocks.2``."""
+    return ".".join(filter(None, (model_of(unit, models), unit.name)))
+
+
+def is_flat(unit: Unit) -> bool:
+    """Return whether a unit is one of the classic API, with a flat parameter."""
+    return any(param.parts for param in unit.params) or unit.engine == TORCH_CLASSIC
+
+
+def is_ours(unit: Unit) -> bool:
+    """Return whether the workbench's engine runs a unit, so that ``%fsdp reshard`` changes it."""
+    return unit.engine in {"", OWN_ENGINE} and len(unit.params) > 0  # files of other tools have no parameters
+
+
+def _in_words(header: Header, saving: Saving, models: Sequence[ModelInfo]) -> PeakSaving:
+    chosen = saving.units or tuple(unit.index for unit in header.units if unit.in_use)
+    return PeakSaving(
+        knob=saving.knob,
+        line=_line(header, saving, header.units[chosen[0]], models) if chosen else "",
+        saved_bytes=saving.saved_bytes,
+        peak_bytes=saving.peak_bytes,
+        is_bound=saving.is_bound,
+        more_calls=saving.more_calls,
+        more_bytes=saving.more_bytes,
+        more_ns=saving.more_ns,
+    )
+
+
+def _line(header: Header, saving: Saving, unit: Unit, models: Sequence[ModelInfo]) -> str:
+    """Return the line that turns a knob; empty if the engine that runs the unit has none."""
+    name = model_of(unit, models)
+    if saving.knob is Knob.SMALLER_UNITS:
+        largest = parts_of(unit).most_common(1)[0][0]
+        inner = f'fully_shard({name}.get_submodule("{largest}"))'
+        return "" if is_flat(unit) else f"{inner} before {module_words(unit, models)}"
+    ours = is_ours(unit)
+    if saving.knob is Knob.RESHARD and is_flat(unit):
+        full = "sharding_strategy=ShardingStrategy.FULL_SHARD"
+        return f"%fsdp reshard {name} --strategy full" if ours else full
+    if saving.knob is Knob.RESHARD:
+        has_root = any(header.units[each].root == each for each in saving.units)
+        policy = "true" if has_root else "auto"
+        return f"%fsdp reshard {name} --reshard-after-forward {policy}" if ours else _TORCH[saving.knob].format(name)
+    if ours:
+        return f"%fsdp reshard {name} {_OPTIONS[saving.knob]}"
+    return _TORCH[saving.knob].format(name) if unit.engine == TORCH_FULLY_SHARD else ""
+
+
+_OPTIONS = {Knob.PRECISION: "--mp bf16", Knob.FEWER_AHEAD: "--prefetch 1", Knob.OFFLOAD: "--offload"}
+_TORCH = {
+    Knob.RESHARD: "{}.set_reshard_after_forward(True)",
+    Knob.PRECISION: "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+    Knob.FEWER_AHEAD: "{}.set_modules_to_backward_prefetch([]) for each unit",
+    Knob.OFFLOAD: "offload_policy=CPUOffloadPolicy()",
+}
+"""What to type for torch's own ``fully_shard``."""
+
+
+def _classes(found: Peak) -> str:
+    """Return the bytes of each class at a peak, the largest first."""
+    sizes = sorted(zip(Category, found.bytes_by_category, strict=True), key=lambda each: -each[1])
+    parts = [
+        f"{category.words} {format_bytes(size)} ({format_share(size / found.num_bytes)})"
+        for category, size in sizes
+        if size > 0 and category is not Category.RESERVED
+    ]
+    return ", ".join(parts)
+
+
+def _units(header: Header, at_peak: Mapping[int, UnitHistory]) -> list[str]:
+    """Return why each unit was unsharded or being gathered at a peak, alike ones together."""
+    alike: dict[str, list[int]] = {}
+    is_short = len(at_peak) > _MAX_UNITS
+    for unit, known in at_peak.items():
+        words = [event_words(header, event, unit, is_short=is_short) for event in known.events]
+        if known.last is UnitCause.KEPT_AFTER_BACKWARD:
+            words[-1] = _ENDED
+        alike.setdefault(", ".join(words), []).append(unit)
+    lines = []
+    for why, units in alike.items():
+        names = listed([unit_name(header, unit) for unit in units])
+        lines.append(f"{names if len(units) <= _MAX_UNITS else f'{len(units)} units, {names}'}: {why}")
+    return lines
+
+
+def event_words(header: Header, event: UnitEvent, unit: int, *, is_short: bool = False) -> str:
+    """Return an event of a unit's history as text.
+
+    Args:
+        header: of the trace.
+        event: the event.
+        unit: index of the unit.
+        is_short: leave out which unit gathered it ahead.
+    """
+    policy = header.units[unit].reshard_after_forward if unit < len(header.units) else True
+    if event.cause is UnitCause.KEPT_AFTER_FORWARD and policy is False:
+        return f"{event.cause.value} (reshard_after_forward is False)"
+    ahead = "" if event.by_unit < 0 or is_short else f" by {unit_name(header, event.by_unit)}"
+    return f"{event.cause.value}{ahead}"
+
+
+def _others(peaks: Sequence[tuple[RankTrace, Peak]], part: RankTrace) -> list[str]:
+    """Return the peaks of the other ranks as text."""
+    others = [found.num_bytes for each, found in peaks if each.rank != part.rank]
+    if not others:
+        return []
+    low, high = format_bytes(min(others)), format_bytes(max(others))
+    return [f"peaks of the other ranks: {low if low == high else f'{low} to {high}'}"]

@@ -1,0 +1,133 @@
+"""Why: the peak, the time of a step, the waits, a unit or a rank, in words and with the picture that shows it. Pure.
+
+Each answer is a verdict, the evidence, and what to type. Only a slow rank is a fault; the other answers say what is
+there. ``docs/explain.md`` describes how each number is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from workbench.errors import UsageError
+from workbench.events import Unit, unit_words
+from workbench.fault import Fault
+from workbench.protocol.rank_messages import ModelInfo
+from workbench.replay.grouping import ranges
+from workbench.reports.explain_peak import explain_peak, peak_report
+from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explain_times import (
+    avoidable_ns,
+    explain_rank,
+    explain_step,
+    explain_wait,
+    rank_lines,
+    shares_words,
+    timeline_of,
+)
+from workbench.reports.explain_unit import explain_unit
+from workbench.reports.step_study import StepStudy
+from workbench.trace.columns import Trace
+from workbench.views.theme import format_bytes
+from workbench.views.unit_selection import meant
+
+PROMINENT = 0.1
+"""Waits that a setting avoids, or memory that one frees, are the first answer from this fraction on."""
+
+
+def explain(
+    trace: Trace,
+    subject: str = "",
+    which: str = "",
+    *,
+    step: int | None = None,
+    models: Sequence[ModelInfo] = (),
+    is_live: bool = False,
+) -> ExplainReport:
+    """Return why something is as it is.
+
+    Args:
+        trace: what happened.
+        subject: ``peak``, ``step``, ``wait``, a unit, a rank such as ``1``, or ``rank`` or ``unit`` with ``which``;
+            empty: what matters most. A number is a rank if there is such a rank.
+        which: the rank or the unit, after ``rank`` or ``unit``.
+        step: which step; None: the newest.
+        models: the variables that hold models.
+        is_live: whether ranks run, so that a fix may be a line for them.
+
+    Raises:
+        UsageError: nothing is recorded, or the trace has no such step, unit or rank; the message says what to type.
+    """
+    if not trace.num_rows:
+        raise UsageError("nothing is recorded yet, so nothing can be explained: %fsdp shard MODEL, then %fsdp step 5")
+    study = StepStudy(trace=trace, step=step, models=tuple(models), is_live=is_live)
+    if subject in {"", *ANSWERS} and not which:
+        _check_steps(study)
+        return _primary(study) if not subject else ANSWERS[subject](study)
+    if subject not in {"rank", "unit"} and which:
+        raise UsageError(f"explain takes one unit or rank, not {subject!r} and {which!r}")
+    if subject in {"rank", "unit"} and not which:
+        example = "rank 1" if subject == "rank" else "unit blocks.0"
+        raise UsageError(f"explain {subject} needs to know which one: %fsdp explain {example}")
+    if subject == "rank" or (subject.isdecimal() and not which and not _is_only_a_unit(trace, subject)):
+        rank = _rank(trace, which or subject)
+        _check_steps(study)
+        return explain_rank(study, rank)
+    return explain_unit(replace(study, num_steps=2), _unit(trace, which or subject))  # one may not have ended
+
+
+ANSWERS: dict[str, Callable[[StepStudy], ExplainReport]] = {
+    "peak": lambda study: peak_report(study, "peak"),
+    "step": explain_step,
+    "wait": explain_wait,
+}
+"""What :func:`explain` explains besides units and ranks."""
+
+
+def _check_steps(study: StepStudy) -> None:
+    if study.has_steps:
+        return
+    if study.is_live:
+        raise UsageError("no training step is recorded yet, so nothing can be explained: %fsdp step 5")
+    raise UsageError("the trace has no training step; only units can be explained: %fsdp explain UNIT")
+
+
+def _is_only_a_unit(trace: Trace, text: str) -> bool:
+    """Return whether a number is the name of a unit and no rank."""
+    return any(unit.name == text for unit in trace.header.units) and int(text) not in {r.rank for r in trace.ranks}
+
+
+def _rank(trace: Trace, text: str) -> int:
+    known = [each.rank for each in trace.ranks]
+    if not text.isdecimal() or int(text) not in known:
+        raise UsageError(f"the trace has no rank {text}; its ranks are {ranges(known)}: %fsdp explain {known[0]}")
+    return int(text)
+
+
+def _unit(trace: Trace, name: str) -> Unit:
+    chosen = meant([unit for unit in trace.header.units if unit.in_use], name)
+    if len(chosen) > 1:
+        first = unit_words(chosen[0].name)
+        raise UsageError(f"explain takes one unit, and {len(chosen)} are called {name!r}: %fsdp explain {first}")
+    return chosen[0]
+
+
+def _primary(study: StepStudy) -> ExplainReport:
+    """Return what matters most: a slow rank, then waits that a setting avoids, then memory that one frees."""
+    if study.missing:
+        return peak_report(study, "")
+    if study.fault is not None:
+        return explain_step(study, "")
+    if avoidable_ns(study) > PROMINENT * study.mean_ns:
+        return explain_wait(study, "")
+    found = explain_peak(study)
+    fix = None if found is None else next((each for each in found.savings if each.line == found.answer.fix), None)
+    if found is not None and fix is not None and not fix.is_bound and fix.saved_bytes > PROMINENT * found.peak_bytes:
+        return peak_report(study, "")
+    peak = "" if found is None else f"; the peak is {format_bytes(found.peak_bytes)} on rank {found.rank}"
+    answer = Fault(
+        rule="nothing",
+        verdict=f"nothing stands out: {shares_words(study)}{peak}",
+        evidence=tuple(rank_lines(study)),
+    )
+    return study.report("", answer, timeline_of(study.timed), savings=() if found is None else found.savings)

@@ -1,0 +1,89 @@
+"""Waits and the slow rank of a step in words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.events import Kind
+from workbench.fault import Fault
+from workbench.replay.exposed_waits import ExposedWait, WaitReason
+from workbench.replay.grouping import label, ranges
+from workbench.replay.step_parts import Part, SlowRank
+from workbench.replay.units import unit_name
+from workbench.trace.schema import Header
+from workbench.trace.step_names import step_name
+from workbench.views.theme import format_bytes, format_duration
+
+_PARTS = {
+    Part.BEFORE: "before forward (input or host)",
+    Part.FORWARD: "in forward (compute, or host code inside it)",
+    Part.LOSS: "between forward and backward (loss)",
+    Part.BACKWARD: "in backward (compute, or host code inside it)",
+    Part.OPTIMIZER: "in the optimizer (compute)",
+    Part.OTHER: "after backward or between passes (host)",
+    None: "between the steps (input or host)",
+}
+
+_CAUSES = {
+    WaitReason.ISSUED_LATE: "issued only when it was needed",
+    WaitReason.AT_ONCE: "waited for as soon as it was issued",
+    WaitReason.NOTHING: "nothing was left to run meanwhile",
+}
+
+
+def time_words(duration_ns: float) -> str:
+    """Return a duration in nanoseconds as text, ``0`` for none."""
+    return format_duration(duration_ns) if duration_ns else "0"
+
+
+def slow_rank_fault(header: Header, slow: SlowRank, waits: Sequence[ExposedWait], step: int, *, is_live: bool) -> Fault:
+    """Return a slow rank as a fault.
+
+    Args:
+        header: of the trace.
+        slow: the rank.
+        waits: exposed waits of a step, the longest first.
+        step: number of that step.
+        is_live: whether ranks run, so that a fix may be a line for them.
+    """
+    late, step_time, where = time_words(slow.late_ns), time_words(slow.step_ns), _PARTS[slow.part]
+    evidence = [
+        f"median of steps {ranges(slow.steps)}: others wait {late} for rank {slow.rank} in a step of {step_time}",
+        f"{where}: rank {slow.rank} takes {time_words(slow.own_ns)}, the others {time_words(slow.others_ns)}",
+    ]
+    if slow.unit >= 0:
+        own, others = map(time_words, slow.unit_ns)
+        unit = unit_name(header, slow.unit)
+        evidence.append(f"most of it in {unit}: rank {slow.rank} takes {own}, the others {others}")
+    longest = next((w for w in waits if w.cause is WaitReason.LATE_RANK and w.late_rank == slow.rank), None)
+    if longest is not None:
+        waited = f"{label(longest.ranks)} up to {time_words(longest.most_ns)}"
+        evidence.append(f"longest wait in {step_name(step)}: {waited} for the {collective_words(header, longest)}")
+    return Fault(
+        rule="slow-rank",
+        verdict=f"rank {slow.rank} is slow {where}: others wait {late} of each step of {step_time} for it",
+        evidence=tuple(evidence),
+        fix="%fsdp step 5 --background, then %fsdp where --stacks" if is_live else "",
+    )
+
+
+def collective_words(header: Header, wait: ExposedWait) -> str:
+    """Return the collective of a wait as text: ``"all-gather of blocks.2 in backward"``."""
+    of = f" of {unit_name(header, wait.unit)}" if wait.unit >= 0 else ""
+    return f"{wait.kind.words}{of}{' in backward' if wait.in_backward and wait.kind is Kind.ALL_GATHER else ''}"
+
+
+def wait_words(header: Header, wait: ExposedWait) -> str:
+    """Return who waited how long for which collective, and why, as text."""
+    times = f" in {wait.calls} waits" if wait.calls > 1 else ""
+    waited = f"{label(wait.ranks)} up to {time_words(wait.most_ns)}{times}"
+    return f"{collective_words(header, wait)}: {waited}; {_cause_words(wait)}"
+
+
+def _cause_words(wait: ExposedWait) -> str:
+    if wait.cause is WaitReason.LATE_RANK:
+        return f"rank {wait.late_rank} issued it last"
+    if wait.cause is WaitReason.BANDWIDTH:
+        payload = format_bytes(wait.num_bytes) if wait.num_bytes else "transfers"
+        return f"issued ahead, but {payload} take {time_words(wait.time_ns)}"
+    return _CAUSES[wait.cause]

@@ -1,0 +1,348 @@
+"""Why a sharded step differs from the same step of an unsharded copy: the causes that what the ranks measured decides.
+
+Each cause is a function of the replies of all ranks, which returns a fault if the evidence is unambiguous, and None
+otherwise. :data:`CAUSES` has them in the order of importance. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from workbench.fault import Fault, listed
+from workbench.protocol.commands import Difference, StepDifferences, VerifyReply
+from workbench.replay.grouping import by_value, label
+from workbench.views.theme import plural
+
+DRIFT = "drifting-replica"
+"""Rule of a fault with which the comparison holds, and the model is still not one."""
+
+_CLOSE = 5e-3  # relative difference of two numbers that count as equal
+
+Differences = Sequence[StepDifferences]
+"""One of each rank, in order."""
+
+
+def faults_of(by_rank: Sequence[VerifyReply]) -> tuple[Fault, ...]:
+    """Return the faults that the replies of all ranks show, the most important first."""
+    drift, left_out = _drift(by_rank), _left_out(by_rank)
+    differences = [reply.differences for reply in by_rank if reply.differences is not None]
+    found: list[Fault] = [drift] if drift is not None else []
+    if len(differences) == len(by_rank):
+        causes = (cause(differences) for cause in CAUSES)
+        first = next((fault for fault in causes if fault is not None), None)  # others may be consequences
+        found += [first] if first is not None else []
+    return tuple(found + ([left_out] if left_out is not None else []))
+
+
+# ---- where the steps differ first
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstDifference:
+    """The first value of its kind that differs between the two steps, over all ranks.
+
+    Attributes:
+        what: ``output``, ``gradient`` or ``parameter``.
+        name: module or parameter; empty: the root module.
+        position: its index in the order of execution, of backward, or of the model's parameters.
+        total: number of values in that order.
+        relative: norm of the difference relative to that of the unsharded value; the largest of all ranks.
+        ranks: ranks on which it differs.
+        where: these ranks, with their rows, as text.
+    """
+
+    what: str
+    name: str
+    position: int
+    total: int
+    relative: float
+    ranks: tuple[int, ...]
+    where: str
+
+    @property
+    def words(self) -> str:
+        """The difference as text."""
+        size = "not finite" if math.isinf(self.relative) else f"{self.relative:.2g} relative"
+        noun, order = _ORDERS[self.what]
+        return f"{self.name or '(root)'}, {noun} {self.position + 1} of {self.total} {order}: {size}, on {self.where}"
+
+
+_ORDERS = {
+    "output": ("module", "in the order of execution"),
+    "gradient": ("parameter", "in the order of backward"),
+    "parameter": ("parameter", "of the model"),
+}
+
+
+def first_differences(differences: Differences) -> tuple[FirstDifference, ...]:
+    """Return the first output, gradient and parameter that differ, in the order of a step."""
+    found = (
+        _first("output", [each.output for each in differences]),
+        _first("gradient", [each.grad for each in differences]),
+        _first("parameter", [each.param for each in differences]),
+    )
+    return tuple(each for each in found if each is not None)
+
+
+def _first(what: str, by_rank: Sequence[Difference | None]) -> FirstDifference | None:
+    places = [each.position for each in by_rank if each is not None]
+    at = {rank: each for rank, each in enumerate(by_rank) if each is not None and each.position == min(places)}
+    if not at:
+        return None
+    one = next(iter(at.values()))
+    rows = by_value((rank, each.rows) for rank, each in at.items())
+    return FirstDifference(
+        what=what,
+        name=one.name,
+        position=one.position,
+        total=one.total,
+        relative=max(each.relative for each in at.values()),
+        ranks=tuple(at),
+        where="; ".join(f"{label(ranks)}{f' ({text})' if text else ''}" for text, ranks in rows.items()),
+    )
+
+
+# ---- causes
+
+
+def _other_data(differences: Differences) -> Fault | None:
+    ranks = [rank for rank, each in enumerate(differences) if each.differs_in_input]
+    if not ranks:
+        return None
+    return Fault(
+        rule="different-data",
+        verdict="the two steps got different data, so they cannot be compared",
+        evidence=(f"the inputs of the root module differ on {label(ranks)}",),
+        fix="let the step function compute from one fixed batch, or draw its batch with a torch.Generator variable",
+    )
+
+
+def _not_stepped(differences: Differences) -> Fault | None:
+    steps = [each.optimizer_steps for each in differences]
+    if len(set(steps)) == 1:
+        return None
+    behind = [rank for rank, count in enumerate(steps) if count < max(steps)]
+    counts = by_value(enumerate(steps))
+    return Fault(
+        rule="rank-not-stepped",
+        verdict=f"{label(behind)}: fewer optimizer steps than on other ranks, so rows stay behind",
+        evidence=tuple(f"{label(ranks)}: {plural(count, 'optimizer step')}" for count, ranks in counts.items()),
+        fix="call optimizer.step() on every rank: each rank updates only its own rows",
+    )
+
+
+def _other_counters(differences: Differences) -> Fault | None:
+    counters = by_value((rank, each.counters) for rank, each in enumerate(differences))
+    if len(counters) < 2:
+        return None
+    texts = {
+        label(ranks): ", ".join(
+            f"{plural(counter.steps, 'step')} for {plural(counter.num_params, 'parameter')} ({counter.first}, ...)"
+            for counter in known
+        )
+        or "no state"
+        for known, ranks in counters.items()
+    }
+    return Fault(
+        rule="optimizer-counters",
+        verdict="the optimizer's state is of different steps on different ranks, as after a resume that failed on some",
+        evidence=tuple(f"{ranks}: {text}" for ranks, text in texts.items()),
+        fix="load the same checkpoint of the optimizer on every rank, with torch.distributed.checkpoint.state_dict",
+    )
+
+
+def _unreduced(differences: Differences) -> Fault | None:
+    units = by_value((rank, each.unreduced) for rank, each in enumerate(differences) if each.unreduced and each.missing)
+    if not units:
+        return None
+    names = list(dict.fromkeys(unit for own in units for unit in own))
+    missing = max((each.missing for each in differences), key=len)
+    return Fault(
+        rule="no-sync-left-on",
+        verdict=f"gradients of {'unit' if len(names) == 1 else 'units'} {listed(names)} were never reduced",
+        evidence=(
+            *(
+                f"{label(ranks)}: gradients of {listed(own)} still wait for their reduction"
+                for own, ranks in units.items()
+            ),
+            f"{plural(len(missing), 'parameter')} without a gradient at the optimizer's step: {listed(missing)}",
+            f"finished reductions of {'this unit' if len(names) == 1 else 'these units'} in this optimizer step: 0",
+        ),
+        fix="run the last backward before optimizer.step() with model.set_requires_gradient_sync(True), with replicas "
+        "also model.set_requires_all_reduce(True), or outside no_sync()",
+    )
+
+
+def _partial_norm(differences: Differences) -> Fault | None:
+    ratios = _ratio_by_rank(differences)
+    if ratios is None or len(ratios) == 1 or all(_is_close(ratio, 1.0) for ratio in ratios):
+        return None
+    whole = [each.norm_reference for each in differences]
+    clipped = [_is_close(each.norm, norm) for each, norm in zip(differences, whole, strict=True)]
+    largest = max(ratios)
+    others_unclipped = all(
+        _is_close(ratio, largest) for ratio, is_clipped in zip(ratios, clipped, strict=True) if not is_clipped
+    )
+    if not any(clipped) or not others_unclipped or min(ratios) < 1 - _CLOSE or not _is_close(min(whole), max(whole)):
+        return None
+    return Fault(
+        rule="partial-norm",
+        verdict="gradients were clipped by the norm of each rank's own rows instead of the norm of all rows",
+        evidence=(
+            f"gradients of ranks 0, 1, ... are {_numbers(ratios)} times those of the unsharded copy; "
+            f"with rows of equal norms it is sqrt({len(ratios)}) = {math.sqrt(len(ratios)):.4g}",
+            f"the clipped rows of one rank have the norm {differences[clipped.index(True)].norm:.4g}, which all rows "
+            "together should have",
+        ),
+        fix="total = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm); with the classic wrapper "
+        "model.clip_grad_norm_(max_norm)",
+    )
+
+
+def _wrong_scale(differences: Differences) -> Fault | None:
+    size = len(differences)
+    groups = [[group for group in each.ratios if group.ratio != 1.0] for each in differences]
+    found = [group for own in groups for group in own]
+    if (
+        size == 1
+        or not found
+        or any(group.ratio is None for group in found)
+        or any(each.missing for each in differences)
+    ):
+        return None
+    factor = found[0].ratio or 0.0
+    if not all(_is_close(group.ratio or 0.0, factor) for group in found):
+        return None
+    counts = [sum(group.num_params for group in each.ratios) for each in differences]
+    wrong = [sum(group.num_params for group in own) for own in groups]
+    some = "" if wrong == counts else f" of {plural(max(wrong), 'parameter')} ({found[0].first}, ...)"
+    evidence = (f"gradients{some} are {factor:.4g} times those of the unsharded copy, on {label(range(size))}",)
+    if _is_close(factor, size):
+        return Fault(
+            rule="wrong-scale",
+            verdict=f"gradients{some} are summed over the {size} ranks instead of averaged",
+            evidence=evidence,
+            fix="leave out set_gradient_divide_factor(1.0) and the like, or divide the loss by the number of ranks",
+        )
+    if _is_close(factor, 1 / size):
+        return Fault(
+            rule="wrong-scale",
+            verdict=f"gradients{some} are divided by the {size} ranks twice",
+            evidence=evidence,
+            fix="do not divide the loss or the gradients by the number of ranks: the reduction averages them",
+        )
+    return Fault(
+        rule="wrong-scale",
+        verdict=f"gradients{some} have the wrong scale: {factor:.4g} times those of the unsharded copy",
+        evidence=evidence,
+        fix="",
+    )
+
+
+def _uneven_batches(differences: Differences) -> Fault | None:
+    """Find gradients that each rank multiplied by its own factor after they were averaged."""
+    ratios = _ratio_by_rank(differences)
+    norms, sizes = [each.norm_reference for each in differences], [each.num_inputs for each in differences]
+    if ratios is None or not all(_is_close(ratio, 1.0) for ratio in ratios) or not all(norms):
+        return None
+    factors = [norm / norms[0] for norm in norms]
+    if all(_is_close(factor, 1.0) for factor in factors):
+        return None
+    evidence = [f"gradients of ranks 0, 1, ... are scaled like {_numbers(factors)} after they were averaged"]
+    if all(sizes) and all(_is_close(f, size / sizes[0]) for f, size in zip(factors, sizes, strict=True)):
+        batches = ", ".join(map(str, sizes))
+        return Fault(
+            rule="uneven-batches",
+            verdict="uneven batches are weighed after the gradients were averaged: each rank scales only its rows",
+            evidence=(*evidence, f"like the elements of the ranks' inputs: {batches}"),
+            fix="weigh the loss before backward: (loss * my_tokens * world_size / all_tokens).backward()",
+        )
+    return Fault(
+        rule="scaled-per-rank",
+        verdict="each rank scales the averaged gradients of its rows by another factor",
+        evidence=tuple(evidence),
+        fix="scale the loss before backward, or all ranks' gradients by the same number",
+    )
+
+
+def _precision(differences: Differences) -> Fault | None:
+    rounded = {each.rounded_to for each in differences}
+    grads = [each.grad for each in differences if each.grad is not None]
+    if len(rounded) != 1 or "" in rounded or any(each.missing or each.output for each in differences):
+        return None
+    (dtype,) = rounded
+    worst = max((grad.relative for grad in grads), default=0.0)
+    bits = f"they agree to about {-math.log2(worst):.0f} bits" if 0 < worst < 1 else "they agree"
+    return Fault(
+        rule="precision",
+        verdict=f"only precision differs: gradients are rounded to {dtype}",
+        evidence=(f"every sharded gradient is a {dtype} number, and the unsharded are not; {bits}",),
+        fix="reduce in float32: MixedPrecisionPolicy(reduce_dtype=torch.float32), without a hook that compresses",
+    )
+
+
+CAUSES: tuple[Callable[[Differences], Fault | None], ...] = (
+    _other_data,
+    _not_stepped,
+    _other_counters,
+    _unreduced,
+    _partial_norm,
+    _wrong_scale,
+    _uneven_batches,
+    _precision,
+)
+"""The causes of a difference, the most important first."""
+
+
+def _drift(by_rank: Sequence[VerifyReply]) -> Fault | None:
+    groups: dict[tuple[str, int], dict[int, list[int]]] = {}
+    for rank, reply in enumerate(by_rank):
+        for each in reply.replicas:
+            groups.setdefault((each.unit, each.shard_rank), {}).setdefault(each.crc32, []).append(rank)
+    differing = {key: list(sums.values()) for key, sums in groups.items() if len(sums) > 1}
+    if not differing:
+        return None
+    units = list(dict.fromkeys(unit for unit, _ in differing))
+    texts = [
+        f"{unit}: the shards of {' differ from those of '.join(label(ranks) for ranks in ranks_of)}"
+        for (unit, _), ranks_of in differing.items()
+    ]
+    return Fault(
+        rule=DRIFT,
+        verdict=f"the replicas of the model had different parameters before the step, in {plural(len(units), 'unit')}",
+        evidence=tuple(texts[:4]),
+        fix="load one checkpoint on every rank, and let all ranks reduce: model.set_requires_all_reduce(True)",
+    )
+
+
+def _left_out(by_rank: Sequence[VerifyReply]) -> Fault | None:
+    units = list(dict.fromkeys(unit for reply in by_rank for unit in reply.left_out))
+    if not units:
+        return None
+    return Fault(
+        rule="stale-optimizer",
+        verdict=f"{'unit' if len(units) == 1 else 'units'} {listed(units)} got gradients and did not move",
+        evidence=("no optimizer among the variables has their parameters, while it has others of the model",),
+        fix="make the optimizer after sharding: torch.optim.AdamW(model.parameters(), ...)",
+    )
+
+
+def _ratio_by_rank(differences: Differences) -> list[float] | None:
+    """Return the ratio of each rank's gradients, if it is one for all its parameters; None otherwise."""
+    found = []
+    for each in differences:
+        if each.missing or len(each.ratios) != 1 or each.ratios[0].ratio is None:
+            return None
+        found.append(each.ratios[0].ratio)
+    return found
+
+
+def _is_close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_CLOSE)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    shown = [f"{value:.4g}" for value in values[:8]]
+    return ", ".join([*shown, *(["..."] if len(values) > 8 else [])])
