@@ -608,7 +608,7 @@ def flat_full_of(handle: Handle) -> torch.Tensor | None:
 def flat_freed_of(handle: Handle) -> torch.Tensor | None:
     """Return the memory of the whole flat parameter after it was freed; None while it has values, or without any."""
     freed: torch.Tensor | None = getattr(handle.flat_param, "_full_param_padded", None)
-    return freed if handle.uses_sharded_strategy and handle.needs_unshard() else None
+    return freed if freed is not None and handle.uses_sharded_strategy and handle.needs_unshard() else None
 
 
 def flat_places_of(handle: Handle) -> tuple[tuple[nn.Module, str], ...]:
