@@ -104,9 +104,9 @@ first copied into the current directory, unless it is there already. Further arg
 --port 9000 or --no-browser; with --ServerApp.root_dir FOLDER the tour is copied into FOLDER."""
 _LINT = """\
 Run a training script on CPU ranks of this machine, unchanged, as torchrun would; then check each sharded model that a
-variable of the script holds, as %fsdp lint does. Arguments that are not listed here go to the script, and so does
-everything after --. The exit status is 0 if nothing was found, 1 if there are faults, and 2 if nothing could be
-checked: the script failed, or holds no sharded model."""
+variable of the script holds, or one of its functions that trains, as %fsdp lint does. Arguments that are not listed
+here go to the script, and so does everything after --. The exit status is 0 if nothing was found, 1 if there are
+faults, and 2 if nothing could be checked: the script failed, or holds no sharded model."""
 _VIEW = """\
 Write a trace file, or the recording in a folder, as a page that replays it in any browser. Profiles of torch.profiler
 and dumps of the Flight Recorder are read too: a file, a folder with one for each rank, or a pattern in quotes, such as
@@ -123,8 +123,9 @@ FullyShardedDataParallel in the script. The script must define a function of one
 that uses the model and the optimizer by their global names. Further arguments go to the
 script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
 _VERIFY_NEEDS = (
-    "The script must shard a model with fully_shard or FullyShardedDataParallel, keep it in a global variable, and "
-    "define a function without arguments that trains it for one step, by its global names: train_step, or --fn NAME."
+    "The script must shard a model with fully_shard or FullyShardedDataParallel, in a global variable or in a function "
+    "that trains it, and define a function without arguments that trains it for one step, by its global names: "
+    "train_step, or --fn NAME."
 )
 _TAKE_OUR_ENGINE = """\
 import torch.distributed.fsdp as theirs

@@ -29,7 +29,7 @@ def run(script: str, args: Sequence[str], *, module: bool, num_ranks: int, on_ou
         held = [model for models in wb.models().values() for model in models if model.units]
         if not held:
             raise UsageError(
-                f"nothing was checked: at the end of {script} no variable of the script holds a sharded model. One in "
-                "a function is gone by then: have the function return it"
+                f"nothing was checked: no variable of {script}, nor of a function of it that steps an optimizer, "
+                "holds a sharded model"
             )
         return wb.lint()

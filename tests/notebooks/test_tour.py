@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first test o
 
 TOUR = REPO / "notebooks" / "01_tour.ipynb"
 RANKS = 4
-VIEWS = 9  # layout, training, timeline, states, memory, comms; again comms, memory, states
+VIEWS = 10  # layout, training, timeline, states, memory, comms, that of explain; again comms, memory, states
 
 
 @pytest.fixture(scope="module")

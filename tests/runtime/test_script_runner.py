@@ -61,6 +61,49 @@ def test_names_stay_until_the_next_run_which_starts_clean(tmp_path):
         assert broken == []
 
 
+IN_MAIN = """
+import torch
+from torch import nn
+
+class Loop:
+    def step(self, optimizer):
+        inner = nn.Linear(1, 1)
+        optimizer.step()
+
+def main():
+    model, batch, other = nn.Linear(2, 2), torch.ones(1, 2), "text"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        later = nn.Linear(3, 3) if _ else None
+        model(batch).sum().backward()
+        Loop().step(optimizer)
+    weights.append(model.weight.tolist())
+
+weights, inner = [], "of the module"
+main()
+"""
+
+
+def kept_of_main(path):
+    ran(path)
+    ns = namespace()
+    trained = ns["model"].weight.tolist() == ns["weights"][0]
+    found = {name: name in ns for name in ("model", "optimizer", "batch", "other", "later")}
+    value = ns["inner"]
+    written(Path(path).parent, "pass", "next.py")
+    ran(str(Path(path).parent / "next.py"))
+    return trained, found, value, "model" in ns
+
+
+def test_models_and_optimizers_of_a_function_that_trains_stay_until_the_next_run(tmp_path):
+    path = written(tmp_path, IN_MAIN)
+    for trained, found, inner, is_left in run(2, kept_of_main, path):
+        assert trained
+        assert found == {"model": True, "optimizer": True, "batch": False, "other": False, "later": False}
+        assert inner == "of the module"
+        assert not is_left
+
+
 def groups_of_a_script(path):
     groups = set(named_groups())
     found = []

@@ -1,5 +1,7 @@
 """Scripts of ``%fsdp run`` on a rank: each runs as ``__main__`` in the cells' namespace, where its names stay.
 
+Of a function of the script that calls an optimizer, such as ``main()``, the models, optimizers and loaders stay too.
+
 The next script starts clean: the names of the last one are gone, its process groups are destroyed, and modules that lie
 beside a script are imported again.
 """
@@ -9,12 +11,15 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import inspect
 import linecache
 import os
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -22,6 +27,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from workbench.engine._torch import named_groups
 from workbench.engine.cancellable_waits import cancellation
@@ -35,6 +43,7 @@ from workbench.runtime.script_environment import as_under_torchrun
 from workbench.runtime.trainer import Trainer
 
 _JOIN_S = 0.05
+_KEPT = (nn.Module, Optimizer, DataLoader)
 _ABOUT_ITSELF = ("__file__", "__spec__", "__package__", "__loader__", "__doc__", "__cached__")
 
 
@@ -97,8 +106,9 @@ class ScriptRunner:
                 if command.module:
                     sys.argv[0] = program.code.co_filename
                 namespace.update(program.names)
-                with self._trainer.whole_program(), self._trainer.explained():
+                with self._trainer.whole_program(), self._trainer.explained(), _kept_locals(program.code) as kept:
                     _execute(program.code, namespace)
+                    namespace.update({name: value for name, value in kept.items() if name not in namespace})
                     _join({*threading.enumerate()} - threads)
                     self._trainer.wait_for_device()
                     steps_done = self._trainer.steps_of_program
@@ -199,6 +209,32 @@ def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
             return
         status = repr(error.code) if isinstance(error.code, str) else error.code
         raise ScriptExit(f"the script called sys.exit({status})").with_traceback(error.__traceback__) from None
+
+
+@contextmanager
+def _kept_locals(code: CodeType) -> Iterator[dict[str, Any]]:
+    """Provide the variables of the program's functions that run at the first step of an optimizer in the body.
+
+    Those are kept that :data:`_KEPT` names; of equal names, that of the innermost function counts.
+    """
+    kept: dict[str, Any] = {}
+    was_called = False
+
+    def keep(*_: object) -> None:
+        nonlocal was_called
+        frame = None if was_called else inspect.currentframe()
+        was_called = True
+        while frame is not None:
+            if frame.f_code.co_filename == code.co_filename and frame.f_code.co_name != "<module>":
+                found = {name: value for name, value in frame.f_locals.items() if isinstance(value, _KEPT)}
+                kept.update({name: value for name, value in found.items() if name not in kept})
+            frame = frame.f_back
+
+    handle = register_optimizer_step_pre_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
 
 
 def _end_of_fork(error: BaseException | None) -> NoReturn:
