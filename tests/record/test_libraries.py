@@ -119,6 +119,7 @@ Told(
                            save_strategy="no", disable_tqdm=True, logging_strategy="no"),
     train_dataset=[{{"input_ids": each, "labels": each}} for each in ids],
 ).train()
+torch.distributed.destroy_process_group()  # threads of gloo may crash a process that ends with a group
 """
 
 PIPELINE = """

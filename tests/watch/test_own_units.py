@@ -39,7 +39,7 @@ def freed(category):
 
 def trained_and_freed():
     trained()
-    return freed(Category.UNSHARDED_GRADS)
+    return [freed(category) for category in (Category.UNSHARDED_GRADS, Category.SHARDED_GRADS)]
 
 
 def words(rank, **columns):

@@ -10,6 +10,7 @@ issue the same one.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,9 @@ from workbench.engine.cancellable_waits import SLICE_S, AsyncWork, cancellation
 from workbench.engine.collective_order import Board, Collective, OrderCheck
 from workbench.engine.errors import RanksDisagreeError
 from workbench.events import GROUP_INDICES, Comm, Edge, Kind
+
+_NUMBERS = itertools.count()
+"""Numbers of groups in their names, by which traces of ranks find them: all ranks make them in the same order."""
 
 OWN = "workbench/"
 """Name prefix of the engine's process groups."""
@@ -67,6 +71,8 @@ class CommGroup:
         """Create a new process group; all ranks of the group must call this together."""
         self.let_go()
         self.index = next(GROUP_INDICES)
+        # another count than the index: that of c10d's groups, which not all ranks may use, must not change it
+        name_in_trace = "" if self.purpose else f"group {next(_NUMBERS)}"
         self._seq = 0
         self._given_up = ""
         # a rank that joins later has the same count: a new default group resets it on all ranks
@@ -81,7 +87,7 @@ class CommGroup:
         self._transport = backend_of(device_here(self.device_type)).transport(self.process_group)
         self._next_look_s = 0.0
         if probe.active is not None and not self.purpose:
-            probe.active.comm_group(self.index, self.ranks)
+            probe.active.comm_group(self.index, self.ranks, name_in_trace)
 
     def _renew_order_check(self, store: Store) -> None:
         """Start a new order check, without the order so far."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from workbench.events import unit_words
 from workbench.fault import Fault, listed
 from workbench.protocol.commands import Difference, StepDifferences, VerifyReply
 from workbench.replay.grouping import by_value, label
@@ -66,7 +67,7 @@ class FirstDifference:
         """The difference as text."""
         size = "not finite" if math.isinf(self.relative) else f"{self.relative:.2g} relative"
         noun, order = _ORDERS[self.what]
-        return f"{self.name or '(root)'}, {noun} {self.position + 1} of {self.total} {order}: {size}, on {self.where}"
+        return f"{unit_words(self.name)}, {noun} {self.position + 1} of {self.total} {order}: {size}, on {self.where}"
 
 
 _ORDERS = {

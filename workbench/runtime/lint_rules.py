@@ -373,7 +373,7 @@ def uncalled_hook(target: LintTarget) -> Iterator[Finding]:
 def low_precision_master(target: LintTarget) -> Iterator[Finding]:
     """Trained parameters in bfloat16 or float16 under an optimizer of torch, which keeps no float32 copy.
 
-    An update below half a unit in the last place, 0.2 % of a weight in bfloat16, is lost.
+    An update below half a unit in the last place, 1/512 of a weight in bfloat16, is lost.
     """
     trained = {
         name: (param, tensors)

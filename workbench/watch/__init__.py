@@ -132,6 +132,7 @@ class Watch:
             replaced: each old group with its replacement.
         """
         new_of = {id(old): new for old, new in replaced}
+        self._collectives.num_renewals += 1
         for units in self._units:
             units.renew(new_of)
         reset_all()

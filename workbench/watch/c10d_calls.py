@@ -64,6 +64,8 @@ class CollectiveWatch:
         before_issue: called with the tensors of the next call, after its input is ready and before it is announced.
         after_wait: called once when the next wait has ended.
         is_paused: whether calls that begin are those of the workbench itself, and not announced.
+        num_renewals: how often the process groups were replaced, the same on all ranks; names of groups tell it, since
+            not every rank may have used each of them.
     """
 
     def __init__(self) -> None:
@@ -71,6 +73,7 @@ class CollectiveWatch:
         self.before_issue: Callable[[Kind, Tensors], None] | None = None
         self.after_wait: Callable[[], None] | None = None
         self.is_paused = False
+        self.num_renewals = 0
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
         self._pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], _Group]] = (
             weakref.WeakKeyDictionary()
@@ -124,15 +127,17 @@ class CollectiveWatch:
         probe.event(kind, Edge.BEGIN, call.unit, call.num_bytes, comm)
         return call
 
-    @staticmethod
-    def _announced(group: dist.ProcessGroup) -> _Group:
+    def _announced(self, group: dist.ProcessGroup) -> _Group:
         if group.group_name.startswith(OWN):
             return _Group(None)
         known = _Group(next(GROUP_INDICES))
         if probe.active is not None and known.index is not None:
-            name = f"c10d group {group.group_name}"
-            probe.active.comm_group(known.index, ranks_of(group) or tuple(range(group.size())), name)
+            probe.active.comm_group(known.index, ranks_of(group) or tuple(range(group.size())), self._name_of(group))
         return known
+
+    def _name_of(self, group: dist.ProcessGroup) -> str:
+        again = f", new {self.num_renewals}" if self.num_renewals else ""
+        return f"c10d group {group.group_name}{again}"
 
     def _between(self, group: dist.ProcessGroup, kind: Kind, peer: int) -> _Group | None:
         """Return the group of a sender and a receiver, of which this rank is one; None if the other is unknown.
@@ -148,7 +153,7 @@ class CollectiveWatch:
             ranks = ranks_of(group) or tuple(range(group.size()))
             sender, receiver = ranks[pair[0]], ranks[pair[1]]
             if probe.active is not None and known.index is not None:
-                name = f"c10d group {group.group_name} from rank {sender} to rank {receiver}"
+                name = f"{self._name_of(group)} from rank {sender} to rank {receiver}"
                 probe.active.comm_group(known.index, (sender, receiver), name)
         return known
 
