@@ -54,7 +54,11 @@ def life_of_a_model():
     rows = trace.ranks[0].rows
     out["rules"] = check(trace)
     out["steps"] = rows["step"][(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END)].tolist()
-    out["losses"] = rows["value"][rows["kind"] == Kind.METRIC].tolist()
+    metrics = rows[rows["kind"] == Kind.METRIC]
+    out["losses"] = metrics["value"].tolist()
+    out["metrics"] = {trace.header.strings[index] for index in metrics["module"].tolist()}
+    ends = {edge: rows["t_ns"][(rows["kind"] == Kind.STEP) & (rows["edge"] == edge)] for edge in (Edge.BEGIN, Edge.END)}
+    out["recorded_s"] = ((ends[Edge.END] - ends[Edge.BEGIN]) / 1e9).tolist()
     out["frame"] = key_frame_from_dict(content.key_frame)
     out["units"] = [u.name for u in trace.header.units]
     out["unshard"] = execute(Unshard(model="model"))
@@ -89,6 +93,11 @@ def test_shard_step_verify_unshard(world_size):
         assert shard["bytes_unsharded"] == 4 * shard["num_elements"]
         assert out["optimizer holds DTensors"]
         assert out["step"]["optimizer_steps"] == 3
+        assert (out["step"]["first_step"], out["next"]["first_step"]) == (0, 3)
+        assert out["metrics"] == {"loss"}
+        # the time around a step holds what is recorded of it
+        for told, recorded in zip(out["step"]["seconds"], out["recorded_s"], strict=False):
+            assert recorded <= told < recorded + 60
         assert out["verify"]["ok"]
         assert out["verify"]["max_abs_diff"] < 1e-6
         assert out["verify"]["loss_sharded"] == pytest.approx(out["verify"]["loss_reference"], abs=1e-6)
@@ -351,13 +360,26 @@ def missed_gradients():
     texts["kept before"] = execute(Step())
     model.is_inside = True
     texts["inside"] = execute(Step())
+    texts["inside, then usual"] = missed_in_the_first_of_two(model)
     model.reset_iter_state()
     return {name: stepped["unreduced"] for name, stepped in texts.items()}
 
 
+def missed_in_the_first_of_two(model):
+    """Take two steps of one command, of which only the first leaves gradients; return the reply."""
+    train_step = namespace()["train_step"]
+
+    def then_usual():
+        train_step()
+        model.is_inside = False
+
+    namespace()["train_step"] = then_usual
+    return execute(Step(count=2))
+
+
 def test_a_step_names_unreduced_gradients():
     for texts in run(2, missed_gradients):
-        assert texts == {"usual": [], "kept": [], "kept before": [], "inside": [""]}
+        assert texts == {"usual": [], "kept": [], "kept before": [], "inside": [""], "inside, then usual": [""]}
 
 
 class Adapted(torch.nn.Module):
