@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a stalled run, 2: wrong usage."""
     parser, parser_of = _parsers()
     given = list(sys.argv[1:] if argv is None else argv)
-    end = given.index("--") if given[:1] == ["lint"] and "--" in given else len(given)
+    runs_script = given[:1] in (["lint"], ["verify"])
+    end = given.index("--") if runs_script and "--" in given else len(given)
     args, rest = parser.parse_known_args(given[:end])
     args.rest = [*rest, *given[end + 1 :]]
     if rest and args.word not in {"lab", "lint", "verify"}:
@@ -53,6 +54,14 @@ def _fail(args: argparse.Namespace, error: Exception, status: int) -> int:
     _write_document(args, error=error)
     sys.stderr.write(f"{error}\n")
     return status
+
+
+def _write_report(args: argparse.Namespace, report: object, **more: Any) -> None:  # noqa: ANN401 - of document
+    """Write a report as text, or its document if ``--json`` asks for it."""
+    if args.json:
+        _write_document(args, report, **more)
+    else:
+        sys.stdout.write(f"{report}\n")
 
 
 def _write_document(args: argparse.Namespace, report: object = None, **more: Any) -> None:  # noqa: ANN401 - of document
@@ -238,20 +247,22 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _lint(args: argparse.Namespace) -> int:
     from workbench import lint_script  # noqa: PLC0415 - loaded when used
-    from workbench.session.outputs import text_of  # noqa: PLC0415
-
-    def show(output: Any) -> None:  # noqa: ANN401 - an Output, whose module is loaded when used
-        sys.stderr.write(text_of([output]))
 
     try:
-        report = lint_script.run(args.script, args.rest, module=args.module, num_ranks=args.num_ranks, on_output=show)
+        report = lint_script.run(
+            args.script, args.rest, module=args.module, num_ranks=args.num_ranks, on_output=_show_output
+        )
     except WorkbenchError as error:
         return _fail(args, error, 2)
-    if args.json:
-        _write_document(args, report)
-    else:
-        sys.stdout.write(f"{report}\n")
+    _write_report(args, report)
     return int(bool(report.faults))
+
+
+def _show_output(output: Any) -> None:  # noqa: ANN401 - an Output, whose module is loaded when used
+    """Write output of a script to standard error: standard output is the report's."""
+    from workbench.session.outputs import text_of  # noqa: PLC0415 - loaded when used
+
+    sys.stderr.write(text_of([output]))
 
 
 def _view(args: argparse.Namespace) -> int:
@@ -262,10 +273,7 @@ def _view(args: argparse.Namespace) -> int:
     for note in opened.notes:
         sys.stderr.write(f"note: {_printable(note)}\n")
     report = export(opened.trace, args.out or Path(args.trace).resolve().name + ".html", args.steps)
-    if args.json:
-        _write_document(args, report, notices=opened.notes)
-    else:
-        sys.stdout.write(f"{report}\n")
+    _write_report(args, report, notices=opened.notes)
     return 0
 
 
@@ -293,28 +301,19 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from workbench.session.outputs import text_of  # noqa: PLC0415 - loaded when used
-    from workbench.workbench import Workbench  # noqa: PLC0415
-
-    script_args = args.rest[args.rest[:1] == ["--"] :]
-
-    def write(output: Any) -> None:  # noqa: ANN401 - an Output
-        sys.stderr.write(text_of([output]))
+    from workbench.workbench import Workbench  # noqa: PLC0415 - loaded when used
 
     try:
         with Workbench(args.num_ranks, device="cpu") as ranks:
             ranks.run_cell(_TAKE_OUR_ENGINE)
-            ranks.run_script(args.script, script_args, on_output=write)
+            ranks.run_script(args.script, args.rest, on_output=_show_output)
             try:
                 report = ranks.verify(args.model, args.fn)
             except UsageError as error:
                 raise UsageError(f"{args.script} cannot be verified: {error}\n{_VERIFY_NEEDS}") from None
     except WorkbenchError as error:
         return _fail(args, error, 2)
-    if args.json:
-        _write_document(args, report)
-    else:
-        sys.stdout.write(f"{report}\n")
+    _write_report(args, report)
     could_compare = not report.ok or not report.not_finite
     return int(bool(report.problem)) if could_compare else 2
 

@@ -166,7 +166,7 @@ def test_a_norm_of_parts_with_replicas():
 
 
 def scales(kind, factor, where):
-    """``factor``: None: in all units, else in the second block."""
+    """Verify a step with wrongly scaled gradients: of the second block by ``factor``, or of all units if it is None."""
     ns = prepare(kind)
     model = ns["model"]
     if where == "divide":

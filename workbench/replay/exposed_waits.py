@@ -21,12 +21,12 @@ from enum import Enum
 
 import numpy as np
 
-from workbench.events import WORK, Kind
+from workbench.events import Kind
 from workbench.replay.spans import Ints, within_ns
-from workbench.replay.step_parts import Pieces, RankTimes
+from workbench.replay.step_parts import IS_WORK, Pieces, RankTimes
 
 AHEAD = 0.1
-_IS_WORK = np.isin(np.arange(256), WORK)
+"""Part of a transfer's time for which a rank must compute after the issue, for it to count as issued ahead."""
 
 
 _Key = tuple[int, int, bool, int, int]
@@ -144,7 +144,7 @@ def _of_rank(times: RankTimes, step: int) -> list[tuple[_Key, _Wait]]:
 
 def _causes(pieces: Pieces, kind: Ints, issue_ns: Ints, begin_ns: Ints, time_ns: Ints) -> Ints:
     """Return the place in :data:`REASONS` of the communication part of each wait, ``[N]``."""
-    is_work = _IS_WORK[pieces.kind]
+    is_work = IS_WORK[pieces.kind]
     work = pieces.begin_ns[is_work], pieces.end_ns[is_work]
     is_training = is_work & (pieces.kind != Kind.OPTIMIZER)
     steps = pieces.end_ns[pieces.kind == Kind.OPTIMIZER]  # parameters change there: nothing is gathered across

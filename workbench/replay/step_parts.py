@@ -50,7 +50,8 @@ LEAST_NS = 1_000_000
 
 _NEVER = np.iinfo(np.int64).min
 _KINDS = (Kind.GATE, Kind.WAIT, *COPIES, *WORK)
-_IS_WORK = np.isin(np.arange(256), WORK)
+IS_WORK = np.isin(np.arange(256), WORK)
+"""Whether a kind is forward, backward or the optimizer's, by its number."""
 _IS_BYTES = np.isin(np.arange(256), (*MOVES, Kind.RESIDENT, Kind.METRIC, Kind.LOG, Kind.DEVICE))
 _IN_BACKWARD = np.isin(np.arange(256), [phase for phase in Phase if phase.info.part is Kind.BACKWARD])
 
@@ -305,7 +306,7 @@ def _of_step(
 def _of_gaps(kind: Ints, is_root: NDArray[np.bool_]) -> Ints:
     """Return the place of the part of each gap before, between and after some pieces, ``[N + 1]``."""
     count = len(kind)
-    worked = np.where(_IS_WORK[kind], np.arange(count), -1)
+    worked = np.where(IS_WORK[kind], np.arange(count), -1)
     before = np.maximum.accumulate(np.concatenate([[-1], worked]))
     after = np.where(worked < 0, count, worked)
     after = np.minimum.accumulate(np.append(after, count)[::-1])[::-1]

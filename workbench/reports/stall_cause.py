@@ -69,7 +69,7 @@ def parted(trace: Trace, positions: Sequence[RunPosition] = ()) -> Fault | None:
     return None if found is None else _of_divergence(found, trace.header, positions)
 
 
-def _of_divergence(found: Divergence, header: Header, positions: Sequence[RunPosition] = ()) -> Fault:
+def _of_divergence(found: Divergence, header: Header, positions: Sequence[RunPosition]) -> Fault:
     units = unit_names(header)
     most, other = _call_words(found.most, units), _call_words(found.other, units)
     mine, theirs = label(found.other_ranks), label(found.most_ranks)

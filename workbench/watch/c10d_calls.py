@@ -15,7 +15,7 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine.process_groups import OWN
 from workbench.events import GROUP_INDICES, Comm, Edge, Kind
-from workbench.watch._torch_private import AnyWork, Tensors, Work, ranks_of
+from workbench.watch._torch_private import HAS_HOOKS, AnyWork, Tensors, Work, ranks_of
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class CollectiveWatch:
         paid = tensors.outputs if kind in _OF_OUTPUTS else tensors.inputs
         on_device = any(not tensor.is_cpu for tensor in paid)
         call = Call(kind, self.unit, sum(tensor.nbytes for tensor in paid), comm, is_async, on_device)
-        if is_async and tensors.outputs:
+        if HAS_HOOKS and is_async and tensors.outputs:  # else a functional collective marks its own result
             call.address = tensors.outputs[0].data_ptr()
             self._filling.pop(call.address, None)
             self._filling[call.address] = call
