@@ -66,7 +66,7 @@ KINDS = _kinds(
     ),
     FaultKind(
         name="wrong-order",
-        about="rank {rank} gathers the unit after {unit} before {unit}, all other ranks the other way round",
+        about="rank {rank} gathers unit {unit} before the units that all other ranks gather first",
         shown_by="where",
         rules=("wrong-order", "other-payload", "other-collective", "RanksDisagreeError"),
         steps=1,

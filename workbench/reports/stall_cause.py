@@ -114,10 +114,10 @@ def _of_lost(gone: Sequence[RunPosition]) -> Fault:
 def _of_ended(trace: Trace, ended: Sequence[RunPosition], waiting: Sequence[RunPosition]) -> Fault:
     counts = [f"rank {each.rank}: {_progress(trace, each.rank)}" for each in (*ended, *waiting)]
     ranks = label([each.rank for each in ended])
+    have, others = "have" if len(ended) > 1 else "has", label([each.rank for each in waiting])
     return Fault(
         rule="uneven-batches",
-        verdict=f"the program of {ranks} has ended, while {label([each.rank for each in waiting])} still issued "
-        "collectives",
+        verdict=f"{ranks} {have} ended, while {others} still issued collectives",
         evidence=tuple(counts),
         fix="give all ranks the same number of batches, such as by DistributedSampler(dataset, drop_last=True)",
     )
@@ -176,7 +176,7 @@ def _of_silent(silent: Sequence[RunPosition]) -> Fault:
     return Fault(
         rule="late-rank",
         verdict=f"{ranks} {'do' if len(silent) > 1 else 'does'} not come: the others wait for what it does outside of "
-        "collectives",
+        "issued collectives",
         evidence=tuple(places),
         fix="look at that line: it sleeps, waits for data, or computes for long",
     )
