@@ -187,7 +187,7 @@ class Bench:
 
     def _unseen(self, kind: FaultKind) -> str:
         """Return why the instrument of a fault cannot see it here."""
-        if kind.shown_by == "verify" and self.engine == "torch":
+        if kind.shown_by == "verify" and not kind.on_torch and self.engine == "torch":
             return "only verify sees it, which compares models of the workbench's engine"
         return ""
 
@@ -202,10 +202,12 @@ class Bench:
         """Take steps, and ask every instrument."""
         found: list[Verdict] = []
         if steps:
-            found += self._asked("the error", lambda: self._wb.step(steps))
+            found += self._asked("the step", lambda: self._wb.step(steps))
         found += self._asked("where", self._wb.where)
         found += self._asked("lint", self._wb.lint)
         found += self._asked("verify", self._wb.verify)
+        if not steps:  # steps may train NaN, of which verify says nothing
+            found += self._asked("the step", self._wb.step)
         return (*found, *self._asked("explain step", lambda: self._wb.explain("step")))
 
     def _of_stall(self, *, asks_recorder: bool) -> tuple[tuple[Verdict, ...], str]:
