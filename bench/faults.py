@@ -357,6 +357,11 @@ BESIDE = (
 )
 
 
+def _say(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="runs of each fault (default 20)")
@@ -369,15 +374,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in runs(args.seeds, args.ranks, args.engines, args.faults):
         found.append(run)
         mark = "refused" if run.refused else "named" if run.is_named else "MISSED"
-        print(f"{run.ranks} ranks, {run.engine:5}, {run.fault:17} seed {run.seed:2}: {mark}, {run.primary}, "
-              f"{run.seconds:.1f} s", flush=True)  # fmt: skip
+        what = f"{run.ranks} ranks, {run.engine:5}, {run.fault:17} seed {run.seed:2}"
+        _say(f"{what}: {mark}, {run.primary}, {run.seconds:.1f} s")
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(page(found, BESIDE), encoding="utf-8")
     data = [{**asdict(run), "primary": run.primary, "is_named": run.is_named} for run in found]
     OUT.with_suffix(".json").write_text(json.dumps(data, indent=1), encoding="utf-8")
-    print(*("  ".join([f"{row[0]:17}", f"{row[1]:>10}", *row[2:]]).rstrip() for row in table(found)), sep="\n")
+    _say(*("  ".join([f"{row[0]:17}", f"{row[1]:>10}", *row[2:]]).rstrip() for row in table(found)))
     wrong = missed(found)
-    print(f"{len(wrong)} missed; wrote {OUT} and {OUT.with_suffix('.json')}")
+    _say(f"{len(wrong)} missed; wrote {OUT} and {OUT.with_suffix('.json')}")
     return 1 if wrong else 0
 
 

@@ -176,7 +176,7 @@ def _of_silent(silent: Sequence[RunPosition]) -> Fault:
     return Fault(
         rule="late-rank",
         verdict=f"{ranks} {'do' if len(silent) > 1 else 'does'} not come: the others wait for what it does outside of "
-        "issued collectives",
+        "collectives",
         evidence=tuple(places),
         fix="look at that line: it sleeps, waits for data, or computes for long",
     )

@@ -32,9 +32,9 @@ from workbench.replay.step_parts import (
     times_of,
 )
 from workbench.replay.units import unit_name, unseen_words
-from workbench.reports.explain_report import ExplainReport, Picture, RankParts, WaitCause
 from workbench.replay.unreduced import unreduced_units
-from workbench.reports.step_text import unreduced_fault, slow_rank_fault, time_words
+from workbench.reports.explain_report import ExplainReport, Picture, RankParts, WaitCause
+from workbench.reports.step_text import slow_rank_fault, time_words, unreduced_fault
 from workbench.trace.columns import Trace, steps
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
