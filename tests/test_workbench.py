@@ -597,6 +597,16 @@ def test_while_ranks_are_being_stopped_views_see_all_that_was_recorded(trained, 
     assert recorded > 0
 
 
+def test_a_stop_frees_the_ranks_though_the_thread_of_their_step_ends_first(trained, monkeypatch):
+    """The ranks of an attached cluster would block for ever."""
+    trained.fake.script["step"] = [computes, returns, returns, returns]
+    trained.step(background=True)
+    session = trained._session
+    monkeypatch.setattr(session, "_catch_up", session.request.thread.join)  # as if the ranks answered slowly
+    trained.stop()
+    assert [entry[2] for entry in trained.sent("shut")] == [(0,)]
+
+
 def test_a_cluster_that_is_stopped_meanwhile_is_named(trained):
     trained.fake.script["step"] = gives(ClusterError("rank was stopped"))
     with pytest.raises(RankError, match="ClusterError: rank was stopped"):

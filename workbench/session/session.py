@@ -848,9 +848,9 @@ class Session:
 
     def close(self) -> None:
         """Abort the request under way, which also ends its waits; called before the cluster is stopped."""
+        request = self.request  # before its thread sees `is_closed`, and ends it without freeing the ranks
         self.is_closed = True
         self._catch_up()
-        request = self.request
         if request is None:
             return
         self._free(request.pending, "the ranks are being stopped")
