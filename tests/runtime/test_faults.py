@@ -15,11 +15,12 @@ from workbench.errors import UsageError
 from workbench.protocol.commands import InjectFault, Lint, Shard, Step, Verify, VerifyReply
 from workbench.protocol.fault_kinds import KINDS
 from workbench.protocol.lint_reply import LintReply
-from workbench.reports.results import SAYS
+from workbench.reports.lint_faults import lint_faults
+from workbench.reports.verify_faults import faults_of
 from workbench.runtime.fault_injectors import INJECTORS
 
 ENGINES = ("workbench", "torch")
-ASKED = {"lint": (Lint, LintReply), "verify": (Verify, VerifyReply)}
+ASKED = {"lint": (Lint, LintReply, lint_faults), "verify": (Verify, VerifyReply, faults_of)}
 STALLS = [kind.name for kind in KINDS.values() if kind.shown_by == "where"]
 
 
@@ -128,8 +129,8 @@ def every_fault(engine, mesh):
 
 def told(by_rank, word):
     """Return the rules that a report of these replies names."""
-    command, reply = ASKED[word]
-    return [fault.rule for fault in SAYS[command]([decode(reply, each, "reply") for each in by_rank]).faults]
+    _, reply, faults = ASKED[word]
+    return [fault.rule for fault in faults([decode(reply, each, "reply") for each in by_rank])]
 
 
 @functools.cache
