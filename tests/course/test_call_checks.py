@@ -132,12 +132,21 @@ def test_every_kind_of_collective_can_be_counted(run):
 
 
 def test_the_order_of_all_ranks_is_the_same_or_the_finding_says_where_not(run):
-    assert order(run).ok
+    assert order(run).sentence == "all ranks issued the same collectives in the same order in step 2"
     first = without(run, 1, lambda rows: (rows["comm_seq"] == 0) & np.isin(rows["kind"], COLLECTIVES))
-    assert order(first).ok, "a rank is compared from the first row that it has"
+    assert order(first, step=0).ok, "a rank is compared from the first row that it has"
     rows = run.rank(1).rows.copy()
     rows["unit"][np.isin(rows["kind"], COLLECTIVES) & (rows["comm_seq"] == 5)] = 3
     other = Trace(run.header, (run.rank(0), RankTrace(1, rows)))
-    finding = order(other)
+    finding = order(other, step=0)
     assert finding.sentence.startswith("rank 1 issued all-gather of (root)")
     assert "each rank must issue the same collectives in the same order" in finding.sentence
+    assert order(other, step=1).ok, "an engine that was wrong before may be right now"
+    assert "no recorded step" in order(Trace.empty()).sentence
+
+
+def test_a_unit_that_the_run_does_not_have_is_the_reason(run):
+    assert counts(run, {"all_gather:blocks.9": 2}).sentence == (
+        "ranks 0-3 issued 0 all-gathers of blocks.9 in step 2, not 2: the run has no unit blocks.9; its units: "
+        "blocks.0-2 and (root)"
+    )

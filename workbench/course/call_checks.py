@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from workbench.course.finding import CheckFinding, and_list, fails, holds
+from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_list
 from workbench.course.run_steps import CallKind, no_step, read_call, step_of
 from workbench.course.step_reasons import all_reduce_reasons, gather_reasons, reduction_reasons
-from workbench.events import Kind
+from workbench.events import Kind, unit_words
 from workbench.replay import collectives
 from workbench.replay.grouping import by_value, label
 from workbench.reports.stall_cause import parted
@@ -102,6 +102,11 @@ def _amounts(
 
 def _why_sent(trace: Trace, step: int, rank: int, wrong: _Wrong) -> list[str]:
     """Return the usual reasons of the first wrong number, as far as the trace shows them."""
+    known = {unit.name for unit in trace.header.units}
+    absent = next((what.unit for what, *_ in wrong if what.unit is not None and what.unit not in known), None)
+    if absent is not None:
+        units = unit_list(trace.header, range(len(trace.header.units))) or "none"
+        return [f"the run has no unit {unit_words(absent)}; its units: {units}"]
     return [
         text
         for what, came, amount in wrong
@@ -117,11 +122,14 @@ _REASONS = {
 }
 
 
-def order(trace: Trace) -> CheckFinding:
-    """Return whether all ranks issued the same collectives in the same order."""
-    fault = parted(trace)
+def order(trace: Trace, step: int = -1) -> CheckFinding:
+    """Return whether all ranks issued the same collectives in the same order in a step."""
+    number = step_of(trace, step)
+    if number is None:
+        return no_step(trace, step)
+    fault = parted(trace.slice(step=number))
     if fault is None:
-        return holds("all ranks issued the same collectives in the same order")
+        return holds(f"all ranks issued the same collectives in the same order in {step_name(number)}")
     return fails(
         fault.verdict,
         "each rank must issue the same collectives in the same order: the call that one rank makes first is paired "
