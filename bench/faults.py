@@ -347,8 +347,8 @@ BESIDE = (
     "only runs of torch's engine are analysed. "
     "Where the analysis itself fails on the dumps of gloo, its error is shown.",
     "TraceML (traceml-ai 0.5.0) starts scripts itself, so it is not asked in these runs. Tried once, by hand, on this "
-    "model with torch's engine, two CPU ranks, 60 steps and rank 1 asleep for 200 ms in every forward of one unit, it said "
-    "COMPUTE-BOUND, and named no rank. It judges times and memory of steps, so the other faults are not its subject.",
+    "model with torch's engine, two CPU ranks, 60 steps and rank 1 asleep for 200 ms in every forward of one unit, it "
+    "said COMPUTE-BOUND, and named no rank. It judges times and memory of steps, not the other faults.",
 )
 
 
