@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 from workbench import ports
+from workbench.course.predictions import UNATTENDED
 from workbench.errors import WorkbenchError
 from workbench.notebook_page import to_page
 from workbench.replay import collectives, shards, training
@@ -105,7 +107,7 @@ def run(notebook: Path, folder: Path, say: Say = _say) -> DemoReport:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRACE).unlink(missing_ok=True)
     begin = time.monotonic()
-    executed = execute(nbformat.read(notebook, as_version=4), folder, say)
+    executed = execute(_without_checks(nbformat.read(notebook, as_version=4)), folder, say)
     if not (folder / TRACE).exists():
         raise DemoError(f"the tour finished but did not write {folder / TRACE}")
     (folder / PAGE).write_text(to_page(executed, title="FSDP workbench: the tour"), encoding="utf-8")
@@ -128,6 +130,8 @@ def run(notebook: Path, folder: Path, say: Say = _say) -> DemoReport:
 
 def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNode:
     """Run every cell of ``notebook`` in a new kernel of this Python, in ``folder``; return it with its outputs.
+
+    Predictions need no answer.
 
     Args:
         notebook: the notebook.
@@ -159,7 +163,7 @@ def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNo
     kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
     client.km = kernel
     try:
-        executed: NotebookNode = client.execute()
+        executed: NotebookNode = client.execute(env={**os.environ, UNATTENDED: "1"})
     except CellExecutionError as error:
         raise DemoError(
             f"{_COLOUR.sub('', error.traceback)}\n\nthe tour failed {doing}\n{error.ename}: {error.evalue}"
@@ -172,6 +176,12 @@ def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNo
         # nbclient drops the manager of a kernel that does not start, but needs it when this process exits
         client.km = kernel
     return executed
+
+
+def _without_checks(notebook: NotebookNode) -> NotebookNode:
+    """Return ``notebook`` without the cells that check exercises, which the reader has not solved."""
+    kept = [cell for cell in notebook.cells if not cell.metadata.get("nbgrader", {}).get("grade")]
+    return NotebookNode(notebook, cells=kept)
 
 
 def heldout_losses(executed: NotebookNode) -> tuple[tuple[float, float], ...]:
