@@ -1,0 +1,9 @@
+# %% lie-weight
+# %%fsdp
+def weight(my_rows, all_rows):
+    return my_rows * world_size / all_rows
+
+
+# %% lie-name
+found = %fsdp verify
+answer = found.faults[0].rule
