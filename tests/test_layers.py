@@ -24,6 +24,7 @@ NEVER_LOADED = {
     "cluster": {"torch", "plotly"},
     "live": {"torch"},
     "widgets": {"torch"},
+    "course": {"torch"},
     "magics": {"torch"},
 }
 

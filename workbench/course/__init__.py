@@ -1,0 +1,31 @@
+"""THE COURSE: predictions, and checks that read what a run did off its trace. Never imports torch."""
+
+from workbench.course.call_checks import counts, order, payload
+from workbench.course.checks import CheckFailed, check
+from workbench.course.finding import CheckFinding
+from workbench.course.memory_checks import nothing_left, peak, states
+from workbench.course.notebook_output import from_ranks, only_source, recorded
+from workbench.course.overlap_checks import exposed, overlaps
+from workbench.course.predictions import Prediction, predict
+from workbench.course.value_checks import agree, same
+
+__all__ = [
+    "predict",
+    "Prediction",
+    "check",
+    "CheckFailed",
+    "CheckFinding",
+    "counts",
+    "payload",
+    "order",
+    "peak",
+    "nothing_left",
+    "states",
+    "overlaps",
+    "exposed",
+    "agree",
+    "same",
+    "recorded",
+    "only_source",
+    "from_ranks",
+]

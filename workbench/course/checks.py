@@ -1,0 +1,105 @@
+"""``check``: show the findings of an exercise, keep them in the notebook, and fail if one of them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from workbench.course.finding import CheckFinding
+from workbench.course.notebook_output import publish
+from workbench.errors import UsageError, WorkbenchError
+from workbench.reports.results import Report
+from workbench.views.theme import plural
+
+CHECK_MIME = "application/vnd.fsdp-workbench.check+json"
+"""Type of the record of a check in an output of a notebook."""
+
+RECORD_VERSION = 1
+"""Version of the records of checks and predictions."""
+
+
+class CheckFailed(WorkbenchError, AssertionError):
+    """A check of an exercise failed; the message has the sentence of each finding that failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport(Report):
+    """The findings of a check.
+
+    Attributes:
+        name: of the check.
+        points: what it is worth.
+        findings: in the order in which they were given; at least one.
+    """
+
+    name: str
+    points: float
+    findings: tuple[CheckFinding, ...]
+
+    @property
+    def failed(self) -> tuple[CheckFinding, ...]:
+        """The findings that failed."""
+        return tuple(finding for finding in self.findings if not finding.ok)
+
+    @property
+    def headline(self) -> str:
+        """Whether it passed, in one sentence."""
+        if not self.failed:
+            return f"passed: {self.name}"
+        return f"FAILED: {self.name} ({len(self.failed)} of {plural(len(self.findings), 'finding')})"
+
+    @property
+    def problem(self) -> str:
+        """The headline, if it failed."""
+        return self.headline if self.failed else ""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the findings, those that failed first."""
+        passed = [finding for finding in self.findings if finding.ok]
+        return [*(("wrong", each.sentence) for each in self.failed), *(("ok", each.sentence) for each in passed)]
+
+    def record(self) -> dict[str, Any]:
+        """Return the record that the notebook keeps, as data that JSON can hold."""
+        return {
+            "version": RECORD_VERSION,
+            "name": self.name,
+            "points": self.points,
+            "passed": not self.failed,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def check(name: str, *findings: CheckFinding | Iterable[CheckFinding], points: float = 1) -> None:
+    """Show whether an exercise is solved, and keep the result in the output of the cell.
+
+    Args:
+        name: of the check, unique in the notebook; ``workbench grade`` lists it.
+        findings: made by the functions of this package, or iterables of them.
+        points: what the check is worth.
+
+    Raises:
+        CheckFailed: a finding failed. In a notebook the output above the error has the sentences.
+        UsageError: there is no name or no finding, or something else than a finding was given.
+    """
+    every = tuple(_flat(findings))
+    if not name or not isinstance(name, str):
+        raise UsageError('a check needs a name: check("gathers", counts(trace, {"all_gather": 9}))')
+    if not every:
+        raise UsageError(f"check {name!r} has no finding, so it checks nothing: add one, such as counts(trace, ...)")
+    report = CheckReport(name=name, points=points, findings=every)
+    publish(report, {CHECK_MIME: report.record()})
+    if report.failed:
+        raise CheckFailed("\n".join([report.headline, *(f"- {finding.sentence}" for finding in report.failed)]))
+
+
+def _flat(given: Iterable[object]) -> Iterator[CheckFinding]:
+    for each in given:
+        if isinstance(each, CheckFinding):
+            yield each
+        elif isinstance(each, Iterable) and not isinstance(each, str):
+            yield from _flat(each)
+        else:
+            raise UsageError(
+                f"check takes findings, such as counts(trace, ...), not {type(each).__name__} {str(each)[:80]}"
+            )

@@ -1,0 +1,168 @@
+"""Findings about memory and unit states in a step; for ``step`` see :mod:`workbench.course.call_checks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_list
+from workbench.course.run_steps import no_step, step_of
+from workbench.course.step_reasons import peak_reason
+from workbench.errors import UsageError
+from workbench.events import Category, UnitState
+from workbench.protocol.breakpoints import read_event, split_event
+from workbench.replay import memory
+from workbench.replay.states import at as states_at
+from workbench.replay.units import unit_name
+from workbench.trace.columns import Trace
+from workbench.trace.schema import Rows
+from workbench.trace.step_names import step_name
+from workbench.views.theme import format_bytes
+
+_LEFT = (
+    Category.UNSHARDED_PARAMS,
+    Category.ALL_GATHER_BUFFERS,
+    Category.UNSHARDED_GRADS,
+    Category.REDUCE_SCATTER_BUFFERS,
+)
+"""Classes of bytes that no step may leave behind."""
+
+
+def peak(
+    trace: Trace,
+    at_most: float | None = None,
+    *,
+    reference: Trace | None = None,
+    ratio: float = 1.1,
+    step: int = -1,
+) -> CheckFinding:
+    """Return whether the most bytes that a rank has in use in a step are within a limit.
+
+    Args:
+        trace: of the run.
+        at_most: the limit in bytes.
+        reference: of another run, whose peak in its step ``step`` times ``ratio`` is the limit instead.
+        ratio: see there.
+        step: the step.
+
+    Raises:
+        UsageError: neither or both of ``at_most`` and ``reference`` are given.
+    """
+    if (at_most is None) == (reference is None):
+        raise UsageError("peak needs a limit: peak(trace, at_most=BYTES) or peak(trace, reference=other_trace)")
+    number = step_of(trace, step)
+    if number is None:
+        return no_step(trace, step)
+    rank, found = _highest(trace, number)
+    limit, words = at_most, "the limit"
+    if reference is not None:
+        other = step_of(reference, step)
+        if other is None:
+            return no_step(reference, step, "the reference run")
+        best = _highest(reference, other)[1].num_bytes
+        limit, words = (
+            ratio * best,
+            f"{found.num_bytes / max(best, 1):.2f} times the reference's {format_bytes(best)}",
+        )
+    assert limit is not None
+    size = format_bytes(found.num_bytes)
+    if found.num_bytes <= limit:
+        return holds(f"the peak of {step_name(number)} is {size}" + (f", {words}" if reference else ""))
+    against = f"{words}, more than {ratio:g}" if reference else f"more than {format_bytes(limit)}"
+    return fails(
+        f"the peak of {step_name(number)} is {size} on rank {rank}, {against}: "
+        f"{memory.describe_peak(trace.header, found)}",
+        peak_reason(trace, number, rank),
+    )
+
+
+def _highest(trace: Trace, step: int) -> tuple[int, memory.Peak]:
+    peaks = [(rank.rank, memory.peak(rank)) for rank in trace.slice(step=step).ranks]
+    return max(peaks, key=lambda each: each[1].num_bytes)
+
+
+def nothing_left(trace: Trace, step: int = -1) -> CheckFinding:
+    """Return whether a step leaves no unit gathered, and no full gradient and no buffer of a collective allocated.
+
+    The bytes that count are those left before the next step begins; after the newest one, at the end of the trace.
+    """
+    number = step_of(trace, step)
+    if number is None:
+        return no_step(trace, step)
+    wrong: list[str] = []
+    for rank in trace.ranks:
+        after = rank.place_after(number)
+        state = rank.state_before(after)
+        left = [unit for unit, found in state.unit_states.items() if found != UnitState.SHARDED]
+        held = [
+            f"{format_bytes(state.bytes_by_category[category])} of {category.words}"
+            for category in _LEFT
+            if state.bytes_by_category[category] > 0
+        ]
+        units = [f"{unit_list(trace.header, left)} unsharded"] if left else []
+        if units or held:
+            wrong.append(f"rank {rank.rank} keeps {and_list([*units, *held])}")
+    if not wrong:
+        return holds(f"{step_name(number)} leaves nothing gathered")
+    return fails(
+        f"after {step_name(number)}, {and_list(wrong)}",
+        "after backward the engine has to free the full parameters, the full gradients and the buffers of each unit",
+    )
+
+
+def states(trace: Trace, event: str, expected: Mapping[str, str], step: int = -1) -> CheckFinding:
+    """Return whether units are in the expected states when an event first happens in a step.
+
+    Args:
+        trace: of the run.
+        event: as in ``%fsdp break add``: ``"backward:blocks.1"``, ``"all_gather.end:blocks.0"``.
+        expected: state by unit: ``sharded``, ``all-gather in flight``, ``unsharded`` or ``reducing``.
+        step: the step.
+
+    Raises:
+        UsageError: there is no such event or state.
+    """
+    name, unit = read_event(event)
+    kind, edge = split_event(name)
+    wanted = {one.replace("(root)", ""): _state(text) for one, text in expected.items()}
+    number = step_of(trace, step)
+    if number is None:
+        return no_step(trace, step)
+    wrong = []
+    for rank in trace.slice(step=number).ranks:
+        rows = rank.rows
+        is_one = (rows["kind"] == kind) & (rows["edge"] == edge)
+        if unit is not None:
+            name_of = unit.replace("(root)", "")
+            is_one &= np.isin(rows["unit"], [each.index for each in trace.header.units if each.name == name_of])
+        places = np.flatnonzero(is_one)
+        if not len(places):
+            wrong.append(f"rank {rank.rank} has no {event} in {step_name(number)}")
+            continue
+        found = states_at(rank, int(rows["seq"][places[0]]) - 1)
+        for one, state in wanted.items():
+            index = _newest(trace, one, rows)
+            if index is None:
+                wrong.append(f"there is no unit {one or '(root)'}")
+            elif found[index] != state:
+                name_of = unit_name(trace.header, index)
+                wrong.append(f"on rank {rank.rank}, {name_of} is {found[index].words}, not {state.words}")
+    when = f"at {event} of {step_name(number)}"
+    if wrong:
+        return fails(f"{when}: {and_list(list(dict.fromkeys(wrong)))}")
+    return holds(f"{when}: " + and_list([f"{one or '(root)'} is {state.words}" for one, state in wanted.items()]))
+
+
+def _state(text: str) -> UnitState:
+    for state in UnitState:
+        if text.strip().lower().replace("_", " ") in {state.words, state.key.replace("_", " ")}:
+            return state
+    raise UsageError(f"there is no state {text!r}; the states: {', '.join(state.words for state in UnitState)}")
+
+
+def _newest(trace: Trace, name: str, rows: Rows) -> int | None:
+    """Return the unit of a name that has rows; the newest one if several have, or none has."""
+    named = [unit.index for unit in trace.header.units if unit.name == name]
+    used = [index for index in named if (rows["unit"] == index).any()]
+    return max(used or named, default=None)

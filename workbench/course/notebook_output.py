@@ -1,0 +1,117 @@
+"""Outputs of predictions and checks, and the ``%fsdp`` session of the notebook that they are about."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.errors import UsageError
+from workbench.events import MOVES
+from workbench.replay.spans import of_kind
+from workbench.reports.results import Report
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import KeyFrame
+from workbench.widgets.progress import in_notebook
+
+_NO_SESSION = "this notebook has no %fsdp: run %load_ext workbench first"
+_MARK = "workbench.course value: "
+
+_PRINT = f"""\
+import json as _json
+_as_list = lambda found: found.tolist() if hasattr(found, "tolist") else list(found)
+print({_MARK!r} + _json.dumps(_value, default=_as_list))
+del _json, _value, _as_list
+"""
+
+
+def publish(report: Report, record: Mapping[str, Any]) -> None:
+    """Show a report, with its ``record`` in the same output of a notebook; elsewhere write its text."""
+    if not in_notebook():
+        sys.stdout.write(f"{report}\n")
+        return
+    from IPython.display import display  # noqa: PLC0415 - a script needs no IPython
+
+    display({**report._repr_mimebundle_(), **record}, raw=True)  # type: ignore[no-untyped-call]
+
+
+def recorded(source: str = "") -> Trace:
+    """Return what the ranks of this notebook's ``%fsdp`` have recorded so far, or the trace that it shows.
+
+    Args:
+        source: keep only the events and bytes of the units of one source, such as the name given to ``OwnUnits``,
+            where several engines ran; empty: all.
+
+    Raises:
+        UsageError: the extension is not loaded, or there is no such source.
+    """
+    trace: Trace = _workbench().trace
+    return only_source(trace, source) if source else trace
+
+
+def from_ranks(expression: str) -> dict[int, Any]:
+    """Return the value of a Python expression on each rank, by rank.
+
+    Args:
+        expression: of numbers, texts, lists, dicts, tensors and arrays; the last two become lists. NaN is kept.
+
+    Raises:
+        UsageError: the extension is not loaded, or no ranks run.
+        RankError: the expression raised, or its value cannot be sent.
+    """
+    report = _workbench().run_cell(f"_value = (\n{expression}\n)\n{_PRINT}")
+    return {rank: _sent(text) for rank, text in sorted(report.texts.items())}
+
+
+def _sent(text: str) -> Any:  # noqa: ANN401 - the value
+    (line,) = (line for line in text.splitlines() if line.startswith(_MARK))
+    return json.loads(line.removeprefix(_MARK))
+
+
+def _workbench() -> Any:  # noqa: ANN401 - the Workbench of the magics, which this layer does not import
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    magic = None if shell is None else shell.find_line_magic("fsdp")
+    if magic is None:
+        raise UsageError(_NO_SESSION)
+    return magic.__self__.workbench
+
+
+def only_source(trace: Trace, source: str) -> Trace:
+    """Return a trace with the events of the units of one source only, renumbered.
+
+    Bytes count if they belong to one of these units; so the optimizer's state, which belongs to none, does not. Steps
+    in which no such unit has an event are left out.
+
+    Args:
+        trace: the whole trace: the bytes of units that were made before its first row are unknown.
+        source: name of the source; ``""`` for the workbench's engine.
+
+    Raises:
+        UsageError: there is no such source.
+    """
+    units = trace.header.units
+    known = {unit.engine for unit in units}
+    if source not in known:
+        names = ", ".join(sorted(name or "the workbench's engine" for name in known)) or "none"
+        raise UsageError(f"the trace has no units of {source!r}; it has those of: {names}")
+    mine = np.array([*(unit.engine == source for unit in units), False])  # the last entry is for -1
+    described = tuple(unit if own else replace(unit, retired=True) for unit, own in zip(units, mine, strict=False))
+    return Trace(replace(trace.header, units=described), tuple(_only(rank, mine) for rank in trace.ranks))
+
+
+def _only(rank: RankTrace, mine: NDArray[np.bool_]) -> RankTrace:
+    rows = rank.rows
+    own = mine[np.where(rows["unit"] < len(mine) - 1, rows["unit"], -1)]
+    of_none = (rows["unit"] < 0) & ~of_kind(rows, MOVES)
+    kept = rows[own | (of_none & np.isin(rows["step"], [-1, *np.unique(rows["step"][own])]))].copy()
+    kept["seq"] = rank.start.seq + np.arange(len(kept))
+    states = {unit: state for unit, state in rank.start.unit_states.items() if mine[unit]}
+    reducing = {unit: count for unit, count in rank.start.reducing.items() if mine[unit]}
+    start = KeyFrame(seq=rank.start.seq, unit_states=states, reducing=reducing)
+    return RankTrace(rank.rank, kept, start, rank.lost)

@@ -1,0 +1,141 @@
+"""Findings about communication beside compute in a step; for ``step`` see :mod:`workbench.course.call_checks`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.course.finding import CheckFinding, and_list, fails, holds
+from workbench.course.run_steps import CallKind, no_step, read_call, step_of
+from workbench.errors import UsageError
+from workbench.events import WORK, Edge, Kind
+from workbench.replay import collectives
+from workbench.replay.grouping import by_value, label
+from workbench.replay.step_parts import Group
+from workbench.reports.step_study import StepStudy
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.step_names import step_name
+from workbench.views.theme import format_duration
+
+NOISE = 0.05
+"""Exposed communication that differs from the reference's by less than this fraction of the step never fails."""
+
+
+def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: int = -1) -> CheckFinding:
+    """Return whether collectives are issued ahead: each rank runs another unit between the issue and the wait.
+
+    Args:
+        trace: of the run.
+        kind: ``all_gather`` or another kind of collective.
+        at_least: how many of them each rank issues ahead in the step.
+        step: the step.
+
+    Raises:
+        UsageError: there is no such kind of collective.
+    """
+    what = read_call(kind)
+    number = step_of(trace, step)
+    if number is None:
+        return no_step(trace, step)
+    ahead = {rank.rank: _issued_ahead(rank, what, number) for rank in trace.slice(step=number).ranks}
+    few = {rank: count for rank, count in ahead.items() if count[0] < at_least}
+    word = what.kind.words
+    if not few:
+        least, total = min(ahead.values())
+        return holds(
+            f"each rank issues {least} of {total} {word}s ahead of another unit's work, in {step_name(number)}"
+        )
+    each = [
+        f"{label(ranks)} issues {count} of {total} {word}s ahead" for (count, total), ranks in by_value(few).items()
+    ]
+    return fails(
+        f"{and_list(each)} in {step_name(number)}, not at least {at_least}",
+        f"the {word} of each unit is waited for before anything else runs: issue it with async_op=True before another "
+        "unit runs, and wait for it when its result is needed",
+    )
+
+
+def _issued_ahead(rank: RankTrace, what: CallKind, step: int) -> tuple[int, int]:
+    """Return how many collectives of a kind have work of another unit between issue and wait, and how many there are.
+
+    One that no wait of compute follows counts if such work follows its issue.
+    """
+    found = collectives.table(rank)
+    mine = np.flatnonzero((found.kind == what.kind) & (found.step == step))
+    rows = rank.rows
+    work = rows[np.isin(rows["kind"], WORK) & (rows["unit"] >= 0)]
+    waits = rows[(rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.BEGIN)]
+    count = 0
+    for place in mine.tolist():
+        own = waits[(waits["comm_group"] == found.comm_group[place]) & (waits["comm_seq"] == found.comm_seq[place])]
+        until = own["seq"][0] if len(own) else rank.end_seq
+        between = work[(work["seq"] > found.seq[place]) & (work["seq"] < until)]
+        count += bool((between["unit"] != found.unit[place]).any())
+    return count, len(mine)
+
+
+def exposed(
+    trace: Trace,
+    at_most_ns: float | None = None,
+    *,
+    reference: Trace | None = None,
+    ratio: float = 1.5,
+    step: int = -1,
+) -> CheckFinding:
+    """Return whether compute waits for communication no longer than a limit.
+
+    Time until the last rank joins is left out. The time is the median over the steps up to the chosen one that can be
+    compared. Times vary on a busy machine: a difference below :data:`NOISE` of the step never fails.
+
+    Args:
+        trace: of the run.
+        at_most_ns: the limit in nanoseconds.
+        reference: of another run, whose exposed communication times ``ratio`` is the limit instead.
+        ratio: see there.
+        step: the newest of the steps.
+
+    Raises:
+        UsageError: neither or both of ``at_most_ns`` and ``reference`` are given.
+    """
+    if (at_most_ns is None) == (reference is None):
+        raise UsageError("exposed needs a limit: at_most_ns=NANOSECONDS, or reference=other_trace")
+    number = step_of(trace, step)
+    if number is None:
+        return no_step(trace, step)
+    mine_ns, step_ns = _exposed_ns(trace, number)
+    limit = at_most_ns
+    against = ""
+    if reference is not None:
+        other = step_of(reference, step)
+        if other is None:
+            return no_step(reference, step, "the reference run")
+        best, _ = _exposed_ns(reference, other)
+        limit = ratio * best
+        against = f", {mine_ns / max(best, 1):.2f} times the {format_duration(best)} of the reference"
+    assert limit is not None
+    words = (
+        f"compute waits {format_duration(mine_ns)} of a step of {format_duration(step_ns)} for communication{against}"
+    )
+    if mine_ns <= limit + NOISE * step_ns:
+        return holds(words)
+    more = f", more than {ratio:g}" if reference is not None else f", more than {format_duration(limit)}"
+    return fails(words + more, overlaps_reason(trace, number))
+
+
+def overlaps_reason(trace: Trace, step: int) -> str:
+    """Return that no all-gather of a step is issued ahead; empty if one is."""
+    finding = overlaps(trace, step=step)
+    return "" if finding.ok else finding.sentence.partition("; ")[2]
+
+
+def _exposed_ns(trace: Trace, step: int) -> tuple[float, float]:
+    """Return the median of exposed communication and of the time of a step, mean over the ranks, in nanoseconds."""
+    study = StepStudy(trace=trace, step=step)
+    chosen = study.comparable.steps or (step,)
+    waits, totals = [], []
+    for each in study.parts.values():
+        here = np.isin(each.step, chosen)
+        waits.append(each.group_ns(Group.COMMUNICATION)[here])
+        totals.append(each.total_ns[here])
+    if not waits:
+        return 0.0, 0.0
+    return float(np.median(np.mean(waits, axis=0))), float(np.median(np.mean(totals, axis=0)))

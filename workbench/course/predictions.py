@@ -1,0 +1,259 @@
+"""``predict``: a prediction that is locked before the run, and shown beside what was measured.
+
+Everything is an output of the cell, as HTML with a plain-text twin. A widget to type into is added where a notebook has
+one; ``lock`` does the same everywhere.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.course.checks import RECORD_VERSION
+from workbench.course.notebook_output import publish
+from workbench.errors import UsageError
+from workbench.reports.results import Report
+from workbench.widgets.progress import in_notebook
+
+PREDICTION_MIME = "application/vnd.fsdp-workbench.prediction+json"
+"""Type of the record of a prediction in an output of a notebook."""
+
+UNATTENDED = "WORKBENCH_UNATTENDED"
+"""Environment variable: nobody is there to lock a prediction."""
+
+Answer = float | int | str
+"""A number, or one of the choices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionReport(Report):
+    """A prediction beside what was measured.
+
+    Attributes:
+        name: of the prediction.
+        question: what was asked.
+        unit: unit of the number; empty for none.
+        predicted: the locked answer; None: there is none.
+        measured: what was measured.
+        because: why it is so.
+    """
+
+    name: str
+    question: str
+    unit: str = ""
+    predicted: float | str | None
+    measured: float | str
+    because: str = ""
+
+    @property
+    def headline(self) -> str:
+        """Prediction and measurement in one sentence."""
+        measured = _with_unit(self.measured, self.unit)
+        if self.predicted is None:
+            return f"{self.name}: measured {measured}; no prediction"
+        return f"{self.name}: predicted {_with_unit(self.predicted, self.unit)}, measured {measured}: {self.distance}"
+
+    @property
+    def distance(self) -> str:
+        """How far the prediction is from what was measured, in words; empty without a prediction."""
+        if self.predicted is None:
+            return ""
+        if self.predicted == self.measured:
+            return "exactly right"
+        if isinstance(self.predicted, str) or isinstance(self.measured, str):
+            return "not what was measured"
+        difference = self.predicted - self.measured
+        if math.isclose(self.predicted, self.measured, rel_tol=1e-9):
+            return "exactly right"
+        away = f"{_number(abs(difference))} too {'high' if difference > 0 else 'low'}"
+        if not self.measured or not math.isfinite(difference):
+            return away
+        ratio = self.predicted / self.measured
+        times = f", {ratio:.3g} times the measured" if ratio > 0 and not 0.5 <= ratio <= 2 else ""
+        return f"{away} ({abs(difference / self.measured):.0%}{times})"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the question and the reason."""
+        return [("question", self.question), *([("because", self.because)] if self.because else [])]
+
+    def record(self) -> dict[str, Any]:
+        """Return the record that the notebook keeps, as data that JSON can hold."""
+        return {
+            "version": RECORD_VERSION,
+            "name": self.name,
+            "question": self.question,
+            "unit": self.unit,
+            "predicted": self.predicted,
+            "measured": self.measured,
+            "distance": self.distance,
+        }
+
+
+class Prediction:
+    """A question, and the answer once it is locked; made by :func:`predict`."""
+
+    def __init__(self, name: str, question: str, unit: str, choices: tuple[str, ...]) -> None:
+        self.name, self.question, self.unit, self.choices = name, question, unit, choices
+        self._answer: Answer | None = None
+        self._handle: Any = None
+
+    @property
+    def answer(self) -> Answer | None:
+        """The locked answer; None while there is none."""
+        return self._answer
+
+    def lock(self, answer: Answer) -> None:
+        """Lock the prediction; it cannot be changed afterwards.
+
+        Args:
+            answer: a finite number, or one of the choices.
+
+        Raises:
+            UsageError: it is locked already, or this is no possible answer.
+        """
+        if self._answer is not None:
+            raise UsageError(
+                f"the prediction {self.name!r} is locked at {_with_unit(self._answer, self.unit)}; to predict again, "
+                "run the cell with predict(...) again"
+            )
+        self._answer = self._checked(answer)
+        self._show(self._locked_text())
+
+    def _checked(self, answer: Answer) -> Answer:
+        if self.choices:
+            if answer not in self.choices:
+                raise UsageError(f"{answer!r} is not one of the choices of {self.name!r}: {', '.join(self.choices)}")
+            return answer
+        if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
+            raise UsageError(f"the prediction {self.name!r} is a number, not {answer!r}: write guess.lock(9)")
+        return answer
+
+    def reveal(self, measured: Answer, because: str = "") -> None:
+        """Show the prediction beside what was measured.
+
+        Args:
+            measured: the measured number, or the right choice.
+            because: why it is so.
+
+        Raises:
+            UsageError: the prediction is not locked, and this is not an unattended run.
+        """
+        if self._answer is None and not os.environ.get(UNATTENDED):
+            example = repr(self.choices[0]) if self.choices else "9"
+            raise UsageError(
+                f"first predict, then look: the prediction {self.name!r} is not locked. {self.question} Answer above "
+                f"and press Lock, or run: guess.lock({example})"
+            )
+        plain = measured if isinstance(measured, str) else _plain(measured)
+        report = PredictionReport(
+            name=self.name,
+            question=self.question,
+            unit=self.unit,
+            predicted=self._answer,
+            measured=plain,
+            because=because,
+        )
+        publish(report, {PREDICTION_MIME: report.record()})
+
+    # ---- display
+
+    def _ask(self) -> None:
+        """Show the question, with a widget if the notebook has one and somebody is there."""
+        example = repr(self.choices[0]) if self.choices else "NUMBER"
+        choices = f" ({' | '.join(self.choices)})" if self.choices else f" (in {self.unit})" if self.unit else ""
+        text = f"Predict: {self.question}{choices}\nLock it with: guess.lock({example})"
+        self._show(text, {} if os.environ.get(UNATTENDED) else self._widget())
+
+    def _locked_text(self) -> str:
+        return f"Predict: {self.question}\nlocked: {_with_unit(self._answer, self.unit)}"
+
+    def _show(self, text: str, widget: dict[str, Any] | None = None) -> None:
+        if not in_notebook():
+            sys.stdout.write(f"{text}\n")
+            return
+        from IPython.display import display  # noqa: PLC0415 - a script needs no IPython
+
+        first, _, rest = text.partition("\n")
+        page = f"<div><strong>{html.escape(first)}</strong><br>{html.escape(rest)}</div>"
+        bundle = {"text/plain": text, "text/html": page, **(widget or {})}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def _widget(self) -> dict[str, Any]:
+        """Return the part of the output that a front end with widgets shows; empty outside a notebook."""
+        if not in_notebook():
+            return {}
+        import ipywidgets  # noqa: PLC0415 - a script needs no widgets
+
+        wide = ipywidgets.Layout(width="max-content")
+        field = (
+            ipywidgets.RadioButtons(options=self.choices, value=None, layout=wide)
+            if self.choices
+            else ipywidgets.Text(placeholder="a number", layout=ipywidgets.Layout(width="12em"))
+        )
+        button, note = ipywidgets.Button(description="Lock"), ipywidgets.HTML()
+
+        def locks(_: object) -> None:
+            try:
+                self.lock(field.value if self.choices else _typed(field.value))
+            except UsageError as error:
+                note.value = html.escape(str(error))
+
+        button.on_click(locks)
+        unit = [ipywidgets.Label(self.unit)] if self.unit and not self.choices else []
+        question = ipywidgets.HTML(f"<strong>Predict: {html.escape(self.question)}</strong>")
+        box = ipywidgets.VBox([question, ipywidgets.HBox([field, *unit, button]), note])
+        found: dict[str, Any] = box._repr_mimebundle_()
+        return {mime: value for mime, value in found.items() if mime.endswith("+json")}
+
+
+def predict(name: str, question: str, *, unit: str = "", choices: Sequence[str] = ()) -> Prediction:
+    """Ask for a prediction, and return it: lock it, then run, then ``reveal`` what was measured.
+
+    Args:
+        name: of the prediction.
+        question: what to predict, as a sentence.
+        unit: unit of the number, such as ``"calls"``.
+        choices: possible answers; none: a number.
+
+    Raises:
+        UsageError: there is no name or no question, or only one choice.
+    """
+    if not name or not question:
+        raise UsageError('a prediction needs a name and a question: predict("gathers", "How many all-gathers?")')
+    if len(choices) == 1 or isinstance(choices, str):
+        raise UsageError(f"the prediction {name!r} has choices {choices!r}: give at least two, or none for a number")
+    prediction = Prediction(name, question, unit, tuple(map(str, choices)))
+    prediction._ask()
+    return prediction
+
+
+def _typed(text: str) -> Answer:
+    """Return the number that was typed; other text as it is, which is then refused."""
+    try:
+        number = float(text.replace("_", ""))
+    except ValueError:
+        return text
+    return int(number) if number.is_integer() else number
+
+
+def _plain(number: float) -> Answer:
+    """Return a number of any library as one of Python's."""
+    return int(number) if float(number).is_integer() else float(number)
+
+
+def _with_unit(answer: Answer | None, unit: str) -> str:
+    text = answer if isinstance(answer, str) else "" if answer is None else _number(answer)
+    return f"{text} {unit}".rstrip() if not isinstance(answer, str) else text
+
+
+def _number(number: float) -> str:
+    whole = math.isfinite(number) and float(number).is_integer()
+    return f"{int(number):,}" if whole else f"{number:,.4g}"

@@ -1,0 +1,127 @@
+"""Usual reasons of wrong counts and high peaks, as far as the trace of a step shows them; empty texts otherwise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from workbench.course.finding import unit_list
+from workbench.events import TORCH_DDP, Edge, Kind, UnitState
+from workbench.replay import collectives
+from workbench.replay.peak_savings import Knob
+from workbench.replay.states import start as states_before
+from workbench.replay.unit_history import UnitCause, histories
+from workbench.reports.explain_peak import explain_peak
+from workbench.reports.step_study import StepStudy
+from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.schema import Header
+from workbench.views.theme import format_bytes, plural
+
+
+def gather_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list[str]:
+    """Return why a rank issued too few or too many all-gathers in a step."""
+    part = trace.slice(step=step).rank(rank)
+    if not too_few:
+        return _often(trace, step, Kind.ALL_GATHER)
+    before = full_before(trace.header, part)
+    if before:
+        names = unit_list(trace.header, before)
+        return [
+            "each unit is gathered for forward and again for backward; your engine never frees the full parameters of "
+            f"{names}: they were unsharded when the step began{_price(trace, step)}"
+        ]
+    kept = kept_units(trace.header, part)
+    if kept:
+        return [
+            "each unit is gathered again for backward; after forward your engine keeps the full parameters of "
+            f"{unit_list(trace.header, kept)}{_price(trace, step)}"
+        ]
+    return _never(trace.header, part, Kind.ALL_GATHER, "was never gathered")
+
+
+def reduction_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list[str]:
+    """Return why a rank issued too few or too many reductions in a step."""
+    part = trace.slice(step=step).rank(rank)
+    if too_few:
+        return _never(trace.header, part, Kind.REDUCE_SCATTER, "never reduced its gradients")
+    found = collectives.table(part)
+    backwards = Counter(
+        part.rows["unit"][(part.rows["kind"] == Kind.BACKWARD) & (part.rows["edge"] == Edge.BEGIN)].tolist()
+    )
+    passes = max(backwards.values(), default=0)
+    calls = Counter(found.unit[found.kind == Kind.REDUCE_SCATTER].tolist())
+    if passes > 1 and calls and max(calls.values()) == passes:
+        return [
+            f"your engine reduces after each of {passes} micro-batches: let gradients accumulate, and reduce once, "
+            "after the last one"
+        ]
+    return _often(trace, step, Kind.REDUCE_SCATTER)
+
+
+def full_before(header: Header, part: RankTrace) -> list[int]:
+    """Return the units that are unsharded when a rank's step begins, without units that need no gathering."""
+    found = states_before(part.start).units_in(UnitState.UNSHARDED)
+    return [unit for unit in found if unit < len(header.units) and header.units[unit].engine != TORCH_DDP]
+
+
+def kept_units(header: Header, part: RankTrace) -> list[int]:
+    """Return the units that a rank keeps unsharded from their forward to the first backward, without roots."""
+    rows = part.rows
+    backwards = np.flatnonzero((rows["kind"] == Kind.BACKWARD) & (rows["edge"] == Edge.BEGIN))
+    if not len(backwards):
+        return []
+    others = tuple(
+        unit.index for unit in header.units if unit.index != unit.root and (rows["unit"] == unit.index).any()
+    )
+    at_backward = histories(part, others, int(rows["seq"][backwards[0]]) - 1)
+    return [unit for unit, known in at_backward.items() if known.last is UnitCause.KEPT_AFTER_FORWARD]
+
+
+def peak_reason(trace: Trace, step: int, rank: int) -> str:
+    """Return which units an engine keeps that it could free; empty if there are none."""
+    part = trace.slice(step=step).rank(rank)
+    kept = full_before(trace.header, part)
+    if kept:
+        return (
+            f"the full parameters of {unit_list(trace.header, kept)} were unsharded when the step began: free them "
+            "after backward"
+        )
+    kept = kept_units(trace.header, part)
+    if kept:
+        return f"the full parameters of {unit_list(trace.header, kept)} stay after forward: free them until backward"
+    return ""
+
+
+def _price(trace: Trace, step: int) -> str:
+    """Return what units that are kept cost: the peak, and by formula that without them."""
+    found = explain_peak(StepStudy(trace=trace, step=step))
+    saving = None if found is None else next((each for each in found.savings if each.knob is Knob.RESHARD), None)
+    if found is None or saving is None:
+        return ""
+    return f" (peak {format_bytes(found.peak_bytes)}, by formula {format_bytes(saving.peak_bytes)} without them)"
+
+
+def _never(header: Header, part: RankTrace, kind: Kind, what: str) -> list[str]:
+    """Return the units that have a forward but no collective of a kind."""
+    rows, found = part.rows, collectives.table(part)
+    ran = set(rows["unit"][rows["kind"] == Kind.FORWARD].tolist())
+    units = sorted(unit for unit in ran - set(found.unit[found.kind == kind].tolist()) if unit >= 0)
+    return [f"{unit_list(header, units)} {what}"] if units else []
+
+
+def _often(trace: Trace, step: int, kind: Kind) -> list[str]:
+    """Return the units that issued more collectives of a kind than the closed form says."""
+    more = {
+        row.unit: (row.calls, row.expected.calls)
+        for row in collectives.compare(trace, step)
+        if row.kind == kind and row.expected is not None and row.calls > row.expected.calls
+    }
+    by_calls: dict[tuple[int, int], list[int]] = {}
+    for unit, calls in more.items():
+        by_calls.setdefault(calls, []).append(unit)
+    return [
+        f"{unit_list(trace.header, units)}: {plural(calls, kind.words)} {'each ' if len(units) > 1 else ''}instead of "
+        f"{expected}"
+        for (calls, expected), units in by_calls.items()
+    ]

@@ -1,0 +1,114 @@
+"""Findings about values: of ranks beside each other, and beside the unsharded run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.course.finding import CheckFinding, fails, holds
+from workbench.replay.grouping import by_value, label
+
+_Floats = NDArray[np.float64]
+
+
+def agree(values: Mapping[int, Any] | Sequence[Any], what: str = "the values") -> CheckFinding:
+    """Return whether the values of all ranks are equal, bit by bit.
+
+    Args:
+        values: of each rank, by rank or in the order of ranks, as :func:`~workbench.course.from_ranks` returns them.
+        what: what they are, for the sentence.
+    """
+    by_rank = dict(values) if isinstance(values, Mapping) else dict(enumerate(values))
+    if not by_rank:
+        return fails(f"{what}: no rank has any")
+    groups = by_value({rank: _key(value) for rank, value in by_rank.items()})
+    if len(groups) == 1:
+        return holds(f"{what} are equal on {label(by_rank)}")
+    (first, *_), (other, *_), *_ = groups.values()
+    return fails(
+        f"{what} differ: rank {first} has {_short(by_rank[first])}, rank {other} has {_short(by_rank[other])}",
+        "ranks part when they begin with other weights, reduce other gradients, or do not reduce them at all",
+    )
+
+
+def same(
+    values: Any,  # noqa: ANN401 - numbers of any kind
+    reference: Any,  # noqa: ANN401 - likewise
+    atol: float = 1e-6,
+    rtol: float = 1e-5,
+    what: str = "the values",
+) -> CheckFinding:
+    """Return whether numbers are those of a reference, such as the losses of the unsharded run.
+
+    Args:
+        values: a number, nested lists, an array, or any of these by rank or by name.
+        reference: the same for the reference.
+        atol: absolute difference that is allowed.
+        rtol: relative difference that is allowed in addition, as in :func:`numpy.isclose`.
+        what: what they are, for the sentence.
+    """
+    wrong = [found for found in _differences(values, reference, atol, rtol, "") if found]
+    if not wrong:
+        return holds(f"{what} are those of the reference")
+    return fails(f"{what} are not those of the reference: {wrong[0]}")
+
+
+def _differences(values: Any, reference: Any, atol: float, rtol: float, where: str) -> list[str]:  # noqa: ANN401
+    if isinstance(values, Mapping) and isinstance(reference, Mapping):
+        if values.keys() != reference.keys():
+            return [f"there are {sorted(map(str, values))}, expected {sorted(map(str, reference))}"]
+        return [
+            text
+            for key in values
+            for text in _differences(values[key], reference[key], atol, rtol, f"{where} of {_name(key)}")
+        ]
+    mine, theirs = _floats(values), _floats(reference)
+    if mine is None or theirs is None:
+        return [] if values == reference else [f"{_short(values)}{where}, expected {_short(reference)}"]
+    if mine.shape != theirs.shape:
+        return [f"shape {mine.shape}{where}, expected {theirs.shape}"]
+    close = np.isclose(mine, theirs, rtol=rtol, atol=atol, equal_nan=True)
+    if close.all():
+        return []
+    place = np.unravel_index(int(np.argmax(~close)), close.shape) if close.shape else ()
+    came, wanted = float(mine[place]), float(theirs[place])
+    at = f"[{', '.join(map(str, place))}]" if place else ""
+    return [f"{came:.7g}{where}{f' at {at}' if at else ''}, expected {wanted:.7g}{_ratio(mine, theirs)}"]
+
+
+def _ratio(mine: _Floats, theirs: _Floats) -> str:
+    """Return by which whole number all values are too large or too small; empty if there is none."""
+    used = (np.abs(theirs) > 1e-12) & (np.abs(mine) > 1e-12)
+    if not used.any():
+        return ""
+    ratios = mine[used] / theirs[used]
+    ratio = float(np.median(ratios))
+    for times, words in ((ratio, "times too large"), (1 / ratio, "times too small")):
+        whole = round(times)
+        if 2 <= whole <= 4096 and np.allclose(ratios if times == ratio else 1 / ratios, whole, rtol=1e-3):
+            return f" ({whole} {words})"
+    return ""
+
+
+def _name(key: object) -> str:
+    return f"rank {key}" if isinstance(key, int) else str(key)
+
+
+def _floats(value: Any) -> _Floats | None:  # noqa: ANN401 - what may be numbers
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        return None
+
+
+def _key(value: Any) -> object:  # noqa: ANN401 - what may be numbers
+    found = _floats(value)
+    return repr(value) if found is None else (found.shape, found.tobytes())
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, float) else f"{value:.7g}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
