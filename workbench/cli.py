@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = given.index("--") if runs_script and "--" in given else len(given)
     args, rest = parser.parse_known_args(given[:end])
     args.rest = [*rest, *given[end + 1 :]]
-    if rest and args.word not in {"lab", "lint", "verify"}:
+    if rest and args.word not in {"course", "lab", "lint", "verify"}:
         parser_of[args.word].error(f"unknown argument {rest[0]!r}")
     try:
         if args.word == "lab":
@@ -106,6 +106,16 @@ def _given(extra: Sequence[str], name: str) -> str | None:
     return None
 
 
+_COURSE = """\
+Copy the notebooks of the course, and the pictures that they show, into a folder, and open them in JupyterLab, reachable
+from this machine only. Files that are there already, such as notebooks that you worked on, stay as they are. Further
+arguments go to JupyterLab, such as --port 9000 or --no-browser."""
+_GRADE = """\
+Run a notebook without a browser, in its own folder and with a new kernel of this Python, and print the result of each
+check. No file is changed, and all processes that the notebook starts are ended. The exit status is 0 if all checks
+passed, 1 if some failed or never ran, and 2 if the notebook could not be run: it is missing, is no notebook, or has no
+check. With --against, graded cells of the instructor's copy take the place of those with the same nbgrader id, cell id
+or names of checks; a cell that was deleted is put back, and no other check counts."""
 _DEMO = "Run the tour on 4 ranks, and write it as a page (tour.html) and as a trace (tour.trace) that %fsdp open shows."
 _LAB = f"""\
 Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Without a clone of the repository, the tour is
@@ -154,11 +164,21 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.set_defaults(json=False)
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
     words = parser.add_subparsers(
-        dest="word", required=True, metavar="demo | lab | doctor | lint | view | where | verify"
+        dest="word", required=True, metavar="demo | lab | course | grade | doctor | lint | view | where | verify"
     )
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
     words.add_parser("lab", description=_LAB, help="open the tour in JupyterLab; further arguments go to JupyterLab")
+    course = words.add_parser("course", description=_COURSE, help="copy the notebooks into a folder and open them")
+    course.add_argument("folder", nargs="?", default="fsdp-course", metavar="DIR", help="default: fsdp-course")
+    course.add_argument("--copy-only", action="store_true", help="copy the notebooks, and do not open them")
+    grade = words.add_parser("grade", description=_GRADE, help="run a notebook and print the results of its checks")
+    grade.add_argument("notebook", metavar="NOTEBOOK", help="the notebook")
+    grade.add_argument("--against", metavar="REFERENCE", help="the instructor's copy, whose checks count")
+    grade.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole notebook (default 1800)")
+    grade.add_argument("--json", dest="json_file", metavar="FILE", help="write the report as JSON")
+    grade.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
+    grade.add_argument("--gradescope", metavar="FILE", help="write the checks as Gradescope's results.json")
     about = "check the installation, train on two ranks, and say how to repair it"
     words.add_parser("doctor", description=_DOCTOR, help=about)
     about = "run a script on CPU ranks, and check how its models are sharded"
@@ -184,7 +204,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         "script", help="the training script; all other arguments are its own, and so are those after --"
     )
     for word, each in words.choices.items():
-        if word != "lab":
+        if word not in {"lab", "course", "grade"}:
             each.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     return parser, words.choices
 
@@ -214,6 +234,54 @@ def _lab(extra: Sequence[str]) -> int:
     elif tour.parent == _INSTALLED:  # users do not work inside an installed package
         tour = _copied(tour, Path.cwd())
     os.execv(sys.executable, lab_command(tour, extra))
+
+
+def _course(args: argparse.Namespace) -> int:
+    from workbench import course_copy  # noqa: PLC0415 - loaded when used
+
+    folder = Path(args.folder).expanduser().absolute()
+    copied = course_copy.copy_course(find_tour().parent, folder)
+    sys.stderr.write(f"{copied}\n")
+    if args.copy_only:
+        return 0
+    os.execv(sys.executable, lab_command(copied.first, args.rest))
+
+
+def _grade(args: argparse.Namespace) -> int:
+    from workbench import grade, grade_files  # noqa: PLC0415 - loaded when used
+    from workbench.reports.json_document import document, to_line  # noqa: PLC0415
+
+    against = None if args.against is None else Path(args.against)
+    limit = grade.TIMEOUT_S if args.timeout is None else args.timeout
+    try:
+        report = grade.grade(Path(args.notebook), against=against, timeout_s=limit)
+    except UsageError as error:
+        _write_file(args.json_file, to_line(document(args.word, error=error)))
+        return _fail(args, error, 2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: all processes of the notebook have ended\n")
+        return 130
+    sys.stdout.write(f"{_printable(str(report))}\n")
+    try:
+        _write_file(args.json_file, to_line(document(args.word, report)))
+        _write_file(args.junit, grade_files.to_junit(report))
+        _write_file(args.gradescope, grade_files.to_gradescope(report))
+    except UsageError as error:
+        return _fail(args, error, 2)
+    return 0 if report.passed else 1
+
+
+def _write_file(file: str | None, text: str) -> None:
+    """Write a text into a file, if there is one.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if file is not None:
+        try:
+            Path(file).write_text(f"{text}\n", "utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _copied(tour: Path, folder: Path) -> Path:
@@ -323,7 +391,16 @@ def _printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-_COMMANDS = {"demo": _demo, "doctor": _doctor, "lint": _lint, "view": _view, "where": _where, "verify": _verify}
+_COMMANDS = {
+    "demo": _demo,
+    "course": _course,
+    "grade": _grade,
+    "doctor": _doctor,
+    "lint": _lint,
+    "view": _view,
+    "where": _where,
+    "verify": _verify,
+}
 
 
 if __name__ == "__main__":

@@ -10,15 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import nbformat
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
-from workbench import ports
 from workbench.errors import WorkbenchError
 from workbench.notebook_page import to_page
+from workbench.notebook_run import notebook_client
 from workbench.replay import collectives, shards, training
 from workbench.trace.columns import Trace, steps
 from workbench.trace.file import load
@@ -27,7 +24,6 @@ from workbench.views.theme import format_bytes, format_duration, plural
 PAGE = "tour.html"
 TRACE = "tour.trace"  # the name that the tour exports to
 CELL_TIMEOUT_S = 300
-START_TIMEOUT_S = 300  # of the notebook's kernel
 
 _HELDOUT = re.compile(r"held-out loss (\d+\.\d+), unigram (\d+\.\d+)")  # as the tour prints it
 
@@ -145,21 +141,9 @@ def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNo
             doing = f"in cell {cell_index + 1} of {len(notebook.cells)}: {_first_line(cell)}"
             say(f"  [{cell_index + 1:>2}/{len(notebook.cells)}] {_first_line(cell)}")
 
-    client = NotebookClient(
-        notebook,
-        timeout=CELL_TIMEOUT_S,
-        startup_timeout=START_TIMEOUT_S,
-        iopub_timeout=CELL_TIMEOUT_S,  # outputs have a channel of their own and may arrive after the reply
-        resources={"metadata": {"path": str(folder)}},
-        store_widget_state=False,
-        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # else it warns that its loopback sockets are plain TCP
-        on_cell_start=note,
-    )
-    # ignore kernels installed for the user: they may belong to another Python
-    kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
-    client.km = kernel
     try:
-        executed: NotebookNode = client.execute()
+        with notebook_client(notebook, folder, CELL_TIMEOUT_S, on_cell_start=note) as client:
+            executed: NotebookNode = client.execute()
     except CellExecutionError as error:
         raise DemoError(
             f"{_COLOUR.sub('', error.traceback)}\n\nthe tour failed {doing}\n{error.ename}: {error.evalue}"
@@ -168,9 +152,6 @@ def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNo
         raise DemoError(f"the tour failed {doing}\nit took longer than {CELL_TIMEOUT_S} s") from error
     except RuntimeError as error:  # also if it dies before it answers
         raise DemoError(f"the tour failed {doing}\nthe notebook's kernel failed: {error}") from error
-    finally:
-        # nbclient drops the manager of a kernel that does not start, but needs it when this process exits
-        client.km = kernel
     return executed
 
 

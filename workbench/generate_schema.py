@@ -23,6 +23,7 @@ from workbench import reports
 from workbench.codec import NotFinite, hints_of
 from workbench.demo import DemoReport
 from workbench.doctor import Diagnosis
+from workbench.grade import GradeReport
 from workbench.reports.fault_report import FaultReport
 from workbench.reports.json_document import VERSION, ErrorFacts, members, schema_path
 from workbench.reports.results import Report, UntilReport
@@ -46,13 +47,13 @@ def report_types() -> list[type]:
     """Return the types of all reports, by name."""
     for module in pkgutil.iter_modules(reports.__path__, f"{reports.__name__}."):
         importlib.import_module(module.name)
-    found = {kind for kind in _subclasses(Report) if kind.__module__.startswith("workbench.")} - {
+    found = {kind for kind in _subclasses(Report) if kind.__module__.startswith(f"{reports.__name__}.")} - {
         ViewReport,
         WindowReport,
         UntilReport,
         FaultReport,
     }
-    return sorted({*found, Diagnosis, DemoReport}, key=lambda kind: kind.__name__)
+    return sorted({*found, Diagnosis, DemoReport, GradeReport}, key=lambda kind: kind.__name__)
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
