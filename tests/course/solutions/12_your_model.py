@@ -17,11 +17,11 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 for block in model:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 data = torch.randn(32, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
 losses = []
-for step in range(10):
+for step in range(20):
     loss = (model(data) - data.sin()).square().mean()
     loss.backward()
     optimizer.step()
