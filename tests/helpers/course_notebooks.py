@@ -75,7 +75,7 @@ def exercises(notebook: NotebookNode) -> tuple[Exercise, ...]:
     found = tuple(
         Exercise(of_cells[answer]["grade_id"], answer, check) for answer, check in zip(answers, checks, strict=True)
     )
-    ends = [*answers[1:], len(of_cells)]
+    ends = [*answers, len(of_cells)][1:]
     assert all(each.answer < each.check < end for each, end in zip(found, ends, strict=True))
     return found
 

@@ -46,7 +46,7 @@ def test_it_has_two_exercises_with_a_check_and_a_solution(path):
     for each in found:
         check = notebook.cells[each.check].metadata.nbgrader
         assert (check.locked, check.points >= 1, check.solution) == (True, True, False)
-        assert 'check("' in notebook.cells[each.check].source
+        assert "check(" in notebook.cells[each.check].source
 
 
 @each_notebook
