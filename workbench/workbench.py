@@ -34,6 +34,7 @@ from workbench.protocol.commands import (
     ON_RANKS,
     Command,
     Evaluate,
+    InjectFault,
     Inspect,
     Lint,
     Reshard,
@@ -52,6 +53,7 @@ from workbench.reports import run_where
 from workbench.reports.explain_report import ExplainReport
 from workbench.reports.explanations import explain
 from workbench.reports.failures import losses_in_words
+from workbench.reports.injected_fault import FaultListReport, InjectReport
 from workbench.reports.lint_report import LintReport
 from workbench.reports.pause_results import (
     BackgroundReport,
@@ -716,6 +718,11 @@ class Workbench:
     unshard = on_ranks(Unshard, UnshardReport)
     verify = on_ranks(Verify, VerifyReport)
     lint = on_ranks(Lint, LintReport)
+    fault = on_ranks(InjectFault, InjectReport)
+
+    def faults(self) -> FaultListReport:
+        """Return the faults that :meth:`fault` can inject, with the instrument that names each."""
+        return FaultListReport()
 
     def step(
         self,

@@ -564,6 +564,17 @@ export interface DrawComms {
 
 export interface DrawTraining { readonly word: "training"; readonly talk?: boolean | null; }
 
+export interface InjectFault {
+  readonly word: "fault";
+  readonly name: string;
+  readonly rank?: number | null;
+  readonly ms?: number;
+  readonly unit?: string;
+  readonly seed?: number;
+}
+
+export interface Faults { readonly word: "faults"; }
+
 export interface Explain {
   readonly word: "explain";
   readonly subject?: string;
@@ -609,8 +620,8 @@ export type ViewAnswer =
 export type Command =
   | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Unshard | Lint | Step
   | Run | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back | Verify
-  | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms | DrawTraining | Explain
-  | Compare | Export | Open | History | Help;
+  | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms | DrawTraining | InjectFault
+  | Faults | Explain | Compare | Export | Open | History | Help;
 
 export interface SpansTable {
   readonly start: Float64Array;

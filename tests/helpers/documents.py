@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.helpers.package_source import REPO
 from workbench.magics import command_lines
 from workbench.protocol.commands import Command, summary
+from workbench.protocol.fault_kinds import KINDS
 from workbench.runtime.lint_rules import rules
 from workbench.runtime.lint_target import Damage
 
@@ -118,9 +119,21 @@ _COSTS = {
 }
 
 
+FAULT_TABLE = "fault", REPO / "docs" / "commands.md"
+"""First column and document of the table of the faults that ``fault`` injects."""
+
+
+def fault_rows() -> list[list[str]]:
+    """Return the rows of that table: each fault, what it does, and what names it."""
+    return [
+        [f"`{kind.name}`", kind.summary, f"`{kind.shown_by}`".replace("`the error`", "the error")]
+        for kind in KINDS.values()
+    ]
+
+
 def _write_tables() -> None:
     tables = [(first, path, command_rows(first)) for first, (path, _) in COMMAND_TABLES.items()]
-    for first_column, path, found in (*tables, (*RULE_TABLE, rule_rows())):
+    for first_column, path, found in (*tables, (*RULE_TABLE, rule_rows()), (*FAULT_TABLE, fault_rows())):
         rows = "".join(f"| {' | '.join(row)} |\n" for row in found)
         before, title, rest = re.split(rf"(^\| {first_column} \|.*\n\|---.*\n)", path.read_text("utf-8"), flags=re.M)
         after = re.sub(r"\A(\|.*\n)*", "", rest)

@@ -188,6 +188,7 @@ EXPANDED = {
     "eval": ("eval {n} --frame {n} -t {n}", "frame", 3),
     "back": ("back {n}", "n", 3),
     "verify": ("verify {m}", "model", "net"),
+    "fault": ("fault straggler --ms {n}", "ms", 3),
     "explain": ("explain rank {n} --step {n}", "which", "3"),
     "compare": ("compare {m}.trace last:{n}", "b", "last:3"),
     "export": ("export {n}.json", "path", "3.json"),

@@ -23,6 +23,7 @@ from workbench.codec import encode
 from workbench.errors import RankDied, RankError, UsageError
 from workbench.magics.command_lines import WORDS, has_json, help_text, parse_line
 from workbench.protocol.commands import Break, Evaluate, Help, Inspect, UnshardReply, VerifyReply
+from workbench.protocol.fault_kinds import FaultReply
 from workbench.protocol.rank_messages import JobReply
 
 VERIFIED = VerifyReply(
@@ -54,6 +55,7 @@ def trained(notebook):
         "lint": gives(LINT_RESULT),
         "unshard": gives(encode(UnshardReply(model="model", num_params=2, optimizers=1))),
         "verify": gives(encode(VERIFIED)),
+        "fault": gives(encode(FaultReply(name="nan", rank=1, unit="blocks.0", ms=200, is_on=True))),
         "step": notebook.fake.trains(3),
     }
     notebook.ok("%fsdp step 3")
@@ -86,6 +88,8 @@ IDLE = {
     "break list": "BreakReport",
     "back 3": "BackReport",
     "verify": "VerifyReport",
+    "fault nan --rank 1": "InjectReport",
+    "faults": "FaultListReport",
     "layout --unit blocks.*": "LayoutReport",
     "memory --steps 2 --talk": "MemoryReport",
     "timeline --step 1": "TimelineReport",

@@ -156,7 +156,7 @@ MP = (
     "bf16, fp16, fp32, fp64; got "
 )
 NEAR_MONTH = ", ".join(nearest("month", EVENTS))
-KNOWN = "; known: shard, reshard, unshard, lint, step, run, verify"
+KNOWN = "; known: shard, reshard, unshard, lint, step, run, verify, fault"
 FREES = (
     "reshard_after_forward is for --api fully_shard; with classic give --strategy full, which frees full "
     "parameters after forward, or grad, which keeps them"
@@ -364,7 +364,7 @@ def test_what_the_workbench_is_asked_to_do(command, method, arguments):
 def test_ranks_are_waited_for_where_they_are_needed():
     waits = {word for word, cls in COMMANDS.items() if cls.needs_ranks}
     assert set(COMMANDS) - waits == {
-        *("start", "attach", "stop", "dashboard", "abort", "compare", "open", "history", "help"),
+        *("start", "attach", "stop", "dashboard", "abort", "compare", "open", "history", "help", "faults"),
     }
     assert Verify().waits_for_start
     assert not Open("x").waits_for_start
@@ -392,7 +392,7 @@ def test_of_a_command_it_is_declared_who_runs_it_and_what_is_answered():
     assert (Step.word, Step.example, Step.method, Step.on_ranks, Step.reply) == ("step", "step 40", "", True, StepReply)
     assert (Pause.on_ranks, Pause.reply, Pause.looks) == (False, NoneType, False)
     assert (Cell.word, Cell.on_ranks) == ("%%fsdp", False)
-    assert list(ON_RANKS) == ["shard", "reshard", "unshard", "lint", "step", "run", "verify"]
+    assert list(ON_RANKS) == ["shard", "reshard", "unshard", "lint", "step", "run", "verify", "fault"]
     assert summary(Pause) == "stop all ranks at the same event of the running step"
 
 

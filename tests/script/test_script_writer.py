@@ -10,6 +10,7 @@ from workbench.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import (
     ON_RANKS,
+    InjectFault,
     Lint,
     Reshard,
     Run,
@@ -323,7 +324,8 @@ def test_nothing_done_has_no_script():
 
 
 def test_every_command_of_ranks_has_code_or_leaves_no_trace():
-    assert set(ON_RANKS.values()) == {Shard, Reshard, Unshard, Lint, Step, Verify, Run}  # a script is an omission
+    # a script is an omission
+    assert set(ON_RANKS.values()) == {Shard, Reshard, Unshard, Lint, InjectFault, Step, Verify, Run}
 
 
 @pytest.mark.parametrize("engine", ["workbench", "torch"])

@@ -35,6 +35,8 @@ from workbench.protocol.arguments import (
     without_variables,
 )
 from workbench.protocol.breakpoints import UNTIL, Breakpoint, read_event
+from workbench.protocol.fault_kinds import NAMES as FAULTS
+from workbench.protocol.fault_kinds import RANDOM, FaultReply, check_name
 from workbench.protocol.lint_reply import LintReply
 from workbench.protocol.policy import (
     APIS,
@@ -980,6 +982,43 @@ class Verify(Command):
         if self.model:
             _check_model(self.model)
         _check_function(self.fn)
+
+
+@command(
+    "fault straggler --rank 1",
+    more="`fault random --seed 3`: one that is not named; `fault off`: remove it, and name it",
+    reply=FaultReply,
+)
+class InjectFault(Command):
+    """Inject a fault into the training of the ranks, to see what names it; fault off removes it.
+
+    Raises:
+        ValueError: there is no such fault, ``ms`` is not positive, or a number is negative.
+    """
+
+    name: str = argument(
+        "the fault (%fsdp faults lists them), random or off", kw_only=False, metavar="NAME", completes=FAULTS
+    )
+    rank: int | None = argument("the rank that has it (default: drawn with the seed)", default=None, read=rank)
+    ms: int = argument("straggler: milliseconds that it sleeps (default 200)", default=200, metavar="MS", read=number)
+    unit: str = argument(
+        "the unit that has it (default: drawn with the seed)", default="", metavar="UNIT", completes="units"
+    )
+    seed: int = argument(
+        "seed that draws what is not given (default 0)", default=0, metavar="S", read=count("0 or more")
+    )
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if self.ms < 1 or self.seed < 0 or (self.rank or 0) < 0:
+            raise ValueError("--ms is at least 1, --rank and --seed are at least 0")
+        if self.name == RANDOM and (self.rank is not None or self.unit):
+            raise ValueError(f"{RANDOM} draws rank and unit itself: it takes --seed and --ms only")
+
+
+@command("faults", needs_ranks=False)
+class Faults(Command):
+    """List the faults that can be injected, and what names each."""
 
 
 # ---- what was recorded

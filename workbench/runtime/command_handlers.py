@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from workbench.events import Unit
 from workbench.protocol.commands import Command, Shard, registered
+from workbench.protocol.fault_kinds import FaultReply
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.trainer import Trainer
 from workbench.watch import Watch
+
+
+@dataclass(frozen=True)
+class ActiveFault:
+    """A fault that is on.
+
+    Attributes:
+        reply: what it is.
+        held: what removes it when it closes.
+    """
+
+    reply: FaultReply
+    held: ExitStack
 
 
 class RankContext(Protocol):
@@ -22,6 +38,7 @@ class RankContext(Protocol):
     trainer: Trainer
     scripts: ScriptRunner
     watch: Watch
+    fault: ActiveFault | None
 
     def account_optimizers(self) -> None:
         """Record the current bytes of optimizer state."""

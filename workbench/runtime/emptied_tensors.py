@@ -29,7 +29,7 @@ class EmptiedTensors:
         def to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - as the original
             result = original(module, *args, **kwargs)
             for tensor in (*module.parameters(), *module.buffers()):
-                setattr(tensor, _MADE, (tensor._version, digest(tensor)))
+                self.mark(tensor)
             return result
 
         nn.Module.to_empty = to_empty  # type: ignore[method-assign,assignment]
@@ -38,6 +38,11 @@ class EmptiedTensors:
     def remove(self) -> None:
         """Mark no more."""
         nn.Module.to_empty = self._original  # type: ignore[method-assign]
+
+    @staticmethod
+    def mark(tensor: torch.Tensor) -> None:
+        """Mark a tensor as one that nothing has written yet."""
+        setattr(tensor, _MADE, (tensor._version, digest(tensor)))
 
     @staticmethod
     def is_unwritten(tensor: torch.Tensor) -> bool:

@@ -32,8 +32,7 @@ def lint(command: Lint, rank: RankContext) -> LintReply:
     Raises:
         UsageError: there is no such model, or it is not sharded.
     """
-    found = {name: find_module(name) for name in ([command.model] if command.model else module_names())}
-    sharded = {name: model for name, model in outermost(found).items() if _is_sharded(model)}
+    sharded = sharded_models(command.model)
     if not sharded:
         raise UsageError(
             f"{command.model!r} is not sharded; shard it first: %fsdp shard {command.model}"
@@ -43,10 +42,20 @@ def lint(command: Lint, rank: RankContext) -> LintReply:
     return checked(sharded, rank)
 
 
+def sharded_models(name: str = "") -> dict[str, nn.Module]:
+    """Return the models among the variables, or the one of this name, that any engine has sharded.
+
+    Raises:
+        UsageError: there is no model of this name.
+    """
+    found = {each: find_module(each) for each in ([name] if name else module_names())}
+    return {each: model for each, model in outermost(found).items() if _is_sharded(model)}
+
+
 def checked(models: Mapping[str, nn.Module], rank: RankContext, *, after_shard: bool = False) -> LintReply:
     """Return what the rules find in sharded models, by variable; ``after_shard``: only those for ``shard``."""
     ran = [each for each in rules() if each.after_shard or not after_shard]
-    targets = [_target(name, model, rank) for name, model in models.items()]
+    targets = [target_of(name, model, rank) for name, model in models.items()]
     findings: list[Finding] = []
     abstained: list[str] = []
     for each in ran:
@@ -69,7 +78,14 @@ def _is_sharded(model: nn.Module) -> bool:
     return bool(states_below(model)) or is_replicated or is_sharded_by_torch(model)
 
 
-def _target(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
+def target_of(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
+    """Return a sharded model and its surroundings, whichever engine runs it.
+
+    Args:
+        name: its variable.
+        model: the model.
+        rank: this rank.
+    """
     found = variables()
     return LintTarget(
         name=name,

@@ -82,7 +82,7 @@ def optimizer_before_shard(target: LintTarget) -> Iterator[Finding]:
         for unit in target.units
         for _, param, tensors in unit.named()
         if id(tensors.shard) not in target.held
-        for name, shape, trained in _parts(param)
+        for name, shape, trained in parts_of(param)
         if trained and id(target.params.get(name)) not in target.held
     }
     for name, optimizer in target.optimizers.items():
@@ -106,7 +106,7 @@ def optimizer_before_shard(target: LintTarget) -> Iterator[Finding]:
             )
 
 
-def _parts(param: Param) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+def parts_of(param: Param) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     """Yield name, whole shape and trainability of a parameter, or of each in a flat one."""
     if not param.parts:
         yield param.fqn, tuple(param.global_shape), param.trainable
@@ -343,7 +343,7 @@ def left_out_of_optimizer(target: LintTarget) -> Iterator[Finding]:
     names, nbytes = [], 0
     for unit in target.units:
         for name, param, tensors in unit.named():
-            parts = [part for part, _, trained in _parts(param) if trained]
+            parts = [part for part, _, trained in parts_of(param) if trained]
             held = id(tensors.shard) in target.held or any(id(target.params.get(n)) in target.held for n in parts)
             if parts and not held and id(target.params.get(name)) not in target.held:
                 names.append(name)
@@ -379,11 +379,11 @@ def low_precision_master(target: LintTarget) -> Iterator[Finding]:
         name: (param, tensors)
         for unit in target.units
         for name, param, tensors in unit.named()
-        if param.dtype in _16_BIT and any(is_trained for _, _, is_trained in _parts(param))
+        if param.dtype in _16_BIT and any(is_trained for _, _, is_trained in parts_of(param))
     }
     by_optimizer: dict[str, list[str]] = {}
     for name, (param, tensors) in trained.items():
-        parts = (id(target.params.get(part)) for part, _, _ in _parts(param))
+        parts = (id(target.params.get(part)) for part, _, _ in parts_of(param))
         held = next((target.held[each] for each in (id(tensors.shard), *parts) if each in target.held), None)
         if held is not None:
             by_optimizer.setdefault(held, []).append(name)
@@ -581,7 +581,7 @@ def _in_unit(target: LintTarget, unit: LintUnit, prefix: str) -> int:
     return sum(
         math.prod(shape)
         for param in unit.info.params
-        for name, shape, _ in _parts(param)
+        for name, shape, _ in parts_of(param)
         if without_wrappers(name).startswith(f"{prefix}.")
     )
 
@@ -689,7 +689,7 @@ def frozen_in_flat_parameter(target: LintTarget) -> Iterator[Finding]:
     for unit in target.sharded:
         trained = frozen = 0
         for param in unit.info.params:
-            for name, shape, is_trained in _parts(param) if param.parts else ():
+            for name, shape, is_trained in parts_of(param) if param.parts else ():
                 held = target.params.get(name)
                 takes = is_trained and (held is None or held.requires_grad)
                 nbytes = math.prod(shape) * unit.info.reduce_itemsize

@@ -48,8 +48,8 @@ from workbench.protocol.rank_messages import (
     read_request,
 )
 from workbench.protocol.starting import Boot, Connect, ConnectReply
-from workbench.runtime import error_notes, shard_planning, sharding, text_bars, tracebacks
-from workbench.runtime.command_handlers import DOES, does
+from workbench.runtime import error_notes, faults, shard_planning, sharding, text_bars, tracebacks
+from workbench.runtime.command_handlers import DOES, ActiveFault, does
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.flush_before_hold import FlushBeforeHold
@@ -83,6 +83,7 @@ class RankRuntime:
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
         commands: number of commands it has begun.
+        fault: the fault that it has injected; None: none.
     """
 
     groups: ProcessGroups
@@ -95,6 +96,7 @@ class RankRuntime:
     hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
     commands: int = 0
+    fault: ActiveFault | None = None
 
     def execute(self, command: Command) -> object:
         """Run one command in the calling thread, and return its reply."""
@@ -369,6 +371,7 @@ def shutdown() -> None:
     global _runtime  # noqa: PLW0603 - see boot
     if _runtime is not None:
         error_notes.uninstall()
+        faults.remove(_runtime)
         _runtime.gate.uninstall()
         _runtime.watch.end()
         _runtime.emptied.remove()

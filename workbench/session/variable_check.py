@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 from workbench.errors import UsageError, did_you_mean
 from workbench.events import Unit
 from workbench.protocol.breakpoints import chosen_units, nearest
-from workbench.protocol.commands import Command, Lint, Reshard, Run, Shard, Step, Verify
+from workbench.protocol.commands import Command, InjectFault, Lint, Reshard, Run, Shard, Step, Verify
 from workbench.protocol.rank_messages import ModelInfo, Names
 from workbench.protocol.starting import ConnectReply
 from workbench.replay.grouping import label
@@ -175,8 +175,8 @@ def check(
         except ValueError as error:
             raise UsageError(f"%fsdp {command.word}: {error}") from error
     units = [unit.name for unit in live_units(header)]
-    if isinstance(command, (Lint, Reshard, Step, Verify)) and not units:
-        raise shard_first(names, command.word)
+    if isinstance(command, (InjectFault, Lint, Reshard, Step, Verify)) and not units:
+        raise shard_first(names, "inject a fault into" if isinstance(command, InjectFault) else command.word)
     if isinstance(command, Step) and command.stop is not None and command.stop.unit is not None:
         chosen_units(command.stop.unit, units)
     given = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}

@@ -1,0 +1,93 @@
+"""The reports of ``fault`` and ``faults``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.protocol.commands import InjectFault
+from workbench.protocol.fault_kinds import KINDS, RANDOM, FaultKind, FaultReply
+from workbench.reports.results import Report, says
+from workbench.views.theme import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class InjectReport(Report):
+    """A fault was injected, or removed.
+
+    Attributes:
+        name: its name; ``random`` while it is hidden.
+        is_on: whether it was injected.
+        words: what it does, as text; empty while it is hidden.
+        rank: the rank that has it; None while it is hidden.
+        unit: the unit that has it; None while it is hidden.
+        notes: what its removal restored, and what it could not, a sentence each.
+    """
+
+    name: str
+    is_on: bool
+    words: str = ""
+    rank: int | None = None
+    unit: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """What is on now, or what was."""
+        if not self.words:
+            return "a fault is on, which one is for you to find out"
+        return f"fault {self.name} is {'on' if self.is_on else 'off'}: {self.words}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what to type next, and the notes."""
+        if not self.is_on:
+            return [("note", note) for note in self.notes]
+        named = (
+            "%fsdp lint, verify, where and, after %fsdp step 8, explain step" if not self.words else _named(self.name)
+        )
+        solution = " and says which one it was" if not self.words else ""
+        return [("named by", named), ("remove it", f"%fsdp fault off{solution}")]
+
+
+def _named(name: str) -> str:
+    return instrument_words(KINDS[name])
+
+
+def instrument_words(kind: FaultKind) -> str:
+    """Return what to type so that a fault is named, as text."""
+    if not kind.shown_by.startswith("the "):
+        line = f"%fsdp {kind.shown_by}"
+        if kind.shown_by == "where":
+            return f"{line}, after %fsdp step --background"
+        return f"{line}, after %fsdp step {kind.steps}" if kind.steps else line
+    return f"{kind.shown_by} of %fsdp step"
+
+
+@says(InjectFault)
+def _inject(by_rank: Sequence[FaultReply]) -> InjectReport:
+    first = by_rank[0]
+    if first.is_hidden and first.is_on:
+        return InjectReport(name=RANDOM, is_on=True)
+    return InjectReport(
+        name=first.name, is_on=first.is_on, words=first.words, rank=first.rank, unit=first.unit, notes=first.notes
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultListReport(Report):
+    """The faults that can be injected.
+
+    Attributes:
+        kinds: the faults.
+    """
+
+    kinds: tuple[FaultKind, ...] = tuple(KINDS.values())
+
+    @property
+    def headline(self) -> str:
+        """How many there are, and how one is injected."""
+        return f"{plural(len(self.kinds), 'fault')}: inject one with %fsdp fault NAME, or with %fsdp fault random"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return each with what it does and what names it."""
+        return [(kind.name, f"{kind.summary}; named by {instrument_words(kind)}") for kind in self.kinds]
