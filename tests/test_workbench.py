@@ -597,6 +597,27 @@ def test_while_ranks_are_being_stopped_views_see_all_that_was_recorded(trained, 
     assert recorded > 0
 
 
+def test_a_wrong_time_of_stalls_is_refused_before_ranks_start(monkeypatch):
+    monkeypatch.setenv("WORKBENCH_STALL_S", "never")
+    wb = Bench()
+    with pytest.raises(UsageError, match="WORKBENCH_STALL_S='never'"):
+        wb.start()
+    monkeypatch.setenv("WORKBENCH_STALL_S", "0.1")
+    wb.start()
+    assert wb.running
+    wb.stop()
+
+
+def test_a_stop_frees_the_ranks_though_the_thread_of_their_step_ends_first(trained, monkeypatch):
+    """The ranks of an attached cluster would block for ever."""
+    trained.fake.script["step"] = [computes, returns, returns, returns]
+    trained.step(background=True)
+    session = trained._session
+    monkeypatch.setattr(session, "_catch_up", session.request.thread.join)  # as if the ranks answered slowly
+    trained.stop()
+    assert [entry[2] for entry in trained.sent("shut")] == [(0,)]
+
+
 def test_a_cluster_that_is_stopped_meanwhile_is_named(trained):
     trained.fake.script["step"] = gives(ClusterError("rank was stopped"))
     with pytest.raises(RankError, match="ClusterError: rank was stopped"):
@@ -719,7 +740,7 @@ def test_an_abort_ends_although_a_rank_does_not(trained, monkeypatch):
 
 
 def test_the_stall_notice_is_kept_after_ctrl_c(wb, monkeypatch):
-    monkeypatch.setattr(stall_notice, "QUIET_S", 0.0)
+    monkeypatch.setattr(wb._session, "_quiet_s", 0.0)
     wb.fake.script["cell"] = [returns, blocks, returns, returns]
     wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")
     with pytest.raises(Interrupted) as caught:
@@ -747,7 +768,7 @@ def test_a_callback_that_raises_leaves_no_rank_waiting(trained):
 
 
 def test_hanging_ranks_are_reported_with_their_position(wb, monkeypatch):
-    monkeypatch.setattr(stall_notice, "QUIET_S", 0.0)
+    monkeypatch.setattr(wb._session, "_quiet_s", 0.0)
     hanging, sentences = [], []
     wb.fake.script["cell"] = [returns, lambda cluster, rank, answer: hanging.append(answer), returns, returns]
     wb.fake.lines[1] = CellLine(line=2, function="<module>", text="dist.barrier()")

@@ -92,7 +92,7 @@ from workbench.session.program import Program
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
 from workbench.session.session import Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
-from workbench.session.stall_notice import OnStanding, no_standing
+from workbench.session.stall_notice import QUIET_S, OnStanding, chosen_quiet_s, no_standing
 from workbench.session.trace_selectors import opened_with_notes, side
 from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
@@ -237,6 +237,7 @@ class Workbench:
         self._in_notebook = in_notebook
         self.cursor: cursors.Cursor | None = None
         self._session: Session | None = None
+        self._quiet_s = QUIET_S
         self.exchange: Exchange = ""
         self.cores = usable_cores()
         self._exchange_lock = threading.RLock()  # held while ranks or the shown trace are replaced
@@ -309,6 +310,7 @@ class Workbench:
         """
         with self._exchanging("start"):
             self._check_replaceable("%fsdp start")
+            self._quiet_s = chosen_quiet_s()
             wanted: RankSettings = {**self.settings, **settings}
             if wanted["num_ranks"] > CROWDED * self.cores and not wanted["engines"] and wanted["profile"] is None:
                 on_notice(
@@ -361,6 +363,7 @@ class Workbench:
                 self._check_replaceable("%fsdp attach")
             elif target == AttachTarget():
                 target = self._target
+            self._quiet_s = chosen_quiet_s()
             self.stop()
             self._target = target
             begin = time.monotonic()
@@ -371,7 +374,7 @@ class Workbench:
     def _take(self, cluster: Cluster, how: str, begin: float) -> StartReport:
         """Use a cluster that was just started or attached; return its report."""
         self.num_ranks = cluster.num_ranks
-        self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest)
+        self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest, quiet_s=self._quiet_s)
         self._last, self.record, self._is_new = ClusterSnapshot(trace=Trace.empty()), "", False
         self._recording = None
         self._show_newest()

@@ -90,7 +90,7 @@ def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(living):
 
 
 def test_a_hanging_cell_shows_which_rank_waits_where(living, monkeypatch):
-    monkeypatch.setattr(stall_notice, "QUIET_S", 0.1)
+    monkeypatch.setattr(living._session, "_quiet_s", 0.1)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
     expected = r"rank 1 has run for \d+ s, in dist.barrier\(\) at line 3 of the cell; rank 0 has ended"
     sentences = []
@@ -108,7 +108,7 @@ def test_a_hanging_cell_shows_which_rank_waits_where(living, monkeypatch):
 
 
 def test_ranks_that_issue_different_collectives_are_told_which(living, monkeypatch):
-    monkeypatch.setattr(stall_notice, "QUIET_S", 0.1)
+    monkeypatch.setattr(living._session, "_quiet_s", 0.1)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
     verdict = "rank 1 issued barrier where rank 0 issued all-reduce"
     causes = []

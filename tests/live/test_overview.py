@@ -89,19 +89,19 @@ def test_the_exposed_share_is_that_of_the_waits(trace):
         assert step["exposed"] == pytest.approx(min(np.mean(ns) / max(step["step_ns"], 1), 1), abs=1e-5)
         assert step["spread_ns"] == max(ns) - min(ns)
         late = max(ns) - min(ns) > LATE * step["step_ns"]
-        assert step["straggler"] == (trace.ranks[int(np.argmin(ns))].rank if late else -1)
+        assert step["waits_least"] == (trace.ranks[int(np.argmin(ns))].rank if late else -1)
         assert bool(slowest(step)) == late
 
 
 @given(traces(whole=True), st.data())
-def test_the_straggler_does_not_depend_on_the_clocks(trace, data):
+def test_the_rank_that_waits_least_does_not_depend_on_the_clocks(trace, data):
     ranks = []
     for rank in trace.ranks:
         rows = rank.rows.copy()
         rows["t_ns"] += data.draw(st.integers(-(10**12), 10**12))
         ranks.append(replace(rank, rows=rows))
     steps, moved = (Steps().take(shown) for shown in (trace, Trace(trace.header, tuple(ranks))))
-    for name in ("step", "step_ns", "exposed", "straggler", "spread_ns"):
+    for name in ("step", "step_ns", "exposed", "waits_least", "spread_ns"):
         assert moved[name].tolist() == steps[name].tolist()
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import Setup, example_trace, simulate
-from workbench.replay.arrivals import LATE, TOO_CLOSE, UNTOLD, last_to_come, straggler
+from workbench.replay.arrivals import LATE, TOO_CLOSE, UNTOLD, last_to_come, waits_least
 from workbench.replay.collectives import Collectives, table
 from workbench.trace.columns import Trace
 from workbench.trace.schema import ClockReading, GroupInfo, Header, HostClock
@@ -94,9 +94,9 @@ def _all(trace: Trace):
 
 def test_who_waits_least_is_waited_for_if_the_others_wait_much_longer():
     whole_ns = 1000
-    assert straggler({}, whole_ns) is None
-    assert straggler({3: 50}, whole_ns) is None
-    assert straggler({0: 300, 2: 20, 1: 20, 3: 200}, whole_ns) == (1, 280)
+    assert waits_least({}, whole_ns) is None
+    assert waits_least({3: 50}, whole_ns) is None
+    assert waits_least({0: 300, 2: 20, 1: 20, 3: 200}, whole_ns) == (1, 280)
     limit = int(LATE * whole_ns)
-    assert straggler({0: limit + 7, 1: 7}, whole_ns) is None
-    assert straggler({0: limit + 8, 1: 7}, whole_ns) == (1, limit + 1)
+    assert waits_least({0: limit + 7, 1: 7}, whole_ns) is None
+    assert waits_least({0: limit + 8, 1: 7}, whole_ns) == (1, limit + 1)

@@ -30,11 +30,21 @@ def make():
     return nn.Sequential(Block(), Block(), nn.Linear(8, 3))
 
 
+OPTIONS = {}
+"""More options of ``shard``; ranks are forked, and so have what the test set."""
+
+
+@pytest.fixture(params=["workbench", pytest.param("torch", marks=pytest.mark.thorough)])
+def engine(request, monkeypatch):
+    """Each engine, which then runs the models of :func:`prepare`."""
+    monkeypatch.setitem(OPTIONS, "engine", request.param)
+
+
 def prepare(kind="sgd", *, rows=4, **options):
     """Define a sharded ``model``, ``opt``, and ``batch()``: this rank's inputs, the same at each call."""
     ns = namespace()
     ns["model"] = make()
-    execute(Shard(model="model", wrap=("Block",), **options))
+    execute(Shard(model="model", wrap=("Block",), **OPTIONS, **options))
     params = ns["model"].parameters()
     ns["opt"] = torch.optim.SGD(params, 0.5) if kind == "sgd" else torch.optim.AdamW(params, 1e-2)
     data = torch.randn(rows, 8, generator=torch.Generator().manual_seed(ns["rank"]))
@@ -127,6 +137,7 @@ def clips(whole, kind="sgd", **options):
     return verified(step, steps=2)
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_norm_of_parts(kind):
     report = report_of(2, clips, False, kind)
@@ -202,6 +213,7 @@ def test_a_sum_in_one_unit_names_its_parameters():
     assert report.first_differences[0].name.startswith("1.down.")
 
 
+@pytest.mark.usefixtures("engine")
 def test_a_loss_divided_by_the_ranks_again():
     report = report_of(2, scales, "sgd", None, "twice")
     assert "gradients are divided by the 2 ranks twice" in report.headline
@@ -226,6 +238,7 @@ def weighs(before):
     return verified(step, steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_batches_weighed_after_the_average():
     report = report_of(2, weighs, False)
     assert [fault.rule for fault in report.faults] == ["uneven-batches"]
@@ -243,6 +256,7 @@ def never_reduces(is_on):
     return reply, verified(steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_a_unit_that_is_never_reduced():
     replies = run(2, never_reduces, False)
     report = SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply, _ in replies])
@@ -258,6 +272,7 @@ def keeps_sums_of_replicas(is_on):
     return verified(steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_an_all_reduce_of_replicas_that_is_left_off():
     report = report_of(2, keeps_sums_of_replicas, False)
     assert [fault.rule for fault in report.faults] == ["no-sync-left-on"]
@@ -281,6 +296,7 @@ def steps_on_rank_0_only():
     return verified(step, steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_a_rank_whose_rows_never_move():
     report = report_of(2, steps_on_rank_0_only)
     assert [fault.rule for fault in report.faults] == ["rank-not-stepped"]
@@ -294,6 +310,7 @@ def draws_new_data():
     return verified(steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_a_step_that_gets_other_data_each_time():
     report = report_of(2, draws_new_data)
     assert [fault.rule for fault in report.faults] == ["different-data"]
@@ -311,6 +328,7 @@ def resumes(ranks):
     return verified(steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_optimizer_steps_that_differ_between_ranks():
     report = report_of(2, resumes, (1,))
     assert [fault.rule for fault in report.faults] == ["optimizer-counters"]
@@ -330,6 +348,7 @@ def leaves_out(frozen):
     return verified(steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_a_unit_left_out_of_the_optimizer():
     report = report_of(2, leaves_out, False)
     assert report.ok
@@ -389,6 +408,7 @@ def rounds(dtype):
     return verified(step, steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_gradients_that_are_rounded():
     report = report_of(2, rounds, torch.bfloat16)
     assert [fault.rule for fault in report.faults] == ["precision"]
@@ -415,6 +435,7 @@ def computes_otherwise():
     return verified(step, steps=0)
 
 
+@pytest.mark.usefixtures("engine")
 def test_without_a_cause_only_the_first_differences_are_said():
     report = report_of(2, computes_otherwise)
     assert not report.ok

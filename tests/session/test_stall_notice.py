@@ -2,8 +2,17 @@ from dataclasses import replace
 
 import pytest
 
+from workbench.errors import UsageError
 from workbench.protocol.rank_messages import CellLine
-from workbench.session.stall_notice import AGAIN_S, MAX_TEXT, QUIET_S, StallNotice, who_works
+from workbench.session.stall_notice import (
+    AGAIN_S,
+    MAX_TEXT,
+    QUIET_S,
+    VARIABLE,
+    StallNotice,
+    chosen_quiet_s,
+    who_works,
+)
 
 
 class NoticeScenario:
@@ -49,6 +58,17 @@ def test_long_stalls_are_reported_less_often():
         scene.after(0.1, "begun")
     assert len(scene.reported) < 200
     assert scene.reported[-1] != ""
+
+
+def test_the_time_before_the_first_notice_is_chosen_by_the_environment(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert chosen_quiet_s() == QUIET_S
+    monkeypatch.setenv(VARIABLE, "0.5")
+    assert chosen_quiet_s() == 0.5
+    for wrong in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(UsageError, match=f"{VARIABLE}='{wrong}' is no time in seconds; for example {VARIABLE}=5"):
+            chosen_quiet_s()
 
 
 BARRIER = CellLine(line=2, function="<module>", text="dist.barrier()")

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.forked_ranks import run_ranks
@@ -78,6 +78,54 @@ def several_modules():
     fully_shard([model[0], model[1]])
     fully_shard(model)
     assert [path for path, _ in _torch.groups_below(model)] == ["", "0"]
+    policies = [(modules, len(groups)) for modules, policy, groups in _torch.policies_below(model)]
+    assert policies == [((model,), 1), ((model[0], model[1]), 1)]
+
+
+def test_modules_are_plain_for_a_while():
+    run_ranks(2, plain_for_a_while)
+
+
+def plain_for_a_while():
+    def ours(*_):
+        return None
+
+    model = make_blocks(2)
+    classes = [type(module) for module in model.modules()]
+    model[0].register_forward_pre_hook(ours)
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    register_fsdp_forward_method(model, "append")
+    hooks = [(list(m._forward_pre_hooks.items()), list(m._forward_hooks.items())) for m in model.modules()]
+    with _torch.plain_modules(model):
+        assert [type(module) for module in model.modules()] == classes
+        found = [hook for m in model.modules() for h in (m._forward_pre_hooks, m._forward_hooks) for hook in h.values()]
+        assert found == [ours]
+        assert "append" not in vars(model)
+    assert isinstance(model, FSDPModule)
+    assert "append" in vars(model)
+    assert hooks == [(list(m._forward_pre_hooks.items()), list(m._forward_hooks.items())) for m in model.modules()]
+
+
+def test_gradients_that_were_not_reduced_are_dropped():
+    run_ranks(2, unreduced)
+
+
+def unreduced():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(make_blocks(1), mesh=mesh)
+    ((_, group),) = _torch.groups_below(model)
+    x = torch.randn(4, 16)
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    assert _torch.has_partial_sum(group)
+    _torch.drop_full_grads(group)
+    assert not _torch.has_partial_sum(group)
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    assert any(map(_torch.full_grads_of, group.fsdp_params))
+    _torch.drop_full_grads(group)
+    assert not any(map(_torch.full_grads_of, group.fsdp_params))
 
 
 def test_a_group_is_renewed_after_an_iteration_that_was_given_up():

@@ -184,10 +184,10 @@ def test_its_cards_are_all_in_a_row_or_the_ranks_above_the_others(shown, width, 
 
 
 @pytest.mark.parametrize("width", quick([500, 880, 1050, 1280], [880]))
-def test_the_straggler_is_read_whole_in_its_card(shown, width):
+def test_the_rank_that_waits_least_is_read_whole_in_its_card(shown, width):
     page, _ = shown
     give_width(page, width)
-    late = slowest(np.array([(15, 98_800_000)], [("straggler", "<i2"), ("spread_ns", "<i8")])[0])
+    late = slowest(np.array([(15, 98_800_000)], [("waits_least", "<i2"), ("spread_ns", "<i8")])[0])
     page.evaluate("(late) => { view.model.late = late; view.cursor.follow(); }", late)
     page.wait_for_function("(late) => view.frames.pending === 0 && view.ranks.late.textContent === late", arg=late)
     assert page.evaluate("view.ranks.late.parentElement.scrollWidth <= view.ranks.late.parentElement.clientWidth")

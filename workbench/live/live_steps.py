@@ -26,7 +26,7 @@ LEARNED_DTYPE = np.dtype(
         ("end_ns", "<i8"),
         ("model", "<i4"),  # -1: not known
         ("exposed", "<f4"),  # share of the step's time in which compute waited, the mean over ranks
-        ("straggler", "<i2"),  # the rank that waited least, if the others waited notably longer; else -1
+        ("waits_least", "<i2"),  # the rank that waited least, if the others waited notably longer; else -1
         ("spread_ns", "<i8"),  # how much longer
     ]
 )
@@ -106,7 +106,7 @@ class Steps:
         return now if now.done else replace(now, step_ns=known.step_ns, tokens_per_s=known.tokens_per_s)
 
     def _take_waits(self, told: NDArray[np.void]) -> None:
-        """Fill in each step's exposed share and its straggler; drop the waits of these and older steps."""
+        """Fill in each step's exposed share and which rank waits least; drop the waits of these and older steps."""
         ranks = sorted(self._waits_ns)
         waited = [[self._waits_ns[rank].get(step, 0) for rank in ranks] for step in told["step"].tolist()]
         waits_ns = np.array(waited, np.int64).reshape(len(told), len(ranks))
@@ -115,7 +115,7 @@ class Steps:
         spread = waits_ns.max(axis=1, initial=0) - (waits_ns.min(axis=1) if ranks else 0)
         least = np.array(ranks, np.int64)[waits_ns.argmin(axis=1)] if ranks else np.full(len(told), -1)
         told["spread_ns"] = spread
-        told["straggler"] = np.where(spread > LATE * step_ns, least, -1)
+        told["waits_least"] = np.where(spread > LATE * step_ns, least, -1)
         if len(told):
             last = int(told["step"][-1])
             for rank, waits in self._waits_ns.items():

@@ -919,7 +919,7 @@ class FeedUpdate(ViewMessage):
         holds: times at which ranks were held or idle, ``[[at, length], ...]``; None: unchanged.
         now: state of all ranks at the newest event; None: unchanged.
         peaks: peak of each group; None: nothing was recorded since.
-        late: straggler of the newest finished step, as text; empty: none; None: no step has finished since.
+        late: the rank that waits least in the newest finished step, as text; empty: none; None: no step finished since.
         change: effect of the last changed setting; None: unknown or unchanged.
         has_moved: whether ``%fsdp back`` has moved the cursor.
         cursor: its position then; None: the newest event.

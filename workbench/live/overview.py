@@ -174,11 +174,10 @@ def whose(header: Header, kernel_pid: int) -> str:
 
 
 def slowest(step: np.void) -> str:
-    """Say which rank the others waited for in a step of LEARNED_DTYPE, and how long; empty if for none."""
-    if step["straggler"] < 0:
+    """Say which rank waited least in a step of LEARNED_DTYPE, if others waited notably longer; else empty."""
+    if step["waits_least"] < 0:
         return ""
-    longer = theme.format_duration(float(step["spread_ns"]))
-    return f"rank {step['straggler']} is the straggler, by up to {longer}"
+    return theme.waits_least(f"rank {step['waits_least']}", float(step["spread_ns"]))
 
 
 def knobs(units: Iterable[Unit]) -> Knobs:

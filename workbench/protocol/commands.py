@@ -444,7 +444,7 @@ class Shard(_Sharding):
 
     model: str = argument(_MODEL, kw_only=False)
     engine: str = argument(
-        "what runs the model; torch: torch's own FSDP, without reshard, unshard and verify (default: workbench)",
+        "what runs the model; torch: torch's own FSDP, without reshard and unshard (default: workbench)",
         default=WORKBENCH,
         choices=ENGINES,
     )

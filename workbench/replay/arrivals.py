@@ -85,8 +85,11 @@ def _clocks(header: Header, ranks: Iterable[int]) -> list[int]:
     return [of_rank.get(rank, 0) for rank in ranks]
 
 
-def straggler(waited_ns: Mapping[int, int], whole_ns: int) -> tuple[int, int] | None:
-    """Return the rank that the others wait for, and how much longer they wait, in ns; None if there is none.
+def waits_least(waited_ns: Mapping[int, int], whole_ns: int) -> tuple[int, int] | None:
+    """Return the rank that waits least, and how much longer another one waits, in ns; None if not notably longer.
+
+    A fact of these steps alone. Whether the rank is slow, step after step, says
+    :func:`~workbench.replay.step_parts.slow_rank`.
 
     Args:
         waited_ns: how long compute of each rank waited for collectives.

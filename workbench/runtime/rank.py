@@ -226,7 +226,7 @@ def _verify(command: Verify, rank: RankRuntime) -> VerifyReply:
     steps_before = rank.trainer.optimizer_steps
     try:
         with rank.recorder.unrecorded():
-            return replace(verify(command, rank.groups.largest), since=rank.trainer.not_finite_since)
+            return replace(verify(command, rank), since=rank.trainer.not_finite_since)
     finally:
         rank.trainer.optimizer_steps = steps_before
         rank.account_optimizers()

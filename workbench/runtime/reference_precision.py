@@ -6,16 +6,14 @@ inputs and outputs where a unit's policy says so. Gradients arrive in the parame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from workbench.engine.fsdp_state import FSDPState, states_below, units_of
-from workbench.engine.param import FSDPParam
-from workbench.engine.root_checks import clean
 from workbench.engine.tensor_trees import cast_floats
 from workbench.events import Unit
 
@@ -33,24 +31,44 @@ def coarsest_dtype(infos: Sequence[Unit]) -> str:
     return max(found, key=lambda dtype: torch.finfo(getattr(torch, dtype)).eps, default="float32")
 
 
-def compute_alike(model: nn.Module, reference: nn.Module) -> None:
-    """Make ``reference`` cast as the policies of ``model``'s units do.
+@dataclass(frozen=True, kw_only=True)
+class Casts:
+    """What one call of ``fully_shard``, or one wrapper, casts.
+
+    Attributes:
+        modules: its modules.
+        input_dtype: dtype of the inputs of their forward; None: as given.
+        output_dtype: dtype of their outputs; None: as computed.
+        param_dtype: dtype in which parameters are used; None: their own.
+        params: the own dtype of each parameter, a module that has it, and its name there.
+    """
+
+    modules: tuple[nn.Module, ...]
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    param_dtype: torch.dtype | None
+    params: tuple[tuple[torch.dtype, nn.Module, str], ...]
+
+
+def compute_alike(casts: Iterable[Casts], paths: Mapping[nn.Module, str], reference: nn.Module) -> None:
+    """Make ``reference`` cast as a sharded model does.
 
     Args:
-        model: the sharded model.
+        casts: what the model casts.
+        paths: paths of its modules, without wrappers.
         reference: its plain copy; its parameters stay the same objects, some under another name.
     """
-    paths = {module: clean(path) for path, module in model.named_modules()}
-    for state in states_below(model):
-        for module in state.modules:
-            _cast_inputs_and_outputs(reference.get_submodule(paths[module]), state)
-        for unit in units_of([state]):
-            for param in unit.fsdp_params:
-                _cast_parameter(param, reference, paths, state.mp_policy.param_dtype)
+    for each in casts:
+        for module in each.modules:
+            _cast_inputs_and_outputs(reference.get_submodule(paths[module]), each.input_dtype, each.output_dtype)
+        for own, owner, name in each.params:
+            if each.param_dtype not in {None, own} and own.is_floating_point:
+                twin = reference.get_submodule(paths[owner])
+                # unsafe: the dtype changes
+                parametrize.register_parametrization(twin, name, _Cast(each.param_dtype), unsafe=True)
 
 
-def _cast_inputs_and_outputs(module: nn.Module, state: FSDPState) -> None:
-    wanted, given = state.input_dtype, state.mp_policy.output_dtype
+def _cast_inputs_and_outputs(module: nn.Module, wanted: torch.dtype | None, given: torch.dtype | None) -> None:
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return cast_floats(args, wanted), cast_floats(kwargs, wanted)
@@ -62,18 +80,8 @@ def _cast_inputs_and_outputs(module: nn.Module, state: FSDPState) -> None:
     module.register_forward_hook(after)
 
 
-def _cast_parameter(
-    param: FSDPParam, reference: nn.Module, paths: dict[nn.Module, str], dtype: torch.dtype | None
-) -> None:
-    if dtype is None or dtype == param.orig_dtype or not param.orig_dtype.is_floating_point:
-        return
-    for owner, name in (place for info in param.infos for place in info.places):
-        twin = reference.get_submodule(paths[owner])
-        parametrize.register_parametrization(twin, name, _Cast(dtype), unsafe=True)  # unsafe: the dtype changes
-
-
 class _Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
         self._dtype = dtype
 

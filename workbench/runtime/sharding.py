@@ -503,8 +503,8 @@ def check_not_torchs(name: str, model: nn.Module) -> None:
     """Raise UsageError if torch's own FSDP shards a part of the model ``name``."""
     if is_sharded_by_torch(model):
         raise UsageError(
-            f"{name!r} is sharded by torch's own FSDP, which only views, breakpoints and inspect know. To use the "
-            f"workbench's engine, run the cell that builds the model without sharding it, and then: %fsdp shard {name}"
+            f"{name!r} is sharded by torch's own FSDP, and this needs the workbench's engine. To use it, "
+            f"run the cell that builds the model without sharding it, and then: %fsdp shard {name}"
         )
 
 

@@ -17,13 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.engine._torch import local_of
-from workbench.engine.event_source import SOURCE
-from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.full_param import local_tensor
-from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.root_checks import clean
 from workbench.engine.tensor_trees import tensors_in
-from workbench.events import Param, ParamTensors
+from workbench.events import Param, ParamTensors, Unit
 from workbench.protocol.commands import Difference, GradRatio
 
 _NEARLY_ALL = 0.99
@@ -43,24 +40,31 @@ class ParamPiece:
     """
 
     name: str
-    unit: FSDPParamGroup
+    unit: Unit
     key: str
     rows: str
     of_whole: Callable[[torch.Tensor], torch.Tensor]
 
 
-def pieces_of(model: nn.Module, names: Mapping[str, object]) -> list[ParamPiece]:
+TensorsOf = Callable[[int], Mapping[str, ParamTensors]]
+"""Returns this rank's tensors of a unit's parameters, by name."""
+
+
+def pieces_of(
+    units: Sequence[Unit], tensors_of: TensorsOf, paths: Mapping[Any, str], names: Mapping[str, object]
+) -> list[ParamPiece]:
     """Return the pieces of a model's trainable parameters in units, in the order of ``names``.
 
     Args:
-        model: the sharded model.
+        units: the model's units.
+        tensors_of: this rank's tensors of them.
+        paths: paths of the model's modules without wrappers.
         names: names of its parameters without wrappers, each parameter once.
     """
-    paths = {module: clean(path) for path, module in model.named_modules()}
     found: dict[str, ParamPiece] = {}
-    for unit in units_of(states_below(model)):
-        tensors = SOURCE.tensors(unit.index)
-        for param in unit.describe_in_model().params:
+    for unit in units:
+        tensors = tensors_of(unit.index)
+        for param in unit.params:
             for key, rows, select in _parts(param, tensors[param.fqn].shard_rank):
                 for module, own in tensors[key].places:
                     name = ".".join(filter(None, (paths.get(module), own)))
@@ -96,9 +100,9 @@ def _span(noun: str, begin: int, end: int) -> str:
     return f"{noun} {begin}" if end == begin + 1 else f"{noun}s {begin}-{end - 1}"
 
 
-def tensors_of(pieces: Sequence[ParamPiece]) -> dict[str, ParamTensors]:
+def tensors_of_pieces(pieces: Sequence[ParamPiece], tensors_of: TensorsOf) -> dict[str, ParamTensors]:
     """Return the current tensors of pieces, by the names of their parameters."""
-    by_unit = {piece.unit.index: SOURCE.tensors(piece.unit.index) for piece in pieces}
+    by_unit = {index: tensors_of(index) for index in {piece.unit.index for piece in pieces}}
     return {piece.name: by_unit[piece.unit.index][piece.key] for piece in pieces}
 
 
@@ -162,9 +166,11 @@ def of_reference(pieces: Sequence[ParamPiece], params: Mapping[str, nn.Parameter
     return {piece.name: piece.of_whole(local_tensor(grad).detach()) for piece, grad in grads if grad is not None}
 
 
-def of_sharded(pieces: Sequence[ParamPiece], params: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
+def of_sharded(
+    pieces: Sequence[ParamPiece], tensors_of: TensorsOf, params: Mapping[str, nn.Parameter]
+) -> Mapping[str, torch.Tensor]:
     """Return the pieces of the sharded model's gradients, in the shapes of those of the copy."""
-    found, tensors = {}, tensors_of(pieces)
+    found, tensors = {}, tensors_of_pieces(pieces, tensors_of)
     for piece in pieces:
         grad = tensors[piece.name].sharded_grad
         if grad is not None:

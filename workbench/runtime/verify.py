@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,21 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from workbench.engine import FSDPModule, UnshardHandle
-from workbench.engine._torch import local_of
-from workbench.engine.classic import FullyShardedDataParallel
-from workbench.engine.classic import unwrapping as classic_undo
-from workbench.engine.fsdp_state import roots_below, states_below, units_of
 from workbench.engine.full_param import local_tensor
-from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.root_checks import clean
-from workbench.engine.unsharding import full_tensor, plain_copy
+from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
-from workbench.protocol.commands import Difference, ReplicaSum, StepCounter, StepDifferences, Verify, VerifyReply
-from workbench.protocol.policy import CLASSIC
-from workbench.runtime import sharding
-from workbench.runtime.model_summary import sharded_variables, sizes_of, unit_infos, unmanaged_in
-from workbench.runtime.namespace import find_module, module_names, optimizers_of, user_namespace
+from workbench.events import unit_words
+from workbench.protocol.commands import Difference, StepCounter, StepDifferences, Verify, VerifyReply
+from workbench.runtime.command_handlers import RankContext
+from workbench.runtime.namespace import optimizers_of, user_namespace
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.step_observation import (
     GradObserver,
@@ -50,45 +42,45 @@ from workbench.runtime.step_observation import (
     pieces_of,
     ratio,
     relative,
-    tensors_of,
+    tensors_of_pieces,
 )
 from workbench.runtime.trainer import find_step_function, loss_of
+from workbench.runtime.verified_model import Largest, VerifiedModel, local_tensors, verified_model
 
 # for full precision, per element: AdamW divides by the root of a tiny second moment, and relative differences of
 # single updates reach 1e-3 in float32
 RTOL, ATOL = 1e-3, 1e-5
 
 
-def verify(command: Verify, largest: Callable[[int], int]) -> VerifyReply:
+def verify(command: Verify, rank: RankContext) -> VerifyReply:
     """Run both steps and compare every parameter; where they differ, run both again and find out where; collective.
 
     Args:
         command: the command.
-        largest: returns the largest of a number that each rank passes.
+        rank: this rank.
 
     Raises:
         UsageError: there is no sharded model, several without a name, no step function, or the step function does not
             train the named variable.
     """
-    model = _find_sharded(command.model)
+    sharded, largest = verified_model(command.model, rank), rank.groups.largest
     step = find_step_function(command.fn)
-    optimizers = optimizers_of(model)
-    for unit in units_of(states_below(model)):
-        unit.reshard()  # else the model would hold full parameters here, and those would be restored
-    buffers = tuple(clean(name) for name, buffer in model.named_buffers() if not _is_finite(buffer))
-    unmanaged = unmanaged_in(model)
-    replicas, counters = _replica_sums(model), _step_counters(model, optimizers)
-    with _restored(model, optimizers):
-        pair = _Pair(model, optimizers, step, largest)
+    optimizers = optimizers_of(sharded.model)
+    sharded.reshard()  # else the model would hold full parameters here, and those would be restored
+    buffers = tuple(clean(name) for name, buffer in sharded.model.named_buffers() if not _is_finite(buffer))
+    unmanaged = sharded.unmanaged
+    replicas, counters = sharded.replica_sums(), _step_counters(sharded.model, optimizers)
+    with _restored(sharded, optimizers):
+        pair = _Pair(sharded, optimizers, step, largest)
         pair.run()
-        found = _compare(model, pair.before, pair.after)
+        found = _compare(sharded, pair.before, pair.after)
         found["ok"] = found["ok"] and pair.has_equal_norms()
         left_out, losses = pair.left_out(), (pair.loss_sharded, pair.loss_reference)
         del pair  # the second one needs as much memory
     differences = None
     if largest(int(not found["ok"])):
-        with _restored(model, optimizers):
-            differences = _Pair(model, optimizers, step, largest, keeps=True).run_and_locate(counters)
+        with _restored(sharded, optimizers):
+            differences = _Pair(sharded, optimizers, step, largest, keeps=True).run_and_locate(counters)
     return VerifyReply(
         **found,
         buffers_not_finite=buffers,
@@ -105,10 +97,10 @@ class _Pair:
     """A step of an unsharded copy, and the same step of the sharded model; both start from the same state.
 
     Args:
-        model: the sharded model.
+        sharded: the sharded model.
         optimizers: its optimizers.
         step: the step function.
-        largest: see :func:`verify`.
+        largest: returns the largest of a number that each rank passes.
         keeps: whether to keep gradients and the outputs of modules, else only the norms of gradients.
 
     Attributes:
@@ -122,15 +114,15 @@ class _Pair:
 
     def __init__(
         self,
-        model: nn.Module,
+        sharded: VerifiedModel,
         optimizers: list[torch.optim.Optimizer],
         step: Callable[[], Any],
-        largest: Callable[[int], int],
+        largest: Largest,
         *,
         keeps: bool = False,
     ) -> None:
-        self._model, self._optimizers, self._step, self._largest = model, optimizers, step, largest
-        self._reference, self._replaced = _unsharded_copies(model, optimizers)
+        self._sharded, self._optimizers, self._step, self._largest = sharded, optimizers, step, largest
+        self._reference, self._replaced = _unsharded_copies(sharded, optimizers)
         self.after = dict(self._reference.named_parameters())
         self.before = {name: full_tensor(param) for name, param in self.after.items()}
         self._order: dict[str, None] = {}  # of the gradients in backward
@@ -138,11 +130,11 @@ class _Pair:
             for name, param in self.after.items():
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(functools.partial(self._came, name))
-        compute_alike(model, self._reference)
-        self._pieces = pieces = pieces_of(model, self.after)
-        self._dtype = coarsest_dtype(unit_infos(model))
+        compute_alike(sharded.casts(), sharded.paths, self._reference)
+        self._pieces = pieces = pieces_of(sharded.units, sharded.tensors, sharded.paths, self.after)
+        self._dtype = coarsest_dtype(sharded.units)
         self._expected = GradObserver(pieces, lambda: of_reference(pieces, self.after), keeps=keeps)
-        self._actual = GradObserver(pieces, lambda: of_sharded(pieces, self.after), keeps=keeps)
+        self._actual = GradObserver(pieces, lambda: of_sharded(pieces, sharded.tensors, self.after), keeps=keeps)
         self._whole_norms: dict[str, torch.Tensor] = {}
 
     def _came(self, name: str, _: torch.Tensor) -> None:
@@ -171,12 +163,14 @@ class _Pair:
     def left_out(self) -> tuple[str, ...]:
         """Return the units with gradients that no optimizer among the variables has, and that did not move."""
         held = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
-        tensors = tensors_of(self._pieces)
+        tensors = tensors_of_pieces(self._pieces, self._sharded.tensors)
         candidates: dict[str, bool] = {}
         for piece in self._pieces:
-            owned = {id(own) for param in piece.unit.fsdp_params for own in param.owned}
-            is_out = not owned & held and self._is_still(piece, tensors[piece.name].shard)
-            candidates[piece.unit.title] = candidates.get(piece.unit.title, True) and is_out
+            title = unit_words(piece.unit.name)
+            is_out = not self._sharded.owned(piece.unit.index) & held and self._is_still(
+                piece, tensors[piece.name].shard
+            )
+            candidates[title] = candidates.get(title, True) and is_out
         return () if all(candidates.values()) else tuple(title for title, is_out in candidates.items() if is_out)
 
     def _is_still(self, piece: ParamPiece, shard: object) -> bool:
@@ -197,7 +191,7 @@ class _Pair:
         Args:
             counters: numbers of steps in the optimizers' state before.
         """
-        copies, originals = modules_of(self._reference), modules_of(self._model)
+        copies, originals = modules_of(self._reference), modules_of(self._sharded.model)
         both = {path: module for path, module in copies.items() if path in originals}
         expected = OutputObserver(both)
         actual = OutputObserver({path: originals[path] for path in both}, expected)
@@ -205,7 +199,7 @@ class _Pair:
             self.loss_reference = _run_on(self._replaced, self._reference, self._step, self._largest)
         with _restored_random_numbers(), self._actual.watching(), actual.watching():
             self.loss_sharded = loss_of(self._step())
-        unreduced = (unit for unit in units_of(states_below(self._model)) if _has_unreduced_grads(unit))
+        titles = {unit.index: unit_words(unit.name) for unit in self._sharded.units}
         return StepDifferences(
             output=actual.first_difference(self._tolerance),
             grad=self._first_grad(),
@@ -216,7 +210,7 @@ class _Pair:
             norm=_norm(self._actual.norms),
             norm_reference=_norm(self._whole_norms),
             missing=tuple(name for name in self._order if self._is_missing(name)),
-            unreduced=tuple(unit.title for unit in unreduced),
+            unreduced=tuple(titles[index] for index in self._sharded.unreduced()),
             optimizer_steps=self._actual.optimizer_steps,
             counters=counters,
             rounded_to=self._rounded_to(),
@@ -270,7 +264,7 @@ class _Pair:
         return None
 
     def _first_param(self) -> Difference | None:
-        tensors = tensors_of(self._pieces)
+        tensors = tensors_of_pieces(self._pieces, self._sharded.tensors)
         for position, piece in enumerate(self._pieces):
             actual = self._values(piece, tensors[piece.name].shard)
             expected, before = (
@@ -303,24 +297,6 @@ def _norm(norms: Mapping[str, torch.Tensor]) -> float:
     return math.hypot(*torch.stack(list(norms.values())).tolist()) if norms else 0.0
 
 
-def _has_unreduced_grads(unit: FSDPParamGroup) -> bool:
-    return unit.has_partial_sum or any(full.has_grad for param in unit.fsdp_params for full in param.fulls)
-
-
-def _replica_sums(model: nn.Module) -> tuple[ReplicaSum, ...]:
-    """Return the checksums of the shards of units that several groups of ranks have a copy of."""
-    found = []
-    for unit in units_of(states_below(model)):
-        if unit.describe().replicate_size > 1:
-            own = {id(each): each for param in unit.fsdp_params for each in param.owned}.values()
-            crc = 0
-            for each in own:
-                local = local_tensor(each).detach().cpu().contiguous().reshape(-1)
-                crc = zlib.crc32(local.view(torch.uint8).numpy().tobytes(), crc) if local.numel() else crc
-            found.append(ReplicaSum(unit=unit.title, shard_rank=unit.mesh_info.shard_mesh_rank, crc32=crc))
-    return tuple(found)
-
-
 def _step_counters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[StepCounter, ...]:
     """Return how many parameters have each number of steps in the optimizers' state."""
     names = {id(param): clean(name) for name, param in model.named_parameters()}
@@ -331,63 +307,21 @@ def _step_counters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) ->
     return tuple(StepCounter(steps=n, num_params=len(own), first=own[0]) for n, own in sorted(found.items()))
 
 
-def _find_sharded(name: str) -> nn.Module:
-    names = [name] if name else list(sharded_variables())
-    for each in () if names else module_names():
-        sharding.check_not_torchs(each, find_module(each))
-    if len(names) != 1:
-        raise UsageError(
-            f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
-            if names
-            else "no model is sharded; shard one first: %fsdp shard MODEL"
-        )
-    model = sharding.find_sharded(names[0])
-    sharding.check_one_api(names[0], model)
-    return model
-
-
-def _unsharded_copies(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[nn.Module, dict[int, Any]]:
-    """Return a plain copy of ``model``, and the copies of the model and its optimizers by the id of the original."""
+def _unsharded_copies(
+    sharded: VerifiedModel, optimizers: list[torch.optim.Optimizer]
+) -> tuple[nn.Module, dict[int, Any]]:
+    """Return a plain copy of a model, and the copies of the model and its optimizers by the id of the original."""
     memo: dict[int, Any] = {}
-    if sharding.api_of(model) == CLASSIC:
-        reference, copied = classic_undo.plain_copy(model, memo, optimizers)
-        for _, root in roots_below(model):
-            _take_calls_of_a_wrapper(memo[id(root.modules[0])])
-    else:
-        reference = plain_copy(model, memo, optimizers)
-        _take_setters(model, memo)
-        copied = [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
+    reference, copied = sharded.copy(memo, optimizers)
     for optimizer in copied:
         _take_one_by_one(optimizer)
     copies = {id(optimizer): plain for optimizer, plain in zip(optimizers, copied, strict=True)}
-    meshes = {name: size.unit.mesh_info.mesh for size in sizes_of(model) if size.unit for name in size.names}
+    meshes = sharded.meshes()
     for name, plain in reference.named_parameters():
         if name in meshes and plain.requires_grad:
             plain.register_post_accumulate_grad_hook(functools.partial(_average, meshes[name]))
-    modules = {id(module): memo[id(module)] for module in model.modules() if id(module) in memo}
-    return reference, {**modules, id(model): reference, **copies}
-
-
-def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
-    """Give a plain copy the wrapper's methods that a step may call; its own attributes stay."""
-    clip = functools.partial(_clip, list(reference.parameters()))
-    calls = {"module": reference, "no_sync": nullcontext, "clip_grad_norm_": clip}
-    vars(reference).update({name: call for name, call in calls.items() if not hasattr(reference, name)})
-
-
-@torch.no_grad()
-def _clip(params: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip as :func:`torch.nn.utils.clip_grad_norm_` does, which refuses a mix of plain gradients and DTensors.
-
-    Returns:
-        the norm before clipping, a plain scalar.
-    """
-    grads = [param.grad for param in params if param.grad is not None]
-    norms = [full_tensor(torch.linalg.vector_norm(grad, norm_type)) for grad in grads]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
-    for grad in grads:
-        local_tensor(grad).mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return total
+    modules = {id(module): memo[id(module)] for module in sharded.model.modules() if id(module) in memo}
+    return reference, {**modules, id(sharded.model): reference, **copies}
 
 
 def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
@@ -395,38 +329,6 @@ def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
             group.update({way: False for way in ("foreach", "fused") if way in group})
-
-
-def _take_setters(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Give the copies of sharded modules no-op versions of the methods of :class:`FSDPModule` that a step may call.
-
-    A copy averages immediately, whatever is synchronised or gathered when.
-    """
-    calls: dict[str, Callable[..., object]] = {
-        name: _nothing for name, call in vars(FSDPModule).items() if callable(call) and not name.startswith("_")
-    }
-    calls["unshard"] = _gathered
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            plain = memo[id(module)]
-            vars(plain).update({name: call for name, call in calls.items() if not hasattr(plain, name)})
-
-
-def _nothing(*_args: object, **_settings: object) -> None:
-    """Do nothing: the setter of a module whose parameters are whole anyway."""
-
-
-def _gathered(async_op: bool = False) -> UnshardHandle | None:
-    return UnshardHandle(()) if async_op else None
-
-
-def _whole_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names, without wrappers, and the whole values of all parameters; collective."""
-    if sharding.api_of(model) != CLASSIC:
-        yield from ((name, full_tensor(param)) for name, param in model.named_parameters())
-        return
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        yield from ((clean(name), full_tensor(param)) for name, param in model.named_parameters())
 
 
 def _average(mesh: DeviceMesh, param: torch.Tensor) -> None:
@@ -467,12 +369,14 @@ def _run_on(
     return loss
 
 
-def _compare(model: nn.Module, before: dict[str, torch.Tensor], reference: dict[str, nn.Parameter]) -> dict[str, Any]:
+def _compare(
+    sharded: VerifiedModel, before: dict[str, torch.Tensor], reference: dict[str, nn.Parameter]
+) -> dict[str, Any]:
     """Compare values after the step; return fields of the reply, with differences in the parameters' own unit."""
-    dtype = coarsest_dtype(unit_infos(model))
+    dtype = coarsest_dtype(sharded.units)
     worst, worst_name, worst_rel, equal, ok = 0.0, "", 0.0, 0, True
     not_finite: list[str] = []
-    for name, actual in _whole_values(model):
+    for name, actual in sharded.whole_values():
         expected = full_tensor(reference[name])
         if not _is_finite(expected) and torch.allclose(actual, expected, rtol=RTOL, atol=ATOL, equal_nan=True):
             not_finite.append(name)
@@ -518,27 +422,25 @@ def _tolerance(dtype: str) -> str:
 
 
 @contextmanager
-def _restored(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+def _restored(sharded: VerifiedModel, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Restore parameters, gradients, buffers and optimizer state after the body."""
-    tensors = [local_of(p) for p in model.parameters() if isinstance(p, DTensor)]
-    tensors += [p.data for p in model.parameters() if not isinstance(p, DTensor)] + list(model.buffers())
+    tensors, params = local_tensors(sharded.model), list(sharded.model.parameters())
     values = [t.clone() for t in tensors]
-    grads = [p.grad for p in model.parameters()]
+    grads = [p.grad for p in params]
     kept = [(g, g.detach().clone()) for g in grads if g is not None]
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-    units = [unit for unit in units_of(states_below(model)) if not _has_unreduced_grads(unit)]
+    unreduced = sharded.unreduced()
     try:
         yield
     finally:
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-            for param, grad in zip(model.parameters(), grads, strict=True):
+            for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
             for grad, value in kept:
                 grad.copy_(value)
-        for unit in units:
-            unit.drop_full_grads()
+        sharded.drop_full_grads(unit.index for unit in sharded.units if unit.index not in unreduced)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 

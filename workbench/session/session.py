@@ -63,7 +63,7 @@ from workbench.session.remote_eval import Inner, JobRanks, RemoteEval, check_hel
 from workbench.session.remote_eval import to_error as to_error_of_jobs
 from workbench.session.request import CellTask, CommandTask, RankTask, Request, RequestListener, TraceMark, no_output
 from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnapshot, LastResult, pulse
-from workbench.session.stall_notice import OnStanding, StallNotice, no_standing, who_works
+from workbench.session.stall_notice import QUIET_S, OnStanding, StallNotice, no_standing, who_works
 from workbench.session.trace_collector import TraceCollector
 from workbench.session.variable_check import check, check_parameter, on_hosts, with_path, with_script
 from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Outcome, RequestWaiter, Tick, failure_of
@@ -138,6 +138,7 @@ class Session:
         cluster: a started cluster.
         in_notebook: returns whether the notebook has a variable of this name; used in messages only.
         on_go: called when the ranks begin or continue.
+        quiet_s: time in seconds without news of a request before it is reported as stalled.
 
     Attributes:
         request: the request under way or stopped; None between requests.
@@ -152,8 +153,9 @@ class Session:
         *,
         in_notebook: Callable[[str], bool] = lambda name: False,
         on_go: Callable[[], None] = lambda: None,
+        quiet_s: float = QUIET_S,
     ) -> None:
-        self.cluster = cluster
+        self.cluster, self._quiet_s = cluster, quiet_s
         self._in_notebook, self._on_go = in_notebook, on_go
         # held while a request is sent, stops, continues or ends; notified when it stops or ends
         self._changed = threading.Condition(threading.RLock())
@@ -765,7 +767,7 @@ class Session:
             Interrupted: it was cancelled.
         """
         request.watcher = threading.current_thread()
-        request.standing = StallNotice(time.monotonic)
+        request.standing = StallNotice(time.monotonic, self._quiet_s)
         report: Report | None = None
         try:
             outcome = self._watch(request)
@@ -848,9 +850,9 @@ class Session:
 
     def close(self) -> None:
         """Abort the request under way, which also ends its waits; called before the cluster is stopped."""
+        request = self.request  # before its thread sees `is_closed`, and ends it without freeing the ranks
         self.is_closed = True
         self._catch_up()
-        request = self.request
         if request is None:
             return
         self._free(request.pending, "the ranks are being stopped")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 
+from workbench.errors import UsageError
 from workbench.protocol.rank_messages import CellLine
 from workbench.replay.grouping import by_value, label
 
 QUIET_S = 3.0
-"""Time in seconds without news of a request before the first notice."""
+"""Time in seconds without news of a request before the first notice, unless :data:`VARIABLE` says otherwise."""
+
+VARIABLE = "WORKBENCH_STALL_S"
 
 AGAIN_S = 1.0
 """Minimum time between two notices, in seconds."""
@@ -20,6 +25,22 @@ OnStanding = Callable[[str], None]
 """Receives the sentence that replaces the last one; ``""`` removes it, as there is news."""
 
 
+def chosen_quiet_s() -> float:
+    """Return the time in seconds without news before the first notice.
+
+    Raises:
+        UsageError: the environment variable is no such time.
+    """
+    text = os.environ.get(VARIABLE) or str(QUIET_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise UsageError(f"{VARIABLE}={text!r} is no time in seconds; for example {VARIABLE}=5, or unset it")
+    return seconds
+
+
 def no_standing(sentence: str) -> None:
     """Ignore the sentence."""
 
@@ -29,16 +50,17 @@ class StallNotice:
 
     Args:
         clock: monotonic clock, in seconds.
+        quiet_s: time in seconds without news before the first notice.
 
     Attributes:
         text: the current sentence; ``""``: none, as there is news since.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], quiet_s: float = QUIET_S) -> None:
+        self._clock, self._quiet_s = clock, quiet_s
         self._began = clock()
         self._activity: object = None
-        self._next = self._began + QUIET_S
+        self._next = self._began + quiet_s
         self._is_urgent = False
         self.text = ""
 
@@ -57,7 +79,7 @@ class StallNotice:
         if is_urgent:
             self._next = self._next if self._is_urgent else now
         elif activity != self._activity:
-            self._next = now + QUIET_S
+            self._next = now + self._quiet_s
             if self.text:
                 self.text = ""
                 on_standing("")

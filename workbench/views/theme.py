@@ -177,6 +177,11 @@ def format_duration(duration_ns: float) -> str:
     return f"{_three_digits(duration_ns / divisor)} {unit}"
 
 
+def waits_least(rank: str, longer_ns: float) -> str:
+    """Return that a rank waits least for others, and how much longer the others wait."""
+    return f"{rank} waits least, others up to {format_duration(longer_ns)} longer"
+
+
 def format_long(duration_ns: float) -> str:
     """Return a duration in nanoseconds as text, from a minute on in whole units: ``20789e9`` -> ``"5 h 46 min"``."""
     seconds = round(duration_ns / 1e9)

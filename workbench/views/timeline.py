@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, Kind, Track
-from workbench.replay.arrivals import TOO_CLOSE, LastArrivals, last_to_come, straggler
+from workbench.replay.arrivals import TOO_CLOSE, LastArrivals, last_to_come, waits_least
 from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import table
 from workbench.replay.device import ClockSource
@@ -200,9 +200,9 @@ def _title(
     begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
     if drawn.clock is ClockSource.ENQUEUED:
         return f"{begun} on the host"
-    late = straggler(waited_ns, max(block.tracks.total_ns for block in blocks))
-    longer = f"; {who(drawn.trace.header, [late[0]])} is the straggler: others wait up to " if late else ""
-    return f"{begun}, compute waits {waits}{longer}{theme.format_duration(late[1]) + ' longer' if late else ''}"
+    least = waits_least(waited_ns, max(block.tracks.total_ns for block in blocks))
+    longer = f"; {theme.waits_least(who(drawn.trace.header, [least[0]]), least[1])}" if least else ""
+    return f"{begun}, compute waits {waits}{longer}"
 
 
 def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *, has_collectives: bool) -> str:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecisionPolicy,
     _runtime_utils,
     fully_sharded_data_parallel,
 )
@@ -359,6 +360,47 @@ def groups_below(model: nn.Module) -> Iterator[tuple[str, ParamGroup]]:
                 yield path, group
 
 
+def policies_below(
+    model: nn.Module,
+) -> Iterator[tuple[tuple[nn.Module, ...], MixedPrecisionPolicy, Sequence[ParamGroup]]]:
+    """Yield the modules, the policy and the groups of each call of ``fully_shard`` on a part of a model."""
+    for module in model.modules():
+        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        if state is not None and state._modules[0] is module:
+            yield tuple(state._modules), state._mp_policy, _groups_of(state)
+
+
+@contextmanager
+def plain_modules(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model their own classes and hooks, without those of ``fully_shard``, within the body."""
+    with ExitStack() as last:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                last.callback(setattr, module, "__class__", type(module))
+                module.__class__ = type(module).__bases__[1]  # the first is FSDPModule
+                forwards = {name: value for name, value in vars(module).items() if _is_forward_method(value)}
+                last.callback(vars(module).update, forwards)
+                for name in forwards:
+                    del vars(module)[name]
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                last.callback(_refill, hooks, dict(hooks))
+                own = [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == State.__module__]
+                for key in own:
+                    del hooks[key]
+        yield
+
+
+def _refill(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    hooks.clear()
+    hooks.update(before)
+
+
+def _is_forward_method(value: object) -> bool:
+    """Return whether an attribute is what ``register_fsdp_forward_method`` makes."""
+    code = getattr(getattr(value, "__func__", None), "__code__", None)
+    return code is not None and code.co_qualname.startswith("register_fsdp_forward_method.")
+
+
 def _groups_of(state: Any) -> Sequence[ParamGroup]:  # noqa: ANN401 - differs by version
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
     if several is not None:
@@ -397,12 +439,23 @@ def renew(group: ParamGroup) -> None:
     group._post_forward_indices.clear()
     group.comm_ctx.post_forward_order.clear()
     group.comm_ctx.all_gather_state = None
+    drop_full_grads(group)
+    group._to_sharded()
+
+
+def has_partial_sum(group: ParamGroup) -> bool:
+    """Return whether gradients were reduced within one of several copies, and not yet between them."""
+    return group._partial_reduce_output is not None
+
+
+def drop_full_grads(group: ParamGroup) -> None:
+    """Drop a group's gradients that were not reduced, or not between copies."""
+    group._partial_reduce_output = None
     for param in group.fsdp_params:
         full = getattr(param, "_unsharded_param", None)
         if full is not None:
             full.grad = None
         param.unsharded_accumulated_grad = None
-    group._to_sharded()
 
 
 def will_unshard(group: ParamGroup) -> bool:

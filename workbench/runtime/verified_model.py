@@ -1,0 +1,401 @@
+"""A sharded model as ``verify`` needs it: a plain copy that trains as it does, and its parts on this rank.
+
+One class per engine: :class:`OwnModel` for the workbench's, :class:`TorchModel` for torch's ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp as torchs
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from workbench.engine import FSDPModule, UnshardHandle
+from workbench.engine._torch import local_of
+from workbench.engine.agreement import holdings
+from workbench.engine.classic import FullyShardedDataParallel
+from workbench.engine.classic import unwrapping as classic_undo
+from workbench.engine.fsdp_state import roots_below, states_below, units_of
+from workbench.engine.full_param import local_tensor
+from workbench.engine.param_group import FSDPParamGroup
+from workbench.engine.root_checks import clean
+from workbench.engine.unsharding import copied, full_tensor, plain_copy
+from workbench.errors import UsageError
+from workbench.events import ParamTensors, Unit, unit_words
+from workbench.protocol.commands import ReplicaSum, UnmanagedState
+from workbench.protocol.policy import CLASSIC
+from workbench.runtime import sharding
+from workbench.runtime.command_handlers import RankContext
+from workbench.runtime.model_summary import sharded_variables, sizes_of, unmanaged_in
+from workbench.runtime.namespace import find_module, module_names
+from workbench.runtime.reference_precision import Casts
+from workbench.watch import _torch_private, is_sharded_by_torch
+
+Optimizers = Sequence[torch.optim.Optimizer]
+Largest = Callable[[int], int]
+
+
+class VerifiedModel(ABC):
+    """A sharded model.
+
+    Args:
+        model: the model.
+        tensors: returns this rank's tensors of a unit's parameters, by name.
+
+    Attributes:
+        model: the model.
+        units: its units.
+    """
+
+    units: Sequence[Unit]
+
+    def __init__(self, model: nn.Module, tensors: Callable[[int], Mapping[str, ParamTensors]]) -> None:
+        self.model = model
+        self.tensors = tensors
+
+    @functools.cached_property
+    def paths(self) -> dict[nn.Module, str]:
+        """The path of each module, without wrappers."""
+        return {module: clean(path) for path, module in self.model.named_modules()}
+
+    @abstractmethod
+    def reshard(self) -> None:
+        """Free all full parameters."""
+
+    @abstractmethod
+    def copy(self, memo: dict[int, Any], optimizers: Optimizers) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        """Return plain copies of the model and its optimizers; collective. ``memo``: as of :func:`copy.deepcopy`."""
+
+    @abstractmethod
+    def casts(self) -> Iterator[Casts]:
+        """Yield what each call of ``fully_shard`` casts."""
+
+    @abstractmethod
+    def meshes(self) -> Mapping[str, DeviceMesh]:
+        """Return the mesh over whose ranks the gradient of each parameter is averaged, by name."""
+
+    @abstractmethod
+    def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names, without wrappers, and the whole values of all parameters; collective."""
+
+    @abstractmethod
+    def owned(self, unit: int) -> set[int]:
+        """Return the ids of the parameters of a unit that an optimizer may hold."""
+
+    @abstractmethod
+    def unreduced(self) -> tuple[int, ...]:
+        """Return the units with gradients that were not reduced."""
+
+    @abstractmethod
+    def drop_full_grads(self, units: Iterable[int]) -> None:
+        """Drop the gradients of full parameters of units."""
+
+    @property
+    @abstractmethod
+    def unmanaged(self) -> UnmanagedState:
+        """The parts of the model that the engine does not manage."""
+
+    @abstractmethod
+    def num_replicas(self, unit: int) -> int:
+        """Return the number of ranks that hold the same shard of a unit as this one."""
+
+    def replica_sums(self) -> tuple[ReplicaSum, ...]:
+        """Return the checksums of the shards of units that several groups of ranks have a copy of."""
+        found = []
+        for unit in self.units:
+            if self.num_replicas(unit.index) > 1:
+                tensors = self.tensors(unit.index).values()
+                own = {id(each.shard): each.shard for each in tensors if isinstance(each.shard, torch.Tensor)}.values()
+                crc = 0
+                for each in own:
+                    local = local_tensor(each).detach().cpu().contiguous().reshape(-1)
+                    crc = zlib.crc32(local.view(torch.uint8).numpy().tobytes(), crc) if local.numel() else crc
+                rank = next((each.shard_rank for each in tensors), 0)
+                found.append(ReplicaSum(unit=unit_words(unit.name), shard_rank=rank, crc32=crc))
+        return tuple(found)
+
+
+def verified_model(name: str, rank: RankContext) -> VerifiedModel:
+    """Return the sharded model ``name``, by default the only one.
+
+    Raises:
+        UsageError: there is none, or several without a name; an engine runs it that verify does not know.
+    """
+    torchs = {each: found for each in module_names() if is_sharded_by_torch(found := find_module(each))}
+    names = [name] if name else [*sharded_variables(), *torchs]
+    if len(names) != 1:
+        raise UsageError(
+            f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
+            if names
+            else "no model is sharded; shard one first: %fsdp shard MODEL"
+        )
+    if names[0] in torchs:
+        return TorchModel(names[0], torchs[names[0]], rank)
+    model = sharding.find_sharded(names[0])
+    sharding.check_one_api(names[0], model)
+    return OwnModel(model, rank.recorder.tensors)
+
+
+def _copy_with_setters(module: nn.Module, plain: nn.Module, cls: type) -> None:
+    """Give the copy of a sharded module no-op versions of the methods of ``cls`` that a step may call.
+
+    A copy averages immediately, whatever is synchronised or gathered when.
+    """
+    calls: dict[str, Callable[..., object]] = {
+        name: _nothing for name, call in vars(cls).items() if callable(call) and not name.startswith("_")
+    }
+    calls["unshard"] = _gathered
+    if isinstance(module, cls):
+        vars(plain).update({name: call for name, call in calls.items() if not hasattr(plain, name)})
+
+
+def _nothing(*_args: object, **_settings: object) -> None:
+    """Do nothing: the setter of a module whose parameters are whole anyway."""
+
+
+def _gathered(async_op: bool = False) -> UnshardHandle | None:
+    return UnshardHandle(()) if async_op else None
+
+
+# ---- the workbench's engine
+
+
+class OwnModel(VerifiedModel):
+    """A model that the workbench's engine runs, with either API."""
+
+    def __init__(self, model: nn.Module, tensors: Callable[[int], Mapping[str, ParamTensors]]) -> None:
+        super().__init__(model, tensors)
+        self._groups = {unit.index: unit for unit in units_of(states_below(model))}
+        self._is_classic = sharding.api_of(model) == CLASSIC
+        self.units = [unit.describe_in_model() for unit in self._groups.values()]
+
+    def reshard(self) -> None:
+        """Free all full parameters."""
+        for unit in self._groups.values():
+            unit.reshard()
+
+    def copy(self, memo: dict[int, Any], optimizers: Optimizers) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        """Return plain copies of the model and its optimizers; collective."""
+        if self._is_classic:
+            reference, optims = classic_undo.plain_copy(self.model, memo, optimizers)
+            for _, root in roots_below(self.model):
+                _take_calls_of_a_wrapper(memo[id(root.modules[0])])
+            return reference, optims
+        reference = plain_copy(self.model, memo, optimizers)
+        for module in self.model.modules():
+            _copy_with_setters(module, memo[id(module)], FSDPModule)
+        return reference, [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
+
+    def casts(self) -> Iterator[Casts]:
+        """Yield what each call of ``fully_shard`` or each wrapper casts."""
+        for state in states_below(self.model):
+            yield Casts(
+                modules=state.modules,
+                input_dtype=state.input_dtype,
+                output_dtype=state.mp_policy.output_dtype,
+                param_dtype=state.mp_policy.param_dtype,
+                params=tuple(
+                    (param.orig_dtype, *place)
+                    for unit in units_of([state])
+                    for param in unit.fsdp_params
+                    for info in param.infos
+                    for place in info.places
+                ),
+            )
+
+    def meshes(self) -> Mapping[str, DeviceMesh]:
+        """Return the mesh over whose ranks the gradient of each parameter is averaged, by name."""
+        return {name: size.unit.mesh_info.mesh for size in sizes_of(self.model) if size.unit for name in size.names}
+
+    def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names, without wrappers, and the whole values of all parameters; collective."""
+        if not self._is_classic:
+            yield from ((name, full_tensor(param)) for name, param in self.model.named_parameters())
+            return
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            yield from ((clean(name), full_tensor(param)) for name, param in self.model.named_parameters())
+
+    def owned(self, unit: int) -> set[int]:
+        """Return the ids of the parameters of a unit that an optimizer may hold."""
+        return {id(own) for param in self._groups[unit].fsdp_params for own in param.owned}
+
+    def unreduced(self) -> tuple[int, ...]:
+        """Return the units with gradients that were not reduced."""
+        return tuple(index for index, group in self._groups.items() if _has_unreduced_grads(group))
+
+    def drop_full_grads(self, units: Iterable[int]) -> None:
+        """Drop the gradients of full parameters of units."""
+        for index in units:
+            self._groups[index].drop_full_grads()
+
+    @property
+    def unmanaged(self) -> UnmanagedState:
+        """The parts of the model that the engine does not manage."""
+        return unmanaged_in(self.model)
+
+    def num_replicas(self, unit: int) -> int:
+        """Return the number of ranks that hold the same shard of a unit as this one."""
+        return self._groups[unit].describe().replicate_size
+
+
+def _has_unreduced_grads(unit: FSDPParamGroup) -> bool:
+    return unit.has_partial_sum or any(full.has_grad for param in unit.fsdp_params for full in param.fulls)
+
+
+def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
+    """Give a plain copy the wrapper's methods that a step may call; its own attributes stay."""
+    clip = functools.partial(_clip, list(reference.parameters()))
+    calls = {"module": reference, "no_sync": nullcontext, "clip_grad_norm_": clip}
+    vars(reference).update({name: call for name, call in calls.items() if not hasattr(reference, name)})
+
+
+@torch.no_grad()
+def _clip(params: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip as :func:`torch.nn.utils.clip_grad_norm_` does, which refuses a mix of plain gradients and DTensors.
+
+    Returns:
+        the norm before clipping, a plain scalar.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    norms = [full_tensor(torch.linalg.vector_norm(grad, norm_type)) for grad in grads]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    for grad in grads:
+        local_tensor(grad).mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+# ---- torch's fully_shard
+
+
+class TorchModel(VerifiedModel):
+    """A model that torch's ``fully_shard`` runs.
+
+    Raises:
+        UsageError: another part of torch runs it, or tensor parallelism splits it.
+    """
+
+    def __init__(self, name: str, model: nn.Module, rank: RankContext) -> None:
+        super().__init__(model, rank.recorder.tensors)
+        rank.watch.note([model])
+        self._largest = rank.groups.largest
+        self._groups = {group: path for path, group in _torch_private.groups_below(model)}
+        self.units = rank.watch.units_of(model)
+        if len(self._groups) != len(self.units):
+            raise UsageError(
+                f"{name!r} is wrapped by torch's FullyShardedDataParallel or DistributedDataParallel; of torch's own, "
+                "verify knows fully_shard. To use the workbench's wrapper, run the cell that builds the model, and "
+                f"then: %fsdp shard {name} --api classic"
+            )
+        split = [param.fqn for unit in self.units for param in unit.params if param.shape != param.global_shape]
+        if split:
+            raise UsageError(
+                f"{split[0]!r} of {name!r} is split by tensor parallelism, which verify knows for models of the "
+                f"workbench's engine alone: %fsdp shard {name}"
+            )
+        self._replicas = {
+            unit.index: layout.replicas or () for unit in self.units if (layout := rank.watch.layout_of(unit))
+        }
+        self._by_index = dict(zip((unit.index for unit in self.units), self._groups, strict=True))
+
+    def reshard(self) -> None:
+        """Free all full parameters."""
+        for module in self.model.modules():
+            if isinstance(module, torchs.FSDPModule):
+                module.reshard()
+
+    @torch.no_grad()
+    def copy(self, memo: dict[int, Any], optimizers: Optimizers) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        """Return plain copies of the model and its optimizers; collective.
+
+        Raises:
+            UsageError: only some ranks hold a gradient or optimizer state.
+        """
+        named = {name: param for name, param in self.model.named_parameters() if isinstance(param, DTensor)}
+        known = zlib.crc32(repr(holdings(named.items(), optimizers)).encode())
+        if self._largest(known) != -self._largest(-known):
+            raise UsageError(
+                "the ranks hold gradients or optimizer state of different parameters, so no copy can be made of them: "
+                "let all ranks take the same steps, and clear gradients before verify"
+            )
+        for param in named.values():
+            memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
+            if param.grad is not None:
+                plain.grad = full_tensor(param.grad)
+        for optimizer in optimizers:
+            for param in named.values():
+                for value in optimizer.state.get(param, {}).values():
+                    if isinstance(value, DTensor):
+                        memo[id(value)] = full_tensor(value)
+        with _torch_private.plain_modules(self.model):
+            reference = copied(self.model, memo, lambda: copy.deepcopy(self.model, memo))
+        for module in self.model.modules():
+            _copy_with_setters(module, memo[id(module)], torchs.FSDPModule)
+        return reference, [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
+
+    def casts(self) -> Iterator[Casts]:
+        """Yield what each call of ``fully_shard`` casts."""
+        for modules, policy, groups in _torch_private.policies_below(self.model):
+            yield Casts(
+                modules=modules,
+                input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+                output_dtype=policy.output_dtype,
+                param_dtype=policy.param_dtype,
+                params=tuple(
+                    (param.sharded_param.dtype, *_torch_private.module_of(param))
+                    for group in groups
+                    for param in group.fsdp_params
+                ),
+            )
+
+    def meshes(self) -> Mapping[str, DeviceMesh]:
+        """Return the mesh over whose ranks the gradient of each parameter is averaged, by name."""
+        named = self.model.named_parameters()
+        return {name: param.device_mesh for name, param in named if isinstance(param, DTensor)}
+
+    def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and the whole values of all parameters; collective."""
+        self.reshard()  # a root stays gathered after its forward, and its modules then hold full parameters
+        yield from ((name, full_tensor(param)) for name, param in self.model.named_parameters())
+
+    def owned(self, unit: int) -> set[int]:
+        """Return the ids of the parameters of a unit that an optimizer may hold."""
+        return {id(tensors.shard) for tensors in self.tensors(unit).values()}
+
+    def unreduced(self) -> tuple[int, ...]:
+        """Return the units with gradients that were not reduced."""
+        return tuple(
+            index
+            for index, group in self._by_index.items()
+            if _torch_private.has_partial_sum(group) or any(map(_torch_private.full_grads_of, group.fsdp_params))
+        )
+
+    def drop_full_grads(self, units: Iterable[int]) -> None:
+        """Drop the gradients of full parameters of units."""
+        for index in units:
+            _torch_private.drop_full_grads(self._by_index[index])
+
+    @property
+    def unmanaged(self) -> UnmanagedState:
+        """The parameters that are in no unit, and the buffers."""
+        whole = tuple(n for n, p in self.model.named_parameters() if p.requires_grad and not isinstance(p, DTensor))
+        return replace(unmanaged_in(self.model), params=whole, hooks=())
+
+    def num_replicas(self, unit: int) -> int:
+        """Return the number of ranks that hold the same shard of a unit as this one."""
+        return len(self._replicas[unit])
+
+
+def local_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return this rank's tensors of the parameters, and the buffers of a model."""
+    tensors = [local_of(p) for p in model.parameters() if isinstance(p, DTensor)]
+    return tensors + [p.data for p in model.parameters() if not isinstance(p, DTensor)] + list(model.buffers())
