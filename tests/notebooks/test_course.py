@@ -9,8 +9,13 @@ import shutil
 import nbformat
 import pytest
 
+from tests.helpers.browser import figures, open_offline
 from tests.helpers.course_notebooks import FOLDER, NOTEBOOKS, WarmKernel, exercises, failure, solutions, solved
+from tests.helpers.package_source import REPO
+from tests.helpers.replay_recording import NUM_RANKS, NUM_STEPS, RECORDING
 from tests.helpers.stored_notebook import assert_kept_without_outputs
+from workbench.notebook_page import to_page
+from workbench.trace import check, load, steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
 
@@ -44,8 +49,8 @@ def test_it_has_two_exercises_with_a_check_and_a_solution(path):
     assert len(found) == 2
     assert {each.grade_id for each in found} == solutions(path).keys()
     for each in found:
-        check = notebook.cells[each.check].metadata.nbgrader
-        assert (check.locked, check.points >= 1, check.solution) == (True, True, False)
+        graded = notebook.cells[each.check].metadata.nbgrader
+        assert (graded.locked, graded.points >= 1, graded.solution) == (True, True, False)
         assert "check(" in notebook.cells[each.check].source
 
 
@@ -62,3 +67,31 @@ def test_it_runs_and_only_solutions_pass(path, kernel):
     first_tries = [cell for cell in ran.cells if "raises-exception" in cell.metadata.get("tags", [])]
     assert [failure(cell).partition(":")[0] for cell in first_tries] == ["CheckFailed"] * len(first_tries)
     assert all(not failure(cell) for cell in ran.cells if cell.cell_type == "code" and cell not in first_tries)
+
+
+@each_notebook
+def test_it_has_a_row_on_the_page_of_the_course(path):
+    assert f"| [{path.stem}](../notebooks/{path.name}) |" in (REPO / "docs" / "course.md").read_text(encoding="utf-8")
+
+
+def test_the_recording_is_small_and_obeys_the_rules_of_traces():
+    assert RECORDING.stat().st_size < 200_000
+    trace = load(RECORDING)
+    assert (len(trace.ranks), steps(trace)) == (NUM_RANKS, list(range(NUM_STEPS)))
+    assert check(trace) == []
+    assert all(rank.lost == 0 for rank in trace.ranks)
+
+
+@pytest.mark.thorough
+@pytest.mark.browser
+def test_the_replay_is_a_page_that_needs_nothing(kernel, chromium, tmp_path):
+    path = FOLDER / "00_replay.ipynb"
+    ran = kernel.run(solved(nbformat.read(path, as_version=4), solutions(path)))
+    page = tmp_path / "replay.html"
+    page.write_text(to_page(ran, title="Replay"), encoding="utf-8")
+    with open_offline(chromium, page) as opened:
+        opened.page.wait_for_function("document.querySelectorAll('.plotly-graph-div').length >= 6")
+        drawn = figures(opened.page)
+        assert all(figure["width"] > 500 and figure["height"] > 150 for figure in drawn), drawn
+        assert "gathers of a block: measured 2" in opened.page.inner_text("body")
+        assert (opened.outside, opened.complaints) == ([], [])

@@ -2,6 +2,7 @@
 
 from workbench.course.call_checks import counts, order, payload
 from workbench.course.checks import CheckFailed, check
+from workbench.course.engine_checks import engine_findings
 from workbench.course.finding import CheckFinding
 from workbench.course.memory_checks import nothing_left, peak, states
 from workbench.course.notebook_output import from_ranks, only_source, recorded
@@ -25,6 +26,7 @@ __all__ = [
     "exposed",
     "agree",
     "same",
+    "engine_findings",
     "recorded",
     "only_source",
     "from_ranks",

@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench.course.finding import CheckFinding, and_list, fails, holds
 from workbench.course.run_steps import CallKind, no_step, read_call, step_of
-from workbench.course.step_reasons import gather_reasons, reduction_reasons
+from workbench.course.step_reasons import all_reduce_reasons, gather_reasons, reduction_reasons
 from workbench.events import Kind
 from workbench.replay import collectives
 from workbench.replay.grouping import by_value, label
@@ -85,13 +85,19 @@ def _amounts(
 
 def _why_sent(trace: Trace, step: int, rank: int, wrong: Sequence[tuple[CallKind, int, int]]) -> list[str]:
     """Return the usual reasons of the first wrong number, as far as the trace shows them."""
-    reasons = []
-    for what, came, amount in wrong:
-        if what.kind is Kind.ALL_GATHER:
-            reasons += gather_reasons(trace, step, rank, too_few=came < amount)
-        if what.kind in {Kind.REDUCE_SCATTER, Kind.ALL_REDUCE}:
-            reasons += reduction_reasons(trace, step, rank, too_few=came < amount)
-    return reasons
+    return [
+        text
+        for what, came, amount in wrong
+        if what.kind in _REASONS
+        for text in _REASONS[what.kind](trace, step, rank, too_few=came < amount)
+    ]
+
+
+_REASONS = {
+    Kind.ALL_GATHER: gather_reasons,
+    Kind.REDUCE_SCATTER: reduction_reasons,
+    Kind.ALL_REDUCE: all_reduce_reasons,
+}
 
 
 def order(trace: Trace) -> CheckFinding:

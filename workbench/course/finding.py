@@ -33,7 +33,7 @@ class CheckFinding:
 
 def fails(sentence: str, *reasons: str) -> CheckFinding:
     """Return a finding that something is wrong: what was found, then the reasons that are not empty."""
-    return CheckFinding(ok=False, sentence="; ".join(filter(None, (sentence.rstrip("."), *reasons))))
+    return CheckFinding(ok=False, sentence=": ".join(filter(None, (sentence, "; ".join(filter(None, reasons))))))
 
 
 def holds(sentence: str) -> CheckFinding:
@@ -42,10 +42,10 @@ def holds(sentence: str) -> CheckFinding:
 
 
 def unit_list(header: Header, units: Iterable[int]) -> str:
-    """Return the names of units as text, with numbers joined: ``"blocks.0-3 and (root)"``; plain text."""
-    names = sorted({header.units[unit].name for unit in units if unit < len(header.units)}, key=by_number)
-    groups = by_value((name, pattern(name)) for name in names)
-    return and_list([join_names(group) if group[0] else unit_words("") for group in groups.values()])
+    """Return the names of units as text, with numbers joined and the root last: ``"blocks.0-3 and (root)"``."""
+    names = {header.units[unit].name for unit in units if unit < len(header.units)}
+    groups = by_value((name, pattern(name)) for name in sorted(names - {""}, key=by_number))
+    return and_list([*map(join_names, groups.values()), *([unit_words("")] if "" in names else [])])
 
 
 def and_list(texts: Sequence[str]) -> str:

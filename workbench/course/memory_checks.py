@@ -10,12 +10,12 @@ from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_
 from workbench.course.run_steps import no_step, step_of
 from workbench.course.step_reasons import peak_reason
 from workbench.errors import UsageError
-from workbench.events import Category, UnitState
+from workbench.events import ROOT, Category, Edge, Kind, UnitState, unit_words
 from workbench.protocol.breakpoints import read_event, split_event
 from workbench.replay import memory
+from workbench.replay.grouping import by_value, label
 from workbench.replay.states import at as states_at
-from workbench.replay.units import unit_name
-from workbench.trace.columns import Trace
+from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_bytes
@@ -71,8 +71,8 @@ def peak(
         return holds(f"the peak of {step_name(number)} is {size}" + (f", {words}" if reference else ""))
     against = f"{words}, more than {ratio:g}" if reference else f"more than {format_bytes(limit)}"
     return fails(
-        f"the peak of {step_name(number)} is {size} on rank {rank}, {against}: "
-        f"{memory.describe_peak(trace.header, found)}",
+        f"the peak of {step_name(number)} is {size} on rank {rank}, {against} "
+        f"({memory.describe_peak(trace.header, found)})",
         peak_reason(trace, number, rank),
     )
 
@@ -90,25 +90,30 @@ def nothing_left(trace: Trace, step: int = -1) -> CheckFinding:
     number = step_of(trace, step)
     if number is None:
         return no_step(trace, step)
-    wrong: list[str] = []
-    for rank in trace.ranks:
-        after = rank.place_after(number)
-        state = rank.state_before(after)
-        left = [unit for unit, found in state.unit_states.items() if found != UnitState.SHARDED]
-        held = [
-            f"{format_bytes(state.bytes_by_category[category])} of {category.words}"
-            for category in _LEFT
-            if state.bytes_by_category[category] > 0
-        ]
-        units = [f"{unit_list(trace.header, left)} unsharded"] if left else []
-        if units or held:
-            wrong.append(f"rank {rank.rank} keeps {and_list([*units, *held])}")
-    if not wrong:
+    left = by_value({rank.rank: text for rank in trace.ranks if (text := _left(trace, rank, number))})
+    if not left:
         return holds(f"{step_name(number)} leaves nothing gathered")
+    each = [f"{label(ranks)} keep{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in left.items()]
     return fails(
-        f"after {step_name(number)}, {and_list(wrong)}",
+        f"after {step_name(number)}, {and_list(each)}",
         "after backward the engine has to free the full parameters, the full gradients and the buffers of each unit",
     )
+
+
+def _left(trace: Trace, rank: RankTrace, step: int) -> str:
+    """Return what a rank keeps after a step, as text; empty if nothing.
+
+    Buffers and gradients count if the step before it has left some too: a transport may free the tensors of a
+    collective a moment after its end.
+    """
+    ends = [rank.place_after(each) for each in sorted({max(step - 1, int(rank.steps[0])), step})]
+    states = rank.unit_states_before(ends[-1])
+    units = unit_list(trace.header, [unit for unit, found in states.items() if found != UnitState.SHARDED])
+    sizes = [rank.bytes_before(end) for end in ends]
+    held = {category: min(size[category] for size in sizes) for category in _LEFT}
+    held[Category.UNSHARDED_PARAMS] = sizes[-1][Category.UNSHARDED_PARAMS]
+    texts = [f"{format_bytes(size)} of {category.words}" for category, size in held.items() if size > 0]
+    return and_list([*([f"{units} unsharded"] if units else []), *texts])
 
 
 def states(trace: Trace, event: str, expected: Mapping[str, str], step: int = -1) -> CheckFinding:
@@ -125,33 +130,40 @@ def states(trace: Trace, event: str, expected: Mapping[str, str], step: int = -1
     """
     name, unit = read_event(event)
     kind, edge = split_event(name)
-    wanted = {one.replace("(root)", ""): _state(text) for one, text in expected.items()}
+    wanted = {one.replace(ROOT, ""): _state(text) for one, text in expected.items()}
     number = step_of(trace, step)
     if number is None:
         return no_step(trace, step)
-    wrong = []
-    for rank in trace.slice(step=number).ranks:
-        rows = rank.rows
-        is_one = (rows["kind"] == kind) & (rows["edge"] == edge)
-        if unit is not None:
-            name_of = unit.replace("(root)", "")
-            is_one &= np.isin(rows["unit"], [each.index for each in trace.header.units if each.name == name_of])
-        places = np.flatnonzero(is_one)
-        if not len(places):
-            wrong.append(f"rank {rank.rank} has no {event} in {step_name(number)}")
-            continue
-        found = states_at(rank, int(rows["seq"][places[0]]) - 1)
-        for one, state in wanted.items():
-            index = _newest(trace, one, rows)
-            if index is None:
-                wrong.append(f"there is no unit {one or '(root)'}")
-            elif found[index] != state:
-                name_of = unit_name(trace.header, index)
-                wrong.append(f"on rank {rank.rank}, {name_of} is {found[index].words}, not {state.words}")
+    part = trace.slice(step=number)
     when = f"at {event} of {step_name(number)}"
-    if wrong:
-        return fails(f"{when}: {and_list(list(dict.fromkeys(wrong)))}")
-    return holds(f"{when}: " + and_list([f"{one or '(root)'} is {state.words}" for one, state in wanted.items()]))
+    wrong = by_value({rank.rank: _states_at(part, rank, (kind, edge, unit), wanted) for rank in part.ranks})
+    if set(wrong) == {""}:
+        return holds(f"{when}: " + and_list([f"{unit_words(one)} is {state.words}" for one, state in wanted.items()]))
+    return fails("; ".join(f"{when} on {label(ranks)}, {text}" for text, ranks in wrong.items() if text))
+
+
+def _states_at(
+    part: Trace, rank: RankTrace, event: tuple[Kind, Edge, str | None], wanted: Mapping[str, UnitState]
+) -> str:
+    """Return which units are in other states than ``wanted`` just before the first such event, as text."""
+    kind, edge, unit = event
+    rows = rank.rows
+    is_one = (rows["kind"] == kind) & (rows["edge"] == edge)
+    if unit is not None:
+        name = unit.replace(ROOT, "")
+        is_one &= np.isin(rows["unit"], [each.index for each in part.header.units if each.name == name])
+    places = np.flatnonzero(is_one)
+    if not len(places):
+        return "there is no such event"
+    found = states_at(rank, int(rows["seq"][places[0]]) - 1)
+    texts = []
+    for one, state in wanted.items():
+        index = _newest(part, one, rows)
+        if index is None:
+            texts.append(f"there is no unit {unit_words(one)}")
+        elif state not in (found[index], found.params.get(index, UnitState.SHARDED)):  # it may also be reducing
+            texts.append(f"{unit_words(one)} is {found[index].words}, not {state.words}")
+    return and_list(texts)
 
 
 def _state(text: str) -> UnitState:

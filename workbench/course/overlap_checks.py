@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from workbench.course.finding import CheckFinding, and_list, fails, holds
-from workbench.course.run_steps import CallKind, no_step, read_call, step_of
+from workbench.course.run_steps import no_step, read_call, step_of
 from workbench.errors import UsageError
 from workbench.events import WORK, Edge, Kind
 from workbench.replay import collectives
@@ -36,7 +38,7 @@ def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: in
     number = step_of(trace, step)
     if number is None:
         return no_step(trace, step)
-    ahead = {rank.rank: _issued_ahead(rank, what, number) for rank in trace.slice(step=number).ranks}
+    ahead = ahead_of_work(trace, what.kind, number)
     few = {rank: count for rank, count in ahead.items() if count[0] < at_least}
     word = what.kind.words
     if not few:
@@ -44,23 +46,33 @@ def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: in
         return holds(
             f"each rank issues {least} of {total} {word}s ahead of another unit's work, in {step_name(number)}"
         )
-    each = [
-        f"{label(ranks)} issues {count} of {total} {word}s ahead" for (count, total), ranks in by_value(few).items()
-    ]
+    each = [f"{issuing(ranks)} {count} of {total} {word}s ahead" for (count, total), ranks in by_value(few).items()]
+    is_none = any(total and not count for count, total in few.values())
     return fails(
         f"{and_list(each)} in {step_name(number)}, not at least {at_least}",
-        f"the {word} of each unit is waited for before anything else runs: issue it with async_op=True before another "
-        "unit runs, and wait for it when its result is needed",
+        f"the {word} of each unit is waited for before anything else runs; issue it with async_op=True before another "
+        "unit runs, and wait for it when its result is needed"
+        if is_none
+        else "",
     )
 
 
-def _issued_ahead(rank: RankTrace, what: CallKind, step: int) -> tuple[int, int]:
-    """Return how many collectives of a kind have work of another unit between issue and wait, and how many there are.
+def issuing(ranks: Sequence[int]) -> str:
+    """Return the begin of a sentence on what some ranks issue."""
+    return f"{label(ranks)} issue{'s' if len(ranks) == 1 else ''}"
+
+
+def ahead_of_work(trace: Trace, kind: Kind, step: int) -> dict[int, tuple[int, int]]:
+    """Return by rank how many collectives of a kind have work of another unit between issue and wait, and their total.
 
     One that no wait of compute follows counts if such work follows its issue.
     """
+    return {rank.rank: _issued_ahead(rank, kind, step) for rank in trace.slice(step=step).ranks}
+
+
+def _issued_ahead(rank: RankTrace, kind: Kind, step: int) -> tuple[int, int]:
     found = collectives.table(rank)
-    mine = np.flatnonzero((found.kind == what.kind) & (found.step == step))
+    mine = np.flatnonzero((found.kind == kind) & (found.step == step))
     rows = rank.rows
     work = rows[np.isin(rows["kind"], WORK) & (rows["unit"] >= 0)]
     waits = rows[(rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.BEGIN)]
@@ -124,7 +136,7 @@ def exposed(
 def overlaps_reason(trace: Trace, step: int) -> str:
     """Return that no all-gather of a step is issued ahead; empty if one is."""
     finding = overlaps(trace, step=step)
-    return "" if finding.ok else finding.sentence.partition("; ")[2]
+    return "" if finding.ok else finding.sentence.partition(": ")[2]
 
 
 def _exposed_ns(trace: Trace, step: int) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.codec import sent_number
 from workbench.course.checks import RECORD_VERSION
 from workbench.course.notebook_output import publish
 from workbench.errors import UsageError
@@ -88,8 +89,8 @@ class PredictionReport(Report):
             "name": self.name,
             "question": self.question,
             "unit": self.unit,
-            "predicted": self.predicted,
-            "measured": self.measured,
+            "predicted": _sent(self.predicted),
+            "measured": _sent(self.measured),
             "distance": self.distance,
         }
 
@@ -247,6 +248,11 @@ def _typed(text: str) -> Answer:
 def _plain(number: float) -> Answer:
     """Return a number of any library as one of Python's."""
     return int(number) if float(number).is_integer() else float(number)
+
+
+def _sent(answer: Answer | None) -> Answer | None:
+    """Return an answer as data that JSON can hold."""
+    return sent_number(answer) if isinstance(answer, float) else answer
 
 
 def _with_unit(answer: Answer | None, unit: str) -> str:

@@ -23,7 +23,11 @@ def gather_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list
     """Return why a rank issued too few or too many all-gathers in a step."""
     part = trace.slice(step=step).rank(rank)
     if not too_few:
-        return _often(trace, step, Kind.ALL_GATHER)
+        passes = _passes(part)
+        each = (
+            f"the step has {passes} forward and backward passes, and units are gathered in each" if passes > 1 else ""
+        )
+        return [*filter(None, [each]), *_often(trace, step, Kind.ALL_GATHER)]
     before = full_before(trace.header, part)
     if before:
         names = unit_list(trace.header, before)
@@ -44,12 +48,9 @@ def reduction_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> l
     """Return why a rank issued too few or too many reductions in a step."""
     part = trace.slice(step=step).rank(rank)
     if too_few:
-        return _never(trace.header, part, Kind.REDUCE_SCATTER, "never reduced its gradients")
+        return _never(trace.header, part, Kind.REDUCE_SCATTER, "never issued a reduce-scatter")
     found = collectives.table(part)
-    backwards = Counter(
-        part.rows["unit"][(part.rows["kind"] == Kind.BACKWARD) & (part.rows["edge"] == Edge.BEGIN)].tolist()
-    )
-    passes = max(backwards.values(), default=0)
+    passes = _passes(part)
     calls = Counter(found.unit[found.kind == Kind.REDUCE_SCATTER].tolist())
     if passes > 1 and calls and max(calls.values()) == passes:
         return [
@@ -57,6 +58,26 @@ def reduction_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> l
             "after the last one"
         ]
     return _often(trace, step, Kind.REDUCE_SCATTER)
+
+
+def all_reduce_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list[str]:
+    """Return why a rank all-reduces although its units have no copies."""
+    part = trace.slice(step=step).rank(rank)
+    found = collectives.table(part)
+    units = set(found.unit[(found.kind == Kind.ALL_REDUCE) & (found.unit >= 0)].tolist())
+    if too_few or not units or any(trace.header.units[unit].replicate_size > 1 for unit in units):
+        return []
+    return [
+        "an all-reduce gives every rank the whole gradient, of which it needs its own part only: a reduce-scatter "
+        "gives it that for half of the traffic"
+    ]
+
+
+def _passes(part: RankTrace) -> int:
+    """Return how often the unit that runs backward most often does so."""
+    rows = part.rows
+    backwards = rows["unit"][(rows["kind"] == Kind.BACKWARD) & (rows["edge"] == Edge.BEGIN)]
+    return max(Counter(backwards.tolist()).values(), default=0)
 
 
 def full_before(header: Header, part: RankTrace) -> list[int]:

@@ -53,7 +53,7 @@ def same(
     wrong = [found for found in _differences(values, reference, atol, rtol, "") if found]
     if not wrong:
         return holds(f"{what} are those of the reference")
-    return fails(f"{what} are not those of the reference: {wrong[0]}")
+    return fails(f"{what} are not those of the reference: {wrong[0]}{_ratio_words(values, reference)}")
 
 
 def _differences(values: Any, reference: Any, atol: float, rtol: float, where: str) -> list[str]:  # noqa: ANN401
@@ -76,21 +76,38 @@ def _differences(values: Any, reference: Any, atol: float, rtol: float, where: s
     place = np.unravel_index(int(np.argmax(~close)), close.shape) if close.shape else ()
     came, wanted = float(mine[place]), float(theirs[place])
     at = f"[{', '.join(map(str, place))}]" if place else ""
-    return [f"{came:.7g}{where}{f' at {at}' if at else ''}, expected {wanted:.7g}{_ratio(mine, theirs)}"]
+    return [f"{came:.7g}{where}{f' at {at}' if at else ''}, expected {wanted:.7g}"]
 
 
-def _ratio(mine: _Floats, theirs: _Floats) -> str:
-    """Return by which whole number all values are too large or too small; empty if there is none."""
-    used = (np.abs(theirs) > 1e-12) & (np.abs(mine) > 1e-12)
-    if not used.any():
-        return ""
+def ratio_of(values: Any, reference: Any) -> float:  # noqa: ANN401 - as in :func:`same`
+    """Return by which whole number, or one over a whole number, all values differ from the reference; 0: by none.
+
+    Values that are 0 in either are left out.
+    """
+    mine, theirs = (np.concatenate([np.empty(0), *_arrays(each)]) for each in (values, reference))
+    if mine.shape != theirs.shape:
+        return 0
+    used = (np.abs(theirs) > 1e-6) & (np.abs(mine) > 1e-6)
     ratios = mine[used] / theirs[used]
+    if not len(ratios):
+        return 0
     ratio = float(np.median(ratios))
-    for times, words in ((ratio, "times too large"), (1 / ratio, "times too small")):
-        whole = round(times)
-        if 2 <= whole <= 4096 and np.allclose(ratios if times == ratio else 1 / ratios, whole, rtol=1e-3):
-            return f" ({whole} {words})"
-    return ""
+    whole = round(ratio) if abs(ratio) >= 1 else 1 / (round(1 / ratio) if abs(ratio) > 1e-4 else 1)
+    return float(whole) if whole != 1 and np.allclose(ratios, whole, rtol=1e-2) else 0
+
+
+def _arrays(value: Any) -> list[_Floats]:  # noqa: ANN401 - as in :func:`same`
+    if isinstance(value, Mapping):
+        return [array for key in sorted(value, key=str) for array in _arrays(value[key])]
+    found = _floats(value)
+    return [] if found is None else [found.ravel()]
+
+
+def _ratio_words(values: Any, reference: Any) -> str:  # noqa: ANN401 - as in :func:`same`
+    ratio = ratio_of(values, reference)
+    if not ratio:
+        return ""
+    return f" (all are {ratio:g} times as large)" if abs(ratio) > 1 else f" (all are {1 / ratio:g} times too small)"
 
 
 def _name(key: object) -> str:

@@ -1,0 +1,125 @@
+"""Findings about the number, the bytes and the order of collectives."""
+
+import numpy as np
+import pytest
+
+from tests.helpers.simulated_job import Setup, simulate
+from workbench.course import counts, order, payload
+from workbench.errors import UsageError
+from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.replay.collectives import closed_form
+from workbench.trace.columns import RankTrace, Trace
+
+CALLS = {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 0}
+
+
+@pytest.fixture(scope="module")
+def run():
+    return simulate(Setup())
+
+
+def without(trace, rank, chosen):
+    """Return a trace without some rows of one rank."""
+    rows = trace.rank(rank).rows
+    rows = rows[~chosen(rows)].copy()
+    rows["seq"] = range(len(rows))
+    return Trace(trace.header, (*(r for r in trace.ranks if r.rank != rank), RankTrace(rank, rows)))
+
+
+def test_the_right_numbers_pass_and_are_said(run):
+    finding = counts(run, CALLS)
+    assert finding.ok
+    assert finding.sentence == "each rank issued 7 all-gathers, 4 reduce-scatters and 0 all-reduces in step 2"
+
+
+def test_a_unit_has_its_own_numbers(run):
+    assert counts(run, {"all-gather:blocks.1": 2, "all_gather:(root)": 1, "reduce_scatter:(root)": 1}).ok
+    wrong = counts(run, {"all_gather:blocks.1": 1})
+    assert wrong.sentence.startswith("ranks 0-3 issued 2 all-gathers of blocks.1, not 1, in step 2")
+
+
+def test_bytes_are_those_of_the_closed_form(run):
+    forms = [form for form in closed_form(run.header) if form.kind == Kind.ALL_GATHER]
+    assert payload(run, {"all_gather": sum(form.num_bytes for form in forms)}).ok
+    assert payload(run, {"all_gather:blocks.0": forms[0].num_bytes}).ok
+    wrong = payload(run, {"all_gather:blocks.0": 7})
+    assert wrong.sentence == f"ranks 0-3 issued {forms[0].num_bytes:,} B in all-gathers of blocks.0, not 7, in step 2"
+
+
+@pytest.mark.parametrize(("step", "number"), [(-1, 2), (-3, 0), (1, 1)])
+def test_a_step_is_counted_from_either_end(step, number, run):
+    assert counts(run, CALLS, step=step).sentence.endswith(f"in step {number}")
+
+
+@pytest.mark.parametrize(
+    ("step", "why"), [(3, "no step 3 that ended on all ranks; it has 3 recorded"), (-4, "no 4 steps that ended")]
+)
+def test_a_step_that_is_missing_is_a_finding(step, why, run):
+    assert why in counts(run, CALLS, step=step).sentence
+
+
+def test_a_step_that_has_not_ended_on_every_rank_does_not_count(run):
+    def is_last_end(rows):
+        return (rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == 2)
+
+    assert counts(without(run, 3, is_last_end), CALLS).sentence.endswith("in step 1")
+
+
+def test_without_steps_the_finding_says_what_to_do(run):
+    assert "train at least one, such as with %fsdp step 1" in counts(Trace(run.header), CALLS).sentence
+    assert "no recorded step" in counts(Trace.empty(), CALLS).sentence
+
+
+def test_units_that_are_kept_after_forward_are_the_reason():
+    finding = counts(simulate(Setup(reshard_after_forward=False)), CALLS)
+    assert finding.sentence.startswith(
+        "ranks 0-3 issued 4 all-gathers, not 7, in step 2: each unit is gathered again for backward; after forward "
+        "your engine keeps the full parameters of blocks.0-2"
+    )
+
+
+def test_micro_batches_are_the_reason_of_more_calls():
+    finding = counts(simulate(Setup(passes=2)), CALLS)
+    assert "the step has 2 forward and backward passes, and units are gathered in each" in finding.sentence
+    assert "your engine reduces after each of 2 micro-batches" in finding.sentence
+
+
+def test_all_reduces_of_copies_have_no_reason_and_others_do(run):
+    copies = counts(simulate(Setup(copies=2)), CALLS)
+    assert copies.sentence == "ranks 0-3 issued 4 all-reduces, not 0, in step 2"
+    rank = run.rank(0)
+    rows = rank.rows.copy()
+    rows["kind"][rows["kind"] == Kind.REDUCE_SCATTER] = Kind.ALL_REDUCE
+    other = Trace(run.header, (RankTrace(0, rows, rank.start),))
+    finding = counts(other, CALLS)
+    assert "an all-reduce gives every rank the whole gradient" in finding.sentence
+    assert "blocks.0-2 and (root) never issued a reduce-scatter" in finding.sentence
+
+
+def test_ranks_that_differ_are_told_apart(run):
+    gathers = np.array([Kind.ALL_GATHER, Kind.UNSHARD])
+    other = without(run, 2, lambda rows: np.isin(rows["kind"], gathers) & (rows["unit"] == 1))
+    finding = counts(other, {"all_gather": 7})
+    assert finding.sentence == "rank 2 issued 5 all-gathers, not 7, in step 2: blocks.1 was never gathered"
+
+
+@pytest.mark.parametrize("kind", ["gather!", "unshard", ""])
+def test_a_kind_that_does_not_exist_is_an_error_that_lists_them(kind, run):
+    with pytest.raises(UsageError, match=r"there is no kind of collective .*; the kinds: all_gather, reduce_scatter"):
+        counts(run, {kind: 1})
+
+
+def test_every_kind_of_collective_can_be_counted(run):
+    assert counts(run, {kind.key: 0 for kind in COLLECTIVES if kind.key not in CALLS}).ok
+
+
+def test_the_order_of_all_ranks_is_the_same_or_the_finding_says_where_not(run):
+    assert order(run).ok
+    first = without(run, 1, lambda rows: (rows["comm_seq"] == 0) & np.isin(rows["kind"], COLLECTIVES))
+    assert order(first).ok, "a rank is compared from the first row that it has"
+    rows = run.rank(1).rows.copy()
+    rows["unit"][np.isin(rows["kind"], COLLECTIVES) & (rows["comm_seq"] == 5)] = 3
+    other = Trace(run.header, (run.rank(0), RankTrace(1, rows)))
+    finding = order(other)
+    assert finding.sentence.startswith("rank 1 issued all-gather of (root)")
+    assert "each rank must issue the same collectives in the same order" in finding.sentence

@@ -1,0 +1,233 @@
+"""``predict``: asked, locked once, and shown beside what was measured."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.helpers.built_panel import built_panel
+from tests.helpers.jupyterlab import jupyterlab, open_notebook
+from workbench.course import notebook_output as outputs
+from workbench.course import predict, predictions
+from workbench.course.predictions import PREDICTION_MIME, UNATTENDED, PredictionReport
+from workbench.errors import UsageError
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What is displayed in a notebook; an update takes the place of the display."""
+    found = []
+
+    class Handle:
+        def __init__(self):
+            self.place = len(found) - 1
+
+        def update(self, bundle, raw):
+            found[self.place] = bundle
+
+    def display(bundle, raw, display_id=False):
+        found.append(bundle)
+        return Handle() if display_id else None
+
+    for module in (outputs, predictions):
+        monkeypatch.setattr(module, "in_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.display", display)
+    return found
+
+
+def ask(**options):
+    return predict("gathers", "How many <b>?", unit="calls", **options)
+
+
+def test_the_question_has_a_widget_and_a_text(shown):
+    ask()
+    (bundle,) = shown
+    assert bundle["text/plain"] == "Predict: How many <b>? (in calls)\nLock it with: guess.lock(NUMBER)"
+    assert "How many &lt;b&gt;?" in bundle["text/html"]
+    assert WIDGET in bundle
+
+
+def test_once_it_is_locked_the_answer_takes_the_place_of_the_widget(shown):
+    guess = ask()
+    guess.lock(9)
+    assert shown == [
+        {
+            "text/plain": "Predict: How many <b>?\nlocked: 9 calls",
+            "text/html": "<div><strong>Predict: How many &lt;b&gt;?</strong><br>locked: 9 calls</div>",
+        }
+    ]
+    assert guess.answer == 9
+
+
+def test_a_locked_prediction_does_not_change(shown):
+    guess = ask()
+    guess.lock(9)
+    with pytest.raises(
+        UsageError, match="the prediction 'gathers' is locked at 9 calls; to predict again, run the cell"
+    ):
+        guess.lock(10)
+    assert guess.answer == 9
+
+
+@pytest.mark.parametrize("answer", ["nine", True, math.nan, math.inf, None, [9]])
+def test_a_prediction_is_a_number(answer):
+    with pytest.raises(UsageError, match="the prediction 'gathers' is a number"):
+        ask().lock(answer)
+
+
+def test_a_choice_is_one_of_them(shown):
+    guess = predict("which", "Which?", choices=["first", "second"])
+    assert shown[0]["text/plain"].endswith("(first | second)\nLock it with: guess.lock('first')")
+    with pytest.raises(UsageError, match="'third' is not one of the choices of 'which': first, second"):
+        guess.lock("third")
+    guess.lock("second")
+    guess.reveal("first")
+    assert shown[1]["text/plain"].startswith("which: predicted second, measured first: not what was measured")
+
+
+def test_what_was_measured_is_not_shown_before(shown, monkeypatch):
+    monkeypatch.delenv(UNATTENDED, raising=False)
+    with pytest.raises(UsageError, match=r"first predict, then look: .* run: guess.lock\(9\)"):
+        ask().reveal(11)
+    with pytest.raises(UsageError, match=r"guess.lock\('a'\)"):
+        predict("which", "Which?", choices=["a", "b"]).reveal("a")
+    assert len(shown) == 2
+
+
+def test_an_unattended_run_has_no_widget_and_needs_no_prediction(shown, monkeypatch):
+    monkeypatch.setenv(UNATTENDED, "1")
+    ask().reveal(11, because="x < y")
+    question, answer = shown
+    assert WIDGET not in question
+    assert answer["text/plain"].splitlines()[0] == "gathers: measured 11 calls; no prediction"
+    assert answer[PREDICTION_MIME]["predicted"] is None
+
+
+def test_the_prediction_is_shown_beside_what_was_measured_and_kept(shown):
+    guess = ask()
+    guess.lock(9)
+    guess.reveal(np.int64(11), because="x < y")
+    bundle = shown[1]
+    assert bundle["text/plain"].splitlines() == [
+        "gathers: predicted 9 calls, measured 11 calls: 2 too low (18%)",
+        "  question  How many <b>?",
+        "  because   x < y",
+    ]
+    assert "x &lt; y" in bundle["text/html"]
+    assert bundle[PREDICTION_MIME] == {
+        "version": 1,
+        "name": "gathers",
+        "question": "How many <b>?",
+        "unit": "calls",
+        "predicted": 9,
+        "measured": 11,
+        "distance": "2 too low (18%)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "distance"),
+    [
+        (9, 9, "exactly right"),
+        (0.1 + 0.2, 0.3, "exactly right"),
+        (12, 10, "2 too high (20%)"),
+        (1000, 10, "990 too high (9900%, 100 times the measured)"),
+        (1, 0, "1 too high"),
+        (1, math.inf, "inf too low"),
+        (0, 5, "5 too low (100%)"),
+        ("a", "a", "exactly right"),
+        (3, "a", "not what was measured"),
+    ],
+)
+def test_the_distance_is_said_in_words(predicted, measured, distance):
+    report = PredictionReport(name="a", question="b", predicted=predicted, measured=measured)
+    assert report.distance == distance
+
+
+def test_a_number_that_json_cannot_hold_is_kept_as_text():
+    report = PredictionReport(name="a", question="b", predicted=1, measured=math.nan)
+    assert report.record()["measured"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "choices", "why"),
+    [
+        ("", "How?", (), "needs a name and a question"),
+        ("a", "", (), "needs a name and a question"),
+        ("a", "How?", ["one"], "give at least two"),
+        ("a", "How?", "one", "give at least two"),
+    ],
+)
+def test_a_question_needs_its_parts(name, question, choices, why):
+    with pytest.raises(UsageError, match=why):
+        predict(name, question, choices=choices)
+
+
+def test_outside_a_notebook_everything_is_text(capsys):
+    guess = ask()
+    guess.lock(9)
+    guess.reveal(9)
+    assert capsys.readouterr().out.splitlines() == [
+        "Predict: How many <b>? (in calls)",
+        "Lock it with: guess.lock(NUMBER)",
+        "Predict: How many <b>?",
+        "locked: 9 calls",
+        "gathers: predicted 9 calls, measured 9 calls: exactly right",
+        "  question  How many <b>?",
+    ]
+
+
+def widget_of(monkeypatch):
+    """Return a prediction's field, button and note."""
+    made = {}
+    import ipywidgets
+
+    for name in ("Text", "Button", "HTML"):
+        kind = getattr(ipywidgets, name)
+        monkeypatch.setattr(
+            ipywidgets,
+            name,
+            lambda *args, _kind=kind, _name=name, **options: made.setdefault(_name, _kind(*args, **options)),
+        )
+    return made
+
+
+def test_the_button_locks_what_was_typed_or_says_why_not(shown, monkeypatch):
+    made = widget_of(monkeypatch)
+    guess = ask()
+    made["Text"].value = "<nine>"
+    made["Button"].click()
+    assert guess.answer is None
+    assert "&lt;nine&gt;" in made["HTML"].value
+    made["Text"].value = " 1_000.5 "
+    made["Button"].click()
+    assert guess.answer == 1000.5
+
+
+CELLS = [
+    "from workbench.course import predict",
+    "guess = predict('gathers', 'How many all-gathers?', unit='calls')",
+    "which = predict('which', 'Which rank is slow?', choices=['rank 0', 'rank 1'])",
+    "guess.reveal(11, because='each unit is gathered twice')",
+    "which.reveal('rank 1')",
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.browser
+@pytest.mark.lasting_browser
+@pytest.mark.timeout(600)
+def test_predictions_are_locked_with_the_mouse_in_jupyterlab(tmp_path, chromium):
+    with jupyterlab(tmp_path, CELLS, panel=built_panel()) as url, open_notebook(url, chromium) as lab:
+        lab.page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
+        field = lab.cell(1).locator("input")
+        field.fill("9")
+        lab.cell(1).get_by_role("button", name="Lock").click()
+        lab.cell(1).get_by_text("locked: 9 calls").wait_for()
+        lab.cell(2).get_by_text("rank 1", exact=True).click()
+        lab.cell(2).get_by_role("button", name="Lock").click()
+        lab.cell(2).get_by_text("locked: rank 1").wait_for()
+        assert lab.cell(1).locator("input").count() == 0
+        lab.page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
