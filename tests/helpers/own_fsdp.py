@@ -1,4 +1,4 @@
-"""The FSDP written by hand in ``notebooks/08_write_your_own_fsdp.ipynb``, for tests that run it outside of the notebook."""
+"""The FSDP written by hand in ``notebooks/08_write_your_own_fsdp.ipynb``, for tests that run it elsewhere."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.helpers.course_notebooks import FOLDER, solutions
 NOTEBOOK = FOLDER / "08_write_your_own_fsdp.ipynb"
 MODEL, FLAT, ENGINE, ADAPTERS, PLAIN = "own-model", "own-flat", "own-fsdp", "own-adapters", "own-plain"
 FSDP = MODEL, FLAT, ENGINE, ADAPTERS
-"""The cells that define the model, its step and the engine, and shard the model; the engine is the exercise's solution."""
+"""The cells that define the model, its step and the engine, and shard the model."""
 
 
 def source_of(cell_id: str) -> str:

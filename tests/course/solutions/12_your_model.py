@@ -21,7 +21,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 data = torch.randn(32, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
 losses = []
-for step in range(20):
+for _ in range(20):
     loss = (model(data) - data.sin()).square().mean()
     loss.backward()
     optimizer.step()
