@@ -1,10 +1,11 @@
-# make demo | lint | check | test | test-torch | coverage | mutants | lab | bench | bench-check | clean. Each makes what it needs, once; see CONTRIBUTING.md.
+# make demo | lint | check | test | test-torch | coverage | mutants | lab | bench | bench-check | faults | clean. Each makes what it needs, once; see CONTRIBUTING.md.
 #
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
 #                empty: where pip looks. Another choice takes effect after `make clean`.
 #   JOBS         files of tests that run at the same time, by default two more than cores, as tests wait for much, and at
 #                most 6; 0: one after the other, in this process
+#   FAULT_FLAGS  for faults, such as "--seeds 2 --ranks 2 --engines ours"
 #   BENCH_FLAGS  for the two benches, such as "--quick --cases 3.3M", for the first also "--only live trace"; "--help"
 #                lists them
 
@@ -12,6 +13,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 6))')
 BENCH_FLAGS ?=
+FAULT_FLAGS ?=
 TORCH := 2.13.0
 OTHER_TORCH := 2.11.0 2.14.1# the oldest and the newest that are allowed
 
@@ -44,7 +46,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 COLOUR := $(if $(CI),--color=no,)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint check test test-torch coverage mutants lab bench bench-check clean
+.PHONY: help demo lint check test test-torch coverage mutants lab bench bench-check faults clean
 .PRECIOUS: .venv-torch-%/installed
 .DELETE_ON_ERROR:
 
@@ -60,6 +62,8 @@ help:
 	@echo "make lab          open the tour in JupyterLab, with the panel"
 	@echo "make bench        measure steps, recording, views, the dashboard and the panel; write build/bench.json"
 	@echo "make bench-check  the comparison alone; fails where it is not as fast as it should be"
+	@echo "make faults       inject every fault of %fsdp fault 20 times on 2 and 4 ranks, and write which verdict each got to"
+	@echo "                  build/faults.html; fails where a fault was not named"
 	@echo "make clean        remove the environment and all that was made"
 
 demo: $(VENV)/installed
@@ -73,6 +77,9 @@ bench: $(VENV)/installed-dev
 
 bench-check: $(VENV)/installed
 	@$(BIN)/python -m bench --check $(BENCH_FLAGS)
+
+faults: $(VENV)/installed
+	@$(BIN)/python -m bench.faults $(FAULT_FLAGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

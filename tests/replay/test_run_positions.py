@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from workbench.events import Edge, Kind, Phase
-from workbench.replay.run_positions import ALIVE_NS, STALLED_NS, PendingCollective, RunPosition, RunState, positions
+from workbench.replay.run_positions import (
+    ALIVE_NS,
+    DEADLOCKED_NS,
+    STALLED_NS,
+    PendingCollective,
+    RunPosition,
+    RunState,
+    live_positions,
+    positions,
+)
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.read_recording import RecordedRank, Recording
 from workbench.trace.recording import Heartbeat, RunEnd, RunStart, SilentStack
@@ -258,3 +267,17 @@ def test_the_users_frame_is_the_innermost_that_is_not_of_a_library():
     assert (found.users_frame, found.short_frames) == ("", (TORCH,))
     (found,) = at(recording(rank(0, FORWARD)))
     assert (found.users_frame, found.short_frames) == ("", ())
+
+
+# ---- ranks of a running request
+
+
+def test_where_the_ranks_of_a_request_are():
+    trace = recording(rank(0, gather(1)), rank(1, gather(1, number=3), gather(2, END, number=3), FORWARD)).trace
+    found = live_positions(trace, {0: DEADLOCKED_NS, 1: STALLED_NS}, ended=())
+    assert [each.state for each in found] == [RunState.WAITS, RunState.SILENT]
+    assert (found[0].pending.absent, found[1].pending) == ((1,), None)
+    found = live_positions(trace, {0: DEADLOCKED_NS - 1, 1: STALLED_NS - 1}, ended=())
+    assert [each.state for each in found] == [RunState.IN_COLLECTIVE, RunState.RUNS]
+    found = live_positions(trace, {}, ended={0, 1})
+    assert [(each.state, each.pending) for each in found] == [(RunState.ENDED, None)] * 2

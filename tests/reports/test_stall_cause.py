@@ -82,7 +82,7 @@ def test_a_rank_whose_batches_were_fewer():
     done = row(Kind.OPTIMIZER, Edge.BEGIN, 3)
     found = cause_of(alive(0, *forwards, done, gather(4)), alive(1, *forwards[:1], done, end=RunEnd(t_ns=9 * S)))
     assert found.rule == "uneven-batches"
-    assert found.verdict == "the program of rank 1 has ended, while rank 0 still issued collectives"
+    assert found.verdict == "rank 1 has ended, while rank 0 still issued collectives"
     assert found.evidence == (
         "rank 1: 1 forward, 1 step of the optimizer",
         "rank 0: 2 forwards, 1 step of the optimizer",

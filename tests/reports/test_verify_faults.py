@@ -37,6 +37,8 @@ REPLY = VerifyReply(
     loss_reference=None,
 )
 
+NOT_FINITE = Difference(name="1", position=3, total=9, relative=float("inf"))
+
 
 def ratio(value, num_params=4, first="a"):
     return GradRatio(ratio=value, num_params=num_params, first=first)
@@ -78,6 +80,7 @@ def test_equal_steps_have_no_fault():
         ([replace(SAME, counters=(StepCounter(steps=3, num_params=4, first="a"),)), SAME], "optimizer-counters"),
         ([replace(SAME, missing=("a",), unreduced=("0",))] * 2, "no-sync-left-on"),
         ([replace(SAME, rounded_to="bfloat16")] * 2, "precision"),
+        ([replace(with_ratio(2.0), output=NOT_FINITE), with_ratio(2.0)], "not-finite"),
     ],
 )
 def test_a_cause_is_decided(differences, rule):
@@ -103,6 +106,12 @@ def test_a_cause_is_decided(differences, rule):
 )
 def test_a_cause_that_is_not_decided_is_not_named(differences):
     assert rules(*differences) == []
+
+
+def test_an_output_that_is_not_finite_names_module_and_ranks():
+    (fault,) = faults_of([replace(REPLY, differences=each) for each in (SAME, replace(SAME, output=NOT_FINITE))])
+    assert fault.verdict == "the output of 1 is NaN or infinite on rank 1, and not in the unsharded copy"
+    assert fault.evidence == ("1, module 4 of 9 in the order of execution: not finite, on rank 1",)
 
 
 def test_replicas_are_compared_by_shard():

@@ -990,7 +990,7 @@ class Verify(Command):
     reply=FaultReply,
 )
 class InjectFault(Command):
-    """Inject a fault into the training of the ranks, to see what names it; fault off removes it.
+    """Inject a fault into the training of the ranks, to see what names it.
 
     Raises:
         ValueError: there is no such fault, ``ms`` is not positive, or a number is negative.

@@ -6,19 +6,22 @@ clock; only whether a process is alive is judged by the time of day.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from workbench.events import BESIDE, NUMBERED, Edge, Kind
-from workbench.trace.columns import RankTrace
+from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.read_recording import ALIVE_NS, RecordedRank, Recording
 from workbench.trace.schema import Header, Rows
 
 STALLED_NS = 5_000_000_000
 """A rank without an event for this long is stalled."""
+
+DEADLOCKED_NS = 1_000_000_000
+"""A rank of a live request that is within a collective for this long waits: who it waits for is not busy by chance."""
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 """Parts of the paths of code that is not the user's."""
@@ -118,6 +121,30 @@ def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]
         _position(trace.header, rank_trace, recording.ranks[rank_trace.rank], begun, now_wall_ns)
         for rank_trace in sorted(trace.ranks, key=lambda each: each.rank)
     )
+
+
+def live_positions(trace: Trace, for_ns: Mapping[int, int], ended: Container[int]) -> tuple[RunPosition, ...]:
+    """Return where the ranks of a running request are.
+
+    Args:
+        trace: of the ranks, at least what they have recorded of the request.
+        for_ns: time since the last event of each rank that answered.
+        ended: ranks that have ended the request.
+    """
+    begun = {rank_trace.rank: _begun(trace.header, rank_trace) for rank_trace in trace.ranks}
+    found = []
+    for part in trace.ranks:
+        call = _open_call(part.rows[~np.isin(part.rows["kind"], BESIDE)])
+        pending = None if call is None or part.rank in ended else _pending(trace.header, part, call, begun)
+        quiet_ns = for_ns.get(part.rank, 0)
+        if part.rank in ended:
+            state = RunState.ENDED
+        elif pending is not None:
+            state = RunState.WAITS if quiet_ns >= DEADLOCKED_NS else RunState.IN_COLLECTIVE
+        else:
+            state = RunState.SILENT if quiet_ns >= STALLED_NS else RunState.RUNS
+        found.append(RunPosition(rank=part.rank, state=state, for_ns=quiet_ns, pending=pending))
+    return tuple(found)
 
 
 def _position(

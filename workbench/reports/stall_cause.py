@@ -114,10 +114,10 @@ def _of_lost(gone: Sequence[RunPosition]) -> Fault:
 def _of_ended(trace: Trace, ended: Sequence[RunPosition], waiting: Sequence[RunPosition]) -> Fault:
     counts = [f"rank {each.rank}: {_progress(trace, each.rank)}" for each in (*ended, *waiting)]
     ranks = label([each.rank for each in ended])
+    have, others = "have" if len(ended) > 1 else "has", label([each.rank for each in waiting])
     return Fault(
         rule="uneven-batches",
-        verdict=f"the program of {ranks} has ended, while {label([each.rank for each in waiting])} still issued "
-        "collectives",
+        verdict=f"{ranks} {have} ended, while {others} still issued collectives",
         evidence=tuple(counts),
         fix="give all ranks the same number of batches, such as by DistributedSampler(dataset, drop_last=True)",
     )

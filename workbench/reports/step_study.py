@@ -32,8 +32,9 @@ from workbench.replay.step_parts import (
     times_of,
 )
 from workbench.replay.units import unit_name, unseen_words
+from workbench.replay.unreduced import unreduced_units
 from workbench.reports.explain_report import ExplainReport, Picture, RankParts, WaitCause
-from workbench.reports.step_text import slow_rank_fault, time_words
+from workbench.reports.step_text import slow_rank_fault, time_words, unreduced_fault
 from workbench.trace.columns import Trace, steps
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -117,7 +118,10 @@ class StepStudy:
 
     @cached_property
     def fault(self) -> Fault | None:
-        """The slow rank as a fault; None if there is none."""
+        """Units whose gradients were not reduced as a fault, or else the slow rank; None if there is neither."""
+        unreduced = unreduced_units(self.trace, self.timed)
+        if unreduced:
+            return unreduced_fault(self.header, unreduced, self.timed)
         if self.slow is None:
             return None
         return slow_rank_fault(self.header, self.slow, self.waits, self.timed, is_live=self.is_live)

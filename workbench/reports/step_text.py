@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from workbench.events import Kind
-from workbench.fault import Fault
+from workbench.fault import Fault, listed
 from workbench.replay.exposed_waits import ExposedWait, WaitReason
 from workbench.replay.grouping import label, ranges
 from workbench.replay.step_parts import Part, SlowRank
@@ -64,6 +64,26 @@ def slow_rank_fault(header: Header, slow: SlowRank, waits: Sequence[ExposedWait]
         verdict=f"rank {slow.rank} is slow {where}: others wait {late} of each step of {step_time} for it",
         evidence=tuple(evidence),
         fix="%fsdp step 5 --background, then %fsdp where --stacks" if is_live else "",
+    )
+
+
+def unreduced_fault(header: Header, unreduced: Mapping[int, Sequence[int]], step: int) -> Fault:
+    """Return units whose gradients were not reduced as a fault.
+
+    Args:
+        header: of the trace.
+        unreduced: ranks on which this is so, by unit.
+        step: number of the step.
+    """
+    names = listed([unit_name(header, unit) for unit in unreduced])
+    units = f"{'unit' if len(unreduced) == 1 else 'units'} {names}"
+    ranks = label(sorted({rank for own in unreduced.values() for rank in own}))
+    return Fault(
+        rule="no-sync-left-on",
+        verdict=f"gradients of {units} were not reduced before the optimizer stepped, in {step_name(step)}",
+        evidence=(f"{ranks}: {units} had a backward and 0 reductions, and full gradients were left",),
+        fix="run the last backward before optimizer.step() with model.set_requires_gradient_sync(True), or outside "
+        "no_sync()",
     )
 
 

@@ -120,6 +120,24 @@ def _other_data(differences: Differences) -> Fault | None:
     )
 
 
+def _not_finite(differences: Differences) -> Fault | None:
+    first = _first("output", [each.output for each in differences])
+    if first is None or math.isfinite(first.relative):
+        return None
+    ranks = [rank for rank, each in enumerate(differences) if each.output is not None and _is_infinite(each.output)]
+    return Fault(
+        rule="not-finite",
+        verdict=f"the output of {unit_words(first.name)} is NaN or infinite on {label(ranks)}, and not in the "
+        "unsharded copy",
+        evidence=(first.words,),
+        fix="look at its input and output there: %fsdp step --until forward.end, then %fsdp eval",
+    )
+
+
+def _is_infinite(difference: Difference) -> bool:
+    return not math.isfinite(difference.relative)
+
+
 def _not_stepped(differences: Differences) -> Fault | None:
     steps = [each.optimizer_steps for each in differences]
     if len(set(steps)) == 1:
@@ -286,6 +304,7 @@ def _precision(differences: Differences) -> Fault | None:
 
 CAUSES: tuple[Callable[[Differences], Fault | None], ...] = (
     _other_data,
+    _not_finite,
     _not_stepped,
     _other_counters,
     _unreduced,

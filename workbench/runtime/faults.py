@@ -124,7 +124,7 @@ def _possible(name: str, scenes: Sequence[FaultScene]) -> list[FaultScene]:
 
 def _drawable(kind: FaultKind, scenes: Sequence[FaultScene]) -> list[FaultScene]:
     """Return where a fault can be drawn: where it can be injected, and named by its instrument."""
-    if not kind.is_drawn or (kind.shown_by == "verify" and scenes[0].unit.info.engine):
+    if not kind.is_drawn or (kind.shown_by == "verify" and not kind.on_torch and scenes[0].unit.info.engine):
         return []  # verify compares models of the workbench's engine
     try:
         return _possible(kind.name, scenes)

@@ -39,6 +39,7 @@ from workbench.protocol.rank_messages import (
     Stacks,
 )
 from workbench.replay.grouping import label
+from workbench.replay.run_positions import RunState, live_positions
 from workbench.reports.failures import (
     RESTART,
     Aftermath,
@@ -52,7 +53,7 @@ from workbench.reports.failures import (
 )
 from workbench.reports.pause_results import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
 from workbench.reports.results import Report, UntilReport
-from workbench.reports.stall_cause import parted
+from workbench.reports.stall_cause import parted, stall_cause
 from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
@@ -89,6 +90,9 @@ RECOVER_S = 30.0
 
 STOP_S = 10.0
 """Time in seconds to wait for a pause that another thread carries out; an abort adds the time to recover."""
+
+_NEWEST = 20_000
+"""Rows of each rank that tell what it waits for."""
 
 CLOSE_S = 1.0
 """Time in seconds for ranks to end their current work before they are stopped."""
@@ -170,6 +174,7 @@ class Session:
         self._catch_up: Callable[[], object] = self.drain  # completes the trace before the next request
         self._needs_recovery: bool | None = None if cluster.outlives else False  # None: not known yet
         self._obstacle: Obstacle | None = None
+        self._rows_before: Mapping[int, int] = {}  # the current request, or else the last
         self._entries: list[Entry] = []
 
     # ---- queries
@@ -344,7 +349,9 @@ class Session:
             else:
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
         request = self.request
-        cause = None if request is None else self._parted(request)
+        if request is not None:
+            self.drain(timeout_s=timeout_s)
+        cause = self._parted() or self._deadlocked(request, positions)
         return WhereReport(ranks=tuple(rows), obstacle=self.obstacle, cause=cause)
 
     def units(self) -> list[str]:
@@ -669,6 +676,7 @@ class Session:
     def _open(self, work: RankTask, pending: PendingReplies, mark: TraceMark, interrupts: CountInterrupts) -> Request:
         """Register the request just sent as the one under way, and return it."""
         request = Request(work, pending, mark)
+        self._rows_before = mark.num_rows
         request.interrupts = interrupts
         request.watch = RequestWaiter(
             self.cluster,
@@ -713,8 +721,8 @@ class Session:
             awaited = self._awaited(request)
             if not awaited:
                 request.worked = self._who_works(request, seconds)
-            parted = None if awaited else self._parted(request)
-            notice = "; ".join(filter(None, [awaited or request.worked, "" if parted is None else parted.verdict]))
+            cause = None if awaited else self._parted() or self._deadlocked(request, self._collector.heard)
+            notice = "; ".join(filter(None, [awaited or request.worked, "" if cause is None else cause.verdict]))
             has_means = request.thread is None and (requested or request.watch.is_exhausted)
             return f"{notice}; {request.watch.next_means}" if has_means else notice
 
@@ -730,11 +738,27 @@ class Session:
         deaths = {rank: death_in_short(losses.get(rank, "died")) for rank in request.dead}
         return who_works(seconds, running, self.ask(LocateLine()), ended, deaths)
 
-    def _parted(self, request: Request) -> Fault | None:
-        """Return where ranks issued different collectives in a request, if they did."""
-        trace, before = self.trace, request.mark.num_rows
+    def _parted(self) -> Fault | None:
+        """Return where ranks issued different collectives in the current request, or else the last, if they did."""
+        return parted(self._since(self._rows_before))
+
+    def _since(self, before: Mapping[int, int]) -> Trace:
+        """Return what each rank has recorded after its first rows, as many as ``before`` says."""
+        trace = self.trace
         parts = (part.cut(max(part.start.seq, before.get(part.rank, 0)), part.end_seq) for part in trace.ranks)
-        return parted(Trace(trace.header, tuple(parts)))
+        return Trace(trace.header, tuple(parts))
+
+    def _deadlocked(self, request: Request | None, positions: Mapping[int, Position]) -> Fault | None:
+        """Return why ranks of a request wait for others that will not come, if the trace tells."""
+        if request is None or request.state != "running" or request.dead:
+            return None
+        newest = self._since({part.rank: part.end_seq - _NEWEST for part in self.trace.ranks})
+        quiet = {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
+        ended = set(request.pending.ranks) - set(request.watch.running)
+        found = live_positions(newest, quiet, ended)
+        if not any(position.state is RunState.WAITS for position in found):
+            return None
+        return stall_cause(self._since(request.mark.num_rows), found)
 
     def _awaited(self, request: Request) -> str:
         """Return what a pause or an abort still waits for, in words; empty: neither is under way."""

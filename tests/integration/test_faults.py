@@ -1,0 +1,42 @@
+"""Faults that stall, slow down or end the ranks of a notebook are named, and the ranks train on without them."""
+
+import pytest
+
+from bench.faults import CLEAN, Bench
+from workbench.protocol.fault_kinds import KINDS
+
+HANGS = ("skip-collective", "uneven-batches")
+ENDS = ("straggler", "wrong-order", "oom", "kill", CLEAN)
+
+
+def check(bench, names):
+    for seed, name in enumerate(names):
+        found = bench.run(name, seed)
+        assert found.refused == ""
+        assert found.is_named, found
+        assert found.verdicts or name == CLEAN
+
+
+def test_a_stall_is_named_while_it_lasts():
+    with Bench(2, "ours", has_replicas=False) as bench:
+        check(bench, HANGS[:1])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["ours", "torch"])
+def test_faults_of_live_ranks_are_named(engine):
+    with Bench(2, engine, has_replicas=False) as bench:
+        check(bench, (*HANGS, *ENDS))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["ours", "torch"])
+def test_faults_of_four_ranks_are_named(engine):
+    with Bench(4, engine, has_replicas=True) as bench:
+        check(bench, ("drifting-replica", "no-sync-left-on", "nan", *HANGS, "straggler"))
+
+
+def test_every_fault_is_tried():
+    """Here, or in tests/runtime/test_faults.py, which needs no notebook."""
+    here = {*HANGS, *ENDS} - {CLEAN}
+    assert here == {name for name, kind in KINDS.items() if kind.shown_by not in {"lint", "verify"}}
