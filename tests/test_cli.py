@@ -35,6 +35,8 @@ def test_the_command_is_installed():
         ["view", "run.trace", "more"],
         ["where"],
         ["where", "out", "--fast"],
+        ["grade"],
+        ["grade", "a.ipynb", "--fast"],
         ["lint"],
         ["lint", "train.py", "-n", "two"],
         ["verify"],
@@ -56,6 +58,11 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
         ("lab", "copied into the current directory"),
         ("lab", "--port 9000"),
         ("doctor", "two ranks"),
+        ("course", "stay as they are"),
+        (
+            "grade",
+            "The exit status is 0 if all checks passed, 1 if some failed or never ran, and 2 if the notebook could",
+        ),
         ("view", "a page that replays it in any browser"),
         (
             "verify",

@@ -161,14 +161,15 @@ def without_checks(path):
     ],
 )
 def test_what_cannot_be_graded_is_one_sentence_and_2(makes, why, tmp_path, capsys):
-    path, found = tmp_path / "x.ipynb", tmp_path / "found.json"
+    path, found, results = tmp_path / "x.ipynb", tmp_path / "found.json", tmp_path / "results.json"
     makes(path)
-    assert cli.main(["grade", str(path), "--json", str(found)]) == 2
+    assert cli.main(["grade", str(path), "--json", str(found), "--gradescope", str(results)]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(why.format(path))
     assert said.err.count("\n") == 1
     assert not said.out
     assert json.loads(found.read_text())["error"]["message"] == said.err.strip()
+    assert json.loads(results.read_text()) == {"score": 0, "output": said.err.strip()}
 
 
 def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path, capsys, monkeypatch, bad):

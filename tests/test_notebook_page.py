@@ -56,6 +56,14 @@ def test_widgets_are_left_out_and_text_is_escaped():
     assert "<title>a &lt;b&gt; title</title>" in page
 
 
+def test_a_widget_with_html_is_shown_as_html():
+    output = nbformat.v4.new_output("display_data", data=WIDGET | {"text/html": "<b>the question</b>"})
+    cell = nbformat.v4.new_code_cell("predict()", outputs=[output])
+    page = to_page(nbformat.v4.new_notebook(cells=[cell]), title="T")
+    assert "<b>the question</b>" in page
+    assert "IntProgress" not in page
+
+
 def test_the_notebook_is_left_as_it_was():
     given = notebook()
     before = copy.deepcopy(given)

@@ -257,6 +257,7 @@ def _grade(args: argparse.Namespace) -> int:
         report = grade.grade(Path(args.notebook), against=against, timeout_s=limit)
     except UsageError as error:
         _write_file(args.json_file, to_line(document(args.word, error=error)))
+        _write_file(args.gradescope, grade_files.not_run(error))
         return _fail(args, error, 2)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: all processes of the notebook have ended\n")

@@ -33,6 +33,11 @@ def _text(text: str) -> str:
     return _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def not_run(error: Exception) -> str:
+    """Return Gradescope's ``results.json`` for a notebook that could not be run: no points, and why."""
+    return json.dumps({"score": 0, "output": str(error)}, ensure_ascii=False)
+
+
 def to_gradescope(report: GradeReport) -> str:
     """Return a report as Gradescope's ``results.json``: one test for each check, with its points and sentences."""
     tests = [

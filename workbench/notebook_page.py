@@ -60,7 +60,9 @@ def _without_kernel(output: NotebookNode) -> NotebookNode | None:
     data: dict[str, Any] = output.get("data", {})
     if PLOTLY_MIME in data:
         output["data"] = {"text/html": _figure_div(data[PLOTLY_MIME])}
-    return None if _WIDGET in output.get("data", {}) else output
+    if "text/html" in data:
+        data.pop(_WIDGET, None)
+    return None if _WIDGET in data else output
 
 
 def _figure_div(figure: dict[str, Any]) -> str:

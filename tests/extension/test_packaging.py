@@ -107,7 +107,10 @@ def test_an_editable_installation_has_it(panel, tmp_path):
 def test_without_node_everything_but_the_panel_is_packed_with_a_message(clone, tmp_path):
     wheel, output = packed("wheel", clone, tmp_path / "wheel", PATH=NO_NODE)
     assert of_the_panel(wheel) == set()
-    assert {"workbench/workbench.py", "workbench/reports/schema.json"} <= {*zipfile.ZipFile(wheel).namelist()}
+    files = {*zipfile.ZipFile(wheel).namelist()}
+    assert {"workbench/workbench.py", "workbench/reports/schema.json"} <= files
+    notebooks = {f"workbench/{path.relative_to(REPO)}" for path in (REPO / "notebooks").rglob("*.*") if path.is_file()}
+    assert notebooks <= files, "workbench course copies them"
     assert "panel not installed: it was not built, as there is no Node." in output
 
 

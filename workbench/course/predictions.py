@@ -208,7 +208,7 @@ class Prediction:
                 note.value = html.escape(str(error))
 
         button.on_click(locks)
-        unit = [ipywidgets.Label(self.unit)] if self.unit and not self.choices else []
+        unit = [ipywidgets.Label(self.unit, layout=wide)] if self.unit and not self.choices else []
         question = ipywidgets.HTML(f"<strong>Predict: {html.escape(self.question)}</strong>")
         box = ipywidgets.VBox([question, ipywidgets.HBox([field, *unit, button]), note])
         found: dict[str, Any] = box._repr_mimebundle_()

@@ -1,0 +1,93 @@
+"""The session of the notebook that a check is about, and the part of a trace that belongs to one source."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.helpers.simulated_job import Setup, simulate
+from tests.helpers.student_fsdp import trained
+from tests.helpers.watched import watch
+from workbench.course import counts, from_ranks, nothing_left, only_source, peak, recorded
+from workbench.course import notebook_output as outputs
+from workbench.errors import UsageError
+from workbench.events import Category
+from workbench.replay import memory
+from workbench.reports.results import CellReport
+from workbench.trace import check
+
+
+class Session:
+    """Stands for the Workbench of a notebook; cells run here, each rank with its number as ``rank``."""
+
+    def __init__(self, trace=None):
+        self.trace = trace
+
+    def run_cell(self, code):
+        texts = {}
+        for rank in (1, 0):
+            said = [f"of rank {rank}"]
+            exec(code, {"rank": rank, "np": np, "print": said.append})
+            texts[rank] = "\n".join(said)
+        return CellReport(texts=texts)
+
+
+@pytest.fixture
+def session(monkeypatch):
+    found = Session()
+    monkeypatch.setattr(outputs, "_workbench", lambda: found)
+    return found
+
+
+def test_values_of_ranks_arrive_as_plain_data(session):
+    found = from_ranks('{"loss": [rank, float("nan")], "w": np.ones((2, 1)), "some": {1}}')
+    assert list(found) == [0, 1]
+    assert json.dumps(found[1]) == '{"loss": [1, NaN], "w": [[1.0], [1.0]], "some": [1]}'
+
+
+def test_without_the_extension_the_error_says_what_to_run():
+    for call in (recorded, lambda: from_ranks("1")):
+        with pytest.raises(UsageError, match="this notebook has no %fsdp: run %load_ext workbench first"):
+            call()
+
+
+def test_the_trace_is_that_of_the_session_or_of_one_source(session):
+    session.trace = simulate(Setup())
+    assert recorded() is session.trace
+    with pytest.raises(UsageError, match="the trace has no units of 'mine'; it has those of: the workbench's engine"):
+        recorded("mine")
+
+
+def two_engines():
+    trained("keeps_after_forward")
+    return trained("solution") is not None
+
+
+@pytest.fixture(scope="module")
+def both():
+    """A trace of two FSDPs, one after the other; the first one's units are renamed."""
+    trace = watch(2, two_engines).trace
+    first = len(trace.header.units) // 2
+    units = tuple(replace(unit, engine="first") if unit.index < first else unit for unit in trace.header.units)
+    return type(trace)(replace(trace.header, units=units), trace.ranks)
+
+
+def test_each_source_has_its_own_steps_calls_and_bytes(both):
+    for name, calls, steps in (("first", 10, range(4)), ("my fsdp", 18, range(4, 8))):
+        part = only_source(both, name)
+        assert check(part) == []
+        assert counts(part, {"all_gather": calls, "reduce_scatter": 5}).ok
+        assert set(part.ranks[0].steps) == set(steps)
+        assert nothing_left(part).ok
+
+
+def test_bytes_of_another_engine_and_of_no_unit_do_not_count(both):
+    alone = watch(2, trained, "solution").trace
+    mine, theirs = (
+        [memory.peak(rank) for rank in only_source(each, "my fsdp").slice(step=step).ranks]
+        for each, step in ((both, 7), (alone, 3))
+    )
+    assert [found.num_bytes for found in mine] == [found.num_bytes for found in theirs]
+    assert mine[0].bytes_by_category[Category.OPTIMIZER_STATE] == 0
+    assert peak(only_source(both, "my fsdp"), reference=only_source(alone, "my fsdp"), ratio=1).ok
