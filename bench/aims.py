@@ -243,8 +243,9 @@ CLASSIC = tuple(
 MANY = (
     _live("next collective, time per rank: most / fewest ranks", ("many", "next collective"), "growth", 1.5),
     _live("shard and step, time per unit: most / fewest units", ("many", "shard"), "growth", 1.5),
+    _live("100 units: lint", ("many", "shard"), "lint_ms", 300, "ms"),
 )
-"""Costs per rank and per unit; the totals are to be linear."""
+"""Costs per rank and per unit, whose totals are to be linear, and of a command on many units."""
 
 AIMS = (*ENGINE, *LIVE, *MANY, *LAB, *SCALE, *HOSTS, *CLASSIC)
 

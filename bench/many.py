@@ -49,8 +49,9 @@ def measure_next(num_ranks: Sequence[int], num_times: int) -> Tree:
 def measure_shard(num_units: Sequence[int]) -> Tree:
     """Return the time of ``shard`` and of the first two steps by number of units, in ms per unit, on two ranks.
 
-    ``growth``: the highest of the three.
+    ``growth``: the highest of the three. ``lint_ms``: the median time of ``lint`` with the fewest units.
     """
+    lint_ms: list[float] = []
     found: dict[str, dict[str, float]] = {"shard": {}, "first step": {}, "second step": {}}
     for count in num_units:
         with Workbench(2, device="cpu") as wb:
@@ -62,9 +63,12 @@ def measure_shard(num_units: Sequence[int]) -> Tree:
             }
             for name, work in works.items():
                 found[name][f"{count} units"] = 1e3 * _seconds(work) / count
+            if count == num_units[0]:
+                lint_ms = [1e3 * _seconds(wb.lint) for _ in range(5)]
     return {
         **{f"{name} ms_per_unit": by_count for name, by_count in found.items()},
         "growth": max(map(_growth, found.values())),
+        "lint_ms": statistics.median(lint_ms),
     }
 
 

@@ -33,7 +33,7 @@ FOUND = {
     "round_trips:measure_control_channel_of_hosts": {"python_ms": 9.0, "latency_ms": 2.0, "above_links_ms": 5.0},
     "round_trips:measure_start": {"seconds": 3.0, "cpu_s": 2.0},
     "many:measure_next": {"seconds": {"4 ranks": 0.4}, "ms_per_rank": {"4 ranks": 100.0}, "growth": 1.1},
-    "many:measure_shard": {"shard ms_per_unit": {"100 units": 5.0}, "growth": 0.9},
+    "many:measure_shard": {"shard ms_per_unit": {"100 units": 5.0}, "growth": 0.9, "lint_ms": 110.0},
     "round_trips:measure_attach": {"median_s": 1.5, "all_s": [1.5], "first_s": 9.0},
     "cells:measure_cells": {"to_px": 1.2, "px_ms": {"median": 1, "lower": 1, "upper": 2, "count": 3}},
     "traces:measure_trace": {

@@ -1,11 +1,14 @@
 """Why a stalled run does not continue: each cause, with its evidence."""
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 
 from tests.replay.test_run_positions import FORWARD, OWN, TORCH, S, gather, rank, row
 from tests.reports.test_run_where import alive, quiet, report
 from workbench.events import Edge, Kind
-from workbench.trace.recording import RunEnd
+from workbench.trace.recording import Activity, RunEnd
 
 SAME_CALLS = "let all ranks issue the same collectives: none within `if rank == 0:`, nor in a branch that data decides"
 
@@ -116,6 +119,14 @@ def test_a_rank_that_does_not_come():
     assert found.evidence == (f"rank 1 has recorded no event for 21.0 s, in {OWN[-1]}",)
     found = cause_of(alive(0, gather(1)), alive(1, FORWARD))
     assert found.evidence == ("rank 1 has recorded no event for 21.0 s; it has written no stack since",)
+
+
+@pytest.mark.parametrize("activity", [each for each in get_args(Activity) if each])
+def test_it_is_said_what_a_rank_does_that_does_not_come(activity):
+    (silent,) = quiet(*OWN)["quiet"]
+    found = cause_of(alive(0, gather(1)), alive(1, FORWARD, quiet=(replace(silent, activity=activity),)))
+    assert found.evidence == (f"rank 1 has recorded no event for 21.0 s, {activity}, in {OWN[-1]}",)
+    assert "it sleeps, waits for data, or computes" not in found.fix
 
 
 def test_where_all_have_started_the_cause_is_not_recorded():

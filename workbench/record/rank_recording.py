@@ -21,6 +21,7 @@ from workbench.clock import clock_here
 from workbench.engine import probe
 from workbench.engine.event_source import SOURCE
 from workbench.record.launch import Place
+from workbench.record.thread_activity import ThreadActivity
 from workbench.runtime import error_notes
 from workbench.runtime.loop_steps import SampledSteps
 from workbench.runtime.recorder import Recorder
@@ -98,6 +99,7 @@ class RankRecording:
         self._header_version = self._recorder.header_version
         self._writer = RecordingWriter(folder, start, self._recorder.header, max_bytes, keep)
         self._main = threading.get_ident()
+        self._activity = ThreadActivity(threading.current_thread())
         self._pid = os.getpid()
         self._progress = _Progress((-1, 0, 0), start.t_ns)
         self._next_beat = 0.0
@@ -184,13 +186,15 @@ class RankRecording:
         mark = (self._written - 1, self._recorder.next_step, self._recorder.ordinal)
         if mark != self._progress.mark:
             self._progress = _Progress(mark, now_ns)
+            self._activity.begin()
         stacks = self._progress.stacks
         if stacks == len(QUIET_S) or now_ns - self._progress.t_ns < QUIET_S[stacks] * 1e9:
             return
         self._progress.stacks += 1
         frame = sys._current_frames().get(self._main)
         frames = () if frame is None else stack_of(frame)
-        self._writer.write(FrameKind.SILENT_STACK, SilentStack(t_ns=now_ns, seq=self._written, frames=frames))
+        silent = SilentStack(t_ns=now_ns, seq=self._written, frames=frames, activity=self._activity.now())
+        self._writer.write(FrameKind.SILENT_STACK, silent)
 
     def _write_beat(self) -> None:
         if time.monotonic() >= self._next_beat:

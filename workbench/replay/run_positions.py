@@ -15,6 +15,7 @@ import numpy as np
 from workbench.events import BESIDE, NUMBERED, Edge, Kind
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.read_recording import ALIVE_NS, RecordedRank, Recording
+from workbench.trace.recording import Activity
 from workbench.trace.schema import Header, Rows
 
 STALLED_NS = 5_000_000_000
@@ -78,6 +79,7 @@ class RunPosition:
         pending: the collective that it waits for.
         reason: why its program ended; empty for success, or while it has not.
         frames: its stack, the innermost call last, if it was written since its last event.
+        activity: what its main thread did when it wrote the stack.
     """
 
     rank: int
@@ -90,6 +92,7 @@ class RunPosition:
     pending: PendingCollective | None = None
     reason: str = ""
     frames: tuple[str, ...] = ()
+    activity: Activity = ""
 
     @property
     def users_frame(self) -> str:
@@ -161,7 +164,7 @@ def _position(
     for_ns = max(at_ns - _last_time(rank_trace.rows, known), 0)
     pending = None if call is None else _pending(header, rank_trace, call, begun)
     next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
-    frames = next((quiet.frames for quiet in reversed(known.quiet) if quiet.seq == next_seq), ())
+    quiet = next((quiet for quiet in reversed(known.quiet) if quiet.seq == next_seq), None)
     if known.end is not None:
         state = RunState.FAILED if known.end.reason else RunState.ENDED
     elif now_wall_ns - wall_ns > ALIVE_NS:
@@ -180,7 +183,8 @@ def _position(
         for_ns=for_ns,
         pending=None if known.end is not None else pending,
         reason="" if known.end is None else known.end.reason,
-        frames=frames,
+        frames=() if quiet is None else quiet.frames,
+        activity="" if quiet is None else quiet.activity,
     )
 
 

@@ -14,6 +14,7 @@ from workbench.replay.grouping import label
 from workbench.replay.run_positions import RunPosition, RunState
 from workbench.reports.stop_positions import unit_names
 from workbench.trace.columns import Trace
+from workbench.trace.recording import Activity
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_bytes, format_long, plural
@@ -166,17 +167,27 @@ def _of_crossed(late: Sequence[RunPosition], waiting: Sequence[RunPosition], uni
     )
 
 
+_WHAT_TO_DO: Mapping[Activity, str] = {
+    "": "look at that line: it sleeps, waits for data, or computes for long",
+    "asleep": "look at that line: it sleeps, or waits for data, a lock or another process",
+    "computing": "look at that line: it computes for long, in Python or in a library",
+    "reading a disk or swapped memory": "look at that line, and at the free memory of its host",
+}
+
+
 def _of_silent(silent: Sequence[RunPosition]) -> Fault:
     ranks = label([each.rank for each in silent])
     places = (
         f"rank {each.rank} has recorded no event for {format_long(each.for_ns)}"
+        + (f", {each.activity}" if each.activity else "")
         + (f", in {each.users_frame or each.frames[-1]}" if each.frames else "; it has written no stack since")
         for each in silent
     )
+    known = {each.activity for each in silent}
     return Fault(
         rule="late-rank",
         verdict=f"{ranks} {'do' if len(silent) > 1 else 'does'} not come: the others wait for what it does outside of "
         "collectives",
         evidence=tuple(places),
-        fix="look at that line: it sleeps, waits for data, or computes for long",
+        fix=_WHAT_TO_DO[known.pop() if len(known) == 1 else ""],
     )

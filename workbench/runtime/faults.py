@@ -124,8 +124,8 @@ def _possible(name: str, scenes: Sequence[FaultScene]) -> list[FaultScene]:
 
 def _drawable(kind: FaultKind, scenes: Sequence[FaultScene]) -> list[FaultScene]:
     """Return where a fault can be drawn: where it can be injected, and named by its instrument."""
-    if not kind.is_drawn or (kind.shown_by == "verify" and not kind.on_torch and scenes[0].unit.info.engine):
-        return []  # verify compares models of the workbench's engine
+    if not kind.is_drawn:
+        return []
     try:
         return _possible(kind.name, scenes)
     except UsageError:

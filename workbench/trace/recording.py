@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -79,6 +80,10 @@ class RunStart:
     program: tuple[str, ...] = ()
 
 
+Activity = Literal["", "asleep", "computing", "reading a disk or swapped memory"]
+"""What a thread does that announces no event, in a sentence; empty: unknown."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SilentStack:
     """The stack of a rank's main thread that has announced no event for a while.
@@ -87,11 +92,13 @@ class SilentStack:
         t_ns: when the stack was read.
         seq: number of the next event.
         frames: its calls, the innermost last: ``train.py:31 in main: loss.backward()``.
+        activity: what the thread does since its last event.
     """
 
     t_ns: int
     seq: int
     frames: tuple[str, ...]
+    activity: Activity = ""
 
 
 @dataclass(frozen=True, kw_only=True)
