@@ -237,6 +237,29 @@ def test_a_check_after_one_that_failed_in_the_same_cell_is_not_reached(tmp_path)
     ]
 
 
+def test_outputs_that_were_saved_do_not_count(tmp_path):
+    path = saved(tmp_path / "x.ipynb", "nothing", "check('a', same(1, 1))")
+    document = nbformat.read(path, as_version=4)
+    record = {"version": 1, "name": "a", "points": 1, "passed": True, "findings": []}
+    document.cells[1].outputs = [nbformat.v4.new_output("display_data", data={grade.CHECK_MIME: record})]
+    document.cells[1].execution_count = 2
+    nbformat.write(document, path)
+    (check,) = grade.grade(path).checks
+    assert check.status == "not reached"
+
+
+ODD = f"""
+from IPython.display import display
+for record in (3, {{}}, {{"name": "a", "points": "x", "findings": []}}, {{"name": "a", "points": 1, "findings": [1]}}):
+    display({{"{grade.CHECK_MIME}": record}}, raw=True)
+"""
+
+
+def test_a_record_that_check_did_not_make_is_ignored(tmp_path):
+    found = grade.grade(saved(tmp_path / "x.ipynb", ODD, IMPORT, "check('b', same(1, 1))"))
+    assert [(check.name, check.status) for check in found.checks] == [("b", "passed")]
+
+
 # ---- the instructor's copy
 
 

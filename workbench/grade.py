@@ -168,6 +168,9 @@ def grade(path: Path, *, against: Path | None = None, timeout_s: float = TIMEOUT
             f'{against or path} has no check, so there is nothing to grade: a cell needs check("name", ...) of '
             "workbench.course, or nbgrader's grade: true"
         )
+    for cell in notebook.cells:
+        if cell.cell_type == "code":  # outputs of an earlier run are no results of this one
+            cell.outputs, cell.execution_count = [], None
     for index in cells:  # the checks after one that failed still count
         tags = notebook.cells[index].metadata.get("tags", [])
         notebook.cells[index].metadata["tags"] = sorted({*tags, "raises-exception"})
@@ -339,7 +342,7 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
             problem = f"cell {begun + 1} raised {_error(error.ename, error.evalue)}"
         except CellTimeoutError:
             problem = f"cell {begun + 1} was running when the notebook had taken {timeout_s:g} s"
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - of the kernel's process or its sockets
             problem = f"the kernel died in cell {begun + 1}: {error}" if begun >= 0 else f"the kernel failed: {error}"
 
     options = {
@@ -397,7 +400,7 @@ def _results(
 ) -> Iterator[GradedCheck]:
     """Yield the results of the checks of one cell."""
     cell = notebook.cells[index]
-    records = [record for record in _records(cell, CHECK_MIME) if isinstance(record.get("findings"), list)]
+    records = [record for record in _records(cell, CHECK_MIME) if _is_whole(record)]
     error = _error_of(cell)
     for check in checks:
         mine = [record for record in records if record.get("name") == check.name]
@@ -418,6 +421,17 @@ def _check(check: ExpectedCheck, index: int, status: Status, *sentences: str) ->
     return GradedCheck(name=check.name, cell=index + 1, points=check.points, status=status, sentences=sentences)
 
 
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is one that ``check`` makes; a cell can display anything."""
+    findings = record.get("findings")
+    return (
+        isinstance(record.get("name"), str)
+        and isinstance(record.get("points"), int | float)
+        and isinstance(findings, list)
+        and all(isinstance(each, Mapping) and "sentence" in each for each in findings)
+    )
+
+
 def _of_record(record: Mapping[str, Any], check: ExpectedCheck, index: int) -> GradedCheck:
     passed = record.get("passed") is True
     sentences = [each["sentence"] for each in record["findings"] if each.get("ok") is passed]
@@ -428,8 +442,8 @@ def _unexpected(notebook: NotebookNode, names: set[str]) -> Iterator[GradedCheck
     """Yield the results of checks whose names are not literals in the source."""
     for index, cell in enumerate(notebook.cells):
         for record in _records(cell, CHECK_MIME):
-            if record.get("name") not in names and isinstance(record.get("findings"), list):
-                check = ExpectedCheck(name=str(record.get("name")), points=float(record.get("points", 1)))
+            if _is_whole(record) and record["name"] not in names:
+                check = ExpectedCheck(name=record["name"], points=record["points"])
                 yield _of_record(record, check, index)
 
 

@@ -35,7 +35,7 @@ def test_the_right_numbers_pass_and_are_said(run):
 def test_a_unit_has_its_own_numbers(run):
     assert counts(run, {"all-gather:blocks.1": 2, "all_gather:(root)": 1, "reduce_scatter:(root)": 1}).ok
     wrong = counts(run, {"all_gather:blocks.1": 1})
-    assert wrong.sentence.startswith("ranks 0-3 issued 2 all-gathers of blocks.1, not 1, in step 2")
+    assert wrong.sentence.startswith("ranks 0-3 issued 2 all-gathers of blocks.1 in step 2, not 1")
 
 
 def test_bytes_are_those_of_the_closed_form(run):
@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_closed_form(run):
     assert payload(run, {"all_gather": sum(form.num_bytes for form in forms)}).ok
     assert payload(run, {"all_gather:blocks.0": forms[0].num_bytes}).ok
     wrong = payload(run, {"all_gather:blocks.0": 7})
-    assert wrong.sentence == f"ranks 0-3 issued {forms[0].num_bytes:,} B in all-gathers of blocks.0, not 7, in step 2"
+    assert wrong.sentence == f"ranks 0-3 issued {forms[0].num_bytes:,} B in all-gathers of blocks.0 in step 2, not 7"
 
 
 @pytest.mark.parametrize(("step", "number"), [(-1, 2), (-3, 0), (1, 1)])
@@ -73,7 +73,7 @@ def test_without_steps_the_finding_says_what_to_do(run):
 def test_units_that_are_kept_after_forward_are_the_reason():
     finding = counts(simulate(Setup(reshard_after_forward=False)), CALLS)
     assert finding.sentence.startswith(
-        "ranks 0-3 issued 4 all-gathers, not 7, in step 2: each unit is gathered again for backward; after forward "
+        "ranks 0-3 issued 4 all-gathers in step 2, not 7: each unit is gathered again for backward; after forward "
         "your engine keeps the full parameters of blocks.0-2"
     )
 
@@ -86,21 +86,39 @@ def test_micro_batches_are_the_reason_of_more_calls():
 
 def test_all_reduces_of_copies_have_no_reason_and_others_do(run):
     copies = counts(simulate(Setup(copies=2)), CALLS)
-    assert copies.sentence == "ranks 0-3 issued 4 all-reduces, not 0, in step 2"
+    assert copies.sentence == "ranks 0-3 issued 4 all-reduces in step 2, not 0"
     rank = run.rank(0)
     rows = rank.rows.copy()
     rows["kind"][rows["kind"] == Kind.REDUCE_SCATTER] = Kind.ALL_REDUCE
     other = Trace(run.header, (RankTrace(0, rows, rank.start),))
     finding = counts(other, CALLS)
-    assert "an all-reduce gives every rank the whole gradient" in finding.sentence
-    assert "blocks.0-2 and (root) never issued a reduce-scatter" in finding.sentence
+    assert finding.sentence.startswith(
+        "rank 0 issued 0 reduce-scatters (not 4) and 4 all-reduces (not 0) in step 2: an all-reduce gives every rank "
+        "the whole gradient"
+    )
+    assert "never" not in finding.sentence
+
+
+def test_a_unit_that_is_never_reduced_is_named(run):
+    other = without(run, 1, lambda rows: (rows["kind"] == Kind.REDUCE_SCATTER) & (rows["unit"] == 2))
+    assert counts(other, {"reduce_scatter": 4}).sentence == (
+        "rank 1 issued 3 reduce-scatters in step 2, not 4: blocks.2 never issued a reduce-scatter"
+    )
+
+
+def test_several_groups_of_ranks_are_said_one_by_one(run):
+    one = without(run, 1, lambda rows: (rows["kind"] == Kind.REDUCE_SCATTER) & (rows["unit"] == 2))
+    two = without(one, 2, lambda rows: (rows["kind"] == Kind.REDUCE_SCATTER) & (rows["unit"] >= 2))
+    assert counts(two, {"reduce_scatter": 4}).sentence.startswith(
+        "rank 1 issued 3 reduce-scatters (not 4); rank 2 issued 2 reduce-scatters (not 4); all in step 2: blocks.2 "
+    )
 
 
 def test_ranks_that_differ_are_told_apart(run):
     gathers = np.array([Kind.ALL_GATHER, Kind.UNSHARD])
     other = without(run, 2, lambda rows: np.isin(rows["kind"], gathers) & (rows["unit"] == 1))
     finding = counts(other, {"all_gather": 7})
-    assert finding.sentence == "rank 2 issued 5 all-gathers, not 7, in step 2: blocks.1 was never gathered"
+    assert finding.sentence == "rank 2 issued 5 all-gathers in step 2, not 7: blocks.1 was never gathered"
 
 
 @pytest.mark.parametrize("kind", ["gather!", "unshard", ""])
@@ -114,12 +132,21 @@ def test_every_kind_of_collective_can_be_counted(run):
 
 
 def test_the_order_of_all_ranks_is_the_same_or_the_finding_says_where_not(run):
-    assert order(run).ok
+    assert order(run).sentence == "all ranks issued the same collectives in the same order in step 2"
     first = without(run, 1, lambda rows: (rows["comm_seq"] == 0) & np.isin(rows["kind"], COLLECTIVES))
-    assert order(first).ok, "a rank is compared from the first row that it has"
+    assert order(first, step=0).ok, "a rank is compared from the first row that it has"
     rows = run.rank(1).rows.copy()
     rows["unit"][np.isin(rows["kind"], COLLECTIVES) & (rows["comm_seq"] == 5)] = 3
     other = Trace(run.header, (run.rank(0), RankTrace(1, rows)))
-    finding = order(other)
+    finding = order(other, step=0)
     assert finding.sentence.startswith("rank 1 issued all-gather of (root)")
     assert "each rank must issue the same collectives in the same order" in finding.sentence
+    assert order(other, step=1).ok, "an engine that was wrong before may be right now"
+    assert "no recorded step" in order(Trace.empty()).sentence
+
+
+def test_a_unit_that_the_run_does_not_have_is_the_reason(run):
+    assert counts(run, {"all_gather:blocks.9": 2}).sentence == (
+        "ranks 0-3 issued 0 all-gathers of blocks.9 in step 2, not 2: the run has no unit blocks.9; its units: "
+        "blocks.0-2 and (root)"
+    )

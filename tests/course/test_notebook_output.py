@@ -1,11 +1,14 @@
 """The session of the notebook that a check is about, and the part of a trace that belongs to one source."""
 
 import json
+import re
 from dataclasses import replace
 
+import nbformat.v4
 import numpy as np
 import pytest
 
+from tests.helpers.own_fsdp import FSDP, MODEL, source_of
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.student_fsdp import trained
 from tests.helpers.watched import watch
@@ -13,6 +16,7 @@ from workbench.course import counts, from_ranks, nothing_left, only_source, peak
 from workbench.course import notebook_output as outputs
 from workbench.errors import UsageError
 from workbench.events import Category
+from workbench.grade import grade
 from workbench.replay import memory
 from workbench.reports.results import CellReport
 from workbench.trace import check
@@ -91,3 +95,25 @@ def test_bytes_of_another_engine_and_of_no_unit_do_not_count(both):
     assert [found.num_bytes for found in mine] == [found.num_bytes for found in theirs]
     assert mine[0].bytes_by_category[Category.OPTIMIZER_STATE] == 0
     assert peak(only_source(both, "my fsdp"), reference=only_source(alone, "my fsdp"), ratio=1).ok
+
+
+GRADED = [
+    "%load_ext workbench",
+    "from workbench.course import *",
+    "%fsdp start -n 2",
+    f"%%fsdp\n{source_of(FSDP)}",
+    f"%%fsdp\n{source_of(MODEL)}",
+    "%fsdp step 3",
+    "mine = recorded('my fsdp')",
+    "check('calls', counts(mine, {'all_gather': 9, 'reduce_scatter': 5}), order(mine), nothing_left(mine))",
+    "check('losses', agree(from_ranks('losses')))",
+]
+
+
+@pytest.mark.cluster
+def test_a_graded_notebook_checks_its_own_ranks(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in GRADED]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "run.ipynb")
+    calls, losses = grade(tmp_path / "run.ipynb").checks
+    assert (calls.status, losses.status) == ("passed", "failed"), "each rank has the losses of its own data"
+    assert re.match(r"the values differ: rank 0 has \[0\.\d+, ", losses.sentences[0])

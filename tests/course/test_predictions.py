@@ -1,6 +1,7 @@
 """``predict``: asked, locked once, and shown beside what was measured."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,6 +95,22 @@ def test_what_was_measured_is_not_shown_before(shown, monkeypatch):
     with pytest.raises(UsageError, match=r"guess.lock\('a'\)"):
         predict("which", "Which?", choices=["a", "b"]).reveal("a")
     assert len(shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("cell", "variable"),
+    [
+        ("calls = predict('gathers', 'How many?')", "calls"),
+        ("x = 1\nmine=course.predict(\n    \"gathers\", 'How many?')", "mine"),
+        ("other = predict('bytes', '?'); calls = predict('gathers', '?')", "calls"),
+        ("predict('gathers', '?')", "guess"),
+        ("calls = predict(name, '?')", "guess"),
+    ],
+)
+def test_the_line_to_type_has_the_variable_of_the_cell(cell, variable, shown, monkeypatch):
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(user_ns={"In": ["", cell]}))
+    ask()
+    assert shown[0]["text/plain"].endswith(f"Lock it with: {variable}.lock(NUMBER)")
 
 
 def test_an_unattended_run_has_no_widget_and_needs_no_prediction(shown, monkeypatch):

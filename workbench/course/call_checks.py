@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from workbench.course.finding import CheckFinding, and_list, fails, holds
+from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_list
 from workbench.course.run_steps import CallKind, no_step, read_call, step_of
 from workbench.course.step_reasons import all_reduce_reasons, gather_reasons, reduction_reasons
-from workbench.events import Kind
+from workbench.events import Kind, unit_words
 from workbench.replay import collectives
 from workbench.replay.grouping import by_value, label
 from workbench.reports.stall_cause import parted
@@ -56,16 +56,33 @@ def _sent(trace: Trace, expected: Mapping[str, int], step: int, *, in_bytes: boo
     if set(groups) == {tuple(wanted.values())}:
         every = and_list([what.words(amount, in_bytes=in_bytes) for what, amount in wanted.items()])
         return holds(f"each rank issued {every} {where}")
-    sentences, reasons = [], dict[str, None]()
-    for amounts, ranks in groups.items():
-        wrong = [
+    wrong = {
+        tuple(ranks): [
             (what, came, amount) for (what, amount), came in zip(wanted.items(), amounts, strict=True) if came != amount
         ]
-        if wrong:
-            each = and_list([f"{what.words(came, in_bytes=in_bytes)}, not {amount:,}" for what, came, amount in wrong])
-            sentences.append(f"{label(ranks)} issued {each}")
-            reasons |= dict.fromkeys(_why_sent(trace, number, ranks[0], wrong))
-    return fails(f"{' and '.join(sentences)}, {where}", *reasons)
+        for amounts, ranks in groups.items()
+        if amounts != tuple(wanted.values())
+    }
+    reasons = [why for ranks, some in wrong.items() for why in _why_sent(trace, number, ranks[0], some)]
+    return fails(_wrong_words(wrong, where, in_bytes=in_bytes), *dict.fromkeys(reasons))
+
+
+_Wrong = Sequence[tuple[CallKind, int, int]]
+"""What differs: the collectives, what came, and what was expected."""
+
+
+def _wrong_words(wrong: Mapping[tuple[int, ...], _Wrong], where: str, *, in_bytes: bool) -> str:
+    """Return what ranks issued and should have issued: ``"rank 0 issued 5 all-gathers in step 3, not 9"``."""
+    (ranks, some), *others = wrong.items()
+    if not others and len(some) == 1:
+        ((what, came, amount),) = some
+        return f"{label(ranks)} issued {what.words(came, in_bytes=in_bytes)} {where}, not {amount:,}"
+    each = (
+        f"{label(ranks)} issued "
+        + and_list([f"{what.words(came, in_bytes=in_bytes)} (not {amount:,})" for what, came, amount in some])
+        for ranks, some in wrong.items()
+    )
+    return f"{'; '.join(each)}; all {where}" if others else f"{next(each)} {where}"
 
 
 def _amounts(
@@ -83,8 +100,13 @@ def _amounts(
     return tuple(amounts)
 
 
-def _why_sent(trace: Trace, step: int, rank: int, wrong: Sequence[tuple[CallKind, int, int]]) -> list[str]:
+def _why_sent(trace: Trace, step: int, rank: int, wrong: _Wrong) -> list[str]:
     """Return the usual reasons of the first wrong number, as far as the trace shows them."""
+    known = {unit.name for unit in trace.header.units}
+    absent = next((what.unit for what, *_ in wrong if what.unit is not None and what.unit not in known), None)
+    if absent is not None:
+        units = unit_list(trace.header, range(len(trace.header.units))) or "none"
+        return [f"the run has no unit {unit_words(absent)}; its units: {units}"]
     return [
         text
         for what, came, amount in wrong
@@ -100,11 +122,14 @@ _REASONS = {
 }
 
 
-def order(trace: Trace) -> CheckFinding:
-    """Return whether all ranks issued the same collectives in the same order."""
-    fault = parted(trace)
+def order(trace: Trace, step: int = -1) -> CheckFinding:
+    """Return whether all ranks issued the same collectives in the same order in a step."""
+    number = step_of(trace, step)
+    if number is None:
+        return no_step(trace, step)
+    fault = parted(trace.slice(step=number))
     if fault is None:
-        return holds("all ranks issued the same collectives in the same order")
+        return holds(f"all ranks issued the same collectives in the same order in {step_name(number)}")
     return fails(
         fault.verdict,
         "each rank must issue the same collectives in the same order: the call that one rank makes first is paired "

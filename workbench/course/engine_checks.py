@@ -57,7 +57,7 @@ def engine_findings(
     yield same_units(trace, number, reference, other)
     yield counts(trace, _calls(reference, other), number)
     yield least_padding(trace, number)
-    yield order(trace)
+    yield order(trace, number)
     yield from _value_findings(trace, values or {})
     yield nothing_left(trace, number)
     yield peak(trace, reference=reference, ratio=peak_ratio, step=step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ class Prediction:
 
     def __init__(self, name: str, question: str, unit: str, choices: tuple[str, ...]) -> None:
         self.name, self.question, self.unit, self.choices = name, question, unit, choices
+        self._variable = _assigned_to(name)
         self._answer: Answer | None = None
         self._handle: Any = None
 
@@ -131,7 +133,7 @@ class Prediction:
                 raise UsageError(f"{answer!r} is not one of the choices of {self.name!r}: {', '.join(self.choices)}")
             return answer
         if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
-            raise UsageError(f"the prediction {self.name!r} is a number, not {answer!r}: write guess.lock(9)")
+            raise UsageError(f"the prediction {self.name!r} is a number, not {answer!r}: {self._variable}.lock(9)")
         return answer
 
     def reveal(self, measured: Answer, because: str = "") -> None:
@@ -148,7 +150,7 @@ class Prediction:
             example = repr(self.choices[0]) if self.choices else "9"
             raise UsageError(
                 f"first predict, then look: the prediction {self.name!r} is not locked. {self.question} Answer above "
-                f"and press Lock, or run: guess.lock({example})"
+                f"and press Lock, or run: {self._variable}.lock({example})"
             )
         plain = measured if isinstance(measured, str) else _plain(measured)
         report = PredictionReport(
@@ -167,7 +169,7 @@ class Prediction:
         """Show the question, with a widget if the notebook has one and somebody is there."""
         example = repr(self.choices[0]) if self.choices else "NUMBER"
         choices = f" ({' | '.join(self.choices)})" if self.choices else f" (in {self.unit})" if self.unit else ""
-        text = f"Predict: {self.question}{choices}\nLock it with: guess.lock({example})"
+        text = f"Predict: {self.question}{choices}\nLock it with: {self._variable}.lock({example})"
         self._show(text, {} if os.environ.get(UNATTENDED) else self._widget())
 
     def _locked_text(self) -> str:
@@ -234,6 +236,16 @@ def predict(name: str, question: str, *, unit: str = "", choices: Sequence[str] 
     prediction = Prediction(name, question, unit, tuple(map(str, choices)))
     prediction._ask()
     return prediction
+
+
+def _assigned_to(name: str) -> str:
+    """Return the variable that the running cell assigns the prediction of this name to; ``guess`` if it is unknown."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    inputs = [] if shell is None else shell.user_ns.get("In", [])
+    literal = rf"[\"']{re.escape(name)}[\"']"
+    found = re.search(rf"(\w+)\s*=\s*(?:\w+\.)*predict\(\s*{literal}", inputs[-1] if inputs else "")
+    return found[1] if found else "guess"
 
 
 def _typed(text: str) -> Answer:

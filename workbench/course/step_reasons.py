@@ -47,9 +47,10 @@ def gather_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list
 def reduction_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list[str]:
     """Return why a rank issued too few or too many reductions in a step."""
     part = trace.slice(step=step).rank(rank)
-    if too_few:
-        return _never(trace.header, part, Kind.REDUCE_SCATTER, "never issued a reduce-scatter")
     found = collectives.table(part)
+    if too_few:
+        is_other = (found.kind == Kind.ALL_REDUCE).any()  # which has its own reason
+        return [] if is_other else _never(trace.header, part, Kind.REDUCE_SCATTER, "never issued a reduce-scatter")
     passes = _passes(part)
     calls = Counter(found.unit[found.kind == Kind.REDUCE_SCATTER].tolist())
     if passes > 1 and calls and max(calls.values()) == passes:
