@@ -24,7 +24,7 @@ import plotly.graph_objects as go
 
 from workbench import Workbench
 from workbench.errors import RankDied, RankError, UsageError
-from workbench.protocol.fault_kinds import KINDS, FaultKind
+from workbench.protocol.fault_kinds import KINDS
 
 OUT = Path("build/faults.html")
 ENGINES = {"ours": "workbench", "torch": "torch"}
@@ -102,7 +102,7 @@ class FaultRun:
         ranks: number of ranks.
         engine: key of :data:`ENGINES`.
         words: what the fault did.
-        refused: why it could not be injected, or no instrument can see it; empty if neither.
+        refused: why it could not be injected; empty if it was.
         verdicts: of all instruments, the primary one first.
         after: verdicts after it was removed.
         recorder: what torch's Flight Recorder analysis says; empty if it was not asked.
@@ -181,15 +181,8 @@ class Bench:
             verdicts, after = (Verdict(instrument="the error", rule=type(error).__name__, text=str(error)),), ()
             self._wb.stop()
             self._start()
-        refused = "" if verdicts or fault == CLEAN else self._unseen(KINDS[fault])
-        found = {"words": words, "verdicts": verdicts, "after": after, "recorder": recorder, "refused": refused}
+        found = {"words": words, "verdicts": verdicts, "after": after, "recorder": recorder}
         return FaultRun(**about, **found, seconds=time.monotonic() - begin)
-
-    def _unseen(self, kind: FaultKind) -> str:
-        """Return why the instrument of a fault cannot see it here."""
-        if kind.shown_by == "verify" and not kind.on_torch and self.engine == "torch":
-            return "only verify sees it, which compares models of the workbench's engine"
-        return ""
 
     def _after(self, fault: str) -> tuple[Verdict, ...]:
         """Remove a fault, and return what lint and verify still find."""
@@ -274,7 +267,7 @@ def runs(seeds: int, ranks: Sequence[int], engines: Sequence[str], faults: Seque
 
 
 def missed(found: Sequence[FaultRun]) -> list[FaultRun]:
-    """Return the runs whose primary verdict is wrong, of those that an instrument can see."""
+    """Return the runs whose primary verdict is wrong, of those with an injected fault, or none."""
     return [run for run in found if not run.refused and not run.is_named]
 
 

@@ -15,11 +15,12 @@ from workbench.errors import UsageError
 from workbench.protocol.commands import InjectFault, Lint, Shard, Step, Verify, VerifyReply
 from workbench.protocol.fault_kinds import KINDS
 from workbench.protocol.lint_reply import LintReply
-from workbench.reports.results import SAYS
+from workbench.reports.lint_faults import lint_faults
+from workbench.reports.verify_faults import faults_of
 from workbench.runtime.fault_injectors import INJECTORS
 
 ENGINES = ("workbench", "torch")
-ASKED = {"lint": (Lint, LintReply), "verify": (Verify, VerifyReply)}
+ASKED = {"lint": (Lint, LintReply, lint_faults), "verify": (Verify, VerifyReply, faults_of)}
 STALLS = [kind.name for kind in KINDS.values() if kind.shown_by == "where"]
 
 
@@ -116,21 +117,20 @@ def every_fault(engine, mesh):
             continue
         before = values()
         if name not in STALLS and not kind.shown_by.startswith("the "):
-            if kind.shown_by in ASKED and (kind.shown_by == "lint" or engine == "workbench"):
+            if kind.shown_by in ASKED:
                 replies[name] = execute(ASKED[kind.shown_by][0]())
             execute(Step(count=2))
         execute(InjectFault("off"))
         assert surroundings() == clean, name
         if kind.spoils and name not in {"bf16-master", "drifting-replica", "stale-optimizer"}:
             assert all(torch.equal(a, b) for a, b in zip(before, values(), strict=True)), name
-    after = execute(Lint()), execute(Verify()) if engine == "workbench" else None
-    return replies, after
+    return replies, (execute(Lint()), execute(Verify()))
 
 
 def told(by_rank, word):
     """Return the rules that a report of these replies names."""
-    command, reply = ASKED[word]
-    return [fault.rule for fault in SAYS[command]([decode(reply, each, "reply") for each in by_rank]).faults]
+    _, reply, faults = ASKED[word]
+    return [fault.rule for fault in faults([decode(reply, each, "reply") for each in by_rank])]
 
 
 @functools.cache
@@ -144,14 +144,13 @@ def test_each_fault_is_named_and_leaves_nothing_behind(engine):
     refused = {name: reply for name, reply in by_rank[0][0].items() if isinstance(reply, str)}
     assert refused.keys() == {"drifting-replica"} | ({"bf16-master"} if engine == "torch" else set())
     asked = [name for name in by_rank[0][0] if name not in refused]
-    assert len(asked) >= (8 if engine == "workbench" else 3)
+    assert len(asked) >= 7
     for name in asked:
         rules = told([replies[name] for replies, _ in by_rank], KINDS[name].shown_by)
         assert rules, name
         assert rules[0] in KINDS[name].rules, name
     assert told([after[0] for _, after in by_rank], "lint") == []
-    if engine == "workbench":
-        assert told([after[1] for _, after in by_rank], "verify") == []
+    assert told([after[1] for _, after in by_rank], "verify") == []
 
 
 def drifts(engine):

@@ -24,7 +24,6 @@ class FaultKind:
         about: what it does, with ``{rank}``, ``{unit}`` and ``{ms}``.
         shown_by: the instrument that names it: a ``%fsdp`` line, or ``the error``.
         rules: rules of the faults with which that instrument names it, or the type of the error.
-        on_torch: the same for models of torch's engine, which ``verify`` does not compare, if it is another instrument.
         steps: steps to take before the instrument is asked; 0: none.
         spoils: whether steps with it train wrong values, which its removal replaces by those before the fault.
         lasting: what its removal does not undo; empty: nothing.
@@ -35,7 +34,6 @@ class FaultKind:
     about: str
     shown_by: str
     rules: tuple[str, ...]
-    on_torch: str = ""
     steps: int = 0
     spoils: bool = False
     lasting: str = ""
@@ -99,7 +97,6 @@ KINDS = _kinds(
         name="no-sync-left-on",
         about="gradient synchronisation of unit {unit} stays off: its gradients are never reduced",
         shown_by="verify",
-        on_torch="explain step",
         rules=("no-sync-left-on",),
         spoils=True,
     ),
@@ -140,7 +137,6 @@ KINDS = _kinds(
         name="nan",
         about="the output of unit {unit} is NaN on rank {rank}",
         shown_by="verify",
-        on_torch="the step",
         rules=("not-finite",),
         spoils=True,
     ),

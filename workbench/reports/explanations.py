@@ -1,7 +1,7 @@
 """Why: the peak, the time of a step, the waits, a unit or a rank, in words and with the picture that shows it. Pure.
 
-Each answer is a verdict, the evidence, and what to type. Only a slow rank is a fault; the other answers say what is
-there. ``docs/explain.md`` describes how each number is computed.
+Each answer is a verdict, the evidence, and what to type. Only gradients that were not reduced and a slow rank are
+faults; the other answers say what is there. ``docs/explain.md`` describes how each number is computed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def _unit(trace: Trace, name: str) -> Unit:
 
 
 def _primary(study: StepStudy) -> ExplainReport:
-    """Return what matters most: a slow rank, then waits that a setting avoids, then memory that one frees."""
+    """Return what matters most.
+
+    Units that were not reduced, a slow rank, waits that a setting avoids, then memory that one frees.
+    """
     if study.missing:
         return peak_report(study, "")
     if study.fault is not None:

@@ -212,7 +212,7 @@ class StepStudy:
         return [f"which rank is slow: that takes {MIN_STEPS} ended steps after the first, and {there}{more}"]
 
     def report(self, subject: str, answer: Fault, picture: Picture | None, **more: Any) -> ExplainReport:  # noqa: ANN401 - fields
-        """Return the report of an answer about times; the slow rank is its fault."""
+        """Return the report of an answer about times, with :attr:`fault`."""
         found = () if self.fault is None else (answer if answer.rule == self.fault.rule else self.fault,)
         return ExplainReport(
             subject=subject,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import local_of
 from workbench.engine.fsdp_state import states_below, units_of
 from workbench.errors import UsageError
+from workbench.events import TORCH_CLASSIC
 from workbench.protocol.breakpoints import chosen_units
 from workbench.protocol.commands import InjectFault
 from workbench.protocol.fault_kinds import KINDS, RANDOM, REMOVE, FaultKind, FaultReply
@@ -124,8 +125,8 @@ def _possible(name: str, scenes: Sequence[FaultScene]) -> list[FaultScene]:
 
 def _drawable(kind: FaultKind, scenes: Sequence[FaultScene]) -> list[FaultScene]:
     """Return where a fault can be drawn: where it can be injected, and named by its instrument."""
-    if not kind.is_drawn:
-        return []
+    if not kind.is_drawn or (kind.shown_by == "verify" and scenes[0].unit.info.engine == TORCH_CLASSIC):
+        return []  # verify does not know torch's classic wrapper
     try:
         return _possible(kind.name, scenes)
     except UsageError:
