@@ -9,12 +9,10 @@ import shutil
 import nbformat
 import pytest
 
-from tests.helpers.browser import figures, open_offline
 from tests.helpers.course_notebooks import FOLDER, NOTEBOOKS, WarmKernel, exercises, failure, solutions, solved
 from tests.helpers.package_source import REPO
 from tests.helpers.replay_recording import NUM_RANKS, NUM_STEPS, RECORDING
 from tests.helpers.stored_notebook import assert_kept_without_outputs
-from workbench.notebook_page import to_page
 from workbench.trace import check, load, steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
@@ -80,18 +78,3 @@ def test_the_recording_is_small_and_obeys_the_rules_of_traces():
     assert (len(trace.ranks), steps(trace)) == (NUM_RANKS, list(range(NUM_STEPS)))
     assert check(trace) == []
     assert all(rank.lost == 0 for rank in trace.ranks)
-
-
-@pytest.mark.thorough
-@pytest.mark.browser
-def test_the_replay_is_a_page_that_needs_nothing(kernel, chromium, tmp_path):
-    path = FOLDER / "00_replay.ipynb"
-    ran = kernel.run(solved(nbformat.read(path, as_version=4), solutions(path)))
-    page = tmp_path / "replay.html"
-    page.write_text(to_page(ran, title="Replay"), encoding="utf-8")
-    with open_offline(chromium, page) as opened:
-        opened.page.wait_for_function("document.querySelectorAll('.plotly-graph-div').length >= 6")
-        drawn = figures(opened.page)
-        assert all(figure["width"] > 500 and figure["height"] > 150 for figure in drawn), drawn
-        assert "gathers of a block: measured 2" in opened.page.inner_text("body")
-        assert (opened.outside, opened.complaints) == ([], [])

@@ -5,7 +5,7 @@ reduce_scatters = 5
 # %% replay-states
 answer = {
     "(root)": "unsharded",
-    "blocks.1": "all-gather in flight",
     "blocks.2": "unsharded",
-    "blocks.3": "reducing",
+    "blocks.1": "all-gather in flight",
+    "blocks.0": "sharded",
 }
