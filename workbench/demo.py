@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -13,6 +14,7 @@ import nbformat
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
+from workbench.course.predictions import UNATTENDED
 from workbench.errors import WorkbenchError
 from workbench.notebook_page import to_page
 from workbench.notebook_run import notebook_client
@@ -101,7 +103,7 @@ def run(notebook: Path, folder: Path, say: Say = _say) -> DemoReport:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRACE).unlink(missing_ok=True)
     begin = time.monotonic()
-    executed = execute(nbformat.read(notebook, as_version=4), folder, say)
+    executed = execute(_without_checks(nbformat.read(notebook, as_version=4)), folder, say)
     if not (folder / TRACE).exists():
         raise DemoError(f"the tour finished but did not write {folder / TRACE}")
     (folder / PAGE).write_text(to_page(executed, title="FSDP workbench: the tour"), encoding="utf-8")
@@ -125,6 +127,8 @@ def run(notebook: Path, folder: Path, say: Say = _say) -> DemoReport:
 def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNode:
     """Run every cell of ``notebook`` in a new kernel of this Python, in ``folder``; return it with its outputs.
 
+    Predictions need no answer.
+
     Args:
         notebook: the notebook.
         folder: where it runs.
@@ -143,7 +147,7 @@ def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNo
 
     try:
         with notebook_client(notebook, folder, CELL_TIMEOUT_S, on_cell_start=note) as client:
-            executed: NotebookNode = client.execute()
+            executed: NotebookNode = client.execute(env={**os.environ, UNATTENDED: "1"})
     except CellExecutionError as error:
         raise DemoError(
             f"{_COLOUR.sub('', error.traceback)}\n\nthe tour failed {doing}\n{error.ename}: {error.evalue}"
@@ -153,6 +157,12 @@ def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNo
     except RuntimeError as error:  # also if it dies before it answers
         raise DemoError(f"the tour failed {doing}\nthe notebook's kernel failed: {error}") from error
     return executed
+
+
+def _without_checks(notebook: NotebookNode) -> NotebookNode:
+    """Return ``notebook`` without the cells that check exercises, which the reader has not solved."""
+    kept = [cell for cell in notebook.cells if not cell.metadata.get("nbgrader", {}).get("grade")]
+    return NotebookNode(notebook, cells=kept)
 
 
 def heldout_losses(executed: NotebookNode) -> tuple[tuple[float, float], ...]:

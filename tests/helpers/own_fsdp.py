@@ -1,20 +1,22 @@
-"""The FSDP written by hand in ``notebooks/03_your_own_fsdp.ipynb``, for tests that run it outside of the notebook."""
+"""The FSDP written by hand in ``notebooks/08_write_your_own_fsdp.ipynb``, for tests that run it elsewhere."""
 
 from typing import Any
 
 import nbformat
 import torch.distributed as dist
 
-from tests.helpers.package_source import REPO
+from tests.helpers.course_notebooks import FOLDER, solutions
 
-NOTEBOOK = REPO / "notebooks" / "03_your_own_fsdp.ipynb"
-FSDP, MODEL, CHECK = "own-fsdp", "own-model", "own-check"
+NOTEBOOK = FOLDER / "08_write_your_own_fsdp.ipynb"
+MODEL, FLAT, ENGINE, ADAPTERS, PLAIN = "own-model", "own-flat", "own-fsdp", "own-adapters", "own-plain"
+FSDP = MODEL, FLAT, ENGINE, ADAPTERS
+"""The cells that define the model, its step and the engine, and shard the model."""
 
 
 def source_of(cell_id: str) -> str:
-    """Return the code of a ``%%fsdp`` cell."""
+    """Return the code of a ``%%fsdp`` cell; of an exercise, that of its solution."""
     (cell,) = (cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.id == cell_id)
-    magic, _, code = cell.source.partition("\n")
+    magic, _, code = solutions(NOTEBOOK).get(cell_id, cell.source).partition("\n")
     assert magic == "%%fsdp"
     return code
 
@@ -28,6 +30,8 @@ def run_cells(*cell_ids: str, names: dict[str, Any] | None = None, unwatched: bo
         unwatched: leave out the lines that announce something.
     """
     names = {"rank": dist.get_rank(), "world_size": dist.get_world_size()} if names is None else names
+    if unwatched:
+        names["units"] = None  # the line that makes them is left out
     for cell_id in cell_ids:
         exec(without_marks(source_of(cell_id)) if unwatched else source_of(cell_id), names)
     return names

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 
+from tests.helpers.course_notebooks import solutions, solved
 from workbench.demo import execute
 
 
@@ -17,8 +18,11 @@ def assert_kept_without_outputs(path: Path) -> None:
 
 
 def run_notebook(path: Path, folder: Path) -> Sequence[tuple[str, str]]:
-    """Run the notebook at ``path`` in ``folder``; return the source and the text of each code cell, in order."""
-    notebook = nbformat.read(path, as_version=4)
+    """Run the notebook at ``path`` in ``folder``; return the source and the text of each code cell, in order.
+
+    Its exercises are tried as they are stored, and then solved.
+    """
+    notebook = solved(nbformat.read(path, as_version=4), solutions(path))
     execute(notebook, folder)
     return [
         (c.source, "\n".join(o.get("data", {}).get("text/plain", o.get("text", "")) for o in c.outputs))

@@ -109,6 +109,16 @@ def test_page_trace_and_summary(as_expected, tmp_path, capsys):
     assert "<html" in (tmp_path / "tour.html").read_text()
 
 
+def test_predictions_need_no_answer_and_checks_of_exercises_are_left_out(tmp_path):
+    save(simulate(Setup()), tmp_path / "made")
+    tour = notebook(
+        "import os, shutil; assert os.environ['WORKBENCH_UNATTENDED']; shutil.copy('made', 'tour.trace')", "1 / 0"
+    )
+    tour.cells[1].metadata["nbgrader"] = {"grade": True}
+    nbformat.write(tour, tmp_path / "tour.ipynb")
+    assert demo.run(tmp_path / "tour.ipynb", tmp_path).trace.exists()
+
+
 def test_heldout_losses_are_parsed_from_the_output():
     executed = printed(
         "held-out loss 4.833, unigram 3.238 nats", "nothing", "x\nheld-out loss 2.351, unigram 3.238 nats"

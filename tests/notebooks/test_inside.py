@@ -5,9 +5,9 @@ import re
 import nbformat
 import pytest
 
+from tests.helpers.course_notebooks import NOTEBOOKS
 from tests.helpers.package_source import REPO
 from tests.helpers.stored_notebook import assert_kept_without_outputs, run_notebook
-from tests.notebooks.test_tour import TOUR
 from workbench.magics import command_lines
 
 INSIDE = REPO / "notebooks" / "02_inside_a_step.ipynb"
@@ -21,8 +21,7 @@ def lines_of(notebook) -> list[str]:
 
 def words_of(path) -> set[str]:
     lines = lines_of(nbformat.read(path, as_version=4))
-    commands = [line.removeprefix("%fsdp ") for line in lines if line.startswith("%fsdp ")]
-    return {command_lines.parse_line(line, {"n": "2"}.__getitem__).word for line in commands}
+    return {line.split()[1] for line in lines if line.startswith("%fsdp ")}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,8 @@ def test_it_is_kept_without_outputs():
 
 
 def test_the_notebooks_together_use_every_command():
-    elsewhere = {"attach", "detach", "run"}  # they need a running cluster, or a script
-    assert set(command_lines.WORDS) - words_of(TOUR) - words_of(INSIDE) == {"status", "help"} | elsewhere
+    elsewhere = {"attach", "detach"}  # they need a running cluster
+    assert set(command_lines.WORDS) - set().union(*map(words_of, NOTEBOOKS)) == {"status", "help"} | elsewhere
 
 
 def test_all_ranks_stop_at_the_breakpoint(ran):

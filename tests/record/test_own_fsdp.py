@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.own_fsdp import FSDP, MODEL, source_of
+from tests.helpers.own_fsdp import FSDP, source_of
 from tests.record.test_main import script_in, torchrun
 from workbench import Workbench
 from workbench.replay import training
@@ -26,7 +26,7 @@ dist.destroy_process_group()
 
 @pytest.mark.cluster
 def test_its_units_and_its_loss_are_in_the_recording(tmp_path):
-    script = script_in(tmp_path, "\n".join((START, source_of(FSDP), source_of(MODEL), LOOP)))
+    script = script_in(tmp_path, "\n".join((START, *map(source_of, FSDP), LOOP)))
     done, plain = torchrun("-m", "workbench.record", "--out", tmp_path / "out", script), torchrun(script)
     assert done.returncode == plain.returncode == 0, done.stderr + plain.stderr
     assert sorted(done.stdout.splitlines()) == sorted(plain.stdout.splitlines())

@@ -1,7 +1,7 @@
 """An FSDP of one's own in the cells of a notebook: stopped at its all-gather, inspected, given up, trained on."""
 
 from tests.helpers.booted_ranks import drain, execute, namespace, run
-from tests.helpers.own_fsdp import FSDP, MODEL, run_cells
+from tests.helpers.own_fsdp import FSDP, run_cells
 from tests.helpers.stopped_step import Channel, Meeting, beside
 from tests.runtime.test_gate import trace_of
 from workbench.events import Kind, UnitState
@@ -14,7 +14,7 @@ WEIGHT = "blocks.1.0.weight"  # the first of the flat parameter
 
 
 def prepare():
-    return run_cells(FSDP, MODEL, names=namespace())
+    return run_cells(*FSDP, names=namespace())
 
 
 def undisturbed(count):

@@ -130,6 +130,19 @@ def test_a_step_still_running_is_not_the_one_shown():
     assert set(column(comms(cut, step=2), "expected")) == {"-"}
 
 
+def test_collectives_of_no_unit_are_named_so():
+    trace = example_trace()
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        rows["unit"] = -1
+        ranks.append(RankTrace(rank.rank, rows))
+    fig = comms(Trace(trace.header, tuple(ranks)))
+    assert "collectives of no unit, so there are no expected numbers" in title(fig)
+    assert "no unit" in words(fig)
+    assert "unit -1" not in words(fig)
+
+
 def test_a_single_rank_has_nothing_to_communicate():
     assert "nothing to send" in words(comms(example_trace(num_ranks=1)))
 

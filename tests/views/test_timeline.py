@@ -98,6 +98,22 @@ def test_compute_and_waits_never_overlap_and_the_root_does_not_cover_its_units()
     assert 0 < np.sum(drawn.x[of_root]) * 1e6 < 0.5 * (forward[1] - forward[0])
 
 
+def as_messages(rank):
+    """Return the trace of a rank with sends in place of all-gathers, and receives in place of reduce-scatters."""
+    rows = rank.rows.copy()
+    for kind, other in ((Kind.ALL_GATHER, Kind.SEND), (Kind.REDUCE_SCATTER, Kind.RECV)):
+        rows["kind"][rank.rows["kind"] == kind] = other
+    rows["unit"][np.isin(rows["kind"], (Kind.SEND, Kind.RECV))] = -1
+    return RankTrace(rank.rank, rows, rank.start)
+
+
+def test_what_one_rank_sends_another_is_drawn():
+    trace = example_trace()
+    fig = timeline(Trace(trace.header, tuple(map(as_messages, trace.ranks))))
+    assert {"send", "recv"} <= {trace.name for trace in fig.data}
+    assert any("other" in name for name in tracks(fig))
+
+
 def test_an_arrow_leads_from_an_issue_to_its_wait():
     trace = example_trace(num_ranks=2)
     fig, part = timeline(trace, rank=0), trace.slice(step=2).rank(0)

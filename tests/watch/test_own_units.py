@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
-from tests.helpers.own_fsdp import CHECK, FSDP, MODEL, run_cells
+from tests.helpers.own_fsdp import FSDP, PLAIN, run_cells
 from tests.helpers.waiting import eventually
 from tests.helpers.watched import recorded, watch
 from workbench.engine import probe
@@ -25,11 +25,19 @@ BLOCK_NUMEL = 2 * 4 * WIDTH * WIDTH + 5 * WIDTH
 HEAD_NUMEL = 3 * WIDTH + 3
 
 
-def trained(num_steps=2, *cells, unwatched=False):
-    names = run_cells(FSDP, MODEL, unwatched=unwatched)
+def trained(num_steps=2, *, unwatched=False):
+    names = run_cells(*FSDP, unwatched=unwatched)
     for _ in range(num_steps):
         names["train_step"]()
-    return run_cells(*cells, names=names)["losses"]
+    return names["losses"]
+
+
+def trained_twice(num_steps, **options):
+    """Return the losses of steps, after a comparison with those of unsharded training."""
+    losses = trained(num_steps, **options)
+    expected = run_cells(*FSDP, PLAIN, **options)["expected"]
+    torch.testing.assert_close(losses, expected[:num_steps])
+    return losses
 
 
 def freed(category):
@@ -55,9 +63,9 @@ def words(rank, **columns):
 
 
 def test_its_losses_are_those_of_unsharded_training_watched_or_not():
-    plain = run_ranks(2, lambda: trained(5, CHECK, unwatched=True))
-    assert run_ranks(2, lambda: trained(5, CHECK)) == plain
-    assert watch(2, lambda: trained(5, CHECK)).results == plain
+    plain = run_ranks(2, lambda: trained_twice(5, unwatched=True))
+    assert run_ranks(2, lambda: trained_twice(5)) == plain
+    assert watch(2, lambda: trained_twice(5)).results == plain
 
 
 def test_the_sequence_of_events_of_a_unit():
@@ -414,7 +422,7 @@ def test_a_unit_exists_as_long_as_its_model_and_models_may_share_a_name():
 
 
 def logged():
-    names = run_cells(FSDP, MODEL)
+    names = run_cells(*FSDP)
     for _ in range(2):
         log_metric("loss", names["train_step"]())
     return names["losses"]
@@ -429,7 +437,7 @@ def test_a_logged_loss_belongs_to_its_step():
 
 def recorded_again():
     """Train unwatched, watched, unwatched and watched: the second time the root is unsharded when watching begins."""
-    names = run_cells(FSDP, MODEL)
+    names = run_cells(*FSDP)
     root = names["model"]
     names["train_step"]()
     first = recorded(names["train_step"])

@@ -179,6 +179,8 @@ def _verdict(header: Header, rows: Sequence[Comparison]) -> str:
     expected = [row for row in rows if row.expected]
     if not expected and not any(unit.params for unit in header.units):
         return "no parameters are known, so there are no expected numbers to compare with"
+    if not expected and all(row.unit < 0 for row in rows):
+        return "collectives of no unit, so there are no expected numbers to compare with"
     if not expected:
         return "only partly recorded, so there are no expected numbers to compare with"
     sets = list(dict.fromkeys(row.ranks for row in expected))
@@ -472,4 +474,4 @@ def _few_letters(ranks: Sequence[int]) -> str:
 
 
 def _name(header: Header, row: Row) -> str:
-    return join_names([unit_name(header, unit) for unit in row.units])
+    return join_names(["no unit" if unit < 0 else unit_name(header, unit) for unit in row.units])

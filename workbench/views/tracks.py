@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.events import COLLECTIVES, COPIES, Kind, Track, on_track
+from workbench.events import COLLECTIVES, COPIES, NUMBERED, Kind, Track, on_track
 from workbench.replay.arrivals import LastArrivals
 from workbench.replay.collectives import Collectives, matches, table
 from workbench.replay.spans import Ints, Spans, closed, durations_ns, last_ns, spans
@@ -14,6 +14,8 @@ from workbench.replay.tracks import NESTED, NUMBER, compute_pieces
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Rows
 from workbench.views.span_shapes import Rectangles, joined, rectangles
+
+_MESSAGES = tuple(kind for kind in NUMBERED if kind not in COLLECTIVES)
 
 LANES = 3
 """Lanes of a track: the whole track, and its upper and lower half for collectives in flight at the same time."""
@@ -63,7 +65,7 @@ def tracks(
     issued = closed(spans(rows, COLLECTIVES), rows)
     lane, place = _lanes(found, issued.end_ns), matches(issued, waits)
     waiting = _waits(waits, rows, np.where(place >= 0, np.append(found.kind, -1)[place], -1))
-    parts = [_compute(part, open_until_ns), _collectives(found, lane, issued.end_ns, last), waiting]
+    parts = [_compute(part, open_until_ns), _collectives(found, lane, issued.end_ns, last), _messages(rows), waiting]
     if copies is not None:
         parts.append(_copies(copies))
     if host is not None:
@@ -113,6 +115,14 @@ def _collectives(found: Collectives, lane: Ints, end_ns: Ints, last: LastArrival
         duration_ns=found.time_ns,
         ended=(found.end_ns >= 0).astype(np.int64),
     )
+
+
+def _messages(rows: Rows) -> Rectangles:
+    """Return what is sent to one other rank, in the upper half of its track, and what is received, in the lower one."""
+    found = spans(rows, _MESSAGES)
+    lane = LANES * NUMBER[Track.OTHER] + np.where(found.kind == Kind.SEND, 1, 2)
+    bars = rectangles(lane, found.kind, found.begin_ns, closed(found, rows).end_ns, found.unit)
+    return replace(bars, num_bytes=found.num_bytes, ended=(found.end_seq >= 0).astype(np.int64))
 
 
 def _waits(found: Spans, rows: Rows, waits_for: Ints) -> Rectangles:

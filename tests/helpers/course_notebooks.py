@@ -1,0 +1,164 @@
+"""The notebooks of the course: their exercises, the solutions of these, and a kernel that runs one after the other.
+
+A cell with ``nbgrader.solution`` in its metadata is the answer of an exercise; the next cell with ``nbgrader.grade``
+checks it. ``tests/course/solutions/NAME.py`` holds a solution per ``grade_id``::
+
+    # %% collectives-mean
+    # %%fsdp
+    mean = total / world_size
+
+A comment that begins with ``# %%`` and a ``grade_id`` begins a solution. As in jupytext, a magic is a comment.
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import nbformat.v4
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import run_sync
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+from tests.helpers.package_source import REPO
+from workbench import ports
+
+FOLDER = REPO / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SOLUTIONS = REPO / "tests" / "course" / "solutions"
+TIMEOUT_S = 300
+
+_HEAD = re.compile(r"^# %% ([\w-]+)$", re.MULTILINE)
+_MAGIC = re.compile(r"^(\s*)# (?=%{1,2}\w)", re.MULTILINE)
+_NEXT = """
+import os
+os.chdir({folder!r})
+"""
+_CLEAN = """
+get_ipython().extension_manager.unload_extension("workbench")
+get_ipython().run_line_magic("reset", "-f")
+"""
+_WARM = """
+%load_ext workbench
+%fsdp start -n {num_ranks}
+%fsdp stop
+%unload_ext workbench
+%reset -f
+"""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise of a notebook.
+
+    Attributes:
+        grade_id: of its answer.
+        answer: position of the cell with the answer.
+        check: position of the cell that checks it.
+    """
+
+    grade_id: str
+    answer: int
+    check: int
+
+
+def exercises(notebook: NotebookNode) -> tuple[Exercise, ...]:
+    """Return the exercises of a notebook, in order."""
+    of_cells = [cell.metadata.get("nbgrader", {}) for cell in notebook.cells]
+    answers = [place for place, each in enumerate(of_cells) if each.get("solution") and not each.get("grade")]
+    checks = [place for place, each in enumerate(of_cells) if each.get("grade")]
+    assert len(answers) == len(checks), "each answer has one check"
+    found = tuple(
+        Exercise(of_cells[answer]["grade_id"], answer, check) for answer, check in zip(answers, checks, strict=True)
+    )
+    ends = [*answers, len(of_cells)][1:]
+    assert all(each.answer < each.check < end for each, end in zip(found, ends, strict=True))
+    return found
+
+
+def solutions(path: Path) -> Mapping[str, str]:
+    """Return the solution of each exercise of the notebook at ``path``, by ``grade_id``."""
+    file = SOLUTIONS / f"{path.stem}.py"
+    if not file.exists():
+        return {}
+    _, *parts = _HEAD.split(file.read_text(encoding="utf-8"))
+    return {name: _MAGIC.sub(r"\1", code).strip() for name, code in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def solved(notebook: NotebookNode, by_id: Mapping[str, str]) -> NotebookNode:
+    """Return a copy of ``notebook`` in which each exercise is tried twice: as it is stored, and solved.
+
+    The check of the first try is marked as one that raises.
+    """
+    made = copy.deepcopy(notebook)
+    cells, done = [], 0
+    for each in exercises(notebook):
+        cells += made.cells[done : each.answer]
+        cells += copy.deepcopy(made.cells[each.answer : each.check + 1])
+        cells[-1].metadata["tags"] = ["raises-exception"]
+        made.cells[each.answer].source = by_id[each.grade_id]
+        cells += made.cells[each.answer : each.check + 1]
+        done = each.check + 1
+    made.cells = [*cells, *made.cells[done:]]
+    for number, cell in enumerate(made.cells):
+        cell.id = f"cell-{number}"
+    return made
+
+
+class WarmKernel:
+    """A kernel that runs notebooks one after the other in one folder, and keeps what forks the ranks.
+
+    Args:
+        folder: where they run.
+        environment: of the kernel.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ports.of_a_kernel())
+        run_sync(self._kernel.start_kernel)(
+            env=dict(environment), cwd=str(folder), extra_arguments=["--IPKernelApp.log_level=ERROR"]
+        )
+        self._client = NotebookClient(
+            _notebook(), km=self._kernel, timeout=TIMEOUT_S, iopub_timeout=TIMEOUT_S, store_widget_state=False
+        )
+
+    def warm(self, num_ranks: int) -> None:
+        """Start and stop ranks, so that all processes exist that stay."""
+        self._execute(_notebook(_WARM.format(num_ranks=num_ranks)))
+
+    def run(self, notebook: NotebookNode) -> NotebookNode:
+        """Run ``notebook``; return it with its outputs. What it defined is removed."""
+        try:
+            self._execute(_notebook(_NEXT.format(folder=str(self._folder))))
+            return self._execute(notebook)
+        finally:
+            self._execute(_notebook(_CLEAN))
+
+    def end(self) -> None:
+        """End the kernel."""
+        if self._client.kc is not None:
+            self._client.kc.stop_channels()
+        run_sync(self._kernel.shutdown_kernel)()
+
+    def _execute(self, notebook: NotebookNode) -> NotebookNode:
+        self._client.nb = notebook
+        return self._client.execute()
+
+
+def texts(cell: NotebookNode) -> str:
+    """Return the text of a cell's outputs."""
+    return "\n".join(output.get("data", {}).get("text/plain", output.get("text", "")) for output in cell.outputs)
+
+
+def failure(cell: NotebookNode) -> str:
+    """Return the name and the text of the error of a cell; empty without one."""
+    return "\n".join(f"{each.ename}: {each.evalue}" for each in cell.outputs if each.output_type == "error")
+
+
+def _notebook(*sources: str) -> NotebookNode:
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
