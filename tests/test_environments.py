@@ -96,7 +96,7 @@ def test_binder_starts_two_ranks_and_its_command():
     assert done.stdout == "2\n"
 
 
-def test_binder_opens_the_tour():
+def test_binder_opens_the_course():
     (config,) = re.findall(r"'(\{.*\})\\n'", (REPO / "binder" / "postBuild").read_text())
     url = json.loads(config)["ServerApp"]["default_url"]
     assert (REPO / url.removeprefix("/lab/tree/")).exists()
