@@ -1,4 +1,4 @@
-"""Grading a notebook: which checks it has, what became of each, and the files for other tools."""
+"""Grading a notebook: which checks it has, and what became of each."""
 
 import json
 import signal
@@ -17,7 +17,6 @@ from tests.helpers.waiting import eventually
 from workbench import cli, grade, ports
 from workbench.errors import UsageError
 from workbench.grade import graded_cell, with_cells_of
-from workbench.grade_files import to_gradescope, to_junit
 
 IMPORT = "from workbench.course import check, predict, same"
 
@@ -82,37 +81,6 @@ def test_the_table_has_every_check_and_why_it_failed(bad):
     assert "first (cell 3)\n  the values are not those of the reference: 2, expected 1" in text
     assert "1 of 3 checks passed: 1 of 4 points" in text
     assert "The notebook did not run to its end: cell 5 raised NameError" in text
-
-
-def test_junit_has_a_case_for_each_check(bad):
-    suites = ElementTree.fromstring(to_junit(bad))
-    (suite,) = suites
-    assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == ("bad.ipynb", "3", "2")
-    failures = {case.get("name"): case.find("failure") for case in suite}
-    assert failures["second"] is None
-    assert failures["third"].get("type") == "not reached"
-    assert failures["first"].text.startswith("the values are not those")
-
-
-def test_junit_holds_any_text(bad):
-    import dataclasses
-
-    odd = dataclasses.replace(bad.checks[0], name="a<b & \x1b[0m\x00", sentences=("\x07 > \ud800",))
-    case = ElementTree.fromstring(to_junit(dataclasses.replace(bad, checks=(odd,))))[0][0]
-    assert case.get("name") == "a<b & \ufffd[0m\ufffd"
-    assert case.find("failure").text == "\ufffd > \ufffd"
-
-
-def test_gradescope_gets_its_format(bad):
-    found = json.loads(to_gradescope(bad))
-    assert found["score"] == 1
-    assert [(test["score"], test["max_score"], test["status"]) for test in found["tests"]] == [
-        (0, 2, "failed"),
-        (1, 1, "passed"),
-        (0, 1, "failed"),
-    ]
-    assert found["tests"][2]["output"].startswith("not reached: cell 5 raised NameError")
-    assert found["execution_time"] == round(bad.seconds)
 
 
 # ---- the command
