@@ -8,7 +8,7 @@ import nbformat.v4
 import numpy as np
 import pytest
 
-from tests.helpers.own_fsdp import FSDP, MODEL, source_of
+from tests.helpers.own_fsdp import FSDP, source_of
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.student_fsdp import trained
 from tests.helpers.watched import watch
@@ -101,8 +101,7 @@ GRADED = [
     "%load_ext workbench",
     "from workbench.course import *",
     "%fsdp start -n 2",
-    f"%%fsdp\n{source_of(FSDP)}",
-    f"%%fsdp\n{source_of(MODEL)}",
+    *(f"%%fsdp\n{source_of(cell)}" for cell in FSDP),
     "%fsdp step 3",
     "mine = recorded('my fsdp')",
     "check('calls', counts(mine, {'all_gather': 9, 'reduce_scatter': 5}), order(mine), nothing_left(mine))",

@@ -280,7 +280,7 @@ def test_while_ranks_are_started_or_stopped_the_state_is_reported(started, monke
     assert [(state["cluster"]["is_running"], state["cluster"]["exchange"]) for state in seen] == [(False, "start")] * 2
     assert [state["cluster"]["waits_for"] for state in seen] == ["", "they are being started"]
     assert [state["said"] for state in seen] == ["Starting or attaching ranks.", "They are being started."]
-    assert started.look()["cluster"]["waits_for"] == ""
+    wait_until(lambda: started.look()["cluster"]["waits_for"] == "")
 
 
 def test_a_dead_rank_has_its_cause(started):

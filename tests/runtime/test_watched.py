@@ -13,7 +13,7 @@ from tests.helpers.watched import make_blocks, shard_by_torch
 from tests.runtime.test_gate import trace_of
 from workbench.errors import UsageError
 from workbench.events import Edge, Kind
-from workbench.protocol.commands import Continue, Next, Reshard, Shard, Step, Unshard, Verify
+from workbench.protocol.commands import Continue, Next, Reshard, Shard, Step, Unshard
 from workbench.protocol.rank_messages import GiveUp
 from workbench.runtime import rank as rank_module
 from workbench.trace import check
@@ -150,7 +150,7 @@ def test_a_step_of_replicas_that_is_given_up_leaves_a_model_that_trains_on():
 def refused(shard):
     prepare(shard)
     errors = []
-    for command in (Shard(model="model"), Reshard(model="model", offload=True), Unshard(model="model"), Verify()):
+    for command in (Shard(model="model"), Reshard(model="model", offload=True), Unshard(model="model")):
         with pytest.raises(UsageError) as caught:
             execute(command)
         errors.append(str(caught.value))

@@ -20,6 +20,7 @@ from workbench.course.checks import RECORD_VERSION
 from workbench.course.notebook_output import publish
 from workbench.errors import UsageError
 from workbench.reports.results import Report
+from workbench.views.theme import format_share
 from workbench.widgets.progress import in_notebook
 
 PREDICTION_MIME = "application/vnd.fsdp-workbench.prediction+json"
@@ -77,7 +78,7 @@ class PredictionReport(Report):
             return away
         ratio = self.predicted / self.measured
         times = f", {ratio:.3g} times the measured" if ratio > 0 and not 0.5 <= ratio <= 2 else ""
-        return f"{away} ({abs(difference / self.measured):.0%}{times})"
+        return f"{away} ({format_share(abs(difference / self.measured))}{times})"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the question and the reason."""

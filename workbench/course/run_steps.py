@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from workbench.course.finding import CheckFinding, fails
 from workbench.errors import UsageError
-from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.events import COLLECTIVES, ROOT, Edge, Kind, unit_words
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.step_names import step_name
 
@@ -43,7 +43,7 @@ class CallKind(NamedTuple):
 
     def words(self, amount: int, *, in_bytes: bool) -> str:
         """Return a number of these collectives, or of their bytes, as text: ``"9 all-gathers of blocks.1"``."""
-        of = "" if self.unit is None else f" of {self.unit or '(root)'}"
+        of = "" if self.unit is None else f" of {unit_words(self.unit)}"
         if in_bytes:
             return f"{amount:,} B in {self.kind.words}s{of}"
         return f"{amount:,} {self.kind.words}{'' if amount == 1 else 's'}{of}"
@@ -60,4 +60,4 @@ def read_call(key: str) -> CallKind:
     kind = kinds.get(name.strip().replace("-", "_"))
     if kind is None:
         raise UsageError(f"there is no kind of collective {name!r}; the kinds: {', '.join(kinds)}")
-    return CallKind(kind, unit.strip().replace("(root)", "") if colon else None)
+    return CallKind(kind, ("" if unit.strip() == ROOT else unit.strip()) if colon else None)

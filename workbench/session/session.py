@@ -349,7 +349,7 @@ class Session:
             else:
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
         request = self.request
-        if request is not None:
+        if request is not None and request.state == "running":
             self.drain(timeout_s=timeout_s)
         cause = self._parted() or self._deadlocked(request, positions)
         return WhereReport(ranks=tuple(rows), obstacle=self.obstacle, cause=cause)
