@@ -28,8 +28,8 @@ OTHER_PARTS := first_iteration inner_losses call checkpoint checkpointing state_
 CLASSIC := options wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state torch_checkpoint
 OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE)) \
   $(CLASSIC:%=tests/engine/classic/test_%.py) tests/engine/classic/test_tensor_parallel.py::test_it_trains_as_torchs_wrapper \
-  $(patsubst %,tests/runtime/test_%.py,recovery meshes watched verified_model) tests/watch
-NEWEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py)
+  $(patsubst %,tests/runtime/test_%.py,recovery meshes watched) tests/watch
+NEWEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) tests/runtime/test_verified_model.py
 TESTS_OF = $(OTHER_TESTS) $(if $(filter $(lastword $(OTHER_TORCH)),$*),$(NEWEST_TESTS))
 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,

@@ -19,7 +19,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=IN_CI,
-    max_examples=60 if IN_CI else 30,
+    max_examples=50 if IN_CI else 30,
 )
 settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
 settings.register_profile("unshrunk", settings.get_profile("laws"), phases=[Phase.explicit, Phase.generate])  # mutants
