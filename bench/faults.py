@@ -234,8 +234,9 @@ class Bench:
         cause = getattr(report, "cause", None)
         faults = getattr(report, "faults", ()) if cause is None else (cause,)
         found = [Verdict(instrument=instrument, rule=fault.rule, text=fault.verdict) for fault in faults]
-        if getattr(report, "not_finite", "") and not found:
-            found = [Verdict(instrument="the step", rule="not-finite", text=str(report.not_finite))]  # type: ignore[attr-defined]
+        not_finite = getattr(report, "not_finite", "")
+        if not_finite and not found:
+            found = [Verdict(instrument="the step", rule="not-finite", text=str(not_finite))]
         return tuple(found)
 
 

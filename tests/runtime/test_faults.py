@@ -10,6 +10,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.helpers.booted_ranks import execute, namespace, run
+from tests.runtime.test_verify_faults import Block
 from workbench.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import InjectFault, Lint, Shard, Step, Verify, VerifyReply
@@ -22,15 +23,6 @@ from workbench.runtime.fault_injectors import INJECTORS
 ENGINES = ("workbench", "torch")
 ASKED = {"lint": (Lint, LintReply, lint_faults), "verify": (Verify, VerifyReply, faults_of)}
 STALLS = [kind.name for kind in KINDS.values() if kind.shown_by == "where"]
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
 
 
 def prepare(engine, **options):

@@ -167,7 +167,7 @@ class Prediction:
     # ---- display
 
     def _ask(self) -> None:
-        """Show the question, with a widget if the notebook has one and somebody is there."""
+        """Show the question, with a field to type into if the notebook can show one and a reader is there."""
         example = repr(self.choices[0]) if self.choices else "NUMBER"
         choices = f" ({' | '.join(self.choices)})" if self.choices else f" (in {self.unit})" if self.unit else ""
         text = f"Predict: {self.question}{choices}\nLock it with: {self._variable}.lock({example})"

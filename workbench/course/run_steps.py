@@ -12,7 +12,7 @@ from workbench.trace.step_names import step_name
 
 
 def step_of(trace: Trace, step: int) -> int | None:
-    """Return the number of a step; a negative one counts from the newest that has ended on all ranks; None: no such."""
+    """Return the number of a step, None if there is none; -1 is the newest that has ended on all ranks, and so on."""
     ended = [set(_ended(rank)) for rank in trace.ranks]
     common = sorted(set[int]() if not ended else ended[0].intersection(*ended[1:]))
     if step >= 0:

@@ -43,14 +43,12 @@ class InjectReport(Report):
         if not self.is_on:
             return [("note", note) for note in self.notes]
         named = (
-            "%fsdp lint, verify, where and, after %fsdp step 8, explain step" if not self.words else _named(self.name)
+            "%fsdp lint, verify, where and, after %fsdp step 8, explain step"
+            if not self.words
+            else instrument_words(KINDS[self.name])
         )
         solution = " and says which one it was" if not self.words else ""
         return [("named by", named), ("remove it", f"%fsdp fault off{solution}")]
-
-
-def _named(name: str) -> str:
-    return instrument_words(KINDS[name])
 
 
 def instrument_words(kind: FaultKind) -> str:

@@ -7,6 +7,7 @@ needs is checked before, by the functions given to the decorator. Hooks act on t
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -18,14 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from torch.utils.hooks import RemovableHandle
 
-from workbench.engine._torch import local_of
+from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
 from workbench.events import unit_words
 from workbench.protocol.fault_kinds import KINDS
@@ -164,24 +164,20 @@ def _can_convert(scene: FaultScene) -> None:
 # ---- hooks
 
 
-def _before(module: nn.Module, action: Callable[[], object]) -> RemovableHandle:
-    """Call ``action`` before each forward of a module, but not of its copies."""
+def _before(module: nn.Module, action: Callable[[], object], *, is_gathered: bool = True) -> RemovableHandle:
+    """Call ``action`` before each forward of a module, but not of its copies.
+
+    Args:
+        module: the module.
+        action: what is called.
+        is_gathered: whether its unit is to be gathered by then.
+    """
 
     def hook(called: nn.Module, _: object) -> None:
         if called is module:
             action()
 
-    return module.register_forward_pre_hook(hook, prepend=True)
-
-
-def _inside(module: nn.Module, action: Callable[[], object]) -> RemovableHandle:
-    """Call ``action`` at the beginning of each forward of a module, after its unit was gathered."""
-
-    def hook(called: nn.Module, _: object) -> None:
-        if called is module:
-            action()
-
-    return module.register_forward_pre_hook(hook)
+    return module.register_forward_pre_hook(hook, prepend=not is_gathered)
 
 
 @contextmanager
@@ -199,7 +195,7 @@ def _held(*handles: RemovableHandle) -> Iterator[None]:
 @injects(_has_other_ranks)
 def straggler(scene: FaultScene) -> Iterator[None]:
     """Sleep in the forward of a unit on one rank."""
-    with _held(*([_inside(scene.module, lambda: time.sleep(scene.ms / 1e3))] if scene.is_here else [])):
+    with _held(*([_before(scene.module, lambda: time.sleep(scene.ms / 1e3))] if scene.is_here else [])):
         yield
 
 
@@ -207,7 +203,11 @@ def straggler(scene: FaultScene) -> Iterator[None]:
 def skip_collective(scene: FaultScene) -> Iterator[None]:
     """All-reduce a number before each forward of the model on all ranks but one."""
     number = torch.ones(1, device=scene.rank.groups.device)
-    handles = [] if scene.is_here else [_before(scene.target.model, lambda: dist.all_reduce(number.fill_(1)))]
+
+    def reduce() -> None:
+        dist.all_reduce(number.fill_(1))
+
+    handles = [] if scene.is_here else [_before(scene.target.model, reduce, is_gathered=False)]
     with _held(*handles):
         yield
 
@@ -217,8 +217,8 @@ def wrong_order(scene: FaultScene) -> Iterator[None]:
     """Gather a unit too early, on one rank."""
     module: Any = scene.module
     # torch's engine checks nothing, and transfers of different lengths would end its process: the root comes first
-    hook = _inside if scene.unit.info.engine else _before
-    with _held(*([hook(scene.target.model, module.unshard)] if scene.is_here else [])):
+    comes_first = bool(scene.unit.info.engine)
+    with _held(*([_before(scene.target.model, module.unshard, is_gathered=comes_first)] if scene.is_here else [])):
         yield
 
 
@@ -243,7 +243,7 @@ def uneven_batches(scene: FaultScene) -> Iterator[None]:
 @injects()
 def kill(scene: FaultScene) -> Iterator[None]:
     """Kill the process of one rank in the forward of a unit."""
-    handles = [_inside(scene.module, lambda: os.kill(os.getpid(), signal.SIGKILL))] if scene.is_here else []
+    handles = [_before(scene.module, lambda: os.kill(os.getpid(), signal.SIGKILL))] if scene.is_here else []
     with _held(*handles):
         yield
 
@@ -255,7 +255,7 @@ def oom(scene: FaultScene) -> Iterator[None]:
     def allocate() -> None:
         raise torch.OutOfMemoryError("out of memory: tried to allocate 1.00 TiB (%fsdp fault oom)")
 
-    with _held(*([_inside(scene.module, allocate)] if scene.is_here else [])):
+    with _held(*([_before(scene.module, allocate)] if scene.is_here else [])):
         yield
 
 
@@ -272,7 +272,7 @@ def _before_optimizer(action: Callable[[Optimizer], None]) -> Iterator[None]:
 def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return this rank's parts of the gradients."""
     found = (param.grad for group in optimizer.param_groups for param in group["params"])
-    return [local_of(grad) if isinstance(grad, DTensor) else grad for grad in found if grad is not None]
+    return [local_tensor(grad) for grad in found if grad is not None]
 
 
 @injects(_has_other_ranks, _has_optimizer)
@@ -313,7 +313,8 @@ def partial_norm(scene: FaultScene) -> Iterator[None]:
 def no_sync_left_on(scene: FaultScene) -> Iterator[None]:
     """Turn the synchronisation of a unit's gradients off before each forward of the model."""
     module: Any = scene.module
-    with _held(_before(scene.target.model, lambda: module.set_requires_gradient_sync(False, recurse=False))):
+    stop = functools.partial(module.set_requires_gradient_sync, False, recurse=False)
+    with _held(_before(scene.target.model, stop, is_gathered=False)):
         try:
             yield
         finally:
@@ -427,8 +428,7 @@ def drifting_replica(scene: FaultScene) -> Iterator[None]:
         with torch.no_grad():
             for _, _, tensors in scene.unit.named():
                 assert isinstance(tensors.shard, torch.Tensor)
-                shard = local_of(tensors.shard) if isinstance(tensors.shard, DTensor) else tensors.shard.data
-                shard.add_(1e-2)
+                local_tensor(tensors.shard).add_(1e-2)
     yield
 
 

@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from workbench.engine._torch import local_of
 from workbench.engine.fsdp_state import states_below, units_of
+from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
 from workbench.events import TORCH_CLASSIC
 from workbench.protocol.breakpoints import chosen_units
@@ -142,7 +141,7 @@ def _values_kept(scene: FaultScene) -> Iterator[None]:
     model = scene.target.model
     optimizers = optimizers_of(model)
     _reshard(model)
-    kept = {name: _local(param).detach().clone() for name, param in model.named_parameters()}
+    kept = {name: local_tensor(param).detach().clone() for name, param in model.named_parameters()}
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     try:
         yield
@@ -150,7 +149,7 @@ def _values_kept(scene: FaultScene) -> Iterator[None]:
         _reshard(model)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                local, value = _local(param), kept.get(name)
+                local, value = local_tensor(param), kept.get(name)
                 if value is not None and local.shape == value.shape:  # else it was resharded meanwhile
                     local.copy_(value)
                 param.grad = None
@@ -167,7 +166,3 @@ def _reshard(model: nn.Module) -> None:
         reshard = getattr(module, "reshard", None)
         if callable(reshard):
             reshard()
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return local_of(param) if isinstance(param, DTensor) else param.data

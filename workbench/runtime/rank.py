@@ -83,7 +83,7 @@ class RankRuntime:
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
         commands: number of commands it has begun.
-        fault: the fault that it has injected; None: none.
+        fault: the fault that it has injected; None if there is none.
     """
 
     groups: ProcessGroups

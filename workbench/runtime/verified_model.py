@@ -146,8 +146,8 @@ def verified_model(name: str, rank: RankContext) -> VerifiedModel:
     return OwnModel(model, rank.recorder.tensors)
 
 
-def _copy_with_setters(module: nn.Module, plain: nn.Module, cls: type) -> None:
-    """Give the copy of a sharded module no-op versions of the methods of ``cls`` that a step may call.
+def _take_setters(model: nn.Module, memo: dict[int, Any], cls: type) -> None:
+    """Give the copies of sharded modules no-op versions of the methods of ``cls`` that a step may call.
 
     A copy averages immediately, whatever is synchronised or gathered when.
     """
@@ -155,8 +155,10 @@ def _copy_with_setters(module: nn.Module, plain: nn.Module, cls: type) -> None:
         name: _nothing for name, call in vars(cls).items() if callable(call) and not name.startswith("_")
     }
     calls["unshard"] = _gathered
-    if isinstance(module, cls):
-        vars(plain).update({name: call for name, call in calls.items() if not hasattr(plain, name)})
+    for module in model.modules():
+        if isinstance(module, cls):
+            plain = memo[id(module)]
+            vars(plain).update({name: call for name, call in calls.items() if not hasattr(plain, name)})
 
 
 def _nothing(*_args: object, **_settings: object) -> None:
@@ -192,8 +194,7 @@ class OwnModel(VerifiedModel):
                 _take_calls_of_a_wrapper(memo[id(root.modules[0])])
             return reference, optims
         reference = plain_copy(self.model, memo, optimizers)
-        for module in self.model.modules():
-            _copy_with_setters(module, memo[id(module)], FSDPModule)
+        _take_setters(self.model, memo, FSDPModule)
         return reference, [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
 
     def casts(self) -> Iterator[Casts]:
@@ -338,8 +339,7 @@ class TorchModel(VerifiedModel):
                         memo[id(value)] = full_tensor(value)
         with _torch_private.plain_modules(self.model):
             reference = copied(self.model, memo, lambda: copy.deepcopy(self.model, memo))
-        for module in self.model.modules():
-            _copy_with_setters(module, memo[id(module)], torchs.FSDPModule)
+        _take_setters(self.model, memo, torchs.FSDPModule)
         return reference, [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
 
     def casts(self) -> Iterator[Casts]:
